@@ -31,12 +31,12 @@ def accuracy(model: nn.Module, data: Any, samples: int) -> float:
 
 def main(job: str, weights: str, samples: int = 500) -> None:
     """Print the accuracy of an export."""
-    spec = raypar.job.load_job(job).to_spec()
+    spec = raypar.job.read_job.load_job(job)
     if spec.validation is None:
         sys.exit(f"{job} has no validation data")
     model = spec.model.call()
     model.load_state_dict(torch.load(weights, weights_only=True))
-    data = spec.validation.data.dataset.call()
+    data = spec.validation_data.call()
     print(f"accuracy on {min(samples, len(data))} validation samples: {accuracy(model, data, samples):.1%}")
 
 

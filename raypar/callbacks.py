@@ -568,9 +568,9 @@ def callbacks_from_job(job: Job) -> tuple[Callback, ...]:
     """
     found: list[Callback] = []
     for config in job.callbacks:
-        name = config.to_ref().label
+        name = config.label
         try:
-            made = config.to_ref().call("callbacks.args")
+            made = config.call("callbacks.args")
         except RayparError:
             raise
         except USER_CODE_ERRORS as error:

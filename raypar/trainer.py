@@ -15,14 +15,12 @@ from raypar.job import (
     ElasticConfig,
     InitFromConfig,
     Job,
-    OptimizerConfig,
     PlacementConfig,
     PlanConfig,
     PrecisionConfig,
     TrackerConfig,
-    check_run_arguments,
-    load_job,
 )
+from raypar.job.read_job import check_run_arguments, load_job
 from raypar.launch.launch_options import EventHandler
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result, raise_run_failure
@@ -40,8 +38,6 @@ from raypar.trainer_arguments import (
 )
 from raypar.user_code.traceback_filter import without_raypar_frames
 from raypar.user_code.unhandled_interrupt import ends_script_if_unhandled
-from raypar.worker.init_from_setting import InitialWeightsFile
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -128,8 +124,8 @@ class Trainer:
         *,
         model: FunctionArgument,
         loss: FunctionArgument,
-        data: FunctionArgument | SampleSource | DataSpec,
-        optimizer: FunctionArgument | OptimizerSpec | OptimizerConfig = DEFAULTS["optimizer"],
+        data: FunctionArgument | SampleSource,
+        optimizer: FunctionArgument = DEFAULTS["optimizer"],
         steps: int,
         batch_size: int,
         microbatches: int,
@@ -138,7 +134,7 @@ class Trainer:
         virtual_replicas: int = 0,
         lr_schedule: FunctionArgument | None = None,
         clip_norm: float | None = None,
-        validation: FunctionArgument | SampleSource | DataSpec | None = None,
+        validation: FunctionArgument | SampleSource | None = None,
         plan: Literal["auto"] | Arguments | PlanConfig | ParallelPlan = DEFAULTS["plan"],
         elastic: bool | Arguments | ElasticConfig | None = None,
         placement: Arguments | PlacementConfig = DEFAULTS["placement"],
@@ -149,7 +145,7 @@ class Trainer:
         precision: Arguments | PrecisionConfig | None = None,
         init: Literal["model", "by-name"] = "model",
         deferred_init: Literal["auto", "always", "never"] = "auto",
-        init_from: str | os.PathLike[str] | Arguments | InitFromConfig | InitialWeightsFile | None = None,
+        init_from: str | os.PathLike[str] | Arguments | InitFromConfig | None = None,
         device: Literal["cpu", "gpu"] = "cpu",
         threads: int = 1,
         non_finite: Literal["stop", "skip"] = "stop",
@@ -217,11 +213,6 @@ class Trainer:
         self.job, self.workers, self.address = job, run_arguments["workers"], run_arguments["address"]
         self.local_nodes, self.stop_at_step = run_arguments["local_nodes"], run_arguments["stop_at_step"]
         self.resume_from_checkpoint = run_arguments["resume_from_checkpoint"]
-
-    @property
-    def spec(self) -> JobSpec:
-        """The part of the job that decides its results."""
-        return self.job.to_spec()
 
     @without_raypar_frames
     def to_yaml(self) -> str:

@@ -8,7 +8,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol
 
 from raypar.aliased_setting import ImpliedSetting
@@ -17,7 +17,6 @@ from raypar.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, settings_from_
 from raypar.errors import ConfigError, with_article
 from raypar.files.untrusted_files import repr_text, shorten
 from raypar.job import (
-    RUN_ARGUMENTS,
     DataConfig,
     FunctionConfig,
     Job,
@@ -26,19 +25,18 @@ from raypar.job import (
     OptimizerConfig,
     PlanConfig,
     ValidationConfig,
-    job_from_argument_tree,
 )
+from raypar.job.callable_text import find_unstable_argument
+from raypar.job.read_job import RUN_ARGUMENTS, job_from_argument_tree
 from raypar.plan import ParallelPlan
 from raypar.user_code.traceback_filter import is_raypar_file
-from raypar.worker.init_from_setting import InitialWeightsFile
-from raypar.worker.job_spec import DataSpec, OptimizerSpec, Ref, find_unstable_argument
 
 BUILT_MODEL_BYTES = 32 << 20
 """Size limit of a model that is given built: it travels to every worker through Ray's store."""
 
 Arguments = Mapping[str, Any]
 """Keyword arguments of a function."""
-FunctionArgument = str | Callable[..., Any] | tuple[str | Callable[..., Any], Arguments] | Arguments | FunctionConfig | Ref
+FunctionArgument = str | Callable[..., Any] | tuple[str | Callable[..., Any], Arguments] | Arguments | FunctionConfig
 """A function: `"module:name"`, the callable itself, a pair with its keyword arguments, or a section as a job file has it."""
 
 
@@ -208,8 +206,6 @@ def _as_job_tree(given: Arguments) -> dict[str, Any]:
             tree[name] = plan_section(value, given.get("schedule"))
         elif name == "callbacks":
             tree[name] = _callback_sections(value)
-        elif name == "init_from" and isinstance(value, InitialWeightsFile):
-            tree[name] = {field.name: getattr(value, field.name) for field in fields(value)} | {"rename": dict(value.rename)}
         elif isinstance(value, os.PathLike) and name not in RUN_ARGUMENTS:
             tree[name] = os.fspath(value)
         else:
@@ -273,17 +269,9 @@ def function_section(key: str, value: Any) -> Any:
     """
     if isinstance(value, FunctionConfig):
         own = FUNCTIONS.get(key, FunctionConfig)
-        return value if isinstance(value, own) else {"function": value.function, "args": dict(value.args)}
-    if isinstance(value, DataSpec):
-        section = {name: found for name in ("input", "target", "names", "processes") if (found := getattr(value, name))}
-        section |= {"function": value.dataset.target, "args": dict(value.dataset.args)}
-    elif isinstance(value, OptimizerSpec):
-        ref = value.optimizer
-        groups = [{"match": pattern, **different} for pattern, different in value.groups]
-        section = {"function": ref.target, "args": dict(ref.args), "groups": groups}
-    elif isinstance(value, Ref):
-        section = {"function": value.target, "args": dict(value.args)}
-    elif isinstance(value, Mapping):
+        given = {name: getattr(value, name) for name in value.model_fields_set if name in own.model_fields}
+        return value if isinstance(value, own) else given
+    if isinstance(value, Mapping):
         if key == "model" and value and all(hasattr(part, "shape") for part in value.values()):
             raise ConfigError(
                 f"model is {with_article(type(value).__name__)} of tensors, such as {next(iter(value))}: weights, no module",
@@ -414,7 +402,7 @@ def _check_loss(section: Arguments) -> None:
     if callable(section["function"]) and isinstance(args, dict):
         from raypar.worker.stage.loss_function import make_loss_function
 
-        make_loss_function(Ref(section["function"], args))
+        make_loss_function(LossConfig(function=section["function"], args=args))
 
 
 @dataclass(frozen=True)

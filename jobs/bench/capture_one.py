@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import raypar
 from raypar.errors import RayparError
-from raypar.job import load_job
+from raypar.job import ModelConfig
+from raypar.job.read_job import load_job
 from raypar.model.capture.units import find_units
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -164,7 +164,7 @@ def losses_of(name: str, shards: int) -> list[float]:
         microbatches=1,
         optimizer=("torch.optim:SGD", {"lr": 0.01}),
         dtype="float64",
-    ).spec
+    ).job
     graph = make_layer_graph(spec)
     run = OneProcessRun(spec, ParallelPlan.mesh(layers=len(graph.layers), tp=shards), "1f1b", graph=graph)
     found = []
@@ -250,11 +250,10 @@ class OneModule(nn.Module):
 
 def measure_list() -> None:
     """Processor seconds of steps of the quickstart, captured from a module and as a list, in turn."""
-    from dataclasses import replace
     from pathlib import Path
 
-    spec = replace(load_job(str(Path(__file__).parents[1] / "quickstart.yaml")).to_spec(), validation=None)
-    module = replace(spec, model=Ref(OneModule, spec.model.args))
+    spec = load_job(str(Path(__file__).parents[1] / "quickstart.yaml")).replace(validation=None)
+    module = spec.replace(model=ModelConfig(function=OneModule, args=spec.model.args))
     runs = [OneProcessRun(each, ParallelPlan.mesh(layers=6), "1f1b") for each in (module, spec)]
     steps = [0, 0]
 

@@ -14,7 +14,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from raypar.actors import driver_client
 from raypar.actors.driver_actor import DriverActor
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.comm.transport import run_routine
+from raypar.job import Job
 from raypar.launch.chosen_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
@@ -35,7 +35,6 @@ from raypar.schedule import registry
 from raypar.schedule.instructions import OncePerStep, ReduceGradients
 from raypar.storage.run_folder import RunFolder
 from raypar.user_code.user_code_errors import make_importable
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
 
@@ -91,20 +90,19 @@ class CountingDriver(DriverActor):
         )
 
 
-def job(stages: int, microbatches: int) -> JobSpec:
+def job(stages: int, microbatches: int) -> Job:
     """Layers that compute next to nothing."""
     return sleeping_job([0.0] * stages, [0.0] * stages, [0.0] * stages, microbatches, min(16, microbatches))
 
 
 def run(microbatches: int, steps: int) -> dict[str, int]:
     """What the driver counted in a whole run of 2 stages x 2 replicas."""
-    spec = replace(job(2, microbatches), steps=steps)
+    spec = job(2, microbatches).replace(steps=steps)
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
     with tempfile.TemporaryDirectory(prefix="rp-") as folder:
         place = RunFolder.create(folder, "control")
-        options = LaunchOptions(make_folder=lambda planned: place)
+        options = LaunchOptions(spec, lambda planned: place)
         result = launch_run(
-            spec,
             lambda checked: choose_plan(spec, checked, lambda layers: plan, "1f1b", plan.world),
             options,
             lambda event: None,

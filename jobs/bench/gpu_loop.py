@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,8 +28,8 @@ class Ours:
 
     def __init__(self, work: Workload, vocab: int, microbatches: int, device: torch.device) -> None:
         spec = gpt_job(work, microbatches, "canonical")
-        model = replace(spec.model, args={**spec.model.args, "vocab": vocab})
-        spec = replace(spec, model=model, device="gpu")
+        model = spec.model.replace(args={**spec.model.args, "vocab": vocab})
+        spec = spec.replace(model=model, device="gpu")
         plan = ParallelPlan.mesh(layers=work.depth + 2)
         self._job = OneProcessRun(spec, plan, "1f1b", device=device)
         self._device, self._step = device, 0

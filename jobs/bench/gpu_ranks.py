@@ -7,7 +7,6 @@ import importlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ from raypar.comm.nccl import bindings
 from raypar.comm.nccl.endpoint import NcclEndpoint
 from raypar.comm.transport import run_routine
 from raypar.errors import RayparError
+from raypar.job import Job
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.schedule import registry
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.process.gpu_setup import configure_torch
 from raypar.worker.required_communicators import required_communicators
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -85,9 +84,9 @@ def case(state: State, index: int, name: str) -> str:
     return ""
 
 
-def small_job() -> JobSpec:
+def small_job() -> Job:
     """Of the parity runs."""
-    return replace(gpt_job(SMALL, 8, "canonical"), device="gpu", steps=STEPS)
+    return gpt_job(SMALL, 8, "canonical").replace(device="gpu", steps=STEPS)
 
 
 def train(state: State, index: int, plan: ParallelPlan, schedule: str, addresses: list[str], generation: int) -> dict[str, str]:

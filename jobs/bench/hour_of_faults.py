@@ -33,7 +33,7 @@ from helpers.run_processes import RunProcesses, kill_node  # noqa: E402
 from jobs.bench.tiny_run import JOB, TinyRun  # noqa: E402
 from raypar.callbacks import Callback  # noqa: E402
 from raypar.comm.tcp.handshake import CHALLENGE, HELLO, MAGIC  # noqa: E402
-from raypar.job import load_job  # noqa: E402
+from raypar.job.read_job import load_job  # noqa: E402
 from raypar.worker.norm_and_weights_hash import weights_hash  # noqa: E402
 from raypar.worker.worker_assignments import make_layer_graph  # noqa: E402
 
@@ -152,7 +152,7 @@ def weights_of_one_process(place: Place) -> str:
     """The weights that one plain process gives."""
     path = place.folder / "reference.yaml"
     path.write_text(f"name: reference\n{JOB}")
-    spec = load_job(path, [place.steps, "model.args.sleep_s=0"]).to_spec()
+    spec = load_job(path, [place.steps, "model.args.sleep_s=0"])
     return weights_hash(reference.train(make_layer_graph(spec), spec).parameters)
 
 

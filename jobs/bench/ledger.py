@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from models import Workload
 from ours import gpt_job
 
 from raypar.comm.collectives import ONE_PHASE_BYTES
+from raypar.job import Job, PlanConfig
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -33,7 +32,7 @@ PADDED = 16
 """Elements to whose multiple every parameter is padded in a replica's buffer."""
 
 
-def moved(spec: JobSpec, plan: ParallelPlan) -> list[dict[str, int]]:
+def moved(spec: Job, plan: ParallelPlan) -> list[dict[str, int]]:
     """By rank: operation -> bytes sent in one step, the second: in the first replicas get acquainted."""
     with OneProcessRun(spec, plan, "1f1b", graph=make_layer_graph(spec)) as local:
         local.step(0)
@@ -55,7 +54,7 @@ def all_reduce(shards: int, elements: int) -> int:
 def rows(size: Workload, microbatches: int, shards: int) -> Iterator[tuple[str, str, int, int]]:
     """(what, formula, its bytes, the ledger's bytes), over all workers."""
     plain = gpt_job(size, microbatches, "canonical")
-    spec = replace(plain, virtual_replicas=2)
+    spec = plain.replace(virtual_replicas=2)
     layers, t = size.depth + 2, shards
     tokens = size.batch_size * size.context
     value = size.batch_size // microbatches * size.context * size.width
@@ -74,7 +73,7 @@ def rows(size: Workload, microbatches: int, shards: int) -> Iterator[tuple[str, 
     )
     yield "loss, all-gather", "t (t-1) 3 numbers a token", loss, total(one, "all_gather")
 
-    cut = moved(replace(spec, sequence_parallel=True), ParallelPlan.mesh(tp=t, layers=layers))
+    cut = moved(spec.replace(plan=PlanConfig(sequence_parallel=True)), ParallelPlan.mesh(tp=t, layers=layers))
     half = microbatches * (4 * size.depth + 2) * (t - 1) * value * WORD
     partial = microbatches * all_reduce(t, size.context * size.width) + all_reduce(t, (4 * size.depth + 2) * size.width)
     yield "sequence_parallel, reduce-scatter", "m (4 d + 2) (t-1) b s h", half, total(cut, "reduce_scatter")

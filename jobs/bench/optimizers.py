@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import torch
 from helpers.optimizer_layouts import LAYOUTS, job_of, outcomes
 
-from raypar.worker.job_spec import OptimizerSpec, Ref
+from raypar.job import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,14 @@ def reason(found: dict[str, str]) -> str:
 
 def tried(contestant: Contestant) -> dict[str, str]:
     """Layout -> what came of it."""
-    spec = job_of(OptimizerSpec(Ref(contestant.target, contestant.args), contestant.groups), matrices=contestant.matrices)
+    spec = job_of(
+        OptimizerConfig(
+            function=contestant.target,
+            args=contestant.args,
+            groups=tuple({"match": pattern, **given} for pattern, given in contestant.groups),
+        ),
+        matrices=contestant.matrices,
+    )
     with tempfile.TemporaryDirectory(prefix="rp-") as folder:
         try:
             return outcomes(spec, Path(folder))

@@ -13,10 +13,10 @@ from models import CLIP_NORM, OPTIMIZER, SEED, Workload
 
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
+from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PlanConfig
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.schedule import registry
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 from raypar.worker.process.malloc_and_gc import freeze_existing_objects, keep_freed_memory, return_unused_memory
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import StepReport, WorkerCore
@@ -27,40 +27,40 @@ CREDENTIAL = RunCredential("bench", b"no secret: a bench has this machine to its
 
 def gpt_job(
     size: Workload, microbatches: int, reduction: str, model: str = "examples.gpt:layers", sequence: bool = False
-) -> JobSpec:
+) -> Job:
     """The benches' GPT as a job, with the default number of blocks."""
-    return JobSpec(
+    return Job(
         name="bench",
         seed=SEED,
         steps=1 << 40,
         batch_size=size.batch_size,
         microbatches=microbatches,
-        model=Ref(model, size.model_args),
-        loss=Ref("examples.gpt:loss"),
-        data=DataSpec(Ref("examples.gpt:text", {"context": size.context})),
-        optimizer=OptimizerSpec(Ref("torch.optim:AdamW", OPTIMIZER)),
+        model=ModelConfig(function=model, args=size.model_args),
+        loss=LossConfig(function="examples.gpt:loss"),
+        data=DataConfig(function="examples.gpt:text", args={"context": size.context}),
+        optimizer=OptimizerConfig(function="torch.optim:AdamW", args=OPTIMIZER),
         clip_norm=CLIP_NORM,
         reduction=reduction,
-        sequence_parallel=sequence,
+        plan=PlanConfig(sequence_parallel=sequence),
     )
 
 
 def sleeping_job(
     forward_ms: Sequence[float], input_ms: Sequence[float], weight_ms: Sequence[float], microbatches: int, blocks: int
-) -> JobSpec:
+) -> Job:
     """Layers that sleep; one sample a microbatch."""
     times = {"forward_ms": list(forward_ms), "input_ms": list(input_ms), "weight_ms": list(weight_ms)}
-    return JobSpec(
+    return Job(
         name="sleep",
         seed=SEED,
         steps=1 << 40,
         batch_size=microbatches,
         microbatches=microbatches,
+        model=ModelConfig(function="sleeping:layers", args=times),
         virtual_replicas=blocks,
-        model=Ref("sleeping:layers", times),
-        loss=Ref("sleeping:loss"),
-        data=DataSpec(Ref("sleeping:samples")),
-        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.1})),
+        loss=LossConfig(function="sleeping:loss"),
+        data=DataConfig(function="sleeping:samples"),
+        optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.1}),
     )
 
 
@@ -85,7 +85,7 @@ def job_and_plan(
     shards: int = 1,
     cuts: Sequence[int] | None = None,
     **model: Any,
-) -> tuple[JobSpec, ParallelPlan, str]:
+) -> tuple[Job, ParallelPlan, str]:
     """The benches' GPT under a uniform plan. `cuts`: first layers of stages 1, 2, ...; `model`: as `gpt_job` takes it."""
     size = Workload(**(work or {}))
     spec = gpt_job(size, microbatches, reduction, **model)
@@ -102,7 +102,7 @@ def sleep_and_plan(
     forward_ms: list[float],
     input_ms: list[float],
     weight_ms: list[float],
-) -> tuple[JobSpec, ParallelPlan, str]:
+) -> tuple[Job, ParallelPlan, str]:
     """Layers that sleep, one a stage."""
     spec = sleeping_job(forward_ms, input_ms, weight_ms, microbatches, blocks)
     return spec, plan_of(schedule, replicas, len(forward_ms), chunks=chunks), schedule
@@ -111,7 +111,7 @@ def sleep_and_plan(
 class Raypar:
     """One rank: `WorkerCore` over the TCP transport."""
 
-    def __init__(self, spec: JobSpec, plan: ParallelPlan, schedule: str, rank: int, trace: bool = False) -> None:
+    def __init__(self, spec: Job, plan: ParallelPlan, schedule: str, rank: int, trace: bool = False) -> None:
         self.plan, self.rank, self.trace = plan, rank, trace
         keep_freed_memory()  # as worker_actor does
         self.core = WorkerCore(spec)
@@ -156,7 +156,7 @@ class Raypar:
 class RayparOnRay:
     """The whole plan on a Ray of its own, asked for steps as the driver does: one call per worker and step, queued ahead."""
 
-    def __init__(self, spec: JobSpec, plan: ParallelPlan, schedule: str) -> None:
+    def __init__(self, spec: Job, plan: ParallelPlan, schedule: str) -> None:
         from raypar.actors.first_placement import reserve_all_workers
         from raypar.actors.ray_connection import connect_ray
         from raypar.actors.worker_pool import WorkerPool

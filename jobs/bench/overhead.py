@@ -38,6 +38,7 @@ from raypar.actors.hello_and_failure_messages import StepCall, WorkerHello
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import events as on
 from raypar.elastic.phases import Phase
+from raypar.job import CheckpointConfig, Job
 from raypar.launch.chosen_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
@@ -47,7 +48,6 @@ from raypar.record.events import Event, StepRecord
 from raypar.storage.run_folder import RunFolder
 from raypar.user_code.user_code_errors import make_importable
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import JobSpec
 
 PAIRED_LIMIT, BYTES_LIMIT, DRIVER_LIMIT, STEPS_LIMIT = 0.02, 1024.0, 0.12, 200.0
 """The limits: share of a step, bytes a step, share of a processor, steps a second with 64 workers."""
@@ -104,13 +104,13 @@ class Watch:
                 self.driver.append((event.step, time.monotonic(), times.user + times.system))
 
 
-def train(spec: JobSpec, plan: ParallelPlan, watch: Callable[[Path], Callable[[Any], None]], driver: Any = DriverActor) -> Path:
+def train(spec: Job, plan: ParallelPlan, watch: Callable[[Path], Callable[[Any], None]], driver: Any = DriverActor) -> Path:
     """Train on a Ray of its own; returns the run folder, in a new folder that the caller removes (`removed`)."""
     driver_client.DriverActor = driver
     place = RunFolder.create(tempfile.mkdtemp(prefix="rp-"), "overhead")
-    options = LaunchOptions(make_folder=lambda chosen: place, save_at_end=False)
+    options = LaunchOptions(spec.replace(checkpoint=CheckpointConfig(at_end=False)), lambda chosen: place)
     tell = watch(place.path)
-    result = launch_run(spec, lambda checked: chosen_of(spec, checked, plan), options, tell)
+    result = launch_run(lambda checked: chosen_of(spec, checked, plan), options, tell)
     if result.error is not None:
         raise result.error
     return place.path
@@ -121,7 +121,7 @@ def removed(folder: Path) -> None:
     shutil.rmtree(folder.parent, ignore_errors=True)
 
 
-def chosen_of(spec: JobSpec, checked: Any, plan: ParallelPlan) -> Any:
+def chosen_of(spec: Job, checked: Any, plan: ParallelPlan) -> Any:
     return choose_plan(spec, checked, lambda layers: plan, "1f1b", plan.world)
 
 
@@ -138,7 +138,7 @@ def slope(points: Sequence[tuple[int, int]]) -> float:
 def paired() -> dict[str, Any]:
     """Step time with metrics and tracing over step time without."""
     steps = BLOCK * 2 * ROUNDS
-    spec = replace(sleeping_job([1.0, 1.0], [1.0, 1.0], [1.0, 1.0], 8, 8), steps=steps)
+    spec = sleeping_job([1.0, 1.0], [1.0, 1.0], [1.0, 1.0], 8, 8).replace(steps=steps)
     folder = train(spec, ParallelPlan.mesh(dp=2, pp=2, layers=2), lambda path: lambda event: None, BlockDriver)
     seconds = [json.loads(line)["seconds"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     removed(folder)
@@ -158,7 +158,7 @@ def paired() -> dict[str, Any]:
 
 def memory() -> dict[str, Any]:
     """Growth of processes and files over many steps."""
-    spec = replace(sleeping_job([0.0, 0.0], [0.0, 0.0], [0.0, 0.0], 4, 4), steps=LONG_STEPS)
+    spec = sleeping_job([0.0, 0.0], [0.0, 0.0], [0.0, 0.0], 4, 4).replace(steps=LONG_STEPS)
     watches: list[Watch] = []
 
     def watch(path: Path) -> Watch:
@@ -179,7 +179,7 @@ def memory() -> dict[str, Any]:
 def driver() -> dict[str, Any]:
     """Processor time of the driver of 8 workers."""
     half_ms = 1000 / RATE / 2 - 6.5  # with 8 workers on two processors the rest of a step takes some 13 ms
-    spec = replace(sleeping_job([half_ms], [half_ms], [0.0], 8, 8), steps=RATE * RATE_SECONDS)
+    spec = sleeping_job([half_ms], [half_ms], [0.0], 8, 8).replace(steps=RATE * RATE_SECONDS)
     watches: list[Watch] = []
 
     def watch(path: Path) -> Watch:
@@ -287,12 +287,12 @@ def fake_driver(workers: int, steps: int, folder: Path) -> DriverActor:
     store_in_memory()
     answer_batch.ray = Answered
     driver_actor.ray.get_runtime_context = lambda: SimpleNamespace(was_current_actor_reconstructed=False, current_actor=None)
-    spec = replace(sleeping_job([0.0], [0.0], [0.0], workers, workers), steps=steps)
+    spec = sleeping_job([0.0], [0.0], [0.0], workers, workers).replace(steps=steps)
     plan = ParallelPlan.mesh(dp=workers, layers=1)
     checked = preflight(spec)
     place = RunFolder.create(folder, f"fake-{workers}")
-    options = LaunchOptions(make_folder=lambda chosen: place, save_at_end=False)
-    request = make_run_request(spec, checked, chosen_of(spec, checked, plan), options)(place, None)
+    options = LaunchOptions(spec.replace(checkpoint=CheckpointConfig(at_end=False)), lambda chosen: place)
+    request = make_run_request(checked, chosen_of(spec, checked, plan), options)(place, None)
     made = DriverActor("fake")
     made.journal.erase()
     made._set_up(request, RunCredential.fresh("fake"))

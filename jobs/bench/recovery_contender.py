@@ -133,7 +133,7 @@ def raypar(address: str, diary: str, job: str) -> None:
     """A job file, on that cluster; what the driver tells is written down when it is heard here."""
     import recovery_work as work
 
-    from raypar.job import load_job
+    from raypar.job.read_job import load_job
     from raypar.launch import train_job_in_new_folder
     from raypar.record.events import Event
 

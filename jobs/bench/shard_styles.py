@@ -27,13 +27,13 @@ from shard_models import MODELS, SAMPLES
 
 import raypar
 from raypar.errors import RayparError
+from raypar.job import Job
 from raypar.model.layer_skeletons import canonical_names, parameter_shapes
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.model.tensor_parallel.infer_styles_by_structure import structure_of
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -76,7 +76,7 @@ def loss_of(output: Any, unused: Tensor) -> Tensor:
     return sum(((leaf**3).mean() + (leaf**2).mean() for leaf in found), torch.zeros(()))
 
 
-def job_of(name: str) -> JobSpec:
+def job_of(name: str) -> Job:
     """One step in float64."""
     return raypar.Trainer(
         model=(make_model, {"name": name}),
@@ -87,15 +87,15 @@ def job_of(name: str) -> JobSpec:
         microbatches=1,
         optimizer=("torch.optim:SGD", {"lr": 0.1}),
         dtype="float64",
-    ).spec
+    ).job
 
 
-def plain_gradients(spec: JobSpec) -> tuple[float, dict[str, Tensor | None]]:
+def plain_gradients(spec: Job) -> tuple[float, dict[str, Tensor | None]]:
     """(loss, gradients) of the user's own module under plain autograd, on the same batch."""
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(spec.seed)
     model = spec.model.call().double().train()
-    samples = spec.data.dataset.call()
+    samples = spec.data.call()
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed_of(spec.seed, "epoch", 0)))
     chosen = [samples[i] for i in order.tolist()]
     loss = loss_of(

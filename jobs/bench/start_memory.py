@@ -25,7 +25,7 @@ from jobs.bench.harness import page, table  # noqa: E402
 if TYPE_CHECKING:
     from torch import nn
 
-    from raypar.worker.job_spec import JobSpec
+    from raypar.job import Job
 
 RUNS = 3
 WIDTH, DEPTH, VOCAB = 1024, 8, 8192
@@ -38,6 +38,8 @@ from raypar.worker.process.malloc_and_gc import keep_freed_memory, return_unused
 from raypar.worker.worker_assignments import make_layer_graph
 from raypar.worker.stage.initial_state import make_initial_stage_state
 from jobs.bench import start_memory as bench
+from raypar.job import LossConfig
+from raypar.job import ModelConfig
 
 keep_freed_memory()
 torch.set_num_threads(1)
@@ -64,20 +66,20 @@ STAGES = ((0, 3), (3, 5), (5, 7), (7, 10))
 """Layers of four workers: the embedding and 2 blocks, twice 2 blocks, 2 blocks and the head."""
 
 
-def job(width: int, depth: int, vocab: int, mode: str) -> JobSpec:
+def job(width: int, depth: int, vocab: int, mode: str) -> Job:
     """The example GPT, initialised as GPT-2: normal weights, scaled residual projections."""
-    from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
+    from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 
-    return JobSpec(
+    return Job(
         name="start",
         seed=1,
         steps=1,
         batch_size=4,
         microbatches=4,
-        model=Ref(model, {"width": width, "depth": depth, "vocab": vocab}),
-        loss=Ref("examples.gpt:loss"),
-        data=DataSpec(Ref("examples.gpt:text")),
-        optimizer=OptimizerSpec(Ref("torch.optim:AdamW")),
+        model=ModelConfig(function=model, args={"width": width, "depth": depth, "vocab": vocab}),
+        loss=LossConfig(function="examples.gpt:loss"),
+        data=DataConfig(function="examples.gpt:text"),
+        optimizer=OptimizerConfig(function="torch.optim:AdamW"),
         deferred_init=mode,
     )
 

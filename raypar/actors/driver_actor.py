@@ -158,7 +158,7 @@ class DriverActor:
         register_pickled_filesystems(request.filesystems)
         self.storage_session = DriverStorageSession(request) if request.storage else None
         self.pool = pool = WorkerPool(credential, request.placement, request.environment, request.filesystems)
-        publisher = MetricsPublisher(request.run, request.policy.job_steps, request.price_per_worker_hour)
+        publisher = MetricsPublisher(request.run, request.policy.job_steps, request.job.price_per_worker_hour)
         self.recorder = recorder = RunRecorder(request, journal, self.storage_session, publisher)
         self.side_effects = side_effects = SideEffectThread(recorder, machine, feed, tasks)
         self.failures = failures = WorkerFailures(machine, plans, self.queue.put_nowait)
@@ -348,7 +348,7 @@ class DriverActor:
                         registry.reading_workers(),
                     )
                 )
-            limit = self.request.max_time_s
+            limit = self.request.job.max_time_s
             if limit is not None and now - start > limit:
                 start = float("inf")
                 self.queue.put_nowait(on.StopRequested(f"max_time of {limit:.0f} s is over"))

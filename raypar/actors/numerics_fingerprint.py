@@ -15,7 +15,7 @@ import raypar
 if TYPE_CHECKING:
     import torch
 
-    from raypar.worker.job_spec import Precision
+    from raypar.job import PrecisionConfig
 
 Fingerprint = Mapping[str, str]
 
@@ -27,7 +27,7 @@ SETTINGS = (
 """Environment variables that make a library choose kernels with other rounding."""
 
 
-def fingerprint_worker_numerics(threads: int, device: torch.device, precision: Precision | None = None) -> dict[str, str]:
+def fingerprint_worker_numerics(threads: int, device: torch.device, precision: PrecisionConfig | None = None) -> dict[str, str]:
     """The fingerprint of this process with `threads` threads, for a job that computes in `precision` (None: in its `dtype`).
 
     Takes some milliseconds; on a GPU it loads kernels too.
@@ -35,7 +35,9 @@ def fingerprint_worker_numerics(threads: int, device: torch.device, precision: P
     import numpy
     import torch
 
-    autocast = precision.autocast if precision is not None else None
+    from raypar.worker.autocast_precisions import autocast_of
+
+    autocast = autocast_of(precision)
     on_gpu: dict[str, str] = {}
     if device.type == "cuda":
         on_gpu = {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}

@@ -538,7 +538,7 @@ class RunRecorder:
     def checkpoint_end(self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None]) -> None:
         """Write the manifest, give the checkpoint its name, remove the oldest beyond `keep`. Raises `CheckpointError`."""
         self.last_checkpoint = self._commit(done, begun, records)
-        checkpoint_files.remove_old_checkpoints(self._checkpoint_store, self.request.keep_checkpoints)
+        checkpoint_files.remove_old_checkpoints(self._checkpoint_store, self.request.job.checkpoint.keep)
 
     def weights_end(self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None]) -> CheckpointRef:
         """The same for weights without state of the optimizer; only the newest are kept. Returns where they are."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.run_policy import RunPolicy
+from raypar.job import Job
 from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StageConnections
 from raypar.planner.model_profile import ModelProfile
 from raypar.record.events import Resumption
@@ -35,8 +36,10 @@ class RunRequest:
     """The values that pass between the stages of `plan`."""
     batching: Microbatches
     """How the samples of a step are divided into microbatches, and these into blocks."""
+    job: Job
+    """What the driver needs of the job (`Job.for_driver`)."""
     spec: bytes
-    """The `JobSpec`, pickled for the workers; the driver does not open it."""
+    """What workers need of the job (`Job.for_workers`), pickled; the driver does not open it."""
     assignments: tuple[bytes, ...]
     """By rank: the worker's `ProgramAssignment`, pickled; the driver does not open it."""
     callbacks: bytes
@@ -57,22 +60,14 @@ class RunRequest:
     """The event of the resumption, if it is one, which the driver records; None for a new run."""
     warnings: tuple[str, ...] = ()
     """What is told and recorded as warnings when the run begins."""
-    keep_checkpoints: int = 2
-    """How many checkpoints are kept."""
     listen_host: str | None = None
     """The address that workers listen on; None: their node's address."""
     traced_steps: Collection[int] = frozenset()
     """Steps whose instructions are timed for the picture."""
-    max_time_s: float | None = None
-    """Time after which the run saves and stops."""
-    wait_for_workers_s: float = 300.0
-    """How long the run waits for a place for its workers."""
     start_deadline_s: float = 300.0
     """How long a worker may take to start, and to build its stages."""
     orphan_timeout_s: float = 60.0
     """How long a worker waits for its driver before it exits."""
-    price_per_worker_hour: float | None = None
-    """Price of one worker for an hour, for the metrics; None: not known."""
     silent_s: float = 10.0
     """Time without an answer after which a worker is silent."""
     placement: PlacementConstraints = field(default_factory=PlacementConstraints)

@@ -37,9 +37,9 @@ from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 
 if TYPE_CHECKING:  # torch is loaded by `hello`
     from raypar.comm.worker_endpoint import WorkerEndpoint
+    from raypar.job import Job
     from raypar.worker.backend import DeviceBackend
     from raypar.worker.elastic_worker import ElasticWorker
-    from raypar.worker.job_spec import JobSpec
     from raypar.worker.process.torch_state_guard import TorchStateGuard
     from raypar.worker.worker_core import WorkerCore
 
@@ -83,14 +83,14 @@ class WorkerActor:
         self.number = number
         """The worker's number."""
         self.pickled_spec = spec
-        """The `JobSpec`, pickled; opened by `hello`."""
+        """The `Job`, pickled; opened by `hello`."""
         self.filesystems = filesystems or {}
         """Id -> pickle of file systems that were given as objects, on which checkpoints lie."""
         self.coordinate = f"worker {number}"
         """The worker's seat in words, for messages."""
         self.working_dir = WorkingDirGuard()
         """Keeps the current directory valid."""
-        self.spec: JobSpec
+        self.spec: Job
         """The job. `hello` sets it, and the two below."""
         self.backend: DeviceBackend
         """The kind of device this worker computes on."""

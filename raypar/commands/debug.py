@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the first steps of a job in this process; exit code 0, or 130 if the debugger was left."""
-    from raypar.job import load_job
+    from raypar.job.read_job import load_job
     from raypar.launch.chosen_plan import make_custom_schedule_builder
     from raypar.plan import MicrobatchRouting
     from raypar.plan.recomputation import apply_recompute_policy
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     place = _place(args.stop_at)
     job = load_job(args.job, args.overrides)
     make_importable(job.source_dir)
-    spec = job.to_spec()
+    spec = job
     guard = TorchStateGuard(spec.threads)
     with guard.watching(f"the model function {spec.model.label}"):
         graph = make_layer_graph(spec)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     build = make_custom_schedule_builder(job)
     schedule = build(MicrobatchRouting(plan, spec.batching)) if build is not None else job.schedule_name
     print(f"{plan.world} workers, {len(plan.stages)} stages in one process; schedule {job.schedule_name}", flush=True)
-    if (precision := spec.precision.describe()) is not None:
+    if (precision := spec.precision_in_words) is not None:
         print(precision, flush=True)
 
     def before(step: int, instruction: object) -> None:

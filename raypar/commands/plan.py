@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from raypar.planner.stage_balance import StageBalance
     from raypar.schedule.instructions import Schedule
     from raypar.schedule.step_timeline import Timeline
-    from raypar.worker.job_spec import JobSpec
 
 MOST_WHOLE_GROUPS = 8
 """Groups of layers that the line on what shards hold whole names; it says how many more there are."""
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 def show_plan(args: argparse.Namespace, out: TextIO) -> int:
     """See `run`; prints to `out`."""
-    from raypar.job import load_job
+    from raypar.job.read_job import load_job
     from raypar.model.layer_skeletons import layer_sizes
     from raypar.planner.plan_search import predict_step
     from raypar.user_code.user_code_errors import make_importable
@@ -66,7 +65,7 @@ def show_plan(args: argparse.Namespace, out: TextIO) -> int:
     check_numbers_of_arguments(args)
     job = load_job(args.job, args.overrides)
     make_importable(job.source_dir)
-    spec = job.to_spec()
+    spec = job
     graph = make_layer_graph_without_values(spec) if args.no_profile else make_layer_graph(spec)
     choose = args.workers is not None or job.plan_is_auto
     if args.no_profile:
@@ -84,7 +83,7 @@ def show_plan(args: argparse.Namespace, out: TextIO) -> int:
         plan, name, spec.batching, sizes, profile, shown.schedule, layer_sizes_by_shard(graph, spec, plan, sizes)
     )
     found |= shards_as_dict(graph, spec, plan, sizes)
-    parts = [plan_as_text(found), spec.precision.describe() or ""]
+    parts = [plan_as_text(found), spec.precision_in_words or ""]
     if profile is not None:
         timeline, _ = predict_step(profile, plan, shown.schedule or name, spec.batching)
         parts.append(predicted_step_text(timeline))
@@ -150,9 +149,7 @@ def refuse_no_profile(choose: bool, svg: Path | None, memory: float | None = Non
         raise ConfigError("memory cannot be predicted without a profile", cure="leave out --no-profile, or --memory")
 
 
-def choose_plan_to_show(
-    job: Job, spec: JobSpec, graph: Graph, workers: int | None, memory_mib: float | None = None
-) -> ShownPlan:
+def choose_plan_to_show(job: Job, spec: Job, graph: Graph, workers: int | None, memory_mib: float | None = None) -> ShownPlan:
     """The planner's choice for `workers` workers (None: the job's number). Raises `ConfigError` for fewer than its shards.
 
     `memory_mib`: what a worker has; None: its part of this machine's free memory.
@@ -181,7 +178,7 @@ def with_memory(profile: ModelProfile, memory_mib: float | None) -> ModelProfile
     return profile if memory_mib is None else replace(profile, memory_bytes=round(memory_mib * 2**20))
 
 
-def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool, memory_mib: float | None = None) -> ShownPlan:
+def job_plan_to_show(job: Job, spec: Job, graph: Graph, with_profile: bool, memory_mib: float | None = None) -> ShownPlan:
     """The plan that the job gives, with its layers cut as a run cuts them if they are timed (`with_profile`).
 
     `memory_mib`: what a worker has; None: its part of this machine's free memory. Raises `PlanError` if layers cannot be cut
@@ -241,7 +238,7 @@ def write_predicted_step_svg(file: Path, title: str, timeline: Timeline, crossin
     write_text_atomically(file, swimlane_svg(timeline, title=title, subtitle="predicted", routes=routes))
 
 
-def shard_style_by_layer(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, str]:
+def shard_style_by_layer(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[str, str]:
     """Layer name -> style, for layers in stages with shards."""
     from raypar.model.tensor_parallel.layout import compute_shard_layout
 
@@ -254,7 +251,7 @@ def shard_style_by_layer(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dic
 
 
 def layer_sizes_by_shard(
-    graph: Graph, spec: JobSpec, plan: ParallelPlan, sizes: tuple[LayerSize, ...]
+    graph: Graph, spec: Job, plan: ParallelPlan, sizes: tuple[LayerSize, ...]
 ) -> dict[tuple[int, int], tuple[LayerSize, ...]]:
     """What a worker holds of each layer, by (number of shards, shard). Raises `PlanError` for styles that do not fit."""
     from raypar.model.tensor_parallel.layout import compute_shard_layout, held_elements_by_layer
@@ -373,7 +370,7 @@ def _common_pattern(names: Sequence[str]) -> str:
     return "".join(part for pair in zip_longest(texts, common, fillvalue="") for part in pair)
 
 
-def whole_bytes_on_shards(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, int]:
+def whole_bytes_on_shards(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[str, int]:
     """Layer -> bytes of its parameters that every shard holds whole, for stages with shards, the most bytes first.
 
     Of a layer that is cut in part, and of the model itself, the parameters are named: `block0.down.bias`.
@@ -401,7 +398,7 @@ def whole_bytes_on_shards(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> di
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
-def shards_as_dict(graph: Graph, spec: JobSpec, plan: ParallelPlan, sizes: Sequence[LayerSize]) -> dict[str, Any]:
+def shards_as_dict(graph: Graph, spec: Job, plan: ParallelPlan, sizes: Sequence[LayerSize]) -> dict[str, Any]:
     """What is cut over shards, what is whole on each of them, why, and the bytes of all parameters."""
     from raypar.model.tensor_parallel.infer_styles_by_structure import reasons_for_whole
 

@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
 def _tokenizer(name: str) -> Callable[[str], Sequence[int]] | None:
     if name == "bytes":
         return None
-    from raypar.worker.job_spec import Ref
+    from raypar.job import FunctionConfig
 
-    return Ref(name).resolve()
+    return FunctionConfig(function=name).resolve()
 
 
 def _pieces(files: Sequence[Path], encode: Callable[[str], Sequence[int]] | None) -> Iterator[Any]:

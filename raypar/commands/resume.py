@@ -40,7 +40,7 @@ def resume(args: argparse.Namespace) -> int:
     start = time.monotonic()
     from raypar.console.event_printer import EventPrinter
     from raypar.console.json_stdout import json_stdout
-    from raypar.job import load_job
+    from raypar.job.read_job import load_job
     from raypar.launch import raise_run_failure, resume_job
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
     from raypar.record.events import StartupStage

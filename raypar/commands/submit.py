@@ -63,7 +63,7 @@ def names_run_folder(run: str, run_dir: str | None, address: str | None) -> bool
 def run(args: argparse.Namespace) -> int:
     """Submit, and follow the job to its end; see above for the exit codes."""
     from raypar.console.json_stdout import json_stdout
-    from raypar.job import load_job
+    from raypar.job.read_job import load_job
     from raypar.launch.cluster_jobs import parse_ray_job_record
     from raypar.launch.job_printer import JobPrinter
     from raypar.launch.job_server import connect_job_server, find_server_address

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.monotonic()
     from raypar.console.event_printer import EventPrinter
     from raypar.console.json_stdout import json_stdout
-    from raypar.job import load_job
+    from raypar.job.read_job import load_job
     from raypar.launch import raise_run_failure, train_job_in_new_folder
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir, is_submitted_job, unfinished_run
     from raypar.record.events import Note, StartupStage

@@ -10,15 +10,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from raypar.files.untrusted_files import MAX_DEPTH, repr_text, shorten
+from raypar.job.section import is_importable_name
 
 PLAIN = (type(None), bool, int, float, str, bytes, datetime.date, datetime.datetime)
 """Types of single values that YAML has, and that are read as the same values again."""
-
-
-def is_importable_name(text: str) -> bool:
-    """Whether a text is `module:name`, both of names with dots."""
-    module, colon, name = text.partition(":")
-    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
 
 
 def to_plain_values(section: BaseModel) -> tuple[Any, list[str]]:

@@ -13,8 +13,9 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from raypar.errors import ConfigError
 from raypar.files.safe_yaml import parse_yaml
 from raypar.files.untrusted_files import read_limited_text, repr_text, shorten
-from raypar.job.job import JOB_BYTES, RUN_NAME_CURE, Job, PlanConfig, Workers, is_run_name
-from raypar.job.section import Section
+from raypar.job.job import JOB_BYTES, RUN_NAME_CURE, Job, is_run_name
+from raypar.job.plan_section import PlanConfig
+from raypar.job.section import Section, Workers
 from raypar.job.validation_errors import config_error, keys_of, section_types
 
 

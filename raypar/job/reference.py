@@ -16,18 +16,19 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 
-from raypar.job import job as job_module
-from raypar.job.job import Job, PathText
+from raypar.job import function_section, plan_section
+from raypar.job.job import Job
 from raypar.job.read_job import _RunArguments
+from raypar.job.section import PathText
 from raypar.job.section_docstrings import key_docstring, section_docstring
 from raypar.job.validation_errors import _COMMAND_LINE, walk_sections
 from raypar.schedule.registry import NAMES
 
 TYPE_OF_VALIDATOR: dict[Callable[..., Any], str] = {
-    job_module._function: "`module:name`",
-    job_module._loss_function: "`module:name`, or `model`",
-    job_module._counts: "integer ≥ 1, or a list of them",
-    job_module._recompute_policy: "`none`, `full`, or a list of patterns",
+    function_section._function: "`module:name`",
+    function_section._loss_function: "`module:name`, or `model`",
+    plan_section._counts: "integer ≥ 1, or a list of them",
+    plan_section._recompute_policy: "`none`, `full`, or a list of patterns",
     typing.get_args(PathText)[1].func: "path",
 }
 """Validator that accepts more than the annotated type -> the type in words."""

@@ -15,13 +15,12 @@ from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BaseModel, BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 
-from raypar.job import job as job_module
-from raypar.job.job import Job, PathText
+from raypar.job import elastic_section, function_section, plan_section
+from raypar.job.job import RUN_NAME, Job
 from raypar.job.plain_values import to_plain_values
-from raypar.job.section import MAX_WORKERS
+from raypar.job.section import MAX_WORKERS, PathText
 from raypar.job.section_docstrings import key_docstring, section_docstring
 from raypar.schedule.registry import ALIASES, NAMES
-from raypar.worker.job_spec import LOSS_OF_MODEL
 
 Schema = dict[str, Any]
 
@@ -32,16 +31,16 @@ _COUNT: Schema = {"type": "integer", "minimum": 1, "maximum": MAX_WORKERS}
 _TEXTS: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
 
 SCHEMA_OF_VALIDATOR: dict[Callable[..., Any], tuple[Schema, ...]] = {
-    job_module._function: (_FUNCTION,),
-    job_module._loss_function: (_FUNCTION, {"const": LOSS_OF_MODEL}),
-    job_module._counts: (_COUNT, {"type": "array", "items": _COUNT, "minItems": 1}),
-    job_module._recompute_policy: ({"enum": ["none", "full"]}, _TEXTS),
+    function_section._function: (_FUNCTION,),
+    function_section._loss_function: (_FUNCTION, {"const": function_section.LOSS_OF_MODEL}),
+    plan_section._counts: (_COUNT, {"type": "array", "items": _COUNT, "minItems": 1}),
+    plan_section._recompute_policy: ({"enum": ["none", "full"]}, _TEXTS),
     typing.get_args(PathText)[1].func: ({"type": "string"},),
 }
 """Validator that accepts more, or less, than the annotated type -> the alternatives that it accepts in a job file."""
 
 SCHEMA_OF_KEY: dict[str, tuple[Schema, ...]] = {
-    "name": ({"type": "string", "pattern": f"^{job_module.RUN_NAME}$"},),
+    "name": ({"type": "string", "pattern": f"^{RUN_NAME}$"},),
     "plan.schedule": ({"enum": [*NAMES, *ALIASES]},),
     "elastic.mirror": ({"enum": ["auto", "off"]}, {"type": "boolean"}, {"type": "integer", "minimum": 1}),
 }
@@ -103,7 +102,7 @@ def _plain(default: Any) -> Any:
 def _alternatives(key: str, annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[Schema]:
     """The alternatives of a type, without None. Raises `TypeError` for a type that has no schema here."""
     for one in metadata:
-        if isinstance(one, (BeforeValidator, PlainValidator)) and one.func is not job_module._switch:
+        if isinstance(one, (BeforeValidator, PlainValidator)) and one.func is not elastic_section.switch:
             if one.func not in SCHEMA_OF_VALIDATOR:
                 raise TypeError(f"{key}: no schema for the validator {one.func}; add it to SCHEMA_OF_VALIDATOR")
             yield from SCHEMA_OF_VALIDATOR[one.func]

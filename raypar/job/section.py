@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
-from raypar.job.validation_errors import config_error, walk_sections
 from raypar.user_code.traceback_filter import without_raypar_frames
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MAX_WORKERS = 2**16
 """Limit on numbers of workers in a job file: lists of that length are made."""
+MAX_PARTS = 2**16
+"""Limit on numbers of microbatches, blocks or chunks of a step, likewise."""
+Workers = Annotated[PositiveInt, Field(le=MAX_WORKERS)]
+Parts = Annotated[PositiveInt, Field(le=MAX_PARTS)]
+PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+"""A path; from Python also a `pathlib.Path`."""
+
+AUTO, GIVEN = "<auto>", "<given>"
+"""Tags of the two types of `plan`. Pydantic puts them into error locations; messages leave them out."""
+
+
+def is_importable_name(text: str) -> bool:
+    """Whether a text is `module:name`, both of names with dots."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
 
 
 class Section(BaseModel):
-    """Base of all sections of a job file. Strict: a string is not taken for a number, and an unknown key is an error."""
+    """Base of all sections of a job file. Strict: a string is not taken for a number, and an unknown key is an error.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    Validators are built when a job is read, so that workers and the driver, which get checked jobs, need none.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
     root: ClassVar[type[BaseModel]]
     """`Job`, in which all sections are; `job.py` sets it."""
@@ -32,7 +53,16 @@ class Section(BaseModel):
         try:
             super().__init__(**given)
         except ValidationError as error:
+            from raypar.job.validation_errors import config_error, walk_sections
+
             inside = next((path for path, section in walk_sections(Section.root) if section is type(self)), ())
             raise config_error(error.errors(), inside, Section.root, of_trainer=True) from None
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # sections in a tree are validated without it
+
+    def replace(self, **values: Any) -> Self:
+        """The section with other values of some keys, which are not checked again."""
+        unknown = sorted(set(values) - set(type(self).model_fields))
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no key {unknown[0]!r}")
+        return self.model_copy(update=values)

@@ -13,12 +13,9 @@ from pydantic import BaseModel
 
 from raypar.errors import ConfigError
 from raypar.files.untrusted_files import repr_text, shorten
-from raypar.job.plain_values import is_importable_name
+from raypar.job.job import NO_FLOAT16, precision_settings_text
+from raypar.job.section import AUTO, GIVEN, is_importable_name
 from raypar.keys_of_other_frameworks import advice_for
-from raypar.worker.autocast_precisions import NO_FLOAT16, precision_settings_text
-
-AUTO, GIVEN = "<auto>", "<given>"
-"""Tags of the two types of `plan`. Pydantic puts them into error locations; messages leave them out."""
 
 _COMMAND_LINE = {
     "address": "--address",

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypar.job import Job
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy, apply_recompute_policy
 from raypar.plan.wording import count_noun
-from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from raypar.job import Job, PlanConfig
@@ -60,7 +60,7 @@ PlanChooser = Callable[["PreflightResult"], ChosenPlan]
 
 
 def choose_plan(
-    spec: JobSpec,
+    spec: Job,
     checked: PreflightResult,
     plan: Callable[[int], ParallelPlan] | None,
     schedule: str,
@@ -128,17 +128,17 @@ def predict_memory(
         return ()
 
 
-def make_plan_chooser(job: Job, spec: JobSpec, workers: int | None = None) -> PlanChooser:
+def make_plan_chooser(job: Job, workers: int | None = None) -> PlanChooser:
     """A function that chooses the plan as a job asks for it. `workers`: the most that the planner may use; None: the job's."""
     from raypar.job import PlanConfig
 
     config = job.plan
     if not isinstance(config, PlanConfig):
-        return lambda checked: choose_plan(spec, checked, None, "", workers or job.workers)
+        return lambda checked: choose_plan(job, checked, None, "", workers or job.workers)
     name, make_schedule = config.schedule_file or config.schedule, make_schedule_builder(config)
     balanced = config.cuts is None
     return lambda checked: choose_plan(
-        spec, checked, config.to_plan, name, job.workers, make_schedule, config.recompute, balanced=balanced
+        job, checked, config.to_plan, name, job.workers, make_schedule, config.recompute, balanced=balanced
     )
 
 

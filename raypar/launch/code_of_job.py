@@ -21,17 +21,16 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from raypar.worker.job_spec import JobSpec, Ref
+from raypar.job import FunctionConfig, Job
 
 PACKAGE = "package "
 """What the names of packages begin with; other names are paths below the folder of import, or `script: function`."""
 
 
-def code_of_job(spec: JobSpec) -> dict[str, str]:
+def code_of_job(spec: Job) -> dict[str, str]:
     """Name of a file, a script's function or a package -> digest or version, of the code on which the job's results depend."""
     found = _Code()
-    optimizer = spec.optimizer.optimizer
-    for ref in (spec.model, spec.loss, spec.data.dataset, optimizer, *filter(None, [spec.lr_schedule])):
+    for ref in (spec.model, spec.loss, spec.data, spec.optimizer, *filter(None, [spec.lr_schedule])):
         found.follow_ref(ref)
     return dict(sorted(found.digests.items()))
 
@@ -70,12 +69,12 @@ class _Code:
         self._objects = list[Any]()
         """Functions, classes and objects that were followed."""
 
-    def follow_ref(self, ref: Ref) -> None:
+    def follow_ref(self, ref: FunctionConfig) -> None:
         """Follow a function of the job and what it is called with."""
-        if isinstance(ref.target, str):
-            self._follow_module(ref.target.partition(":")[0])
+        if isinstance(ref.function, str):
+            self._follow_module(ref.function.partition(":")[0])
         else:
-            self._follow_object(ref.target)
+            self._follow_object(ref.function)
         self._follow_object(dict(ref.args))
 
     def _follow_object(self, value: Any) -> None:

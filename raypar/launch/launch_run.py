@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from raypar.errors import ConfigError, InputError, OutOfMemory, UserCodeError
 from raypar.files.atomic_write import write_text_atomically
+from raypar.job import Job
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan, idle_replicas_text
 from raypar.launch.launch_options import EventHandler, LaunchOptions
@@ -36,7 +37,6 @@ from raypar.record.events import (
 )
 from raypar.storage.run_folder import RunFolder
 from raypar.user_code.user_code_errors import error_text, recording_ctrl_c, reraise_ctrl_c
-from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from raypar.actors.placement_queue import PlacementQueue
@@ -47,7 +47,7 @@ MakeRequest = Callable[[RunFolder, "str | None"], "RunRequest"]
 """Makes the driver's request from the run folder and the address on which workers listen."""
 
 
-def launch_run(spec: JobSpec, choose: PlanChooser, options: LaunchOptions, tell: EventHandler) -> Result:
+def launch_run(choose: PlanChooser, options: LaunchOptions, tell: EventHandler) -> Result:
     """Run a job to its end; returns the result, also of a run that fails or is interrupted.
 
     Raises `RayparError` if nothing was started.
@@ -57,7 +57,7 @@ def launch_run(spec: JobSpec, choose: PlanChooser, options: LaunchOptions, tell:
     """
     reporter = ActivityReporter(tell)
     with reporter.reporting(), keep_callers_state():
-        return _run(spec, choose, options, reporter)
+        return _run(choose, options, reporter)
 
 
 @contextlib.contextmanager
@@ -71,26 +71,24 @@ def keep_callers_state() -> Iterator[None]:
         yield
 
 
-def _run(spec: JobSpec, choose: PlanChooser, options: LaunchOptions, tell: ActivityReporter) -> Result:
+def _run(choose: PlanChooser, options: LaunchOptions, tell: ActivityReporter) -> Result:
     """See `launch_run`."""
-    spec, chosen, make_request = _check_and_plan(spec, choose, options, tell)
-    _tell_stage(tell, "planned", "\n".join([describe_chosen_plan(chosen), *_plan_notes(spec, chosen, options)]))
-    if (idle := idle_replicas_text(chosen.plan, spec.batching)) is not None:
+    job, chosen, make_request = _check_and_plan(choose, options, tell)
+    _tell_stage(tell, "planned", "\n".join([describe_chosen_plan(chosen), *_plan_notes(job, chosen)]))
+    if (idle := idle_replicas_text(chosen.plan, job.batching)) is not None:
         tell(RunWarning(text=idle))
     with contextlib.ExitStack() as after:
-        result = _connect_and_follow(spec, chosen, make_request, options, tell, after)
+        result = _connect_and_follow(chosen, make_request, options, tell, after)
         if result.end in ("done", "stopped") and result.checkpoint_path is not None:
             from raypar.worker.checkpoint.checkpoint_files import checkpoint_weights_hash
 
             result.weights_sha256 = checkpoint_weights_hash(result.checkpoint_path)
             with recording_ctrl_c():
-                result.sample = generate_text_with_checkpoint(spec, result.checkpoint_path)
+                result.sample = generate_text_with_checkpoint(job, result.checkpoint_path)
     return result
 
 
-def _check_and_plan(
-    spec: JobSpec, choose: PlanChooser, options: LaunchOptions, tell: EventHandler
-) -> tuple[JobSpec, ChosenPlan, MakeRequest]:
+def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHandler) -> tuple[Job, ChosenPlan, MakeRequest]:
     """The job with its weights file pinned, its plan, and a function that makes its request. First call of user code."""
     from raypar.worker.job_preflight import preflight
     from raypar.worker.pretrained.initial_values import with_weights_fingerprint
@@ -98,14 +96,15 @@ def _check_and_plan(
     with recording_ctrl_c():
         try:
             # A resumed run has its values in the checkpoint; the file may be gone by now.
-            spec = with_weights_fingerprint(spec) if options.resume is None else replace(spec, init_from=None)
-            checked = preflight(spec)
+            job = options.job
+            job = with_weights_fingerprint(job) if options.resume is None else job.replace(init_from=None)
+            checked = preflight(job)
             text = f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples"
             _tell_stage(tell, "checked", text)
             chosen = choose(checked)  # if it raises, nothing but the error is worth reading
             for line in (*checked.notes, *chosen.warnings):
                 tell(RunWarning(text=line))
-            return spec, chosen, make_run_request(spec, checked, chosen, options)
+            return job, chosen, make_run_request(checked, chosen, replace(options, job=job))
         except UserCodeError as error:
             raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
         except (SystemExit, KeyboardInterrupt) as error:
@@ -116,23 +115,22 @@ def _check_and_plan(
             ) from error
 
 
-def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: LaunchOptions) -> list[str]:
+def _plan_notes(job: Job, chosen: ChosenPlan) -> list[str]:
     """Notes about a plan that its description does not give."""
     from raypar.planner.plan_report import fewer_shards_warnings
     from raypar.worker.backend import make_backend
 
-    notes = list(make_backend(spec.device).plan_notes)
-    if (precision := spec.precision.describe()) is not None:
+    notes = list(make_backend(job.device).plan_notes)
+    if (precision := job.precision_in_words) is not None:
         notes.append(precision)
     if any(stage.shards > 1 for stage in chosen.plan.stages):
         notes.append("shards are tensor parallel: each layer's tensors are cut over them (this is not ZeRO or FSDP)")
-    if options.elastic is not None:
-        notes += fewer_shards_warnings(chosen.plan, options.elastic.min_workers)
+    if job.elastic is not None:
+        notes += fewer_shards_warnings(chosen.plan, job.elastic.min_workers)
     return notes
 
 
 def _connect_and_follow(
-    spec: JobSpec,
     chosen: ChosenPlan,
     make_request: MakeRequest,
     options: LaunchOptions,
@@ -148,7 +146,7 @@ def _connect_and_follow(
     from raypar.actors.ray_connection import connect_ray
     from raypar.worker.backend import make_backend
 
-    gpus = make_backend(spec.device).gpus_per_worker
+    gpus = make_backend(options.job.device).gpus_per_worker
     with (
         contextlib.ExitStack() as until_disconnected,
         connect_ray(options.address, _most_workers(chosen, options), Path.cwd(), options.local_nodes, bool(gpus)) as connection,
@@ -235,7 +233,7 @@ def _placement_turn(
     from raypar.actors.placement_queue import placement_turn
     from raypar.launch.ray_job_resubmission import QUEUE_S, is_submitted_job
 
-    wait_s = max(options.wait_for_workers_s, QUEUE_S) if is_submitted_job() else options.wait_for_workers_s
+    wait_s = max(options.job.wait_for_workers_s, QUEUE_S if is_submitted_job() else 0)
     return placement_turn(run, workers, wait_s, lambda text: tell(Wait(text=text)))
 
 
@@ -243,13 +241,13 @@ def _least_workers(chosen: ChosenPlan, options: LaunchOptions) -> int:
     """With how many workers the run may begin where the others may come later."""
     from raypar.elastic.desired_capacity import least_workers_at_start
 
-    elastic = options.elastic
+    elastic = options.job.elastic
     return chosen.plan.world if elastic is None else least_workers_at_start(chosen.plan, elastic.min_workers)
 
 
 def _most_workers(chosen: ChosenPlan, options: LaunchOptions) -> int:
     """How many workers the run may have at once, standbys included; a local Ray cluster offers so many CPUs."""
-    most, elastic = chosen.plan.world, options.elastic
+    most, elastic = chosen.plan.world, options.job.elastic
     return most if elastic is None else max(most, elastic.max_workers or 0) + elastic.standbys
 
 

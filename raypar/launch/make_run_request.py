@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ConfigError
+from raypar.job import Job
+from raypar.job.contract import contract_of_job
 from raypar.launch.chosen_plan import ChosenPlan
 from raypar.launch.code_of_job import code_of_job, describe_code_change
 from raypar.launch.launch_options import LaunchOptions
 from raypar.storage.filesystems import pickle_registered_filesystems
 from raypar.storage.run_folder import RunFolder
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.job_spec import JobSpec, contract_of_job
 
 if TYPE_CHECKING:
     from raypar.actors.run_request import RunRequest
@@ -21,14 +22,9 @@ if TYPE_CHECKING:
     from raypar.plan import ParallelPlan
     from raypar.worker.job_preflight import PreflightResult
 
-OPTIONS_OF_REQUESTS = (
-    "keep_checkpoints", "max_time_s", "wait_for_workers_s", "orphan_timeout_s", "price_per_worker_hour", "resumption",
-)  # fmt: skip
-"""Options of a run that its request has too, under the same names."""
-
 
 def make_run_request(
-    spec: JobSpec, checked: PreflightResult, chosen: ChosenPlan, options: LaunchOptions
+    checked: PreflightResult, chosen: ChosenPlan, options: LaunchOptions
 ) -> Callable[[RunFolder, str | None], RunRequest]:
     """A function that makes the driver's request from the run folder and the address on which workers listen.
 
@@ -44,21 +40,21 @@ def make_run_request(
     from raypar.worker.job_preflight import check_other_shard_counts
     from raypar.worker.worker_assignments import make_worker_assignments
 
-    check_worker_limits(options, chosen.plan.world)
+    spec = options.job
+    check_worker_limits(spec, chosen.plan.world)
     shards = possible_shard_counts(chosen.plan)
-    if options.elastic is not None:
+    if spec.elastic is not None:
         check_other_shard_counts(spec, checked, chosen.plan, shards)
     outline = make_model_outline_with_layouts(checked.graph, shards, dict(spec.styles))
     lowered = make_worker_assignments(
         spec, checked.graph, chosen.plan, chosen.schedule_instructions, validation_samples=checked.validation_samples
     )
     backend = make_backend(spec.device)
-    policy = build_run_machine_policy(spec, chosen.plan, options, backend.deadlines)
-    backend.check_plan(spec, checked.graph, chosen.plan, lowered, elastic=options.elastic is not None)
-    pickled_spec = pickle_for_workers(spec, given_parts(spec))
+    policy = build_run_machine_policy(chosen.plan, options, backend.deadlines)
+    backend.check_plan(spec, checked.graph, chosen.plan, lowered, elastic=spec.elastic is not None)
+    for_workers = pickle_for_workers(spec.for_workers(), given_parts(spec))
     pickled_callbacks = pickle_for_workers(Callbacks(options.callbacks), {"callbacks": options.callbacks})
-    code = code_of_job(spec)
-    changed = describe_code_change(options.former_code, code)
+    changed = describe_code_change(options.former_code, code := code_of_job(spec))
 
     def request(folder: RunFolder, host: str | None) -> RunRequest:
         return RunRequest(
@@ -70,7 +66,8 @@ def make_run_request(
             predicted=chosen.predicted,
             crossing=lowered[0].crossing,
             batching=spec.batching,
-            spec=pickled_spec,
+            job=spec.for_driver(),
+            spec=for_workers,
             assignments=tuple(cloudpickle.dumps(a) for a in lowered),
             callbacks=pickled_callbacks,
             contract={**contract_of_job(spec), "code": code},
@@ -79,20 +76,21 @@ def make_run_request(
             profile=chosen.profile.with_outline(outline),
             validation_batching=lowered[0].validation_microbatches,
             listen_host=host,
-            traced_steps=choose_traced_steps(policy.steps_before_run, policy.end, options.trace_every),
-            placement=replace(options.placement, gpus=backend.gpus_per_worker),
+            traced_steps=choose_traced_steps(policy.steps_before_run, policy.end, spec.trace_every),
+            placement=replace(spec.placement.to_constraints(), gpus=backend.gpus_per_worker),
             environment=backend.environment,
-            **storage_fields(folder, options, spec),
-            **{name: getattr(options, name) for name in OPTIONS_OF_REQUESTS},
+            orphan_timeout_s=options.orphan_timeout_s,
+            resumption=options.resumption,
+            **storage_fields(folder, options),
         )
 
     return request
 
 
-def storage_fields(folder: RunFolder, options: LaunchOptions, spec: JobSpec) -> dict[str, Any]:
+def storage_fields(folder: RunFolder, options: LaunchOptions) -> dict[str, Any]:
     """The fields of a request that say where the run and the checkpoint to load lie, and how other processes reach them."""
     resume = options.resume.absolute_location() if options.resume is not None else None
-    place, weights = folder.shared, spec.init_from.path if spec.init_from is not None else ""
+    place, weights = folder.shared, options.job.init_from.path if options.job.init_from is not None else ""
     return {
         "resume": resume,
         "filesystems": pickle_registered_filesystems([folder.place, resume or "", weights]),
@@ -100,7 +98,7 @@ def storage_fields(folder: RunFolder, options: LaunchOptions, spec: JobSpec) -> 
     }
 
 
-def given_parts(spec: JobSpec) -> dict[str, Any]:
+def given_parts(spec: Job) -> dict[str, Any]:
     """Key of a job -> what the user gave for it, of those that may be objects."""
     parts = {"model": spec.model, "loss": spec.loss, "data": spec.data, "optimizer": spec.optimizer}
     return {**parts, "lr_schedule": spec.lr_schedule, "validation": spec.validation}
@@ -128,9 +126,9 @@ def pickle_for_workers(value: Any, parts: Mapping[str, Any]) -> bytes:
         ) from error
 
 
-def check_worker_limits(options: LaunchOptions, world: int) -> None:
+def check_worker_limits(job: Job, world: int) -> None:
     """Raise `ConfigError` if a plan of `world` workers is outside of the job's limits on workers."""
-    elastic, on_demand = options.elastic, options.placement.on_demand
+    elastic, on_demand = job.elastic, job.placement.on_demand
     if on_demand > world:
         raise ConfigError(
             f"placement.on_demand is {on_demand}, but the plan has {world} workers", cure=f"set it to {world} or less"
@@ -149,27 +147,26 @@ def check_worker_limits(options: LaunchOptions, world: int) -> None:
         )
 
 
-def build_run_machine_policy(
-    spec: JobSpec, plan: ParallelPlan, options: LaunchOptions, deadlines: Mapping[str, Any]
-) -> RunPolicy:
+def build_run_machine_policy(plan: ParallelPlan, options: LaunchOptions, deadlines: Mapping[str, Any]) -> RunPolicy:
     """The policy of the run machine: how far to train, when to save and validate, and deadlines.
 
     `deadlines`: those of the kind of device (`DeviceBackend.deadlines`).
     """
     from raypar.elastic.run_policy import RunPolicy
 
+    job = options.job
     return RunPolicy(
         workers=plan.world,
         replica_size=max(stage.shards for stage in plan.stages),
-        on_demand=options.placement.on_demand,
-        job_steps=spec.steps,
+        on_demand=job.placement.on_demand,
+        job_steps=job.steps,
         steps_before_run=options.steps_done,
-        validates=spec.validation is not None,
-        validate_every=spec.validation.every if spec.validation is not None else 0,
-        save_every=options.save_every,
-        save_at_end=options.save_at_end,
+        validates=job.validation is not None,
+        validate_every=job.validation.every if job.validation is not None else 0,
+        save_every=job.checkpoint.every,
+        save_at_end=job.checkpoint.at_end,
         stop_at=options.stop_at_step,
-        **(options.elastic.to_policy_fields(options.wait_for_workers_s) if options.elastic is not None else {}),
+        **(job.elastic.to_policy_fields(job.wait_for_workers_s) if job.elastic is not None else {}),
         **deadlines,
     )
 

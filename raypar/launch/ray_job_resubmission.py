@@ -99,7 +99,7 @@ def can_be_resumed(job: Job, folder: RunFolder) -> tuple[RunFolder | None, str]:
     if checkpoint is None:
         lacks = f"has no checkpoint that is whole ({'; '.join(skipped)})" if skipped else "has no checkpoint"
         return None, f"run {folder.name} in {folder.place} {lacks}: a new run begins"
-    manifest, spec = load_manifest(checkpoint), job.to_spec()
+    manifest, spec = load_manifest(checkpoint), job
     differences = list_contract_differences(manifest, spec)
     if differences:
         return None, f"run {folder.name} in {folder.place} was another job ({'; '.join(differences)}): a new run begins"

@@ -12,9 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypar.callbacks import callbacks_from_job
 from raypar.errors import CheckpointError, ConfigError
 from raypar.files.atomic_write import explain_write_errors, file_has_content, replace_file_atomically, write_text_atomically
 from raypar.files.untrusted_files import explain_read_errors, repr_text
+from raypar.job import Job
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
 from raypar.launch.client_storage_session import (
@@ -23,7 +25,7 @@ from raypar.launch.client_storage_session import (
     refuse_new_checkpoints,
     resumed_run_on_storage,
 )
-from raypar.launch.launch_options import EventHandler, LaunchOptions, launch_options_from_job
+from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
 from raypar.launch.resumption import describe_resumption
@@ -34,7 +36,6 @@ from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.folder_download import has_run
 from raypar.storage.run_folder import RunFolder, SharedStoragePlace, parse_storage_location
 from raypar.user_code.user_code_errors import make_importable
-from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from raypar.job import Job
@@ -56,7 +57,7 @@ def resume_job(
     Raises `CheckpointError` if there is no such checkpoint, `ConfigError` or `ClusterError` if the run is under way.
     """
     make_importable(job.source_dir)
-    spec, resumption = job.to_spec(), list[Resumption]()
+    resumption = list[Resumption]()
 
     def rewind_folder(chosen: ChosenPlan) -> RunFolder:
         from raypar.actors.driver_client import refuse_active_run
@@ -80,10 +81,17 @@ def resume_job(
             raise
         for _ in folder.read_lines(folder.metrics):  # raises for an unreadable file before anything is started
             pass
-        options = launch_options_from_job(job, rewind_folder, stop_at_step, address, local_nodes)
-        options = replace(options, resumption=resumption)
-        options, choose = prepare_resumed_run(checkpoint, options, spec, make_plan_chooser(job, spec), tell)
-        return launch_run(spec, choose, options, tell)
+        options = LaunchOptions(
+            job,
+            rewind_folder,
+            resumption=resumption,
+            stop_at_step=stop_at_step,
+            address=address,
+            local_nodes=local_nodes,
+            callbacks=callbacks_from_job(job),
+        )
+        options, choose = prepare_resumed_run(checkpoint, options, make_plan_chooser(job), tell)
+        return launch_run(choose, options, tell)
 
 
 def rewind_metrics(folder: RunFolder, steps_done: int, plan: str) -> Resumption:
@@ -109,7 +117,7 @@ def holding_run(folder: RunFolder, tell: EventHandler) -> AbstractContextManager
 
 
 def prepare_resumed_run(
-    checkpoint: CheckpointRef, options: LaunchOptions, spec: JobSpec, choose: PlanChooser, tell: EventHandler
+    checkpoint: CheckpointRef, options: LaunchOptions, choose: PlanChooser, tell: EventHandler
 ) -> tuple[LaunchOptions, PlanChooser]:
     """Options and plan chooser of a run that resumes from the checkpoint; tells the user so.
 
@@ -123,7 +131,7 @@ def prepare_resumed_run(
         load_manifest,
     )
 
-    manifest = load_manifest(checkpoint)
+    manifest, spec = load_manifest(checkpoint), options.job
     check_contract(manifest, spec)
     if manifest.steps_done >= min(spec.steps, options.stop_at_step or spec.steps):
         stop, more = options.stop_at_step, 2 * max(spec.steps, manifest.steps_done)

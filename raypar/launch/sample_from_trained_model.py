@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 
+from raypar.job import Job
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.job_spec import JobSpec
 
 
-def generate_text_with_checkpoint(spec: JobSpec, checkpoint: str) -> str | None:
+def generate_text_with_checkpoint(spec: Job, checkpoint: str) -> str | None:
     """The text that the model's module generates with the weights of a checkpoint (its location).
 
     None if the module has no function for it.

@@ -6,12 +6,13 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from raypar.callbacks import callbacks_from_job
 from raypar.errors import ConfigError
 from raypar.files.redact_secrets import find_secrets_in_job, redact_certain_secrets, secrets_of_environment
 from raypar.files.safe_yaml import parse_yaml
 from raypar.launch.chosen_plan import ChosenPlan, make_plan_chooser, plan_json
 from raypar.launch.client_storage_session import check_run_dir_on_storage, new_run_on_storage
-from raypar.launch.launch_options import EventHandler, launch_options_from_job
+from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
 from raypar.launch.resume import find_checkpoint, prepare_resumed_run
@@ -51,7 +52,6 @@ def train_job_in_new_folder(
     `resume_from`: what `find_checkpoint` takes; training continues after its steps.
     """
     make_importable(job.source_dir)
-    spec = job.to_spec()
     shared = parse_storage_location(job.run_dir, "run_dir")
     if shared is not None:
         check_run_dir_on_storage(shared)
@@ -83,8 +83,15 @@ def train_job_in_new_folder(
                 made.plan.write_text(plan_json(chosen))
             return made
 
-        options = launch_options_from_job(job, create_folder, stop_at_step, address, local_nodes)
-        choose = make_plan_chooser(job, spec, workers)
+        options = LaunchOptions(
+            job,
+            create_folder,
+            stop_at_step=stop_at_step,
+            address=address,
+            local_nodes=local_nodes,
+            callbacks=callbacks_from_job(job),
+        )
+        choose = make_plan_chooser(job, workers)
         if resume_from is not None:
-            options, choose = prepare_resumed_run(find_checkpoint(resume_from, tell), options, spec, choose, tell)
-        return launch_run(spec, choose, options, tell)
+            options, choose = prepare_resumed_run(find_checkpoint(resume_from, tell), options, choose, tell)
+        return launch_run(choose, options, tell)

@@ -1,19 +1,18 @@
 """The precisions in which layers and the loss can compute under `torch.autocast`, with everything that differs between them.
 
-To add a precision, add a record here and its name to `PrecisionName`.
+To add a precision, add a record here and its name to `PrecisionName` (`job/job.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from raypar.job.job import PrecisionConfig, PrecisionName
 
 if TYPE_CHECKING:
     import torch
-
-PrecisionName = Literal["bf16"]
-"""The values of a job's `precision.compute`."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,6 @@ AUTOCAST_PRECISIONS: Mapping[PrecisionName, AutocastPrecision] = {
 """Value of `precision.compute` -> the precision."""
 
 
-NO_FLOAT16 = "float16, which needs a scaled loss, is not supported yet"
-"""What is said of float16, for messages."""
-
-
-def precision_settings_text() -> str:
-    """The values that a job's `precision` may have, in words: `{"compute": "bf16"}`."""
-    return " or ".join(f'{{"compute": "{name}"}}' for name in AUTOCAST_PRECISIONS)
+def autocast_of(precision: PrecisionConfig | None) -> AutocastPrecision | None:
+    """What a job's section `precision` means; None without mixed precision."""
+    return None if precision is None or precision.compute is None else AUTOCAST_PRECISIONS[precision.compute]

@@ -16,11 +16,12 @@ from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.worker_endpoint import WorkerEndpoint
 from raypar.errors import ClusterError, ConfigError
+from raypar.job import Job, PrecisionConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.worker.job_spec import JobSpec, Precision
+from raypar.worker.autocast_precisions import autocast_of
 from raypar.worker.process.gpu_setup import GPU_WORKER_ENVIRONMENT, configure_torch
 from raypar.worker.required_communicators import check_communicator_limit, required_communicators
 from raypar.worker.worker_assignments import ProgramAssignment
@@ -44,7 +45,7 @@ class DeviceBackend(ABC):
 
     @abstractmethod
     def check_plan(
-        self, spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
+        self, spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
     ) -> None:
         """Raise `PlanError` for a plan that workers on this kind of device cannot carry out. `parts`: assignments by rank."""
 
@@ -56,7 +57,7 @@ class DeviceBackend(ABC):
         """
 
     @abstractmethod
-    def check_precision(self, precision: Precision) -> None:
+    def check_precision(self, precision: PrecisionConfig | None) -> None:
         """Raise `ClusterError` if the device cannot compute in the job's precision; after `open_device`."""
 
     @abstractmethod
@@ -65,7 +66,7 @@ class DeviceBackend(ABC):
 
     @abstractmethod
     def communicators(
-        self, order: AdoptPlanCommand, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
+        self, order: AdoptPlanCommand, rank: int, spec: Job, layout: Callable[[int], TensorParallelLayout]
     ) -> frozenset[CommunicatorKey]:
         """The communicators that `WorkerEndpoint.connect` has to make for this rank in the generation of `order`.
 
@@ -82,7 +83,7 @@ class CpuBackend(DeviceBackend):
     plan_notes = ()
 
     def check_plan(
-        self, spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
+        self, spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
     ) -> None:
         """See `DeviceBackend.check_plan`: sockets carry any plan."""
 
@@ -90,7 +91,7 @@ class CpuBackend(DeviceBackend):
         """See `DeviceBackend.open_device`. Products on a CPU have the same bits at all times."""
         return CPU
 
-    def check_precision(self, precision: Precision) -> None:
+    def check_precision(self, precision: PrecisionConfig | None) -> None:
         """See `DeviceBackend.check_precision`: PyTorch's autocast computes on every processor."""
 
     def listen(self, host: str, credential: RunCredential) -> WorkerEndpoint:
@@ -98,7 +99,7 @@ class CpuBackend(DeviceBackend):
         return TcpEndpoint.listen(host, credential=credential)
 
     def communicators(
-        self, order: AdoptPlanCommand, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
+        self, order: AdoptPlanCommand, rank: int, spec: Job, layout: Callable[[int], TensorParallelLayout]
     ) -> frozenset[CommunicatorKey]:
         """See `DeviceBackend.communicators`: none."""
         return frozenset()
@@ -119,7 +120,7 @@ class GpuBackend(DeviceBackend):
         """This process's GPU, once it is open."""
 
     def check_plan(
-        self, spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
+        self, spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
     ) -> None:
         """See `DeviceBackend.check_plan`: a GPU works on a limited number of communicators at a time."""
         check_communicator_limit(spec, graph, plan, parts, elastic=elastic)
@@ -130,11 +131,11 @@ class GpuBackend(DeviceBackend):
         configure_torch(self._device.device, exact=exact)
         return self._device.device
 
-    def check_precision(self, precision: Precision) -> None:
+    def check_precision(self, precision: PrecisionConfig | None) -> None:
         """See `DeviceBackend.check_precision`."""
         assert self._device is not None, "open_device comes first"
-        autocast = precision.autocast
-        if autocast is None:
+        autocast = autocast_of(precision)
+        if autocast is None or precision is None:
             return
         with torch.cuda.device(self._device.device):
             supported = autocast.gpu_supports()
@@ -151,7 +152,7 @@ class GpuBackend(DeviceBackend):
         return NcclEndpoint.listen(host, self._device, credential=credential)
 
     def communicators(
-        self, order: AdoptPlanCommand, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
+        self, order: AdoptPlanCommand, rank: int, spec: Job, layout: Callable[[int], TensorParallelLayout]
     ) -> frozenset[CommunicatorKey]:
         """See `DeviceBackend.communicators`."""
         return required_communicators(order, rank, spec, layout)

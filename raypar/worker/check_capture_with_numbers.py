@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ModelError
+from raypar.job import Job
 from raypar.model.capture.module_graph import traces_of
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.graph import Graph, Layer
@@ -22,7 +23,6 @@ from raypar.model.layer_skeletons import SkeletonCopier, put_values
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch
-from raypar.worker.job_spec import JobSpec, loss_target_name
 from raypar.worker.numeric_check_settings import comparison_tolerance
 from raypar.worker.plain_microbatches import (
     UNSEEN,
@@ -39,7 +39,7 @@ MOST_STAGES = 8
 """Number of stages into which the model is cut."""
 
 
-def check_capture_with_numbers(spec: JobSpec, graph: Graph) -> str | None:
+def check_capture_with_numbers(spec: Job, graph: Graph) -> str | None:
     """Raises `ModelError` if the layers of a captured model do not compute what the user's module computes, or if a microbatch
     depends on what another has left (`compute_with_and_without_state`).
 
@@ -75,7 +75,7 @@ def _not_compared(why: str) -> str:
 class _PlainModule(PlainMicrobatches):
     """The user's module with its initial values, run as it is; its gradients are added by autograd."""
 
-    def __init__(self, spec: JobSpec, graph: Graph, cache: TraceCache, batches: Batches) -> None:
+    def __init__(self, spec: Job, graph: Graph, cache: TraceCache, batches: Batches) -> None:
         assert cache.skeleton is not None and graph.initial_values is not None
         self._cache = cache
         self.model = SkeletonCopier(cache.skeleton)()
@@ -131,7 +131,7 @@ class _PlainModule(PlainMicrobatches):
         fields = {name: batch[name].clone() for name in self._cache.inputs.fields}
         self.seed(self._layers[0])
         output = self._cache.inputs.call(self.model, fields)
-        found = make_loss_function(self._spec.loss)(output, batch.get(loss_target_name(self._spec)))
+        found = make_loss_function(self._spec.loss)(output, batch.get(self._spec.loss_target_name))
         return found if isinstance(found, tuple) else (found, None)
 
     def check_calls(self) -> None:

@@ -7,16 +7,16 @@ from collections import Counter
 import torch
 
 from raypar.errors import ModelError, UserCodeError
+from raypar.job import Job
+from raypar.job.job import NO_FLOAT16, precision_settings_text
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import layer_sizes, shared_skeleton
 from raypar.plan import ParallelPlan
-from raypar.worker.autocast_precisions import NO_FLOAT16, precision_settings_text
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.numeric_check_settings import MOST_BYTES, with_few_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 
 
-def line_about_cast_parameters(spec: JobSpec, graph: Graph) -> str | None:
+def line_about_cast_parameters(spec: Job, graph: Graph) -> str | None:
     """A line for the user about parameters and buffers that the model function has made in another floating point dtype than
     the job's; None if there are none."""
     counts, total, wanted = Counter[torch.dtype](), 0, getattr(torch, spec.dtype)
@@ -42,7 +42,7 @@ def line_about_cast_parameters(spec: JobSpec, graph: Graph) -> str | None:
     return f"{text}\n  cure: {'; '.join(advice)}" if advice else text
 
 
-def check_cast_parameters(spec: JobSpec, graph: Graph) -> None:
+def check_cast_parameters(spec: Job, graph: Graph) -> None:
     """Raise `ModelError` for a layer that fails with its parameters or buffers in the job's dtype (rule 2 of the contract).
 
     Computes one microbatch, if the model function has made parameters or buffers in another floating point dtype and the model

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ModelError
+from raypar.job import Job
 from raypar.model.capture.module_graph import traces_of
 from raypar.model.graph import Graph
 from raypar.model.materialise import materialise
 from raypar.model.python_state import StateReading
 from raypar.model.random_state import preserve_random_state
-from raypar.worker.job_spec import JobSpec, loss_target_name
 from raypar.worker.plain_microbatches import (
     UNSEEN,
     Batches,
@@ -30,7 +30,7 @@ from raypar.worker.plain_microbatches import (
 from raypar.worker.stage.loss_function import make_loss_function
 
 
-def check_layers_with_numbers(spec: JobSpec, graph: Graph) -> str | None:
+def check_layers_with_numbers(spec: Job, graph: Graph) -> str | None:
     """Raises `ModelError` if a microbatch of hand-written layers depends on what another has left
     (`compute_with_and_without_state`), or a layer on what another has.
 
@@ -51,7 +51,7 @@ def check_layers_with_numbers(spec: JobSpec, graph: Graph) -> str | None:
 class _Layers(PlainMicrobatches):
     """The layers, one after the other in one process."""
 
-    def __init__(self, spec: JobSpec, batches: Batches, graph: Graph) -> None:
+    def __init__(self, spec: Job, batches: Batches, graph: Graph) -> None:
         modules = materialise(graph, 0, len(graph.layers), seed=spec.seed, dtype=getattr(torch, spec.dtype))
         super().__init__(spec, "a layer", modules, batches)
         self._graph = graph
@@ -89,5 +89,5 @@ class _Layers(PlainMicrobatches):
             self.seed(layer.name)
             out = self.modules[layer.name](*(values[name] for name in layer.inputs))
             values |= zip(layer.outputs, out if isinstance(out, tuple) else (out,), strict=True)
-        found = self._loss(*(values[name] for name in self._graph.loss_inputs), values[loss_target_name(self._spec)])
+        found = self._loss(*(values[name] for name in self._graph.loss_inputs), values[self._spec.loss_target_name])
         return found if isinstance(found, tuple) else (found, None)

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state, seed_all
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
 from raypar.worker.check_sum_and_count import random_output
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.stage.loss_function import make_loss_function
 
 MOST_LOSS_NUMBERS = 1 << 20
@@ -21,7 +21,7 @@ _TOLERANCE = 1e-3
 """Largest change of a gradient, as a share of the largest gradient, that counts as none."""
 
 
-def line_about_mixed_samples(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], target: Tensor | None) -> str | None:
+def line_about_mixed_samples(spec: Job, graph: Graph, values: Mapping[str, Tensor], target: Tensor | None) -> str | None:
     """A line for the user if the loss mixes the samples of a microbatch; None if not, or if it cannot be tried.
 
     The loss is computed twice, with other outputs for the second half of the batch and the same targets. The gradients of the

@@ -7,19 +7,18 @@ PyTorch's functions; users' code that inspects a tensor in another way is found 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from raypar.errors import ModelError
+from raypar.job import Job, PlanConfig
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import state_shapes
 from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.plan import ParallelPlan
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.numeric_check_settings import MOST_BYTES, comparison_tolerance, with_few_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -28,7 +27,7 @@ SMALLEST_SHARE = 1e-2
 if that is more: a gradient whose terms cancel is rounding only."""
 
 
-def check_shards_with_numbers(spec: JobSpec, graph: Graph, layout: TensorParallelLayout) -> str | None:
+def check_shards_with_numbers(spec: Job, graph: Graph, layout: TensorParallelLayout) -> str | None:
     """Raises `ModelError` if the first microbatch has another loss or other gradients on shards than on whole layers.
 
     Returns why nothing was compared, if so: models of more than `MOST_BYTES`, and losses that are not finite, are not.
@@ -37,7 +36,7 @@ def check_shards_with_numbers(spec: JobSpec, graph: Graph, layout: TensorParalle
     size = sum(shape.numel() for shape in state_shapes(graph, 0, len(graph.layers)).values()) * item
     if size > MOST_BYTES:
         return f"its parameters and buffers have {size / 2**20:.0f} MiB, and up to {MOST_BYTES >> 20} MiB are tried"
-    small = replace(with_few_microbatches(spec, 1), sequence_parallel=False)
+    small = with_few_microbatches(spec, 1).replace(plan=PlanConfig(sequence_parallel=False))
     with preserve_random_state():
         wanted_loss, whole = _run(small, graph, 1)
         loss, found = _run(small, graph, layout.shards)
@@ -59,7 +58,7 @@ def check_shards_with_numbers(spec: JobSpec, graph: Graph, layout: TensorParalle
     return None
 
 
-def _run(spec: JobSpec, graph: Graph, shards: int) -> tuple[float, dict[str, list[Tensor | None]]]:
+def _run(spec: Job, graph: Graph, shards: int) -> tuple[float, dict[str, list[Tensor | None]]]:
     """(loss, gradients by name and shard) of one step."""
     with OneProcessRun(spec, ParallelPlan.mesh(tp=shards, layers=len(graph.layers)), "1f1b", graph=graph) as run:
         loss = run.step(0)[0].loss

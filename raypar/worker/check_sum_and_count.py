@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ModelError
+from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.stage.loss_function import make_loss_function
 
 _CHECKED_SAMPLES, _CHECKED_PLACES = 4, 8
 """How many samples, and how many places of each (tokens), `check_sum_and_count` gives to the loss."""
 
 
-def check_sum_and_count(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], target: Tensor | None) -> None:
+def check_sum_and_count(spec: Job, graph: Graph, values: Mapping[str, Tensor], target: Tensor | None) -> None:
     """Raises `ModelError` for a loss that returns a pair other than (sum, count), such as (mean, accuracy).
 
     The loss is called with a few samples, with other outputs for them, and with all of them twice: the count must be the same,

@@ -22,6 +22,7 @@ from raypar.errors import (
     error_message,
     with_article,
 )
+from raypar.job import FunctionConfig, Job
 from raypar.model.capture.module_graph import (
     buffers_written_in_capture,
     captured_outputs_on_meta,
@@ -48,13 +49,13 @@ from raypar.plan import ParallelPlan
 from raypar.plan.wording import count_noun
 from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
+from raypar.worker.autocast_precisions import autocast_of
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_cast_parameters import check_cast_parameters, line_about_cast_parameters
 from raypar.worker.check_layers_with_numbers import check_layers_with_numbers
 from raypar.worker.check_loss_mixes_samples import MOST_LOSS_NUMBERS, line_about_mixed_samples
 from raypar.worker.check_shards_with_numbers import check_shards_with_numbers
 from raypar.worker.check_sum_and_count import check_sum_and_count, random_output
-from raypar.worker.job_spec import JobSpec, Ref, loss_target_name
 from raypar.worker.measure_profile import read_microbatches
 from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, SampleOrder, SampleReader, make_dataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -83,7 +84,7 @@ class PreflightResult:
     """Lines for the user: what the initial values cost."""
 
 
-def preflight(spec: JobSpec) -> PreflightResult:
+def preflight(spec: Job) -> PreflightResult:
     """Import every function, call the model function, read one microbatch and send it through the layers by shape.
 
     Raises the `RayparError` that says what is wrong and how to cure it.
@@ -92,7 +93,7 @@ def preflight(spec: JobSpec) -> PreflightResult:
     guard.establish()
     with guard.watching("the job's code"):
         make_loss_function(spec.loss)
-        spec.optimizer.optimizer.resolve()
+        spec.optimizer.resolve()
         if spec.lr_schedule is not None:
             _check_lr_schedule(spec.lr_schedule)
         graph = make_layer_graph(spec, guard.watching)
@@ -112,7 +113,7 @@ def preflight(spec: JobSpec) -> PreflightResult:
     (batch,) = read_microbatches(spec, graph, [0])
     with guard.watching("the job's layers"):
         values = check_layer_shapes(spec, graph, batch)
-        mixed = line_about_mixed_samples(spec, graph, values, batch.get(loss_target_name(spec))) if values else None
+        mixed = line_about_mixed_samples(spec, graph, values, batch.get(spec.loss_target_name)) if values else None
         check_cast_parameters(spec, graph)
         not_compared = check_capture_with_numbers(spec, graph) or check_layers_with_numbers(spec, graph)
     validation = 0
@@ -120,7 +121,7 @@ def preflight(spec: JobSpec) -> PreflightResult:
         with guard.watching("the job's layers"):
             check_captured_evaluation(graph, batch)
         with guard.watching("the job's data"):
-            size = len(make_dataset(spec.validation.data, "validation"))
+            size = len(make_dataset(spec.validation_data, "validation"))
         validation = min(size, spec.validation.samples or size)
     of_values = graph.initial_values.notes if graph.initial_values is not None else ()
     if trial is None and parameter_shapes(graph):
@@ -140,7 +141,7 @@ def preflight(spec: JobSpec) -> PreflightResult:
     return PreflightResult(graph, samples, validation, batch, trial, notes)
 
 
-def try_optimizer_of_job(spec: JobSpec, graph: Graph) -> OptimizerTrial | None:
+def try_optimizer_of_job(spec: Job, graph: Graph) -> OptimizerTrial | None:
     """What a trial finds out about the job's optimizer (`try_optimizer`); None if the model has nothing to train."""
     frozen = frozen_parameters(graph)
     shapes = {name: shape for name, shape in parameter_shapes(graph).items() if name not in frozen and shape.numel()}
@@ -151,14 +152,12 @@ MASKED_LABEL = -100
 """The label that PyTorch's cross-entropy leaves out, unless it is told another one."""
 
 
-def _notes_about_data(
-    spec: JobSpec, graph: Graph, names: Sequence[str], batch: Mapping[str, Tensor], samples: int
-) -> list[str]:
+def _notes_about_data(spec: Job, graph: Graph, names: Sequence[str], batch: Mapping[str, Tensor], samples: int) -> list[str]:
     """Warnings about the data: batches larger than the data set, fields that nobody reads, masked labels.
 
     Masked labels matter to a model that takes the mean over the others. `samples`: the size of the data set.
     """
-    lines, target = [], loss_target_name(spec)
+    lines, target = [], spec.loss_target_name
     if spec.batch_size > samples:
         lines.append(
             f"batch_size is {spec.batch_size}, and the data set has {count_noun(samples, 'sample')}: each step takes "
@@ -177,7 +176,7 @@ def _notes_about_data(
     return lines
 
 
-def check_running_statistics(spec: JobSpec, graph: Graph) -> None:
+def check_running_statistics(spec: Job, graph: Graph) -> None:
     """Raise `ModelError` for norms with running statistics in a job for GPUs: their updates are known of CPUs only."""
     for layer in graph.layers if spec.device != "cpu" else ():
         for path, norm in norms_with_running_statistics(shared_skeleton(layer)):
@@ -188,9 +187,9 @@ def check_running_statistics(spec: JobSpec, graph: Graph) -> None:
             )
 
 
-def _check_written_buffers(spec: JobSpec, graph: Graph) -> None:
+def _check_written_buffers(spec: Job, graph: Graph) -> None:
     """Raise `ModelError` for a captured model whose forward writes a buffer, if the job does not say what becomes of it."""
-    written = sorted(buffers_written_in_capture(graph)) if spec.buffers == "refuse" else []
+    written = sorted(buffers_written_in_capture(graph)) if spec.model.buffers == "refuse" else []
     if written:
         more = f" (and {len(written) - 1} more)" if len(written) > 1 else ""
         raise ModelError(
@@ -199,7 +198,7 @@ def _check_written_buffers(spec: JobSpec, graph: Graph) -> None:
         )
 
 
-def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan) -> tuple[str, ...]:
+def check_model_can_shard(spec: Job, checked: PreflightResult, plan: ParallelPlan) -> tuple[str, ...]:
     """Check that the model can be cut over the plan's shards by `spec.styles` and run so; that the optimizer allows the plan.
 
     Returns lines for the user: what could not be compared on numbers.
@@ -218,7 +217,7 @@ def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: Paralle
                     f"plan.shards is {shards}, but none of the model's layers has a style: every shard would compute all of it",
                     cure="name layers in plan.styles (for example '*.up': column, '*.down': row), or set plan.shards: 1",
                 )
-            target, sequence = loss_target_name(spec), spec.sequence_parallel
+            target, sequence = spec.loss_target_name, spec.sequence_parallel
             loss = make_loss_function(spec.loss)
             check_shards_on_meta(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
             if has_inferred_structure(checked.graph, layout) or ExpertsStyle.name in layout.styles.values():
@@ -231,7 +230,7 @@ def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: Paralle
     return tuple(lines)
 
 
-def check_other_shard_counts(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan, possible: Iterable[int]) -> None:
+def check_other_shard_counts(spec: Job, checked: PreflightResult, plan: ParallelPlan, possible: Iterable[int]) -> None:
     """Check the model for the other numbers of shards (`possible`) that an elastic run may come to have.
 
     Raises as `check_model_can_shard` does.
@@ -244,7 +243,7 @@ def check_other_shard_counts(spec: JobSpec, checked: PreflightResult, plan: Para
             raise type(error)(what, error.cure) from error
 
 
-def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+def check_layer_shapes(spec: Job, graph: Graph, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     """Send a microbatch through all layers and the loss on the meta device: shapes and dtypes without numbers.
 
     Returns fields and values by name, on the meta device. Code that reads numbers (`.item()`, branches on data) cannot be
@@ -255,6 +254,7 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
     if captured is not None:  # its trace has done the same
         _check_loss(spec, graph, values | captured, batch)
         return values | captured
+    autocast = autocast_of(spec.precision)
     for layer in graph.layers:
         missing = [name for name in layer.inputs if name not in values]
         if missing:
@@ -266,7 +266,7 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
             inputs = [values[name] for name in layer.inputs]
             with torch.no_grad(), meta_operations_without_dynamo(), refuse_input_writes(layer, inputs):
                 out = _module_on_meta(layer, _dtype(spec))(*inputs)
-            if spec.precision.compute is None:
+            if autocast is None:
                 _check_dtypes_with_zeros(layer, inputs, _dtype(spec))
         except NotImplementedError:
             return None
@@ -277,7 +277,7 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
             said = error_message(error)
             if "meta" in said.lower() or "unsupported scalarType" in said:  # `torch.autocast("meta")`
                 return None
-            if spec.precision.autocast is not None and spec.precision.autocast.dtype_name in said.lower():
+            if autocast is not None and autocast.dtype_name in said.lower():
                 return None  # on the meta device autocast casts nothing; the profile runs the layer with numbers
             raise _misfit_error(layer, values, _dtype(spec), error) from error
         values.update(zip(layer.outputs, _outputs(layer, out), strict=True))
@@ -360,8 +360,8 @@ def _misfit_error(layer: Layer, values: Mapping[str, Tensor], wanted: torch.dtyp
     )
 
 
-def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
-    target = loss_target_name(spec)
+def _check_loss(spec: Job, graph: Graph, values: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+    target = spec.loss_target_name
     if target not in values:
         raise DataError(
             f"the loss reads field {target!r}, which the samples do not have",
@@ -420,7 +420,7 @@ def _call_loss(loss: Callable[..., Any], read: Sequence[Tensor], target: Tensor)
         return None
 
 
-def _check_lr_schedule(ref: Ref) -> None:
+def _check_lr_schedule(ref: FunctionConfig) -> None:
     """Raises `UserCodeError` if the lr_schedule cannot be called with a step, `ConfigError` if it returns no number."""
     schedule = ref.partial()
     try:
@@ -440,12 +440,12 @@ def _check_lr_schedule(ref: Ref) -> None:
         ) from error
 
 
-def _dtype(spec: JobSpec) -> torch.dtype:
+def _dtype(spec: Job) -> torch.dtype:
     found: torch.dtype = getattr(torch, spec.dtype)
     return found
 
 
-def find_sibling_function(ref: Ref, name: str) -> Any:
+def find_sibling_function(ref: FunctionConfig, name: str) -> Any:
     """The function `name` of the module that `ref` comes from, or None: `generate` beside the model's function."""
     module = sys.modules.get(getattr(ref.resolve(), "__module__", ""))
     found = getattr(module, name, None)

@@ -18,6 +18,7 @@ from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.transport import Transport
 from raypar.errors import RayparError, UserCodeError
+from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_by_layer
 from raypar.model.layer_skeletons import layers_that_write_buffers
@@ -29,7 +30,6 @@ from raypar.planner.kept_storages import KeptStorages
 from raypar.planner.model_profile import ActivationEdge, LayerProfile, LinkProfile, ModelProfile
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.check_recomputation import check_layer_recomputes
-from raypar.worker.job_spec import JobSpec, loss_target_name
 from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, forward_first_microbatch, random_gradients
 from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
@@ -50,7 +50,7 @@ LINK_TIMEOUT_S = 20.0
 
 
 def profile_job(
-    spec: JobSpec,
+    spec: Job,
     *,
     workers: int,
     graph: Graph | None = None,
@@ -93,18 +93,18 @@ def one_microbatch_of_each_size(cut: Microbatches) -> list[int]:
     return sorted({len(cut.samples(m)): m for m in reversed(range(cut.count))}.values())
 
 
-def read_microbatches(spec: JobSpec, graph: Graph, microbatches: Sequence[int]) -> list[Mapping[str, Tensor]]:
+def read_microbatches(spec: Job, graph: Graph, microbatches: Sequence[int]) -> list[Mapping[str, Tensor]]:
     """The fields of these microbatches of step 0, collated."""
     return read_microbatches_of_steps(spec, graph, [(0, microbatch) for microbatch in microbatches])
 
 
-def read_microbatches_of_steps(spec: JobSpec, graph: Graph, places: Sequence[tuple[int, int]]) -> list[Mapping[str, Tensor]]:
+def read_microbatches_of_steps(spec: Job, graph: Graph, places: Sequence[tuple[int, int]]) -> list[Mapping[str, Tensor]]:
     """The fields of microbatches, each given as (step, microbatch), collated."""
     guard = TorchStateGuard(spec.threads)
     guard.establish()
     with guard.watching("the data set function"):
         dataset = make_dataset(spec.data)
-    fields = tuple(dict.fromkeys([*graph.batch_fields, loss_target_name(spec)]))
+    fields = tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
     order = SampleOrder(spec.seed, len(dataset))
     loader = MicrobatchLoader(dataset, spec.data, order, spec.batching, seed=spec.seed, fields=fields, guard=guard)
     try:
@@ -135,7 +135,7 @@ class MeasuredLayers(NamedTuple):
 
 
 def profile_layers(
-    spec: JobSpec, graph: Graph, batches: Sequence[Mapping[str, Tensor]], recompute: Collection[int] | None = ()
+    spec: Job, graph: Graph, batches: Sequence[Mapping[str, Tensor]], recompute: Collection[int] | None = ()
 ) -> MeasuredLayers:
     """Measure every layer: its memory with each of the batches, its times with the first. `recompute`: see `profile_job`."""
     count = len(graph.layers)
@@ -167,7 +167,7 @@ def profile_layers(
 
 
 def _profile_layer(
-    spec: JobSpec,
+    spec: Job,
     graph: Graph,
     routing: MicrobatchRouting,
     index: int,
@@ -237,7 +237,7 @@ def _may_recompute(
     return True
 
 
-def _profile_optimizer(spec: JobSpec, stage: Stage) -> tuple[float, dict[str, int]]:
+def _profile_optimizer(spec: Job, stage: Stage) -> tuple[float, dict[str, int]]:
     """Time of a step, and parameter -> bytes that the optimizer keeps for it."""
     trainable = {name: p for name, p in stage.parameters.items() if p.requires_grad}
     if not trainable:
@@ -252,7 +252,7 @@ def _profile_optimizer(spec: JobSpec, stage: Stage) -> tuple[float, dict[str, in
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)
         raise UserCodeError(
-            f"the step of optimizer {spec.optimizer.optimizer.label}, with gradients of 0, raised {error_text(error)}\n"
+            f"the step of optimizer {spec.optimizer.label}, with gradients of 0, raised {error_text(error)}\n"
             f"{traceback.format_exc()}",
             cure="the last lines of the traceback are where your code, or what it called, raised",
         ) from error

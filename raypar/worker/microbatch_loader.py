@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError, with_article
+from raypar.job import DataConfig
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
 from raypar.user_code.user_code_errors import error_text, reraise_ctrl_c
-from raypar.worker.job_spec import DataSpec
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.torch_state_guard import DEFAULT_TORCH_STATE, TorchStateGuard
 
@@ -67,22 +67,22 @@ SamplePosition = tuple[int, int]
 """(epoch, sample id)."""
 
 
-def make_dataset(spec: DataSpec, key: str = "data") -> Any:
+def make_dataset(spec: DataConfig, key: str = "data") -> Any:
     """Call the user's data set function. Raises `UserCodeError` if it raises, `DataError` if samples cannot be read by id.
 
     `key`: the job's key of the data, for messages.
     """
     try:
-        dataset = spec.dataset.call(f"{key}.args")
+        dataset = spec.call(f"{key}.args")
     except RayparError:
         raise
     except BaseException as error:  # some classes of libraries are no Exception
         reraise_ctrl_c(error)
         raise UserCodeError(
-            f"the data set function {spec.dataset.label} raised {error_text(error)}\n{traceback.format_exc()}",
+            f"the data set function {spec.label} raised {error_text(error)}\n{traceback.format_exc()}",
             cure=f"run it by itself with {key}.args",
         ) from error
-    dataset_size(dataset, spec.dataset.label)
+    dataset_size(dataset, spec.label)
     return dataset
 
 
@@ -289,7 +289,7 @@ class MicrobatchLoader:
     about process state that samples leave changed, here or in the data processes.
     """
 
-    _spec: DataSpec
+    _spec: DataConfig
     """The data set and its fields."""
     _order: SampleOrder
     """Which sample lies at which position of the stream."""
@@ -317,7 +317,7 @@ class MicrobatchLoader:
     def __init__(
         self,
         dataset: Any,
-        spec: DataSpec,
+        spec: DataConfig,
         order: SampleOrder,
         batching: Microbatches,
         *,
@@ -327,7 +327,7 @@ class MicrobatchLoader:
         timeout_s: float = READ_TIMEOUT_S,
         guard: TorchStateGuard | None = None,
     ) -> None:
-        dataset_size(dataset, spec.dataset.label)
+        dataset_size(dataset, spec.label)
         self._spec, self._order, self._batching = spec, order, batching
         self._seed, self._fields, self._readers, self._timeout_s = seed, tuple(fields), readers, timeout_s
         self._guard = guard
@@ -425,10 +425,10 @@ class MicrobatchLoader:
             raise
 
     def _died(self, error: Exception, where: str = "the samples") -> RayparError:
-        target = self._spec.dataset.target
+        target = self._spec.function
         if not isinstance(target, str) and getattr(target, "__module__", "") in {"__main__", None}:
             return ConfigError(
-                f"data processes cannot import {self._spec.dataset.label}: it lives in the script that was started",
+                f"data processes cannot import {self._spec.label}: it lives in the script that was started",
                 cure="put it into a module of its own and name it module:name, or set data.processes: 0",
             )
         return UserCodeError(
@@ -452,7 +452,7 @@ _reader: SampleReader | RayparError | None = None
 """Of this data process; an error when the data set could not be made."""
 
 
-def _start(spec: DataSpec, fields: tuple[str, ...], seed: int) -> None:
+def _start(spec: DataConfig, fields: tuple[str, ...], seed: int) -> None:
     """Runs once in every data process: makes the data set, and sees to it that the process ends with its parent."""
     global _reader
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
@@ -465,7 +465,7 @@ def _start(spec: DataSpec, fields: tuple[str, ...], seed: int) -> None:
     )  # the arguments are unpickled, and the data set's module imported, by now
     guard.establish("the module of the data set")
     try:
-        with guard.watching(f"the data set function {spec.dataset.label}"):
+        with guard.watching(f"the data set function {spec.label}"):
             dataset = make_dataset(spec)
         _reader = SampleReader(dataset, spec.names, fields, seed, guard)
     except RayparError as error:

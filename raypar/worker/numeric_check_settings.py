@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref
+from raypar.job import Job, OptimizerConfig
+from raypar.worker.autocast_precisions import autocast_of
 
 MOST_BYTES = 64 << 20
 """Models with more bytes of parameters and buffers are not computed: comparing one takes six times as much memory."""
@@ -13,16 +12,15 @@ TOLERANCES = {"float32": 1e-4, "float64": 1e-9}
 wrong layer's smallest effect is far above. Mixed precisions have their own (`AutocastPrecision.comparison_tolerance`)."""
 
 
-def comparison_tolerance(spec: JobSpec) -> float:
+def comparison_tolerance(spec: Job) -> float:
     """The largest relative difference between numbers that count as equal under the job's dtype or precision."""
-    autocast = spec.precision.autocast
+    autocast = autocast_of(spec.precision)
     return TOLERANCES[spec.dtype] if autocast is None else autocast.comparison_tolerance
 
 
-def with_few_microbatches(spec: JobSpec, few: int) -> JobSpec:
+def with_few_microbatches(spec: Job, few: int) -> Job:
     """The job on the CPU, with steps of `few` of its microbatches, which change no parameter."""
-    return replace(
-        spec,
+    return spec.replace(
         batch_size=few * spec.batch_size // spec.microbatches,
         microbatches=few,
         virtual_replicas=0,
@@ -31,5 +29,5 @@ def with_few_microbatches(spec: JobSpec, few: int) -> JobSpec:
         validation=None,
         non_finite="skip",
         device="cpu",
-        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.0}), ()),
+        optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.0}),
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import ModelError
+from raypar.job import Job
 from raypar.model.capture.absent_tensor import ValuesNeeded
 from raypar.model.graph import Graph, join_names
 from raypar.model.layer_skeletons import parameters_and_buffers_on_meta
@@ -19,8 +20,8 @@ from raypar.model.python_state import PythonState
 from raypar.model.random_state import RandomState, seed_all
 from raypar.plan.seeds import seed_of
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.worker.autocast_precisions import autocast_of
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch, compute_with_and_without_state
-from raypar.worker.job_spec import JobSpec, loss_target_name
 from raypar.worker.measure_profile import read_microbatches_of_steps
 from raypar.worker.numeric_check_settings import MOST_BYTES, with_few_microbatches
 from raypar.worker.process.gpu_setup import make_seeder
@@ -39,7 +40,7 @@ Batches = Sequence[tuple[tuple[int, int], Mapping[str, Tensor]]]
 """((step, microbatch), its fields) of each microbatch."""
 
 
-def first_microbatches(spec: JobSpec, graph: Graph) -> tuple[JobSpec, Batches]:
+def first_microbatches(spec: Job, graph: Graph) -> tuple[Job, Batches]:
     """(the job with steps of at most `MICROBATCHES` microbatches, the first `MICROBATCHES` of it).
 
     With two replicas one worker computes two of a step of three.
@@ -50,7 +51,7 @@ def first_microbatches(spec: JobSpec, graph: Graph) -> tuple[JobSpec, Batches]:
     return small, list(zip(places, read_microbatches_of_steps(small, graph, places), strict=True))
 
 
-def refuse_large_models(spec: JobSpec, graph: Graph) -> None:
+def refuse_large_models(spec: Job, graph: Graph) -> None:
     """Raises `NotCompared` for models that are not computed before a run (`MOST_BYTES`)."""
     state = parameters_and_buffers_on_meta(graph, 0, len(graph.layers), getattr(torch, spec.dtype))
     size = sum(tensor.nbytes for tensor in state.values())
@@ -89,7 +90,7 @@ class PlainMicrobatches:
     in_backward = False
     """Whether a backward pass is under way, in which activation checkpointing calls modules again."""
 
-    def __init__(self, spec: JobSpec, label: str, modules: Mapping[str, nn.Module], batches: Batches) -> None:
+    def __init__(self, spec: Job, label: str, modules: Mapping[str, nn.Module], batches: Batches) -> None:
         self._spec, self.label, self.modules, self._batches = spec, label, modules, batches
         self.state = PythonState(modules)
         self._place = (0, 0)
@@ -176,7 +177,7 @@ class PlainMicrobatches:
         with self._autocast():
             total, count = self.forward(batch)
         if count is None:
-            count = float(batch[loss_target_name(self._spec)].shape[0])
+            count = float(batch[self._spec.loss_target_name].shape[0])
             total = total * count
         return total, float(count)
 
@@ -192,7 +193,7 @@ class PlainMicrobatches:
 
     @contextlib.contextmanager
     def _autocast(self) -> Iterator[None]:
-        autocast = self._spec.precision.autocast
+        autocast = autocast_of(self._spec.precision)
         if autocast is None:
             yield
         else:

@@ -14,6 +14,7 @@ from itertools import product
 from raypar.comm.communicator_key import FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
 from raypar.comm.nccl.device import MAX_COMMUNICATORS
 from raypar.errors import PlanError
+from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import MicrobatchRouting, ParallelPlan, TiedParameter
@@ -21,7 +22,6 @@ from raypar.plan.addition_tree import covering_nodes
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Communication
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.step.tied_gradients import tied_gradient_senders
 from raypar.worker.worker_assignments import ProgramAssignment
 
@@ -31,7 +31,7 @@ there are some tens at most, and all workers wait while it is made."""
 
 
 def required_communicators(
-    part: AdoptPlanCommand, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
+    part: AdoptPlanCommand, rank: int, spec: Job, layout: Callable[[int], TensorParallelLayout]
 ) -> frozenset[CommunicatorKey]:
     """All communicators that one rank needs in a generation; every member of a communicator names it.
 
@@ -57,7 +57,7 @@ def required_communicators(
 
 
 def check_communicator_limit(
-    spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
+    spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
 ) -> None:
     """Raise `PlanError` if a worker would use more communicators than every GPU can run at the same time.
 

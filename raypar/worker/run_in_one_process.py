@@ -18,11 +18,11 @@ from raypar.comm.blocking_code_as_routine import as_routine
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
 from raypar.comm.transport import Routine
+from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.schedule import registry
 from raypar.schedule.instructions import Instruction, Schedule
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.step.optimizer_state import read_optimizer_state
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class OneProcessRun:
     """A run of one plan whose workers all live in this process."""
 
-    spec: JobSpec
+    spec: Job
     """The job."""
     plan: ParallelPlan
     """The plan that is run."""
@@ -53,7 +53,7 @@ class OneProcessRun:
 
     def __init__(
         self,
-        spec: JobSpec,
+        spec: Job,
         plan: ParallelPlan,
         schedule: str | Schedule,
         *,
@@ -80,7 +80,7 @@ class OneProcessRun:
         self.scheduler = CooperativeScheduler(seed)
         samples = 0
         if spec.validation is not None:
-            samples = spec.validation.samples or len(spec.validation.data.dataset.call())
+            samples = spec.validation.samples or len(spec.validation_data.call())
         self.cores = [WorkerCore(spec, graph=self.graph, device=device, guard=self.guard) for _ in range(plan.world)]
         parts = make_worker_assignments(spec, self.graph, plan, order, validation_samples=samples)
         for core, part, transport in zip(self.cores, parts, self.mesh.transports, strict=True):

@@ -17,6 +17,7 @@ from raypar.comm.buffer_pool import CPU
 from raypar.comm.communicator_key import SHARD_CHANNELS
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Transport
+from raypar.job import Job
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import buffers_of_several_layers
 from raypar.model.materialise import materialise
@@ -28,7 +29,6 @@ from raypar.model.tensor_parallel.linear import ShardedLinear, defer_sharded_wei
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.worker.job_spec import JobSpec, loss_target_name
 from raypar.worker.process.gpu_setup import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.buffer_updates import BufferUpdates
@@ -57,7 +57,7 @@ def build_stage(
     plan: ParallelPlan,
     index: int,
     *,
-    spec: JobSpec,
+    spec: Job,
     routing: MicrobatchRouting,
     replica: int,
     loss_fn: Callable[..., Any],
@@ -113,10 +113,10 @@ def build_stage(
     )
 
 
-def stage_recomputation(graph: Graph, plan: ParallelPlan, index: int, spec: JobSpec) -> StageRecomputation:
+def stage_recomputation(graph: Graph, plan: ParallelPlan, index: int, spec: Job) -> StageRecomputation:
     """Which layers of a stage the plan recomputes, and which values must be kept for that."""
     here = plan.stages[index]
-    target = loss_target_name(spec) if here.last == len(graph.layers) else None
+    target = spec.loss_target_name if here.last == len(graph.layers) else None
     positions = [layer - here.first for layer in plan.recomputed_layers(index)]
     return StageRecomputation.of(graph, graph.layers[here.first : here.last], positions, target)
 
@@ -125,7 +125,7 @@ def materialise_stage_modules(
     graph: Graph,
     plan: ParallelPlan,
     index: int,
-    spec: JobSpec,
+    spec: Job,
     values: Mapping[str, Tensor] | None,
     shard: StageShard | None,
 ) -> dict[str, nn.Module]:
@@ -203,7 +203,7 @@ def build_stage_loss(
     graph: Graph,
     plan: ParallelPlan,
     index: int,
-    spec: JobSpec,
+    spec: Job,
     loss_fn: Callable[..., Any],
     shard: StageShard | None,
     coordinate: StageCoordinate,
@@ -219,20 +219,20 @@ def build_stage_loss(
     return LossCall(
         precision.wrap_loss(function),
         inputs=graph.loss_inputs,
-        target=loss_target_name(spec),
+        target=spec.loss_target_name,
         coordinate=coordinate,
         guard=guard,
     )
 
 
-def stage_values(graph: Graph, plan: ParallelPlan, index: int, spec: JobSpec) -> StageValues:
+def stage_values(graph: Graph, plan: ParallelPlan, index: int, spec: Job) -> StageValues:
     """The values that enter and leave a stage."""
     here = plan.stages[index]
     layers = graph.layers[here.first : here.last]
     written = {v for layer in layers for v in layer.outputs}
     fields = set(graph.batch_fields)
     read = [v for layer in layers for v in layer.inputs if v in fields]
-    target = [loss_target_name(spec)] if here.last == len(graph.layers) else []
+    target = [spec.loss_target_name] if here.last == len(graph.layers) else []
     received = [
         v
         for v in graph.values
@@ -259,7 +259,7 @@ def list_all_modules(modules: Mapping[str, nn.Module]) -> list[nn.Module]:
 class StageBuilder:
     """Makes what one worker needs for its seat in a plan: stages, optimizers, reductions, the step commit."""
 
-    spec: JobSpec
+    spec: Job
     """The job."""
     graph: Graph
     """The whole model, its builds watched by `guard`."""
@@ -361,7 +361,7 @@ class StageBuilder:
         """Stage -> optimizer of the parameters that this rank trains there; a stage without any has no optimizer."""
         pieces = self.ownership.pieces(self.transport.rank, "optimizer")
         trained = {index: select_owned_parameters(stage.parameters, pieces) for index, stage in stages.items()}
-        with self.guard.watching(f"the optimizer {self.spec.optimizer.optimizer.label}, as it was made,"):
+        with self.guard.watching(f"the optimizer {self.spec.optimizer.label}, as it was made,"):
             return {index: build_optimizer(self.spec.optimizer, mine) for index, mine in trained.items() if mine}
 
     def build_reductions(self, stages: Mapping[int, Stage]) -> dict[int, AnyGradientReduction]:

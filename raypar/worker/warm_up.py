@@ -24,4 +24,4 @@ def warm_up_process(core: WorkerCore, *, data: bool) -> None:
     if data:
         core.dataset(core.spec.data)
         if core.spec.validation is not None:
-            core.dataset(core.spec.validation.data)
+            core.dataset(core.spec.validation_data)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ModelError, RayparError, UserCodeError
+from raypar.job import Job
 from raypar.model.capture.module_graph import ModuleCapture, refuse_parameters_in_no_unit, set_captured_buffers
 from raypar.model.capture.sequential import capture_layer_graph, replace_builds_by_skeletons, state_in
 from raypar.model.deferred_init import OperationRecording, Undeferrable, run_with_deferred_init
@@ -27,7 +28,7 @@ from raypar.plan import Microbatches, ParallelPlan
 from raypar.schedule.instructions import Schedule
 from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
-from raypar.worker.job_spec import JobSpec, loss_target_name
+from raypar.worker.autocast_precisions import autocast_of
 from raypar.worker.microbatch_loader import SampleOrder, SamplePosition, SampleReader, make_dataset
 from raypar.worker.pretrained.initial_values import WeightsFromFile, weights_from_file
 
@@ -37,7 +38,7 @@ LOADS_BYTES = 1 << 20
 """A model function that copies more than this from files and arrays gets a line which says what that costs."""
 
 
-def make_layer_graph_without_values(spec: JobSpec) -> Graph:
+def make_layer_graph_without_values(spec: Job) -> Graph:
     """The layer graph of the user's model, when only shapes are needed; no random values are drawn."""
     if spec.deferred_init == "never" or spec.init_from is not None:  # a file's names are compared with the model's
         return make_layer_graph(spec)
@@ -53,7 +54,7 @@ def make_layer_graph_without_values(spec: JobSpec) -> Graph:
     return make_layer_graph(spec)
 
 
-def make_layer_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -> Graph:
+def make_layer_graph(spec: Job, guard: CallGuard = contextlib.nullcontext) -> Graph:
     """The layer graph of the user's model, with its initial values in `Graph.initial_values`.
 
     Calls the model function as one process would, after seeding Python, numpy and torch with the job's seed; restores the
@@ -85,11 +86,11 @@ def make_layer_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -
     if spec.init == "by-name":
         of_file = graph.initial_values.names if isinstance(graph.initial_values, WeightsFromFile) else ()
         refuse_parameters_in_no_unit(graph, of_file)
-    return replace(graph, buffer_policy=spec.buffers)
+    return replace(graph, buffer_policy=spec.model.buffers)
 
 
 def _capture(
-    spec: JobSpec,
+    spec: Job,
     guard: CallGuard,
     made: Any,
     *,
@@ -113,7 +114,7 @@ _Called = tuple[Any, OperationRecording | None, tuple[str, ...]]
 """(what the model function returned, the recording of its values if they are deferred, lines for the user)"""
 
 
-def _call_whole_or_deferred(spec: JobSpec) -> _Called:
+def _call_whole_or_deferred(spec: Job) -> _Called:
     """Call the model function in the way that the job's `deferred_init` asks for.
 
     `never`: whole. `always`: deferred, and what cannot be deferred is an error. `auto`: whole; if that allocates more than
@@ -141,7 +142,7 @@ def _call_whole_or_deferred(spec: JobSpec) -> _Called:
     return _call_whole_because(spec, reason)
 
 
-def _call_whole_because(spec: JobSpec, reason: str) -> _Called:
+def _call_whole_because(spec: Job, reason: str) -> _Called:
     """As `_call_whole`, with the line that says why. Raises `ModelError` under `deferred_init: always`."""
     if spec.deferred_init == "always":
         raise ModelError(
@@ -153,14 +154,14 @@ def _call_whole_because(spec: JobSpec, reason: str) -> _Called:
     return made, None, (line, *notes)
 
 
-def _call_whole(spec: JobSpec, limit_bytes: int | None = None) -> _Called:
+def _call_whole(spec: Job, limit_bytes: int | None = None) -> _Called:
     """Run the model function as one process would. Raises `AllocationLimitExceeded` beyond `limit_bytes`."""
     seed_all(spec.seed)
     made, loaded = call_counting_allocations(partial(_call_model, spec), limit_bytes)
     return made, None, _note_of_loads(loaded)
 
 
-def _call_deferred(spec: JobSpec) -> _Called:
+def _call_deferred(spec: Job) -> _Called:
     """Run the model function with deferred initialisation. Raises `Undeferrable`."""
     made, recording = _run_deferred(spec)
     if isinstance(made, Graph):  # hand-written: its builds have not run yet, and run one by one whatever the model's size
@@ -168,7 +169,7 @@ def _call_deferred(spec: JobSpec) -> _Called:
     return made, recording, _note_of_loads(recording.loaded_bytes)
 
 
-def _run_deferred(spec: JobSpec, *, draws: bool = True) -> tuple[Any, OperationRecording]:
+def _run_deferred(spec: Job, *, draws: bool = True) -> tuple[Any, OperationRecording]:
     """(what the model function returns, the recording of its values). `draws`: see `OperationRecording`."""
     seed_all(spec.seed)
     return run_with_deferred_init(partial(_call_model, spec), draws=draws)
@@ -191,7 +192,7 @@ _FOREIGN_TORCHVISION_CURE = (
 """For `operator torchvision::nms does not exist`, the cause of which `transformers` hides behind the name of the model."""
 
 
-def _call_model(spec: JobSpec) -> Any:
+def _call_model(spec: Job) -> Any:
     """What the user's model function returns. Raises `UserCodeError` if it raises, `ModelError` if it returns None."""
     try:
         made = spec.model.call("model.args")
@@ -211,7 +212,7 @@ def _call_model(spec: JobSpec) -> Any:
     return made
 
 
-def _values_again(spec: JobSpec) -> Mapping[str, Tensor]:
+def _values_again(spec: Job) -> Mapping[str, Tensor]:
     """Name -> tensor of every parameter and buffer, from calling the model function again."""
     with preserve_random_state():
         seed_all(spec.seed)
@@ -219,7 +220,7 @@ def _values_again(spec: JobSpec) -> Mapping[str, Tensor]:
         return state_in(made)
 
 
-def module_capture_of_job(spec: JobSpec, guard: CallGuard) -> ModuleCapture:
+def module_capture_of_job(spec: Job, guard: CallGuard) -> ModuleCapture:
     """What the job says about a model that is captured. Its first microbatch is read when it is asked for."""
 
     @cache
@@ -240,19 +241,20 @@ def module_capture_of_job(spec: JobSpec, guard: CallGuard) -> ModuleCapture:
         with preserve_random_state(), guard("the data set's __getitem__"):
             return replace(reader(), fields=tuple(names)).read(positions())
 
+    autocast = autocast_of(spec.precision)
     return ModuleCapture(
         fields,
         read,
         dtype=getattr(torch, spec.dtype),
         input=spec.data.input or "x",
-        target=loss_target_name(spec),
+        target=spec.loss_target_name,
         wants_loss=spec.loss.is_loss_of_model,
-        units=spec.units,
-        autocast_dtype=spec.precision.autocast.dtype if spec.precision.autocast is not None else None,
+        units=spec.model.units,
+        autocast_dtype=autocast.dtype if autocast is not None else None,
     )
 
 
-def make_validation_batching(spec: JobSpec, samples: int) -> Microbatches | None:
+def make_validation_batching(spec: Job, samples: int) -> Microbatches | None:
     """The validation samples in microbatches of at most the training size; None if the job has no validation."""
     if spec.validation is None or samples == 0:
         return None
@@ -262,7 +264,7 @@ def make_validation_batching(spec: JobSpec, samples: int) -> Microbatches | None
 
 
 def make_worker_assignments(
-    spec: JobSpec, graph: Graph, plan: ParallelPlan, schedule: Schedule, *, validation_samples: int = 0
+    spec: Job, graph: Graph, plan: ParallelPlan, schedule: Schedule, *, validation_samples: int = 0
 ) -> tuple[ProgramAssignment, ...]:
     """The assignment of each rank, by rank, lowered from the schedule. Raises `ScheduleError` if the result would not run."""
     counts = {stage.shards for stage in plan.stages}

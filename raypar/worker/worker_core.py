@@ -17,6 +17,7 @@ from raypar.comm.buffer_pool import CPU
 from raypar.comm.transport import Routine, Transport, run_routine
 from raypar.errors import StateNotKeptError, WorkerLost
 from raypar.fences.fence import fence_warnings
+from raypar.job import DataConfig, Job
 from raypar.model.capture.module_graph import lines_about_repeated_traces
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
@@ -29,7 +30,6 @@ from raypar.plan.pieces import Digest
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Instruction
 from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
-from raypar.worker.job_spec import DataSpec, JobSpec
 from raypar.worker.microbatch_loader import BatchSource, MicrobatchLoader, SampleOrder, make_dataset
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource
@@ -112,7 +112,7 @@ class WorkerCore:
     `adopt` builds the stages. It may be called again with another assignment (a new plan, a new generation).
     """
 
-    spec: JobSpec
+    spec: Job
     """The job."""
     graph: Graph
     """The whole model; `guard` restores what building its layers leaves changed."""
@@ -161,7 +161,7 @@ class WorkerCore:
 
     def __init__(
         self,
-        spec: JobSpec,
+        spec: Job,
         *,
         graph: Graph | None = None,
         step_timeout_s: float = 300.0,
@@ -260,7 +260,7 @@ class WorkerCore:
         self.validation_interpreter = None
         if self.assignment.validation_microbatches is not None and self.spec.validation is not None:
             validation = MicrobatchRouting(plan, self.assignment.validation_microbatches)
-            self.validation_loader = self._make_loader(self.spec.validation.data, validation.microbatches, training=False)
+            self.validation_loader = self._make_loader(self.spec.validation_data, validation.microbatches, training=False)
             self._own_validation_microbatches = self._microbatches(validation)
             self.validation_interpreter = build(routing=validation, batch_sources=self._batch_sources(self.validation_loader))
 
@@ -299,16 +299,16 @@ class WorkerCore:
         """Whether steps wait for other shards in the middle of a layer, which a plain routine cannot do."""
         return any(stage.shard is not None for stage in self.stages.values())
 
-    def dataset(self, spec: DataSpec) -> Any:
+    def dataset(self, spec: DataConfig) -> Any:
         """The user's data set, made once per worker and data specification."""
-        ref = spec.dataset
-        key: tuple[Any, ...] = (_identity(ref.target), *((name, _identity(value)) for name, value in sorted(ref.args.items())))
+        given = ((name, _identity(value)) for name, value in sorted(spec.args.items()))
+        key: tuple[Any, ...] = (_identity(spec.function), *given)
         if key not in self._datasets:
-            with self.guard.watching(f"the data set function {spec.dataset.label}"):
+            with self.guard.watching(f"the data set function {spec.label}"):
                 self._datasets[key] = make_dataset(spec)
         return self._datasets[key]
 
-    def _make_loader(self, data: DataSpec, batching: Microbatches, *, training: bool) -> MicrobatchLoader | None:
+    def _make_loader(self, data: DataConfig, batching: Microbatches, *, training: bool) -> MicrobatchLoader | None:
         """A loader of the batch fields that this worker's stages read; None if they read none."""
         fields = tuple(dict.fromkeys(f for stage in self.stages.values() for f in stage.batch_fields))
         if not fields:

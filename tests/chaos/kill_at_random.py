@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import psutil  # noqa: E402
 from helpers.run_processes import RunProcesses, kill_node  # noqa: E402
 
-from raypar.job import load_job  # noqa: E402
+from raypar.job.read_job import load_job  # noqa: E402
 from raypar.record.events import parse_event  # noqa: E402
 
 TARGETS = ("worker", "raylet", "driver")

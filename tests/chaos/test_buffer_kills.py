@@ -28,7 +28,7 @@ GRID = ParallelPlan.mesh(dp=2, pp=2, layers=LAYERS)
 
 @cache
 def job(model: str, policy: str = "refuse") -> TorchJob:
-    spec = replace(ugly_models.job(model, steps=4), buffers=policy)
+    spec = ugly_models.job(model, steps=4).replace(model=ugly_models.job(model, steps=4).model.replace(buffers=policy))
     return TorchJob(spec, make_layer_graph(spec))
 
 

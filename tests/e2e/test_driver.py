@@ -214,7 +214,7 @@ def test_the_time_that_a_run_may_take_is_counted_over_all_its_drivers(age_s, sto
     """Each new driver gave it the whole time again."""
     driver = DriverActor.__new__(DriverActor)
     driver.feed, driver.queue = EventFeed(), asyncio.Queue()
-    driver.request = SimpleNamespace(max_time_s=3600.0)
+    driver.request = SimpleNamespace(job=SimpleNamespace(max_time_s=3600.0))
     driver.recorder = SimpleNamespace(age_s=age_s)
     driver.registry = SimpleNamespace(
         unheard_workers=frozenset,

@@ -30,7 +30,7 @@ from raypar.actors.worker_pool import (
     run_namespace,
 )
 from raypar.errors import ClusterError, ConfigError, OutlivedError, RayparError
-from raypar.job import load_job
+from raypar.job.read_job import load_job
 from raypar.launch import resume_job
 from raypar.storage.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import checkpoint_weights_hash

@@ -1,7 +1,6 @@
 """An elastic run that comes to other numbers of shards, which changes its bits, says so."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from raypar.actors.ray_connection import connect_ray
 from raypar.actors.run_request import RunRequest
 from raypar.elastic import actions as do
 from raypar.errors import ModelError
-from raypar.job import ElasticConfig
+from raypar.job import ElasticConfig, Job, ModelConfig
 from raypar.launch import launch_run
 from raypar.launch.chosen_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions
@@ -29,7 +28,6 @@ from raypar.planner.plan_search import possible_shard_counts
 from raypar.record.events import GenerationStart
 from raypar.storage.run_folder import RunFolder
 from raypar.worker.job_preflight import check_other_shard_counts, preflight
-from raypar.worker.job_spec import JobSpec, Ref
 
 FOUR = ParallelPlan.mesh(pp=2, tp=2, layers=4)
 PROFILE = ModelProfile(tuple(LayerProfile(f"block{i}", 1.0, 2.0, 1.0, 1.0) for i in range(4)), LinkProfile(0.0))
@@ -83,10 +81,10 @@ def test_before_it_begins_a_run_says_how_many_workers_keep_its_bits():
     assert "over 2 shards or fewer" in line
 
 
-def six_heads() -> JobSpec:
+def six_heads() -> Job:
     """A job of four layers."""
     size = {"vocab": 23, "width": 24, "depth": 2, "heads": 6, "context": 8}
-    return replace(Cell("gpt", "1f1b", (1,), (1,), 5).job, model=Ref(gpt.layers, size))
+    return Cell("gpt", "1f1b", (1,), (1,), 5).job.replace(model=ModelConfig(function=gpt.layers, args=size))
 
 
 def test_the_numbers_of_shards_that_a_run_may_come_to_are_checked_before_it_begins(monkeypatch):
@@ -136,9 +134,9 @@ def test_a_run_may_fall_to_fewer_shards_on_any_cluster(kind, monkeypatch, tmp_pa
     monkeypatch.setattr(launch_run, "_placement_turn", lambda *given: nullcontext())
     spec, plan = six_heads(), ParallelPlan.mesh(tp=4, layers=4)
     folder = RunFolder.create(tmp_path, "run")
-    options = LaunchOptions(make_folder=lambda chosen: folder, elastic=ElasticConfig(min_workers=1))
+    options = LaunchOptions(spec.replace(elastic=ElasticConfig(min_workers=1)), lambda chosen: folder)
     launch_run.launch_run(
-        spec, lambda checked: choose_plan(spec, checked, lambda layers: plan, "1f1b", 4), options, lambda event: None
+        lambda checked: choose_plan(spec, checked, lambda layers: plan, "1f1b", 4), options, lambda event: None
     )
     chosen = PlanCache(requests[0]).choose(2, 3, plan)
     assert chosen.plan is not None and {stage.shards for stage in chosen.plan.stages} == {2}, chosen.why

@@ -3,6 +3,7 @@
 import errno
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,6 @@ from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError, ConfigError, WorkerLost
 from raypar.files.atomic_write import write_text_atomically
 from raypar.launch import Result, resume, start_new_run
-from raypar.launch.launch_options import LaunchOptions
 from raypar.record.events import Note, parse_event
 from raypar.storage import checkpoint_store
 from raypar.storage.run_folder import RunFolder
@@ -134,11 +134,10 @@ def test_a_run_that_cannot_be_changed_is_not_resumed_and_stays_as_it_was(run, mo
     folder.append_line(folder.metrics, {**LINE, "step": 2})
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
     monkeypatch.setattr("raypar.actors.driver_client.refuse_active_run", lambda name: None)
-    monkeypatch.setattr(resume, "prepare_resumed_run", lambda path, options, spec, choose, tell: (options, choose))
     monkeypatch.setattr(
-        resume, "launch_options_from_job", lambda job, found, *given: LaunchOptions(make_folder=found, steps_done=1)
+        resume, "prepare_resumed_run", lambda path, options, choose, tell: (replace(options, steps_done=1), choose)
     )
-    monkeypatch.setattr(resume, "launch_run", lambda spec, choose, options, tell: options.make_folder(chosen))
+    monkeypatch.setattr(resume, "launch_run", lambda choose, options, tell: options.make_folder(chosen))
     chosen = SimpleNamespace(plan=SimpleNamespace(describe=lambda: "1 worker"))
     monkeypatch.setattr(resume, "plan_json", lambda chosen: "p" * 500)
     monkeypatch.setattr(resume, "make_plan_chooser", lambda job, spec: None)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,10 +20,10 @@ from raypar.cli import main
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.errors import CheckpointError, ClusterError, ConfigError
+from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
 from raypar.worker.backend import GpuBackend
 from raypar.worker.checkpoint.checkpoint_files import Manifest, check_contract
-from raypar.worker.job_spec import contract_of_job
 
 
 def joined(monkeypatch, cluster):
@@ -154,7 +153,7 @@ def test_a_checkpoint_of_another_kind_of_device_is_refused():
         manifest = Manifest(Path("step_1"), 1, contract, (), {}, {})
         check_contract(manifest, job)
         with pytest.raises(CheckpointError, match="device was 'cpu', is 'gpu'"):
-            check_contract(manifest, replace(job, device="gpu"))
+            check_contract(manifest, job.replace(device="gpu"))
 
 
 def test_a_gpu_is_part_of_what_a_worker_computes_with():

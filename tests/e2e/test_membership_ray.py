@@ -12,7 +12,7 @@ import pytest
 from helpers.tiny_job import write_job
 
 from cluster.fleet import Fleet, works
-from raypar.job import load_job
+from raypar.job.read_job import load_job
 from raypar.launch import Result, train_job_in_new_folder
 from raypar.record.events import Event
 

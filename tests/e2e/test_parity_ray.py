@@ -35,11 +35,10 @@ def own_ray():
 def check(layout, tmp_path, recompute="none"):
     job = layout.job
     result = launch_run(
-        job,
         lambda checked: choose_plan(
             job, checked, lambda layers: layout.plan, layout.schedule, layout.plan.world, None, recompute
         ),
-        LaunchOptions(make_folder=lambda planned: RunFolder.create(tmp_path, "parity")),
+        LaunchOptions(job, lambda planned: RunFolder.create(tmp_path, "parity")),
         lambda event: None,
     )
     assert result.error is None

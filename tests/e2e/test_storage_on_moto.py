@@ -27,7 +27,7 @@ from raypar import Trainer
 from raypar.actors.ray_connection import connect_ray
 from raypar.cli import main
 from raypar.errors import ConfigError, LeaseLostError
-from raypar.job import load_job
+from raypar.job.read_job import load_job
 from raypar.launch import train_job_in_new_folder
 from raypar.launch.client_storage_session import resumed_run_on_storage
 from raypar.launch.resume import find_checkpoint

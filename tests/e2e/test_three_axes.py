@@ -10,7 +10,7 @@ from helpers.quick_reference import trained
 from helpers.same_shards import gpt_whole
 
 from raypar.cli import main
-from raypar.job import load_job
+from raypar.job.read_job import load_job
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.plan import ParallelPlan
 from raypar.worker.norm_and_weights_hash import weights_hash
@@ -35,7 +35,7 @@ def test_workers_in_one_process_have_the_bits_of_the_reference_of_a_job_file(sha
     context = f"args.context={SMALL['context']}"
     sets = [f"model.args.{key}={value}" for key, value in SMALL.items()]
     sets += ["steps=3", f"data.{context}", f"validation.{context}", f"plan.sequence_parallel={str(sequence).lower()}"]
-    spec = load_job(QUICKSTART, sets).to_spec()
+    spec = load_job(QUICKSTART, sets)
     with OneProcessRun(spec, ParallelPlan.mesh(dp=2, pp=2, tp=shards, layers=4), "1f1b") as local:
         losses = [local.step(step)[0].loss for step in range(3)]
         held: list[dict[str, torch.Tensor]] = [{} for _ in range(shards)]

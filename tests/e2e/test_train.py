@@ -32,7 +32,8 @@ from raypar.errors import (
     UserCodeError,
     WorkerLost,
 )
-from raypar.job import load_job
+from raypar.job.contract import contract_of_job
+from raypar.job.read_job import load_job
 from raypar.launch import Result
 from raypar.launch.client_storage_session import new_run_on_storage, resumed_run_on_storage
 from raypar.storage.filesystems import uri_of_filesystem_object
@@ -40,7 +41,6 @@ from raypar.storage.run_folder import RunFolder
 from raypar.storage.run_lease import Lease
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors
-from raypar.worker.job_spec import contract_of_job
 from raypar.worker.run_in_one_process import OneProcessRun
 
 
@@ -206,7 +206,7 @@ def test_a_run_on_shared_storage_is_read_and_resumed_by_its_uri_with_the_bits_of
     whole = Undisturbed.of(tmp_path, "steps=12")
     with (
         new_run_on_storage(place, "tiny", said.append) as folder,
-        OneProcessRun(loaded.to_spec(), loaded.to_plan(4), "1f1b") as local,
+        OneProcessRun(loaded, loaded.to_plan(4), "1f1b") as local,
     ):
         folder.job.write_text(loaded.to_yaml())
         for step in range(4):

@@ -21,9 +21,9 @@ from raypar.actors.worker_actor import WorkerActor
 from raypar.callbacks import Callback, Callbacks
 from raypar.cli import main
 from raypar.errors import UserCodeError
+from raypar.job import DataConfig
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.user_code.user_code_errors import recording_ctrl_c
-from raypar.worker.job_spec import DataSpec, Ref
 from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -48,7 +48,7 @@ class Bad(Samples):
 @pytest.fixture(scope="module", params=[0, 1], ids=["here", "in a data process"])
 def loader_of_bad_samples(request):
     """One sample a step, read one after the other: who has failed to read one reads the next."""
-    spec = DataSpec(Ref(Bad, {}), processes=request.param)
+    spec = DataConfig(function=Bad, processes=request.param)
     order = SampleOrder(0, 8, shuffle=False)
     loader = MicrobatchLoader(Bad(), spec, order, Microbatches(1, batch_size=1), seed=0, fields=("x",))
     yield loader
@@ -100,7 +100,7 @@ PLACES = {
 def test_what_ends_in_a_step_is_an_error_that_names_its_place(place, how):
     given, says = PLACES[place]
     job = {"model": model, "loss": loss, "data": Samples(8), "steps": 1, "batch_size": 4, "microbatches": 2}
-    spec = raypar.Trainer(**(job | given(how))).spec
+    spec = raypar.Trainer(**(job | given(how))).job
     with (
         recording_ctrl_c(),  # before the job: whose handlers are to be in place when it begins
         OneProcessRun(spec, ParallelPlan.mesh(layers=4), "1f1b") as local,

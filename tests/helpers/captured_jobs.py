@@ -14,10 +14,10 @@ from helpers.parity import differences
 from helpers.reference import Result
 from torch import Tensor, nn
 
+from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PrecisionConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Precision, Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -59,23 +59,21 @@ def make_model(name: str, p: float) -> nn.Module:
 
 
 @functools.cache
-def job_of(
-    model: str, microbatches: int = 3, p: float = 0.1, blocks: int = 0, compute: Any = None, steps: int = STEPS
-) -> JobSpec:
+def job_of(model: str, microbatches: int = 3, p: float = 0.1, blocks: int = 0, compute: Any = None, steps: int = STEPS) -> Job:
     """AdamW steps with clipping on a ragged batch: 2 samples in the first microbatches, 3 in others."""
-    return JobSpec(
+    return Job(
         name=model,
         seed=11,
         steps=steps,
         batch_size=2 * microbatches + microbatches // 2 + 1,
         microbatches=microbatches,
-        model=Ref(make_model, {"name": model, "p": p}),
-        loss=Ref(loss_of, {"name": model}),
-        data=DataSpec(Ref(BatchesOf, {"name": model}), target="y"),
-        optimizer=OptimizerSpec(Ref("torch.optim:AdamW", {"lr": 1e-2, "weight_decay": 0.1}), ()),
+        model=ModelConfig(function=make_model, args={"name": model, "p": p}),
+        loss=LossConfig(function=loss_of, args={"name": model}),
+        data=DataConfig(function=BatchesOf, args={"name": model}, target="y"),
+        optimizer=OptimizerConfig(function="torch.optim:AdamW", args={"lr": 1e-2, "weight_decay": 0.1}),
         virtual_replicas=blocks,
         clip_norm=0.5,
-        precision=Precision(compute),
+        precision=PrecisionConfig(compute=compute),
     )
 
 
@@ -84,14 +82,14 @@ _EXPECTED: dict[str, Result] = {}
 """What has been made already, by the text of the job."""
 
 
-def graph_of(spec: JobSpec) -> Graph:
+def graph_of(spec: Job) -> Graph:
     """The captured model."""
     if repr(spec) not in _GRAPHS:
         _GRAPHS[repr(spec)] = make_layer_graph(spec)
     return _GRAPHS[repr(spec)]
 
 
-def expected(spec: JobSpec) -> Result:
+def expected(spec: Job) -> Result:
     """What one plain process has."""
     if repr(spec) not in _EXPECTED:
         _EXPECTED[repr(spec)] = plain_module.train(graph_of(spec), spec)[0]
@@ -118,7 +116,7 @@ class CapturedLayout:
         return f"{self.model} {self.schedule} replicas {dims} m={self.microbatches} p={self.p}{extra}"
 
     @property
-    def job(self) -> JobSpec:
+    def job(self) -> Job:
         return job_of(self.model, self.microbatches, self.p, self.blocks, self.compute)
 
     @property
@@ -144,7 +142,7 @@ def check_local(layout: CapturedLayout, order_seed: int = 0) -> None:
     check_run(layout.job, layout.plan, layout.schedule, order_seed=order_seed)
 
 
-def check_run(job: JobSpec, plan: ParallelPlan, schedule: str, order_seed: int = 0) -> None:
+def check_run(job: Job, plan: ParallelPlan, schedule: str, order_seed: int = 0) -> None:
     want = expected(job)
     with OneProcessRun(job, plan, schedule, graph=graph_of(job), seed=order_seed) as run:
         for step in range(job.steps):

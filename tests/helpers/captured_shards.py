@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import raypar
+from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import canonical_names, parameter_shapes
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
@@ -21,7 +22,6 @@ from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -60,7 +60,7 @@ def loss_of(output: Any, unused: Tensor) -> Tensor:
     return F.cross_entropy(flat, torch.arange(len(flat)) % flat.shape[-1])
 
 
-def zoo_job(name: str, p: float = 0.0, microbatches: int = 1, **given: Any) -> JobSpec:
+def zoo_job(name: str, p: float = 0.0, microbatches: int = 1, **given: Any) -> Job:
     """A job of one step that trains a zoo model in float64; `p`: dropout."""
     job: dict[str, Any] = {
         "loss": loss_of,
@@ -71,7 +71,7 @@ def zoo_job(name: str, p: float = 0.0, microbatches: int = 1, **given: Any) -> J
         "optimizer": ("torch.optim:SGD", {"lr": 0.1}),
         "dtype": "float64",
     }
-    return raypar.Trainer(model=(make_zoo_model, {"name": name, "p": p}), **(job | given)).spec
+    return raypar.Trainer(model=(make_zoo_model, {"name": name, "p": p}), **(job | given)).job
 
 
 def zoo_graph(name: str, p: float = 0.0) -> Graph:
@@ -79,7 +79,7 @@ def zoo_graph(name: str, p: float = 0.0) -> Graph:
     return make_layer_graph(zoo_job(name, p))
 
 
-def run_step(spec: JobSpec, graph: Graph, schedule: str = "1f1b", **mesh: Any) -> OneProcessRun:
+def run_step(spec: Job, graph: Graph, schedule: str = "1f1b", **mesh: Any) -> OneProcessRun:
     """One step under a plan."""
     found = OneProcessRun(spec, ParallelPlan.mesh(layers=len(graph.layers), **mesh), schedule, graph=graph)
     for step in range(spec.steps):
@@ -87,13 +87,13 @@ def run_step(spec: JobSpec, graph: Graph, schedule: str = "1f1b", **mesh: Any) -
     return found
 
 
-def plain_step(spec: JobSpec) -> nn.Module:
+def plain_step(spec: Job) -> nn.Module:
     """The user's own module after one step of plain autograd on the same batch; gradients are those of the sum of losses."""
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(spec.seed)
     torch.set_num_threads(1)
     model: nn.Module = spec.model.call().double().train()
-    samples = spec.data.dataset.call()
+    samples = spec.data.call()
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed_of(spec.seed, "epoch", 0)))
     chosen = [samples[i] for i in order[: spec.batching.batch_size].tolist()]
     batch = {name: torch.stack([sample[name] for sample in chosen]) for name in chosen[0] if name != UNSEEN}
@@ -105,7 +105,7 @@ def plain_step(spec: JobSpec) -> nn.Module:
     return model
 
 
-def errors_on_shards(spec: JobSpec, graph: Graph, found: OneProcessRun, shards: int) -> dict[str, float]:
+def errors_on_shards(spec: Job, graph: Graph, found: OneProcessRun, shards: int) -> dict[str, float]:
     """By parameter: how far its gradient and its value are from the plain module's, where that is more than rounding."""
     layout = compute_shard_layout(graph, shards, dict(spec.styles))
     model = plain_step(spec)

@@ -17,11 +17,12 @@ from helpers.parity import STEPS, Layout, expected
 from helpers.shard_grid import Cell, different, graph
 from helpers.shard_grid import run as run_cell
 
+from raypar.job import OptimizerConfig, ValidationConfig
+from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.pieces import PieceMove
 from raypar.worker.elastic_worker import ElasticWorker
-from raypar.worker.job_spec import OptimizerSpec, Ref, ValidationSpec, contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.step.make_optimizers_by_name import build_optimizer
@@ -66,7 +67,7 @@ def refuses(state: State) -> int:
 def trains(state: State, layout: Layout) -> None:
     """Five steps and a validation on the device: losses, norms, parameters and optimizer state as in one plain process."""
     want = expected(layout.model, layout.microbatches, layout.blocks)
-    job = replace(layout.job, validation=ValidationSpec(layout.job.data, samples=11))
+    job = layout.job.replace(validation=ValidationConfig(**dict(layout.job.data), samples=11))
     with OneProcessRun(job, layout.plan, layout.schedule, device=pretend.device()) as run:
         for step in range(STEPS):
             reports = run.step(step)
@@ -111,7 +112,7 @@ def resumes(state: State, folder: str) -> None:
 
 def keeps(state: State, fused: bool) -> None:
     """An optimizer's state goes where the optimizer itself would have it."""
-    spec = OptimizerSpec(Ref("torch.optim:AdamW", {"fused": fused}))
+    spec = OptimizerConfig(function="torch.optim:AdamW", args={"fused": fused})
     made = []
     for where in (torch.device("cpu"), pretend.device()):
         parameter = torch.nn.Parameter(torch.ones(4, device=where))

@@ -15,9 +15,9 @@ from helpers.protocol import EVERYBODY, Change, ChangeKind, World
 from helpers.torch_flesh import TorchJob
 from helpers.watched import Record, WatchedFlesh
 
+from raypar.job import OptimizerConfig
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
-from raypar.worker.job_spec import OptimizerSpec, Ref
 from raypar.worker.worker_assignments import make_layer_graph
 
 STEPS = 12
@@ -31,7 +31,7 @@ QUICK: dict[str, Any] = {
     "adopt_s": 2.0,
     "capacity_s": 60.0,
 }
-SGD = OptimizerSpec(Ref("torch.optim:SGD", {"lr": 3e-2, "momentum": 0.9, "weight_decay": 0.01}))
+SGD = OptimizerConfig(function="torch.optim:SGD", args={"lr": 3e-2, "momentum": 0.9, "weight_decay": 0.01})
 SPECS: tuple[dict[str, Any], ...] = (
     {"model": "tangled", "microbatches": 4},
     {"model": "plain", "microbatches": 4},

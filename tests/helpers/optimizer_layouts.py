@@ -15,10 +15,10 @@ from helpers.torch_flesh import TorchJob
 from torch import Tensor, nn
 
 from raypar.errors import InputError, UserCodeError
+from raypar.job import DataConfig, FunctionConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import check_model_can_shard, preflight
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -60,7 +60,7 @@ def warm(step: int) -> float:
     return (step + 1) / STEPS
 
 
-def job_of(optimizer: OptimizerSpec, *, matrices: bool = False, **changes: Any) -> JobSpec:
+def job_of(optimizer: OptimizerConfig, *, matrices: bool = False, **changes: Any) -> Job:
     """A job of a few steps with this optimizer."""
     fields: dict[str, Any] = {
         "name": "optimizers",
@@ -68,14 +68,14 @@ def job_of(optimizer: OptimizerSpec, *, matrices: bool = False, **changes: Any) 
         "steps": STEPS,
         "batch_size": 10,
         "microbatches": 4,
-        "model": Ref(model, {"matrices": matrices}),
-        "loss": Ref(nn.functional.mse_loss),
-        "data": DataSpec(Ref(Points)),
+        "model": ModelConfig(function=model, args={"matrices": matrices}),
+        "loss": LossConfig(function=nn.functional.mse_loss),
+        "data": DataConfig(function=Points),
         "optimizer": optimizer,
-        "lr_schedule": Ref(warm),
+        "lr_schedule": FunctionConfig(function=warm),
         "clip_norm": 1.0,
     }
-    return JobSpec(**{**fields, **changes})
+    return Job(**{**fields, **changes})
 
 
 def _equal(found: dict[str, list[Tensor]], want: dict[str, Tensor]) -> str:
@@ -87,8 +87,8 @@ def _equal(found: dict[str, list[Tensor]], want: dict[str, Tensor]) -> str:
     return "equal" if found.keys() == want.keys() else f"DIFFERENT: names {sorted(found.keys() ^ want.keys())}"
 
 
-def _under(plan: ParallelPlan) -> Callable[[JobSpec, Graph, Path], str]:
-    def run(spec: JobSpec, graph: Graph, folder: Path) -> str:
+def _under(plan: ParallelPlan) -> Callable[[Job, Graph, Path], str]:
+    def run(spec: Job, graph: Graph, folder: Path) -> str:
         want = reference.train(graph, spec)
         with OneProcessRun(spec, plan, "1f1b", graph=graph) as local:
             for step in range(STEPS):
@@ -98,7 +98,7 @@ def _under(plan: ParallelPlan) -> Callable[[JobSpec, Graph, Path], str]:
     return run
 
 
-def _on_shards(spec: JobSpec, graph: Graph, folder: Path) -> str:
+def _on_shards(spec: Job, graph: Graph, folder: Path) -> str:
     """Shards add in another order than one process, so one process is given the gradients that they had, joined."""
     shards = 2
     with OneProcessRun(spec, ParallelPlan.mesh(tp=shards, layers=LAYERS), "1f1b", graph=graph) as local:
@@ -115,11 +115,11 @@ def _on_shards(spec: JobSpec, graph: Graph, folder: Path) -> str:
         whole = {name: nn.Parameter(value) for name, value in first.items() if value is not None}
         groups = [
             {"params": [p for n, p in whole.items() if reference.fnmatch.fnmatchcase(n, pattern)], **given}
-            for pattern, given in spec.optimizer.groups
+            for pattern, given in spec.optimizer.options_by_pattern
         ]
         taken = {id(p) for group in groups for p in group["params"]}
         groups.append({"params": [p for p in whole.values() if id(p) not in taken]})
-        optimizer = spec.optimizer.optimizer.resolve()([g for g in groups if g["params"]], **spec.optimizer.optimizer.args)
+        optimizer = spec.optimizer.resolve()([g for g in groups if g["params"]], **spec.optimizer.args)
         if hasattr(optimizer, "train"):
             optimizer.train()
         base = [group.get("lr") for group in optimizer.param_groups]
@@ -142,7 +142,7 @@ def _on_shards(spec: JobSpec, graph: Graph, folder: Path) -> str:
         return _equal(found, {name: p.detach() for name, p in whole.items()})  # type: ignore[arg-type]
 
 
-def _resumed(spec: JobSpec, graph: Graph, folder: Path) -> str:
+def _resumed(spec: Job, graph: Graph, folder: Path) -> str:
     want, plan = reference.train(graph, spec), ParallelPlan.mesh(layers=LAYERS)
     with OneProcessRun(spec, plan, "1f1b", graph=graph) as local:
         for step in range(SAVED_AFTER):
@@ -159,7 +159,7 @@ def _resumed(spec: JobSpec, graph: Graph, folder: Path) -> str:
         return _equal(local.parameters(), want.parameters)
 
 
-def _joined(spec: JobSpec, graph: Graph, folder: Path) -> str:
+def _joined(spec: Job, graph: Graph, folder: Path) -> str:
     """Worker 1 joins worker 0, which leaves, and is joined by worker 2; where the optimizer allows stages, as a stage."""
     want, run = reference.train(graph, spec), Generations(TorchJob(spec, graph))
     trial = preflight(spec).optimizer
@@ -184,7 +184,7 @@ def _joined(spec: JobSpec, graph: Graph, folder: Path) -> str:
     return _equal(found, want.parameters)
 
 
-LAYOUTS: dict[str, tuple[ParallelPlan, Callable[[JobSpec, Graph, Path], str]]] = {
+LAYOUTS: dict[str, tuple[ParallelPlan, Callable[[Job, Graph, Path], str]]] = {
     "2 stages": (ParallelPlan.mesh(pp=2, layers=LAYERS), _under(ParallelPlan.mesh(pp=2, layers=LAYERS))),
     "2 replicas": (ParallelPlan.mesh(dp=2, layers=LAYERS), _under(ParallelPlan.mesh(dp=2, layers=LAYERS))),
     "2 shards": (ParallelPlan.mesh(tp=2, layers=LAYERS), _on_shards),
@@ -194,7 +194,7 @@ LAYOUTS: dict[str, tuple[ParallelPlan, Callable[[JobSpec, Graph, Path], str]]] =
 """Layout -> a plan that it has, and a function that runs it and says `equal`, or what differs."""
 
 
-def outcomes(spec: JobSpec, folder: Path) -> dict[str, str]:
+def outcomes(spec: Job, folder: Path) -> dict[str, str]:
     """Layout -> `equal`, `refused: ...` (before anything has started), or what differs."""
     try:
         checked = preflight(spec)

@@ -10,19 +10,24 @@ from typing import Any, Literal
 import torch
 from helpers import reference, ugly_models
 
+from raypar.job import Job, PrecisionConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
-from raypar.worker.job_spec import JobSpec, Precision
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
 STEPS = 5
 
 
-def job_of(model: str, microbatches: int, blocks: int, compute: Literal["bf16"] | None) -> JobSpec:
+def job_of(model: str, microbatches: int, blocks: int, compute: Literal["bf16"] | None) -> Job:
     """Five AdamW steps with clipping on a ragged batch."""
-    given = {"microbatches": microbatches, "steps": STEPS, "virtual_replicas": blocks, "precision": Precision(compute)}
+    given = {
+        "microbatches": microbatches,
+        "steps": STEPS,
+        "virtual_replicas": blocks,
+        "precision": PrecisionConfig(compute=compute),
+    }
     return ugly_models.job(model, **given)
 
 
@@ -51,7 +56,7 @@ class Layout:
         return f"{self.model} {self.schedule} replicas {dims} m={self.microbatches}{extra}"
 
     @property
-    def job(self) -> JobSpec:
+    def job(self) -> Job:
         """Five AdamW steps with clipping on a ragged batch."""
         return job_of(self.model, self.microbatches, self.blocks, self.compute)
 

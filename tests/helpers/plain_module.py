@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from raypar.job import Job
 from raypar.model.capture.captured_layer import cache_of
 from raypar.model.graph import Graph
-from raypar.worker.job_spec import JobSpec, loss_target_name
 
 Use = tuple[str, str, int]
 """Parameter, layer, and which use there: 0 for that of the layer's unit, or for all of them."""
@@ -37,7 +37,7 @@ class _LayersOf(TorchFunctionMode):
     `count_uses`.
     """
 
-    def __init__(self, model: nn.Module, graph: Graph, spec: JobSpec) -> None:
+    def __init__(self, model: nn.Module, graph: Graph, spec: Job) -> None:
         super().__init__()
         self.model, self.spec = model, spec
         self.order = [layer.name for layer in graph.layers]
@@ -213,7 +213,7 @@ class _LayersOf(TorchFunctionMode):
             hook.remove()
 
 
-def make_model(spec: JobSpec) -> nn.Module:
+def make_model(spec: Job) -> nn.Module:
     """Rule 2: the user's module with its initial values."""
     for seed in (random.seed, torch.manual_seed):
         seed(spec.seed)
@@ -224,7 +224,7 @@ def make_model(spec: JobSpec) -> nn.Module:
     return model.to(getattr(torch, spec.dtype)).train()
 
 
-def train(graph: Graph, spec: JobSpec, *, leaves: bool = True) -> tuple[Result, nn.Module]:
+def train(graph: Graph, spec: Job, *, leaves: bool = True) -> tuple[Result, nn.Module]:
     """(what the run must have, the trained module).
 
     `leaves=False`: gradients as autograd adds them, which is the same for a step of one microbatch.
@@ -241,10 +241,10 @@ def train(graph: Graph, spec: JobSpec, *, leaves: bool = True) -> tuple[Result, 
     by_name = {name: named[name] for name in names.values()}
     trained = {name: parameter for name, parameter in by_name.items() if parameter.requires_grad}
     assert {id(p) for p in trained.values()} == {id(p) for p in model.parameters() if p.requires_grad}
-    optimizer = spec.optimizer.optimizer.resolve()(trained.values(), **spec.optimizer.optimizer.args)
-    data, blocks = spec.data.dataset.call(), spec.batching.blocks
+    optimizer = spec.optimizer.resolve()(trained.values(), **spec.optimizer.args)
+    data, blocks = spec.data.call(), spec.batching.blocks
     inputs = cache_of(graph.layers[0].build.skeleton).inputs  # type: ignore[attr-defined]
-    follow, others, result = _LayersOf(model, graph, spec), OtherBuffers({"": model}, spec.buffers), Result()
+    follow, others, result = _LayersOf(model, graph, spec), OtherBuffers({"": model}, spec.model.buffers), Result()
     if not leaves:
         follow.places, follow.name_of = [], {}
     follow.uses = _count_uses(graph, spec, inputs, samples(data, spec, 0, spec.batch_size // spec.microbatches))
@@ -280,7 +280,7 @@ def train(graph: Graph, spec: JobSpec, *, leaves: bool = True) -> tuple[Result, 
     return result, model
 
 
-def _count_uses(graph: Graph, spec: JobSpec, inputs: Any, fields: Mapping[str, Tensor]) -> dict[str, list[Use]]:
+def _count_uses(graph: Graph, spec: Job, inputs: Any, fields: Mapping[str, Tensor]) -> dict[str, list[Use]]:
     """Parameter -> its uses in the forward of another copy of the module."""
     follow = _LayersOf(model := make_model(spec), graph, spec)
     with follow.count_uses(), computing_in(spec):
@@ -294,10 +294,10 @@ def _call(model: nn.Module, inputs: Any, fields: Mapping[str, Tensor]) -> Any:
 
 
 def _loss(
-    model: nn.Module, follow: _LayersOf, inputs: Any, spec: JobSpec, fields: Mapping[str, Tensor], step: int, number: int
+    model: nn.Module, follow: _LayersOf, inputs: Any, spec: Job, fields: Mapping[str, Tensor], step: int, number: int
 ) -> tuple[Tensor, float]:
     """(sum to differentiate, number of samples) of one microbatch."""
-    target = fields[loss_target_name(spec)]
+    target = fields[spec.loss_target_name]
     with follow.microbatch(step, number), computing_in(spec):
         output = _call(model, inputs, fields)
     if spec.loss.is_loss_of_model:
@@ -318,7 +318,7 @@ def _add_uses(uses: list[Use], sums: list[dict[Use, Tensor | None] | None]) -> T
     return total
 
 
-def _apply(spec: JobSpec, trained: Mapping[str, Tensor], gradients: Mapping[str, Any], count: float, result: Result) -> None:
+def _apply(spec: Job, trained: Mapping[str, Tensor], gradients: Mapping[str, Any], count: float, result: Result) -> None:
     """Rule 7: the norm, and the scaled gradients."""
     squares = 0.0
     for gradient in gradients.values():

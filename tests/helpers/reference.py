@@ -20,10 +20,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import convert_module_dtype
 from raypar.model.materialise import materialise
-from raypar.worker.job_spec import JobSpec
 
 
 def seed_of(*place: object) -> int:
@@ -65,7 +65,7 @@ def tree(sums: list[Any]) -> Any:
     return b if a is None else a if b is None else a + b
 
 
-def build(graph: Graph, spec: JobSpec, dtype: torch.dtype) -> dict[str, nn.Module]:
+def build(graph: Graph, spec: Job, dtype: torch.dtype) -> dict[str, nn.Module]:
     """Rule 2: what the user's code gives, in one process that has seeded everything. Each layer has parameters of its own."""
     random.seed(spec.seed)
     numpy.random.seed(spec.seed % 2**32)
@@ -87,9 +87,9 @@ def build(graph: Graph, spec: JobSpec, dtype: torch.dtype) -> dict[str, nn.Modul
     return {name: convert_module_dtype(copy.deepcopy(module) if name in apart else module, dtype) for name, module in layers}
 
 
-def computing_in(spec: JobSpec) -> contextlib.AbstractContextManager[Any]:
+def computing_in(spec: Job) -> contextlib.AbstractContextManager[Any]:
     """Rule 13: one layer's forward, or the loss, in bfloat16 as PyTorch's autocast decides."""
-    if spec.precision.compute is None:
+    if spec.precision is None or spec.precision.compute is None:
         return contextlib.nullcontext()
     return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
 
@@ -133,7 +133,7 @@ class OtherBuffers:
             part._buffers[key] = value
 
 
-def train(graph: Graph, spec: JobSpec) -> Result:
+def train(graph: Graph, spec: Job) -> Result:
     torch.set_num_threads(spec.threads)
     dtype = getattr(torch, spec.dtype)
     modules = build(graph, spec, dtype)
@@ -150,23 +150,23 @@ def train(graph: Graph, spec: JobSpec) -> Result:
             uses[other].data = uses[names[0]].data
     trained = {name: uses[names[0]] for name, names in owners.items() if uses[names[0]].requires_grad}
 
-    groups: list[list[str]] = [[] for _ in (*spec.optimizer.groups, None)]
+    groups: list[list[str]] = [[] for _ in (*spec.optimizer.options_by_pattern, None)]
     for name in trained:
-        matches = [i for i, (p, _) in enumerate(spec.optimizer.groups) if fnmatch.fnmatchcase(name, p)]
+        matches = [i for i, (p, _) in enumerate(spec.optimizer.options_by_pattern) if fnmatch.fnmatchcase(name, p)]
         groups[matches[0] if matches else -1].append(name)
-    given = [*(o for _, o in spec.optimizer.groups), {}]
-    optimizer = spec.optimizer.optimizer.resolve()(
+    given = [*(o for _, o in spec.optimizer.options_by_pattern), {}]
+    optimizer = spec.optimizer.resolve()(
         [{"params": [trained[n] for n in names], **over} for names, over in zip(groups, given, strict=True) if names],
-        **spec.optimizer.optimizer.args,
+        **spec.optimizer.args,
     )
     if hasattr(optimizer, "train"):
         optimizer.train()
     base = [group.get("lr") for group in optimizer.param_groups]
 
-    data, loss_fn = spec.data.dataset.call(), spec.loss.partial()
+    data, loss_fn = spec.data.call(), spec.loss.partial()
     m, batch, blocks = spec.microbatches, spec.batch_size, spec.batching.blocks
     result = Result()
-    others = OtherBuffers(modules, spec.buffers)
+    others = OtherBuffers(modules, spec.model.buffers)
     for step in range(spec.steps):
         others.begin_step()
         block_sums: list[dict[str, Tensor | None] | None] = []
@@ -242,7 +242,7 @@ def train(graph: Graph, spec: JobSpec) -> Result:
     return result
 
 
-def samples(data: Any, spec: JobSpec, start: int, stop: int) -> dict[str, Tensor]:
+def samples(data: Any, spec: Job, start: int, stop: int) -> dict[str, Tensor]:
     rows = []
     for place in range(start, stop):
         epoch, entry = divmod(place, len(data))

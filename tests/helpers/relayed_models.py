@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from helpers.reference import computing_in, seed_of
 from torch import Tensor, nn
 
+from raypar.job import Job
 from raypar.model.graph import Graph, Layer
 from raypar.model.materialise import materialise
-from raypar.worker.job_spec import JobSpec
 
 WIDTH, LENGTH = 8, 6
 
@@ -207,7 +207,7 @@ def loss(output: Mapping[str, Tensor], target: Tensor) -> Tensor:
 class PlainModel(nn.Module):
     """The layers as a plain module, as a user would write it: ties are one parameter, values are Python variables."""
 
-    def __init__(self, graph: Graph, spec: JobSpec) -> None:
+    def __init__(self, graph: Graph, spec: Job) -> None:
         super().__init__()
         self.graph, self.spec = graph, spec
         made = materialise(graph, 0, len(graph.layers), seed=spec.seed, dtype=getattr(torch, spec.dtype))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from examples import gpt
 from raypar.comm.buffer_pool import CPU
+from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PlanConfig, PrecisionConfig
 from raypar.model.graph import Graph
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
@@ -24,7 +25,6 @@ from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import ParallelPlan
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule import registry
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Precision, Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 
 STEPS, BATCH, VOCAB, SEQ = 3, 10, 23, 7
@@ -95,23 +95,23 @@ class Cell:
         return f"{self.model} {self.schedule} replicas {each[0]} shards {each[1]} m={self.microbatches}{extra}"
 
     @property
-    def job(self) -> JobSpec:
+    def job(self) -> Job:
         """Three AdamW steps with clipping on a ragged batch."""
-        return JobSpec(
+        return Job(
             name="grid",
             seed=3,
             steps=STEPS,
             batch_size=BATCH,
             microbatches=self.microbatches,
+            model=ModelConfig(function=lambda: None),
             virtual_replicas=self.blocks,
-            model=Ref(lambda: None),
-            loss=Ref(summed),
-            data=DataSpec(Ref(Tokens)),
-            optimizer=OptimizerSpec(Ref(torch.optim.AdamW, {"lr": LR, "eps": EPS})),
+            loss=LossConfig(function=summed),
+            data=DataConfig(function=Tokens),
+            optimizer=OptimizerConfig(function=torch.optim.AdamW, args={"lr": LR, "eps": EPS}),
             clip_norm=CLIP,
-            dtype=self.dtype,  # type: ignore[arg-type]
-            sequence_parallel=self.sequence,
-            precision=Precision(self.compute),
+            dtype=self.dtype,
+            precision=PrecisionConfig(compute=self.compute),
+            plan=PlanConfig(sequence_parallel=self.sequence),
         )
 
     @property
@@ -188,7 +188,7 @@ def check(cell: Cell, order_seed: int = 0) -> None:
     bad = list(different(got, alike))
     assert not bad, f"{cell}, against the same shards in one process: {bad[:8]} and {len(bad) - 8} more"
     if cell.dtype == "float64":
-        job = replace(cell.job, sequence_parallel=False)
+        job = cell.job.replace(plan=PlanConfig(sequence_parallel=False))
         worst = errors(got, whole(cell.model, job.microbatches, job.virtual_replicas), cell.model)
         wrong = {name: value for name, value in worst.items() if not value <= TOLERANCE}
         assert not wrong, f"{cell}, against no shards: {wrong}"
@@ -251,13 +251,13 @@ def one_process(cell: Cell, shards: tuple[int, ...]) -> Run:
     return run(cell, ParallelPlan.of([1] * len(counts), counts, layers=len(shards), cuts=stages))
 
 
-def initial(job: JobSpec) -> dict[str, Tensor]:
+def initial(job: Job) -> dict[str, Tensor]:
     """The whole GPT's parameters before the first step."""
     modules = materialise(graph("gpt"), 0, len(graph("gpt").layers), seed=job.seed, dtype=getattr(torch, job.dtype))
     return {f"{layer}.{path}": p.detach() for layer, m in modules.items() for path, p in m.named_parameters()}
 
 
-def steps_of(job: JobSpec, steps: range, counts: int | dict[str, int], slices: Any, state: Any = ()) -> same_shards.Trained:
+def steps_of(job: Job, steps: range, counts: int | dict[str, int], slices: Any, state: Any = ()) -> same_shards.Trained:
     """`helpers.same_shards` on the grid's data."""
     torch.set_num_threads(1)
     m, data = job.microbatches, Tokens()
@@ -279,7 +279,7 @@ def steps_of(job: JobSpec, steps: range, counts: int | dict[str, int], slices: A
         eps=EPS,
         clip_norm=CLIP,
         state=state,
-        compute=job.precision.compute,
+        compute=job.precision.compute if job.precision is not None else None,
     )
 
 

@@ -20,6 +20,8 @@ from raypar.comm.buffer_pool import CPU
 from raypar.comm.local_transport import LocalMesh
 from raypar.elastic import actions as do
 from raypar.elastic.mirror import assign_buddies
+from raypar.job import Job
+from raypar.job.contract import contract_of_job
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import state_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout, make_model_outline_with_layouts
@@ -30,7 +32,6 @@ from raypar.plan.pieces import Piece
 from raypar.schedule import registry
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.elastic_worker import ElasticWorker
-from raypar.worker.job_spec import JobSpec, contract_of_job
 from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey, extract_elements
 from raypar.worker.worker_assignments import ProgramAssignment, make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
@@ -40,7 +41,7 @@ from raypar.worker.worker_core import WorkerCore
 class TorchJob:
     """What `helpers.hash_body.Job` says, of a real one."""
 
-    spec: JobSpec
+    spec: Job
     graph: Graph
     schedules: tuple[str, ...] = ("1f1b",)
     """Each generation takes one of those that fit its plan."""

@@ -18,7 +18,7 @@ from typing import Any
 from helpers import reference
 from helpers.tiny_job import write_job
 
-from raypar.job import load_job
+from raypar.job.read_job import load_job
 from raypar.launch import Result, train_job_in_new_folder
 from raypar.record.events import Event
 from raypar.worker.norm_and_weights_hash import weights_hash
@@ -89,7 +89,7 @@ class Undisturbed:
     @staticmethod
     def of(folder: Path, *words: str) -> Undisturbed:
         """Train by `helpers.reference`, without Ray; sleeping changes no number and is left out."""
-        spec = load_job(write_job(folder), ["steps=30", *words]).to_spec()
+        spec = load_job(write_job(folder), ["steps=30", *words])
         result = reference.train(make_layer_graph(spec), spec)
         return Undisturbed(list(enumerate(result.losses, 1)), weights_hash(result.parameters))
 

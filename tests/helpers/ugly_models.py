@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from helpers import norm_models, relayed_models
 from torch import Tensor, nn
 
+from raypar.job import DataConfig, FunctionConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 from raypar.model.graph import Graph, Layer
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 
 WIDTH, VOCAB, SEQ = 8, 11, 6
 
@@ -178,25 +178,27 @@ MODELS: dict[str, tuple[Any, Any, Any, str]] = {
 """Name -> model, loss, data set, pattern of the parameters without weight decay."""
 
 
-def job(model: str = "tangled", *, microbatches: int = 4, batch_size: int = 0, steps: int = 5, **changes: Any) -> JobSpec:
+def job(model: str = "tangled", *, microbatches: int = 4, batch_size: int = 0, steps: int = 5, **changes: Any) -> Job:
     """A job of `steps` AdamW steps with clipping; by default a ragged cut: 2 or 3 samples a microbatch."""
     made, loss, data, undecayed = MODELS[model]
     fields: dict[str, Any] = {
-        "name": model,
+        "name": model.replace(" ", "-"),
         "seed": 11,
         "steps": steps,
         "batch_size": batch_size or 2 * microbatches + microbatches // 2 + 1,
         "microbatches": microbatches,
-        "model": Ref(made),
-        "loss": Ref(loss),
-        "data": DataSpec(Ref(data)),
-        "optimizer": OptimizerSpec(
-            Ref("torch.optim:AdamW", {"lr": 1e-2, "weight_decay": 0.1}), ((undecayed, {"weight_decay": 0.0}),)
+        "model": ModelConfig(function=made),
+        "loss": LossConfig(function=loss),
+        "data": DataConfig(function=data),
+        "optimizer": OptimizerConfig(
+            function="torch.optim:AdamW",
+            args={"lr": 1e-2, "weight_decay": 0.1},
+            groups=({"match": undecayed, "weight_decay": 0.0},),
         ),
-        "lr_schedule": Ref(warm),
+        "lr_schedule": FunctionConfig(function=warm),
         "clip_norm": 0.5,
     }
-    return JobSpec(**{**fields, **changes})
+    return Job(**{**fields, **changes})
 
 
 def warm(step: int) -> float:

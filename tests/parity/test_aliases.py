@@ -1,6 +1,5 @@
 """Tensors that layers share: one returned under two names, and writing into what others read."""
 
-from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -9,10 +8,10 @@ from helpers import reference, ugly_models
 from torch import Tensor, nn
 
 from raypar.errors import UserCodeError
+from raypar.job import DataConfig, LossConfig, ModelConfig
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import check_layer_shapes
-from raypar.worker.job_spec import Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 
 W = ugly_models.WIDTH
@@ -72,7 +71,11 @@ def data() -> list[tuple[Tensor, Tensor]]:
 
 def job():
     base = ugly_models.job("plain", microbatches=4, steps=2)
-    return replace(base, model=Ref(graph), loss=Ref(loss), data=replace(base.data, dataset=Ref(data), input=None, target="y"))
+    return base.replace(
+        model=ModelConfig(function=graph),
+        loss=LossConfig(function=loss),
+        data=DataConfig(function=data, target="y"),
+    )
 
 
 @pytest.mark.parametrize("plan", [ONE, CUT], ids=["whole", "cut"])

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import as_aligned
 from raypar.comm.local_transport import LocalMesh
+from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.plan import ParallelPlan
 from raypar.plan.shard_ranges import even_ranges_by_shard
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.norm_and_weights_hash import sum_squared_gradients
 from raypar.worker.process.torch_state_guard import TorchStateGuard, read_global_torch_state
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -47,7 +47,7 @@ class Shifted(nn.Module):
         return shifted(x)
 
 
-def job(model: str) -> tuple[Graph, JobSpec]:
+def job(model: str) -> tuple[Graph, Job]:
     if model == "relayed":
         return relayed_models.relayed(), ugly_models.job(model, microbatches=5, steps=2)
     layers = [("in", lambda: nn.Linear(S, S)), *((f"shifted{n}", Shifted) for n in range(4)), ("out", lambda: nn.Linear(S, 1))]

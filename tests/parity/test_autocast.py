@@ -1,7 +1,6 @@
 """Mixed precision inside a layer, by the user's own `torch.autocast`: the bits of plain autograd, also where W is put off."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from helpers.parity import differences
 from helpers.reference import train
 from torch import Tensor, nn
 
+from raypar.job import Job, PlanConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.run_in_one_process import OneProcessRun
 
 S = ugly_models.SEQ
@@ -109,7 +108,7 @@ class Leaves(nn.Module):
             return self.linear(x)
 
 
-def job_of(middle: Callable[[], nn.Module]) -> tuple[Graph, JobSpec]:
+def job_of(middle: Callable[[], nn.Module]) -> tuple[Graph, Job]:
     builds: list[tuple[str, Callable[[], nn.Module]]] = [
         ("a", lambda: nn.Linear(S, S)),
         ("b", middle),
@@ -154,7 +153,7 @@ STYLES = {"*.up": "column", "*.one": "column", "*.other": "column", "*.down": "r
 def test_on_shards_autocast_gives_under_every_schedule_the_same_bits_and_about_those_of_one_process(middle):
     graph, job = job_of(middle)
     names = ("up", "down") if middle is Once else ("one", "other", "down")
-    job = replace(job, styles=tuple((f"*.{name}", STYLES[f"*.{name}"]) for name in names))
+    job = job.replace(plan=PlanConfig(styles=dict(tuple((f"*.{name}", STYLES[f"*.{name}"]) for name in names))))
     want, found = train(graph, job), {}
     for schedule in ("1f1b", "zb-h1"):
         with OneProcessRun(job, ParallelPlan.mesh(pp=2, tp=2, layers=4), schedule, graph=graph) as run:

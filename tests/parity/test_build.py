@@ -1,7 +1,6 @@
 """A stage's modules: made alone, initialised by name, and refused where values would be lost or decided by the cut."""
 
 from collections import OrderedDict
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,12 +8,12 @@ from helpers import ugly_models
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
+from raypar.job import ModelConfig
 from raypar.model.capture.sequential import capture_layer_graph
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import build_on_meta, layer_sizes, parameter_shapes
 from raypar.model.materialise import materialise
 from raypar.plan.seeds import seed_of
-from raypar.worker.job_spec import Ref
 from raypar.worker.worker_assignments import make_layer_graph
 
 
@@ -93,7 +92,7 @@ def test_builds_run_in_layer_order_in_one_stream():
 
 
 def test_by_name_the_seed_is_the_modules_qualified_name():
-    job = replace(ugly_models.job("plain"), model=Ref(lambda: chain(Zeroed, Zeroed)), init="by-name", seed=7)
+    job = ugly_models.job("plain").replace(model=ModelConfig(function=lambda: chain(Zeroed, Zeroed)), init="by-name", seed=7)
     module = made(make_layer_graph(job))["l1"]
     torch.manual_seed(seed_of(7, "init", "l1"))
     assert torch.equal(module.weight, nn.Linear(4, 4).weight)
@@ -138,9 +137,9 @@ def test_frozen_parameters_stay_frozen_and_dtype_is_the_jobs():
 @pytest.mark.parametrize("how", ["by the constructor", "by-name", "by init"])
 def test_a_parameter_that_nobody_gives_values_is_refused(how):
     init = None if how != "by init" else lambda name, tensor: tensor.fill_(1) if name != "l0.gain" else None
-    job = replace(ugly_models.job("plain"), model=Ref(lambda: chain(Gain, init=init)))
+    job = ugly_models.job("plain").replace(model=ModelConfig(function=lambda: chain(Gain, init=init)))
     with pytest.raises(ModelError, match=r"l0\.gain is left without"):
-        made(make_layer_graph(replace(job, init="by-name" if how == "by-name" else "model")))
+        made(make_layer_graph(job.replace(init="by-name" if how == "by-name" else "model")))
 
 
 def test_by_name_a_module_without_reset_parameters_is_refused():
@@ -149,10 +148,10 @@ def test_by_name_a_module_without_reset_parameters_is_refused():
             super().__init__()
             self.scale = nn.Parameter(torch.ones(2))
 
-    job = replace(ugly_models.job("plain"), model=Ref(lambda: chain(lambda: nn.Sequential(Bare()))))
+    job = ugly_models.job("plain").replace(model=ModelConfig(function=lambda: chain(lambda: nn.Sequential(Bare()))))
     assert made(make_layer_graph(job))["l0"][0].scale.tolist() == [1, 1]
     with pytest.raises(ModelError, match=r"l0\.0 \(Bare\) owns parameters but has no reset_parameters"):
-        made(make_layer_graph(replace(job, init="by-name")))
+        made(make_layer_graph(job.replace(init="by-name")))
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from raypar.callbacks import (
     check_callback,
 )
 from raypar.errors import ConfigError, InputError, UserCodeError
-from raypar.job import parse_job
+from raypar.job.read_job import parse_job
 
 START = {"run": "r", "first": 1}
 END = {"end": "done", "why": "", "step": 3}

@@ -4,7 +4,6 @@ those of the batch."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,17 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from raypar.errors import ModelError
+from raypar.job import (
+    DataConfig,
+    InitFromConfig,
+    Job,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ValidationConfig,
+)
 from raypar.plan import ParallelPlan
-from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 from raypar.worker.run_in_one_process import OneProcessRun
 
 X = {"x": torch.randn(3, 4, generator=torch.Generator().manual_seed(0))}
@@ -413,7 +419,7 @@ def test_units_keep_their_classes_and_a_list_its_forward():
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return (output.sum(1) - target).square().mean()
 
-    job = numbers_job(model=Ref(TellsClasses), loss=Ref(loss))
+    job = numbers_job(model=ModelConfig(function=TellsClasses), loss=LossConfig(function=loss))
     check_run(job, ParallelPlan.mesh(pp=3, layers=3), "1f1b")
     assert Registered.subclasses == 0
     assert "__getattribute__" not in vars(nn.Module) and nn.Module.__call__.__name__ == "_wrapped_call_impl"
@@ -450,19 +456,19 @@ def loss_of_numbers(output: dict[str, Any], target: Tensor) -> Tensor:
     return (output["out"].sum(1) - target).square().sum() / output["kept"] + output["indices"] / output["rows"]
 
 
-def numbers_job(**changed: Any) -> JobSpec:
-    job = JobSpec(
+def numbers_job(**changed: Any) -> Job:
+    job = Job(
         name="numbers",
         seed=3,
         steps=3,
         batch_size=5,
         microbatches=2,
-        model=Ref(TellsNumbers),
-        loss=Ref(loss_of_numbers),
-        data=DataSpec(Ref(Rows), target="y"),
-        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.1}), ()),
+        model=ModelConfig(function=TellsNumbers),
+        loss=LossConfig(function=loss_of_numbers),
+        data=DataConfig(function=Rows, target="y"),
+        optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.1}),
     )
-    return replace(job, **changed)
+    return job.replace(**changed)
 
 
 @pytest.mark.parametrize("schedule, mesh", [("1f1b", {"pp": 2, "dp": 2}), ("gpipe", {"pp": 3, "recompute": range(4)})])
@@ -472,8 +478,8 @@ def test_numbers_in_the_output_are_those_of_the_batch(schedule: str, mesh: dict[
 
 
 def test_numbers_in_the_output_are_those_of_the_batch_in_validation_too():
-    data = DataSpec(Ref(Rows), target="y")
-    job = numbers_job(validation=ValidationSpec(data, every=1, samples=7))
+    data = DataConfig(function=Rows, target="y")
+    job = numbers_job(validation=ValidationConfig(**dict(data), every=1, samples=7))
     checked = preflight(job)
     with OneProcessRun(job, ParallelPlan.mesh(pp=2, layers=4), "1f1b", graph=checked.graph) as run:
         run.step(0)
@@ -509,10 +515,10 @@ def test_another_way_in_evaluation_is_refused_before_the_run_begins(model: type[
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return (output.sum(1) - target).square().mean()
 
-    job = numbers_job(model=Ref(model), loss=Ref(loss))
+    job = numbers_job(model=ModelConfig(function=model), loss=LossConfig(function=loss))
     preflight(job)
     with pytest.raises(ModelError, match="or in evaluation, the forward takes another path") as found:
-        preflight(replace(job, validation=ValidationSpec(job.data, every=1)))
+        preflight(job.replace(validation=ValidationConfig(**dict(job.data), every=1)))
     assert "self.training" in found.value.cure
 
 
@@ -533,7 +539,7 @@ def test_a_number_in_the_place_of_none_is_refused():
     def loss(output: tuple[Tensor, int | None], target: Tensor) -> Tensor:
         return (output[0].sum(1) - target).square().mean() * (output[1] or 0.5)
 
-    job = numbers_job(model=Ref(NumberForLargeBatches), loss=Ref(loss))
+    job = numbers_job(model=ModelConfig(function=NumberForLargeBatches), loss=LossConfig(function=loss))
     with (
         OneProcessRun(job, ParallelPlan.mesh(layers=3), "1f1b") as run,
         pytest.raises(ModelError, match="returns something else"),
@@ -563,7 +569,9 @@ def test_what_the_model_function_puts_into_evaluation_mode_stays_in_it(training:
         seen.append(bool((output == 0).any()))
         return (output.sum(1) - target).square().mean()
 
-    job = numbers_job(model=Ref(PartlyInEvaluation, {"training": training}), loss=Ref(loss), steps=1)
+    job = numbers_job(
+        model=ModelConfig(function=PartlyInEvaluation, args={"training": training}), loss=LossConfig(function=loss), steps=1
+    )
     with OneProcessRun(job, ParallelPlan.mesh(pp=2, layers=3), "1f1b") as run:
         run.step(0)
     assert seen[-2:] == [zeros, zeros]
@@ -589,9 +597,13 @@ def test_a_forward_decides_by_the_buffers_of_the_weights_file(tmp_path: Path):
 
     state = DecidesByBuffer().state_dict()
 
-    def job(mode: int) -> JobSpec:
+    def job(mode: int) -> Job:
         torch.save(state | {"mode": torch.tensor(mode)}, file := tmp_path / f"{mode}.pt")
-        return numbers_job(model=Ref(DecidesByBuffer), loss=Ref(loss), init_from=InitialWeightsFile(str(file)))
+        return numbers_job(
+            model=ModelConfig(function=DecidesByBuffer),
+            loss=LossConfig(function=loss),
+            init_from=InitFromConfig(path=str(file)),
+        )
 
     for mode in (0, 1):
         check_run(job(mode), ParallelPlan.mesh(pp=2, layers=3), "1f1b")

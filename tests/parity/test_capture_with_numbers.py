@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -19,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from raypar.errors import ModelError
+from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.plan import ParallelPlan
 from raypar.worker import plain_microbatches
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 from raypar.worker.run_in_one_process import OneProcessRun
 
 WIDTH = 4
@@ -43,22 +42,22 @@ def loss(output: Any, target: Tensor) -> Tensor:
     return (output.reshape(len(output), -1).sum(1) - target).square().mean()
 
 
-def job_of(make: Callable[..., nn.Module], **changed: Any) -> JobSpec:
-    job = JobSpec(
-        name=f"numbers of {make}",
+def job_of(make: Callable[..., nn.Module], **changed: Any) -> Job:
+    job = Job(
+        name="numbers",
         seed=3,
         steps=2,
         batch_size=7,
         microbatches=3,
-        model=Ref(make),
-        loss=Ref(loss),
-        data=DataSpec(Ref(Rows), target="y"),
-        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.05}), ()),
+        model=ModelConfig(function=make),
+        loss=LossConfig(function=loss),
+        data=DataConfig(function=Rows, target="y"),
+        optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.05}),
     )
-    return replace(job, **changed)
+    return job.replace(**changed)
 
 
-def not_compared(job: JobSpec) -> list[str]:
+def not_compared(job: Job) -> list[str]:
     """Lines of preflight about layers that were not compared with the module."""
     return [line for line in preflight(job).notes if "not compared" in line]
 
@@ -567,10 +566,10 @@ class UsesSecond(Blocks):
 
 
 def test_a_unit_that_returns_another_form_for_other_values_is_an_error_in_the_run():
-    job = job_of(UsesSecond, model=Ref(UsesSecond, {"limit": 1.0}))
+    job = job_of(UsesSecond, model=ModelConfig(function=UsesSecond, args={"limit": 1.0}))
     with pytest.raises(ModelError, match="returns something of another form than in the record"):
         preflight(job)
-    job = job_of(UsesSecond, model=Ref(UsesSecond, {"limit": 1e9}))
+    job = job_of(UsesSecond, model=ModelConfig(function=UsesSecond, args={"limit": 1e9}))
     check_run(job, ParallelPlan.mesh(pp=2, layers=3), "1f1b")
 
 
@@ -660,7 +659,7 @@ class AsksForGradients(Blocks):
 
 
 def test_a_forward_in_evaluation_is_recorded_without_gradients():
-    job = job_of(AsksForGradients, validation=ValidationSpec(DataSpec(Ref(Rows), target="y"), every=1, samples=4), steps=1)
+    job = job_of(AsksForGradients, validation=ValidationConfig(function=Rows, target="y", every=1, samples=4), steps=1)
     model = AsksForGradients()
     with OneProcessRun(job, ParallelPlan.mesh(pp=2, layers=3), "1f1b", graph=preflight(job).graph) as run:
         run.step(0)
@@ -692,8 +691,8 @@ class FrozenNorm(Blocks):
 
 def test_an_own_train_must_have_been_called():
     with pytest.raises(ModelError, match="leaves norm in evaluation mode, and has not been called"):
-        preflight(job_of(FrozenNorm, model=Ref(FrozenNorm, {"call": False})))
-    preflight(job_of(FrozenNorm, model=Ref(FrozenNorm, {"call": True})))
+        preflight(job_of(FrozenNorm, model=ModelConfig(function=FrozenNorm, args={"call": False})))
+    preflight(job_of(FrozenNorm, model=ModelConfig(function=FrozenNorm, args={"call": True})))
 
 
 class HoldsLock(Blocks):
@@ -723,7 +722,7 @@ class OverlappingBuffers(Blocks):
 
 def test_written_buffers_that_share_memory_are_refused():
     with pytest.raises(ModelError, match="the buffers whole and part share memory"):
-        preflight(job_of(OverlappingBuffers, buffers="last"))
+        preflight(job_of(OverlappingBuffers, model=ModelConfig(function=OverlappingBuffers, buffers="last")))
 
 
 class HoldsSparse(Blocks):
@@ -754,11 +753,13 @@ class PaddedEncoder(nn.Module):
 
 
 def test_nested_tensors_are_refused_with_their_switch():
-    validation = ValidationSpec(DataSpec(Ref(Rows), target="y"), every=1, samples=4)
+    validation = ValidationConfig(function=Rows, target="y", every=1, samples=4)
     with pytest.raises(ModelError) as found:
-        preflight(job_of(PaddedEncoder, model=Ref(PaddedEncoder, {"nested": True}), validation=validation))
+        preflight(
+            job_of(PaddedEncoder, model=ModelConfig(function=PaddedEncoder, args={"nested": True}), validation=validation)
+        )
     assert "enable_nested_tensor=False" in found.value.cure
-    preflight(job_of(PaddedEncoder, model=Ref(PaddedEncoder, {"nested": False}), validation=validation))
+    preflight(job_of(PaddedEncoder, model=ModelConfig(function=PaddedEncoder, args={"nested": False}), validation=validation))
 
 
 class SquareRoot(Blocks):
@@ -775,7 +776,7 @@ def nothing_counts(output: Any, target: Tensor) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("make, with_loss", [(SquareRoot, loss), (Blocks, nothing_counts)])
 def test_numbers_that_are_not_finite_say_nothing_of_the_record(make: Callable[[], nn.Module], with_loss: Callable[..., Any]):
     """A gradient of NaN was blamed on hidden state of the model; a first step without terms was `ZeroDivisionError`."""
-    (line,) = not_compared(job_of(make, loss=Ref(with_loss)))
+    (line,) = not_compared(job_of(make, loss=LossConfig(function=with_loss)))
     assert "on the first microbatches" in line
 
 
@@ -809,7 +810,11 @@ class SharesBank(nn.Module):
 
 
 def said_of_bank(**args: Any) -> list[str]:
-    return [line for line in preflight(job_of(SharesBank, model=Ref(SharesBank, args))).notes if "several layers use" in line]
+    return [
+        line
+        for line in preflight(job_of(SharesBank, model=ModelConfig(function=SharesBank, args=args))).notes
+        if "several layers use" in line
+    ]
 
 
 @pytest.mark.parametrize("asks", [False, True])

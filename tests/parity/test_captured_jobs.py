@@ -17,14 +17,15 @@ from torch import Tensor, nn
 import raypar
 from raypar.cli import main
 from raypar.errors import ModelError, PlanError
-from raypar.job import load_job, parse_job
+from raypar.job import Job
+from raypar.job.contract import contract_of_job
+from raypar.job.read_job import load_job, parse_job
 from raypar.model.capture.captured_layer import cache_of
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
 from raypar.planner.model_profile import ModelProfile
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import JobSpec, contract_of_job
 from raypar.worker.measure_profile import profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph, make_layer_graph_without_values
@@ -64,14 +65,14 @@ class Mixed(nn.Module):
         return self.head(x).squeeze(-1)
 
 
-def spec_of(model: Any, **given: Any) -> JobSpec:
+def spec_of(model: Any, **given: Any) -> Job:
     """The job of a small run."""
     job: dict[str, Any] = {"loss": "model", "data": {"function": TokenSamples, "target": "labels"}, "steps": STEPS}
     job |= {"batch_size": 4, "microbatches": 1, "optimizer": ("torch.optim:SGD", {"lr": 0.1}), **given}
-    return raypar.Trainer(model=model, **job).spec
+    return raypar.Trainer(model=model, **job).job
 
 
-def run(spec: JobSpec, schedule: str = "1f1b", **mesh: Any) -> OneProcessRun:
+def run(spec: Job, schedule: str = "1f1b", **mesh: Any) -> OneProcessRun:
     """A run of all steps in stages, replicas and shards as `mesh` says."""
     graph = make_layer_graph(spec)
     plan = ParallelPlan.mesh(layers=len(graph.layers), **mesh)
@@ -95,13 +96,13 @@ def unequal(one: OneProcessRun, other: OneProcessRun) -> list[str]:
     return [name for name, value in mine.items() if not torch.equal(value, theirs[name])]
 
 
-def plain(spec: JobSpec, loss: Any, fields: Any) -> nn.Module:
+def plain(spec: Job, loss: Any, fields: Any) -> nn.Module:
     """The user's own module after the same steps in one process: one microbatch a step, SGD."""
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(spec.seed)
     model: nn.Module = spec.model.call().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    dataset = spec.data.dataset.call()
+    dataset = spec.data.call()
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed_of(0, "epoch", 0)))
     for step in range(spec.steps):
         samples = [dataset[i] for i in order[4 * step : 4 * step + 4].tolist()]
@@ -455,13 +456,14 @@ def test_a_job_file_names_units_and_the_models_loss(tmp_path: Path):
         "steps: 1\nbatch_size: 4\nmicrobatches: 2\nmodel: {function: 'm:f', units: ['*.attention']}\nloss: model\ndata: m:d\n"
     )
     (tmp_path / "job.yaml").write_text(text)
-    spec = load_job(tmp_path / "job.yaml").to_spec()
-    assert spec.units == ("*.attention",) and spec.loss.is_loss_of_model and contract_of_job(spec)["units"] == ["*.attention"]
+    spec = load_job(tmp_path / "job.yaml")
+    assert spec.model.units == ("*.attention",) and spec.loss.is_loss_of_model
+    assert contract_of_job(spec)["units"] == ["*.attention"]
     trainer = raypar.Trainer(
         model={"function": "m:f", "units": ["*.attention"]}, loss="model", data="m:d", steps=1, batch_size=4, microbatches=2
     )
-    assert trainer.spec.units == spec.units and trainer.spec.loss == spec.loss
-    assert parse_job(trainer.job.to_yaml()).to_spec().units == spec.units
+    assert trainer.job.model.units == spec.model.units and trainer.job.loss == spec.loss
+    assert parse_job(trainer.job.to_yaml()).model.units == spec.model.units
 
 
 class Padded(TokenSamples):
@@ -489,7 +491,7 @@ def test_the_readmes_example_of_an_unmodified_model_is_a_job():
     (block,) = re.findall(r"```python\n(trainer = raypar\.Trainer\(\n    model=lambda: transformers.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {"raypar": raypar, "transformers": import_transformers(), "tokens": TokenSamples}
     exec(block, names)
-    checked = preflight(names["trainer"].spec)
+    checked = preflight(names["trainer"].job)
     assert [layer.name for layer in checked.graph.layers if "layers" in layer.name] == [f"model.layers.{i}" for i in range(4)]
 
 

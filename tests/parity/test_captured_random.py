@@ -8,28 +8,28 @@ from helpers.captured_jobs import check_run, expected, graph_of
 from helpers.parity import differences
 from helpers.random_modules import RandomModule, Rows, loss
 
+from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PrecisionConfig
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Precision, Ref
 
 SCHEDULES = ("1f1b", "interleaved", "zb-v", "gpipe", "zb-h1")
 
 
-def job_of(seed: int) -> JobSpec:
+def job_of(seed: int) -> Job:
     """Two steps of AdamW on a batch of 1 to 4 microbatches, of which some have a sample more."""
     microbatches = 1 + seed % 4
-    return JobSpec(
-        name=f"random {seed}",
+    return Job(
+        name=f"random-{seed}",
         seed=seed,
         steps=2,
         batch_size=2 * microbatches + seed % microbatches,
         microbatches=microbatches,
-        model=Ref(RandomModule, {"seed": seed, "p": 0.3 * (seed % 2)}),
-        loss=Ref(loss),
-        data=DataSpec(Ref(Rows), target="y"),
-        optimizer=OptimizerSpec(Ref("torch.optim:AdamW", {"lr": 1e-2}), ()),
+        model=ModelConfig(function=RandomModule, args={"seed": seed, "p": 0.3 * (seed % 2)}),
+        loss=LossConfig(function=loss),
+        data=DataConfig(function=Rows, target="y"),
+        optimizer=OptimizerConfig(function="torch.optim:AdamW", args={"lr": 1e-2}),
         clip_norm=0.5,
-        precision=Precision("bf16" if seed % 11 == 0 else None),
+        precision=PrecisionConfig(compute="bf16" if seed % 11 == 0 else None),
     )
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers.captured_jobs import check_run, graph_of
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
+from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 from raypar.model.capture import absent_tensor
 from raypar.model.capture.absent_tensor import absent_like
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 
 
@@ -41,17 +39,17 @@ class Words:
         return {"ids": ids, "y": ids[0] % 5}
 
 
-def recurrent_job(kind: str) -> JobSpec:
-    return JobSpec(
+def recurrent_job(kind: str) -> Job:
+    return Job(
         name="recurrent",
         seed=5,
         steps=2,
         batch_size=9,
         microbatches=3,
-        model=Ref(Recurrent, {"kind": kind}),
-        loss=Ref(nn.functional.cross_entropy),
-        data=DataSpec(Ref(Words), target="y"),
-        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.1}), ()),
+        model=ModelConfig(function=Recurrent, args={"kind": kind}),
+        loss=LossConfig(function=nn.functional.cross_entropy),
+        data=DataConfig(function=Words, target="y"),
+        optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.1}),
     )
 
 
@@ -64,7 +62,7 @@ def test_recurrent_nets_that_are_batch_first_have_the_bits_of_the_plain_module(k
 
 def test_a_tensor_of_another_shape_than_in_the_record_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(absent_tensor, "_changes_its_own_shape", lambda func: False)
-    job = replace(recurrent_job("GRU"), name="another shape")
+    job = recurrent_job("GRU").replace(name="another")
     with (
         OneProcessRun(job, ParallelPlan.mesh(layers=3), "1f1b") as run,
         pytest.raises(ModelError, match=r"'rnn': a tensor of rnn at .* is \[3, 6, 8\] torch.float32, and was \[6, 3, 8\]"),

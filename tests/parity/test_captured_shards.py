@@ -146,7 +146,7 @@ def layout_of_planned(plan: dict[str, str], styles: dict[str, str] | None = None
     trainer = raypar.Trainer(
         model=(Planned, {"plan": plan}), loss=nn.functional.mse_loss, data=Pairs, steps=1, batch_size=4, microbatches=1
     )
-    return dict(compute_shard_layout(make_layer_graph(trainer.spec), 2, styles).styles)
+    return dict(compute_shard_layout(make_layer_graph(trainer.job), 2, styles).styles)
 
 
 def test_the_plan_that_a_model_brings_along_chooses_styles():

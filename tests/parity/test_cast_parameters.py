@@ -11,9 +11,9 @@ from helpers.captured_jobs import check_run, graph_of
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
+from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 
 
 class Rows:
@@ -31,17 +31,17 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return (output.sum(1) - target).square().mean()
 
 
-def job_of(model: Callable[[], Any]) -> JobSpec:
-    return JobSpec(
+def job_of(model: Callable[[], Any]) -> Job:
+    return Job(
         name="cast",
         seed=3,
         steps=2,
         batch_size=6,
         microbatches=3,
-        model=Ref(model),
-        loss=Ref(loss),
-        data=DataSpec(Ref(Rows), target="y"),
-        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.05}), ()),
+        model=ModelConfig(function=model),
+        loss=LossConfig(function=loss),
+        data=DataConfig(function=Rows, target="y"),
+        optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.05}),
     )
 
 

@@ -14,9 +14,9 @@ from helpers.ugly_models import job
 from safetensors.torch import load_file
 
 from raypar.errors import CheckpointError
+from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, TensorSlices, optimizer_key
-from raypar.worker.job_spec import contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.pretrained.weights_file import open_weights
 from raypar.worker.run_in_one_process import OneProcessRun

@@ -16,6 +16,8 @@ from raypar.actors.run_recorder import RunRecorder
 from raypar.cli import main
 from raypar.commands.status import has_checkpoints
 from raypar.errors import CheckpointError, ConfigError
+from raypar.job import CheckpointConfig
+from raypar.job.contract import contract_of_job
 from raypar.launch.resume import find_checkpoint, find_last_whole_checkpoint
 from raypar.plan import ParallelPlan
 from raypar.storage.checkpoint_store import STORES, CheckpointStore, open_checkpoint, open_checkpoint_store
@@ -23,7 +25,6 @@ from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.run_folder import RunFolder
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
-from raypar.worker.job_spec import contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.pretrained.weights_file import absolute_weights_path, open_weights, resolve_weights_source
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -122,7 +123,9 @@ def test_a_runs_checkpoints_lie_where_its_folder_says(memory, tmp_path: Path, mo
     """The recorder writes there, and whoever resumes or shows the run looks there."""
     monkeypatch.setattr(RunFolder, "checkpoint_location", property(lambda folder: f"memory://bucket/{folder.name}"))
     folder = RunFolder.create(tmp_path, "mine")
-    recorder = RunRecorder(SimpleNamespace(folder=str(folder.path), contract={}, keep_checkpoints=1))
+    recorder = RunRecorder(
+        SimpleNamespace(folder=str(folder.path), contract={}, job=SimpleNamespace(checkpoint=CheckpointConfig(keep=1)))
+    )
     for done in (2, 4):
         begun = recorder.checkpoint_begin(done)
         record = checkpoint_files.write_shard(str(begun), "a.safetensors", {("w", PARAMETER): torch.ones(2)})

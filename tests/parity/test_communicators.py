@@ -12,6 +12,7 @@ from helpers.parity import Layout, layouts
 from helpers.shard_grid import Cell, cells
 
 from raypar.comm.communicator_key import COLLECTIVES, FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
+from raypar.job import PlanConfig, ValidationConfig
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle
 from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
@@ -20,7 +21,6 @@ from raypar.plan.pieces import Piece, PieceMove
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout as StyledLayout
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import assign_programs_to_ranks
-from raypar.worker.job_spec import ValidationSpec
 from raypar.worker.required_communicators import MAX_DIRECT, required_communicators
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
@@ -65,7 +65,7 @@ def overheard(transport, used, undefined):
 
 
 def check(layout, **changes):
-    job = replace(layout.job, steps=1, **changes)
+    job = layout.job.replace(steps=1, **changes)
     with OneProcessRun(job, layout.plan, layout.schedule, graph=layout.graph) as run, contextlib.ExitStack() as stack:
         wanted = {
             w
@@ -129,7 +129,7 @@ def test_a_plain_all_reduce_of_gradients_has_other_communicators():
 @pytest.mark.parametrize("layout", CORNERS[:3], ids=str)
 def test_validation_needs_no_pair_of_workers_that_was_not_connected(layout):
     """Its microbatches are cut otherwise, so that other replicas meet."""
-    check(layout, validation=ValidationSpec(layout.job.data, samples=13))
+    check(layout, validation=ValidationConfig(**dict(layout.job.data), samples=13))
 
 
 JOB = ugly_models.job(microbatches=6)
@@ -150,7 +150,9 @@ def parts_of(plan, ranks=None, moves=()):
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 2), (1, 2), (3, 1)])
 def test_all_members_of_a_communicator_name_it(replicas, shards):
     plan = ParallelPlan.of(replicas, shards=shards, layers=4)
-    named = [needed(part, rank, replace(JOB, sequence_parallel=True)) for rank, part in enumerate(parts_of(plan))]
+    named = [
+        needed(part, rank, JOB.replace(plan=PlanConfig(sequence_parallel=True))) for rank, part in enumerate(parts_of(plan))
+    ]
     for mine in named:
         for key in mine:
             assert all(key in named[member] for member in key.members), key
@@ -167,8 +169,10 @@ def test_shards_have_communicators_of_their_own_and_reduce_with_the_same_shard_o
         CommunicatorKey((0, 2, 4), "all_to_all", 0),
         CommunicatorKey((0, 2, 4), "all_gather", 0),
     }
-    assert CommunicatorKey((2, 3), "reduce_scatter", SHARD_CHANNELS) in needed(part, 2, replace(JOB, sequence_parallel=True))
-    assert CommunicatorKey((0, 2, 4), "all_reduce", FAST_REDUCTION_CHANNELS) in needed(part, 2, replace(JOB, reduction="fast"))
+    assert CommunicatorKey((2, 3), "reduce_scatter", SHARD_CHANNELS) in needed(
+        part, 2, JOB.replace(plan=PlanConfig(sequence_parallel=True))
+    )
+    assert CommunicatorKey((0, 2, 4), "all_reduce", FAST_REDUCTION_CHANNELS) in needed(part, 2, JOB.replace(reduction="fast"))
 
 
 def test_shards_that_gather_nothing_have_no_communicator_for_it():
@@ -177,7 +181,7 @@ def test_shards_that_gather_nothing_have_no_communicator_for_it():
     first, last = parts_of(plan)[0], parts_of(plan)[2]
     gather = CommunicatorKey((0, 1), "all_gather", SHARD_CHANNELS)
     assert gather not in needed(first, 0)
-    assert gather in needed(first, 0, replace(JOB, sequence_parallel=True))
+    assert gather in needed(first, 0, JOB.replace(plan=PlanConfig(sequence_parallel=True)))
     layout = StyledLayout(2, {"layer1": "gathered"}, {}, traffic=gathered)
     assert gather in required_communicators(first, 0, JOB, lambda shards: replace(layout, shards=shards))
     assert CommunicatorKey((2, 3), "all_gather", SHARD_CHANNELS + 1) in needed(last, 2), "the loss"

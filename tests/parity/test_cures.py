@@ -39,7 +39,7 @@ class ViT(nn.Module):
 def refused(**given: Any) -> str:
     """The error of a job, in one line."""
     with pytest.raises(InputError) as found:
-        preflight(raypar.Trainer(**(GIVEN | given)).spec)
+        preflight(raypar.Trainer(**(GIVEN | given)).job)
     return str(found.value).replace("\n  cure: ", " | ")
 
 
@@ -130,7 +130,7 @@ def test_of_a_wrapped_model_the_wrapper_is_to_be_left_out(wrap, what, cure, buil
 @pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, FullyShardedDataParallel, fully_shard])
 def test_a_wrapper_that_misses_its_process_group_is_to_be_left_out(wrap):
     with pytest.raises(UserCodeError, match=r"process group|accelerator|environment variable RANK") as found:
-        preflight(raypar.Trainer(**(GIVEN | {"model": lambda: wrap(nn.Linear(2, 2))})).spec)
+        preflight(raypar.Trainer(**(GIVEN | {"model": lambda: wrap(nn.Linear(2, 2))})).job)
     assert found.value.cure.startswith(
         "leave process groups and what is wrapped around a model (DistributedDataParallel, FSDP)"
     )
@@ -184,7 +184,7 @@ def test_the_cure_for_dict_samples_has_their_fields(fields, first, target):
     said = refused(data=[dict.fromkeys(fields, torch.ones(2))] * 4)
     assert f"| set data.input: {first}, data.target: {target} " in said and f'"input": "{first}"' in said
     named = {"function": [dict.fromkeys(fields, torch.ones(2))] * 4, "input": first, "target": target}
-    assert preflight(raypar.Trainer(**(GIVEN | {"data": named})).spec).samples == 4
+    assert preflight(raypar.Trainer(**(GIVEN | {"data": named})).job).samples == 4
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_of_a_data_loader_the_data_set_is_asked_for_and_what_it_adds_is_said_to_
 def test_a_model_that_is_all_frozen_is_said_to_train_nothing():
     for model in (nn.Sequential(nn.Linear(2, 2)), Plain()):
         model.requires_grad_(False)
-        (line,) = preflight(raypar.Trainer(**(GIVEN | {"model": model})).spec).notes
+        (line,) = preflight(raypar.Trainer(**(GIVEN | {"model": model})).job).notes
         assert line.startswith("no parameter of the model requires a gradient: the run trains nothing\n  cure: leave requires_")
 
 
@@ -308,7 +308,7 @@ def test_a_loss_that_warns_is_not_shown_by_every_check():
     """Python shows a warning once for each place that calls."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        preflight(raypar.Trainer(**(GIVEN | {"data": [(torch.ones(2), torch.ones(()))] * 4, "loss": warns})).spec)
+        preflight(raypar.Trainer(**(GIVEN | {"data": [(torch.ones(2), torch.ones(()))] * 4, "loss": warns})).job)
     places = {Path(one.filename).name for one in caught if "broadcast" in str(one.message)}
     assert places and places.isdisjoint({"job_preflight.py", "check_sum_and_count.py", "check_loss_mixes_samples.py"})
 

@@ -18,9 +18,9 @@ from helpers import data_cases
 from helpers.data_cases import Noisy, Of
 
 from raypar.errors import ConfigError, DataError, UserCodeError
+from raypar.job import DataConfig
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
-from raypar.worker.job_spec import DataSpec, Ref
 from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
 
 ALL = ("x", "noise", "draw", "id")
@@ -32,7 +32,7 @@ def loader(
 ) -> MicrobatchLoader:
     options = {key: spec.pop(key) for key in ("readers", "timeout_s") if key in spec}
     order = SampleOrder(seed, len(dataset))
-    described = DataSpec(spec.pop("ref", Ref(type(dataset))), **spec)
+    described = DataConfig(**{"function": type(dataset), **spec})
     return MicrobatchLoader(dataset, described, order, batching, seed=seed, fields=fields, **options)
 
 
@@ -75,7 +75,7 @@ def test_samples_are_those_of_the_contract_in_any_order_of_asking():
 
 
 def test_data_processes_give_the_same_bits_and_end_with_the_loader():
-    read = loader(Noisy(), ref=Ref("helpers.data_cases:Noisy"), processes=2)
+    read = loader(Noisy(), function="helpers.data_cases:Noisy", processes=2)
     for step in (0, 1, 2):
         read.prefetch(step, (0, 2))
     assert all(same(read.get(*place), expected(*place)) for place in [(0, 0), (0, 2), (0, 1), (1, 0), (1, 2), (2, 0), (0, 0)])
@@ -170,9 +170,12 @@ BAD = {
     ),
     "another dtype": (lambda: loader(wrong_shape(torch.zeros(2).long()), fields=("x",), batching=WHOLE), "torch.int64"),
     "text": (lambda: loader(Noisy(), fields=("text",)), "field 'text': a str cannot be made a tensor"),
-    "empty": (lambda: MicrobatchLoader(Of([]), DataSpec(Ref(Of)), SampleOrder(1, 1), CUT, seed=1, fields=("x",)), "is empty"),
-    "an iterable one with a length": (lambda: make_dataset(DataSpec(Ref(Endless))), "cannot be read by sample id"),
-    "an iterable one": (lambda: make_dataset(DataSpec(Ref(data_cases.Stream))), "cannot be read by sample id"),
+    "empty": (
+        lambda: MicrobatchLoader(Of([]), DataConfig(function=Of), SampleOrder(1, 1), CUT, seed=1, fields=("x",)),
+        "is empty",
+    ),
+    "an iterable one with a length": (lambda: make_dataset(DataConfig(function=Endless)), "cannot be read by sample id"),
+    "an iterable one": (lambda: make_dataset(DataConfig(function=data_cases.Stream)), "cannot be read by sample id"),
     "no samples": (lambda: SampleOrder(1, 0), "a data set of 0 samples"),
 }
 
@@ -195,9 +198,9 @@ def test_a_data_set_that_raises_is_reported_with_sample_epoch_and_traceback():
 
 def test_a_factory_that_raises_or_is_not_there():
     with pytest.raises(UserCodeError, match="broken_factory raised RuntimeError: no data here"):
-        make_dataset(DataSpec(Ref("helpers.data_cases:broken_factory")))
+        make_dataset(DataConfig(function="helpers.data_cases:broken_factory"))
     with pytest.raises(ConfigError, match=r"cannot import 'helpers.data_cases:none'"):
-        make_dataset(DataSpec(Ref("helpers.data_cases:none")))
+        make_dataset(DataConfig(function="helpers.data_cases:none"))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ def test_a_factory_that_raises_or_is_not_there():
 def test_failures_in_data_processes_name_step_microbatch_and_samples(name: str, kind: type[Exception], said: str):
     read = loader(
         getattr(data_cases, name)(),
-        ref=Ref(f"helpers.data_cases:{name}"),
+        function=f"helpers.data_cases:{name}",
         batching=Microbatches(1, 0, 13),
         processes=1,
         timeout_s=0.5 if name == "Slow" else 60,
@@ -233,10 +236,10 @@ import sys, time
 from helpers.data_cases import Leaves
 from raypar.plan.microbatches import Microbatches
 from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder
-from raypar.worker.job_spec import DataSpec, Ref
+from raypar.job import DataConfig
 if __name__ == "__main__":
     folder = sys.argv[1]
-    spec = DataSpec(Ref("helpers.data_cases:Leaves", {"folder": folder}), processes=1)
+    spec = DataConfig(function="helpers.data_cases:Leaves", args={"folder": folder}, processes=1)
     MicrobatchLoader(Leaves(folder), spec, SampleOrder(1, 13), Microbatches(1, 0, 4), seed=1, fields=("x",)).get(0, 0)
     print("read", flush=True)
     time.sleep(60)

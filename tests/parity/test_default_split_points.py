@@ -10,14 +10,14 @@ from helpers.shard_grid import VOCAB, WIDTH, Cell
 
 from examples import gpt
 from raypar.cli import main
-from raypar.job import parse_job
+from raypar.job import Job, ModelConfig
+from raypar.job.read_job import parse_job
 from raypar.launch.chosen_plan import ChosenPlan, choose_plan, describe_chosen_plan, make_plan_chooser, plan_json
 from raypar.planner.candidate_plans import enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, ModelProfile
 from raypar.planner.plan_search import evaluate_candidate
 from raypar.worker import measure_profile
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import JobSpec, Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 
 GPT = "jobs/quickstart.yaml"
@@ -29,16 +29,16 @@ def measures(monkeypatch: pytest.MonkeyPatch, *forward_ms: float) -> None:
     monkeypatch.setattr(measure_profile, "profile_job", lambda spec, **more: ModelProfile(layers))
 
 
-def chosen(spec: JobSpec, **plan: object) -> ChosenPlan:
+def chosen(spec: Job, **plan: object) -> ChosenPlan:
     """What a run with this plan section starts with."""
     text = json.dumps({**json.loads(JOB), "plan": plan})
-    return make_plan_chooser(parse_job(text), spec)(preflight(spec))
+    return make_plan_chooser(spec.replace(plan=parse_job(text).plan))(preflight(spec))
 
 
-def gpt_of_six_layers() -> JobSpec:
+def gpt_of_six_layers() -> Job:
     """Two steps of the smallest GPT with styles."""
-    model = Ref(gpt.layers, {"vocab": VOCAB, "width": WIDTH, "depth": 4, "heads": 5, "context": 8})
-    return replace(Cell("gpt", "1f1b", (1,), (1,), 5).job, model=model, steps=2)
+    model = ModelConfig(function=gpt.layers, args={"vocab": VOCAB, "width": WIDTH, "depth": 4, "heads": 5, "context": 8})
+    return Cell("gpt", "1f1b", (1,), (1,), 5).job.replace(model=model, steps=2)
 
 
 JOB = json.dumps(
@@ -158,7 +158,7 @@ def test_plan_auto_recomputes_where_memory_asks_for_it_with_the_bits_of_one_proc
 
 
 def test_a_layer_that_may_not_be_recomputed_is_not_refused_by_plan_auto_but_left_out():
-    spec = replace(gpt_of_six_layers(), model=Ref(with_a_counter))
+    spec = gpt_of_six_layers().replace(model=ModelConfig(function=with_a_counter))
     assert measure_profile.profile_job(spec, workers=1, recompute=None).recomputable == (0, 1, 3)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers import plain_module
 from helpers.optimizer_layouts import STEPS, job_of
 from torch import Tensor, nn
 
+from raypar.job import ModelConfig, OptimizerConfig
 from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import OptimizerSpec, Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 
 MODE_LINE = "evaluation mode"
@@ -47,7 +45,10 @@ def in_mode(model: nn.Module, mode: str) -> nn.Module:
 
 
 def job(make, p: float, mode: str):
-    return job_of(OptimizerSpec(Ref(torch.optim.SGD, {"lr": 0.05})), model=Ref(make, {"p": p, "mode": mode}))
+    return job_of(
+        OptimizerConfig(function=torch.optim.SGD, args={"lr": 0.05}),
+        model=ModelConfig(function=make, args={"p": p, "mode": mode}),
+    )
 
 
 @pytest.mark.parametrize("make", [captured, sequential])
@@ -61,7 +62,7 @@ def test_a_model_in_evaluation_mode_is_told(make):
 def test_it_trains_as_in_a_loop_that_calls_no_train(monkeypatch: pytest.MonkeyPatch):
     make = plain_module.make_model
     monkeypatch.setattr(plain_module, "make_model", lambda spec: make(spec).eval())  # as it was before `make` called train()
-    spec = replace(job(captured, 0.5, "eval"), clip_norm=None, lr_schedule=None)
+    spec = job(captured, 0.5, "eval").replace(clip_norm=None, lr_schedule=None)
     graph = preflight(spec).graph
     want, model = plain_module.train(graph, spec)
     assert not any(part.training for part in model.modules())

@@ -1,15 +1,14 @@
 """The example jobs with unmodified modules: their first steps are those of one worker, and they learn."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.model_zoo import import_transformers
 
-from raypar.job import load_job
+from raypar.job import Job
+from raypar.job.read_job import load_job
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -25,9 +24,9 @@ def transformers():
     import_transformers()
 
 
-def spec_of(name: str, **changed: object) -> JobSpec:
+def spec_of(name: str, **changed: object) -> Job:
     """The job as its file says, without validation."""
-    return replace(load_job(str(JOBS / f"{name}.yaml")).to_spec(), validation=None, **changed)
+    return load_job(str(JOBS / f"{name}.yaml")).replace(validation=None, **changed)
 
 
 def losses(run: OneProcessRun, steps: int) -> list[float]:

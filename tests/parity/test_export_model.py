@@ -2,7 +2,6 @@
 
 import json
 from collections import OrderedDict
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,10 @@ from safetensors.torch import load_model
 from torch import Tensor, nn
 
 from raypar.cli import main
+from raypar.job import Job, ModelConfig
+from raypar.job.contract import contract_of_job
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import JobSpec, Ref, contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -57,8 +57,8 @@ def module() -> nn.Sequential:
     return made
 
 
-def spec() -> JobSpec:
-    return replace(job("tangled", steps=2), model=Ref(graph))
+def spec() -> Job:
+    return job("tangled", steps=2).replace(model=ModelConfig(function=graph))
 
 
 @pytest.fixture(scope="module")

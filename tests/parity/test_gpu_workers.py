@@ -20,6 +20,7 @@ from helpers.standin import Setting
 
 from raypar.actors.hello_and_failure_messages import StepCall
 from raypar.actors.worker_actor import WorkerActor
+from raypar.job import Job, ModelConfig
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import make_model_outline
 from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
@@ -28,7 +29,6 @@ from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import plan_moves
 from raypar.schedule import registry
-from raypar.worker.job_spec import JobSpec, Ref
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 
 pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")
@@ -40,12 +40,12 @@ LIMIT_S = 20.0
 class Job:
     """What the workers train."""
 
-    spec: JobSpec
+    spec: Job
     graph: Graph
     outline: ModelOutline
 
 
-SPEC = replace(ugly_models.job("tangled", microbatches=4, steps=5), device="gpu")
+SPEC = ugly_models.job("tangled", microbatches=4, steps=5).replace(device="gpu")
 GRAPH = make_layer_graph(SPEC)
 TANGLED = Job(SPEC, GRAPH, make_model_outline(GRAPH))
 runs = (f"gpu-{os.getpid()}-{number}" for number in range(10**6))
@@ -183,8 +183,8 @@ def test_a_rank_killed_inside_an_operation_costs_no_bit(workers, operation, smal
 
 
 CELL = Cell("gpt", "1f1b", (2,), (2,), 4, dtype="float32")
-MODEL = Ref(seeded_gpt)
-SHARDED = replace(CELL.job, device="gpu", model=MODEL)
+MODEL = ModelConfig(function=seeded_gpt)
+SHARDED = CELL.job.replace(model=MODEL, device="gpu")
 
 
 class RunOnShards(Run):

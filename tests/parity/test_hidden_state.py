@@ -14,9 +14,9 @@ from helpers.reference import samples
 from torch import Tensor
 
 from raypar.errors import RayparError
+from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -28,22 +28,22 @@ PLANS = {
 }
 
 
-def job_of(seed: int, model: Callable[..., Any] = HiddenStateModel) -> JobSpec:
+def job_of(seed: int, model: Callable[..., Any] = HiddenStateModel) -> Job:
     """24 microbatches, so that every effect comes up."""
-    return JobSpec(
-        name=f"hidden {seed}",
+    return Job(
+        name=f"hidden-{seed}",
         seed=seed,
         steps=6,
         batch_size=8,
         microbatches=4,
-        model=Ref(model, {"seed": seed}),
-        loss=Ref(loss),
-        data=DataSpec(Ref(Rows), target="y"),
-        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.1}), ()),
+        model=ModelConfig(function=model, args={"seed": seed}),
+        loss=LossConfig(function=loss),
+        data=DataConfig(function=Rows, target="y"),
+        optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.1}),
     )
 
 
-def refusal(job: JobSpec) -> str | None:
+def refusal(job: Job) -> str | None:
     """What preflight says of a job; None if it lets it run."""
     try:
         preflight(job)
@@ -52,7 +52,7 @@ def refusal(job: JobSpec) -> str | None:
     return None
 
 
-def plain_run(job: JobSpec) -> tuple[list[float], dict[str, Tensor]]:
+def plain_run(job: Job) -> tuple[list[float], dict[str, Tensor]]:
     """(losses, parameters at the end) of one plain process."""
     model, rows = plain_module.make_model(job), Rows()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -72,7 +72,7 @@ def plain_run(job: JobSpec) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def plan_run(job: JobSpec, plan: ParallelPlan) -> tuple[list[float], dict[str, Tensor]]:
+def plan_run(job: Job, plan: ParallelPlan) -> tuple[list[float], dict[str, Tensor]]:
     """The same of a plan, all of whose workers are in this process."""
     with OneProcessRun(job, plan, "1f1b", graph=make_layer_graph(job)) as run:
         losses = [run.step(step)[0].loss for step in range(job.steps)]

@@ -7,7 +7,6 @@ import copy
 import io
 import pickle
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy
@@ -24,6 +23,8 @@ from raypar.cli import main
 from raypar.comm.buffer_pool import BufferPool
 from raypar.elastic.state_trust import InitialDigestCheck
 from raypar.errors import ModelError, UserCodeError
+from raypar.job import DataConfig, InitFromConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PlanConfig
+from raypar.job.contract import contract_of_job
 from raypar.model import deferred_init as deferred
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import STATE_DTYPES, state_shapes
@@ -32,9 +33,7 @@ from raypar.plan import ParallelPlan
 from raypar.worker import worker_assignments
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, CACHE, PARAMETER
 from raypar.worker.checkpoint.manifest import DTYPES
-from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, contract_of_job
 from raypar.worker.pretrained import weights_file
 from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -58,21 +57,21 @@ STYLES = (("*.up", "column"), ("*.down", "row"))
 SEED = 5
 
 
-def job(way: str, *, shards: int = 1, deferred_init: str = "never", dtype: str = "float32", steps: int = 4) -> JobSpec:
+def job(way: str, *, shards: int = 1, deferred_init: str = "never", dtype: str = "float32", steps: int = 4) -> Job:
     made = WAYS[way]()
-    return JobSpec(
+    return Job(
         name=way,
         seed=SEED,
         steps=steps,
         batch_size=8,
         microbatches=4,
-        model=Ref(WAYS[way]),
-        loss=Ref(models.loss),
-        data=DataSpec(Ref(models.data)),
-        optimizer=OptimizerSpec(Ref("torch.optim:Adam", {"lr": 1e-3})),
-        styles=STYLES if shards > 1 and sharded(made) else (),
+        model=ModelConfig(function=WAYS[way]),
+        loss=LossConfig(function=models.loss),
+        data=DataConfig(function=models.data),
+        optimizer=OptimizerConfig(function="torch.optim:Adam", args={"lr": 1e-3}),
         deferred_init=deferred_init,
         dtype=dtype,
+        plan=PlanConfig(styles=dict(STYLES if shards > 1 and sharded(made) else ())),
     )
 
 
@@ -210,7 +209,7 @@ def without_elements() -> nn.Module:
 
 
 def test_parameters_without_elements_go_from_plan_to_plan():
-    spec = replace(job("constructors"), model=Ref(without_elements))
+    spec = job("constructors").replace(model=ModelConfig(function=without_elements))
     want = reference.train(make_layer_graph(job("constructors")), job("constructors")).parameters
     live = Generations(torch_flesh.TorchJob(spec, make_layer_graph(spec)))
     for step, (plan, members) in enumerate(
@@ -274,7 +273,9 @@ def test_attributes_of_parameters_are_kept():
         model[1].up.weight.no_weight_decay = True
         return model
 
-    with OneProcessRun(replace(job("constructors"), model=Ref(marked)), ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
+    with OneProcessRun(
+        job("constructors").replace(model=ModelConfig(function=marked)), ParallelPlan.mesh(pp=2, layers=4), "1f1b"
+    ) as run:
         found = {n: p for core in run.cores for stage in core.stages.values() for n, p in stage.parameters.items()}
         assert [name for name, parameter in found.items() if hasattr(parameter, "no_weight_decay")] == ["1.up.weight"]
 
@@ -283,7 +284,9 @@ def test_the_users_own_model_is_not_touched():
     """A model function may return what the user still holds."""
     model = models.blocks()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with OneProcessRun(replace(job("constructors"), model=Ref(lambda: model)), ParallelPlan.mesh(layers=4), "1f1b") as run:
+    with OneProcessRun(
+        job("constructors").replace(model=ModelConfig(function=lambda: model)), ParallelPlan.mesh(layers=4), "1f1b"
+    ) as run:
         run.step(0)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -304,7 +307,7 @@ def never_the_same() -> nn.Module:
 
 
 def test_workers_that_begin_with_other_values_are_found():
-    spec = replace(job("constructors"), model=Ref(never_the_same))
+    spec = job("constructors").replace(model=ModelConfig(function=never_the_same))
     found = InitialDigestCheck()
     errors = [found.add(worker, make_initial_stage_state(make_layer_graph(spec), 0, 4, spec).digests) for worker in range(2)]
     assert errors[0] is None
@@ -320,7 +323,7 @@ def test_trained_complex_parameters_are_refused():
         return made
 
     with pytest.raises(ModelError, match=r"1\.phase is a trained parameter of complex numbers"):
-        make_layer_graph(replace(job("constructors"), model=Ref(model)))
+        make_layer_graph(job("constructors").replace(model=ModelConfig(function=model)))
 
 
 def test_layers_with_complex_buffers_pass_the_check_of_shapes():
@@ -343,7 +346,7 @@ def test_complex_buffers_are_mirrored_exported_and_read_by_init_from(tmp_path):
     exported = load_file(tmp_path / "m.safetensors")
     assert torch.equal(exported["1.phase"], phase) and exported["1.phase"].dtype == torch.complex64
     for source in (path, tmp_path / "m.safetensors"):
-        again = make_layer_graph(replace(spec, seed=77, init_from=InitialWeightsFile(str(source)))).initial_values
+        again = make_layer_graph(spec.replace(seed=77, init_from=InitFromConfig(path=str(source)))).initial_values
         values = dict(again.stream(["1.phase", "1.ids", "1.factor"], torch.float32))
         assert all(torch.equal(value, begun[name]) and value.dtype == begun[name].dtype for name, value in values.items())
 
@@ -362,7 +365,7 @@ def test_buffers_that_no_checkpoint_could_hold_are_refused_before_anything_start
         return made
 
     with pytest.raises(ModelError, match=said) as error:
-        make_layer_graph(replace(job("constructors"), model=Ref(model)))
+        make_layer_graph(job("constructors").replace(model=ModelConfig(function=model)))
     assert "register it" in error.value.cure
 
 
@@ -421,15 +424,15 @@ def test_a_file_in_bfloat16_gives_ties_and_frozen_layers_the_values_of_one_proce
     model = loads_itself(path)
     want = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     stages, replicas, shards = LAYOUTS[layout]
-    spec = replace(job("random_buffers", shards=shards, deferred_init=deferred_init), init_from=InitialWeightsFile(path))
-    spec = replace(spec, model=Ref(tied_and_frozen))
+    spec = job("random_buffers", shards=shards, deferred_init=deferred_init).replace(init_from=InitFromConfig(path=path))
+    spec = spec.replace(model=ModelConfig(function=tied_and_frozen))
     frozen = {"1.down.weight", "1.down.bias", "2.norm.bias"}
     with OneProcessRun(spec, ParallelPlan.mesh(pp=stages, dp=replicas, tp=shards, layers=4), "1f1b") as run:
         check(run.cores, want)
         held = {name: p for core in run.cores for stage in core.stages.values() for name, p in stage.parameters.items()}
         assert {name for name, parameter in held.items() if not parameter.requires_grad} == frozen
         losses = [run.step(step)[0].loss for step in range(spec.steps)]
-    by_hand = replace(spec, model=Ref(loads_itself, {"path": path}), init_from=None)
+    by_hand = spec.replace(model=ModelConfig(function=loads_itself, args={"path": path}), init_from=None)
     if shards == 1:
         assert losses == reference.train(make_layer_graph(by_hand), by_hand).losses
     else:
@@ -444,8 +447,8 @@ def test_a_shard_reads_its_slices_of_a_file_and_nothing_else(tmp_path, monkeypat
     torch.manual_seed(1)
     model = nn.Sequential(models.Block())
     save_file(model.state_dict(), path)
-    spec = replace(job("constructors", shards=2), model=Ref(lambda: nn.Sequential(models.Block())))
-    spec = with_weights_fingerprint(replace(spec, init_from=InitialWeightsFile(path)))
+    spec = job("constructors", shards=2).replace(model=ModelConfig(function=lambda: nn.Sequential(models.Block())))
+    spec = with_weights_fingerprint(spec.replace(init_from=InitFromConfig(path=path)))
     graph = make_layer_graph(spec)
     read_values, read_into = weights_file._SafetensorsWeights._values, weights_file.WeightsFile.read_into
 
@@ -560,7 +563,7 @@ def module_of_another_layer() -> nn.Module:
 def test_what_would_change_with_a_trained_parameter_in_one_process_only_is_refused(model, found, deferred_init, monkeypatch):
     monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     with pytest.raises(ModelError) as error:
-        make_layer_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model)))
+        make_layer_graph(job("constructors", deferred_init=deferred_init).replace(model=ModelConfig(function=model)))
     assert found in error.value.what
 
 
@@ -572,7 +575,7 @@ def test_parameters_that_are_disjoint_parts_of_one_memory_are_parameters_like_ot
 
     torch.manual_seed(SEED)
     want = dict(columns().named_parameters())
-    initial = make_layer_graph(replace(job("constructors"), model=Ref(columns))).initial_values
+    initial = make_layer_graph(job("constructors").replace(model=ModelConfig(function=columns))).initial_values
     for name, value in initial.stream(list(want), torch.float32):
         assert torch.equal(value, want[name]), name
 
@@ -590,8 +593,8 @@ def test_a_parameter_that_builds_of_a_graph_share_needs_a_tie():
 
     spec = job("constructors")
     with pytest.raises(ModelError, match=r"share a trained parameter, a.weight and b.weight, but no tie names them"):
-        make_layer_graph(replace(spec, model=Ref(shared)))
-    make_layer_graph(replace(spec, model=Ref(shared, {"ties": (("a.weight", "b.weight"),)})))
+        make_layer_graph(spec.replace(model=ModelConfig(function=shared)))
+    make_layer_graph(spec.replace(model=ModelConfig(function=shared, args={"ties": (("a.weight", "b.weight"),)})))
 
 
 # -- tensors that are neither parameters nor buffers, and are never trained ---------------------------------------------------
@@ -665,19 +668,19 @@ def test_tensors_that_are_no_parameters_hold_what_the_model_function_gave_them(
 ):
     """With `init: by-name` and `init_from` too. Compared by losses: one process has the same parameters."""
     monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
-    spec = replace(job("constructors", deferred_init=deferred_init), model=Ref(model))
+    spec = job("constructors", deferred_init=deferred_init).replace(model=ModelConfig(function=model))
     by_hand = spec
     if begins == "file":
         torch.manual_seed(99)
         state, path = model().state_dict(), tmp_path / "f.safetensors"
         save_file(state, path)
-        spec = replace(spec, init_from=InitialWeightsFile(str(path)))
-        by_hand = replace(by_hand, model=Ref(lambda: loaded(model(), state)))
+        spec = spec.replace(init_from=InitFromConfig(path=str(path)))
+        by_hand = by_hand.replace(model=ModelConfig(function=lambda: loaded(model(), state)))
     elif begins == "by-name":
-        spec = replace(spec, init="by-name")
+        spec = spec.replace(init="by-name")
         names = [name for name, _ in model().named_parameters()]
         values = dict(make_layer_graph(spec).initial_values.stream(names, torch.float32))
-        by_hand = replace(by_hand, model=Ref(lambda: loaded(model(), values)))
+        by_hand = by_hand.replace(model=ModelConfig(function=lambda: loaded(model(), values)))
     want = reference.train(make_layer_graph(by_hand), by_hand).losses
     with OneProcessRun(spec, ParallelPlan.mesh(pp=2, dp=2, layers=4), "1f1b") as run:
         assert [run.step(step)[0].loss for step in range(spec.steps)] == want
@@ -688,12 +691,12 @@ def test_a_function_with_a_frozen_parameter_is_refused_where_other_values_replac
     deferred_init, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
-    spec = replace(job("constructors", deferred_init=deferred_init), model=Ref(frozen_in_a_function))
+    spec = job("constructors", deferred_init=deferred_init).replace(model=ModelConfig(function=frozen_in_a_function))
     want = reference.train(make_layer_graph(spec), spec).losses
     with OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
         assert [run.step(step)[0].loss for step in range(spec.steps)] == want
     save_file(frozen_in_a_function().state_dict(), tmp_path / "f.safetensors")
-    for other in (replace(spec, init="by-name"), replace(spec, init_from=InitialWeightsFile(str(tmp_path / "f.safetensors")))):
+    for other in (spec.replace(init="by-name"), spec.replace(init_from=InitFromConfig(path=str(tmp_path / "f.safetensors")))):
         with pytest.raises(
             ModelError, match=r"2\._forward_hooks holds 2.norm.weight in a variable of a function .* would keep"
         ):
@@ -712,7 +715,7 @@ def test_an_attribute_with_a_frozen_parameter_that_is_cut_over_shards_is_refused
         made[1].aliases = [made[1].up.weight]
         return made
 
-    spec = replace(job("constructors", shards=2), model=Ref(model))
+    spec = job("constructors", shards=2).replace(model=ModelConfig(function=model))
     with pytest.raises(ModelError, match=r"'aliases' of a Block is a plain attribute with a parameter \[8, 6\] that is cut"):
         OneProcessRun(spec, ParallelPlan.mesh(tp=2, layers=4), "1f1b")
 
@@ -738,7 +741,7 @@ def test_what_workers_would_leave_out_silently_is_refused(what):
 
     said = {"class": "1.up.weight is a Doubled, a class of its own", "method of another layer": "2.forward holds the trained"}
     with pytest.raises(ModelError, match=said.get(what, "1.up.weight has a hook on its gradient")):
-        make_layer_graph(replace(job("constructors"), model=Ref(model)))
+        make_layer_graph(job("constructors").replace(model=ModelConfig(function=model)))
 
 
 # -- deferred ----------------------------------------------------------------------------------------------------------------
@@ -751,7 +754,7 @@ def test_what_cannot_be_deferred_is_made_whole_and_a_line_says_so(monkeypatch):
     graph = make_layer_graph(spec)
     assert "cannot be made in parts" in graph.initial_values.notes[0]
     with pytest.raises(ModelError, match="does what cannot be deferred") as error:
-        make_layer_graph(replace(spec, deferred_init="always"))
+        make_layer_graph(spec.replace(deferred_init="always"))
     assert "deferred_init: never" in error.value.cure
 
 
@@ -828,7 +831,7 @@ def test_what_the_meta_device_does_not_do_is_done_whole(model, monkeypatch):
     initial = begins_like_one_process(model, "auto")
     assert "cannot be made in parts" in initial.notes[0]
     with pytest.raises((ModelError, UserCodeError)) as error:
-        make_layer_graph(replace(job("constructors", deferred_init="always"), model=Ref(model)))
+        make_layer_graph(job("constructors", deferred_init="always").replace(model=ModelConfig(function=model)))
     assert "deferred_init: never" in error.value.cure
 
 
@@ -836,7 +839,9 @@ def begins_like_one_process(model, deferred_init):
     torch.manual_seed(SEED)
     made = model()
     want = {**dict(made.named_parameters()), **dict(made.named_buffers())}
-    initial = make_layer_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model))).initial_values
+    initial = make_layer_graph(
+        job("constructors", deferred_init=deferred_init).replace(model=ModelConfig(function=model))
+    ).initial_values
     for name, value in initial.stream(list(want), torch.float32):
         assert torch.equal(value, want[name]), name
     return initial
@@ -851,7 +856,9 @@ def test_memory_that_skip_init_leaves_without_values_is_found(deferred_init, mon
         made[1].up = nn.utils.skip_init(nn.Linear, 6, 8)
         return made
 
-    initial = make_layer_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model))).initial_values
+    initial = make_layer_graph(
+        job("constructors", deferred_init=deferred_init).replace(model=ModelConfig(function=model))
+    ).initial_values
     for name in ("1.up.weight", "1.up.bias"):
         with pytest.raises(ModelError, match=f"parameter {name} is left without values"):
             dict(initial.stream([name], torch.float32))
@@ -860,7 +867,7 @@ def test_memory_that_skip_init_leaves_without_values_is_found(deferred_init, mon
 def test_a_large_model_is_deferred_by_itself(monkeypatch):
     monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     monkeypatch.setattr("raypar.worker.worker_assignments.WHOLE_BYTES", 100)
-    graph = make_layer_graph(replace(job("gpt2_residual"), deferred_init="auto"))
+    graph = make_layer_graph(job("gpt2_residual").replace(deferred_init="auto"))
     assert type(graph.initial_values).__name__ == "DeferredInitialValues"
     want = one_process("gpt2_residual", torch.float32)
     assert all(torch.equal(value, want[name]) for name, value in graph.initial_values.stream(list(want), torch.float32))
@@ -874,13 +881,13 @@ def test_values_that_the_model_function_loads_are_told_with_their_cure():
 
     for deferred_init in ("never", "always"):
         (line,) = make_layer_graph(
-            replace(job("constructors"), model=Ref(load), deferred_init=deferred_init)
+            job("constructors").replace(model=ModelConfig(function=load), deferred_init=deferred_init)
         ).initial_values.notes
         assert "loads 3 MiB of values itself" in line and "init_from" in line
 
 
 def test_by_name_says_that_constructors_do_not_count():
-    graph = make_layer_graph(replace(job("zeroed_head"), init="by-name"))
+    graph = make_layer_graph(job("zeroed_head").replace(init="by-name"))
     assert "not with what the model function did" in graph.initial_values.notes[0]
     values = dict(graph.initial_values.stream(["3.down.weight"], torch.float32))
     assert values["3.down.weight"].abs().min() > 0
@@ -894,13 +901,13 @@ def test_a_torchvision_of_another_pytorch_is_named_where_transformers_hides_it()
             raise ModuleNotFoundError("Could not import module 'LlamaForCausalLM'.") from error
 
     with pytest.raises(UserCodeError) as raised:
-        make_layer_graph(replace(job("constructors"), model=Ref(model)))
+        make_layer_graph(job("constructors").replace(model=ModelConfig(function=model)))
     assert "install both from one index, or uninstall torchvision" in raised.value.cure
 
 
 def test_what_the_model_function_raises_is_the_users_error():
     with pytest.raises(UserCodeError, match="ZeroDivisionError"):
-        make_layer_graph(replace(job("constructors"), model=Ref(lambda: 1 / 0)))
+        make_layer_graph(job("constructors").replace(model=ModelConfig(function=lambda: 1 / 0)))
 
 
 def init_that_leaks(name: str, parameter: torch.Tensor) -> None:
@@ -927,7 +934,7 @@ def test_process_state_that_an_initialisation_by_name_leaves_changed_decides_no_
     found = []
     for first in (0, 1):
         guard = TorchStateGuard(threads=torch.get_num_threads())
-        graph = make_layer_graph(replace(job("constructors"), model=Ref(model), init=init), guard.watching)
+        graph = make_layer_graph(job("constructors").replace(model=ModelConfig(function=model), init=init), guard.watching)
         names = state_shapes(graph, first, 2)
         found.append(dict(graph.initial_values.stream(names, torch.float32)))
         assert torch.get_default_dtype() is torch.float32
@@ -939,6 +946,6 @@ def test_lines_about_what_the_model_function_costs_are_told_whatever_values_repl
     state = {name: torch.zeros_like(tensor) for name, tensor in WAYS["numpy_copies"]().state_dict().items()}
     torch.save(state, tmp_path / "zeros.pt")
     spec = job("numpy_copies")
-    for given in ({"init": "by-name"}, {"init_from": InitialWeightsFile(str(tmp_path / "zeros.pt"))}):
-        notes = make_layer_graph(replace(spec, **given)).initial_values.notes
+    for given in ({"init": "by-name"}, {"init_from": InitFromConfig(path=str(tmp_path / "zeros.pt"))}):
+        notes = make_layer_graph(spec.replace(**given)).initial_values.notes
         assert any("loads" in note and "init_from: FILE" in note for note in notes), notes

@@ -1,7 +1,6 @@
 """Layers that take gradients inside their own forward pass: what does not end in a weight's `.grad` is not added to it."""
 
 from collections import OrderedDict
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from examples import gpt
 from raypar.errors import ModelError
+from raypar.job import PlanConfig
 from raypar.plan import ParallelPlan
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -45,7 +45,7 @@ def layers(how):
 def trained(how, schedule, stages, shards, styles=()):
     """Parameters by name, every holder's; those of one process."""
     graph = graph_of(lambda: layers(how))
-    job = replace(Cell("gpt", schedule, (1,), (1,), 4).job, styles=styles)
+    job = Cell("gpt", schedule, (1,), (1,), 4).job.replace(plan=PlanConfig(styles=dict(styles)))
     plan = ParallelPlan.mesh(pp=stages, tp=shards, layers=4, cuts=[2][: stages - 1])
     with OneProcessRun(job, plan, schedule, graph=graph) as local:
         for step in range(STEPS):

@@ -23,7 +23,7 @@ def notes_of(*kinds: Callable[[], nn.Module], width: int = WIDTH, **more: Any) -
     SHARED.clear()
     rows = [{"x": torch.full((width,), float(index)), "y": torch.zeros(width)} for index in range(8)]
     job: Any = {"loss": nn.functional.mse_loss, "data": rows, "steps": 2, "batch_size": 4, "microbatches": 2, **more}
-    notes = preflight(raypar.Trainer(model=lambda: [kind() for kind in kinds], **job).spec).notes
+    notes = preflight(raypar.Trainer(model=lambda: [kind() for kind in kinds], **job).job).notes
     return [line for line in notes if "state" in line]
 
 

@@ -8,7 +8,6 @@ import random
 import signal
 import threading
 from collections import OrderedDict
-from dataclasses import replace
 
 import numpy
 import pytest
@@ -18,9 +17,9 @@ from torch import nn
 
 from raypar.callbacks import Callback, Callbacks
 from raypar.errors import UserCodeError
+from raypar.job import DataConfig, FunctionConfig, Job, LossConfig, ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 from raypar.worker.run_in_one_process import OneProcessRun
 
 WIDTH, STEPS = 8, 3
@@ -223,28 +222,28 @@ class Constructed(Sensitive):
         return super().forward(x + self.table)
 
 
-def job(place: str = "", leak: str = "", processes: int = 0) -> JobSpec:
+def job(place: str = "", leak: str = "", processes: int = 0) -> Job:
     """`leak` in one place."""
     here = {"leak": leak}
-    data = DataSpec(Ref(Samples, here if place == "data set" else {}), processes=processes)
+    data = DataConfig(function=Samples, args=here if place == "data set" else {}, processes=processes)
     model = {"layer": "leak", "backward": "in_backward", "model": "in_model", "constructor": "in_constructor"}.get(place)
-    return JobSpec(
+    return Job(
         name="leaky",
         seed=1,
         steps=STEPS,
         batch_size=4,
         microbatches=2,
-        model=Ref(layers, {model: leak} if model else {}),
-        loss=Ref(Loss(leak if place == "loss" else "")),
+        model=ModelConfig(function=layers, args={model: leak} if model else {}),
+        loss=LossConfig(function=Loss(leak if place == "loss" else "")),
         data=data,
-        optimizer=OptimizerSpec(Ref(LeakyAdam, {"leak": leak if place == "optimizer" else ""})),
-        lr_schedule=Ref(Schedule(leak if place == "lr_schedule" else "")),
-        validation=ValidationSpec(DataSpec(Ref(Samples)), every=1),
+        optimizer=OptimizerConfig(function=LeakyAdam, args={"leak": leak if place == "optimizer" else ""}),
+        lr_schedule=FunctionConfig(function=Schedule(leak if place == "lr_schedule" else "")),
+        validation=ValidationConfig(function=Samples, every=1),
         clip_norm=1.0,
     )
 
 
-def outcome(spec: JobSpec, stages: int = 2):
+def outcome(spec: Job, stages: int = 2):
     """Everything that can be seen of a run, and its warnings."""
     seen, lines = [], []
     count = 2 if "in_constructor" in spec.model.args else 3
@@ -265,7 +264,7 @@ def undisturbed(stages: int = 2, constructor: bool = False):
     if (stages, constructor) not in UNDISTURBED:
         spec = job()
         if constructor:
-            spec = replace(spec, model=Ref(layers, {"in_constructor": "no leak"}))
+            spec = spec.replace(model=ModelConfig(function=layers, args={"in_constructor": "no leak"}))
         seen, lines = outcome(spec, stages)
         assert lines == []
         UNDISTURBED[stages, constructor] = seen
@@ -356,7 +355,10 @@ def casting_layers(in_backward: str = "") -> nn.Sequential:
 
 def test_an_autocast_that_is_entered_in_a_backward_pass_and_not_left_keeps_no_cast_of_former_weights():
     """Autograd switches it off, and does not count it down."""
-    runs = [outcome(replace(job(), model=Ref(casting_layers, {"in_backward": leak})), stages=1) for leak in ("", "autocast")]
+    runs = [
+        outcome(job().replace(model=ModelConfig(function=casting_layers, args={"in_backward": leak})), stages=1)
+        for leak in ("", "autocast")
+    ]
     check_same(runs[1][0], runs[0][0])
     assert [line.startswith(f"{CALLERS['backward']} left torch.autocast") for line in runs[1][1]] == [True]
 
@@ -383,7 +385,7 @@ def with_layer(kind):
 def test_a_layer_that_has_lost_its_own_graph_is_an_error():
     """Its gradients, and those of all before it, would be zero to the end."""
     with pytest.raises(UserCodeError) as caught:
-        outcome(replace(job(), model=Ref(with_layer, {"kind": Quiet})))
+        outcome(job().replace(model=ModelConfig(function=with_layer, args={"kind": Quiet})))
     assert caught.value.what == (
         "layer 'b' left torch.set_grad_enabled(False) behind and returned a tensor without a gradient, "
         "at stage 1, replica 0, step 1, microbatch 0: it and what comes before it would not be trained"
@@ -393,7 +395,7 @@ def test_a_layer_that_has_lost_its_own_graph_is_an_error():
 
 def test_inference_mode_that_is_not_left_is_an_error():
     with pytest.raises(UserCodeError, match=r"layer 'b' entered torch\.inference_mode\(\) and did not leave it"):
-        outcome(replace(job(), model=Ref(with_layer, {"kind": Inference})))
+        outcome(job().replace(model=ModelConfig(function=with_layer, args={"kind": Inference})))
     assert not torch.is_inference_mode_enabled()
     assert (torch.ones(1, requires_grad=True) * 2).requires_grad
 
@@ -408,7 +410,7 @@ class OnlyInValidation(Sensitive):
 
 
 def test_validation_is_watched_too():
-    seen, lines = outcome(replace(job(), model=Ref(with_layer, {"kind": OnlyInValidation})))
+    seen, lines = outcome(job().replace(model=ModelConfig(function=with_layer, args={"kind": OnlyInValidation})))
     check_same(seen, undisturbed())
     assert [line.partition(" behind")[0] for line in lines] == [
         "layer 'b' left torch.set_grad_enabled(True)",
@@ -528,7 +530,7 @@ class InnerGradient(Sensitive):
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_a_layer_that_takes_gradients_inside_contexts_of_its_own_leaves_nothing():
-    spec = replace(job(), model=Ref(with_layer, {"kind": InnerGradient}))
+    spec = job().replace(model=ModelConfig(function=with_layer, args={"kind": InnerGradient}))
     (one, said), (two, said_too) = (outcome(spec, stages) for stages in (1, 3))
     check_same(one, two)
     assert said == said_too == []

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypar.errors import ModelError
+from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 
 TOKENS, CLASSES = 5, 4
 
@@ -70,21 +70,21 @@ def of_statistics(output: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     return (output - output.mean(0)).square().sum(), len(output)
 
 
-def job_of(loss: Callable[..., Any], **changed: Any) -> JobSpec:
-    return JobSpec(
+def job_of(loss: Callable[..., Any], **changed: Any) -> Job:
+    return Job(
         name=loss.__name__,
         seed=3,
         steps=1,
         batch_size=changed.pop("batch_size", 8),
         microbatches=changed.pop("microbatches", 2),
-        model=Ref(changed.pop("model", Net)),
-        loss=Ref(loss),
-        data=DataSpec(Ref(Tokens), target="labels"),
-        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.1}), ()),
+        model=ModelConfig(function=changed.pop("model", Net)),
+        loss=LossConfig(function=loss),
+        data=DataConfig(function=Tokens, target="labels"),
+        optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.1}),
     )
 
 
-def mixing_lines(job: JobSpec) -> list[str]:
+def mixing_lines(job: Job) -> list[str]:
     return [line for line in preflight(job).notes if "samples of a microbatch with each other" in line]
 
 

@@ -29,7 +29,7 @@ def smoothed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def losses(loss: object) -> list[float]:
     """Of two steps on two replicas, of the job as workers get it."""
-    spec = pickle.loads(cloudpickle.dumps(raypar.Trainer(model=model, loss=loss, **GIVEN).spec))
+    spec = pickle.loads(cloudpickle.dumps(raypar.Trainer(model=model, loss=loss, **GIVEN).job))
     preflight(spec)
     with OneProcessRun(spec, ParallelPlan.mesh(dp=2, layers=3), "1f1b") as job:
         return [job.step(step)[0].loss for step in range(2)]
@@ -65,7 +65,7 @@ def whole_for_a_mask(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 def test_the_check_gives_the_loss_the_target_that_a_step_gives_it():
     """It gave the loss the second field that the model reads."""
     samples = [{"x": torch.full((3,), float(i)), "mask": torch.ones(2), "y": i % 4} for i in range(8)]
-    preflight(raypar.Trainer(model=two_inputs, loss=whole_for_a_mask, **{**GIVEN, "data": samples}).spec)
+    preflight(raypar.Trainer(model=two_inputs, loss=whole_for_a_mask, **{**GIVEN, "data": samples}).job)
 
 
 class Trained(nn.Module):
@@ -112,7 +112,7 @@ def test_a_loss_that_keeps_what_it_has_seen_is_refused():
 def test_a_loss_module_with_other_options_is_another_job():
     """A checkpoint keeps what a loss is called."""
     labels = {
-        raypar.Trainer(model=model, loss=nn.CrossEntropyLoss(label_smoothing=s), **GIVEN).spec.loss.label for s in (0, 0.1)
+        raypar.Trainer(model=model, loss=nn.CrossEntropyLoss(label_smoothing=s), **GIVEN).job.loss.label for s in (0, 0.1)
     }
     assert len(labels) == 2 and all("label_smoothing" in label for label in labels)
 
@@ -125,6 +125,6 @@ def test_an_error_while_layers_are_timed_names_the_layer_and_no_stage_of_a_plan(
         return nn.functional.cross_entropy(output, target)  # of [2, 5, 4] and [2, 5]
 
     sample = torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)
-    spec = raypar.Trainer(model=model, loss=loss, **{**GIVEN, "data": [sample] * 8}).spec
+    spec = raypar.Trainer(model=model, loss=loss, **{**GIVEN, "data": [sample] * 8}).job
     with pytest.raises(UserCodeError, match=r"in layer '2', with the first microbatch, before the run"):
         profile_job(spec, workers=1)

@@ -1,7 +1,6 @@
 """Losses, gradients and counts that are not finite: what is trained and skipped is the same in all layouts, bit for bit."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,9 +10,9 @@ from helpers.tiny_job import Samples, write_job
 from torch import Tensor
 
 from raypar.errors import NonFiniteError
-from raypar.job import load_job
+from raypar.job import Job, LossConfig
+from raypar.job.read_job import load_job
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import JobSpec, Ref
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -87,7 +86,7 @@ FAULTS = {
 }
 
 
-def trained(spec: JobSpec, plan: ParallelPlan) -> tuple[list[str], str]:
+def trained(spec: Job, plan: ParallelPlan) -> tuple[list[str], str]:
     """What is reported of each step, as text in which NaN equals NaN, and the hash of the weights of all workers."""
     told = []
     with OneProcessRun(spec, plan, "1f1b") as run:
@@ -109,7 +108,7 @@ def trained(spec: JobSpec, plan: ParallelPlan) -> tuple[list[str], str]:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_not_finite_stops_or_skips_a_step_alike_in_every_layout(fault, policy, clip_norm, tmp_path):
     job = load_job(write_job(tmp_path), ["validation=null", f"non_finite={policy}", f"steps={STEPS}"])
-    spec = replace(job.to_spec(), loss=Ref(FAULTS[fault]), clip_norm=clip_norm)
+    spec = job.replace(loss=LossConfig(function=FAULTS[fault]), clip_norm=clip_norm)
     found = [trained(spec, plan) for plan in LAYOUTS]
     assert all(one == found[0] for one in found)
     told, _ = found[0]

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 
 from raypar.comm.buffer_pool import BufferPool
 from raypar.errors import CheckpointError, ConfigError, StateNotKeptError
+from raypar.job import FunctionConfig, Job, LossConfig, OptimizerConfig
+from raypar.job.contract import contract_of_job
 from raypar.launch.chosen_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.resume import prepare_resumed_run
@@ -26,7 +28,6 @@ from raypar.worker.checkpoint.expected_optimizer_state import NUMBER, ExpectedOp
 from raypar.worker.checkpoint.manifest import manifest_checksum
 from raypar.worker.checkpoint.state_key import GROUP, StateKey
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref, contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.state.mirror import StateCopy
@@ -42,8 +43,8 @@ UNDECAYED = (("*.bias", {"weight_decay": 0.1}),)
 """A group beside that of all others."""
 
 
-def spec(kind: type, groups=UNDECAYED, **args) -> OptimizerSpec:
-    return OptimizerSpec(Ref(kind, args), groups)
+def spec(kind: type, groups=UNDECAYED, **args) -> OptimizerConfig:
+    return OptimizerConfig(function=kind, args=args, groups=tuple({"match": pattern, **given} for pattern, given in groups))
 
 
 STAGES, SHARDS = "2 stages", "2 shards"
@@ -236,7 +237,7 @@ def test_the_planner_gives_one_stage_to_an_optimizer_that_couples_parameters_als
     assert {c.stages for c in enumerate_candidates(free, 4, job.batching)} == {1, 2, 3, 4}
 
 
-def saved(spec: JobSpec, plan: ParallelPlan, folder: Path, disturb=lambda run: None, metrics=None, done: int = 2) -> Path:
+def saved(spec: Job, plan: ParallelPlan, folder: Path, disturb=lambda run: None, metrics=None, done: int = 2) -> Path:
     with OneProcessRun(spec, plan, "1f1b") as run:
         for step in range(done):
             run.step(step)
@@ -325,10 +326,10 @@ FORGED = {
 }
 
 
-def resumes(job: JobSpec, path: Path) -> None:
+def resumes(job: Job, path: Path) -> None:
     """Raises what a resume says of a checkpoint before a run is made."""
-    options = LaunchOptions(lambda chosen: pytest.fail("no run is made"))
-    _, choose = prepare_resumed_run(open_checkpoint(str(path)), options, job, lambda checked: None, lambda event: None)
+    options = LaunchOptions(job, lambda chosen: pytest.fail("no run is made"))
+    _, choose = prepare_resumed_run(open_checkpoint(str(path)), options, lambda checked: None, lambda event: None)
     choose(preflight(job))
 
 
@@ -342,7 +343,7 @@ BEGIN_LATE = {
 @pytest.mark.parametrize("what", BEGIN_LATE)
 def test_a_checkpoint_before_an_optimizer_begins_its_state_is_resumed(what: str, tmp_path: Path):
     options, schedule = BEGIN_LATE[what]
-    job = job_of(spec(optimizers.BeginsAbove, (), **options), lr_schedule=Ref(schedule))
+    job = job_of(spec(optimizers.BeginsAbove, (), **options), lr_schedule=FunctionConfig(function=schedule))
     path = saved(job, ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path, done=1)
     resumes(job, path)
     with (
@@ -421,14 +422,14 @@ def test_a_checkpoint_that_lacks_state_of_the_optimizer_or_has_another_form_of_i
 @pytest.mark.parametrize("kind", [optimizers.SumsLearningRates, optimizers.SumsInGroup, torch.optim.Adam])
 def test_a_checkpoint_after_steps_with_learning_rate_0_is_resumed(kind, tmp_path: Path):
     """A sum of learning rates was missed in it: it still had the value that it was given."""
-    job = job_of(spec(kind, ()), lr_schedule=Ref(optimizers.zero_at_first))
+    job = job_of(spec(kind, ()), lr_schedule=FunctionConfig(function=optimizers.zero_at_first))
     resumes(job, saved(job, ParallelPlan.mesh(layers=LAYERS), tmp_path))
 
 
 @pytest.mark.parametrize("kind", [optimizers.CountsInGroup, torch.optim.Adam])
 def test_a_checkpoint_after_skipped_steps_only_is_resumed(kind, tmp_path: Path):
     """It was said to have weights and no state of the optimizer, which is what the run itself has then."""
-    job = job_of(spec(kind, ()), loss=Ref(optimizers.no_number), non_finite="skip")
+    job = job_of(spec(kind, ()), loss=LossConfig(function=optimizers.no_number), non_finite="skip")
     path = saved(job, ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path, metrics={"loss": float("nan"), "norm": float("nan")})
     resumes(job, path)
     path = saved(job, ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path / "other", metrics={"loss": 1.0, "norm": float("inf")})
@@ -444,7 +445,9 @@ def test_what_comes_back_to_the_value_that_it_was_given_may_be_missing():
 
 
 def test_state_that_can_no_longer_be_kept_is_reported_and_the_weights_are_saved_without_it(tmp_path: Path):
-    job = job_of(spec(optimizers.KeepsListLater, (), above=0.01), lr_schedule=Ref(optimizers.doubles_after_two))
+    job = job_of(
+        spec(optimizers.KeepsListLater, (), above=0.01), lr_schedule=FunctionConfig(function=optimizers.doubles_after_two)
+    )
     with OneProcessRun(job, ParallelPlan.mesh(pp=2, layers=LAYERS), "1f1b") as run:
         reports = [run.step(step) for step in range(4)]
         assert [any(report.not_kept for report in of_step) for of_step in reports] == [False, False, False, True]

@@ -9,10 +9,10 @@ from helpers import reference, relayed_models, ugly_models
 from torch import Tensor, nn
 
 from raypar.errors import ModelError, UserCodeError
+from raypar.job import LossConfig, ModelConfig, ValidationConfig
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import check_layer_shapes
-from raypar.worker.job_spec import Ref, ValidationSpec
 from raypar.worker.measure_profile import profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
@@ -50,7 +50,9 @@ def loss_of_two(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 
 
 def job(model: Any, loss: Any, **changes: Any):
-    return replace(ugly_models.job("plain", microbatches=3, steps=2), model=Ref(model), loss=Ref(loss), **changes)
+    return ugly_models.job("plain", microbatches=3, steps=2).replace(
+        model=ModelConfig(function=model), loss=LossConfig(function=loss), **changes
+    )
 
 
 @pytest.mark.parametrize("recompute", [(), (0, 1), range(4)], ids=["kept", "some", "all"])
@@ -87,7 +89,7 @@ def test_what_the_loss_reads_crosses_to_the_last_stage():
 
 def test_validation_rebuilds_the_output_too():
     spec = job(pair, loss_of_two)
-    spec = replace(spec, validation=ValidationSpec(spec.data, 1, 6))
+    spec = spec.replace(validation=ValidationConfig(**dict(spec.data), every=1, samples=6))
     found = []
     for cuts in ((), (1, 2)):
         with OneProcessRun(spec, ParallelPlan.mesh(pp=len(cuts) + 1, layers=4, cuts=cuts), "1f1b") as run:
@@ -105,7 +107,7 @@ def test_a_model_with_several_outputs_is_checked_and_measured():
     assert {(0, 9), (7, 9), (0, 1), (0, 4), (0, 5), (0, 7)} <= readers
     wrong = replace(graph, rebuild_output=lambda *values: values[1])
     with pytest.raises(ModelError, match="not a scalar"):
-        check_layer_shapes(replace(spec, loss=Ref(lambda output, target: output)), wrong, batch)
+        check_layer_shapes(spec.replace(loss=LossConfig(function=lambda output, target: output)), wrong, batch)
 
 
 @pytest.mark.parametrize(

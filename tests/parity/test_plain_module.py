@@ -11,8 +11,8 @@ from helpers.parity import differences
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 
 WIDTH = 6
 
@@ -90,16 +90,16 @@ class CheckpointedCode(Root):
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("model", [OwnOperation, WeightOfAUnit, CheckpointedUnits, CheckpointedCode])
 def test_code_of_the_root_module_has_the_gradients_of_plain_autograd(model: type[nn.Module], microbatches: int):
-    job = JobSpec(
+    job = Job(
         name=model.__name__,
         seed=3,
         steps=2,
         batch_size=2 * microbatches + microbatches // 2,
         microbatches=microbatches,
-        model=Ref(model),
-        loss=Ref(F.mse_loss),
-        data=DataSpec(Ref(Rows), target="y"),
-        optimizer=OptimizerSpec(Ref("torch.optim:AdamW", {"lr": 1e-2}), ()),
+        model=ModelConfig(function=model),
+        loss=LossConfig(function=F.mse_loss),
+        data=DataConfig(function=Rows, target="y"),
+        optimizer=OptimizerConfig(function="torch.optim:AdamW", args={"lr": 1e-2}),
         clip_norm=0.5,
     )
     for stages in (1, 2):

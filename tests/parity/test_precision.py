@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from raypar.errors import DataError, UserCodeError
+from raypar.job import Job, LossConfig, PrecisionConfig
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.schedule import registry
 from raypar.worker.job_preflight import check_layer_shapes
-from raypar.worker.job_spec import JobSpec, Precision, Ref
 from raypar.worker.measure_profile import profile_job
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.layer_call import LayerCall
@@ -27,7 +27,7 @@ from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import build_stage
 from raypar.worker.worker_assignments import make_layer_graph
 
-BF16 = Precision("bf16")
+BF16 = PrecisionConfig(compute="bf16")
 S = ugly_models.SEQ
 
 # -- schedules x replicas x shards ---------------------------------------------------------------------------------------------
@@ -263,9 +263,9 @@ def exact(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return (output.squeeze(-1).double() - target).square().sum(), torch.tensor(len(target))
 
 
-def job_of(middle: Callable[[], nn.Module], loss: Callable[..., object] = squared) -> tuple[Graph, JobSpec]:
+def job_of(middle: Callable[[], nn.Module], loss: Callable[..., object] = squared) -> tuple[Graph, Job]:
     layers = [("a", lambda: nn.Linear(S, S)), ("b", middle), ("c", middle), ("d", lambda: nn.Linear(S, 1))]
-    job = ugly_models.job("plain", microbatches=4, steps=2, virtual_replicas=2, precision=BF16, loss=Ref(loss))
+    job = ugly_models.job("plain", microbatches=4, steps=2, virtual_replicas=2, precision=BF16, loss=LossConfig(function=loss))
     return Graph.sequential(layers, input="x"), job
 
 
@@ -302,7 +302,7 @@ def test_a_layer_in_bfloat16_has_the_bits_of_one_process(middle, loss, schedule,
 def stage_of(middle: Callable[[], nn.Module], **changes: object) -> tuple[Stage, dict[str, Tensor]]:
     """A whole model as one stage, and a microbatch for it."""
     graph, job = job_of(middle)
-    job, routing = replace(job, **changes), MicrobatchRouting(ParallelPlan.of((1,), layers=4), job.batching)
+    job, routing = job.replace(**changes), MicrobatchRouting(ParallelPlan.of((1,), layers=4), job.batching)
     stage = build_stage(graph, routing.plan, 0, spec=job, routing=routing, replica=0, loss_fn=job.loss.partial())
     stage.begin_step(0)
     generator = torch.Generator().manual_seed(3)
@@ -310,7 +310,7 @@ def stage_of(middle: Callable[[], nn.Module], **changes: object) -> tuple[Stage,
 
 
 def test_without_mixed_precision_calls_are_not_wrapped():
-    stage, _ = stage_of(Again, precision=Precision())
+    stage, _ = stage_of(Again, precision=PrecisionConfig())
     assert all(isinstance(layer.call, LayerCall) for layer in stage.layers)
 
 
@@ -442,7 +442,7 @@ def unsafe(output: Tensor, target: Tensor) -> Tensor:
 
 
 def test_a_loss_that_is_unsafe_in_bfloat16_is_told_with_the_safe_one():
-    stage, batch = stage_of(Again, loss=Ref(unsafe))
+    stage, batch = stage_of(Again, loss=LossConfig(function=unsafe))
     with pytest.raises(UserCodeError, match=r"the loss .* raised RuntimeError.*unsafe to autocast") as caught:
         stage.forward(0, {}, batch)
     assert "binary_cross_entropy_with_logits" in caught.value.cure
@@ -469,7 +469,7 @@ def test_before_the_run_a_layer_that_autocast_would_help_is_not_refused():
     graph, job = job_of(Casts)
     check_layer_shapes(job, graph, batch)
     with pytest.raises(DataError, match=r"expected scalar type torch\.bfloat16"):
-        check_layer_shapes(replace(job, precision=Precision()), graph, batch)
+        check_layer_shapes(job.replace(precision=PrecisionConfig()), graph, batch)
 
 
 def test_before_the_run_an_operation_that_cannot_compute_in_bfloat16_is_told_by_the_profile():
@@ -484,7 +484,9 @@ def test_before_the_run_an_operation_that_cannot_compute_in_bfloat16_is_told_by_
 
 def test_the_planner_counts_activations_and_messages_in_bfloat16():
     graph, job = job_of(Again)
-    plain, mixed = (profile_job(replace(job, precision=Precision(c)), workers=1, graph=graph) for c in (None, "bf16"))
+    plain, mixed = (
+        profile_job(job.replace(precision=PrecisionConfig(compute=c)), workers=1, graph=graph) for c in (None, "bf16")
+    )
     assert [output._replace(nbytes=2 * output.nbytes) for output in mixed.outputs] == list(plain.outputs)
     for whole, half in zip(plain.layers, mixed.layers, strict=True):
         assert 2 * half.output_bytes == whole.output_bytes

@@ -1,12 +1,11 @@
 """The memory sheet is true: what is alive after each instruction of a run is what was measured in one process, times counts."""
 
-from dataclasses import replace
-
 import pytest
 from helpers import ugly_models
 from helpers.live_storages import LiveStorages
 from helpers.shard_grid import Cell
 
+from raypar.job import Job, PrecisionConfig
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy, resolve_recomputed_layers
@@ -14,7 +13,6 @@ from raypar.planner.model_profile import ModelProfile
 from raypar.planner.plan_search import kept_bytes_by_kind, predict_step
 from raypar.schedule import registry
 from raypar.schedule.instructions import KEPT_SIZE, STASH, Compute
-from raypar.worker.job_spec import JobSpec, Precision
 from raypar.worker.measure_profile import one_microbatch_of_each_size, profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
@@ -34,7 +32,7 @@ CELLS = [
 """The default suite takes every fourth: each schedule, each model and each policy."""
 
 
-def job_and_graph(model: str) -> tuple[JobSpec, Graph]:
+def job_and_graph(model: str) -> tuple[Job, Graph]:
     """Five ragged microbatches (2 or 3 samples; of the GPT four)."""
     if model == "gpt":
         cell = Cell("gpt", "1f1b", (1,), (1,), 4, dtype="float32")
@@ -63,10 +61,10 @@ def test_what_is_alive_after_each_instruction_is_counts_times_measured_bytes(mod
 @pytest.mark.parametrize("schedule, policy", [("zb-v", "none"), ("zb-h1", "full"), ("1f1b", ("1", "2", "5"))])
 def test_so_it_is_in_bfloat16_where_casts_of_weights_are_kept(schedule, policy, monkeypatch):
     job, graph = job_and_graph("plain")
-    check_sheet(replace(job, precision=Precision("bf16")), graph, schedule, policy, monkeypatch)
+    check_sheet(job.replace(precision=PrecisionConfig(compute="bf16")), graph, schedule, policy, monkeypatch)
 
 
-def check_sheet(job: JobSpec, graph: Graph, schedule: str, policy: RecomputePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_sheet(job: Job, graph: Graph, schedule: str, policy: RecomputePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = ParallelPlan.mesh(
         pp=2,
         layers=len(graph.layers),

@@ -14,13 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from raypar import Trainer
 from raypar.errors import ConfigError, PlanError, UserCodeError
-from raypar.job import PlanConfig
+from raypar.job import Job, LossConfig, ModelConfig, PlanConfig
 from raypar.job.plain_values import to_plain_values
 from raypar.launch.chosen_plan import choose_plan, describe_chosen_plan, plan_json
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import JobSpec, Ref
 from raypar.worker.measure_profile import MeasuredLayers, one_microbatch_of_each_size, profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage_builder import build_stage
@@ -112,9 +111,9 @@ def model(kind) -> nn.Sequential:
     return nn.Sequential(nn.Linear(SIZE, SIZE), kind(), kind(), nn.Linear(SIZE, 1))
 
 
-def job(make) -> JobSpec:
+def job(make) -> Job:
     """Three steps of four ragged microbatches."""
-    return replace(ugly_models.job("plain", steps=3, virtual_replicas=2), model=Ref(make))
+    return ugly_models.job("plain", steps=3, virtual_replicas=2).replace(model=ModelConfig(function=make))
 
 
 @pytest.mark.parametrize("recompute", [range(4), (1,), (2, 3)], ids=str)
@@ -371,7 +370,7 @@ def test_losses_counts_and_the_users_loss_count_once_and_forward_hooks_run_twice
             calls.append("layer")
             return super().forward(x)
 
-    spec = replace(job(lambda: nn.Sequential(Told(SIZE, SIZE), Told(SIZE, 1))), loss=Ref(loss))
+    spec = job(lambda: nn.Sequential(Told(SIZE, SIZE), Told(SIZE, 1))).replace(loss=LossConfig(function=loss))
     seen = []
     for recompute in ((), range(2)):
         calls.clear()
@@ -385,7 +384,7 @@ def test_losses_counts_and_the_users_loss_count_once_and_forward_hooks_run_twice
 
 def test_a_validation_pass_recomputes_nothing():
     spec = job(lambda: model(Noisy))
-    spec = replace(spec, validation=None)
+    spec = spec.replace(validation=None)
     graph = make_layer_graph(spec)
     plan = ParallelPlan.mesh(pp=1, layers=4, recompute=range(4))
     routing = MicrobatchRouting(plan, spec.batching)

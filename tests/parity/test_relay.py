@@ -3,7 +3,6 @@
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,12 @@ from helpers import reference, relayed_models, ugly_models
 from helpers.relayed_models import PlainModel
 from torch import Tensor, nn
 
+from raypar.job import DataConfig, Job, LossConfig, ModelConfig, PlanConfig, PrecisionConfig
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import canonical_names
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
 from raypar.worker.job_preflight import check_model_can_shard, preflight
-from raypar.worker.job_spec import DataSpec, JobSpec, Precision, Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
 from raypar.worker.worker_assignments import make_layer_graph
@@ -26,8 +25,8 @@ from raypar.worker.worker_assignments import make_layer_graph
 LAYERS = 10
 
 
-def job(compute: Any = None) -> JobSpec:
-    return ugly_models.job("relayed", microbatches=3, virtual_replicas=3, steps=1, precision=Precision(compute))
+def job(compute: Any = None) -> Job:
+    return ugly_models.job("relayed", microbatches=3, virtual_replicas=3, steps=1, precision=PrecisionConfig(compute=compute))
 
 
 def plan_of(schedule: str, cuts: Sequence[int], *, layers: int = LAYERS, recompute: Sequence[int] = ()) -> ParallelPlan:
@@ -44,7 +43,7 @@ def plan_of(schedule: str, cuts: Sequence[int], *, layers: int = LAYERS, recompu
 
 
 def gradients_of_microbatches(
-    monkeypatch: pytest.MonkeyPatch, spec: JobSpec, plan: ParallelPlan, schedule: str
+    monkeypatch: pytest.MonkeyPatch, spec: Job, plan: ParallelPlan, schedule: str
 ) -> list[dict[str, Tensor | None]]:
     """By microbatch: parameter -> gradient of the first step, before anything is added over microbatches."""
     rows: dict[tuple[int, int], dict[str, Tensor | None]] = defaultdict(dict)
@@ -75,9 +74,9 @@ def gradients_of_microbatches(
     return found
 
 
-def plain_gradients(spec: JobSpec) -> list[dict[str, Tensor | None]]:
+def plain_gradients(spec: Job) -> list[dict[str, Tensor | None]]:
     torch.set_num_threads(1)
-    model, data = PlainModel(make_layer_graph(spec), spec), spec.data.dataset.call()
+    model, data = PlainModel(make_layer_graph(spec), spec), spec.data.call()
     m, batch = spec.microbatches, spec.batch_size
     fields = [reference.samples(data, spec, i * batch // m, (i + 1) * batch // m) for i in range(m)]
     return [model.gradients(i, each, relayed_models.loss) for i, each in enumerate(fields)]
@@ -132,7 +131,7 @@ def check_drawn(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     count = len(graph.layers)
     cuts = sorted(dice.sample(range(1, count), chunks * dice.randint(1, (count - 1) // chunks) - 1))
     recompute = dice.choice([(), (), range(count), dice.sample(range(count), 3)])
-    spec = replace(job(dice.choice([None, None, "bf16"])), model=Ref(partial(relayed_models.drawn, seed)))
+    spec = job(dice.choice([None, None, "bf16"])).replace(model=ModelConfig(function=partial(relayed_models.drawn, seed)))
     plan = plan_of(schedule, cuts, layers=count, recompute=recompute)
     found = gradients_of_microbatches(monkeypatch, spec, plan, schedule)
     assert unequal(found, plain_gradients(spec)) == [], (schedule, cuts, recompute)
@@ -204,9 +203,14 @@ class Ids:
 
 def run_on_shards(cuts: Sequence[int], shards: Sequence[int], sequence: bool = False) -> dict[str, list[Tensor]]:
     """Parameter -> every worker's part of it, after two steps in float64; checked on the meta device before."""
-    spec = ugly_models.job("plain", microbatches=2, steps=2, batch_size=6, dtype="float64", sequence_parallel=sequence)
+    spec = ugly_models.job("plain", microbatches=2, steps=2, batch_size=6, dtype="float64")
     styles = (("*.up", "column"), ("*.down", "row"), ("head.out", "vocabulary"))
-    spec = replace(spec, model=Ref(on_shards), loss=Ref(loss_of_ids), data=DataSpec(Ref(Ids)), styles=styles)
+    spec = spec.replace(
+        model=ModelConfig(function=on_shards),
+        loss=LossConfig(function=loss_of_ids),
+        data=DataConfig(function=Ids),
+        plan=PlanConfig(styles=dict(styles), sequence_parallel=sequence),
+    )
     graph, plan = make_layer_graph(spec), ParallelPlan.of([1] * len(shards), shards, layers=5, cuts=cuts)
     check_model_can_shard(spec, preflight(spec), plan)
     with OneProcessRun(spec, plan, "1f1b", graph=graph) as run:

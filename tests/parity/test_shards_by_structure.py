@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import raypar
 from raypar.comm.local_transport import LocalMesh
 from raypar.errors import ModelError
+from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules
 from raypar.model.tensor_parallel.group import ShardGroup
@@ -28,7 +29,6 @@ from raypar.plan import ParallelPlan
 from raypar.worker import job_preflight, numeric_check_settings
 from raypar.worker.check_shards_with_numbers import check_shards_with_numbers
 from raypar.worker.job_preflight import check_model_can_shard, preflight
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -146,12 +146,12 @@ class Rows:
         return drawn[1:], drawn[0]
 
 
-def job(model: Any, **given: Any) -> JobSpec:
+def job(model: Any, **given: Any) -> Job:
     common = {"loss": F.mse_loss, "data": Rows, "steps": 1, "batch_size": 4, "microbatches": 2, "dtype": "float64"}
-    return raypar.Trainer(model=model, **(common | given)).spec
+    return raypar.Trainer(model=model, **(common | given)).job
 
 
-def step(spec: JobSpec, graph: Any, **mesh: Any) -> tuple[float, dict[str, list[Tensor]]]:
+def step(spec: Job, graph: Any, **mesh: Any) -> tuple[float, dict[str, list[Tensor]]]:
     """(loss, gradients by parameter and shard) of a step."""
     with OneProcessRun(spec, ParallelPlan.mesh(layers=len(graph.layers), **mesh), "1f1b", graph=graph) as run:
         loss = run.step(0)[0].loss
@@ -509,7 +509,7 @@ def only_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(numeric_check_settings.TOLERANCES, "float64", 1e-12)
 
 
-def library_job(name: str, **given: Any) -> JobSpec:
+def library_job(name: str, **given: Any) -> Job:
     data = {"function": Tokens, "target": "unused"}
     return job((library_model, {"name": name}), loss=token_loss, data=data, **given)
 

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -138,7 +137,7 @@ def test_the_only_copy_of_a_slice_comes_back_from_the_mirror():
 
 def test_steps_that_are_executed_again_with_other_shards_are_not_held_against_the_run():
     """One of two shards dies and nobody comes: the other goes back to the mirror's cut, or to the beginning, and on alone."""
-    spec = replace(Cell("gpt", "1f1b", (1,), (1,), 4).job, steps=5)
+    spec = Cell("gpt", "1f1b", (1,), (1,), 4).job.replace(steps=5)
     job = torch_flesh.TorchJob(spec, graph("gpt"), shards=SHARDS, mirror_every=2)
     plan = mesh("gpt", 1, 1, 2)
     plain, reference = torch_flesh.simulate(job, plan, plans=plans_of("gpt", 2), **QUICK)

@@ -2,7 +2,6 @@
 
 import time
 from collections import OrderedDict
-from dataclasses import replace
 
 import pytest
 import torch
@@ -61,7 +60,7 @@ def test_whole_linear_layers_that_read_parts_of_a_sequence_train_as_without_shar
     """Zero-bubble schedules put their weight gradients off where they read whole values only."""
     make, names = WHOLE[where]
     made, cell = graph_of(make), Cell("gpt", schedule, (1, 1), (2, 2), 5, True)
-    job = replace(cell.job, styles=tuple((f"*{name}", "whole") for name in names))
+    job = cell.job.replace(plan=cell.job.plan.replace(styles={f"*{name}": "whole" for name in names}))
     plan = ParallelPlan.mesh(pp=2, tp=2, layers=len(made.layers), cuts=[3])
     with OneProcessRun(job, plan, schedule, graph=made) as local:
         for step in range(STEPS):

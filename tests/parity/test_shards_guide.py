@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from raypar.job import load_job, parse_plan_section
+from raypar.job.read_job import load_job, parse_plan_section
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.registry import STYLES
 from raypar.worker.worker_assignments import make_layer_graph
@@ -26,7 +26,7 @@ def test_the_plan_that_is_shown_is_one():
 
 
 def test_the_styles_that_are_shown_are_those_of_the_quickstart():
-    graph = make_layer_graph(load_job(ROOT / "jobs/quickstart.yaml").to_spec())
+    graph = make_layer_graph(load_job(ROOT / "jobs/quickstart.yaml"))
     for shards in (2, 4):
         assert compute_shard_layout(graph, shards, written()["styles"], infer=False) == compute_shard_layout(graph, shards)
 

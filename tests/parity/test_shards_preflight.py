@@ -1,7 +1,6 @@
 """What cannot be cut over shards is said before anything starts, in one error with its cure."""
 
 from collections import OrderedDict
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,22 +9,22 @@ from torch import nn
 
 from examples import gpt
 from raypar.errors import ConfigError, InputError, ModelError, PlanError
-from raypar.job import parse_job
+from raypar.job import Job, ModelConfig, OptimizerConfig, PlanConfig
+from raypar.job.read_job import parse_job
 from raypar.launch.chosen_plan import choose_plan
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref
 from raypar.worker.step.optimizer_trial import OptimizerKind, OptimizerTrial, try_optimizer
 
 ARGS = {"vocab": VOCAB, "width": WIDTH, "depth": 2, "heads": 5, "context": 8}
 
 
-def spec_of(model: Ref | None = None, **changes) -> JobSpec:
-    job = Cell("gpt", "1f1b", (1,), (1,), 5).job
-    return replace(job, model=model or Ref(gpt.layers, ARGS), **changes)
+def spec_of(model: ModelConfig | None = None, styles=(), sequence_parallel=False, **changes) -> Job:
+    job, plan = Cell("gpt", "1f1b", (1,), (1,), 5).job, PlanConfig(styles=dict(styles), sequence_parallel=sequence_parallel)
+    return job.replace(model=model or ModelConfig(function=gpt.layers, args=ARGS), plan=plan, **changes)
 
 
-def check(spec: JobSpec, *shards: int) -> None:
+def check(spec: Job, *shards: int) -> None:
     """As far as `raypar train` comes before it starts workers."""
     checked = preflight(spec)
     choose_plan(spec, checked, lambda layers: ParallelPlan.of([1] * len(shards), shards, layers=layers), "1f1b", 1)
@@ -67,7 +66,7 @@ def between(middle: type[nn.Module]):
         parts = OrderedDict(gpt.layers(**ARGS).named_children())
         return nn.Sequential(OrderedDict(embed=parts["embed"], middle=middle(), head=parts["head"]))
 
-    return Ref(make)
+    return ModelConfig(function=make)
 
 
 BAD = {
@@ -101,7 +100,7 @@ BAD = {
         "60 output features are no multiple of 21",
     ),
     "a tie cut by unequal styles": (
-        {"model": Ref(Tied), "styles": (("head.logits", "gathered"), ("embed.token", "whole"))},
+        {"model": ModelConfig(function=Tied), "styles": (("head.logits", "gathered"), ("embed.token", "whole"))},
         (2,),
         PlanError,
         "the tie embed.token.weight = head.logits.weight is cut by unequal styles: whole and gathered",
@@ -120,7 +119,7 @@ BAD = {
         "block0.down has the features",
     ),
     "an optimizer of whole parameters": (
-        {"optimizer": OptimizerSpec(Ref(torch.optim.Adafactor))},
+        {"optimizer": OptimizerConfig(function=torch.optim.Adafactor)},
         (2,),
         ConfigError,
         "cannot be used with 2 shards: its step of one element depends on other elements of the parameter",
@@ -141,10 +140,10 @@ def test_bad_shards_are_one_error_with_its_cure_before_anything_starts(case):
 @pytest.mark.parametrize("shards", [(2,), (5,), (2, 1), (1, 3)])
 def test_good_shards_pass(shards, sequence):
     check(spec_of(sequence_parallel=sequence), *shards)
-    check(spec_of(Ref(Tied), sequence_parallel=sequence), *shards)
+    check(spec_of(ModelConfig(function=Tied), sequence_parallel=sequence), *shards)
 
 
-def tried(spec: OptimizerSpec) -> OptimizerTrial:
+def tried(spec: OptimizerConfig) -> OptimizerTrial:
     """What a trial finds on parameters of these shapes."""
     return try_optimizer(spec, {"a.weight": (6, 4), "a.bias": (6,), "b.weight": (3, 6)})
 
@@ -153,7 +152,9 @@ def tried(spec: OptimizerSpec) -> OptimizerTrial:
     "name", ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "Rprop", "NAdam", "RAdam", "Adamax"]
 )
 def test_optimizers_that_take_each_element_by_itself_may_have_slices(name):
-    found = tried(OptimizerSpec(Ref(getattr(torch.optim, name), {"lr": 0.1}), groups=(("*.bias", {"lr": 1.0}),)))
+    found = tried(
+        OptimizerConfig(function=getattr(torch.optim, name), args={"lr": 0.1}, groups=({"match": "*.bias", "lr": 1.0},))
+    )
     assert found.kind is OptimizerKind.ELEMENTWISE
     found.check_plan(ParallelPlan.mesh(tp=2, pp=2, layers=2))
 
@@ -176,7 +177,11 @@ class Factored(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("groups", [(), (("*.weight", {"whole": True}),)], ids=["large parameters", "one group"])
 def test_an_optimizer_that_takes_some_elements_together_is_found(groups):
-    spec = OptimizerSpec(Ref(Factored, {"least": 10_000 if groups else 128}), groups=groups)
+    spec = OptimizerConfig(
+        function=Factored,
+        args={"least": 10_000 if groups else 128},
+        groups=tuple({"match": pattern, **given} for pattern, given in groups),
+    )
     found = tried(spec)
     assert found.kind is OptimizerKind.PER_PARAMETER
     found.check_plan(ParallelPlan.mesh(pp=2, layers=2))
@@ -207,7 +212,7 @@ def test_a_job_file_with_shards_makes_the_plan_and_the_job():
         "data: helpers.shard_grid:Tokens\noptimizer: torch.optim:AdamW\nplan: {stages: 2, shards: 2, styles: {'*.up': whole, "
         "'*.down': whole}, sequence_parallel: true}\n"
     )
-    spec = job.to_spec()
+    spec = job
     checked = preflight(spec)
     planned = choose_plan(spec, checked, job.to_plan, "1f1b", job.workers)
     assert planned.plan.world == job.workers == 4 and planned.plan.describe() == "2 stages x 1 replica x 2 shards"
@@ -221,7 +226,7 @@ def bytes_of_tied(plan: ParallelPlan) -> tuple[list[tuple[int, int]], list[tuple
     from raypar.worker.run_in_one_process import OneProcessRun
     from raypar.worker.step.optimizer_state import read_optimizer_state
 
-    spec = spec_of(Ref(Tied), steps=1)
+    spec = spec_of(ModelConfig(function=Tied), steps=1)
     with OneProcessRun(spec, plan, "zb-v" if len(plan.stages) > plan.positions else "1f1b") as local:
         local.step(0)
         profile = profile_job(spec, workers=1, graph=local.graph, shards={stage.shards for stage in plan.stages})
@@ -262,7 +267,7 @@ def test_a_profile_knows_what_a_layer_takes_that_is_a_stage_of_its_own():
     from raypar.worker.measure_profile import profile_job
     from raypar.worker.run_in_one_process import OneProcessRun
 
-    spec, plan = spec_of(Ref(Tied)), ParallelPlan.mesh(pp=4, tp=2, layers=4)
+    spec, plan = spec_of(ModelConfig(function=Tied)), ParallelPlan.mesh(pp=4, tp=2, layers=4)
     with OneProcessRun(spec, plan, "1f1b") as local:
         held = [sum(p.nbytes for p in core.stages[rank // 2].parameters.values()) for rank, core in enumerate(local.cores)]
         state = profile_job(spec, workers=1, graph=local.graph, shards={2}).state

@@ -9,11 +9,12 @@ from helpers import checkpoint_folders as checkpoint_files
 from helpers import same_shards
 from helpers.shard_grid import HEADS, Cell, graph, held, initial, layout_for, steps_of
 
+from raypar.job import PlanConfig
+from raypar.job.contract import contract_of_job
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, StateKey, optimizer_key
-from raypar.worker.job_spec import contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -130,8 +131,8 @@ def test_a_run_goes_on_with_another_way_to_cut(tmp_path):
     manifest = checkpoint_files.load_manifest(path)
     assert not {"styles", "sequence_parallel"} & manifest.contract.keys()
     others = {
-        "plan.styles": replace(job, styles=(("*.up", "whole"), ("*.down", "whole"))),
-        "plan.sequence_parallel": replace(job, sequence_parallel=True),
+        "plan.styles": job.replace(plan=PlanConfig(styles={"*.up": "whole", "*.down": "whole"})),
+        "plan.sequence_parallel": job.replace(plan=PlanConfig(sequence_parallel=True)),
     }
     assert not checkpoint_files.list_changed_shard_settings(manifest, job)
     for number, (name, other) in enumerate(others.items()):

@@ -1,6 +1,5 @@
 """A Linear whose weight gradient is put off has the bits of torch's own backward."""
 
-from dataclasses import replace
 from itertools import product
 from typing import ClassVar
 
@@ -15,11 +14,11 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from raypar.errors import ModelError
+from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.split_linear_backward import Stash, defer_weight_gradients
 from raypar.plan import ParallelPlan
 from raypar.schedule.schedule_csv import parse_schedule_csv
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.run_in_one_process import OneProcessRun
 
 S = ugly_models.SEQ
@@ -156,7 +155,7 @@ class Apart(nn.Module):
         return self.linear(x) + F.linear(x, self.linear.weight)
 
 
-def job_of(middle: type[nn.Module]) -> tuple[Graph, JobSpec]:
+def job_of(middle: type[nn.Module]) -> tuple[Graph, Job]:
     graph = Graph.sequential(
         [("a", lambda: nn.Linear(S, S)), ("b", middle), ("c", middle), ("d", lambda: nn.Linear(S, 1))], input="x"
     )
@@ -178,7 +177,7 @@ def test_zero_bubble_has_the_bits_of_one_process(middle, stages):
 @pytest.mark.parametrize("blocks", [2, 7])
 def test_a_schedule_may_mix_whole_and_split_backwards(blocks):
     graph, job = job_of(Thrice)
-    job = replace(job, virtual_replicas=blocks)
+    job = job.replace(virtual_replicas=blocks)
     want = train(graph, job)
     text = "0F0,0F1,0I0,0W0,0B1,0F2,0I2,0F3,0B3,0W2,0F4,0B4,0F5,0I5,0W5,0F6,0B6"
     with OneProcessRun(job, ParallelPlan.of((1,), layers=4), parse_schedule_csv(text), graph=graph) as run:
@@ -202,7 +201,7 @@ class Fused(nn.Module):
 @pytest.mark.parametrize("blocks", [2, 7])
 def test_parameters_that_are_used_as_one_have_the_bits_of_one_process(blocks):
     graph, job = job_of(Fused)
-    job = replace(job, virtual_replicas=blocks)
+    job = job.replace(virtual_replicas=blocks)
     want = train(graph, job)
     with OneProcessRun(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run:
         for step in range(job.steps):
@@ -219,7 +218,7 @@ class RecomputedTwice(Recomputed):
 @pytest.mark.parametrize("blocks", [2, 7])
 def test_two_reentrant_checkpoints_of_one_layer_have_the_bits_of_one_process(blocks):
     graph, job = job_of(RecomputedTwice)
-    job = replace(job, virtual_replicas=blocks)
+    job = job.replace(virtual_replicas=blocks)
     want = train(graph, job)
     with OneProcessRun(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run:
         for step in range(job.steps):
@@ -255,7 +254,7 @@ class NowAndThen(RecomputedTwice):
 def test_a_gradient_in_several_parts_where_one_was_relied_on_is_an_error_not_other_bits():
     NowAndThen.calls.clear()
     graph, job = job_of(NowAndThen)
-    job = replace(job, virtual_replicas=7)
+    job = job.replace(virtual_replicas=7)
     with (
         OneProcessRun(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run,
         pytest.raises(ModelError, match="several parts"),

@@ -13,10 +13,10 @@ from helpers.reference import train
 from torch import Tensor, nn
 
 from raypar.errors import UserCodeError
+from raypar.job import Job, LossConfig, ValidationConfig
 from raypar.model.graph import Graph, Layer
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.addition_tree import TreeNode, covering_nodes, fold_tree
-from raypar.worker.job_spec import JobSpec, Ref, ValidationSpec
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.gradient_accumulator import Row
 from raypar.worker.stage.stage import Stage
@@ -63,7 +63,7 @@ def chain(*builds) -> Graph:
     return Graph.sequential([(f"l{i}", b) for i, b in enumerate((*builds, lambda: nn.Linear(S, 1)))], input="x")
 
 
-def stages(graph: Graph, job: JobSpec, *cuts: int, replicas: int = 1, replica: int = 0, split: bool = False) -> list[Stage]:
+def stages(graph: Graph, job: Job, *cuts: int, replicas: int = 1, replica: int = 0, split: bool = False) -> list[Stage]:
     plan = ParallelPlan.of((replicas,) * (len(cuts) + 1), layers=len(graph.layers), cuts=cuts)
     routing = MicrobatchRouting(plan, job.batching)
     made = [
@@ -119,7 +119,7 @@ def equal(a: Sums, b: Sums) -> bool:
     )
 
 
-def job(microbatches: int, blocks: int) -> JobSpec:
+def job(microbatches: int, blocks: int) -> Job:
     return ugly_models.job("plain", microbatches=microbatches, virtual_replicas=blocks)
 
 
@@ -343,7 +343,7 @@ def test_what_a_constructor_put_into_evaluation_mode_stays_in_it_after_validatio
     def half() -> nn.Sequential:
         return nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5).eval())
 
-    spec = replace(job(2, 2), steps=3, validation=ValidationSpec(ugly_models.job("plain").data, every=1, samples=4))
+    spec = job(2, 2).replace(steps=3, validation=ValidationConfig(**dict(ugly_models.job("plain").data), every=1, samples=4))
     graph = chain(half)
     with OneProcessRun(spec, ParallelPlan.of((1,), layers=2), "1f1b", graph=graph) as run:
         reports = [(run.step(step)[0].loss, run.validate(step))[0] for step in range(3)]
@@ -364,7 +364,10 @@ def test_errors_of_user_code_have_their_place_and_traceback():
 
     for parts, words in [
         (stages(chain(linear, Breaks), job(1, 1), 1), ("layer 'l1'", "stage 1, replica 0", "microbatch 0", "KeyError: 'lost'")),
-        (stages(chain(linear), replace(job(1, 1), loss=Ref(loss))), ("the loss", "ArithmeticError: bad sum", "in loss")),
+        (
+            stages(chain(linear), job(1, 1).replace(loss=LossConfig(function=loss))),
+            ("the loss", "ArithmeticError: bad sum", "in loss"),
+        ),
     ]:
         with pytest.raises(UserCodeError) as error:
             forward(parts, 0)
@@ -378,5 +381,5 @@ def test_a_loss_that_is_no_scalar_is_refused_with_its_shape(shape):
         return output.sum().expand(shape)
 
     with pytest.raises(UserCodeError, match="not a scalar") as error:
-        forward(stages(chain(linear), replace(job(1, 1), loss=Ref(loss))), 0)
+        forward(stages(chain(linear), job(1, 1).replace(loss=LossConfig(function=loss))), 0)
     assert str(list(shape)) in error.value.what

@@ -13,9 +13,9 @@ from torch import nn
 import raypar
 from raypar.actors.step_reports import merge_reports
 from raypar.errors import ConfigError, PlanError
+from raypar.job import OptimizerConfig
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece
-from raypar.worker.job_spec import OptimizerSpec, Ref
 from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_squared_gradients, weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.step.make_optimizers_by_name import (
@@ -34,8 +34,8 @@ def parameters() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(3)) for name in ("a.weight", "a.bias", "norm.weight", "b.weight")}
 
 
-def spec(target="torch.optim:AdamW", groups=(), **args) -> OptimizerSpec:
-    return OptimizerSpec(Ref(target, args), groups)
+def spec(target="torch.optim:AdamW", groups=(), **args) -> OptimizerConfig:
+    return OptimizerConfig(function=target, args=args, groups=tuple({"match": pattern, **given} for pattern, given in groups))
 
 
 def step(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> None:
@@ -181,7 +181,7 @@ def test_a_step_reports_its_learning_rate_which_is_that_of_the_schedule_and_of_n
     given = {"model": tiny_job.model, "loss": tiny_job.loss, "data": tiny_job.data, "steps": 3}
     groups = [{"match": "*bias", "lr": 7.0}, {"match": "layer0*", "lr": 5.0}]
     optimizer = {"function": torch.optim.SGD, "args": {"lr": 0.5}, "groups": groups}
-    job = raypar.Trainer(**given, batch_size=8, microbatches=4, optimizer=optimizer, lr_schedule=falling).spec
+    job = raypar.Trainer(**given, batch_size=8, microbatches=4, optimizer=optimizer, lr_schedule=falling).job
     with OneProcessRun(job, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
         for step in range(3):
             reports = run.step(step)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from examples import plain_gpt
+from raypar.job import DataConfig, FunctionConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PrecisionConfig
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Precision, Ref
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -33,20 +33,20 @@ def test_plain_gpt_ends_with_the_weights_of_a_pipeline(microbatches, blocks, com
         "clip_norm": 1.0,
         "precision": {"compute": compute},
     }
-    spec = JobSpec(
+    spec = Job(
         name="plain",
         seed=5,
         steps=3,
         batch_size=9,
         microbatches=microbatches,
+        model=ModelConfig(function=model["function"], args=SIZES),
         virtual_replicas=blocks,
-        model=Ref(model["function"], SIZES),
-        loss=Ref("examples.gpt:loss"),
-        data=DataSpec(Ref(data["function"], data["args"])),
-        optimizer=OptimizerSpec(Ref("torch.optim:AdamW", optimizer)),
-        lr_schedule=Ref("examples.gpt:cosine", schedule),
+        loss=LossConfig(function="examples.gpt:loss"),
+        data=DataConfig(function=data["function"], args=data["args"]),
+        optimizer=OptimizerConfig(function="torch.optim:AdamW", args=optimizer),
+        lr_schedule=FunctionConfig(function="examples.gpt:cosine", args=schedule),
         clip_norm=1.0,
-        precision=Precision(compute),
+        precision=PrecisionConfig(compute=compute),
     )
     plain = weights_hash(dict(plain_gpt.train(job).named_parameters()))
     with OneProcessRun(spec, ParallelPlan.of((2, 2), layers=4), "1f1b") as run:

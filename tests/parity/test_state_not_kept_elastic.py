@@ -1,6 +1,5 @@
 """Optimizer state that no file holds, found when workers come or go before the next look for it: the weights are not lost."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ from helpers.protocol import Change, World
 from helpers.torch_flesh import TorchFlesh, TorchJob
 
 from raypar.errors import StateNotKeptError
+from raypar.job import OptimizerConfig
 from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors
-from raypar.worker.job_spec import OptimizerSpec, Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -25,7 +24,7 @@ CHAIN = ParallelPlan.mesh(pp=3, layers=LAYERS)
 
 
 def run(plan: ParallelPlan, *changes: Change, mirror_every: int = 0, begins: int = BEGINS) -> tuple[World, TorchJob]:
-    keeps_list = OptimizerSpec(Ref(optimizers.KeepsListLater, {"lr": 0.01, "after": begins - 1}))
+    keeps_list = OptimizerConfig(function=optimizers.KeepsListLater, args={"lr": 0.01, "after": begins - 1})
     spec = job_of(keeps_list, steps=STEPS, clip_norm=None)
     job = TorchJob(spec, make_layer_graph(spec), mirror_every=mirror_every)
     world = World(job, plan, changes=changes, flesh=TorchFlesh, tick_ms=5.0, save_at_end=True, max_workers=8, grow_after_s=0.0)
@@ -48,7 +47,7 @@ def weights_of(world: World, folder: Path) -> CheckpointTensors:
 
 
 def undisturbed(job: TorchJob, steps: int) -> dict[str, torch.Tensor]:
-    with OneProcessRun(replace(job.spec, steps=steps), ParallelPlan.mesh(layers=LAYERS), "1f1b", graph=job.graph) as one:
+    with OneProcessRun(job.spec.replace(steps=steps), ParallelPlan.mesh(layers=LAYERS), "1f1b", graph=job.graph) as one:
         for step in range(steps):
             one.step(step)
         return {name: copies[0] for name, copies in one.parameters().items()}

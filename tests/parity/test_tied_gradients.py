@@ -1,7 +1,6 @@
 """Parameters that several stages share, on the same and on other numbers of shards, trained and frozen."""
 
 from collections import OrderedDict
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +8,9 @@ from helpers.shard_grid import SEQ, STEPS, VOCAB, WIDTH, Cell, layout_for
 from torch import nn
 
 from examples import gpt
+from raypar.job import ModelConfig
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -41,7 +40,7 @@ def trained(spec, plan):
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("replicas, shards", [((1, 1), (1, 1)), ((2, 1), (1, 1)), ((1, 1), (2, 2)), ((1, 2), (2, 2))])
 def test_a_tie_between_stages_has_the_bits_of_one_stage(replicas, shards, frozen):
-    spec = replace(Cell("gpt", "1f1b", (1,), (1,), 4).job, model=Ref(tied, {"frozen": frozen}))
+    spec = Cell("gpt", "1f1b", (1,), (1,), 4).job.replace(model=ModelConfig(function=tied, args={"frozen": frozen}))
     want, (first, *_) = trained(spec, ParallelPlan.of((1,), shards[:1], layers=4))
     got, found = trained(spec, ParallelPlan.of(replicas, shards, layers=4))
     assert got == want
@@ -52,7 +51,7 @@ def test_a_tie_between_stages_has_the_bits_of_one_stage(replicas, shards, frozen
 @pytest.mark.parametrize("shards", [(1, 2), (2, 1), (2, 3), (4, 2), (3, 4)], ids=str)
 def test_a_tie_between_stages_of_other_shards_is_one_parameter(shards):
     """Each holder gets of the gradient what it has of the parameter: all slices stay slices of one."""
-    spec = replace(Cell("gpt", "1f1b", (1,), (1,), 4).job, model=Ref(tied))
+    spec = Cell("gpt", "1f1b", (1,), (1,), 4).job.replace(model=ModelConfig(function=tied))
     whole = trained(spec, ParallelPlan.mesh(layers=4))[1][0][2]
     _, found = trained(spec, ParallelPlan.of((1, 1), shards, layers=4))
     joined = {t: torch.cat([held for count, _, held in found if count == t]) for t in set(shards)}

@@ -20,17 +20,12 @@ import raypar
 from raypar.callbacks import Callback, EarlyStopping
 from raypar.cli import main
 from raypar.errors import CheckpointError, ConfigError, DataError, PlanError
-from raypar.job import ElasticConfig, InitFromConfig
+from raypar.job import ElasticConfig, InitFromConfig, PrecisionConfig
+from raypar.job.callable_text import find_unstable_argument, stable_argument_text, stable_callable_label
+from raypar.job.contract import contract_of_job
 from raypar.launch.resume import prepare_resumed_run
 from raypar.worker import measure_profile
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import (
-    Precision,
-    contract_of_job,
-    find_unstable_argument,
-    stable_argument_text,
-    stable_callable_label,
-)
 from raypar.worker.worker_core import WorkerCore
 
 GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size": 1, "microbatches": 1}
@@ -178,7 +173,7 @@ def test_a_class_is_a_function_that_builds_a_model():
     class Model(nn.Sequential):
         pass
 
-    assert raypar.Trainer(**(GIVEN | {"model": Model})).spec.model.target is Model
+    assert raypar.Trainer(**(GIVEN | {"model": Model})).job.model.function is Model
 
 
 def test_ray_trains_configurations_give_what_is_not_given_here():
@@ -186,7 +181,7 @@ def test_ray_trains_configurations_give_what_is_not_given_here():
     run = RunConfig(name="theirs", storage_path="/somewhere", checkpoint_config=CheckpointConfig(num_to_keep=3))
     job = raypar.Trainer(**GIVEN, run_config=run, checkpoint={"every": 5}).job
     assert (job.name, job.run_dir, job.checkpoint.keep, job.checkpoint.every) == ("theirs", "/somewhere", 3, 5)
-    assert raypar.Trainer(**GIVEN, name="mine", run_config=RunConfig()).spec.name == "mine"
+    assert raypar.Trainer(**GIVEN, name="mine", run_config=RunConfig()).job.name == "mine"
 
 
 @pytest.mark.parametrize("scheme", ["ftp", "https", "memory"])
@@ -227,20 +222,20 @@ DICTS = [{"ids": torch.ones(2), "labels": torch.zeros(2)}] * 4
 def test_the_fields_of_dict_samples_are_named_where_the_job_was_given():
     job = GIVEN | {"model": lambda: nn.Sequential(nn.Linear(2, 2)), "loss": nn.functional.mse_loss, "data": DICTS}
     with pytest.raises(DataError, match=r"has no field 'x', only ids, labels\n.*data.input: ids, data.target: labels"):
-        preflight(raypar.Trainer(**job).spec)
+        preflight(raypar.Trainer(**job).job)
     job["data"] = {"function": DICTS, "input": "ids", "target": "labels"}
-    spec = raypar.Trainer(**job, validation=DICTS).spec
+    spec = raypar.Trainer(**job, validation=DICTS).job
     assert set(preflight(spec).batch) == {"ids", "labels"}
-    assert (spec.data.input, spec.data.target) == ("ids", "labels") == (spec.validation.data.input, spec.validation.data.target)
+    assert (spec.data.input, spec.data.target) == ("ids", "labels") == (spec.validation_data.input, spec.validation_data.target)
 
 
 def test_the_fields_of_tuple_samples_have_the_names_that_are_given():
     samples = [(torch.zeros(2), torch.ones(2), torch.ones(2), 1)] * 4
     job = GIVEN | {"model": lambda: nn.Sequential(nn.Linear(2, 2)), "loss": nn.functional.mse_loss, "data": samples}
     with pytest.raises(DataError, match=r"4 fields, but names for 3: x, y, z\n.*in data.names"):
-        preflight(raypar.Trainer(**job).spec)
+        preflight(raypar.Trainer(**job).job)
     named = {"names": ["mask", "ids", "labels", "length"], "input": "ids", "target": "labels"}
-    batch = preflight(raypar.Trainer(**(job | {"data": {"function": samples, **named}})).spec).batch
+    batch = preflight(raypar.Trainer(**(job | {"data": {"function": samples, **named}})).job).batch
     assert set(batch) == {"ids", "labels"} and batch["ids"].sum() == 2
 
 
@@ -276,10 +271,10 @@ def test_the_cure_of_a_finished_checkpoint_is_more_steps_than_it_has_done(monkey
     monkeypatch.setattr(checkpoint_files, "load_manifest", lambda path: SimpleNamespace(steps_done=225))
     monkeypatch.setattr(checkpoint_files, "check_contract", lambda manifest, spec: None)
     with pytest.raises(CheckpointError, match="225 of 10 steps already done") as x:
-        prepare_resumed_run(Path("c"), SimpleNamespace(stop_at_step=None), SimpleNamespace(steps=10), None, None)
+        prepare_resumed_run(Path("c"), SimpleNamespace(stop_at_step=None, job=SimpleNamespace(steps=10)), None, None)
     assert "--set steps=450" in x.value.cure
     with pytest.raises(CheckpointError, match="225 of 5 steps already done") as x:
-        prepare_resumed_run(Path("c"), SimpleNamespace(stop_at_step=5), SimpleNamespace(steps=400), None, None)
+        prepare_resumed_run(Path("c"), SimpleNamespace(stop_at_step=5, job=SimpleNamespace(steps=400)), None, None)
     assert "--stop-at-step" in x.value.cure and "--set" not in x.value.cure
 
 
@@ -315,7 +310,7 @@ def as_a_script_makes_them():
         nn.CrossEntropyLoss(weight=heavier),
         (nn.CrossEntropyLoss, {"weight": heavier}),
     )
-    return [raypar.Trainer(**(GIVEN | {"loss": loss, "data": Samples()})).spec for loss in losses]
+    return [raypar.Trainer(**(GIVEN | {"loss": loss, "data": Samples()})).job for loss in losses]
 
 
 def test_a_script_that_is_started_again_gives_the_same_job_whatever_is_where_in_memory():
@@ -344,7 +339,7 @@ OTHER[1000] += 1e-6  # in no repr
     ],
 )
 def test_a_loss_with_other_class_weights_is_another_loss(one, other, tmp_path):
-    before, again, after = (raypar.Trainer(**(GIVEN | {"loss": loss})).spec for loss in (one, one, other))
+    before, again, after = (raypar.Trainer(**(GIVEN | {"loss": loss})).job for loss in (one, one, other))
     path = checkpoint_files.commit_checkpoint(
         checkpoint_files.create_checkpoint(tmp_path, 1), [], steps_done=1, contract=contract_of_job(before)
     )
@@ -355,10 +350,10 @@ def test_a_loss_with_other_class_weights_is_another_loss(one, other, tmp_path):
 
 
 def test_a_run_in_another_precision_is_not_resumed(tmp_path):
-    plain, mixed = (raypar.Trainer(**GIVEN, precision=given).spec for given in (None, {"compute": "bf16"}))
-    assert (plain.precision, mixed.precision) == (Precision(), Precision("bf16"))
+    plain, mixed = (raypar.Trainer(**GIVEN, precision=given).job for given in (None, {"compute": "bf16"}))
+    assert (plain.precision, mixed.precision) == (None, PrecisionConfig(compute="bf16"))
     for before, after in ((plain, mixed), (mixed, plain)):
-        folder = checkpoint_files.create_checkpoint(tmp_path / str(before.precision.compute), 1)
+        folder = checkpoint_files.create_checkpoint(tmp_path / str(before.precision), 1)
         path = checkpoint_files.commit_checkpoint(folder, [], steps_done=1, contract=contract_of_job(before))
         manifest = checkpoint_files.load_manifest(path)
         checkpoint_files.check_contract(manifest, before)
@@ -387,7 +382,7 @@ class Options:
 
 
 def test_functions_in_the_options_of_a_partial_are_named_and_not_refused():
-    spec = raypar.Trainer(**(GIVEN | {"loss": functools.partial(squares, scale=Options())})).spec
+    spec = raypar.Trainer(**(GIVEN | {"loss": functools.partial(squares, scale=Options())})).job
     assert spec.loss.label == "partial(squares, scale=Options(activation=<function squares>, generator=None))"
 
 
@@ -412,9 +407,9 @@ def test_tensors_without_dense_values_have_a_text(tensor):
 def test_two_data_sets_of_one_name_are_two():
     """Validation with `lambda: other` read the training samples: both are called <lambda>."""
     given = {**GIVEN, "model": lambda: nn.Sequential(nn.Linear(1, 1))}
-    spec = raypar.Trainer(**(given | {"data": lambda: [1, 2], "validation": lambda: [3]})).spec
+    spec = raypar.Trainer(**(given | {"data": lambda: [1, 2], "validation": lambda: [3]})).job
     core = WorkerCore(spec)
-    assert [core.dataset(data) for data in (spec.data, spec.validation.data)] == [[1, 2], [3]]
+    assert [core.dataset(data) for data in (spec.data, spec.validation_data)] == [[1, 2], [3]]
     assert core.dataset(spec.data) is core.dataset(spec.data)
 
 
@@ -427,9 +422,9 @@ def test_two_data_sets_whose_arguments_print_alike_are_two():
     train, other = torch.zeros(2000), torch.zeros(2000)
     other[1000] = 1.0
     given = {**GIVEN, "model": lambda: nn.Sequential(nn.Linear(1, 1)), "data": (only, {"rows": train})}
-    spec = raypar.Trainer(**(given | {"validation": (only, {"rows": other})})).spec
+    spec = raypar.Trainer(**(given | {"validation": (only, {"rows": other})})).job
     core = WorkerCore(spec)
-    assert [core.dataset(data) is rows for data, rows in ((spec.data, train), (spec.validation.data, other))] == [True, True]
+    assert [core.dataset(data) is rows for data, rows in ((spec.data, train), (spec.validation_data, other))] == [True, True]
 
 
 def test_modules_in_a_partial_are_told_apart_by_their_weights():

@@ -1,6 +1,5 @@
 """Losses that would train nothing are errors that say so."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +9,10 @@ from torch import Tensor, nn
 
 import raypar
 from raypar.errors import ModelError, NonFiniteError, UserCodeError
+from raypar.job import LossConfig, ModelConfig
 from raypar.plan import ParallelPlan
 from raypar.worker import job_preflight
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -34,7 +33,7 @@ def counts_nothing(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
     ],
 )
 def test_a_loss_that_trains_nothing_is_an_error_that_says_so(loss, error, said):
-    job = replace(ugly_models.job("plain", microbatches=2, steps=1), loss=Ref(loss))
+    job = ugly_models.job("plain", microbatches=2, steps=1).replace(loss=LossConfig(function=loss))
     plan = ParallelPlan.of((1,), layers=len(make_layer_graph(job).layers))
     with OneProcessRun(job, plan, "1f1b") as run, pytest.raises(error, match=said):
         run.step(0)
@@ -82,7 +81,7 @@ def test_a_loss_that_returns_no_tensor_with_a_gradient_is_the_first_thing_said(l
     """A line that the layers were not compared with the model on numbers came first."""
     monkeypatch.setattr(job_preflight, "check_capture_with_numbers", lambda *given: pytest.fail("the loss was not refused"))
     with pytest.raises(ModelError, match=said):
-        preflight(replace(classify(loss).spec, model=Ref(model)))
+        preflight(classify(loss).job.replace(model=ModelConfig(function=model)))
 
 
 class Wrapped(nn.Module):
@@ -118,7 +117,7 @@ def mean_and_count(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 )
 def test_a_pair_that_is_no_sum_with_its_count_is_an_error_before_the_run(loss, said, tokens):
     with pytest.raises(ModelError, match=said):
-        preflight(classify(loss, tokens=tokens).spec)
+        preflight(classify(loss, tokens=tokens).job)
 
 
 def sum_and_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,8 +137,8 @@ def takes_whole_microbatches(output: Tensor, target: Tensor) -> tuple[Tensor, fl
 @pytest.mark.parametrize("tokens", [0, 5])
 @pytest.mark.parametrize("loss", [sum_and_count, mean_that_counts_once, takes_whole_microbatches])
 def test_a_sum_with_its_count_passes(loss, tokens):
-    preflight(classify(loss, tokens=tokens).spec)
+    preflight(classify(loss, tokens=tokens).job)
 
 
 def test_a_mean_alone_passes():
-    preflight(classify(nn.CrossEntropyLoss()).spec)
+    preflight(classify(nn.CrossEntropyLoss()).job)

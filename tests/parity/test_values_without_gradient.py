@@ -1,7 +1,6 @@
 """What needs no gradient in one process needs none in any stage: kernels, checkpoints and layers ask for it."""
 
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +8,9 @@ from helpers import reference, ugly_models
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from raypar.job import ModelConfig, PrecisionConfig
 from raypar.model.graph import Graph, Layer
 from raypar.plan import MicrobatchRouting, ParallelPlan
-from raypar.worker.job_spec import Precision, Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage_builder import build_stage
 from raypar.worker.worker_assignments import make_layer_graph
@@ -47,7 +46,7 @@ def test_a_stage_behind_frozen_layers_gives_the_bits_of_one_process(kind, cuts, 
     def model() -> nn.Sequential:
         return nn.Sequential(frozen(), nn.Tanh(), KINDS[kind](SIZE, SIZE), nn.Linear(SIZE, 1))
 
-    spec = replace(ugly_models.job("plain", steps=2, virtual_replicas=2), model=Ref(model))
+    spec = ugly_models.job("plain", steps=2, virtual_replicas=2).replace(model=ModelConfig(function=model))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the reentrant checkpoint, about its inputs
         want = reference.train(make_layer_graph(spec), spec)
@@ -98,7 +97,9 @@ def masked() -> Graph:
 @pytest.mark.parametrize("compute", [None, "bf16"])
 @pytest.mark.parametrize("schedule, recompute", [("1f1b", ()), ("zb-h1", (1, 2))], ids=str)
 def test_a_mask_that_comes_from_another_stage_is_read_by_the_kernel_of_one_process(schedule, recompute, compute):
-    spec = replace(ugly_models.job("plain", steps=2, virtual_replicas=2), model=Ref(masked), precision=Precision(compute))
+    spec = ugly_models.job("plain", steps=2, virtual_replicas=2).replace(
+        model=ModelConfig(function=masked), precision=PrecisionConfig(compute=compute)
+    )
     want = reference.train(make_layer_graph(spec), spec)
     plan = ParallelPlan.mesh(pp=3, layers=4, cuts=(1, 2), recompute=recompute)
     with OneProcessRun(spec, plan, schedule) as run:
@@ -109,7 +110,7 @@ def test_a_mask_that_comes_from_another_stage_is_read_by_the_kernel_of_one_proce
 
 
 def test_a_value_without_a_graph_is_received_without_one_and_no_gradient_is_sent_back():
-    spec = replace(ugly_models.job("plain"), model=Ref(masked))
+    spec = ugly_models.job("plain").replace(model=ModelConfig(function=masked))
     graph, plan = make_layer_graph(spec), ParallelPlan.mesh(pp=2, layers=4, cuts=(1,))
     routing = MicrobatchRouting(plan, spec.batching)
     first, second = (

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from raypar.cli import main
 from raypar.errors import CheckpointError, ConfigError
+from raypar.job import InitFromConfig
 from raypar.plan.shard_ranges import merge_ranges
 from raypar.storage.checkpoint_store import open_checkpoint
 from raypar.storage.filesystems import uri_of_filesystem_object
@@ -27,7 +27,6 @@ from raypar.worker.checkpoint import checkpoint_files as checkpoint_store_files
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TensorSlices
 from raypar.worker.checkpoint.manifest import manifest_checksum
 from raypar.worker.checkpoint.state_key import StateKey, optimizer_key
-from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.pretrained.initial_values import WeightsFromFile
 from raypar.worker.pretrained.weights_file import StoredTensor, open_weights, resolve_weights_source
 from raypar.worker.pretrained.weights_matching import match_weights
@@ -516,7 +515,7 @@ def test_names_that_differ_by_a_prefix_are_refused_with_the_line_that_reads_them
         assert caught.value.cure == f"its names differ by a prefix: write {line}"
         settings = {k: v for k, v in (("strip_prefix", ""), ("add_prefix", "")) if f"{k}:" in form}
         settings = {k: form.split(f'{k}: "')[1].split('"')[0] for k in settings}
-        found = match_weights(file, shapes, source=InitialWeightsFile(str(file.path), **settings))
+        found = match_weights(file, shapes, source=InitFromConfig(path=str(file.path), **settings))
         assert found.names == {wanted.format(name): there.format(name) for name in SHAPES}
 
 
@@ -537,7 +536,7 @@ def test_a_prefix_that_does_not_make_all_fit_is_said_with_what_is_left(tmp_path:
 
 def test_rename_writes_the_models_names(tmp_path: Path):
     tensors = {"h.0.w": torch.zeros(1), "h.11.w": torch.ones(1), "wte.weight": torch.zeros(2)}
-    source = InitialWeightsFile("F", rename=((r"^h\.(\d+)\.", r"block\1."), (r"^wte\.", "embed.")))
+    source = InitFromConfig(path="F", rename={r"^h\.(\d+)\.": r"block\1.", r"^wte\.": "embed."})
     with open_weights(stored(tmp_path, tensors)) as file:
         found = match_weights(file, {"block0.w": (1,), "block11.w": (1,), "embed.weight": (2,)}, source=source)
         assert found.names == {"block0.w": "h.0.w", "block11.w": "h.11.w", "embed.weight": "wte.weight"}
@@ -548,9 +547,9 @@ def test_rename_writes_the_models_names(tmp_path: Path):
             (r"^layers\.", "block"): "matches none of the file's names",
         }.items():
             with pytest.raises(ConfigError, match=said):
-                match_weights(file, {"embed.weight": (2,)}, source=InitialWeightsFile("F", rename=(wrong,)))
+                match_weights(file, {"embed.weight": (2,)}, source=InitFromConfig(path="F", rename=dict((wrong,))))
         with pytest.raises(ConfigError, match=r"strip_prefix 'module\.' is at the beginning of none"):
-            match_weights(file, {"embed.weight": (2,)}, source=InitialWeightsFile("F", strip_prefix="module."))
+            match_weights(file, {"embed.weight": (2,)}, source=InitFromConfig(path="F", strip_prefix="module."))
 
 
 def test_a_near_name_is_suggested(tmp_path: Path):
@@ -635,7 +634,7 @@ def test_what_the_cure_says_may_miss_is_all_that_is_missing(tmp_path: Path):
             match_weights(file, wanted)
         patterns = json.loads(re.search(r"allow_missing: (\[.*?\])", refused.value.cure)[1])
         assert patterns == ["3.*", "4.*", "5.*", "6.*"]
-        assert match_weights(file, wanted, source=InitialWeightsFile("F", allow_missing=tuple(patterns))).missing
+        assert match_weights(file, wanted, source=InitFromConfig(path="F", allow_missing=tuple(patterns))).missing
         far = {f"{layer}.w{layer}": (2,) for layer in range(40)} | {"2.other.weight": (2,)}
         with pytest.raises(CheckpointError) as refused:
             match_weights(file, {**far, "0.up.weight": (2,)})
@@ -651,14 +650,14 @@ def test_parts_of_a_model_without_their_index_are_no_model(tmp_path: Path):
 
 
 def test_a_new_head_is_let_through_by_name_and_said(tmp_path: Path):
-    source = InitialWeightsFile("F", allow_missing=("head.*",), allow_unexpected=("head.*", "pooler.*"))
+    source = InitFromConfig(path="F", allow_missing=("head.*",), allow_unexpected=("head.*", "pooler.*"))
     tensors = {**weights(), "head.weight": torch.zeros(9, 4), "pooler.weight": torch.zeros(1)}
     wanted = {**SHAPES, "head.weight": (2, 4), "head.bias": (2,)}
     with open_weights(stored(tmp_path, tensors)) as file:
         with pytest.raises(CheckpointError, match=r"allow_missing: \[\"head\.\*\"\]"):
             match_weights(file, wanted)
         with pytest.raises(CheckpointError, match=r"head.weight is \[2, 4\] in the model and \[9, 4\] in the file"):
-            match_weights(file, wanted, source=replace(source, allow_unexpected=("pooler.*",)))
+            match_weights(file, wanted, source=source.replace(allow_unexpected=("pooler.*",)))
         found = match_weights(file, wanted, source=source)
         assert found.missing == ("head.weight", "head.bias") and set(found.names) == set(SHAPES)
         assert found.notes == (
@@ -666,7 +665,7 @@ def test_a_new_head_is_let_through_by_name_and_said(tmp_path: Path):
             "2 tensors of F.safetensors are not used: head.weight, pooler.weight",
         )
         with pytest.raises(CheckpointError, match="none of the model's 1 tensors is in"):
-            match_weights(file, {"other": (1,)}, source=InitialWeightsFile("F", allow_missing=("*",), allow_unexpected=("*",)))
+            match_weights(file, {"other": (1,)}, source=InitFromConfig(path="F", allow_missing=("*",), allow_unexpected=("*",)))
 
 
 @pytest.mark.parametrize(
@@ -686,7 +685,7 @@ def test_the_pattern_that_is_proposed_lets_nothing_else_through(extra: list[str]
             match_weights(file, wanted)
         assert f"allow_unexpected: {json.dumps(pattern)}}}" in caught.value.cure
         assert (
-            match_weights(file, wanted, source=InitialWeightsFile("F", allow_unexpected=tuple(pattern))).names.keys()
+            match_weights(file, wanted, source=InitFromConfig(path="F", allow_unexpected=tuple(pattern))).names.keys()
             == wanted.keys()
         )
 
@@ -717,7 +716,7 @@ class Own:
 @pytest.mark.parametrize("what", ["file", "pt", "checkpoint"])
 def test_a_run_begins_with_the_files_values_and_its_own_where_the_file_has_none(what: str, tmp_path: Path):
     path = form(what, tmp_path, {**weights(), "n": torch.tensor(3)})
-    own, source = Own(), InitialWeightsFile(str(path), allow_missing=("head.*",))
+    own, source = Own(), InitFromConfig(path=str(path), allow_missing=("head.*",))
     with open_weights(path) as file:
         fits = match_weights(
             file, {**SHAPES, "n": (), "head.bias": (2,)}, source=source, dtype="float64", dtypes={"n": "int64"}

@@ -10,9 +10,9 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import Optimizer
 
+from raypar.job import OptimizerConfig
 from raypar.torch_compat import without_dynamo as module
 from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo, without_dynamo
-from raypar.worker.job_spec import OptimizerSpec, Ref
 from raypar.worker.stage.autograd_backward import run_autograd_backward
 from raypar.worker.step.make_optimizers_by_name import build_optimizer
 
@@ -23,7 +23,7 @@ import sys
 import torch
 from torch import nn
 from raypar.worker.step.make_optimizers_by_name import build_optimizer
-from raypar.worker.job_spec import OptimizerSpec, Ref
+from raypar.job import OptimizerConfig, FunctionConfig
 
 class Own(torch.optim.AdamW):
     def step(self, closure=None):
@@ -31,7 +31,7 @@ class Own(torch.optim.AdamW):
 
 for target in ("torch.optim:SGD", "torch.optim:AdamW", "__main__:Own"):
     parameter = nn.Parameter(torch.arange(4.0))
-    optimizer = build_optimizer(OptimizerSpec(Ref(target, {"lr": 0.1})), {"weight": parameter})
+    optimizer = build_optimizer(OptimizerConfig(function=target, args={"lr": 0.1}), {"weight": parameter})
     for step in range(3):
         parameter.grad = torch.full((4,), 0.5 + step)
         optimizer.step()
@@ -51,7 +51,7 @@ def test_no_optimizer_loads_the_compiler():
 
 def trained(name: str) -> list[torch.Tensor]:
     parameter = nn.Parameter(torch.linspace(-1.0, 1.0, 12).reshape(3, 4).clone())
-    optimizer = build_optimizer(OptimizerSpec(Ref(f"torch.optim:{name}", {"lr": 0.05})), {"weight": parameter})
+    optimizer = build_optimizer(OptimizerConfig(function=f"torch.optim:{name}", args={"lr": 0.05}), {"weight": parameter})
     seen = []
     optimizer.register_step_pre_hook(lambda *given: seen.append("before"))
     optimizer.register_step_post_hook(lambda *given: seen.append("after"))
@@ -103,7 +103,7 @@ adamw = partial(torch.optim.AdamW, lr=0.01)
 spec = Trainer(
     **given, loss=loss, data=data, optimizer=adamw if how == "whole" else lambda p: adamw(p), steps=2, batch_size=8,
     microbatches=4,
-).spec
+).job
 if how == "preflight":
     preflight(spec)
 else:

@@ -21,13 +21,14 @@ from torch import nn
 from raypar import Trainer
 from raypar.errors import ConfigError, DataError, ModelError, UserCodeError
 from raypar.files.safe_yaml import dump_yaml
-from raypar.job import load_job, parse_job
+from raypar.job import Job, LossConfig, ModelConfig, PlanConfig, ValidationConfig
+from raypar.job.contract import contract_of_job
+from raypar.job.read_job import load_job, parse_job
 from raypar.model.capture.sequential import capture_layer_graph
 from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.job_preflight import check_model_can_shard, preflight
-from raypar.worker.job_spec import DataSpec, JobSpec, Ref, ValidationSpec, contract_of_job
 from raypar.worker.measure_profile import one_microbatch_of_each_size, profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.running_statistics import NormCall, RunningNorm, fold_norm_calls
@@ -64,7 +65,7 @@ def test_running_statistics_are_those_of_one_process_in_every_layout(layout: Lay
 # -- recomputation and activation checkpointing ------------------------------------------------------------------------------
 
 
-def check(spec: JobSpec, plan: ParallelPlan, schedule: str, want: reference.Result) -> None:
+def check(spec: Job, plan: ParallelPlan, schedule: str, want: reference.Result) -> None:
     """Run a plan and compare losses, parameters and buffers with the reference."""
     with OneProcessRun(spec, plan, schedule, seed=1) as run:
         losses = [{report.loss for report in run.step(step)} for step in range(spec.steps)]
@@ -77,7 +78,7 @@ def check(spec: JobSpec, plan: ParallelPlan, schedule: str, want: reference.Resu
 @pytest.mark.parametrize("schedule, recompute", [("1f1b", range(8)), ("gpipe", (0, 2, 3, 4)), ("zb-h1", range(8))], ids=str)
 def test_a_recomputed_microbatch_counts_once(schedule, recompute):
     name = "splittable norms" if schedule == "zb-h1" else "norms"
-    spec = replace(ugly_models.job(name), steps=5)
+    spec = ugly_models.job(name).replace(steps=5)
     check(spec, ParallelPlan.mesh(dp=2, pp=2, layers=8, recompute=recompute), schedule, expected(name, 4, 0))
 
 
@@ -91,7 +92,8 @@ def test_a_recomputed_microbatch_counts_once(schedule, recompute):
     ids=str,
 )
 def test_other_buffers_follow_the_policy(policy, replicas, schedule, microbatches, recompute):
-    spec = replace(ugly_models.job("counters", microbatches=microbatches), buffers=policy)
+    spec = ugly_models.job("counters", microbatches=microbatches)
+    spec = spec.replace(model=spec.model.replace(buffers=policy))
     want = reference.train(make_layer_graph(spec), spec)
     plan = replace(ParallelPlan.of(replicas, layers=8), recompute=tuple(recompute))
     check(spec, plan, schedule, want)
@@ -111,7 +113,7 @@ def spectral() -> nn.Sequential:
 
 @pytest.mark.parametrize("recompute", [(), range(4)], ids=str)
 def test_spectral_norm_trains_under_the_policy_last(recompute):
-    spec = replace(ugly_models.job("counters"), model=Ref(spectral), buffers="last")
+    spec = ugly_models.job("counters").replace(model=ModelConfig(function=spectral, buffers="last"))
     want = reference.train(make_layer_graph(spec), spec)
     assert len(want.buffers) == 6
     check(spec, ParallelPlan.mesh(dp=2, pp=2, layers=4, recompute=recompute), "1f1b", want)
@@ -119,7 +121,9 @@ def test_spectral_norm_trains_under_the_policy_last(recompute):
 
 @pytest.mark.parametrize("layer, path", [(norm_models.Counters, "samples"), (norm_models.OwnNorm, "mean")])
 def test_other_buffers_are_refused_by_default_and_the_cure_is_the_policy(layer, path):
-    spec = replace(ugly_models.job("counters"), model=Ref(lambda: nn.Sequential(nn.Flatten(), layer(75), nn.Linear(75, 3))))
+    spec = ugly_models.job("counters").replace(
+        model=ModelConfig(function=lambda: nn.Sequential(nn.Flatten(), layer(75), nn.Linear(75, 3)))
+    )
     with OneProcessRun(spec, ParallelPlan.mesh(layers=3), "1f1b") as run, pytest.raises(UserCodeError) as error:
         run.step(0)
     assert f"layer '1' writes into its buffer '{path}' in forward" in error.value.what
@@ -145,16 +149,16 @@ class Captured(nn.Module):
 
 @pytest.mark.parametrize("writes, buffer", [("a unit", "blocks.1.average"), ("code between units", "average")])
 def test_a_captured_model_that_writes_buffers_is_refused_before_it_starts(writes, buffer):
-    spec = replace(ugly_models.job("counters"), model=Ref(Captured, {"writes": writes}))
+    spec = ugly_models.job("counters").replace(model=ModelConfig(function=Captured, args={"writes": writes}))
     with pytest.raises(ModelError, match=f"the model's forward writes its buffer '{buffer}'") as error:
         preflight(spec)
     assert "model.buffers: last, or sum" in error.value.cure
     if writes == "a unit":
-        preflight(replace(spec, buffers="last"))
+        preflight(spec.replace(model=spec.model.replace(buffers="last")))
     else:  # each of the layers reads what the one before it has written
         with pytest.raises(UserCodeError, match="which another layer has too and would not see"):
-            preflight(replace(spec, buffers="last"))
-    preflight(replace(spec, model=Ref(Captured, {"writes": ""})))
+            preflight(spec.replace(model=spec.model.replace(buffers="last")))
+    preflight(spec.replace(model=ModelConfig(function=Captured, args={"writes": ""})))
 
 
 # -- other plans, checkpoints, validation ------------------------------------------------------------------------------------
@@ -171,7 +175,7 @@ def held(bodies: Iterable[ElasticWorker]) -> dict[str, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("name, policy", [("norms", "refuse"), ("counters", "last"), ("counters", "sum")])
 def test_replicas_that_join_and_leave_and_a_checkpoint_have_the_buffers_of_one_process(name, policy, tmp_path):
-    spec = replace(ugly_models.job(name), buffers=policy)
+    spec = ugly_models.job(name).replace(model=ModelConfig(function=ugly_models.MODELS[name][0], buffers=policy))
     graph = make_layer_graph(spec)
     want = reference.train(graph, spec)
     job = TorchJob(spec, graph)
@@ -215,7 +219,9 @@ def mlps(inside: bool = False) -> nn.Sequential:
 
 
 def test_shards_have_whole_norms_that_agree_with_those_of_all_replicas():
-    spec = replace(ugly_models.job("counters"), model=Ref(mlps), styles=(("*.up", "column"), ("*.down", "row"), ("*", "whole")))
+    spec = ugly_models.job("counters").replace(
+        model=ModelConfig(function=mlps), plan=PlanConfig(styles={"*.up": "column", "*.down": "row", "*": "whole"})
+    )
     shapes = ({"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 3, "pp": 2, "tp": 2})
     found: list[dict[str, list[torch.Tensor]]] = []
     for shape in shapes:
@@ -227,24 +233,25 @@ def test_shards_have_whole_norms_that_agree_with_those_of_all_replicas():
             found.append({name: [copy.clone() for copy in copies] for name, copies in run.buffers().items()})
     for copies in found:
         assert not [d for n, first in found[0].items() for d in differences(reference.Result(), n, copies[n], first[0])]
-    whole = reference.train(make_layer_graph(spec), replace(spec, steps=1)).buffers
+    whole = reference.train(make_layer_graph(spec), spec.replace(steps=1)).buffers
     assert all(torch.allclose(first_step[name], value, rtol=1e-5, atol=1e-7) for name, value in whole.items())
 
 
 def test_a_norm_of_a_part_of_the_features_is_refused():
     styles = (("3.up", "column"), ("3.down", "row"), ("*", "whole"))
-    spec = replace(ugly_models.job("counters"), model=Ref(mlps, {"inside": True}), styles=styles)
+    spec = ugly_models.job("counters").replace(
+        model=ModelConfig(function=mlps, args={"inside": True}), plan=PlanConfig(styles=dict(styles))
+    )
     with pytest.raises(ModelError) as error:
         check_model_can_shard(spec, preflight(spec), ParallelPlan.mesh(tp=2, layers=8))
     assert "norm" in str(error.value)
 
 
 def test_validation_reads_running_statistics_and_a_skipped_step_changes_none():
-    spec = replace(
-        ugly_models.job("norms", steps=3),
+    spec = ugly_models.job("norms", steps=3).replace(
         non_finite="skip",
-        loss=Ref(nan_in_step_1),
-        validation=ValidationSpec(DataSpec(Ref(norm_models.Images)), samples=6),
+        loss=LossConfig(function=nan_in_step_1),
+        validation=ValidationConfig(function=norm_models.Images, samples=6),
     )
     graph = make_layer_graph(spec)
     with OneProcessRun(spec, ParallelPlan.mesh(dp=2, pp=2, layers=8), "1f1b", graph=graph) as run:
@@ -389,9 +396,9 @@ class Replaces(nn.Linear):
     ],
 )
 def test_writes_that_no_policy_serves_are_refused_with_the_cure(layer, policy, words, cure):
-    model = Ref(lambda: nn.Sequential(nn.Flatten(), nn.Linear(75, 12), layer(), nn.Linear(12, 3)))
-    validation = ValidationSpec(DataSpec(Ref(norm_models.Images)), samples=6)
-    spec = replace(ugly_models.job("counters"), model=model, buffers=policy, validation=validation)
+    model = ModelConfig(function=lambda: nn.Sequential(nn.Flatten(), nn.Linear(75, 12), layer(), nn.Linear(12, 3)))
+    validation = ValidationConfig(function=norm_models.Images, samples=6)
+    spec = ugly_models.job("counters").replace(model=model.replace(buffers=policy), validation=validation)
     with (
         OneProcessRun(spec, ParallelPlan.mesh(dp=2, layers=4), "1f1b") as run,
         pytest.raises(UserCodeError, match=words) as error,
@@ -402,7 +409,7 @@ def test_writes_that_no_policy_serves_are_refused_with_the_cure(layer, policy, w
 
 
 def test_one_value_per_channel_is_an_error_with_its_place_and_cure_before_the_run_and_in_it():
-    spec = replace(ugly_models.job("norms", microbatches=4, batch_size=7))
+    spec = ugly_models.job("norms", microbatches=4, batch_size=7)
     with pytest.raises(DataError, match=r"layer 'head'(.|\n)*Expected more than 1 value per channel") as error:
         preflight(spec)
     assert "batch_size >= 2 x microbatches" in error.value.cure
@@ -414,7 +421,7 @@ def test_one_value_per_channel_is_an_error_with_its_place_and_cure_before_the_ru
 
 def test_running_statistics_on_gpus_and_synchronised_norms_are_refused_with_the_cure():
     with pytest.raises(ModelError, match=r"stem\.1 is a BatchNorm2d with running statistics, whose update on GPUs") as error:
-        preflight(replace(ugly_models.job("norms"), device="gpu"))
+        preflight(ugly_models.job("norms").replace(device="gpu"))
     assert "GroupNorm" in error.value.cure
     with pytest.raises(ModelError, match="SyncBatchNorm"):
         capture_layer_graph(nn.SyncBatchNorm.convert_sync_batchnorm(norm_models.norms()), input="x")
@@ -465,7 +472,7 @@ def test_buffers_that_two_layers_share_are_refused_once_they_are_written():
     def shared() -> list[nn.Module]:
         return [nn.Flatten(), nn.Linear(75, 12), nn.Sequential(counter), nn.Sequential(counter), nn.Linear(12, 3)]
 
-    spec = replace(ugly_models.job("counters"), model=Ref(shared), buffers="last")
+    spec = ugly_models.job("counters").replace(model=ModelConfig(function=shared, buffers="last"))
     with OneProcessRun(spec, ParallelPlan.mesh(layers=5), "1f1b") as run, pytest.raises(UserCodeError) as late:
         run.step(0)
     assert "layer '2' writes its buffer '0.samples', which another layer has too" in late.value.what
@@ -482,7 +489,7 @@ def test_an_instance_norm_whose_averages_pytorch_would_round_to_bfloat16_is_refu
 def test_the_contract_of_a_job_names_the_policy_only_where_it_is_set():
     spec = ugly_models.job("norms")
     assert "buffers" not in contract_of_job(spec)
-    assert contract_of_job(replace(spec, buffers="sum")) == contract_of_job(spec) | {"buffers": "sum"}
+    assert contract_of_job(spec.replace(model=spec.model.replace(buffers="sum"))) == contract_of_job(spec) | {"buffers": "sum"}
 
 
 # -- whole jobs --------------------------------------------------------------------------------------------------------------
@@ -490,7 +497,7 @@ def test_the_contract_of_a_job_names_the_policy_only_where_it_is_set():
 
 def test_the_resnet_of_the_jobs_is_that_of_one_process_with_two_stages_and_two_replicas():
     job = load_job(str(Path(__file__).parents[2] / "jobs" / "resnet_digits.yaml"))
-    spec = replace(job.to_spec(), steps=2, validation=None)
+    spec = job.replace(steps=2, validation=None)
     plan = job.to_plan(10)
     assert [stage.replicas for stage in plan.stages] == [2, 2] and job.schedule_name == "1f1b"
     want = reference.train(make_layer_graph(spec), spec)
@@ -500,14 +507,14 @@ def test_the_resnet_of_the_jobs_is_that_of_one_process_with_two_stages_and_two_r
 
 def test_layers_that_write_buffers_are_measured_and_may_be_recomputed():
     for name, policy in (("norms", "refuse"), ("counters", "last"), ("counters", "sum")):
-        spec = replace(ugly_models.job(name), buffers=policy)
+        spec = ugly_models.job(name).replace(model=ModelConfig(function=ugly_models.MODELS[name][0], buffers=policy))
         graph = preflight(spec).graph
         batches = read_microbatches(spec, graph, one_microbatch_of_each_size(spec.batching))
         assert profile_layers(spec, graph, batches, None).recomputable == tuple(range(8))
 
 
 def test_initial_values_by_name_reset_running_statistics_too():
-    spec = replace(ugly_models.job("norms", steps=2), init="by-name")
+    spec = ugly_models.job("norms", steps=2).replace(init="by-name")
     with OneProcessRun(spec, ParallelPlan.mesh(dp=2, pp=2, layers=8), "1f1b") as run:
         for step in range(2):
             run.step(step)
@@ -519,8 +526,8 @@ def test_a_job_file_and_the_trainer_take_the_policy_with_the_model():
     given = {"steps": 1, "batch_size": 4, "microbatches": 2, "loss": "helpers.norm_models:class_loss"}
     data = {"function": "helpers.norm_models:Images"}
     model = {"function": "helpers.norm_models:counters", "buffers": "sum"}
-    assert Trainer(model=model, data=data, **given).job.to_spec().buffers == "sum"
-    assert parse_job(dump_yaml({"model": model, "data": data, **given})).to_spec().buffers == "sum"
-    assert Trainer(model="helpers.norm_models:counters", data=data, **given).job.to_spec().buffers == "refuse"
+    assert Trainer(model=model, data=data, **given).job.model.buffers == "sum"
+    assert parse_job(dump_yaml({"model": model, "data": data, **given})).model.buffers == "sum"
+    assert Trainer(model="helpers.norm_models:counters", data=data, **given).job.model.buffers == "refuse"
     with pytest.raises(ConfigError, match="buffers"):
         Trainer(model=model | {"buffers": "first"}, data=data, **given)

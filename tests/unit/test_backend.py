@@ -16,10 +16,10 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.worker_endpoint import WorkerEndpoint
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ClusterError, ConfigError
+from raypar.job import Job, PrecisionConfig
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS, PrecisionName
 from raypar.worker.backend import BACKENDS, make_backend
-from raypar.worker.job_spec import JobSpec, Precision
 
 PACKAGE = Path(__file__).parents[2] / "raypar"
 
@@ -76,20 +76,20 @@ def test_a_gpu_without_bfloat16_is_refused_by_its_name_before_anything_is_comput
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     for supported in (True, False):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, found=supported: found)
-        backend.check_precision(Precision())
+        backend.check_precision(PrecisionConfig())
         if supported:
-            backend.check_precision(Precision("bf16"))
+            backend.check_precision(PrecisionConfig(compute="bf16"))
     with pytest.raises(ClusterError, match=r"cuda:0 \(Tesla V100\) on .* cannot compute in bfloat16") as refused:
-        backend.check_precision(Precision("bf16"))
+        backend.check_precision(PrecisionConfig(compute="bf16"))
     assert "compute capability 8.0" in refused.value.cure
-    make_backend("cpu").check_precision(Precision("bf16"))
+    make_backend("cpu").check_precision(PrecisionConfig(compute="bf16"))
 
 
 def test_a_device_that_no_backend_has_is_refused_with_those_there_are():
     with pytest.raises(ConfigError, match="device 'tpu' is not known") as refused:
         make_backend("tpu")
     assert "cpu, gpu" in refused.value.cure
-    assert JobSpec.device in BACKENDS, "the default"
+    assert Job.model_fields["device"].default in BACKENDS, "the default"
 
 
 def test_no_other_file_asks_which_kind_of_device_a_job_has():

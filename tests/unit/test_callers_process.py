@@ -69,7 +69,7 @@ def test_a_run_that_fails_in_its_checks_puts_back_too(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "_check_and_plan", check)
     wanted = read_global_torch_state()
     with pytest.raises(ConfigError, match="wrong"):
-        launch_run(None, None, None, lambda event: None)  # type: ignore[arg-type]
+        launch_run(None, None, lambda event: None)  # type: ignore[arg-type]
     assert read_global_torch_state() == wanted
 
 

@@ -4,7 +4,6 @@ import asyncio
 import functools
 import importlib.metadata
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +13,13 @@ from helpers.partial_objects import make_with
 from helpers.tiny_job import write_job
 
 from raypar.actors import driver_startup
-from raypar.job import load_job
+from raypar.job import DataConfig, Job
+from raypar.job.read_job import load_job
 from raypar.launch import Result, launch_run, train_job_in_new_folder
 from raypar.launch.code_of_job import code_of_job, describe_code_change
 from raypar.trainer_arguments import Given
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.state_key import OPTIMIZER, PARAMETER, StateKey
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 
 MODEL = '''"""A model."""
 import math
@@ -38,9 +37,9 @@ LAYERS = (
 )
 
 
-def job(model, loss="torch.nn.functional:mse_loss") -> JobSpec:
-    model, loss = (part if isinstance(part, Ref) else Ref(part) for part in (model, loss))
-    return JobSpec("j", 0, 2, 4, 2, model, loss, DataSpec(Ref("mine.data:samples")), OptimizerSpec(Ref("torch.optim:SGD")))
+def job(model, loss="torch.nn.functional:mse_loss") -> Job:
+    data, optimizer = "mine.data:samples", "torch.optim:SGD"
+    return Job(name="j", steps=2, batch_size=4, microbatches=2, model=model, loss=loss, data=data, optimizer=optimizer)
 
 
 @pytest.fixture
@@ -123,8 +122,8 @@ def of_script(folder: Path, monkeypatch, as_object: bool = False, **parts: str) 
     main.__file__ = str(path)
     monkeypatch.setitem(sys.modules, "__main__", main)
     exec(compile(path.read_text(), str(path), "exec"), vars(main))
-    model = Ref(functools.partial(torch.nn.Sequential, main.Net(8, 8))) if as_object else Ref(main.make)
-    return code_of_job(job(model, Ref(main.loss)))
+    model = functools.partial(torch.nn.Sequential, main.Net(8, 8)) if as_object else main.make
+    return code_of_job(job(model, main.loss))
 
 
 @pytest.mark.parametrize("as_object", [False, True])
@@ -147,7 +146,7 @@ def test_what_an_object_that_was_given_calls_is_followed(mine: Path):
 
     for name in ("mine.layers", "mine"):
         del sys.modules[name]
-    found = code_of_job(replace(job("mine.sizes:WIDTH"), data=DataSpec(Ref(Given(Samples())))))
+    found = code_of_job(job("mine.sizes:WIDTH").replace(data=DataConfig(function=Given(Samples()))))
     assert {"mine/layers.py", "mine/sizes.py"} <= {*found}
 
 
@@ -156,7 +155,7 @@ def request_of(tmp_path, monkeypatch):
     """`request_of(resume_from)`: the driver's request for a run of a job that is begun, or goes on from a checkpoint."""
     made = []
 
-    def connect(spec, chosen, make_request, options, tell, after) -> Result:
+    def connect(chosen, make_request, options, tell, after) -> Result:
         made.append(make_request(options.make_folder(chosen), "127.0.0.1"))
         return Result({}, "", "failed", 0)
 

@@ -15,14 +15,16 @@ import pytest
 import raypar
 from raypar.cli import main
 from raypar.errors import ConfigError, PlanError
-from raypar.job import parse_job
+from raypar.job import FunctionConfig, ModelConfig
+from raypar.job.callable_text import CONTRACT_CHARACTERS, stable_callable_label
+from raypar.job.contract import contract_of_job
+from raypar.job.read_job import parse_job
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.ray_job_resubmission import find_unfinished_run
 from raypar.launch.resume import find_last_whole_checkpoint, prepare_resumed_run
 from raypar.record.events import Event
 from raypar.storage.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import describe_edition_change, list_contract_differences, load_manifest
-from raypar.worker.job_spec import CONTRACT_CHARACTERS, Ref, contract_of_job, stable_callable_label
 
 JOB = """
 name: old
@@ -187,14 +189,14 @@ def old(tmp_path: Path) -> RunFolder:
 
 
 def test_every_key_of_a_job_file_is_accepted_and_means_the_same_job():
-    assert json.loads(json.dumps(contract_of_job(parse_job(JOB).to_spec()))) == {"edition": 2, **CONTRACT}
+    assert json.loads(json.dumps(contract_of_job(parse_job(JOB)))) == {"edition": 2, **CONTRACT}
     assert parse_job(parse_job(JOB).to_yaml()) == parse_job(JOB)
 
 
 def test_every_argument_of_trainer_is_accepted():
     assert set(ARGUMENTS.split()) <= set(inspect.signature(raypar.Trainer).parameters)
     given = {"model": "m:model", "loss": "m:loss", "data": "m:data", "steps": 2, "batch_size": 2, "microbatches": 1}
-    spec = raypar.Trainer(**given, **FIELDS).spec
+    spec = raypar.Trainer(**given, **FIELDS).job
     assert {name: getattr(spec, name) for name in FIELDS} == FIELDS
 
 
@@ -227,7 +229,7 @@ def test_styles_beside_a_whole_plan_belong_to_it():
         job.to_plan(6)
     with pytest.raises(PlanError, match=r"the plan has its stages on positions \[0, 1, 1, 0\], and schedule interleaved on"):
         raypar.Trainer(**given, plan=plan, schedule="interleaved")
-    assert job.to_plan(5) == plan and job.plan.schedule == "zb-v" and job.to_spec().styles == (("*.up", "column"),)
+    assert job.to_plan(5) == plan and job.plan.schedule == "zb-v" and job.styles == (("*.up", "column"),)
 
 
 def test_a_run_that_was_given_functions_goes_on_from_the_job_file_that_names_them():
@@ -237,7 +239,7 @@ def test_a_run_that_was_given_functions_goes_on_from_the_job_file_that_names_the
     def differs(then: str, now: str) -> bool:
         manifest = SimpleNamespace(contract=contract(then))
         name = now if ":" in now else {"model": model, "other": other}[now]
-        spec = replace(parse_job(JOB).to_spec(), model=Ref(name))
+        spec = parse_job(JOB).replace(model=ModelConfig(function=name))
         return bool(list_contract_differences(manifest, spec))
 
     assert not differs("model", "m:model") and not differs("m:model", "model") and not differs("m:model", "m:model")
@@ -253,8 +255,8 @@ def other() -> None:
 
 
 def test_objects_that_trainer_is_given_have_the_names_that_checkpoints_hold():
-    spec = raypar.Trainer(model="m:model", loss="m:loss", data=[1, 2], steps=2, batch_size=2, microbatches=1).spec
-    assert contract_of_job(spec)["data"]["function"] == "Given(value=[1, 2])" and spec.data.dataset.label == "list"
+    spec = raypar.Trainer(model="m:model", loss="m:loss", data=[1, 2], steps=2, batch_size=2, microbatches=1).job
+    assert contract_of_job(spec)["data"]["function"] == "Given(value=[1, 2])" and spec.data.label == "list"
 
 
 def test_a_run_folder_is_shown_and_resumed(old: RunFolder, capsys: pytest.CaptureFixture[str]):
@@ -265,9 +267,7 @@ def test_a_run_folder_is_shown_and_resumed(old: RunFolder, capsys: pytest.Captur
     assert find_unfinished_run(job) == (old, "")
     told: list[Event] = []
     path = find_last_whole_checkpoint(old, told.append)
-    options, _ = prepare_resumed_run(
-        path, LaunchOptions(make_folder=lambda chosen: old), job.to_spec(), lambda checked: None, told.append
-    )
+    options, _ = prepare_resumed_run(path, LaunchOptions(job, lambda chosen: old), lambda checked: None, told.append)
     assert (options.resume, options.steps_done) == (path, 5)
     assert [event.kind for event in told] == ["warning", "resuming"]
     assert "was computed by edition 1 of the numerics contract, and the run goes on by edition 2" in (told[0].line() or "")
@@ -281,7 +281,7 @@ def test_a_checkpoint_of_an_earlier_edition_of_the_numerics_contract_goes_on_and
 ):
     then = CONTRACT if edition is None else {**CONTRACT, "edition": edition}
     manifest = replace(load_manifest(old.checkpoints / "step_00000005"), contract=then)
-    assert list_contract_differences(manifest, parse_job(JOB).to_spec()) == differences
+    assert list_contract_differences(manifest, parse_job(JOB)) == differences
     assert (describe_edition_change(manifest) is not None) == told
 
 
@@ -289,11 +289,10 @@ def test_names_of_the_former_release_that_users_import_are_still_there():
     from raypar import callbacks
     from raypar.callbacks import EndInfo, FailureInfo, RunEndInfo, RunFailureInfo, RunStartInfo, StartInfo
     from raypar.data.token_files import TokenFile, token_loss
-    from raypar.worker import spec, tokens
-    from raypar.worker.job_spec import DataSpec, Ref
+    from raypar.worker import tokens
 
     assert (StartInfo, EndInfo, FailureInfo) == (RunStartInfo, RunEndInfo, RunFailureInfo)
-    assert callbacks.Answer is callbacks.HookResult and spec.DataSpec is DataSpec and spec.Ref is Ref
+    assert callbacks.Answer is callbacks.HookResult
     assert (tokens.TokenFile, tokens.token_loss) == (TokenFile, token_loss)
 
 
@@ -306,7 +305,7 @@ def test_a_checkpoint_of_a_job_whose_token_files_were_elsewhere_goes_on(form: st
     named = {"function": "raypar.worker.tokens:TokenFile", "args": arguments}
     data = TokenFile(**arguments) if form == "object" else (named["function"], named["args"])
     job = {"model": "m:model", "loss": "m:loss", "steps": 2, "batch_size": 2, "microbatches": 1}
-    spec = raypar.Trainer(data=data, **job).spec
+    spec = raypar.Trainer(data=data, **job).job
     former = json.loads(json.dumps(contract_of_job(spec)).replace("raypar.data.token_files", "raypar.worker.tokens"))
     assert "raypar.worker.tokens" in json.dumps(former)
     manifest = replace(load_manifest(old.checkpoints / "step_00000005"), contract=former)
@@ -318,7 +317,7 @@ def test_a_checkpoint_that_holds_a_long_text_whole_is_of_the_same_job(old: RunFo
     samples = functools.partial(list, [{"x": i} for i in range(5000)])
     manifest = load_manifest(old.checkpoints / "step_00000005")
     job = {"model": "m:model", "loss": "m:loss", "data": "m:data", "steps": 2, "batch_size": 2, "microbatches": 1}
-    spec = replace(raypar.Trainer(**job).spec, lr_schedule=Ref(samples))
+    spec = raypar.Trainer(**job).job.replace(lr_schedule=FunctionConfig(function=samples))
     whole = stable_callable_label(samples)
     held = contract_of_job(spec) | {"lr_schedule": {"function": whole, "args": {}}}
     assert len(contract_of_job(spec)["lr_schedule"]["function"]) < 1000 < CONTRACT_CHARACTERS < len(whole)

@@ -12,12 +12,14 @@ import yaml
 import raypar
 from raypar.callbacks import check_callbacks
 from raypar.errors import ConfigError, InputError, PlanError, RayparError, ScheduleError
-from raypar.job import Job, load_job, parse_job, parse_plan_section
+from raypar.job import FunctionConfig, Job, ModelConfig, OptimizerConfig, PrecisionConfig
+from raypar.job.contract import contract_of_job
+from raypar.job.read_job import load_job, parse_job, parse_plan_section
 from raypar.job.validation_errors import dotted_keys
 from raypar.keys_of_other_frameworks import ADVICE
 from raypar.launch import chosen_plan
 from raypar.storage.run_folder import RunFolder, check_run_dir_is_writable
-from raypar.worker.job_spec import Precision, Ref, contract_of_job
+from raypar.worker.autocast_precisions import autocast_of
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "jobs" / "quickstart.yaml"
@@ -34,14 +36,16 @@ optimizer: {function: "torch.optim:SGD", args: {lr: 3e-4}}
 
 
 def test_the_quickstart_is_a_job():
-    job = load_job(QUICKSTART)
-    spec = job.to_spec()
+    job = spec = load_job(QUICKSTART)
     assert (spec.seed, spec.steps, spec.batch_size, spec.microbatches, spec.batching.blocks) == (1337, 200, 32, 8, 4)
-    assert spec.optimizer.optimizer == Ref(
-        "torch.optim:AdamW", {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "fused": True}
+    assert spec.optimizer == OptimizerConfig(
+        function="torch.optim:AdamW", args={"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "fused": True}
     )
     assert spec.validation is not None and (spec.validation.every, spec.validation.samples) == (50, 128)
-    assert spec.lr_schedule == Ref("examples.gpt:cosine", {"warmup": 20, "total": 200}) and spec.clip_norm == 1.0
+    assert (
+        spec.lr_schedule == FunctionConfig(function="examples.gpt:cosine", args={"warmup": 20, "total": 200})
+        and spec.clip_norm == 1.0
+    )
     assert (job.schedule_name, job.workers, job.plan_is_auto, job.checkpoint.keep) == ("1f1b", 4, False, 2)
     plan = job.to_plan(layers=6)
     assert plan.world == 4 and [(s.first, s.last, s.replicas) for s in plan.stages] == [(0, 3, 2), (3, 6, 2)]
@@ -55,9 +59,8 @@ def test_a_job_written_out_loads_to_the_same_job(text: str):
 
 
 def test_short_forms_defaults_and_numbers_with_an_exponent():
-    job = parse_job(SMALL)
-    spec = job.to_spec()
-    assert spec.model == Ref("m:layers") and spec.optimizer.optimizer.args == {"lr": 3e-4}
+    job = spec = parse_job(SMALL)
+    assert spec.model == ModelConfig(function="m:layers") and spec.optimizer.args == {"lr": 3e-4}
     assert (job.run_dir, job.workers, job.schedule_name, job.checkpoint.at_end) == ("runs/", 1, "1f1b", True)
     assert (spec.dtype, spec.reduction, spec.threads, spec.non_finite, spec.batching.blocks) == (
         "float32",
@@ -83,30 +86,30 @@ OVERRIDES = {
     "validation.function=m:text": lambda job: job.validation.function == "m:text",
     "optimizer.args.lr=1e-2": lambda job: job.optimizer.args["lr"] == 0.01,
     "optimizer.groups=[{match: '*.bias', weight_decay: 0}]": lambda job: (
-        job.to_spec().optimizer.groups == (("*.bias", {"weight_decay": 0}),)
+        job.optimizer.options_by_pattern == (("*.bias", {"weight_decay": 0}),)
     ),
     "clip_norm=1": lambda job: job.clip_norm == 1.0,
-    "lr_schedule=m:cosine": lambda job: job.to_spec().lr_schedule == Ref("m:cosine"),
+    "lr_schedule=m:cosine": lambda job: job.lr_schedule == FunctionConfig(function="m:cosine"),
     "data={function: 'm:text', names: [a, b], input: a, target: b, processes: 2}": lambda job: (
         (
-            job.to_spec().data.names,
-            job.to_spec().data.processes,
+            job.data.names,
+            job.data.processes,
         )
         == (("a", "b"), 2)
     ),
     "plan={stages: 2, cuts: [4], schedule: gpipe}": lambda job: [s.last for s in job.to_plan(6).stages] == [4, 6],
     "trackers=[tensorboard]": lambda job: job.trackers[0].tracker == "tensorboard",
-    "callbacks=['m:Log']": lambda job: job.callbacks[0].to_ref() == Ref("m:Log"),
+    "callbacks=['m:Log']": lambda job: job.callbacks[0] == FunctionConfig(function="m:Log"),
 }
 
 
 def test_a_precision_is_only_said_where_it_is_set():
     plain, off, on = (parse_job(SMALL, given) for given in ([], ["precision={}"], ["precision.compute=bf16"]))
-    assert plain.to_spec() == off.to_spec() == parse_job(SMALL, ["precision=null"]).to_spec()
-    assert contract_of_job(plain.to_spec()) == contract_of_job(off.to_spec())
-    assert on.to_spec().precision == Precision("bf16")
-    assert contract_of_job(on.to_spec()) == contract_of_job(plain.to_spec()) | {"precision": {"compute": "bf16"}}
-    assert parse_job(on.to_yaml()).to_spec() == on.to_spec()
+    assert plain == parse_job(SMALL, ["precision=null"]) and autocast_of(off.precision) is autocast_of(plain.precision) is None
+    assert contract_of_job(plain) == contract_of_job(off)
+    assert on.precision == PrecisionConfig(compute="bf16")
+    assert contract_of_job(on) == contract_of_job(plain) | {"precision": {"compute": "bf16"}}
+    assert parse_job(on.to_yaml()) == on
 
 
 def test_bfloat16_is_refused_with_a_dtype_that_autocast_leaves_alone():
@@ -224,16 +227,16 @@ def test_shards_multiply_the_workers_and_their_styles_belong_to_the_job():
     plan = job.to_plan(4)
     assert job.workers == plan.world == 8 and [stage.shards for stage in plan.stages] == [2, 4]
     assert plan.describe() == "2 stages x 2/1 replicas x 2/4 shards"
-    assert job.to_spec().styles == (("*.up", "column"),) and job.to_spec().sequence_parallel
+    assert job.styles == (("*.up", "column"),) and job.sequence_parallel
     assert parse_job(job.to_yaml()) == job
 
 
 def test_validation_reads_the_fields_of_the_training_data_unless_it_names_its_own():
     data = "data={function: 'm:f', names: [a, b], input: a, target: b, processes: 2}"
-    spec = parse_job(SMALL, [data, "validation=m:held_out"]).to_spec()
-    assert (spec.validation.data.names, spec.validation.data.input, spec.validation.data.processes) == (("a", "b"), "a", 0)
-    spec = parse_job(SMALL, [data, "validation={function: 'm:held_out', names: [b, a], every: 3}"]).to_spec()
-    assert (spec.validation.data.names, spec.validation.every) == (("b", "a"), 3)
+    spec = parse_job(SMALL, [data, "validation=m:held_out"])
+    assert (spec.validation_data.names, spec.validation_data.input, spec.validation_data.processes) == (("a", "b"), "a", 0)
+    spec = parse_job(SMALL, [data, "validation={function: 'm:held_out', names: [b, a], every: 3}"])
+    assert (spec.validation_data.names, spec.validation.every) == (("b", "a"), 3)
 
 
 @pytest.mark.parametrize("key, option", [("address", "--address"), ("resume_from_checkpoint", "`raypar resume RUN`")])
@@ -259,7 +262,7 @@ def test_a_planner_gets_no_more_workers_than_there_are_processors_unless_they_ar
     monkeypatch.setattr(Job, "usable_processors", 3)
     monkeypatch.setattr(chosen_plan, "choose_plan", lambda spec, checked, make, name, workers: given.append(workers))
     job = parse_job(SMALL, ["plan=auto"])
-    chosen_plan.make_plan_chooser(job, job.to_spec(), asked)(None)
+    chosen_plan.make_plan_chooser(job, asked)(None)
     assert given == [most]
 
 
@@ -271,7 +274,7 @@ def test_an_automatic_plan_is_not_there_before_the_planner_has_run():
 
 def test_reading_a_job_loads_neither_torch_nor_ray():
     code = (
-        "import sys; from raypar.job import load_job; import raypar.storage.run_folder; "
+        "import sys; from raypar.job.read_job import load_job; import raypar.storage.run_folder; "
         f"load_job({str(QUICKSTART)!r}).to_plan(6); print(*sorted({{'torch', 'ray', 'numpy'}} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)

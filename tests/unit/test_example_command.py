@@ -10,7 +10,7 @@ import pytest
 
 from raypar.cli import main
 from raypar.example_jobs.write_example import example_files, list_examples, packages_to_install
-from raypar.job import load_job
+from raypar.job.read_job import load_job
 
 ROOT = Path(__file__).parents[2]
 

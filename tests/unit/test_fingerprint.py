@@ -3,7 +3,7 @@
 import torch
 
 from raypar.actors.numerics_fingerprint import describe_fingerprint_differences, fingerprint_worker_numerics, processor_model
-from raypar.worker.job_spec import Precision
+from raypar.job import PrecisionConfig
 
 
 def of(monkeypatch, **settings):
@@ -29,7 +29,9 @@ def test_a_setting_that_chooses_kernels_is_part_of_what_a_worker_computes_with(m
 
 
 def test_kernels_for_bfloat16_are_compared_where_a_job_computes_in_it(monkeypatch):
-    plain, mixed = (fingerprint_worker_numerics(1, torch.device("cpu"), Precision(compute)) for compute in (None, "bf16"))
+    plain, mixed = (
+        fingerprint_worker_numerics(1, torch.device("cpu"), PrecisionConfig(compute=compute)) for compute in (None, "bf16")
+    )
     assert plain == of(monkeypatch) and mixed == plain | {"bfloat16_kernels": mixed["bfloat16_kernels"]}
     assert describe_fingerprint_differences([mixed, mixed | {"bfloat16_kernels": "0"}]) == [
         f"bfloat16_kernels: worker 0 {mixed['bfloat16_kernels']}, worker 1 0"

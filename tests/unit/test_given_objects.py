@@ -19,13 +19,14 @@ import raypar
 from raypar import Trainer
 from raypar.errors import RayparError
 from raypar.files.untrusted_files import repr_text
+from raypar.job import FunctionConfig
+from raypar.job.contract import contract_of_job
 from raypar.launch import start_new_run
 from raypar.launch.result import Result
 from raypar.storage.run_folder import RunFolder
 from raypar.user_code.traceback_filter import remove_raypar_frames
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import Ref, contract_of_job
 
 SAMPLES = [(torch.ones(2), torch.ones(1))] * 8
 GOOD: dict[str, Any] = {
@@ -95,7 +96,7 @@ def test_no_message_about_an_argument_shows_more_than_a_line_of_it(key: str):
             except RayparError as error:
                 assert len(error.what) < 700 and "row 3" not in str(error) and error.what.count("\n") <= 1, str(error)
                 assert len(error.cure) < 700 and error.cure.count("\n") <= error.what.count("; "), "a line for each error"
-    assert Ref(Callable_()).label == "Callable_"
+    assert FunctionConfig(function=Callable_()).label == "Callable_"
 
 
 def test_a_value_in_a_message_has_one_line_and_python_s_own_are_as_python_writes_them():
@@ -150,7 +151,7 @@ def test_a_pair_is_taken_inside_of_a_callback():
 
 def test_a_run_without_a_job_file_names_the_objects_that_no_file_can_name(tmp_path, monkeypatch):
     made: list[RunFolder] = []
-    monkeypatch.setattr(start_new_run, "launch_run", lambda spec, choose, options, tell: made.append(options.make_folder(None)))
+    monkeypatch.setattr(start_new_run, "launch_run", lambda choose, options, tell: made.append(options.make_folder(None)))
     monkeypatch.setattr(start_new_run, "plan_json", lambda chosen: "{}")
     job = Trainer(**{**GOOD, "loss": lambda output, target: output.sum()}, run_dir=tmp_path).job
     start_new_run.train_job_in_new_folder(job, lambda event: None)
@@ -165,7 +166,7 @@ def test_a_run_without_a_job_file_names_the_objects_that_no_file_can_name(tmp_pa
 
 
 def test_a_checkpoint_of_another_job_is_refused_with_the_way_to_begin_with_its_weights(tmp_path):
-    before, after = (Trainer(**GOOD, optimizer=(torch.optim.SGD, {"lr": lr})).spec for lr in (0.1, 0.2))
+    before, after = (Trainer(**GOOD, optimizer=(torch.optim.SGD, {"lr": lr})).job for lr in (0.1, 0.2))
     contract = contract_of_job(before)
     folder = checkpoint_files.create_checkpoint(tmp_path, 1)
     path = checkpoint_files.commit_checkpoint(folder, [], steps_done=1, contract=contract)
@@ -258,7 +259,7 @@ class OnlySteps(torch.nn.Linear):
 )
 def test_a_forward_that_fails_shows_the_line_of_the_user_and_few_others(model: Callable[[], torch.nn.Module], cure: str):
     with pytest.raises(RayparError) as found:
-        preflight(Trainer(**{**GOOD, "model": model}).spec)
+        preflight(Trainer(**{**GOOD, "model": model}).job)
     remove_raypar_frames(found.value)
     assert cure in found.value.cure and found.value.what.count("  File ") <= 4, found.value.what
     assert "During handling" not in found.value.what and "_call_impl" not in found.value.what

@@ -30,10 +30,10 @@ from safetensors.torch import load_file
 
 from raypar.cli import main
 from raypar.errors import ConfigError
-from raypar.job import load_job
+from raypar.job.contract import contract_of_job
+from raypar.job.read_job import load_job
 from raypar.storage.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TIE, StateKey, TensorSlices, optimizer_key
-from raypar.worker.job_spec import contract_of_job
 
 HANGS_S = 30.0
 """Only a case that hangs takes so long, also on a busy machine."""
@@ -80,7 +80,7 @@ def make_good(place: Path) -> None:
         },
     )
     checkpoint_files.commit_checkpoint(
-        aside, [a, b], steps_done=4, contract=contract_of_job(load_job(job).to_spec()), metrics={"loss": 2.5}
+        aside, [a, b], steps_done=4, contract=contract_of_job(load_job(job)), metrics={"loss": 2.5}
     )
     node = "b09ad58ff304f43b"
     who = {"worker": 0, "coordinate": "worker 0 (stage 0, replica 0)", "node": node, "pid": 5000, "host": "alpha"}

@@ -30,12 +30,11 @@ MAY_IMPORT = {
     "telemetry": "plan record errors",
     "comm": "plan errors torch_compat torch numpy cupy",
     "model": "plan comm errors user_code torch_compat torch numpy",
-    "worker": "schedule model comm plan planner.model_profile planner.kept_storages errors fences torch_compat "
+    "worker": "job schedule model comm plan planner.model_profile planner.kept_storages errors fences torch_compat "
     "user_code torch numpy safetensors files data storage",
-    "actors": "worker model elastic planner comm schedule plan record telemetry files storage callbacks errors "
+    "actors": "job worker model elastic planner comm schedule plan record telemetry files storage callbacks errors "
     "fences ray_compat user_code torch numpy ray draw",
-    "job": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.init_from_setting "
-    "worker.autocast_precisions files record.events user_code pydantic yaml",
+    "job": "plan schedule elastic record.events errors keys_of_other_frameworks files user_code pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 
@@ -166,7 +165,7 @@ def test_the_shell_imports_heavy_things_inside_functions_only():
         if package_of(path) in EDGE
         for name in imports_of(path, lazy=False)
         if name.split(".")[0] in HEAVY or name.split(".")[1:2] in (["worker"], ["comm"], ["model"], ["actors"], ["ray_compat"])
-        if name not in ("raypar.worker.job_spec", "raypar.worker.init_from_setting", *LIGHT_FENCES)
+        if name not in LIGHT_FENCES
     ]
     assert not wrong
 

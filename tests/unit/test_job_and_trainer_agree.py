@@ -19,14 +19,15 @@ import raypar
 from raypar import trainer as trainer_module
 from raypar.errors import ConfigError, RayparError
 from raypar.files.safe_yaml import dump_yaml, parse_yaml
-from raypar.job import RUN_ARGUMENTS, CheckpointConfig, Job, PlanConfig, load_job, parse_job
+from raypar.job import CheckpointConfig, Job, PlanConfig
+from raypar.job.contract import contract_of_job
+from raypar.job.read_job import RUN_ARGUMENTS, load_job, parse_job
 from raypar.job.validation_errors import section_types
 from raypar.launch import start_new_run
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result
 from raypar.trainer import Trainer
 from raypar.trainer_arguments import DEPRECATED_ARGUMENTS
-from raypar.worker.job_spec import contract_of_job
 from raypar.worker.microbatch_loader import make_dataset
 
 ROOT = Path(__file__).parents[2]
@@ -240,7 +241,7 @@ def test_a_job_file_its_keys_as_arguments_and_from_yaml_are_one_job(path: Path, 
     tree = {"name": path.stem, **yaml.load(path.read_text(), Loader=yaml.SafeLoader), **parse_yaml(path.read_text(), "")}
     written, given, read = load_job(path), Trainer(**tree), Trainer.from_yaml(path)
     assert written == given.job == read.job
-    assert contract_of_job(written.to_spec()) == contract_of_job(given.spec) == contract_of_job(read.spec)
+    assert contract_of_job(written) == contract_of_job(given.job) == contract_of_job(read.job)
     again = tmp_path / "again.yaml"
     again.write_text(given.to_yaml())
     assert Trainer.from_yaml(again).job == written
@@ -321,7 +322,7 @@ def test_functions_are_written_by_their_names():
     trainer = Trainer(**{**FULL, "model": layers, "optimizer": (random.Random, {"x": 1}), "callbacks": []})
     tree = yaml.safe_load(trainer.to_yaml())
     assert tree["model"]["function"] == f"{__name__}:layers" and tree["optimizer"]["function"] == "random:Random"
-    assert parse_job(trainer.to_yaml()).model.to_ref().resolve() is layers
+    assert parse_job(trainer.to_yaml()).model.resolve() is layers
 
 
 def test_a_function_among_the_arguments_of_another_is_not_written_as_a_text():
@@ -364,7 +365,7 @@ def made_folder(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> tuple[Path
     """(the run folder that `fit` makes, what it tells the user before, the run's options), without a run."""
     seen: dict[str, Any] = {}
 
-    def launch_run(spec: Any, choose: Any, options: Any, tell: Any) -> Result:
+    def launch_run(choose: Any, options: Any, tell: Any) -> Result:
         seen["folder"], seen["options"] = options.make_folder(None), options
         return Result({}, str(seen["folder"].path), "done", 1)
 
@@ -643,7 +644,7 @@ def test_callbacks_are_given_in_every_form_of_a_function():
     forms = [(Log, {}), ("m:Log", {"x": 1}), lambda: Log(), functools.partial(Log), {"function": Log}, "m:Log"]
     job = Trainer(**(FULL | {"callbacks": forms})).job
     assert [one.args for one in job.callbacks] == [{}, {"x": 1}, {}, {}, {}, {}]
-    made = [one.to_ref().call() for one in job.callbacks if callable(one.function)]
+    made = [one.call() for one in job.callbacks if callable(one.function)]
     assert [type(one) for one in made] == [Log] * 4
     assert raypar.Job(**(FULL | {"model": layers, "loss": (layers, {"x": 1})})).loss.args == {"x": 1}
 
@@ -658,7 +659,7 @@ def test_a_number_of_workers_of_ray_trains_is_that_of_the_plan_in_an_elastic_run
 
 def test_the_contract_of_a_data_set_given_as_a_list_does_not_hold_its_samples():
     def contract(samples: list[Any]) -> Any:
-        return contract_of_job(Trainer(**(FULL | {"data": samples})).spec)["data"]["function"]
+        return contract_of_job(Trainer(**(FULL | {"data": samples})).job)["data"]["function"]
 
     many, other = contract([{"x": i} for i in range(5000)]), contract([{"x": i} for i in range(1, 5001)])
     assert len(many) < 300 and many.startswith("Given(value=[{'x': 0}") and many[-66:] != other[-66:]
@@ -673,8 +674,8 @@ def test_the_text_of_a_data_set_is_made_for_its_contract_only():
             Samples.texts += 1
             return "Samples"
 
-    spec = Trainer(**(FULL | {"data": Samples([1, 2, 3])})).spec
-    assert spec.data.dataset.label == "Samples" and len(make_dataset(spec.data)) == 3 and Samples.texts == 0
+    spec = Trainer(**(FULL | {"data": Samples([1, 2, 3])})).job
+    assert spec.data.label == "Samples" and len(make_dataset(spec.data)) == 3 and Samples.texts == 0
     assert contract_of_job(spec)["data"]["function"] == "Given(value=Samples)" and Samples.texts == 1
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raypar.worker.job_spec import CONTRACT_EDITION
+from raypar.job.contract import CONTRACT_EDITION
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "raypar/NUMERICS.md").read_text()

@@ -132,7 +132,7 @@ def test_what_every_shard_holds_whole_is_named_with_its_mib():
         loss={"function": "examples.gpt:loss"},
         data={"function": "examples.gpt:text"},
     )
-    spec = job.to_spec()
+    spec = job
     graph = make_layer_graph(spec)
     whole = whole_bytes_on_shards(graph, spec, ParallelPlan.of((1, 1), layers=4, shards=(2, 2)))
     assert whole["embed.position"] == 8 * 16 * 4 and whole["block0.norm1"] == 2 * 16 * 4 and whole["block1.down.bias"] == 16 * 4
@@ -161,7 +161,7 @@ def test_a_parameter_of_the_model_itself_is_named():
     sample = {"x": torch.zeros(3, 8), "y": torch.zeros(3, 8)}
     spec = Trainer(
         model=WithPositions, loss=nn.functional.mse_loss, data=[sample] * 4, steps=1, batch_size=4, microbatches=2
-    ).spec
+    ).job
     graph = make_layer_graph(spec)
     whole = whole_bytes_on_shards(graph, spec, ParallelPlan.mesh(tp=2, layers=len(graph.layers)))
     assert whole["positions"] == 3 * 8 * 4 and "encoder.layers.0.norm1" in whole

@@ -5,7 +5,7 @@ import pytest
 from raypar.draw.swimlane_svg import swimlane_svg
 from raypar.draw.text_grid import order_grid
 from raypar.errors import ConfigError, PlanError, ScheduleError
-from raypar.job import parse_plan_section
+from raypar.job.read_job import parse_plan_section
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.plan.recomputation import describe_recomputed_layers, resolve_recomputed_layers
 from raypar.planner.model_profile import LayerProfile, ModelProfile

@@ -382,13 +382,13 @@ def test_the_dashboards_panels_have_numbers_of_their_own_and_do_not_overlap():
 def test_a_workers_report_has_memory_and_bytes_sent_every_few_seconds_only(tmp_path, monkeypatch):
     from helpers.tiny_job import write_job
 
-    from raypar.job import load_job
+    from raypar.job.read_job import load_job
     from raypar.worker import worker_core
     from raypar.worker.run_in_one_process import OneProcessRun
 
     clock_ns = [10**12]
     monkeypatch.setattr(worker_core.time, "perf_counter_ns", lambda: clock_ns[0])
-    spec, plan = load_job(write_job(tmp_path)).to_spec(), ParallelPlan.mesh(pp=2, layers=4)
+    spec, plan = load_job(write_job(tmp_path)), ParallelPlan.mesh(pp=2, layers=4)
     with OneProcessRun(spec, plan, "1f1b") as local:
         found = []
         for step, passed_s in enumerate((0.0, 1.0, 1.5, 0.1)):

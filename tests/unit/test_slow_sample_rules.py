@@ -12,9 +12,9 @@ from raypar.elastic.actions import AdoptPlan, ClaimGeneration, FenceWorkers, Kil
 from raypar.elastic.deadlines import answer_deadline_s, step_deadline_s
 from raypar.elastic.events import GenerationClaimed, PlanAdopted, StepEmitted, StepJournalled, StepReported, Tick
 from raypar.elastic.phases import Phase
+from raypar.job import DataConfig
 from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import Microbatches
-from raypar.worker.job_spec import DataSpec, Ref
 from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder
 from raypar.worker.process.thread_activity import reads_samples
 
@@ -160,7 +160,7 @@ class SlowSamples:
 
 def test_the_stack_of_a_thread_says_whether_it_reads_samples():
     data = SlowSamples()
-    spec = DataSpec(Ref(lambda: data))
+    spec = DataConfig(function=lambda: data)
     loader = MicrobatchLoader(data, spec, SampleOrder(0, 4), Microbatches(2, 0, 4), seed=0, fields=("x", "y"))
     reader = threading.Thread(target=loader.get, args=(0, 0))
     reader.start()

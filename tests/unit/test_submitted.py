@@ -8,11 +8,11 @@ from helpers import checkpoint_folders as checkpoint_files
 from raypar.cli import main
 from raypar.commands import train
 from raypar.errors import ActiveError, Interrupted, OutlivedError
-from raypar.job import load_job
+from raypar.job.contract import contract_of_job
+from raypar.job.read_job import load_job
 from raypar.launch import Result, raise_run_failure
 from raypar.launch.ray_job_resubmission import SUBMITTED_VARIABLE, choose_lasting_run_dir, find_unfinished_run
 from raypar.storage.run_folder import RunFolder
-from raypar.worker.job_spec import contract_of_job
 
 JOB = """
 name: small
@@ -43,7 +43,7 @@ def stopped(run_dir: Path, done: int, *words: str) -> RunFolder:
     folder = RunFolder.create(run_dir, job.name)
     folder.job.write_text(job.to_yaml())
     aside = checkpoint_files.create_checkpoint(folder.checkpoints, done)
-    checkpoint_files.commit_checkpoint(aside, [], steps_done=done, contract=contract_of_job(job.to_spec()))
+    checkpoint_files.commit_checkpoint(aside, [], steps_done=done, contract=contract_of_job(job))
     return folder
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from raypar.errors import ModelError
 from raypar.fences.fence import FENCES, Fence
-from raypar.job import parse_job
+from raypar.job.read_job import parse_job
 from raypar.model.tensor_parallel.gradient_memory_reuse import KeptGradientMemory
 from raypar.plan import ParallelPlan
 from raypar.torch_compat import (
@@ -331,7 +331,7 @@ def test_an_api_that_is_gone_or_answers_otherwise_is_one_line_and_the_run_goes_o
 
 def steps(folder: Path) -> tuple[list, list[str]]:
     """(losses, norms and gradients of two steps, lines for the user) of a job in stages and replicas, with a split backward."""
-    spec = parse_job(write_job(folder).read_text()).to_spec()
+    spec = parse_job(write_job(folder).read_text())
     with OneProcessRun(spec, ParallelPlan.mesh(pp=2, dp=2, layers=4), "zb-h1") as run:
         found = [(report.loss, report.norm) for step in range(2) for report in run.step(step)]
         gradients = [(name, each.tolist()) for name, copies in run.gradients().items() for each in copies if each is not None]

@@ -56,7 +56,7 @@ def test_a_traceback_of_raypars_frames_alone_is_removed_with_its_header():
 
 
 def test_which_files_are_raypars_and_which_the_users(tmp_path: Path):
-    assert is_raypar_file(str(PACKAGE / "trainer.py")) and is_raypar_file("/other/site-packages/raypar/worker/job_spec.py")
+    assert is_raypar_file(str(PACKAGE / "trainer.py")) and is_raypar_file("/other/site-packages/raypar/job/job.py")
     (tmp_path / "raypar").mkdir()
     (tmp_path / "raypar/callbacks.py").write_text("")  # a user's, in a folder of that name
     assert is_user_file(str(tmp_path / "raypar/callbacks.py")) and is_user_file(str(ROOT / "examples/gpt.py"))

@@ -24,6 +24,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from raypar.errors import CheckpointError
 from raypar.files.untrusted_files import parse_untrusted_json, repr_text, shorten
+from raypar.job import Job
+from raypar.job.callable_text import shorten_contract_text
+from raypar.job.contract import CONTRACT_EDITION, contract_of_job
 from raypar.plan.shard_ranges import IndexRanges
 from raypar.storage.checkpoint_store import (
     CheckpointRef,
@@ -65,7 +68,6 @@ from raypar.worker.checkpoint.state_key import (
     StateKey,
     optimizer_key,
 )
-from raypar.worker.job_spec import CONTRACT_EDITION, JobSpec, contract_of_job, shorten_contract_text
 
 __all__ = [  # of the manifest, for those who handle checkpoints
     "BUFFER",
@@ -645,7 +647,7 @@ def _as_written_now(value: Any) -> Any:
     return shorten_contract_text(value)
 
 
-def list_contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
+def list_contract_differences(manifest: Manifest, spec: Job) -> list[str]:
     """A line for each setting of the contract that differs from the checkpoint's, except for those of shards (`_OF_SHARDS`).
 
     An earlier edition of the contract is no difference (`describe_edition_change`), a later one is.
@@ -690,13 +692,13 @@ def _is_same_setting(then: Any, now: Any) -> bool:
     return bool(then == now)
 
 
-def list_changed_shard_settings(manifest: Manifest, spec: JobSpec) -> list[str]:
+def list_changed_shard_settings(manifest: Manifest, spec: Job) -> list[str]:
     """The job file's keys of settings of shards (`_OF_SHARDS`) that differ from the checkpoint's."""
     now = contract_of_job(spec)
     return [name for key, name in _OF_SHARDS.items() if manifest.contract.get(key) != now.get(key)]
 
 
-def check_contract(manifest: Manifest, spec: JobSpec) -> None:
+def check_contract(manifest: Manifest, spec: Job) -> None:
     """Raises `CheckpointError` if resuming with this job would not give the bits of one undisturbed run."""
     differences = list_contract_differences(manifest, spec)
     if differences:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from raypar.errors import CheckpointError
+from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.initial_values_protocol import DimRanges, InitialValues
 from raypar.model.layer_skeletons import parameter_shapes, parameters_and_buffers_on_meta, persistent_buffers
 from raypar.storage.checkpoint_store import CheckpointRef
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.pretrained.weights_file import FLOATING, absolute_weights_path, open_weights, resolve_weights_source
 from raypar.worker.pretrained.weights_matching import match_weights
 
@@ -71,7 +71,7 @@ class WeightsFromFile:
         self.own.release()
 
 
-def with_weights_fingerprint(spec: JobSpec) -> JobSpec:
+def with_weights_fingerprint(spec: Job) -> Job:
     """The job with the absolute path and the fingerprint of what `init_from` names, so that all workers read the same file.
 
     Raises `CheckpointError`.
@@ -81,16 +81,16 @@ def with_weights_fingerprint(spec: JobSpec) -> JobSpec:
     path, _ = resolve_weights_source(spec.init_from.path)
     with open_weights(path) as file:
         fingerprint = file.fingerprint()
-    return replace(spec, init_from=replace(spec.init_from, path=absolute_weights_path(path)), init_fingerprint=fingerprint)
+    return spec.replace(init_from=spec.init_from.of_file(absolute_weights_path(path), fingerprint))
 
 
-def weights_from_file(spec: JobSpec, graph: Graph, own: InitialValues) -> WeightsFromFile:
+def weights_from_file(spec: Job, graph: Graph, own: InitialValues) -> WeightsFromFile:
     """The initial values of `graph` under `spec.init_from`. Raises `CheckpointError` for weights of another model."""
     source = spec.init_from
     assert source is not None
     state = parameters_and_buffers_on_meta(graph, 0, len(graph.layers), getattr(torch, spec.dtype))
     kept = {*parameter_shapes(graph), *persistent_buffers(graph)}
-    path = source.path if spec.init_fingerprint else resolve_weights_source(source.path)[0]
+    path = source.path if source.fingerprint else resolve_weights_source(source.path)[0]
     with open_weights(path) as file:
         found = match_weights(
             file,
@@ -101,5 +101,5 @@ def weights_from_file(spec: JobSpec, graph: Graph, own: InitialValues) -> Weight
             dtype=spec.dtype,
             dtypes={name: tensor.dtype for name, tensor in state.items()},
         )
-        fingerprint = spec.init_fingerprint or file.fingerprint()
+        fingerprint = source.fingerprint or file.fingerprint()
     return WeightsFromFile(path, fingerprint, found.names, own, (*found.notes, *own.notes))

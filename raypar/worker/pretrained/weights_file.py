@@ -28,6 +28,7 @@ from raypar.files.untrusted_files import (
     repr_text,
     shorten,
 )
+from raypar.job.init_from_section import format_name_list
 from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_ranges, positions_of_indices
 from raypar.storage.checkpoint_store import (
     STORES,
@@ -47,7 +48,6 @@ from raypar.worker.checkpoint.checkpoint_files import (
 from raypar.worker.checkpoint.manifest import DTYPES, MANIFEST, Manifest, ManifestEntry
 from raypar.worker.checkpoint.safetensors_header import SafetensorsHeader, parse_safetensors_header
 from raypar.worker.checkpoint.state_key import BUFFER, PARAMETER
-from raypar.worker.init_from_setting import format_name_list
 
 if TYPE_CHECKING:
     import torch

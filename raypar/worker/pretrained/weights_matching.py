@@ -8,12 +8,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypar.errors import CheckpointError, ConfigError
-from raypar.worker.init_from_setting import MAX_SHOWN_NAMES, InitialWeightsFile, format_name_list
+from raypar.job import InitFromConfig
+from raypar.job.init_from_section import MAX_SHOWN_NAMES, format_name_list
 from raypar.worker.pretrained.weights_file import FLOATING, PART, WeightsFile, format_tensor_count
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def match_weights(
     ties: Sequence[Sequence[str]] = (),
     optional: Collection[str] = (),
     *,
-    source: InitialWeightsFile | None = None,
+    source: InitFromConfig | None = None,
     dtype: str | torch.dtype = "float32",
     dtypes: Mapping[str, str | torch.dtype] | None = None,
 ) -> WeightsMatch:
@@ -56,7 +57,7 @@ def match_weights(
     the file may have them, and they are read if they are in `wanted` too. `dtype`: the model's; `dtypes`: those of tensors
     with another one.
     """
-    source = source or InitialWeightsFile(str(file.path))
+    source = source or InitFromConfig(path=str(file.path))
     here, others = _dtype_name(dtype), {name: _dtype_name(each) for name, each in (dtypes or {}).items()}
     model = _Model(wanted, {name: tuple(names) for names in ties for name in names}, optional, here, others)
     found = _compare(file, model, source)
@@ -152,7 +153,7 @@ class _Comparison:
     """Sentences about what does not fit; empty if everything fits."""
 
 
-def _compare(file: WeightsFile, model: _Model, source: InitialWeightsFile) -> _Comparison:
+def _compare(file: WeightsFile, model: _Model, source: InitFromConfig) -> _Comparison:
     """See `match_weights`."""
     there = source.renamed(file.names)
     result = _Comparison()
@@ -217,7 +218,7 @@ def _read(file: WeightsFile, model: _Model, result: _Comparison, name: str, stor
 def _sort_unread(
     file: WeightsFile,
     model: _Model,
-    source: InitialWeightsFile,
+    source: InitFromConfig,
     result: _Comparison,
     there: Mapping[str, str],
     left_out: Collection[str],
@@ -255,7 +256,7 @@ def _shape_text(file: WeightsFile, name: str, old: str, shape: Sequence[int]) ->
 # -- cures -------------------------------------------------------------------------------------------------------------------
 
 
-def _cure(file: WeightsFile, model: _Model, source: InitialWeightsFile, found: _Comparison) -> str:
+def _cure(file: WeightsFile, model: _Model, source: InitFromConfig, found: _Comparison) -> str:
     """The cure for the differences found: a setting of `init_from`, if one would help."""
     if found.lacking and isinstance(file.path, Path) and PART.fullmatch(file.path.name):
         there = any(file.path.parent.glob("*.safetensors.index.json"))
@@ -286,10 +287,10 @@ def _cure(file: WeightsFile, model: _Model, source: InitialWeightsFile, found: _
     return f"give weights of this model; if it is meant so (a new head, for example), write init_from: {_yaml(source, **allow)}"
 
 
-def _other_prefix(file: WeightsFile, model: _Model, source: InitialWeightsFile) -> InitialWeightsFile | None:
+def _other_prefix(file: WeightsFile, model: _Model, source: InitFromConfig) -> InitFromConfig | None:
     """`source` with the prefixes under which the file has most of the model; None if other prefixes find no more."""
 
-    def number(with_these: InitialWeightsFile) -> int:
+    def number(with_these: InitFromConfig) -> int:
         try:
             there = with_these.renamed(file.names)
         except ConfigError:
@@ -297,7 +298,7 @@ def _other_prefix(file: WeightsFile, model: _Model, source: InitialWeightsFile) 
         return sum(any(other in there for other in model.names_of(name)) for name in model.wanted)
 
     choices = [
-        replace(source, strip_prefix=strip, add_prefix=add)
+        source.replace(strip_prefix=strip, add_prefix=add)
         for strip in _common_prefixes(file.names)
         for add in _common_prefixes(model.wanted)
         if strip != add or not strip
@@ -316,7 +317,7 @@ def _common_prefixes(names: Iterable[str]) -> list[str]:
     return ["", *(prefix for prefix, number in found.items() if number >= 2 and number * 2 >= len(names))]
 
 
-def _yaml(source: InitialWeightsFile, **changed: object) -> str:
+def _yaml(source: InitFromConfig, **changed: object) -> str:
     """The value of `init_from` as written in a job file, on one line; `changed` settings are added to those of `source`."""
     settings = {
         "strip_prefix": source.strip_prefix,

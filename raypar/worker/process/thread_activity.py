@@ -23,7 +23,7 @@ READING_SAMPLE, WAITING_FOR_DATA = "reading sample", "waiting for its data proce
 ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("torch/__init__.py", "<module>", "loading PyTorch"),
     ("ray/__init__.py", "<module>", "loading Ray"),
-    ("raypar/worker/job_spec.py", "resolve", "importing {self.target}"),
+    ("raypar/job/function_section.py", "resolve", "importing {self.function}"),
     ("raypar/worker/worker_assignments.py", "_call_model", "calling the model function {spec.model.label}"),
     ("raypar/worker/microbatch_loader.py", "make_dataset", "making the data set {spec.dataset.label}"),
     ("raypar/worker/microbatch_loader.py", "_sample", READING_SAMPLE + " {index}"),

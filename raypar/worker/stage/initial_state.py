@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_of
 from raypar.model.layer_skeletons import parameters_and_buffers_on_meta, state_shapes
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.plan.tensor_parallel_layout import shard_slice_shape
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.stage.stage_shard import StageShard
 
 
@@ -28,7 +28,7 @@ class InitialStageState:
 
 
 def make_initial_stage_state(
-    graph: Graph, first: int, last: int, spec: JobSpec, shard: StageShard | None = None
+    graph: Graph, first: int, last: int, spec: Job, shard: StageShard | None = None
 ) -> InitialStageState:
     """The initial state of layers [first, last). Raises `ModelError`.
 
@@ -50,7 +50,7 @@ def make_initial_stage_state(
 
 
 def make_unfilled_stage_state(
-    graph: Graph, first: int, last: int, spec: JobSpec, shard: StageShard | None = None
+    graph: Graph, first: int, last: int, spec: Job, shard: StageShard | None = None
 ) -> dict[str, Tensor]:
     """Name -> uninitialised tensor for the state of layers [first, last), for `build_stage` to take over; the caller fills
     them."""

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import ConfigError, UserCodeError
+from raypar.job import FunctionConfig
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.job_spec import Ref
 
 
-def make_loss_function(ref: Ref, device: torch.device = CPU) -> Callable[..., Any]:
+def make_loss_function(ref: FunctionConfig, device: torch.device = CPU) -> Callable[..., Any]:
     """The function (output, target) -> loss; a class is instantiated with `ref.args` first.
 
     Raises `ConfigError` for a loss with parameters, which would not be trained, and for `reduction="sum"`, which does not say

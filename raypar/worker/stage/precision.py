@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.worker.job_spec import Precision
+from raypar.job import PrecisionConfig
+from raypar.worker.autocast_precisions import autocast_of
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerFunction, PassContext
 from raypar.worker.stage.stage_tensors import LayerTensors
@@ -31,8 +32,9 @@ class StagePrecision:
     _guard: TorchStateGuard
     """Told that autocast is on inside the calls."""
 
-    def __init__(self, precision: Precision, device: torch.device, guard: TorchStateGuard) -> None:
-        self._dtype = None if precision.autocast is None else precision.autocast.dtype
+    def __init__(self, precision: PrecisionConfig | None, device: torch.device, guard: TorchStateGuard) -> None:
+        autocast = autocast_of(precision)
+        self._dtype = None if autocast is None else autocast.dtype
         self._device, self._guard = device, guard
 
     def wrap_layer(self, call: LayerFunction) -> LayerFunction:

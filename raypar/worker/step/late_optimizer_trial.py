@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import UserCodeError
-from raypar.worker.job_spec import OptimizerSpec
+from raypar.job import OptimizerConfig
 from raypar.worker.step.make_optimizers_by_name import optimizer_group_of
 from raypar.worker.step.optimizer_state import state_of_code
 from raypar.worker.step.tried_optimizer import Gradients, TriedOptimizer, describe_coupling, values_and_gradients
@@ -61,7 +61,7 @@ class _TrialSteps:
         return replace(self, jumps=[to for to in self.jumps if to + STEPS_AFTER_JUMP <= steps])
 
 
-def _jumps(spec: OptimizerSpec, values: Mapping[str, Tensor]) -> list[int]:
+def _jumps(spec: OptimizerConfig, values: Mapping[str, Tensor]) -> list[int]:
     """Step numbers shortly before which to continue: those of options that may be step numbers, and `FAR`."""
     made = TriedOptimizer(spec, values).optimizer
     options = [value for each in (made.defaults, *made.param_groups, vars(made)) for value in each.values()]
@@ -70,7 +70,7 @@ def _jumps(spec: OptimizerSpec, values: Mapping[str, Tensor]) -> list[int]:
 
 
 def _longest_run(
-    spec: OptimizerSpec, values: Mapping[str, Tensor], steps: _TrialSteps
+    spec: OptimizerConfig, values: Mapping[str, Tensor], steps: _TrialSteps
 ) -> tuple[TriedOptimizer, _TrialSteps] | None:
     """(an optimizer that has done them, the `steps` before the first that raises); None if the first one raises.
 
@@ -95,7 +95,7 @@ def _longest_run(
 
 
 def find_late_coupling(
-    spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]], tried: Mapping[str, Sequence[int]], dtype: torch.dtype
+    spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]], tried: Mapping[str, Sequence[int]], dtype: torch.dtype
 ) -> str | None:
     """How half of the parameters differ, after many steps, when trained with the other half and without; None if they do not.
 
@@ -128,7 +128,7 @@ def find_late_coupling(
     return None
 
 
-def find_coupling_of_many(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> str | None:
+def find_coupling_of_many(spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> str | None:
     """How half of many parameters differs when trained with the other half and without; None if it does not.
 
     This finds, for example, an optimizer that treats the seventh parameter differently from the others.
@@ -146,14 +146,14 @@ def find_coupling_of_many(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int
     return None
 
 
-def trains_halves_like_wholes(spec: OptimizerSpec, shapes: Sequence[tuple[int, ...]], *, late: bool) -> bool:
+def trains_halves_like_wholes(spec: OptimizerConfig, shapes: Sequence[tuple[int, ...]], *, late: bool) -> bool:
     """Whether half of a parameter, alone, gets the values that it gets within the whole parameter. Tries every group's options.
 
     Parameters of these shapes are halved along each dimension. `late`: over many steps. Raises `UserCodeError` for parameters
     that the optimizer does not accept.
     """
-    options = dict(enumerate([{}, *(given for _, given in spec.groups)]))
-    of_options = OptimizerSpec(spec.optimizer, tuple((f"{number}.*", given) for number, given in options.items()))
+    options = dict(enumerate([{}, *(given for _, given in spec.options_by_pattern)]))
+    of_options = spec.replace(groups=tuple({"match": f"{number}.*", **given} for number, given in options.items()))
     places: dict[str, tuple[str, tuple[slice, ...]]] = {}
     wholes: dict[str, tuple[int, ...]] = {}
     for number in options:
@@ -175,7 +175,7 @@ def trains_halves_like_wholes(spec: OptimizerSpec, shapes: Sequence[tuple[int, .
     )
 
 
-def _parameters_of_each_kind(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+def _parameters_of_each_kind(spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Up to `LATE_PARAMETERS` parameters in layer order: one or two of each group and number of dimensions."""
     alike: dict[tuple[int, int], list[str]] = {}
     for name, shape in shapes.items():

@@ -14,23 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ConfigError, PlanError, UserCodeError, error_message
+from raypar.job import OptimizerConfig
 from raypar.plan.pieces import Piece
 from raypar.torch_compat.without_dynamo import without_dynamo
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.checkpoint.manifest import ALL_PARAMETERS
-from raypar.worker.job_spec import OptimizerSpec
 from raypar.worker.step.optimizer_state import GIVEN, GivenValues
 
 
-def optimizer_group_of(spec: OptimizerSpec, name: str) -> int:
+def optimizer_group_of(spec: OptimizerConfig, name: str) -> int:
     """Index of the first group whose pattern matches; the last, unnamed group otherwise."""
-    return next((i for i, (pattern, _) in enumerate(spec.groups) if fnmatch.fnmatchcase(name, pattern)), len(spec.groups))
+    return next((i for i, group in enumerate(spec.groups) if fnmatch.fnmatchcase(name, group["match"])), len(spec.groups))
 
 
-def check_optimizer_groups(spec: OptimizerSpec, names: Iterable[str]) -> None:
+def check_optimizer_groups(spec: OptimizerConfig, names: Iterable[str]) -> None:
     """Raises `ConfigError` for a group whose pattern matches no parameter of the whole model."""
     names = list(names)
-    for pattern, _ in spec.groups:
+    for pattern, _ in spec.options_by_pattern:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
                 f"optimizer group pattern {pattern!r} matches none of the {len(names)} parameters",
@@ -68,26 +68,26 @@ def select_owned_parameters(parameters: Mapping[str, nn.Parameter], pieces: Iter
     return {name: p for name, p in parameters.items() if kept[name] or (p.requires_grad and not p.numel())}
 
 
-def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(spec: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     """One optimizer over `parameters` (qualified name -> parameter, in layer order), in training mode; without frozen ones.
 
     Raises `ConfigError` for something that is no optimizer, needs a closure, or does not take the arguments given.
     """
-    made = spec.optimizer.resolve()
+    made = spec.resolve()
     if _needs_closure(made):
         raise ConfigError(
-            f"{spec.optimizer.label} evaluates the loss several times a step (a closure)",
+            f"{spec.label} evaluates the loss several times a step (a closure)",
             cure="use an optimizer without closure",
         )
     for kind in _optimizer_classes(made):
         without_dynamo(kind)
     groups = _parameter_groups(spec, parameters)
     optimizer = _make_optimizer(spec, made, groups)
-    for pattern, overrides in spec.groups:
+    for pattern, overrides in spec.options_by_pattern:
         unknown = sorted(set(overrides) - set(optimizer.defaults))
         if unknown:  # torch would keep it in the group and never read it
             raise ConfigError(
-                f"optimizer group {pattern!r} sets {unknown[0]!r}, which {spec.optimizer.label} does not know",
+                f"optimizer group {pattern!r} sets {unknown[0]!r}, which {spec.label} does not know",
                 cure=f"it knows {', '.join(sorted(optimizer.defaults))}",
             )
     for group, made_group in zip(groups, optimizer.param_groups, strict=True):
@@ -100,11 +100,11 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
     return optimizer
 
 
-def _parameter_groups(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+def _parameter_groups(spec: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
     """The groups of the job that have trained parameters: the job's options, `params`, their `names`, the group's `pattern`."""
     groups: list[dict[str, Any]] = [
         {**overrides, "params": [], "names": [], "pattern": pattern}
-        for pattern, overrides in (*spec.groups, (ALL_PARAMETERS, {}))
+        for pattern, overrides in (*spec.options_by_pattern, (ALL_PARAMETERS, {}))
     ]
     for name, parameter in parameters.items():
         if parameter.requires_grad:
@@ -114,20 +114,20 @@ def _parameter_groups(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter
     return [group for group in groups if group["params"]]
 
 
-def _make_optimizer(spec: OptimizerSpec, make: Callable[..., Any], groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+def _make_optimizer(spec: OptimizerConfig, make: Callable[..., Any], groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
     """The optimizer that `make` returns for the groups, in training mode. Raises what `build_optimizer` does."""
     try:
         optimizer = make(
             [{key: value for key, value in group.items() if key not in ("names", "pattern")} for group in groups],
-            **spec.optimizer.args,
+            **spec.args,
         )
         if callable(train := getattr(optimizer, "train", None)):  # those that average weights have two modes
             train()
     except (TypeError, ValueError) as error:
-        given = {name: value for args in (spec.optimizer.args, *dict(spec.groups).values()) for name, value in args.items()}
+        given = {name: value for args in (spec.args, *dict(spec.options_by_pattern).values()) for name, value in args.items()}
         texts = [name for name, value in given.items() if _is_number_in_quotes(value)]
         raise ConfigError(
-            f"optimizer {spec.optimizer.label} refused its arguments: {error_message(error)}",
+            f"optimizer {spec.label} refused its arguments: {error_message(error)}",
             cure=f"{texts[0]} is the text {given[texts[0]]!r}: write the number without quotes"
             if texts
             else "compare optimizer.args and optimizer.groups with the signature; it is called with the parameters: "
@@ -136,12 +136,12 @@ def _make_optimizer(spec: OptimizerSpec, make: Callable[..., Any], groups: Itera
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)
         raise UserCodeError(
-            f"optimizer {spec.optimizer.label} raised {error_text(error)}\n{traceback.format_exc()}",
+            f"optimizer {spec.label} raised {error_text(error)}\n{traceback.format_exc()}",
             cure="make it by itself with optimizer.args",
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"{spec.optimizer.label} made a {type(optimizer).__name__}, not a torch.optim.Optimizer",
+            f"{spec.label} made a {type(optimizer).__name__}, not a torch.optim.Optimizer",
             cure="name a class such as torch.optim:AdamW",
         )
     return optimizer

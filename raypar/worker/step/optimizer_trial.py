@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ConfigError, UserCodeError
+from raypar.job import OptimizerConfig
 from raypar.model.python_state import read_content
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint.expected_optimizer_state import NUMBER, ExpectedOptimizerState, SharedEntry, form_of
 from raypar.worker.checkpoint.state_key import StateKey
-from raypar.worker.job_spec import OptimizerSpec
 from raypar.worker.step.late_optimizer_trial import (
     FAR,
     find_coupling_of_many,
@@ -94,7 +94,7 @@ class OptimizerTrial:
 
 
 def try_optimizer(
-    spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float32
+    spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float32
 ) -> OptimizerTrial:
     """Try an optimizer on parameters like those of `shapes` (trained ones, by qualified name).
 
@@ -111,7 +111,7 @@ def try_optimizer(
 
 
 def _try(
-    spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]], all_shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
+    spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]], all_shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
 ) -> OptimizerTrial:
     """See `try_optimizer`. `shapes`: shapes of the parameters that are tried; `all_shapes`: of all parameters of the model."""
     values, gradients = values_and_gradients(shapes, dtype, STEPS)
@@ -127,7 +127,7 @@ def _try(
     if difference is None:
         kind = OptimizerKind.ELEMENTWISE if _is_elementwise(spec) else OptimizerKind.PER_PARAMETER
     keeps = _expected_state(states, shapes_are_fixed=difference is None)
-    return OptimizerTrial(spec.optimizer.label, kind, keeps, difference or "", whole.draws)
+    return OptimizerTrial(spec.label, kind, keeps, difference or "", whole.draws)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _only_grows(seen: _ObservedState, place: tuple[str, StateKey], values: Seque
 # -- what is tried -----------------------------------------------------------------------------------------------------------
 
 
-def _small_shapes(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+def _small_shapes(spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Up to three parameters of each group and number of dimensions, with reduced sizes, in layer order.
 
     They are the largest one, another of its shape (an optimizer may step those together), and any third one.
@@ -287,7 +287,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _find_coupling(
-    spec: OptimizerSpec, values: Mapping[str, Tensor], gradients: Gradients, whole: TriedOptimizer
+    spec: OptimizerConfig, values: Mapping[str, Tensor], gradients: Gradients, whole: TriedOptimizer
 ) -> str | None:
     """What differs between parameters that are trained together and apart, in words; None if nothing does.
 
@@ -319,7 +319,7 @@ def _find_coupling(
     return found
 
 
-def _is_elementwise(spec: OptimizerSpec) -> bool:
+def _is_elementwise(spec: OptimizerConfig) -> bool:
     """Whether a step of each element is independent of all others, as shards need, with the options of every group.
 
     Compares small parameters with their halves over many steps, and a large matrix over a few: optimizers that factor or

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from raypar.comm.transport import Routine, RoutineWait, Transport
 from raypar.errors import NonFiniteError, RayparError, UserCodeError
+from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import canonical_names
 from raypar.plan import MicrobatchRouting, TiedParameter
@@ -29,7 +30,6 @@ from raypar.plan.seeds import seed_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.torch_compat.multi_tensor import scale_all
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.job_spec import JobSpec
 from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_squared_gradients
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage, fold_gradients
@@ -92,7 +92,7 @@ class StepCommit:
     """Stage -> optimizer; stages with nothing to train have none."""
     transport: Transport
     """Connects the workers; may connect some without a seat, too."""
-    spec: JobSpec
+    spec: Job
     """The job."""
     lr_factor: Callable[[int], float]
     """Step -> factor on the learning rates."""

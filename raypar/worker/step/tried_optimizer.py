@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import CheckpointError, ConfigError, RayparError, UserCodeError
+from raypar.job import OptimizerConfig
 from raypar.model.python_state import read_content
 from raypar.model.random_state import RandomState
 from raypar.plan.seeds import seed_of
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.job_spec import OptimizerSpec
 from raypar.worker.process.gpu_setup import make_seeder
 from raypar.worker.stage.buffer_updates import same_bits
 from raypar.worker.step.make_optimizers_by_name import build_optimizer, set_learning_rate
@@ -60,8 +60,8 @@ class TriedOptimizer:
 
     seed = staticmethod(make_seeder(CPU))
 
-    def __init__(self, spec: OptimizerSpec, values: Mapping[str, Tensor]) -> None:
-        self.spec, self.label = spec, spec.optimizer.label
+    def __init__(self, spec: OptimizerConfig, values: Mapping[str, Tensor]) -> None:
+        self.spec, self.label = spec, spec.label
         self.parameters = {name: nn.Parameter(value.clone()) for name, value in values.items()}
         self.optimizer = build_optimizer(spec, self.parameters)
         self.steps = 0

@@ -1,37 +1,59 @@
-"""Where the weights that a job begins with come from (`init_from`), and how their names become the model's."""
+"""The section `init_from` of a job: the file of weights that it begins with, and how its names become the model's."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, PrivateAttr, model_validator
 
 from raypar.errors import ConfigError
+from raypar.job.section import PathText, Section
 
 MAX_SHOWN_NAMES = 5
 """How many names of tensors a message lists."""
 
 
-@dataclass(frozen=True)
-class InitialWeightsFile:
-    """The setting `init_from` of a job: a file of weights, and how its names become the model's.
+class InitFromConfig(Section):
+    """Weights to begin with: `{path: FILE, strip_prefix: "model.", ...}`, or just the path."""
 
-    The model's name of a tensor is the file's name without `strip_prefix`, then `rename`d, then with `add_prefix`. A name that
-    does not begin with `strip_prefix` keeps its beginning.
-    """
-
-    path: str
+    path: PathText
+    """A .safetensors file, a folder with an index, a state_dict, an export, a checkpoint or a run of raypar."""
     strip_prefix: str = ""
+    """Removed from the beginning of the file's names."""
     add_prefix: str = ""
-    rename: tuple[tuple[str, str], ...] = ()
-    """(regular expression, replacement), as in `re.sub`, applied one after the other."""
-    allow_missing: tuple[str, ...] = ()
-    """Patterns (`head.*`) of the model's names that the file may lack: these get the model's own initial values."""
-    allow_unexpected: tuple[str, ...] = ()
-    """Patterns of the file's names, before or after renaming, that the model may lack.
+    """Added before the file's names."""
+    rename: dict[str, str] = {}
+    """Regular expression -> replacement, for the file's names."""
+    allow_missing: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Patterns of the model's names that may be missing in the file; they keep their own initial values."""
+    allow_unexpected: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Patterns of the file's names that are not used."""
 
-    A tensor whose shape differs is left out if both `allow_missing` and `allow_unexpected` match it.
-    """
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and any(hasattr(part, "untyped_storage") for part in value.values()):
+            raise ConfigError(
+                f"init_from is a state_dict with {len(value)} entries: it must be a file or folder that workers can read",
+                cure="save it (safetensors.torch.save_file(state, FILE)) and give the path, or load it in the model function",
+            )
+        return {"path": os.fspath(value)} if isinstance(value, (str, os.PathLike)) else value
+
+    _fingerprint: str = PrivateAttr(default="")
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the file, as the process that started the run saw it; empty before that."""
+        return self._fingerprint
+
+    def of_file(self, path: str, fingerprint: str) -> InitFromConfig:
+        """The section for the file that was found, for workers."""
+        made = self.replace(path=path)
+        made._fingerprint = fingerprint
+        return made
 
     def renamed(self, names: Iterable[str]) -> dict[str, str]:
         """The model's name -> the file's. Raises `ConfigError` if a setting matches no name, or two names become equal."""
@@ -43,7 +65,7 @@ class InitialWeightsFile:
                 cure="leave it out, or set the prefix that they have",
             )
         new = {name: name.removeprefix(self.strip_prefix) for name in names}
-        for pattern, replacement in self.rename:
+        for pattern, replacement in self.rename.items():
             try:
                 after = {name: re.sub(pattern, replacement, now) for name, now in new.items()}
             except (re.error, IndexError) as error:

@@ -1,0 +1,97 @@
+"""The contract of a job: what a checkpoint stores of it, to check that it is resumed by the same job.
+
+It follows from the markers of keys (`key.py`). Contracts of all releases compare equal for the same job.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from raypar.job.callable_text import stable_argument_text, without_addresses
+from raypar.job.function_section import FunctionConfig, OptimizerConfig
+from raypar.job.job import Job
+from raypar.job.key import marked_keys, marker_of
+from raypar.job.section import Section
+
+CONTRACT_EDITION = 2
+"""Edition of the numerics contract (`raypar/NUMERICS.md`) of this release. Checkpoints of the first do not name theirs."""
+
+ALWAYS = frozenset(
+    [
+        "seed",
+        "virtual_replicas",
+        "optimizer",
+        "lr_schedule",
+        "clip_norm",
+        "reduction",
+        "dtype",
+        "device",
+        "threads",
+        "non_finite",
+    ]
+)
+"""Keys that contracts have had from the beginning, also with their defaults. All others with a default are left out where they
+have it, so that jobs that say nothing of them have the contract that they had before there were any."""
+
+FORMS: dict[str, Callable[[Job], Any]] = {
+    "virtual_replicas": lambda job: job.batching.blocks,
+    "styles": lambda job: [list(pair) for pair in job.styles],
+}
+"""Keys whose value in a contract is not the job's own."""
+
+
+def contract_of_job(job: Job) -> dict[str, Any]:
+    """The settings of a job on which its bits depend, as JSON values. Keys inside sections that are marked themselves stand
+    under their own names beside the sections."""
+    made: dict[str, Any] = {"edition": CONTRACT_EDITION}
+    for name, value, default in _deciding(job):
+        empty = isinstance(value, Section) and default is None and value == type(value).model_construct()
+        if name in ALWAYS or not (value == default or empty):
+            made[name] = FORMS[name](job) if name in FORMS else _form(value)
+    plain: dict[str, Any] = json.loads(json.dumps(made, default=_as_text))
+    return plain
+
+
+def keys_that_may_change() -> dict[str, str]:
+    """Key of a contract -> key of the job, of those that decide bits and may be others when a run is resumed."""
+    return {
+        name.rpartition(".")[2]: name
+        for name, marker in marked_keys(Job)
+        if marker is not None and marker.decides_bits and marker.may_change_at_resume
+    }
+
+
+def _deciding(section: Section) -> Iterator[tuple[str, Any, Any]]:
+    """(name, value, default) of the keys that decide bits: of the section, and those inside it that are marked themselves."""
+    for name, info in type(section).model_fields.items():
+        value, marker = getattr(section, name), marker_of(type(section), name)
+        if marker is not None and marker.decides_bits:
+            yield name, value, info.default
+        if isinstance(value, Section):
+            yield from _deciding(value)
+
+
+def _form(value: Any) -> Any:
+    """A value as a contract holds it: of a section the keys without markers of their own."""
+    if isinstance(value, OptimizerConfig):
+        return {**_function(value), "groups": [list(pair) for pair in value.options_by_pattern]}
+    if isinstance(value, FunctionConfig):
+        return _function(value)
+    if isinstance(value, Section):
+        return {name: _form(getattr(value, name)) for name in type(value).model_fields if marker_of(type(value), name) is None}
+    return value
+
+
+def _function(value: FunctionConfig) -> dict[str, Any]:
+    return {"function": value.contract_text, "args": dict(value.args)}
+
+
+def _as_text(value: Any) -> str:
+    """An argument that is no JSON value; a tensor with all of its values, which its `repr` has not."""
+    return (
+        stable_argument_text(value)
+        if hasattr(value, "tolist") or isinstance(value, (set, frozenset))
+        else without_addresses(repr(value))
+    )

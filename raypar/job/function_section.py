@@ -1,0 +1,170 @@
+"""The sections of a job that are functions with their arguments: model, loss, data, optimizer."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PlainValidator, field_validator, model_validator
+
+from raypar.errors import ConfigError, with_article
+from raypar.files.untrusted_files import shorten
+from raypar.job.callable_text import argument_refusal, shorten_contract_text, stable_callable_label
+from raypar.job.key import BITS, WORKERS
+from raypar.job.section import MAX_WORKERS, Section, is_importable_name
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+
+LOSS_OF_MODEL = "model"
+"""In the place of a loss function: the model returns an object with a `loss`."""
+
+
+def _function(value: Any) -> Any:
+    """`value`, if it is a callable or a text `module:name`. Raises `ValueError`."""
+    if not callable(value) and not (isinstance(value, str) and is_importable_name(value)):
+        raise ValueError("module:name, for example torch.optim:AdamW")
+    return value
+
+
+def _loss_function(value: Any) -> Any:
+    """`value`, if it is a callable, a text `module:name`, or `model`. Raises `ValueError`."""
+    return value if isinstance(value, str) and value == LOSS_OF_MODEL else _function(value)
+
+
+class FunctionConfig(Section):
+    """A function and its arguments: `{function: module:name, args: {...}}`, or just `module:name`."""
+
+    function: Annotated[str | Callable[..., Any], PlainValidator(_function)]
+    """`module:name` of the function or class; from Python also the callable itself."""
+    args: dict[str, Any] = {}
+    """Keyword arguments."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+            return {"function": value[0], "args": dict(value[1])}
+        return {"function": value} if isinstance(value, str) or callable(value) else value
+
+    @property
+    def is_loss_of_model(self) -> bool:
+        """Whether it stands for the loss that the model itself computes."""
+        return self.function == LOSS_OF_MODEL
+
+    def resolve(self) -> Callable[..., Any]:
+        """Import the function. Raises `ConfigError` naming what could not be imported."""
+        if not isinstance(self.function, str):
+            return self.function
+        module, _, name = self.function.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
+            raise ConfigError(
+                f"cannot import {self.function!r}: {error_text(error)}",
+                cure="write it as module:name and run where the module can be imported (current folder, installed package)",
+            ) from error
+        if not callable(found):
+            raise ConfigError(
+                f"{self.function!r} is {with_article(type(found).__name__)}, not callable", cure="name a function or class"
+            )
+        return found  # type: ignore[no-any-return]
+
+    def call(self, key: str = "args") -> Any:
+        """What the function returns for `args`: for functions that make models and data sets.
+
+        Raises `ConfigError` for arguments that it does not take, or lacks. `key`: the job's key of the arguments, for messages.
+        """
+        function = self.resolve()
+        try:
+            return function(**self.args)
+        except TypeError as error:
+            # A second traceback entry means that the function itself has raised, after Python had accepted its arguments.
+            raised_inside = error.__traceback__ is None or error.__traceback__.tb_next is not None
+            refusal = None if raised_inside else argument_refusal(function, self.args, self.label, key)
+            if refusal is None:
+                raise
+            raise refusal from None
+
+    def partial(self) -> Callable[..., Any]:
+        """The function with `args` bound: for losses and schedules, called later with more arguments."""
+        return functools.partial(self.resolve(), **self.args) if self.args else self.resolve()
+
+    @property
+    def label(self) -> str:
+        """The function's name, in messages; of a loss module its class with its options, of a given object its class."""
+        if isinstance(self.function, str):
+            return self.function
+        text = str(getattr(self.function, "label_in_messages", "")) or stable_callable_label(self.function)
+        return shorten(text) if "\n" not in text else type(self.function).__name__
+
+    @property
+    def contract_text(self) -> str:
+        """The function in a checkpoint's contract: its name; of a given object its `repr`: slow for many samples."""
+        return shorten_contract_text(self.function if isinstance(self.function, str) else stable_callable_label(self.function))
+
+
+class ModelConfig(FunctionConfig):
+    """The function that builds the model, how a model that is an unmodified module is divided, and what its forward may do."""
+
+    units: Annotated[tuple[str, ...], Field(strict=False), BITS] = ()
+    """Names of the modules, with `*` for any part, at which the model is divided into layers: each such module runs whole.
+    Empty: the elements of the model's lists of modules, and what stands beside them."""
+    buffers: Annotated[Literal["refuse", "last", "sum"], BITS] = "refuse"
+    """What becomes of a buffer that the forward writes in training. `refuse`: it is an error. `last`: the value that the last
+    microbatch has written. `sum`: what all microbatches have added. Each microbatch begins with the value from the beginning of
+    the step. (Running statistics of batch norms are always kept, as one process would.)"""
+
+
+class LossConfig(FunctionConfig):
+    """The loss function and its arguments, or `model`: the model computes the loss itself, and returns an object with it."""
+
+    function: Annotated[str | Callable[..., Any], PlainValidator(_loss_function)]
+    """`module:name` of the function or class; from Python also the callable itself; or `model`."""
+
+
+class DataConfig(FunctionConfig):
+    """The map-style data set of a job, and how its samples become the model's input and the loss's target."""
+
+    input: Annotated[str | None, WORKERS] = None
+    """The field of a sample that the first layer of a sequential model reads; None: `x`. (A module with a forward of its own
+    gets the fields that have the names of its parameters.)"""
+    target: Annotated[str | None, WORKERS] = None
+    """The field of a sample that the loss gets as its target; None: `y`."""
+    names: Annotated[tuple[str, ...], Field(strict=False), WORKERS] = ()
+    """Names of the fields of a sample that is a tuple; empty: `x`, `y`, `z`."""
+    processes: Annotated[NonNegativeInt, Field(le=MAX_WORKERS), WORKERS] = 0
+    """Processes of each worker that load samples ahead of the steps, like a `DataLoader`'s `num_workers`; 0: the worker itself
+    loads them."""
+
+
+class ValidationConfig(DataConfig):
+    """The data set for validation, and when it is used."""
+
+    every: NonNegativeInt = 0
+    """Steps from one validation to the next; there is one at the end too. 0: at the end only."""
+    samples: NonNegativeInt = 0
+    """How many samples are used, from the first on; 0: all."""
+
+
+class OptimizerConfig(FunctionConfig):
+    """The optimizer class, its arguments, and groups of parameters with other arguments."""
+
+    groups: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
+    """Parameters that get other arguments: `{match: "*.bias", weight_decay: 0.0}` for each group. A parameter belongs to the
+    first group whose pattern matches its name."""
+
+    @field_validator("groups")
+    @classmethod
+    def _match(cls, groups: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        if any(not isinstance(group.get("match"), str) for group in groups):
+            raise ValueError("a list of {match: pattern, lr: ..., ...}; every group needs a match")
+        return groups
+
+    @property
+    def options_by_pattern(self) -> tuple[tuple[str, dict[str, Any]], ...]:
+        """(pattern of parameter names, arguments that differ for them); the first pattern that matches counts."""
+        return tuple((group["match"], {k: v for k, v in group.items() if k != "match"}) for group in self.groups)

@@ -1,0 +1,173 @@
+"""The section `plan` of a job: which workers hold which layers, and in which order they compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, PrivateAttr, model_validator
+
+from raypar.errors import ConfigError, PlanError
+from raypar.files.untrusted_files import shorten
+from raypar.job.key import BITS_OF_SHARDS
+from raypar.job.section import MAX_WORKERS, Parts, PathText, Section, Workers
+from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
+
+
+def _counts(value: Any) -> Any:
+    """`value`, if it is one count or a list with one count per stage. Raises `ValueError`."""
+    each = value if isinstance(value, (list, tuple)) and value else [value]
+    if any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in each):
+        raise ValueError("a number >= 1, or a list with one per stage")
+    if sum(each) > MAX_WORKERS:
+        raise ValueError(f"at most {MAX_WORKERS:,} in all")
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def _recompute_policy(value: Any) -> Any:
+    """`value`, if it is `none`, `full` or a list of patterns. Raises `ValueError`."""
+    if value in ("none", "full"):
+        return value
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(pattern, str) and pattern for pattern in value):
+        raise ValueError('none, full, or a list of patterns of layer names, for example ["block*"]')
+    return tuple(value)
+
+
+Counts = Annotated[Any, BeforeValidator(_counts)]
+"""One count (int), or one per stage (tuple of int)."""
+
+
+class PlanConfig(Section):
+    """Which workers hold which layers, and in which order they compute."""
+
+    stages: Workers = 1
+    """Pipeline parallel: how many workers stand one behind the other, each with its part of the layers (with `chunks`: with
+    several parts)."""
+    replicas: Counts = 1
+    """Data parallel: how many workers hold the same layers and compute different microbatches; one number, or a list with one
+    per stage."""
+    shards: Counts = 1
+    """Tensor parallel: over how many workers the tensors of each layer are cut (this is not ZeRO or FSDP); one number, or a
+    list with one per stage."""
+    schedule: str = "1f1b"
+    """The order in which a worker computes forwards and backwards; `afab` is another name of `gpipe`."""
+    chunks: Parts | None = None
+    """Stages of each worker (virtual pipeline stages); None: 2 with `interleaved` and `zb-v`, else 1."""
+    cuts: Annotated[tuple[PositiveInt, ...] | None, Field(strict=False)] = None
+    """Split points: the numbers of the first layers of stages 1, 2, ...; None: layers are timed, and divided so that the
+    predicted step is shortest. Results do not depend on it."""
+    schedule_file: PathText | None = None
+    """A file with a schedule of your own, in place of `schedule`: a line for each worker, as `raypar simulate --csv` writes
+    it."""
+    warmup: Annotated[tuple[NonNegativeInt, ...] | None, Field(strict=False)] = None
+    """For each stage: how many forwards a worker computes before its first backward; None: as the schedule has it."""
+    styles: Annotated[dict[str, str], BITS_OF_SHARDS] = {}
+    """How layers are cut over shards: pattern of layer names -> style, such as `"block*.up": column`. The first match counts;
+    for other layers the style is inferred from their names."""
+    sequence_parallel: Annotated[bool, BITS_OF_SHARDS] = False
+    """Whether values [batch, sequence, features] between sharded layers are cut along the sequence (sequence parallel)."""
+
+    recompute: Annotated[Any, BeforeValidator(_recompute_policy)] = "none"
+    """Activation checkpointing: layers whose activations are dropped after the forward and computed again for the backward, for
+    less memory and more time, with the same results. `none`, `full`, or a list of patterns of layer names."""
+
+    @property
+    def replicas_per_stage(self) -> tuple[int, ...]:
+        """Number of replicas of each worker position."""
+        return self.replicas if isinstance(self.replicas, tuple) else (self.replicas,) * self.stages
+
+    @property
+    def shards_per_stage(self) -> tuple[int, ...]:
+        """Number of shards of each worker position."""
+        return self.shards if isinstance(self.shards, tuple) else (self.shards,) * self.stages
+
+    @property
+    def workers(self) -> int:
+        """Number of workers of the plan."""
+        return sum(r * s for r, s in zip(self.replicas_per_stage, self.shards_per_stage, strict=True))
+
+    _parallel_plan: ParallelPlan | None = PrivateAttr(default=None)
+    """The `ParallelPlan` that the section was made from, if it was."""
+
+    @property
+    def unwritable_parts(self) -> list[str]:
+        """A line for each part of the section that no job file can express."""
+        plan = self._parallel_plan
+        if plan is None or not plan.recompute or self.recompute == "full":
+            return []
+        return [f"plan.recompute has numbers of layers, {list(plan.recompute)}: a job file has patterns of their names"]
+
+    def describe(self) -> str:
+        """The plan's shape as text: `2 stages x 2 replicas`."""
+        return describe_mesh(self.replicas_per_stage, self.shards_per_stage)
+
+    @model_validator(mode="after")
+    def _fits(self) -> PlanConfig:
+        from raypar.schedule.registry import resolve_chunks_per_worker
+
+        for key in ("replicas", "shards", "warmup"):
+            value = getattr(self, key)
+            if isinstance(value, tuple) and len(value) != self.stages:
+                raise PlanError(
+                    f"plan.{key} has {len(value)} entries for {self.stages} stages", cure="give one number, or one per stage"
+                )
+        chunks = resolve_chunks_per_worker(self.schedule, self.chunks)
+        if self.cuts is not None and len(self.cuts) != self.stages * chunks - 1:
+            raise PlanError(
+                f"plan.cuts has {len(self.cuts)} cuts for {self.stages * chunks} stages"
+                + (f" ({self.stages} workers x {chunks} chunks)" if chunks > 1 else ""),
+                cure=f"give {self.stages * chunks - 1}: the first layer of stages 1, 2, ...",
+            )
+        if self.schedule_file is not None and not Path(self.schedule_file).is_file():
+            raise ConfigError(
+                f"plan.schedule_file {shorten(self.schedule_file)} does not exist, or is no regular file",
+                cure="give the path of a schedule file",
+            )
+        return self
+
+    @classmethod
+    def of_plan(cls, plan: ParallelPlan, schedule: str, **more: Any) -> PlanConfig:
+        """The section for a whole plan, with `more` keys. Raises `PlanError` if `schedule` has the stages elsewhere."""
+        shapes = {stage.position: (stage.replicas, stage.shards) for stage in plan.stages}
+        replicas, shards = zip(*(shapes[position] for position in range(plan.positions)), strict=True)
+        made = cls(
+            stages=plan.positions,
+            replicas=replicas[0] if len(set(replicas)) == 1 else replicas,
+            shards=shards[0] if len(set(shards)) == 1 else shards,
+            schedule=schedule,
+            chunks=len(plan.stages) // plan.positions,
+            cuts=tuple(stage.first for stage in plan.stages[1:]),
+            recompute="full" if plan.recompute and len(plan.recompute) == plan.stages[-1].last else "none",
+            **more,
+        )
+        positions, theirs = ([stage.position for stage in one.stages] for one in (plan, made.to_plan(plan.stages[-1].last)))
+        if positions != theirs:
+            raise PlanError(
+                f"the plan has its stages on positions {positions}, and schedule {schedule} on {theirs}",
+                cure="give schedule= the name of the schedule that the plan is for",
+            )
+        made._parallel_plan = plan
+        return made
+
+    def to_plan(self, layers: int) -> ParallelPlan:
+        """The plan for a model with `layers` layers; without cuts, stages have nearly equal numbers of layers.
+
+        Raises `PlanError` if the layers do not fill the stages.
+        """
+        from raypar.schedule.registry import placement_of_schedule, resolve_chunks_per_worker
+
+        if self._parallel_plan is not None:
+            if self._parallel_plan.stages[-1].last != layers:
+                raise PlanError(
+                    f"the plan is for {self._parallel_plan.stages[-1].last} layers, and the model has {layers}",
+                    cure="make the plan for the model's layers, or give its section: plan={'stages': ...}",
+                )
+            return self._parallel_plan
+        return ParallelPlan.of(
+            self.replicas_per_stage,
+            self.shards_per_stage,
+            layers=layers,
+            chunks=resolve_chunks_per_worker(self.schedule, self.chunks),
+            placement=placement_of_schedule(self.schedule),
+            cuts=self.cuts,
+        )
