@@ -122,13 +122,14 @@ class Trainer:
     def __init__(
         self,
         *,
+        # keys of a job: generated
         model: FunctionArgument,
         loss: FunctionArgument,
         data: FunctionArgument | SampleSource,
-        optimizer: FunctionArgument = DEFAULTS["optimizer"],
         steps: int,
         batch_size: int,
         microbatches: int,
+        optimizer: FunctionArgument = DEFAULTS["optimizer"],
         name: str = "run",
         seed: int = 0,
         virtual_replicas: int = 0,
@@ -136,7 +137,7 @@ class Trainer:
         clip_norm: float | None = None,
         validation: FunctionArgument | SampleSource | None = None,
         plan: Literal["auto"] | Arguments | PlanConfig | ParallelPlan = DEFAULTS["plan"],
-        elastic: bool | Arguments | ElasticConfig | None = None,
+        elastic: Arguments | ElasticConfig | bool | None = None,
         placement: Arguments | PlacementConfig = DEFAULTS["placement"],
         checkpoint: Arguments | CheckpointConfig = DEFAULTS["checkpoint"],
         run_dir: str | os.PathLike[str] = "runs/",
@@ -152,12 +153,12 @@ class Trainer:
         max_time_s: float | None = None,
         early_stopping: Arguments | EarlyStoppingConfig | None = None,
         callbacks: Sequence[Callback | FunctionArgument] = (),
-        trackers: Sequence[str | Arguments | TrackerConfig] = (),
+        trackers: Sequence[Literal["tensorboard", "wandb", "mlflow"] | Arguments | TrackerConfig] = (),
         wait_for_workers_s: float = 300.0,
         trace_every: int = 0,
         price_per_worker_hour: float | None = None,
-        schedule: str | None = None,
         workers: int | None = None,
+        schedule: str | None = None,
         address: str | None = None,
         local_nodes: int = 1,
         stop_at_step: int | None = None,
@@ -165,6 +166,7 @@ class Trainer:
         scaling_config: Any = None,
         run_config: Any = None,
         checkpoint_config: Any = None,
+        # keys of a job: end
     ) -> None:
         given = dict(locals())  # the arguments by name: there is no other local yet
         self._set_attributes(*job_from_trainer_arguments({name: value for name, value in given.items() if name != "self"}))

@@ -22,6 +22,7 @@ from raypar.files.safe_yaml import dump_yaml, parse_yaml
 from raypar.job import CheckpointConfig, Job, PlanConfig
 from raypar.job.contract import contract_of_job
 from raypar.job.read_job import RUN_ARGUMENTS, load_job, parse_job
+from raypar.job.signature import with_signature
 from raypar.job.validation_errors import section_types
 from raypar.launch import start_new_run
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
@@ -218,6 +219,11 @@ def test_the_signature_has_the_names_defaults_and_types_of_the_model():
         "run_config",
         "checkpoint_config",
     }
+
+
+def test_the_parameters_are_those_that_the_tree_of_a_job_gives():
+    file = Path(trainer_module.__file__)
+    assert with_signature(file.read_text()) == file.read_text(), "python -m raypar.job.signature raypar/trainer.py"
 
 
 def test_a_section_that_is_made_by_name_is_checked_when_it_is_made():
