@@ -40,9 +40,8 @@ def make_run_request(
     from raypar.worker.job_preflight import check_other_shard_counts
     from raypar.worker.worker_assignments import make_worker_assignments
 
-    spec = options.job
+    spec, shards = options.job, possible_shard_counts(chosen.plan)
     check_worker_limits(spec, chosen.plan.world)
-    shards = possible_shard_counts(chosen.plan)
     if spec.elastic is not None:
         check_other_shard_counts(spec, checked, chosen.plan, shards)
     outline = make_model_outline_with_layouts(checked.graph, shards, dict(spec.styles))
@@ -52,7 +51,7 @@ def make_run_request(
     backend = make_backend(spec.device)
     policy = build_run_machine_policy(chosen.plan, options, backend.deadlines)
     backend.check_plan(spec, checked.graph, chosen.plan, lowered, elastic=spec.elastic is not None)
-    for_workers = pickle_for_workers(spec.for_workers(), given_parts(spec))
+    pickled_spec = pickle_for_workers(spec.for_workers(), given_parts(spec))
     pickled_callbacks = pickle_for_workers(Callbacks(options.callbacks), {"callbacks": options.callbacks})
     changed = describe_code_change(options.former_code, code := code_of_job(spec))
 
@@ -67,7 +66,7 @@ def make_run_request(
             crossing=lowered[0].crossing,
             batching=spec.batching,
             job=spec.for_driver(),
-            spec=for_workers,
+            spec=pickled_spec,
             assignments=tuple(cloudpickle.dumps(a) for a in lowered),
             callbacks=pickled_callbacks,
             contract={**contract_of_job(spec), "code": code},
