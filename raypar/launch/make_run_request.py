@@ -53,7 +53,7 @@ def make_run_request(
     backend.check_plan(spec, checked.graph, chosen.plan, lowered, elastic=spec.elastic is not None)
     pickled_spec = pickle_for_workers(spec.for_workers(), given_parts(spec))
     pickled_callbacks = pickle_for_workers(Callbacks(options.callbacks), {"callbacks": options.callbacks})
-    changed = describe_code_change(options.former_code, code := code_of_job(spec))
+    contract = contract_fields(options)
 
     def request(folder: RunFolder, host: str | None) -> RunRequest:
         return RunRequest(
@@ -69,8 +69,6 @@ def make_run_request(
             spec=pickled_spec,
             assignments=tuple(cloudpickle.dumps(a) for a in lowered),
             callbacks=pickled_callbacks,
-            contract={**contract_of_job(spec), "code": code},
-            warnings=() if changed is None else (changed,),
             outline=outline,
             profile=chosen.profile.with_outline(outline),
             validation_batching=lowered[0].validation_microbatches,
@@ -80,10 +78,18 @@ def make_run_request(
             environment=backend.environment,
             orphan_timeout_s=options.orphan_timeout_s,
             resumption=options.resumption,
+            **contract,
             **storage_fields(folder, options),
         )
 
     return request
+
+
+def contract_fields(options: LaunchOptions) -> dict[str, Any]:
+    """The fields of a request that say what the run's checkpoints hold of the job, and what of its code has changed."""
+    code = code_of_job(options.job)
+    changed = describe_code_change(options.former_code, code)
+    return {"contract": {**contract_of_job(options.job), "code": code}, "warnings": () if changed is None else (changed,)}
 
 
 def storage_fields(folder: RunFolder, options: LaunchOptions) -> dict[str, Any]:
