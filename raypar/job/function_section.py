@@ -13,7 +13,8 @@ from raypar.errors import ConfigError, with_article
 from raypar.files.untrusted_files import shorten
 from raypar.job.callable_text import argument_refusal, shorten_contract_text, stable_callable_label
 from raypar.job.key import BITS, WORKERS
-from raypar.job.section import MAX_WORKERS, Section, is_importable_name
+from raypar.job.section import MAX_WORKERS, Section
+from raypar.job.value_names import is_importable_name
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 LOSS_OF_MODEL = "model"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -29,7 +29,8 @@ from raypar.job.init_from_section import InitFromConfig
 from raypar.job.key import BITS, CLIENT, DRIVER, WORKERS, project
 from raypar.job.placement_section import PlacementConfig
 from raypar.job.plan_section import PlanConfig
-from raypar.job.section import AUTO, GIVEN, MAX_PARTS, MAX_WORKERS, Parts, PathText, Section
+from raypar.job.section import MAX_PARTS, MAX_WORKERS, Parts, PathText, Section
+from raypar.job.value_names import AUTO, GIVEN, PrecisionName
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy
@@ -39,15 +40,6 @@ JOB_BYTES = 1 << 20
 """Size limit of a job file."""
 MAX_SAMPLES = 2**24
 """Limit on the samples of a step in a job file: lists of that length are made."""
-PrecisionName = Literal["bf16"]
-"""The values of a job's `precision.compute`."""
-NO_FLOAT16 = "float16, which needs a scaled loss, is not supported yet"
-"""What is said of float16, for messages."""
-
-
-def precision_settings_text() -> str:
-    """The values that a job's `precision` may have, in words: `{"compute": "bf16"}`."""
-    return " or ".join(f'{{"compute": "{name}"}}' for name in get_args(PrecisionName))
 
 
 RUN_NAME = r"[A-Za-z0-9][\w.-]{0,99}"

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from raypar.files.untrusted_files import MAX_DEPTH, repr_text, shorten
-from raypar.job.section import is_importable_name
+from raypar.job.value_names import is_importable_name
 
 PLAIN = (type(None), bool, int, float, str, bytes, datetime.date, datetime.datetime)
 """Types of single values that YAML has, and that are read as the same values again."""

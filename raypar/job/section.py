@@ -22,15 +22,6 @@ Parts = Annotated[PositiveInt, Field(le=MAX_PARTS)]
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 """A path; from Python also a `pathlib.Path`."""
 
-AUTO, GIVEN = "<auto>", "<given>"
-"""Tags of the two types of `plan`. Pydantic puts them into error locations; messages leave them out."""
-
-
-def is_importable_name(text: str) -> bool:
-    """Whether a text is `module:name`, both of names with dots."""
-    module, colon, name = text.partition(":")
-    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
-
 
 class Section(BaseModel):
     """Base of all sections of a job file. Strict: a string is not taken for a number, and an unknown key is an error.

@@ -13,8 +13,7 @@ from pydantic import BaseModel
 
 from raypar.errors import ConfigError
 from raypar.files.untrusted_files import repr_text, shorten
-from raypar.job.job import NO_FLOAT16, precision_settings_text
-from raypar.job.section import AUTO, GIVEN, is_importable_name
+from raypar.job.value_names import AUTO, GIVEN, NO_FLOAT16, is_importable_name, precision_settings_text
 from raypar.keys_of_other_frameworks import advice_for
 
 _COMMAND_LINE = {

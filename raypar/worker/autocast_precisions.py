@@ -1,6 +1,6 @@
 """The precisions in which layers and the loss can compute under `torch.autocast`, with everything that differs between them.
 
-To add a precision, add a record here and its name to `PrecisionName` (`job/job.py`).
+To add a precision, add a record here and its name to `PrecisionName` (`job/value_names.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raypar.job.job import PrecisionConfig, PrecisionName
+from raypar.job.job import PrecisionConfig
+from raypar.job.value_names import PrecisionName
 
 if TYPE_CHECKING:
     import torch

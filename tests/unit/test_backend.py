@@ -17,8 +17,9 @@ from raypar.comm.worker_endpoint import WorkerEndpoint
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ClusterError, ConfigError
 from raypar.job import Job, PrecisionConfig
+from raypar.job.value_names import PrecisionName
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
-from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS, PrecisionName
+from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS
 from raypar.worker.backend import BACKENDS, make_backend
 
 PACKAGE = Path(__file__).parents[2] / "raypar"
