@@ -16,6 +16,7 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PlanConfig
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
+from raypar.record.events import MAX_STEPS
 from raypar.schedule import registry
 from raypar.worker.process.malloc_and_gc import freeze_existing_objects, keep_freed_memory, return_unused_memory
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
@@ -32,7 +33,7 @@ def gpt_job(
     return Job(
         name="bench",
         seed=SEED,
-        steps=1 << 40,
+        steps=MAX_STEPS,
         batch_size=size.batch_size,
         microbatches=microbatches,
         model=ModelConfig(function=model, args=size.model_args),
@@ -53,7 +54,7 @@ def sleeping_job(
     return Job(
         name="sleep",
         seed=SEED,
-        steps=1 << 40,
+        steps=MAX_STEPS,
         batch_size=microbatches,
         microbatches=microbatches,
         model=ModelConfig(function="sleeping:layers", args=times),

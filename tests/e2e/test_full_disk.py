@@ -140,8 +140,9 @@ def test_a_run_that_cannot_be_changed_is_not_resumed_and_stays_as_it_was(run, mo
     monkeypatch.setattr(resume, "launch_run", lambda choose, options, tell: options.make_folder(chosen))
     chosen = SimpleNamespace(plan=SimpleNamespace(describe=lambda: "1 worker"))
     monkeypatch.setattr(resume, "plan_json", lambda chosen: "p" * 500)
-    monkeypatch.setattr(resume, "make_plan_chooser", lambda job, spec: None)
-    job = SimpleNamespace(source_dir=Path(), to_spec=lambda: None, to_yaml=lambda: "y" * 5000)
+    monkeypatch.setattr(resume, "make_plan_chooser", lambda job: None)
+    given = {"callbacks": (), "trackers": (), "early_stopping": None}
+    job = SimpleNamespace(source_dir=Path(), to_yaml=lambda: "y" * 5000, **given)
     with room(50), pytest.raises(ConfigError, match=r"cannot write .*metrics\.jsonl: File too large"):
         resume.resume_job(job, folder, print)
     with room(400), pytest.raises(ConfigError, match=r"cannot write .*plan\.json: File too large"):

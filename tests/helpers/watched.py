@@ -76,7 +76,7 @@ class WatchedCore(WorkerCore):
         self.flesh = flesh
 
     def dataset(self, spec: Any) -> Any:
-        key = repr(spec.dataset)
+        key = repr((spec.function, spec.args))
         if key not in self._datasets:
             self._datasets[key] = WatchedDataset(make_dataset(spec))
         return self._datasets[key]

@@ -26,7 +26,7 @@ from raypar.errors import CheckpointError
 from raypar.files.untrusted_files import parse_untrusted_json, repr_text, shorten
 from raypar.job import Job
 from raypar.job.callable_text import shorten_contract_text
-from raypar.job.contract import CONTRACT_EDITION, contract_of_job
+from raypar.job.contract import CONTRACT_EDITION, contract_of_job, keys_that_may_change
 from raypar.plan.shard_ranges import IndexRanges
 from raypar.storage.checkpoint_store import (
     CheckpointRef,
@@ -624,11 +624,6 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-_OF_SHARDS = {"styles": "plan.styles", "sequence_parallel": "plan.sequence_parallel"}
-"""Key of the contract -> key of the job file, of what decides bits only where a plan has shards. A run may go on with others,
-as it may with another number of shards."""
-
-
 _MOVED = {"raypar.worker.tokens": "raypar.data.token_files", "raypar.data.token_files": "raypar.data.token_files"}
 """Modules whose classes users name: former path -> present path. Checkpoints and job files of before have the former."""
 
@@ -648,17 +643,19 @@ def _as_written_now(value: Any) -> Any:
 
 
 def list_contract_differences(manifest: Manifest, spec: Job) -> list[str]:
-    """A line for each setting of the contract that differs from the checkpoint's, except for those of shards (`_OF_SHARDS`).
+    """A line for each setting of the contract that differs from the checkpoint's, except for those that may change
+    at a resume (`job/key.py`).
 
     An earlier edition of the contract is no difference (`describe_edition_change`), a later one is.
     """
     # Checkpoints from before there was a choice say nothing of the device; of the precision none does unless it is set.
     then = _as_written_now({"device": "cpu", "precision": None, **manifest.contract})
     now = _as_written_now({"precision": None, **contract_of_job(spec)})
+    may_change = keys_that_may_change()
     return [
         f"{k} was {repr_text(then.get(k))}, is {repr_text(v)}"
         for k, v in now.items()
-        if k not in _OF_SHARDS and not (_is_same_setting(then.get(k), v) or (k == "edition" and _edition_of(manifest) < v))
+        if k not in may_change and not (_is_same_setting(then.get(k), v) or (k == "edition" and _edition_of(manifest) < v))
     ]
 
 
@@ -693,9 +690,9 @@ def _is_same_setting(then: Any, now: Any) -> bool:
 
 
 def list_changed_shard_settings(manifest: Manifest, spec: Job) -> list[str]:
-    """The job file's keys of settings of shards (`_OF_SHARDS`) that differ from the checkpoint's."""
+    """The job file's keys of settings that decide bits only with shards, and differ from the checkpoint's."""
     now = contract_of_job(spec)
-    return [name for key, name in _OF_SHARDS.items() if manifest.contract.get(key) != now.get(key)]
+    return [name for key, name in keys_that_may_change().items() if manifest.contract.get(key) != now.get(key)]
 
 
 def check_contract(manifest: Manifest, spec: Job) -> None:
