@@ -3,6 +3,7 @@ those of the batch."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -609,3 +610,87 @@ def test_a_forward_decides_by_the_buffers_of_the_weights_file(tmp_path: Path):
         check_run(job(mode), ParallelPlan.mesh(pp=2, layers=3), "1f1b")
     with pytest.raises(ModelError, match="takes another path"):
         preflight(job(2))
+
+
+class ScalesBy(torch.autograd.Function):
+    """Multiplies by what an attribute of a function holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.table = function.table
+        return x * ctx.table
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.table, None
+
+
+def holder_of(table: Tensor) -> Callable[[], None]:
+    """A function with a tensor in its attribute."""
+
+    def holder() -> None:
+        pass
+
+    holder.table = table
+    return holder
+
+
+class GivesFunctionToAutograd(Blocks):
+    """Calls a custom autograd function between units."""
+
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        return ScalesBy.apply(y, holder_of(x * 2))
+
+
+class GivesFunctionWithFieldToAutograd(Blocks):
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        return ScalesBy.apply(y, holder_of(x))
+
+
+class GivesWrappedFunctionToAutograd(Blocks):
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        @functools.wraps(holder_of(x))
+        def outer() -> None:
+            pass
+
+        return ScalesBy.apply(y, outer)
+
+
+class MapsFunction(Blocks):
+    """The function that `torch.vmap` is given calls one with a tensor in its attribute."""
+
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        holder = holder_of(x.sum(0) * 2)
+        return torch.vmap(lambda row: row * holder.table)(y)
+
+
+class GivesWrapperToAutograd(Blocks):
+    """A wrapper holds what it wraps as `__wrapped__` only."""
+
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        def outer() -> None:
+            pass
+
+        outer.__wrapped__ = self.blocks[0].forward
+        outer.table = 2.0
+        return ScalesBy.apply(y, outer)
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output.sum(1) - target).square().mean()
+
+
+@pytest.mark.parametrize("make", [GivesFunctionToAutograd, GivesFunctionWithFieldToAutograd, GivesWrappedFunctionToAutograd])
+def test_a_tensor_in_an_attribute_of_a_function_is_not_taken_from_the_record(make: Callable[[], nn.Module]):
+    """Later batches were computed with the first batch's."""
+    with pytest.raises(ModelError, match=r"function is passed between units at .* it may hide tensors"):
+        capture(make(), X)
+
+
+@pytest.mark.parametrize("make", [MapsFunction, GivesWrapperToAutograd])
+def test_functions_whose_attributes_can_be_given_anew_or_hold_no_tensor_are_recorded(make: Callable[[], nn.Module]):
+    check_run(
+        numbers_job(model=ModelConfig(function=make), loss=LossConfig(function=squares)),
+        ParallelPlan.mesh(pp=3, layers=3),
+        "1f1b",
+    )

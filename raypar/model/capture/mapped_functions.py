@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from raypar.model.capture.may_hide_tensors import values_of_function
+from raypar.model.capture.may_hide_tensors import attributes_of_function, values_of_function
 from raypar.torch_compat.without_dynamo import is_filled_cell
 
 _DEPTH = 12
@@ -74,7 +74,8 @@ def _with_tensors(value: Any, tensors: Iterator[Any], depth: int = 0) -> Any:
         cells = [types.CellType(next(parts)) if is_filled_cell(cell) else cell for cell in value.__closure__ or ()]
         made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, tuple(cells))
         made.__defaults__ = value.__defaults__ and tuple(itertools.islice(parts, len(value.__defaults__)))
-        made.__kwdefaults__ = value.__kwdefaults__ and dict(zip(value.__kwdefaults__, parts, strict=True))
+        made.__kwdefaults__ = value.__kwdefaults__ and dict(zip(value.__kwdefaults__, parts, strict=False))
+        vars(made).update(vars(value) | dict(zip(attributes_of_function(value), parts, strict=True)))
         return made
     if isinstance(value, functools.partial):
         function, *rest = parts

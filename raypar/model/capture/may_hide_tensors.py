@@ -26,9 +26,15 @@ _DEPTH = 12
 
 
 def values_of_function(function: types.FunctionType) -> list[Any]:
-    """The values that a function holds: in its closure, then in default arguments, then in those of keyword-only ones."""
+    """The values that a function holds: in its closure, in default arguments, in keyword-only ones, in its own attributes."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if is_filled_cell(cell)]
-    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return [*cells, *defaults, *attributes_of_function(function).values()]
+
+
+def attributes_of_function(function: types.FunctionType) -> dict[str, Any]:
+    """The attributes that code has given a function, without those that describe it (`__wrapped__` of `functools.wraps`)."""
+    return {name: value for name, value in vars(function).items() if not (name.startswith("__") and name.endswith("__"))}
 
 
 def may_hide_tensors(value: Any, depth: int = 0) -> bool:
