@@ -21,11 +21,21 @@ class Logarithm(nn.Module):
         return torch.log(x.detach() * 0 - 1 + (x.sum() > 1e9)) + x
 
 def model(kind):
+    if kind in ("sample", "weight"):
+        return given(kind)
     odd = {"value": Logarithm, "gradient": Root}[kind]()
     return [("first", nn.Linear(2, 2)), ("second", nn.Linear(2, 2)), ("odd", odd), ("last", nn.Linear(2, 1))]
 
-def data():
-    return [(torch.ones(2), torch.zeros(1)) for _ in range(8)]
+def given(kind):
+    layers = model("gradient")
+    if kind == "weight":
+        with torch.no_grad():
+            layers[1][1].bias[1] = float("inf")
+    return layers[:2] + layers[3:]
+
+def data(kind=None):
+    x = [float("nan"), 1.0] if kind == "sample" else [1.0, 1.0]
+    return [(torch.tensor(x), torch.zeros(1)) for _ in range(8)]
 
 def loss(output, target):
     return (output - target).square().mean()
@@ -35,13 +45,15 @@ def loss(output, target):
 @pytest.mark.parametrize(
     ("kind", "place"),
     [
+        ("sample", "layer 'first' in microbatch 0 of step 1: its input 'x' has NaN (2 of 4 numbers)"),
+        ("weight", "layer 'second' in microbatch 0 of step 1: its parameter 'bias' has infinite numbers (1 of 2 numbers)"),
         ("value", "layer 'odd' in microbatch 0 of step 1: its output 'odd.out' has NaN (4 of 4 numbers)"),
         (
             "gradient",
             "layer 'second' in microbatch 0 of step 1, in the backward pass: the gradient of its output 'second.out' has NaN",
         ),
     ],
-    ids=["value", "gradient"],
+    ids=["sample", "weight", "value", "gradient"],
 )
 def test_debug_names_the_first_layer_that_is_not_finite(
     kind: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -54,7 +66,7 @@ steps: 2
 batch_size: 4
 microbatches: 2
 model: {{function: "odd_{kind}:model", args: {{kind: {kind}}}}}
-data: {{function: "odd_{kind}:data"}}
+data: {{function: "odd_{kind}:data", args: {{kind: {kind}}}}}
 loss: "odd_{kind}:loss"
 optimizer: {{function: "torch.optim:SGD", args: {{lr: 0.1}}}}
 plan: {{stages: 2}}

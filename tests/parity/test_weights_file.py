@@ -1,5 +1,6 @@
 """Weights files: every form reads the same values by name and slice; what does not fit the model is listed, never guessed."""
 
+import ast
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from fsspec.implementations.local import LocalFileSystem
 from helpers import checkpoint_folders as checkpoint_files
 from pyarrow.fs import FSSpecHandler, PyFileSystem
@@ -498,10 +500,10 @@ def test_differences_are_listed_with_counts(tmp_path: Path):
 @pytest.mark.parametrize(
     "there, wanted, form",
     [
-        ("module.{}", "{}", '{path: F, strip_prefix: "module."}'),
-        ("_orig_mod.module.{}", "{}", '{path: F, strip_prefix: "_orig_mod.module."}'),
-        ("{}", "transformer.{}", '{path: F, add_prefix: "transformer."}'),
-        ("transformer.{}", "model.{}", '{path: F, strip_prefix: "transformer.", add_prefix: "model."}'),
+        ("module.{}", "{}", '{"path": "F", "strip_prefix": "module."}'),
+        ("_orig_mod.module.{}", "{}", '{"path": "F", "strip_prefix": "_orig_mod.module."}'),
+        ("{}", "transformer.{}", '{"path": "F", "add_prefix": "transformer."}'),
+        ("transformer.{}", "model.{}", '{"path": "F", "strip_prefix": "transformer.", "add_prefix": "model."}'),
     ],
 )
 def test_names_that_differ_by_a_prefix_are_refused_with_the_line_that_reads_them(
@@ -511,11 +513,11 @@ def test_names_that_differ_by_a_prefix_are_refused_with_the_line_that_reads_them
     with open_weights(stored(tmp_path, {there.format(name): tensor for name, tensor in weights().items()})) as file:
         with pytest.raises(CheckpointError) as caught:
             match_weights(file, shapes)
-        line = f"init_from: {form}".replace("F", str(file.path))
-        assert caught.value.cure == f"its names differ by a prefix: write {line}"
-        settings = {k: v for k, v in (("strip_prefix", ""), ("add_prefix", "")) if f"{k}:" in form}
-        settings = {k: form.split(f'{k}: "')[1].split('"')[0] for k in settings}
-        found = match_weights(file, shapes, source=InitFromConfig(path=str(file.path), **settings))
+        value = form.replace("F", str(file.path))
+        assert caught.value.cure == f"its names differ by a prefix: set init_from to {value}"
+        settings = ast.literal_eval(value)
+        assert settings == yaml.safe_load(value), "one text for a job file and for Trainer's argument"
+        found = match_weights(file, shapes, source=InitFromConfig(**settings))
         assert found.names == {wanted.format(name): there.format(name) for name in SHAPES}
 
 
@@ -529,7 +531,7 @@ def test_a_prefix_that_does_not_make_all_fit_is_said_with_what_is_left(tmp_path:
         "transformer.scale, transformer.up.bias and 1 more"
     )
     assert caught.value.cure.endswith(
-        'strip_prefix: "transformer."}; then 1 of the model\'s 6 tensors is not in the file: head.bias; '
+        '"strip_prefix": "transformer."}; then 1 of the model\'s 6 tensors is not in the file: head.bias; '
         "1 of the file's 6 tensors is not in the model: lm_head.bias"
     )
 
@@ -556,7 +558,7 @@ def test_a_near_name_is_suggested(tmp_path: Path):
     path = stored(tmp_path, {"embed.weights": torch.zeros(2), "b": torch.zeros(1)})
     with open_weights(path) as file, pytest.raises(CheckpointError, match=r"embed.weights in the file for embed.weight\?") as x:
         match_weights(file, {"embed.weight": (2,), "b": (1,)})
-    assert r"""rename: {"^embed\\.weights$": "embed.weight"}}""" in x.value.cure
+    assert r""""rename": {"^embed\\.weights$": "embed.weight"}}""" in x.value.cure
 
 
 @pytest.mark.parametrize("there", ["embed.weight", "head.weight"])
@@ -632,7 +634,7 @@ def test_what_the_cure_says_may_miss_is_all_that_is_missing(tmp_path: Path):
     with open_weights(stored(tmp_path, {name: torch.zeros(2) for name in wanted if name < "3"})) as file:
         with pytest.raises(CheckpointError) as refused:
             match_weights(file, wanted)
-        patterns = json.loads(re.search(r"allow_missing: (\[.*?\])", refused.value.cure)[1])
+        patterns = json.loads(re.search(r'"allow_missing": (\[.*?\])', refused.value.cure)[1])
         assert patterns == ["3.*", "4.*", "5.*", "6.*"]
         assert match_weights(file, wanted, source=InitFromConfig(path="F", allow_missing=tuple(patterns))).missing
         far = {f"{layer}.w{layer}": (2,) for layer in range(40)} | {"2.other.weight": (2,)}
@@ -654,7 +656,7 @@ def test_a_new_head_is_let_through_by_name_and_said(tmp_path: Path):
     tensors = {**weights(), "head.weight": torch.zeros(9, 4), "pooler.weight": torch.zeros(1)}
     wanted = {**SHAPES, "head.weight": (2, 4), "head.bias": (2,)}
     with open_weights(stored(tmp_path, tensors)) as file:
-        with pytest.raises(CheckpointError, match=r"allow_missing: \[\"head\.\*\"\]"):
+        with pytest.raises(CheckpointError, match=r'"allow_missing": \["head\.\*"\]'):
             match_weights(file, wanted)
         with pytest.raises(CheckpointError, match=r"head.weight is \[2, 4\] in the model and \[9, 4\] in the file"):
             match_weights(file, wanted, source=source.replace(allow_unexpected=("pooler.*",)))
@@ -683,7 +685,7 @@ def test_the_pattern_that_is_proposed_lets_nothing_else_through(extra: list[str]
     with open_weights(stored(tmp_path, tensors | {name: torch.zeros(1) for name in extra})) as file:
         with pytest.raises(CheckpointError) as caught:
             match_weights(file, wanted)
-        assert f"allow_unexpected: {json.dumps(pattern)}}}" in caught.value.cure
+        assert f'"allow_unexpected": {json.dumps(pattern)}}}' in caught.value.cure
         assert (
             match_weights(file, wanted, source=InitFromConfig(path="F", allow_unexpected=tuple(pattern))).names.keys()
             == wanted.keys()

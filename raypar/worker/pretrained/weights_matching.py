@@ -266,13 +266,13 @@ def _cure(file: WeightsFile, model: _Model, source: InitFromConfig, found: _Comp
     best = _other_prefix(file, model, source)
     if best is not None:
         then = _compare(file, model, best).differences
-        return f"its names differ by a prefix: write init_from: {_yaml(best)}" + f"; then {'; '.join(then)}" * bool(then)
+        return f"its names differ by a prefix: set init_from to {_literal(best)}" + f"; then {'; '.join(then)}" * bool(then)
     for name in found.lacking[:MAX_SHOWN_NAMES]:
         near = difflib.get_close_matches(name, found.unexpected[:1000], n=1, cutoff=0.8)
         if near:
             return (
-                f"{near[0]} in the file for {name}? Then write init_from: "
-                f"{_yaml(source, rename={'^' + re.escape(near[0]) + '$': name})}"
+                f"{near[0]} in the file for {name}? Then set init_from to "
+                f"{_literal(source, rename={'^' + re.escape(near[0]) + '$': name})}"
             )
     if found.other_kind:
         return "convert the file, or change the model"
@@ -284,7 +284,9 @@ def _cure(file: WeightsFile, model: _Model, source: InitFromConfig, found: _Comp
     allow |= {"allow_unexpected": unexpected} if unexpected else {}
     if max(len(missing), len(unexpected)) > _MAX_PATTERNS:
         return "give weights of this model"
-    return f"give weights of this model; if it is meant so (a new head, for example), write init_from: {_yaml(source, **allow)}"
+    return (
+        f"give weights of this model; if it is meant so (a new head, for example), set init_from to {_literal(source, **allow)}"
+    )
 
 
 def _other_prefix(file: WeightsFile, model: _Model, source: InitFromConfig) -> InitFromConfig | None:
@@ -317,9 +319,11 @@ def _common_prefixes(names: Iterable[str]) -> list[str]:
     return ["", *(prefix for prefix, number in found.items() if number >= 2 and number * 2 >= len(names))]
 
 
-def _yaml(source: InitFromConfig, **changed: object) -> str:
-    """The value of `init_from` as written in a job file, on one line; `changed` settings are added to those of `source`."""
-    settings = {
+def _literal(source: InitFromConfig, **changed: object) -> str:
+    """The value of `init_from` on one line, as both a job file and Python read it; `changed` settings are added to those of
+    `source`."""
+    settings: dict[str, object] = {
+        "path": str(source.path),
         "strip_prefix": source.strip_prefix,
         "add_prefix": source.add_prefix,
         "rename": dict(source.rename),
@@ -332,7 +336,7 @@ def _yaml(source: InitFromConfig, **changed: object) -> str:
             settings[key] = before | value
         elif isinstance(before, list) and isinstance(value, list):
             settings[key] = [*before, *(x for x in value if x not in before)]
-    return "{" + ", ".join([f"path: {source.path}", *(f"{k}: {json.dumps(v)}" for k, v in settings.items() if v)]) + "}"
+    return json.dumps({key: value for key, value in settings.items() if value}, ensure_ascii=False)
 
 
 def _patterns(names: Collection[str], among: Iterable[str]) -> list[str]:
