@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from raypar.errors import ConfigError, InputError, RayparError, UserCodeError, exception_chain, with_article
 from raypar.files.os_error_cure import cure_of_os_error
 from raypar.files.untrusted_files import repr_text
-from raypar.keys_of_other_frameworks import advice_for_callback
+from raypar.job.keys_of_other_frameworks import advice_for_callback
 from raypar.plan.wording import count_noun
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 

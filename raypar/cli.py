@@ -82,7 +82,7 @@ class _Parser(argparse.ArgumentParser):
 def _advice_about_key(name: str) -> str | None:
     """How to set a key of the job that was given as an option, or what another framework's option is here; else None."""
     from raypar.job import Job
-    from raypar.keys_of_other_frameworks import advice_for
+    from raypar.job.keys_of_other_frameworks import advice_for
 
     key = name.replace("-", "_")
     if key in Job.model_fields:

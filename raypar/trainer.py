@@ -26,8 +26,7 @@ from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result, raise_run_failure
 from raypar.launch.start_new_run import train_job_in_new_folder
 from raypar.launch.stop_before_training import stopped_before_training
-from raypar.plan import ParallelPlan
-from raypar.trainer_arguments import (
+from raypar.launch.trainer_arguments import (
     Arguments,
     FunctionArgument,
     SampleSource,
@@ -36,6 +35,7 @@ from raypar.trainer_arguments import (
     job_from_trainer_arguments,
     with_checked_argument_names,
 )
+from raypar.plan import ParallelPlan
 from raypar.user_code.traceback_filter import without_raypar_frames
 from raypar.user_code.unhandled_interrupt import ends_script_if_unhandled
 

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from raypar.errors import ConfigError
 from raypar.files.untrusted_files import repr_text, shorten
+from raypar.job.keys_of_other_frameworks import advice_for
 from raypar.job.value_names import AUTO, GIVEN, NO_FLOAT16, is_importable_name, precision_settings_text
-from raypar.keys_of_other_frameworks import advice_for
 
 _COMMAND_LINE = {
     "address": "--address",

@@ -14,9 +14,9 @@ from raypar.callbacks import check_callbacks
 from raypar.errors import ConfigError, InputError, PlanError, RayparError, ScheduleError
 from raypar.job import FunctionConfig, Job, ModelConfig, OptimizerConfig, PrecisionConfig
 from raypar.job.contract import contract_of_job
+from raypar.job.keys_of_other_frameworks import ADVICE
 from raypar.job.read_job import load_job, parse_job, parse_plan_section
 from raypar.job.validation_errors import dotted_keys
-from raypar.keys_of_other_frameworks import ADVICE
 from raypar.launch import chosen_plan
 from raypar.storage.run_folder import RunFolder, check_run_dir_is_writable
 from raypar.worker.autocast_precisions import autocast_of

@@ -22,7 +22,6 @@ MAY_IMPORT = {
     "fences": "errors",
     "ray_compat": "fences errors ray",
     "torch_compat": "fences errors torch",
-    "keys_of_other_frameworks": "",
     "plan": "errors",
     "schedule": "plan errors",
     "planner": "plan schedule errors",
@@ -34,19 +33,16 @@ MAY_IMPORT = {
     "user_code torch numpy safetensors files data storage",
     "actors": "job worker model elastic planner comm schedule plan record telemetry files storage callbacks errors "
     "fences ray_compat user_code torch numpy ray draw",
-    "job": "plan schedule elastic record.events errors keys_of_other_frameworks files user_code pydantic yaml",
+    "job": "plan schedule elastic record.events errors files user_code pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 
 EDGE_FILES = (
-    "aliased_setting",
-    "convert_ray_train_configs",
     "callbacks",
     "launch",
     "console",
     "doctor",
     "example_jobs",
-    "trainer_arguments",
     "trainer",
     "commands",
     "cli",

@@ -27,8 +27,8 @@ from raypar.job.validation_errors import section_types
 from raypar.launch import start_new_run
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result
+from raypar.launch.trainer_arguments import DEPRECATED_ARGUMENTS
 from raypar.trainer import Trainer
-from raypar.trainer_arguments import DEPRECATED_ARGUMENTS
 from raypar.worker.microbatch_loader import make_dataset
 
 ROOT = Path(__file__).parents[2]

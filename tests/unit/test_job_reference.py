@@ -16,8 +16,8 @@ from raypar.job.job import Job
 from raypar.job.reference import TRAINER_ALSO_TAKES, TYPE_OF_KEY, make_reference
 from raypar.job.section_docstrings import key_docstring
 from raypar.job.validation_errors import dotted_keys
+from raypar.launch.trainer_arguments import Arguments
 from raypar.trainer import Trainer
-from raypar.trainer_arguments import Arguments
 
 PAGE = Path(__file__).parents[2] / "examples/guides/reference.md"
 

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol
 
-from raypar.aliased_setting import ImpliedSetting
 from raypar.callbacks import check_callbacks
-from raypar.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, settings_from_ray_train
 from raypar.errors import ConfigError, with_article
 from raypar.files.untrusted_files import repr_text, shorten
 from raypar.job import (
@@ -28,6 +26,8 @@ from raypar.job import (
 )
 from raypar.job.callable_text import find_unstable_argument
 from raypar.job.read_job import RUN_ARGUMENTS, job_from_argument_tree
+from raypar.launch.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, settings_from_ray_train
+from raypar.launch.implied_setting import ImpliedSetting
 from raypar.plan import ParallelPlan
 from raypar.user_code.traceback_filter import is_raypar_file
 

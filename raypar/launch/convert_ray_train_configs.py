@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from raypar.aliased_setting import ImpliedSetting
 from raypar.errors import ConfigError
+from raypar.launch.implied_setting import ImpliedSetting
 
 RAY_TRAIN_ARGUMENTS = ("scaling_config", "run_config", "checkpoint_config")
 """Arguments of `Trainer` that are configs of Ray Train, in the order of `settings_from_ray_train`."""
