@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Container, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,15 +14,13 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_for_answers
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.hello_and_failure_messages import CallFailure
-from raypar.actors.worker_failures import WorkerFailures
+from raypar.actors.worker_failures import WorkerFailures, describe_seat
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import gather_answers_within
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import ClusterError, CommError, error_first_line
-from raypar.plan import ParallelPlan
-from raypar.ray_compat.actor_errors import worker_lost_error
 from raypar.ray_compat.memory_monitor import memory_monitor_kill_error
 
 STACKS_S = 5.0
@@ -37,16 +35,6 @@ class AnswerLost(CommError):
 
     Ray reports this after a network break of a few seconds, for an actor that it does not know to be dead.
     """
-
-
-Seats = tuple[ParallelPlan | None, Sequence[int]]
-"""A plan, and by rank the worker in each seat."""
-
-
-def describe_seat(seats: Seats, number: int) -> str:
-    """The worker's seat in words, or its number if it has none."""
-    plan, members = seats
-    return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
 
 
 class WorkerCalls:
@@ -85,7 +73,7 @@ class WorkerCalls:
 
         `refs`: worker -> its call. Why together: see `answer_batch`.
         """
-        seats = self._seats()
+        seats = self.failures.seats()
         self._asked.update(list(refs))
         try:
             answers = await asyncio.get_running_loop().run_in_executor(
@@ -146,7 +134,7 @@ class WorkerCalls:
 
     async def ask(self, number: int, ref: Any) -> Any:
         """The answer of a call to one worker, or a `CallFailure` that names the worker."""
-        seats = self._seats()
+        seats = self.failures.seats()
         self._asked[number] += 1
         try:
             return await ref
@@ -161,23 +149,16 @@ class WorkerCalls:
             what = f"{who}: the connection broke before its answer came: {error_first_line(error)}"
             return CallFailure("aborted", AnswerLost(what, cure="look at the network between its node and the driver's"))
         if isinstance(error, RayActorError):
-            cure = "`raypar resume` goes on from the last checkpoint, if there is one"
-            if not self.machine.policy.elastic:
-                cure = f"with `elastic: true` lost workers are replaced; {cure}"
-            return CallFailure("lost", worker_lost_error(who, error, cure))
+            return CallFailure("lost", self.failures.lost_error(who, error))
         if isinstance(error, OutOfMemoryError):
             return CallFailure("lost", memory_monitor_kill_error(who, error))
         if isinstance(error, RayError):
             return CallFailure("error", ClusterError(f"{who}: {error}", cure="look at Ray's logs"))
         return CallFailure("error", error)
 
-    def _seats(self) -> Seats:
-        """The current plan and the members by rank."""
-        return self.machine.membership.plan, self.machine.membership.members
-
     def coordinate(self, number: int) -> str:
         """The worker's seat in words, or its number if it has no seat."""
-        return describe_seat(self._seats(), number)
+        return self.failures.coordinate(number)
 
     async def abort(self, why: str) -> None:
         """Abort all transports, wait for the calls in flight to return, and post how many steps each member has done.

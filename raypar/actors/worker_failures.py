@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from raypar.actors.plan_cache import PlanCache
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
-from raypar.errors import NodeLost, OutOfMemory
+from raypar.errors import NodeLost, OutOfMemory, WorkerLost
+from raypar.plan import ParallelPlan
+from raypar.ray_compat.actor_errors import worker_lost_error
+
+Seats = tuple[ParallelPlan | None, Sequence[int]]
+"""A plan, and by rank the worker in each seat."""
+
+
+def describe_seat(seats: Seats, number: int) -> str:
+    """The worker's seat in words, or its number if it has none."""
+    plan, members = seats
+    return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
+
 
 PostedEvent = on.RunEvent | asyncio.Future[on.RunEvent]
 """An event for the run machine, or one that is being made: it keeps its place among the others."""
@@ -26,6 +38,21 @@ class WorkerFailures:
         """Gives an event to the run machine."""
         self.leaving: set[int] = set()
         """Workers that were asked to leave; `WorkerRegistry` adds them."""
+
+    def seats(self) -> Seats:
+        """The current plan and the members by rank."""
+        return self.machine.membership.plan, self.machine.membership.members
+
+    def coordinate(self, number: int) -> str:
+        """The worker's seat in words, or its number if it has no seat."""
+        return describe_seat(self.seats(), number)
+
+    def lost_error(self, who: str, error: Exception) -> WorkerLost:
+        """The error for a worker (`who`: its seat in words) whose call or ping ended with Ray's `RayActorError`."""
+        cure = "`raypar resume` goes on from the last checkpoint, if there is one"
+        if not self.machine.policy.elastic:
+            cure = f"with `elastic: true` lost workers are replaced; {cure}"
+        return worker_lost_error(who, error, cure)
 
     def post(self, kind: on.FailureKind, error: Exception, worker: int, generation: int | None = None) -> None:
         """Post the event, whole. Where memory was short, that is looked into first; later events wait for it."""

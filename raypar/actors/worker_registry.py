@@ -26,7 +26,7 @@ from raypar.elastic import events as on
 from raypar.elastic.deadlines import CpuWaitDeadlineExtension
 from raypar.elastic.placement_constraints import FlappingNodes, SuspectNodes
 from raypar.errors import ClusterError
-from raypar.ray_compat.actor_errors import keep_death_reasons, worker_lost_error
+from raypar.ray_compat.actor_errors import keep_death_reasons
 from raypar.ray_compat.memory_monitor import memory_monitor_kill_error
 from raypar.ray_compat.nodes import list_draining_nodes
 from raypar.record.events import Event, NodeLoss, RunWarning, WorkerDrain, WorkerJoin
@@ -347,15 +347,15 @@ class WorkerRegistry:
             self.report_leaving_worker(number, "its process was asked to end (SIGTERM)")
 
     def _report_failed_ping(self, number: int, error: Exception) -> None:
-        """Post `CallFailed` if the error says that the worker is dead.
+        """Post `CallFailed` if the error says that the worker is dead; in the words of a call, which may fail later.
 
         After any other error the worker counts as silent; so after `ActorUnavailableError`, a broken connection, because the
         worker may live.
         """
         if isinstance(error, OutOfMemoryError):
-            self.failures.post("lost", memory_monitor_kill_error(f"worker {number}", error), number)
+            self.failures.post("lost", memory_monitor_kill_error(self.failures.coordinate(number), error), number)
         elif isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
-            self.failures.post("lost", worker_lost_error(f"worker {number}", error), number)
+            self.failures.post("lost", self.failures.lost_error(self.failures.coordinate(number), error), number)
 
     async def _look_at_nodes(self) -> None:
         """Ask Ray which nodes are draining or dead; report workers that have to leave, and nodes that are lost."""

@@ -14,6 +14,7 @@ from raypar.actors.worker_calls import AnswerLost, WorkerCalls
 from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic.events import CallFailed, GroupsAborted, Tick
+from raypar.plan import ParallelPlan
 
 BROKEN = ActorUnavailableError("The actor is temporarily unavailable: recvmsg:Connection reset by peer", None)
 
@@ -161,7 +162,9 @@ def test_a_call_of_all_members_when_none_is_left_ends_nothing():
 def registry_of(workers, posted):
     """Pings `workers` (number -> what its ping returns); appends what it posts to `posted`."""
     handles = {number: SimpleNamespace(ping=SimpleNamespace(remote=answer)) for number, answer in workers.items()}
-    failures, pool = WorkerFailures(None, None, posted.append), SimpleNamespace(workers=handles)
+    seats = SimpleNamespace(plan=ParallelPlan.mesh(dp=2, layers=1), members=(0, 1))
+    machine = SimpleNamespace(membership=seats, policy=SimpleNamespace(elastic=False))
+    failures, pool = WorkerFailures(machine, None, posted.append), SimpleNamespace(workers=handles)
     return WorkerRegistry(pool, None, posted.append, None, lambda number: True, failures), handles
 
 
@@ -176,7 +179,10 @@ def test_a_ping_whose_connection_broke_is_silence_and_one_that_cannot_be_sent_ke
         assert posted == [] and set(registry._answered_s) == {1} and not registry._unanswered_pings
         refs.answers[0] = ActorDiedError()
         await registry._ping(handles)
-        assert [(event.kind, event.worker) for event in posted] == [("lost", 0)]
+        (event,) = posted
+        assert (event.kind, event.worker) == ("lost", 0)
+        assert "worker 0 (stage 0, replica 0) was lost" in str(event.error), "as the error of a call, which may come later"
+        assert "`elastic: true`" in event.error.cure
 
     asyncio.run(run())
 
