@@ -103,7 +103,7 @@ def test_no_other_file_asks_which_kind_of_device_a_job_has():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value == "gpu"
     }
-    ways_in = {"job/job.py", "job/validation_errors.py", "trainer.py", "convert_ray_train_configs.py"}
+    ways_in = {"job/job.py", "job/validation_errors.py", "trainer.py", "launch/convert_ray_train_configs.py"}
     assert names == {*ways_in, "worker/backend.py", "actors/numerics_fingerprint.py"}
 
 
