@@ -78,10 +78,13 @@ def _form(value: Any) -> Any:
     if isinstance(value, OptimizerConfig):
         return {**_function(value), "groups": [list(pair) for pair in value.options_by_pattern]}
     if isinstance(value, FunctionConfig):
-        return _function(value)
-    if isinstance(value, Section):
-        return {name: _form(getattr(value, name)) for name in type(value).model_fields if marker_of(type(value), name) is None}
-    return value
+        return {**_keys(value), **_function(value)}
+    return _keys(value) if isinstance(value, Section) else value
+
+
+def _keys(section: Section) -> dict[str, Any]:
+    kind = type(section)
+    return {name: _form(getattr(section, name)) for name in kind.model_fields if marker_of(kind, name) is None}
 
 
 def _function(value: FunctionConfig) -> dict[str, Any]:

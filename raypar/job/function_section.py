@@ -72,7 +72,8 @@ class FunctionConfig(Section):
             raise ConfigError(
                 f"{self.function!r} is {with_article(type(found).__name__)}, not callable", cure="name a function or class"
             )
-        return found  # type: ignore[no-any-return]
+        function: Callable[..., Any] = found
+        return function
 
     def call(self, key: str = "args") -> Any:
         """What the function returns for `args`: for functions that make models and data sets.
@@ -130,12 +131,12 @@ class LossConfig(FunctionConfig):
 class DataConfig(FunctionConfig):
     """The map-style data set of a job, and how its samples become the model's input and the loss's target."""
 
-    input: Annotated[str | None, WORKERS] = None
+    input: str | None = None
     """The field of a sample that the first layer of a sequential model reads; None: `x`. (A module with a forward of its own
     gets the fields that have the names of its parameters.)"""
-    target: Annotated[str | None, WORKERS] = None
+    target: str | None = None
     """The field of a sample that the loss gets as its target; None: `y`."""
-    names: Annotated[tuple[str, ...], Field(strict=False), WORKERS] = ()
+    names: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Names of the fields of a sample that is a tuple; empty: `x`, `y`, `z`."""
     processes: Annotated[NonNegativeInt, Field(le=MAX_WORKERS), WORKERS] = 0
     """Processes of each worker that load samples ahead of the steps, like a `DataLoader`'s `num_workers`; 0: the worker itself

@@ -359,7 +359,7 @@ def test_a_run_in_another_precision_is_not_resumed(tmp_path):
         checkpoint_files.check_contract(manifest, before)
         with pytest.raises(CheckpointError, match="belongs to another job: precision was") as caught:
             checkpoint_files.check_contract(manifest, after)
-        assert "None" in caught.value.what and "{'compute': 'bf16'}" in caught.value.what
+        assert "not set" in caught.value.what and "{'compute': 'bf16'}" in caught.value.what
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,8 @@ def old(tmp_path: Path) -> RunFolder:
 
 
 def test_every_key_of_a_job_file_is_accepted_and_means_the_same_job():
-    assert json.loads(json.dumps(contract_of_job(parse_job(JOB)))) == {"edition": 2, **CONTRACT}
+    found = json.loads(json.dumps(contract_of_job(parse_job(JOB))))
+    assert found == {"edition": 2, **CONTRACT, "data": {**CONTRACT["data"], "input": "x", "target": "y", "names": ["x", "y"]}}
     assert parse_job(parse_job(JOB).to_yaml()) == parse_job(JOB)
 
 

@@ -1,7 +1,7 @@
 """Contracts that checkpoints of before hold: the same job has the same contract in every release.
 
 `tests/data/contracts.json` was made by the release before jobs became one tree, and is never made anew: a key that is added
-later must be left out of the contract where it has its default.
+later must be left out of the contract where it has its default, or be no difference where a checkpoint lacks it.
 """
 
 import functools
@@ -17,7 +17,7 @@ from torch import nn
 
 from raypar.files.safe_yaml import dump_yaml
 from raypar.job import Job
-from raypar.job.contract import contract_of_job
+from raypar.job.contract import contract_of_job, keys_that_may_change
 from raypar.job.read_job import parse_job
 from raypar.job.validation_errors import dotted_keys
 from raypar.trainer import Trainer
@@ -80,8 +80,15 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
 """Jobs that no job file can express, as `Trainer`'s arguments."""
 
 
+ADDED = {"input", "target", "names"}
+"""Of `data`: what contracts have that checkpoints of before lack."""
+
+
 def contract(job: Job) -> dict[str, Any]:
-    return contract_of_job(job)
+    """Without what has been added."""
+    made = contract_of_job(job)
+    assert made["data"].keys() >= ADDED
+    return {**made, "data": {name: value for name, value in made["data"].items() if name not in ADDED}}
 
 
 def differences(stored: dict[str, Any], job: Job) -> list[str]:
@@ -129,3 +136,26 @@ def test_only_the_keys_that_decide_bits_change_a_contract():
         *("optimizer.args", "optimizer.groups", "plan.sequence_parallel", "plan.styles", "precision", "reduction", "threads"),
         "virtual_replicas",
     }
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if " = " in name])
+def test_a_setting_that_only_one_of_job_and_checkpoint_has_is_a_difference(name: str):
+    """A checkpoint of the plain job and the job `KEY = ...`, and the other way round."""
+    plain, other = (parse_job(dump_yaml(FILES[one]["job"])) for one in ("the least that a job needs", name))
+    was, is_ = contract_of_job(plain), contract_of_job(other)
+    decide = {key for key in {*was, *is_} if was.get(key) != is_.get(key)} - keys_that_may_change().keys()
+    for stored, job in ((was, other), (is_, plain)):
+        assert {line.partition(" was ")[0] for line in differences(stored, job)} == decide
+
+
+@pytest.mark.parametrize("change", [{"input": "ids"}, {"target": "labels"}, {"names": ["a", "b"]}])
+def test_how_samples_are_used_is_in_the_contract(change: dict[str, Any]):
+    job = FILES["the least that a job needs"]["job"]
+    plain = parse_job(dump_yaml(job))
+    other = parse_job(dump_yaml({**job, "data": {"function": job["data"], **change}}))
+    validated = parse_job(dump_yaml({**job, "validation": {"function": job["data"], **change}}))
+    (line,) = differences(contract_of_job(plain), other)
+    assert line.startswith("data was ") and repr(next(iter(change))) in line
+    assert differences(contract_of_job(other), plain) != []
+    assert differences(FILES["the least that a job needs"]["contract"], other) == []  # which says nothing of them
+    assert contract_of_job(validated) == contract_of_job(plain)

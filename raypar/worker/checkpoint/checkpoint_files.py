@@ -644,19 +644,29 @@ def _as_written_now(value: Any) -> Any:
 
 def list_contract_differences(manifest: Manifest, spec: Job) -> list[str]:
     """A line for each setting of the contract that differs from the checkpoint's, except for those that may change
-    at a resume (`job/key.py`).
+    at a resume (`job/key.py`). What only one of the two has is a default of the other, and a difference too.
 
     An earlier edition of the contract is no difference (`describe_edition_change`), a later one is.
     """
-    # Checkpoints from before there was a choice say nothing of the device; of the precision none does unless it is set.
-    then = _as_written_now({"device": "cpu", "precision": None, **manifest.contract})
-    now = _as_written_now({"precision": None, **contract_of_job(spec)})
+    now = _as_written_now(contract_of_job(spec))
+    # Checkpoints from before there was a choice say nothing of the device, nor those from before it was kept of how samples
+    # are used.
+    then = _as_written_now({"device": "cpu", **manifest.contract})
+    if isinstance(then.get("data"), dict):
+        then["data"] = {name: value for name, value in now["data"].items() if name not in ("function", "args")} | then["data"]
     may_change = keys_that_may_change()
     return [
-        f"{k} was {repr_text(then.get(k))}, is {repr_text(v)}"
-        for k, v in now.items()
-        if k not in may_change and not (_is_same_setting(then.get(k), v) or (k == "edition" and _edition_of(manifest) < v))
+        f"{key} was {_setting(then, key)}, is {_setting(now, key)}"
+        for key in {**now, **then}
+        if key not in may_change
+        and not _is_same_setting(then.get(key), now.get(key))
+        and not (key == "edition" and _edition_of(manifest) < CONTRACT_EDITION)
     ]
+
+
+def _setting(contract: Mapping[str, Any], key: str) -> str:
+    """The value of a setting in a contract, which does not name those that have their default."""
+    return repr_text(contract[key]) if key in contract else "not set"
 
 
 def _edition_of(manifest: Manifest) -> int:
