@@ -37,12 +37,14 @@ from raypar.ray_compat.local_cluster import (
     CONNECT_S,
     LOOPBACK,
     forget_ray_at_exit,
+    is_connecting,
     is_late_start,
     loopback_address_kept,
     loopback_address_kept_if_needed,
     ray_in_new_sessions,
     start_head,
     without_idle_ray_processes,
+    without_ray_failure_handler,
     without_ray_sigterm_handler,
 )
 from raypar.ray_compat.printed_lines import without_autoscaler_lines, without_ray_death_notices
@@ -399,7 +401,8 @@ def fresh_python_random_state() -> Iterator[None]:
 @contextlib.contextmanager
 def delay_ctrl_c() -> Iterator[None]:
     """Delay a Ctrl-C until the body, Ray's start, is over, which would swallow it; likewise other signals that raise
-    `StopSignal`. Ray sets a SIGTERM handler of its own there, which would end the process by `SystemExit`.
+    `StopSignal`. Ray sets SIGTERM handlers of its own there: one would end the process by `SystemExit`, a native one prints
+    its stack.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -415,13 +418,16 @@ def delay_ctrl_c() -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         asked.append(number)
         handler = before[signal.Signals(number)]
-        if callable(handler):
+        if callable(handler) and not is_connecting(frame):
             handler(number, frame)
 
     for number in delayed:
         signal.signal(number, note)
     try:
-        with without_ray_sigterm_handler() if signal.SIGTERM in delayed else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if signal.SIGTERM in delayed:
+                stack.enter_context(without_ray_sigterm_handler())
+                stack.enter_context(without_ray_failure_handler())
             yield
     finally:
         for number in delayed:

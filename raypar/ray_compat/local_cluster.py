@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType, FunctionType
 from typing import Any
 
 from raypar.errors import error_first_line
@@ -203,6 +204,24 @@ NO_SIGTERM_HANDLER: Fence[Any] = Fence(
 )
 
 
+def _look_for_failure_handler() -> Any:
+    from ray._private import ray_constants
+
+    if not isinstance(ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER, bool):
+        raise TypeError("RAY_DISABLE_FAILURE_SIGNAL_HANDLER is not true or false")
+    return ray_constants
+
+
+NO_FAILURE_HANDLER: Fence[Any] = Fence(
+    api="ray._private.ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER",
+    reason="the environment variable of that name would also take the stack of a crash from the workers, which inherit it",
+    versions=TESTED,
+    feature="keeping Ray's native signal handler out of this process",
+    without="a SIGTERM while Ray starts prints a native stack before raypar's line",
+    probe=_look_for_failure_handler,
+)
+
+
 @contextlib.contextmanager
 def _replaced(fence: Fence[Any], name: str, instead: Callable[[Any], Any]) -> Iterator[None]:
     """Replace the attribute `name` of the fence's module or class by `instead(its value)` for the length of a block."""
@@ -273,6 +292,50 @@ def without_ray_sigterm_handler() -> Iterator[None]:
     """Keep Ray from setting a SIGTERM handler of its own, which would raise `SystemExit`."""
     with _replaced(NO_SIGTERM_HANDLER, "set_sigterm_handler", lambda set_handler: lambda handler: None):
         yield
+
+
+@contextlib.contextmanager
+def without_ray_failure_handler() -> Iterator[None]:
+    """Keep Ray from setting native signal handlers in this process, that of SIGTERM too, when it connects.
+
+    They print a native stack. Python's own handler of crashes, which Ray turns on, still prints the Python frames. Ray's other
+    processes and the workers keep theirs.
+    """
+    with _replaced(NO_FAILURE_HANDLER, "RAY_DISABLE_FAILURE_SIGNAL_HANDLER", lambda value: True):
+        yield
+
+
+def _look_for_connect() -> Any:
+    from ray._private import worker
+
+    if not isinstance(worker.connect, FunctionType):
+        raise TypeError("connect is no function of Python")
+    return worker.connect
+
+
+CONNECTING: Fence[Any] = Fence(
+    api="ray._private.worker.connect",
+    reason="Ray has no public way to tell whether this process is halfway connected",
+    versions=TESTED,
+    feature="waiting with a Ctrl-C or SIGTERM until this process is connected to Ray",
+    without="a signal in that moment may crash this process after its last line",
+    probe=_look_for_connect,
+)
+
+
+def is_connecting(frame: FrameType | None) -> bool:
+    """Whether the code of `frame` is called by Ray's function that connects this process.
+
+    An exception there leaves Ray half connected: its native threads go on, and the process crashes when it ends.
+    """
+    connect = CONNECTING.find()
+    if connect is None:
+        return False
+    while frame is not None:
+        if frame.f_code is connect.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _look_for_exit() -> Any:

@@ -193,6 +193,36 @@ raypar.Trainer.from_yaml({job!r}).fit()
 """
 
 
+SIGNALLED_WHILE_IT_CONNECTS = """
+import os, signal, sys
+import ray._raylet as native
+
+class CoreWorker(native.CoreWorker):
+    def __init__(self, *given):
+        os.kill(os.getpid(), signal.Signals({number}))
+
+native.CoreWorker = CoreWorker
+from raypar.cli import main
+sys.exit(main(["train", {job!r}]))
+"""
+"""The native part of the connection is made by `__cinit__`; the signal comes before Ray's Python code runs on."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_process_connects_to_ray_prints_one_line_and_no_native_stack(number, tmp_path):
+    temp = Path(tempfile.mkdtemp(prefix="rp"))
+    script = SIGNALLED_WHILE_IT_CONNECTS.format(number=int(number), job=str(write_job(tmp_path)))
+    env = {**os.environ, "TMPDIR": str(temp), "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=env, cwd=ROOT / "tests", capture_output=True, text=True, timeout=120
+        )
+    finally:
+        shutil.rmtree(temp)
+    said = f"stopped before training began ({NAMES[number]}): nothing was trained, and nothing is left of this start"
+    assert (done.returncode, done.stderr) == (130, said + "\n"), done.stdout + done.stderr
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("how", ["command", "script"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -413,6 +413,24 @@ CASES: dict[str, Case] = {
         entered(local_cluster.without_ray_sigterm_handler),
         "went on",
     ),
+    "the native handler's switch gone": (
+        local_cluster.NO_FAILURE_HANDLER,
+        {"ray._private.ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER": GONE},
+        entered(local_cluster.without_ray_failure_handler),
+        "went on",
+    ),
+    "the native handler's switch is a text": (
+        local_cluster.NO_FAILURE_HANDLER,
+        {"ray._private.ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "0"},
+        entered(local_cluster.without_ray_failure_handler),
+        "went on",
+    ),
+    "the function that connects renamed": (
+        local_cluster.CONNECTING,
+        {"ray._private.worker.connect": GONE},
+        lambda: local_cluster.is_connecting(None),
+        False,
+    ),
     "the farewell gone": (local_cluster.EXIT, {"ray._private.worker.shutdown": GONE}, local_cluster.forget_ray_at_exit, None),
     "printing gone": (
         printed_lines.PRINTING,
