@@ -46,7 +46,7 @@ COMMANDS = {
     "drain": "announce that a node will leave: runs move their work off it",
     "export": "the whole model of a run as one file",
     "prepare": "a memory-mapped token file from a text",
-    "debug": "a job's whole plan in one process, with breakpoints",
+    "debug": "the whole plan of a job or a run in one process, with breakpoints",
 }
 """Name of a subcommand -> its line of help. Its code is the module `raypar.commands.<name>`."""
 

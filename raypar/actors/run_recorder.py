@@ -58,7 +58,7 @@ from raypar.record.fold import RunView
 from raypar.record.totals import read_totals
 from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint_store
 from raypar.storage.read_run_lines import Line, jsonl_line_sort_key
-from raypar.storage.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder, resume_argument
 from raypar.telemetry.run_telemetry import RunTelemetry, WorkerCounts
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import ShardRecord
@@ -381,11 +381,12 @@ class RunRecorder:
         skipped = self.telemetry.totals.skipped_steps
         if skipped & (skipped - 1):
             return
+        debug = f"`raypar debug {resume_argument(self.run_folder.place)}`"
         one = f"step {record.step} was skipped and changed nothing: loss {record.loss}, gradient norm {record.norm}"
         self._warn(
             one if skipped == 1 else f"{one}; so were {skipped - 1} steps before it",
-            "if it happens often, lower the learning rate or look at these samples (`raypar debug`); non_finite: stop ends the "
-            "run instead",
+            f"{debug} names the first layer with such a number; if it happens often, lower the learning rate or look at these "
+            "samples; non_finite: stop ends the run instead",
         )
 
     def record_validation(self, done: int, reports: Sequence[Mapping[str, Any]]) -> str | None:

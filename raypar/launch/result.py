@@ -22,6 +22,8 @@ from raypar.storage.run_folder import parse_storage_location, resume_argument
 from raypar.storage.storage_uri import StorageUri
 from raypar.user_code.traceback_filter import TRACEBACK_VARIABLE, full_traceback, remove_raypar_frames, shows_raypar_frames
 
+DEBUG_COMMAND = "raypar debug JOB"
+"""How errors of workers name the command that runs a job in one process."""
 ERROR_FILE_S = 20.0
 """How long shared storage may take for a question or a small file after the end of a run."""
 
@@ -131,6 +133,19 @@ class Result:
         return pandas.DataFrame(self.history)
 
 
+def name_run_to_debug(result: Result) -> None:
+    """Name the run in the cure of its error where that says `raypar debug JOB`: workers do not know how the run is called.
+
+    A submitted job keeps the words: its run's code is removed with it, and the user has the job file.
+    """
+    error = result.error
+    if isinstance(error, RayparError) and error.cure and DEBUG_COMMAND in error.cure and not is_submitted_job():
+        error.cure = error.cure.replace(DEBUG_COMMAND, f"raypar debug {result.handle}")
+        if not has_job_file(result.path):
+            error.cure += "; this run has no job file: that command says what it needs"
+        error.args = (error.what, error.cure)
+
+
 def keep_full_error(result: Result) -> None:
     """Write the full traceback of a failed run into its folder, if it still exists; remove raypar's frames from the error."""
     error = result.error
@@ -178,6 +193,7 @@ def raise_run_failure(result: Result) -> None:
     The error shows no frames of raypar; `error.txt` in the run folder has the full traceback.
     """
     if result.end == "failed":
+        name_run_to_debug(result)
         keep_full_error(result)
         if isinstance(result.error, RayparError):
             result.error.exit_code = RayparError.exit_code  # the run had begun: failed, even where the input was bad

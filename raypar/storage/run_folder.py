@@ -139,14 +139,30 @@ def resume_argument(path: str | os.PathLike[str]) -> str:
 
 def run_without_job_error(folder: RunFolder) -> ConfigError:
     """The error for a run without job.yaml, which commands cannot resume or export; it names the objects that are to blame."""
-    why, cure = "raypar.Trainer made it, from functions without names, or it was removed", ""
-    with contextlib.suppress(ConfigError):  # there is no such file
-        why = printable(read_limited_text(folder.why_no_job, follow=False, limit=WHY_BYTES)).strip() or why
-        cure = "; for a run that commands can resume, put what is named here into a module of its own, which the script imports"
+    why, named = _why_run_has_no_job(folder)
+    go_on = f"go on from Python, with the same arguments: Trainer(..., resume_from_checkpoint={folder.place!r}).fit()"
     return ConfigError(
         f"run {folder.place} has no job.yaml: {why}",
-        cure=f"go on from Python, with the same arguments: Trainer(..., resume_from_checkpoint={folder.place!r}).fit(){cure}",
+        cure=f"{go_on}; for a run that commands can resume, {named}" if named else go_on,
     )
+
+
+def cannot_debug_error(folder: RunFolder) -> ConfigError:
+    """The error of `raypar debug` for a run without job.yaml."""
+    why, named = _why_run_has_no_job(folder)
+    write = "write a job file with the arguments of Trainer as its keys: `raypar debug JOB`"
+    return ConfigError(
+        f"run {folder.place} has no job.yaml, from which `raypar debug` makes the model and the data again: {why}",
+        cure=f"{named}, and train again; or {write}" if named else write,
+    )
+
+
+def _why_run_has_no_job(folder: RunFolder) -> tuple[str, str]:
+    """Why a run has no job.yaml, and what gives the next run one; the latter is empty if the run does not say why."""
+    with contextlib.suppress(ConfigError):  # there is no such file
+        if why := printable(read_limited_text(folder.why_no_job, follow=False, limit=WHY_BYTES)).strip():
+            return why, "put what is named here into a module of its own, which the script imports"
+    return "raypar.Trainer made it, from functions without names, or it was removed", ""
 
 
 @dataclass(frozen=True)

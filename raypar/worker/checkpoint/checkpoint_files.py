@@ -438,10 +438,15 @@ def _reading(location: str) -> Iterator[None]:
         ) from error
 
 
-def latest_usable_checkpoint(store: StoreAt) -> tuple[CheckpointRef | None, list[str]]:
-    """(the newest checkpoint that is whole, or None; lines that say why newer ones were skipped)."""
+def latest_usable_checkpoint(store: StoreAt, *, below: int | None = None) -> tuple[CheckpointRef | None, list[str]]:
+    """(the newest checkpoint that is whole, or None; lines that say why newer ones were skipped).
+
+    `below`: of those with fewer steps done than that.
+    """
     skipped = []
-    for _, checkpoint in reversed(_steps(_store(store))):
+    for steps_done, checkpoint in reversed(_steps(_store(store))):
+        if below is not None and steps_done >= below:
+            continue
         try:
             verify_checkpoint(checkpoint)
         except CheckpointError as error:

@@ -38,6 +38,12 @@ from raypar.worker.step.make_optimizers_by_name import read_learning_rate, set_l
 from raypar.worker.step.message_tags import vote_tag
 from raypar.worker.step.tied_gradients import TiedGradientExchange
 
+NON_FINITE_CURE = (
+    "look at these samples, at log, sqrt and divisions in the model and the loss, and at the precision; lower the learning "
+    "rate or set clip_norm if the loss grew before; `non_finite: skip` skips such steps instead"
+)
+"""What may help against a loss or gradient norm that is not finite, once it is known where it began."""
+
 
 @dataclass(frozen=True, slots=True)
 class InstructionSpan:
@@ -330,7 +336,7 @@ class StepCommit:
         if outcome.skipped and self.spec.non_finite == "stop":
             raise NonFiniteError(
                 f"step {self.step + 1}: loss {outcome.loss}, gradient norm {outcome.norm}",
-                cure="lower the learning rate or set clip_norm; `non_finite: skip` skips such steps instead",
+                cure=f"`raypar debug JOB` names the first layer that was given or returned such a number; {NON_FINITE_CURE}",
             )
 
     def _put_gradients(self, factor: float) -> None:
