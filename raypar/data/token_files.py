@@ -103,7 +103,7 @@ class TokenFile(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
+            raise IndexError(f"no window {index}: {self.path} has windows 0 to {len(self) - 1:,} ({len(self):,} in all)")
         if self._tokens is None:
             with self._open() as file:
                 nbytes = os.fstat(file.fileno()).st_size

@@ -223,13 +223,29 @@ class SampleReader:
             sample = self.dataset[index]
         except BaseException as error:  # some classes of libraries are no Exception
             reraise_ctrl_c(error)
+            size, more, cure = self._size(), "", f"read it by itself: dataset[{index}]"
+            if size is not None and (isinstance(error, IndexError) or (isinstance(error, KeyError) and error.args == (index,))):
+                more = f"\n  its length is {size:,}, so samples 0 to {size - 1:,} are read"
+                cure += "; " + (
+                    "if there are fewer samples, let __len__ return their number"
+                    if index < size
+                    else "the length was larger when the run began: let __len__ return the same in every process"
+                )
             raise UserCodeError(
-                f"sample {index} (epoch {epoch}): the data set raised {error_text(error)}\n{traceback.format_exc()}",
-                cure=f"read it by itself: dataset[{index}]",
+                f"sample {index} (epoch {epoch}): the data set raised {error_text(error)}{more}\n{traceback.format_exc()}",
+                cure=cure,
             ) from error
         if self.guard is not None:
             self.guard.check("the data set's __getitem__")
         return sample
+
+    def _size(self) -> int | None:
+        """Number of samples, as the data set tells it; None where it does not."""
+        try:
+            return len(self.dataset)
+        except BaseException as error:  # some classes of libraries are no Exception
+            reraise_ctrl_c(error)
+            return None
 
     def _tensor(self, sample: Any, name: str, index: int) -> Tensor:
         if isinstance(sample, Mapping):

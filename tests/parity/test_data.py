@@ -21,7 +21,7 @@ from raypar.errors import ConfigError, DataError, UserCodeError
 from raypar.job import DataConfig
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
-from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
+from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, SampleReader, make_dataset
 
 ALL = ("x", "noise", "draw", "id")
 CUT = Microbatches(3, 0, 7)
@@ -194,6 +194,55 @@ def test_a_data_set_that_raises_is_reported_with_sample_epoch_and_traceback():
     with pytest.raises(UserCodeError, match=r"sample 5 \(epoch 1\)") as found:
         read.get(1, 0)
     assert "no such picture" in found.value.what and "data_cases.py" in found.value.what
+
+
+class Short:
+    """Has fewer samples than its length says. `shrinks`: it says so once only."""
+
+    def __init__(self, samples: Any, length: int, *, shrinks: bool = False) -> None:
+        self.samples, self.length, self.shrinks = samples, length, shrinks
+
+    def __len__(self) -> int:
+        length = self.length
+        if self.shrinks:
+            self.length = len(self.samples)
+        return length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+@pytest.mark.parametrize("samples", [[{"x": 1.0}] * 4, {i: {"x": 1.0} for i in range(4)}], ids=["IndexError", "KeyError"])
+def test_a_sample_that_is_not_there_is_reported_with_the_length_and_the_ids_that_are_read(samples: Any):
+    order = SampleOrder(4, 6)
+    missing = next(index for _, index in order.ids(0, 6) if index >= 4)
+    reader = SampleReader(Short(samples, 6), (), ("x",), 4)
+    with pytest.raises(UserCodeError) as found:
+        reader.read(order.ids(0, 6))
+    assert f"sample {missing} (epoch 0): the data set raised" in found.value.what
+    assert "\n  its length is 6, so samples 0 to 5 are read\n" in found.value.what
+    assert found.value.cure == (
+        f"read it by itself: dataset[{missing}]; if there are fewer samples, let __len__ return their number"
+    )
+
+
+def test_a_data_set_that_has_become_shorter_is_reported_with_its_length_and_what_length_it_shall_have():
+    dataset = Short([{"x": 1.0}] * 4, 6, shrinks=True)
+    order = SampleOrder(4, len(dataset))
+    with pytest.raises(UserCodeError) as found:
+        SampleReader(dataset, (), ("x",), 4).read(order.ids(0, 6))
+    assert "\n  its length is 4, so samples 0 to 3 are read\n" in found.value.what
+    assert "the length was larger when the run began: let __len__ return the same in every process" in found.value.cure
+
+
+def test_an_error_of_a_sample_that_is_there_says_nothing_of_the_length():
+    class Untitled(Of):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index)["title"]
+
+    with pytest.raises(UserCodeError, match="KeyError: 'title'") as found:
+        SampleReader(Untitled([{"x": 1.0}]), (), ("x",), 4).read([(0, 0)])
+    assert "its length" not in found.value.what
 
 
 def test_a_factory_that_raises_or_is_not_there():

@@ -83,6 +83,14 @@ def test_a_spoilt_token_file_is_refused(prepared: Path, spoil, said: str):
         TokenFile(prepared, 10)
 
 
+@pytest.mark.parametrize("index", [-1, 92])
+def test_a_window_that_is_not_there_is_refused_with_those_there_are(prepared: Path, index: int):
+    file = TokenFile(prepared, 10)
+    assert len(file) == 92
+    with pytest.raises(IndexError, match=rf"no window {index}: .*text\.bin has windows 0 to 91 \(92 in all\)"):
+        file[index]
+
+
 def test_a_context_longer_than_the_text_is_refused(prepared: Path):
     with pytest.raises(DataError, match=r"validation part of token file .* has 102 tokens"):
         TokenFile(prepared, 102, split="validation")
