@@ -30,26 +30,38 @@ ALWAYS = frozenset(
         "device",
         "threads",
         "non_finite",
+        "data.input",
+        "data.target",
+        "data.names",
     ]
 )
-"""Keys that contracts have had from the beginning, also with their defaults. All others with a default are left out where they
+"""Keys that contracts have also with their defaults: those from the beginning, and how samples are used, of which older contracts
+say nothing. All others with a default are left out where they
 have it, so that jobs that say nothing of them have the contract that they had before there were any."""
 
 FORMS: dict[str, Callable[[Job], Any]] = {
     "virtual_replicas": lambda job: job.batching.blocks,
-    "styles": lambda job: [list(pair) for pair in job.styles],
+    "plan.styles": lambda job: [list(pair) for pair in job.styles],
 }
 """Keys whose value in a contract is not the job's own."""
+
+NAMES = {
+    "model.units": "units",
+    "model.buffers": "buffers",
+    "plan.styles": "styles",
+    "plan.sequence_parallel": "sequence_parallel",
+}
+"""Keys of sections that have another name in contracts, as in the first release that had them."""
 
 
 def contract_of_job(job: Job) -> dict[str, Any]:
     """The settings of a job on which its bits depend, as JSON values. Keys inside sections that are marked themselves stand
-    under their own names beside the sections."""
+    beside the sections."""
     made: dict[str, Any] = {"edition": CONTRACT_EDITION}
     for name, value, default in _deciding(job):
         empty = isinstance(value, Section) and default is None and value == type(value).model_construct()
         if name in ALWAYS or not (value == default or empty):
-            made[name] = FORMS[name](job) if name in FORMS else _form(value)
+            made[NAMES.get(name, name)] = FORMS[name](job) if name in FORMS else _form(value, name)
     plain: dict[str, Any] = json.loads(json.dumps(made, default=_as_text))
     return plain
 
@@ -57,38 +69,38 @@ def contract_of_job(job: Job) -> dict[str, Any]:
 def keys_that_may_change() -> dict[str, str]:
     """Key of a contract -> key of the job, of those that decide bits and may be others when a run is resumed."""
     return {
-        name.rpartition(".")[2]: name
+        NAMES.get(name, name): name
         for name, marker in marked_keys(Job)
         if marker is not None and marker.decides_bits and marker.may_change_at_resume
     }
 
 
-def _deciding(section: Section) -> Iterator[tuple[str, Any, Any]]:
-    """(name, value, default) of the keys that decide bits: of the section, and those inside it that are marked themselves."""
+def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, value, default) of the keys that decide bits: of the section, and those inside it that are marked
+    themselves."""
     for name, info in type(section).model_fields.items():
         value, marker = getattr(section, name), marker_of(type(section), name)
         if marker is not None and marker.decides_bits:
-            yield name, value, info.default
+            yield prefix + name, value, info.default
         if isinstance(value, Section):
-            yield from _deciding(value)
+            yield from _deciding(value, f"{prefix}{name}.")
 
 
-def _form(value: Any) -> Any:
-    """A value as a contract holds it: of a section the keys without markers of their own."""
-    if isinstance(value, OptimizerConfig):
-        return {**_function(value), "groups": [list(pair) for pair in value.options_by_pattern]}
+def _form(value: Any, key: str) -> Any:
+    """A value as a contract holds it: of a section the keys without markers of their own. A function has its name and arguments
+    always, an optimizer its groups; other keys are left out where they have their default, unless `ALWAYS` has them."""
+    if not isinstance(value, Section):
+        return value
+    made: dict[str, Any] = {}
     if isinstance(value, FunctionConfig):
-        return {**_keys(value), **_function(value)}
-    return _keys(value) if isinstance(value, Section) else value
-
-
-def _keys(section: Section) -> dict[str, Any]:
-    kind = type(section)
-    return {name: _form(getattr(section, name)) for name in kind.model_fields if marker_of(kind, name) is None}
-
-
-def _function(value: FunctionConfig) -> dict[str, Any]:
-    return {"function": value.contract_text, "args": dict(value.args)}
+        made = {"function": value.contract_text, "args": dict(value.args)}
+    if isinstance(value, OptimizerConfig):
+        made["groups"] = [list(pair) for pair in value.options_by_pattern]
+    for name, info in type(value).model_fields.items():
+        own, path = getattr(value, name), f"{key}.{name}"
+        if name not in made and marker_of(type(value), name) is None and (own != info.default or path in ALWAYS):
+            made[name] = _form(own, path)
+    return made
 
 
 def _as_text(value: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from raypar.errors import ConfigError
+from raypar.job.key import CLIENT
 from raypar.job.section import MAX_WORKERS, Section, Workers
 
 MIRROR_COST = 0.02
@@ -16,31 +17,31 @@ MIRROR_COST = 0.02
 class ElasticConfig(Section):
     """How a run continues when workers are lost, and when workers join."""
 
-    min_workers: PositiveInt = 1
+    min_workers: Annotated[PositiveInt, CLIENT] = 1
     """The run begins with so many workers if no others have come for `grow_after_s`, and grows when others come. With fewer
     than this it waits for others, up to the job's `wait_for_workers_s`, at the beginning and later."""
-    max_workers: Workers | None = None
+    max_workers: Annotated[Workers | None, CLIENT] = None
     """Lost workers are replaced up to this number; None: as many as the plan has."""
-    standbys: Annotated[NonNegativeInt, Field(le=MAX_WORKERS)] = 0
+    standbys: Annotated[NonNegativeInt, Field(le=MAX_WORKERS), CLIENT] = 0
     """Extra workers that are started and wait, so that a lost worker is replaced at once."""
-    grow_after_s: NonNegativeFloat = 5.0
+    grow_after_s: Annotated[NonNegativeFloat, CLIENT] = 5.0
     """Workers that join get work between two steps: when all of them have started, or this many seconds after the first one.
     They get none if moving the state to them takes more time than they save; beyond `standbys` they are then given back to the
     cluster."""
-    step_deadline_s: PositiveFloat = 3.0
+    step_deadline_s: Annotated[PositiveFloat, CLIENT] = 3.0
     """Seconds. A step counts as hung if it takes longer than this and longer than 5 times the longest of the last 100 steps;
     workers that do not answer then are given up. Up to two minutes in which a worker that answers pings reads samples do not
     count."""
-    last_copy_wait_s: NonNegativeFloat = 600.0
+    last_copy_wait_s: Annotated[NonNegativeFloat, CLIENT] = 600.0
     """How many more seconds a silent worker is waited for if it has the only copy of some state (a copy in the mirror counts as
     another one). The wait ends early if its process or its node is known to have ended."""
-    mirror: Literal["auto", "off"] | PositiveInt = "auto"
+    mirror: Annotated[Literal["auto", "off"] | PositiveInt, CLIENT] = "auto"
     """Every how many steps each worker copies its state into the memory of another one, for the case that the last worker with
     some state is lost. `auto`: as often as 2 % of the time allows. `off`: never."""
-    stragglers: Literal["report", "replace"] = "report"
+    stragglers: Annotated[Literal["report", "replace"], CLIENT] = "report"
     """What happens to a straggler (a slow worker): a line reports it, or it is replaced as soon as another worker can take its
     place."""
-    straggler_times: Annotated[float, Field(gt=1)] = 1.5
+    straggler_times: Annotated[float, Field(gt=1), CLIENT] = 1.5
     """A worker is a straggler if it computes more than this many times as long as its replicas, 20 steps in a row; a worker
     without replicas is compared with its own first 20 steps."""
 

@@ -56,29 +56,29 @@ def is_run_name(text: str) -> bool:
 class CheckpointConfig(Section):
     """When checkpoints are saved, and how many of them are kept."""
 
-    every: NonNegativeInt = 0
+    every: Annotated[NonNegativeInt, DRIVER] = 0
     """Steps from one checkpoint to the next; 0: no checkpoint before the end."""
-    keep: PositiveInt = 2
+    keep: Annotated[PositiveInt, DRIVER] = 2
     """How many checkpoints are kept: the newest ones."""
-    at_end: bool = True
+    at_end: Annotated[bool, DRIVER] = True
     """Whether a checkpoint is saved at the end of the run."""
 
 
 class EarlyStoppingConfig(Section):
     """When a run stops early: if the validation loss has not fallen by more than `min_delta` for `patience` validations."""
 
-    patience: PositiveInt = 3
+    patience: Annotated[PositiveInt, CLIENT] = 3
     """Validations in a row without a lower loss after which the run stops."""
-    min_delta: NonNegativeFloat = 0.0
+    min_delta: Annotated[NonNegativeFloat, CLIENT] = 0.0
     """How much the loss has to fall to count as lower."""
 
 
 class TrackerConfig(Section):
     """An experiment tracker: `{tracker: tensorboard | wandb | mlflow, args: {...}}`, or just its name."""
 
-    tracker: Literal["tensorboard", "wandb", "mlflow"]
+    tracker: Annotated[Literal["tensorboard", "wandb", "mlflow"], CLIENT]
     """The kind of tracker."""
-    args: dict[str, Any] = {}
+    args: Annotated[dict[str, Any], CLIENT] = {}
     """Arguments of the tracker's class."""
 
     @model_validator(mode="before")

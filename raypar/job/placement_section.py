@@ -8,20 +8,21 @@ from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from raypar.elastic.placement_constraints import NODE_LABEL, ON_DEMAND, PlacementConstraints, is_label_selector
 from raypar.errors import ConfigError
+from raypar.job.key import CLIENT
 from raypar.job.section import MAX_WORKERS, Section
 
 
 class PlacementConfig(Section):
     """The nodes of a cluster on which workers may be placed. An autoscaler adds nodes like that."""
 
-    label_selector: dict[str, str] = {}
+    label_selector: Annotated[dict[str, str], CLIENT] = {}
     """Labels that nodes must have, each with its value in Ray's syntax: `spot`, `!spot`, `in(zone-a,zone-b)`,
     `!in(zone-a,zone-b)`."""
-    accelerator_type: Annotated[str, Field(min_length=1)] | None = None
+    accelerator_type: Annotated[Annotated[str, Field(min_length=1)] | None, CLIENT] = None
     """Ray's name of the accelerator that nodes must have, such as `H100`; None: any node."""
-    on_demand: Annotated[NonNegativeInt, Field(le=MAX_WORKERS)] = 0
+    on_demand: Annotated[NonNegativeInt, Field(le=MAX_WORKERS), CLIENT] = 0
     """At least so many workers are on nodes that the cloud does not take back; one copy of every stage goes there first."""
-    on_demand_label_selector: dict[str, str] = ON_DEMAND
+    on_demand_label_selector: Annotated[dict[str, str], CLIENT] = ON_DEMAND
     """The labels of those nodes; they are added to `label_selector`, and replace its values for the same labels."""
 
     @field_validator("label_selector", "on_demand_label_selector")

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, Privat
 
 from raypar.errors import ConfigError, PlanError
 from raypar.files.untrusted_files import shorten
-from raypar.job.key import BITS_OF_SHARDS
+from raypar.job.key import BITS_OF_SHARDS, CLIENT
 from raypar.job.section import MAX_WORKERS, Parts, PathText, Section, Workers
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
 
@@ -40,26 +40,26 @@ Counts = Annotated[Any, BeforeValidator(_counts)]
 class PlanConfig(Section):
     """Which workers hold which layers, and in which order they compute."""
 
-    stages: Workers = 1
+    stages: Annotated[Workers, CLIENT] = 1
     """Pipeline parallel: how many workers stand one behind the other, each with its part of the layers (with `chunks`: with
     several parts)."""
-    replicas: Counts = 1
+    replicas: Annotated[Counts, CLIENT] = 1
     """Data parallel: how many workers hold the same layers and compute different microbatches; one number, or a list with one
     per stage."""
-    shards: Counts = 1
+    shards: Annotated[Counts, CLIENT] = 1
     """Tensor parallel: over how many workers the tensors of each layer are cut (this is not ZeRO or FSDP); one number, or a
     list with one per stage."""
-    schedule: str = "1f1b"
+    schedule: Annotated[str, CLIENT] = "1f1b"
     """The order in which a worker computes forwards and backwards; `afab` is another name of `gpipe`."""
-    chunks: Parts | None = None
+    chunks: Annotated[Parts | None, CLIENT] = None
     """Stages of each worker (virtual pipeline stages); None: 2 with `interleaved` and `zb-v`, else 1."""
-    cuts: Annotated[tuple[PositiveInt, ...] | None, Field(strict=False)] = None
+    cuts: Annotated[tuple[PositiveInt, ...] | None, Field(strict=False), CLIENT] = None
     """Split points: the numbers of the first layers of stages 1, 2, ...; None: layers are timed, and divided so that the
     predicted step is shortest. Results do not depend on it."""
-    schedule_file: PathText | None = None
+    schedule_file: Annotated[PathText | None, CLIENT] = None
     """A file with a schedule of your own, in place of `schedule`: a line for each worker, as `raypar simulate --csv` writes
     it."""
-    warmup: Annotated[tuple[NonNegativeInt, ...] | None, Field(strict=False)] = None
+    warmup: Annotated[tuple[NonNegativeInt, ...] | None, Field(strict=False), CLIENT] = None
     """For each stage: how many forwards a worker computes before its first backward; None: as the schedule has it."""
     styles: Annotated[dict[str, str], BITS_OF_SHARDS] = {}
     """How layers are cut over shards: pattern of layer names -> style, such as `"block*.up": column`. The first match counts;
@@ -67,7 +67,7 @@ class PlanConfig(Section):
     sequence_parallel: Annotated[bool, BITS_OF_SHARDS] = False
     """Whether values [batch, sequence, features] between sharded layers are cut along the sequence (sequence parallel)."""
 
-    recompute: Annotated[Any, BeforeValidator(_recompute_policy)] = "none"
+    recompute: Annotated[Any, BeforeValidator(_recompute_policy), CLIENT] = "none"
     """Activation checkpointing: layers whose activations are dropped after the forward and computed again for the backward, for
     less memory and more time, with the same results. `none`, `full`, or a list of patterns of layer names."""
 

@@ -121,7 +121,9 @@ def read_totals(document: Mapping[str, Any] | None) -> RunTotals:
     if document is None:
         return found
     for one in fields(RunTotals):
-        value, kind = document.get(one.name), type(getattr(found, one.name))
+        if one.name not in document:  # of a release that did not count it
+            continue
+        value, kind = document[one.name], type(getattr(found, one.name))
         if kind is dict:
             whole = isinstance(value, dict) and all(isinstance(key, str) and _is_count(n) for key, n in value.items())
         else:

@@ -21,6 +21,7 @@ from raypar.errors import ConfigError, RayparError
 from raypar.files.safe_yaml import dump_yaml, parse_yaml
 from raypar.job import CheckpointConfig, Job, PlanConfig
 from raypar.job.contract import contract_of_job
+from raypar.job.key import DRIVER, unmarked_keys
 from raypar.job.read_job import RUN_ARGUMENTS, load_job, parse_job
 from raypar.job.signature import with_signature
 from raypar.job.validation_errors import section_types
@@ -690,6 +691,28 @@ def test_a_home_folder_is_not_a_folder_called_tilde(monkeypatch: pytest.MonkeyPa
     assert choose_lasting_run_dir("~/runs") == tmp_path / "runs" and choose_lasting_run_dir("a~") == Path("a~")
     with pytest.raises(ConfigError, match="run_dir is ~nobody_of_this_name/x"):
         Trainer(**(FULL | {"run_dir": "~nobody_of_this_name/x"}))
+
+
+def test_every_key_says_what_it_is_for():
+    """A key that says nothing would reach neither workers nor the contract of checkpoints."""
+    assert unmarked_keys(Job) == []
+
+
+class NewCheckpointConfig(CheckpointConfig):
+    compress: bool = False
+
+
+class NewJob(Job):
+    """A job with keys that lack their markers."""
+
+    cache: bool = False
+    checkpoint: typing.Annotated[NewCheckpointConfig, DRIVER] = NewCheckpointConfig.model_construct()
+
+
+def test_a_key_without_a_marker_is_named_and_goes_to_no_process_in_silence():
+    assert unmarked_keys(NewJob) == ["cache", "checkpoint.compress"]
+    with pytest.raises(AssertionError, match=r"NewJob\.cache has no marker"):
+        NewJob.model_construct(**dict(Trainer(**FULL).job)).for_workers()
 
 
 def test_where_a_list_belongs_the_error_says_so():

@@ -1,5 +1,6 @@
 """A run's metrics: counted once, over drivers and starts; published; and all that the dashboard asks for."""
 
+import dataclasses
 import json
 import math
 import re
@@ -180,6 +181,13 @@ def test_totals_come_back_from_the_run_folder_whole_or_not_at_all():
                    {"sent_bytes": {"send": "x"}}, {"sent_bytes": []}, {"samples": 10**400}):  # fmt: skip
         assert read_totals(whole | damage) == RunTotals(), damage
     assert read_totals(None) == read_totals({}) == RunTotals()
+
+
+def test_totals_of_a_release_that_counted_less_keep_what_it_counted():
+    totals = RunTotals(time=5.0, last_step=3, steps=3)
+    for one in dataclasses.fields(RunTotals):
+        less = {name: value for name, value in totals.as_document().items() if name != one.name}
+        assert read_totals(less) == dataclasses.replace(totals, **{one.name: getattr(RunTotals(), one.name)}), one.name
 
 
 def test_a_new_driver_counts_what_the_former_one_has_written_since_it_saved_and_nothing_twice():

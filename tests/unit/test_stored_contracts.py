@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from raypar.files.safe_yaml import dump_yaml
-from raypar.job import Job
-from raypar.job.contract import contract_of_job, keys_that_may_change
+from raypar.job import Job, PrecisionConfig
+from raypar.job.contract import NAMES, contract_of_job, keys_that_may_change
+from raypar.job.function_section import ModelConfig
+from raypar.job.key import marked_keys
 from raypar.job.read_job import parse_job
 from raypar.job.validation_errors import dotted_keys
 from raypar.trainer import Trainer
@@ -159,3 +161,34 @@ def test_how_samples_are_used_is_in_the_contract(change: dict[str, Any]):
     assert differences(contract_of_job(other), plain) != []
     assert differences(FILES["the least that a job needs"]["contract"], other) == []  # which says nothing of them
     assert contract_of_job(validated) == contract_of_job(plain)
+
+
+class RoundedPrecision(PrecisionConfig):
+    """A section of a later release, with one more key."""
+
+    rounding: str = "nearest"
+
+
+class SeededModel(ModelConfig):
+    """A function of a later release, with one more key."""
+
+    seeds: int = 1
+
+
+def test_a_later_key_of_a_section_is_in_the_contract_where_it_is_set_and_only_there():
+    """Checkpoints of before it keep their contract."""
+    plain = parse_job(dump_yaml(FILES["precision = 1"]["job"]))
+    assert plain.precision is not None
+    compute, function = plain.precision.compute, plain.model.function
+    former = contract(plain)
+    assert contract(plain.replace(precision=RoundedPrecision(compute=compute))) == former
+    assert contract(plain.replace(model=SeededModel(function=function))) == former
+    rounded = contract(plain.replace(precision=RoundedPrecision(compute=compute, rounding="up")))
+    assert rounded == former | {"precision": {"compute": compute, "rounding": "up"}}
+    seeded = contract(plain.replace(model=SeededModel(function=function, seeds=2)))
+    assert seeded == former | {"model": former["model"] | {"seeds": 2}}
+
+
+def test_no_two_keys_have_the_same_name_in_a_contract():
+    deciding = [NAMES.get(name, name) for name, marker in marked_keys(Job) if marker is not None and marker.decides_bits]
+    assert len(deciding) == len(set(deciding)) and set(NAMES) <= {name for name, _ in marked_keys(Job)}
