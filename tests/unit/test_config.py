@@ -155,7 +155,10 @@ BAD = {
     "model.args=3": (ConfigError, "model.args: expected keys and values, got 3 (int)"),
     "optimizer.groups=[{lr: 1}]": (ConfigError, "every group needs a match"),
     "dtype=float16": (ConfigError, "dtype: expected 'float32' or 'float64', got 'float16' (str)"),
-    "precision=bf16": (ConfigError, "precision: expected keys and values (compute), got 'bf16' (str)"),
+    "precision=bf16": (
+        ConfigError,
+        f"precision: expected keys and values ({', '.join(PrecisionConfig.model_fields)}), got 'bf16' (str)",
+    ),
     "precision.compute=bfloat16": (ConfigError, "precision.compute: expected 'bf16', got 'bfloat16' (str)"),
     "precision.compute=fp16": (ConfigError, "precision.compute: expected 'bf16', got 'fp16' (str)"),
     "precision.computes=bf16": (ConfigError, "unknown key precision.computes: did you mean precision.compute?"),
