@@ -35,9 +35,9 @@ ALWAYS = frozenset(
         "data.names",
     ]
 )
-"""Keys that contracts have also with their defaults: those from the beginning, and how samples are used, of which older contracts
-say nothing. All others with a default are left out where they
-have it, so that jobs that say nothing of them have the contract that they had before there were any."""
+"""Keys that contracts have also with their defaults: those from the beginning, and how samples are used, of which older
+contracts say nothing. All others are left out where they have their default, so that jobs that say nothing of them
+have the contract that they had before there were any."""
 
 FORMS: dict[str, Callable[[Job], Any]] = {
     "virtual_replicas": lambda job: job.batching.blocks,
