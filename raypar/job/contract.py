@@ -14,6 +14,7 @@ from raypar.job.function_section import FunctionConfig, OptimizerConfig
 from raypar.job.job import Job
 from raypar.job.key import marked_keys, marker_of
 from raypar.job.section import Section
+from raypar.job.validation_errors import walk_sections
 
 CONTRACT_EDITION = 2
 """Edition of the numerics contract (`raypar/NUMERICS.md`) of this release. Checkpoints of the first do not name theirs."""
@@ -73,6 +74,19 @@ def keys_that_may_change() -> dict[str, str]:
         for name, marker in marked_keys(Job)
         if marker is not None and marker.decides_bits and marker.may_change_at_resume
     }
+
+
+def unmarked_keys(job: type[Job]) -> list[str]:
+    """Dotted names of keys that say nothing of what they are for: keys of the job, and keys in sections that do not go whole
+    to workers, without a marker of their own. A function's keys are always as the section in which the function is."""
+    found = [name for name in job.model_fields if marker_of(job, name) is None]
+    whole = {name for name, marker in marked_keys(job) if marker is not None and marker.for_workers}
+    for path, section in walk_sections(job):
+        if ".".join(path) not in whole:
+            inherited = FunctionConfig.model_fields if issubclass(section, FunctionConfig) else {}
+            unsaid = (name for name in section.model_fields if marker_of(section, name) is None and name not in inherited)
+            found += [".".join((*path, name)) for name in unsaid]
+    return found
 
 
 def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -20,7 +20,7 @@ class Key:
     """The marker of a key, `seed: Annotated[int, BITS]`.
 
     Every key of a job has one. Inside a section that goes whole to workers a key without one is as the section's own key;
-    inside the others each key says for itself that no worker gets it (`unmarked_keys`).
+    inside the others each key says for itself that no worker gets it (`contract.unmarked_keys`).
     """
 
     decides_bits: bool = False
@@ -59,22 +59,6 @@ def marked_keys(section: type[BaseModel], above: Key | None = None, prefix: str 
         yield prefix + name, marker
         for inner in section_types(info.annotation):
             yield from marked_keys(inner, marker, f"{prefix}{name}.")
-
-
-def unmarked_keys(job: type[BaseModel]) -> list[str]:
-    """Dotted names of keys that say nothing of what they are for: keys of the job, and keys in sections that do not go whole
-    to workers, without a marker of their own. A function's keys are always as the section in which the function is."""
-    from raypar.job.function_section import FunctionConfig
-    from raypar.job.validation_errors import walk_sections
-
-    found = [name for name in job.model_fields if marker_of(job, name) is None]
-    whole = {name for name, marker in marked_keys(job) if marker is not None and marker.for_workers}
-    for path, section in walk_sections(job):
-        if ".".join(path) not in whole:
-            inherited = FunctionConfig.model_fields if issubclass(section, FunctionConfig) else {}
-            unsaid = (name for name in section.model_fields if marker_of(section, name) is None and name not in inherited)
-            found += [".".join((*path, name)) for name in unsaid]
-    return found
 
 
 def project(section: S, wanted: Callable[[Key], bool], above: Key | None = None) -> S:

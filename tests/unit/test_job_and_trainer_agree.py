@@ -20,8 +20,8 @@ from raypar import trainer as trainer_module
 from raypar.errors import ConfigError, RayparError
 from raypar.files.safe_yaml import dump_yaml, parse_yaml
 from raypar.job import CheckpointConfig, Job, PlanConfig
-from raypar.job.contract import contract_of_job
-from raypar.job.key import DRIVER, unmarked_keys
+from raypar.job.contract import contract_of_job, unmarked_keys
+from raypar.job.key import DRIVER
 from raypar.job.read_job import RUN_ARGUMENTS, load_job, parse_job
 from raypar.job.signature import with_signature
 from raypar.job.validation_errors import section_types
