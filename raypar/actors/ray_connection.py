@@ -47,7 +47,7 @@ from raypar.ray_compat.local_cluster import (
     without_ray_failure_handler,
     without_ray_sigterm_handler,
 )
-from raypar.ray_compat.printed_lines import without_autoscaler_lines, without_ray_death_notices
+from raypar.ray_compat.printed_lines import filtering_ray_lines, without_autoscaler_lines
 from raypar.ray_compat.settings import (
     NICENESS,
     NOT_RECORDED,
@@ -159,12 +159,12 @@ def connect_ray(
             with watch_control_store(there):
                 yield RayConnection("found", f"using the Ray this process has joined, {there}{open_to_all}", there)
         elif address:
-            with without_autoscaler_lines(), without_ray_death_notices(), join_cluster(address, working_dir) as connection:
+            with without_autoscaler_lines(), filtering_ray_lines(), join_cluster(address, working_dir) as connection:
                 yield connection
         else:
             if gpus:
                 require_gpu_here()
-            with without_ray_death_notices(), start_local_ray(workers, nodes, gpus) as connection:
+            with filtering_ray_lines(), start_local_ray(workers, nodes, gpus) as connection:
                 yield connection
 
 

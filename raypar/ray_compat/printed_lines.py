@@ -1,15 +1,18 @@
-"""Keeps Ray from printing its messages about dead nodes and about its autoscaler, which raypar replaces by one line or none."""
+"""Keeps Ray from printing its own messages, which raypar replaces by one line or none, and the same line of several workers."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from raypar.fences.fence import API_CHANGED, Fence
 from raypar.ray_compat import TESTED
+from raypar.ray_compat.repeated_worker_lines import RepeatedWorkerLines
 
 DEATH_NOTICE = re.compile(
     r"\s*($|Raylet is terminated|The node with node id|A worker died or was killed|Refer to the documentation on how to address"
@@ -33,27 +36,38 @@ PRINTING: Fence[Any] = Fence(
     api="ray._private.worker.print_to_stdstream",
     reason="Ray prints why nodes and workers have died, also between the lines of --json, and has no setting to turn that off",
     versions=TESTED,
-    feature="leaving out Ray's own lines about dead nodes and workers",
-    without="they are printed to stdout",
+    feature="leaving out Ray's own lines about dead nodes and workers, and lines that workers repeat",
+    without="they are printed",
     probe=_look_for_printing,
 )
 
 
 @contextlib.contextmanager
-def without_ray_death_notices() -> Iterator[None]:
+def filtering_ray_lines() -> Iterator[None]:
     """Keep Ray from printing that a node or a worker has died: raypar says so in one line instead of twenty.
 
-    Ray prints such lines to stdout, even between the lines of `--json`. What workers print is still shown.
+    Ray prints such lines to stdout, even between the lines of `--json`. What workers print is still shown, and what several of
+    them print alike once (`RepeatedWorkerLines`).
     """
     worker = PRINTING.find()
     if worker is None:
         yield
         return
     print_data = worker.print_to_stdstream
+    repeated = {is_error: RepeatedWorkerLines(os.environ) for is_error in (False, True)}
+
+    def print_count(is_error: bool, *, at_end: bool = False) -> None:
+        line = repeated[is_error].count(time.monotonic(), at_end=at_end)
+        if line is not None:
+            print(line, file=sys.stderr if is_error else sys.stdout, flush=True)
 
     def print_filtered(data: Any, *args: Any, **rest: Any) -> None:
         try:
             shown = _without_death_notices(data)
+            if shown is not None and str(shown["pid"]).isdigit():  # a worker's
+                lines = repeated[bool(shown["is_err"])].shown(shown["lines"], (shown["ip"], shown["pid"]), time.monotonic())
+                shown = {**shown, "lines": lines} if lines else None
+            print_count(bool(data["is_err"]))
         except API_CHANGED as error:
             PRINTING.warn_of_unexpected_answer(error)
             shown = data
@@ -65,6 +79,8 @@ def without_ray_death_notices() -> Iterator[None]:
         yield
     finally:
         worker.print_to_stdstream = print_data
+        for is_error in repeated:
+            print_count(is_error, at_end=True)
 
 
 def _without_death_notices(data: Any) -> Any:

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypar.actors.ray_connection import connect_ray
 from raypar.cli import main
 from raypar.ray_compat.nodes import list_draining_nodes
-from raypar.ray_compat.printed_lines import without_ray_death_notices
+from raypar.ray_compat.printed_lines import filtering_ray_lines
 from raypar.storage.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +162,7 @@ def test_rays_notices_of_dead_nodes_are_not_printed_and_what_workers_print_is(mo
     seen = []
     monkeypatch.setattr(worker, "print_to_stdstream", lambda data, ignore_prefix: seen.extend(data["lines"]))
     log = "[2026-11-21 17:05:12,680 E 456 456] (gcs_server) scheduler.cc:273: Failed to remove 1 bundle(s)"
-    with without_ray_death_notices():
+    with filtering_ray_lines():
         for pid, line in [
             ("raylet", "Raylet is terminated. Termination is unexpected. Last 20 lines:\n    ..."),
             ("gcs_server", log),

@@ -241,7 +241,7 @@ def printed(data) -> list:
     seen: list = []
     before, worker.print_to_stdstream = worker.print_to_stdstream, lambda data, ignore_prefix: seen.append(data)
     try:
-        with printed_lines.without_ray_death_notices():
+        with printed_lines.filtering_ray_lines():
             worker.print_to_stdstream(data, ignore_prefix=False)
     finally:
         worker.print_to_stdstream = before
@@ -435,7 +435,7 @@ CASES: dict[str, Case] = {
     "printing gone": (
         printed_lines.PRINTING,
         {"ray._private.worker.print_to_stdstream": GONE},
-        entered(printed_lines.without_ray_death_notices),
+        entered(printed_lines.filtering_ray_lines),
         "went on",
     ),
     "printing otherwise": (printed_lines.PRINTING, {}, lambda: printed(("raylet", "a line")), [("raylet", "a line")]),
