@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from raypar.console.run_folder_arguments import add_run_dir_argument
+from raypar.console.command_arguments import add_run_dir_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

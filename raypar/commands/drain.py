@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import TYPE_CHECKING, Any
 
-from raypar.console.run_folder_arguments import add_run_dir_argument
-
-if TYPE_CHECKING:
-    from raypar.storage.run_folder import RunFolder
+from raypar.console.command_arguments import add_run_dir_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Drain the node; exit code 0, also if the node is being drained already. Raises `ConfigError` or `ClusterError`."""
+    import math
     import os
 
+    from raypar.actors.local_cluster_token import find_local_token
+    from raypar.console.run_status import local_time
     from raypar.errors import ConfigError
+    from raypar.launch.drain_node import drain_node_of_cluster, read_cluster_facts_of_run
+    from raypar.ray_compat.authentication import token_authentication
     from raypar.ray_compat.raylet_options import parse_raylet_command
 
     if not args.deadline_s > 0:
@@ -49,81 +50,13 @@ def run(args: argparse.Namespace) -> int:
         )
     if not address.rpartition(":")[2].isdigit() or "://" in address:
         raise ConfigError(f"address {address!r}", cure="give --address host:port, where the cluster's control store answers")
-
-    from raypar.actors.local_cluster_token import find_local_token
-    from raypar.ray_compat.authentication import token_authentication
-
     token = find_local_token(address)
     with token_authentication(token) if token is not None else contextlib.nullcontext():
-        return drain_node_of_cluster(word, address, known, args.deadline_s, args.reason)
-
-
-def drain_node_of_cluster(word: str, address: str, known: list[dict[str, Any]], deadline_s: float, reason: str) -> int:
-    """Drain the node that `word` names; `known`: the raylets of a local cluster, of which some may be gone. Exit code 0."""
-    import math
-    import time
-
-    from raypar.actors.ray_connection import check_address_answers
-    from raypar.console.run_status import local_time
-    from raypar.errors import ClusterError, ConfigError
-    from raypar.ray_compat.nodes import drain_node, find_node, list_draining_nodes_of_cluster, list_live_nodes
-    from raypar.record.events import short_node_id
-
-    try:
-        check_address_answers(address)
-    except ClusterError as error:
-        raise ClusterError(
-            error.what, cure="the run has ended, or its head is somewhere else: give --address host:port"
-        ) from error
-    nodes = list_live_nodes(address)
-    left = [one for one in known if str(one["pid"]) == word or one["node"].startswith(word.lower())]
-    if len(left) == 1 and all(left[0]["node"] != there.node for there in nodes):
-        raise ConfigError(
-            f"node {short_node_id(left[0]['node'])} (raylet {left[0]['pid']}) has left already: it was drained, or has died",
-            cure=f"the nodes are {', '.join(map(str, nodes))}",
-        )
-    node = find_node(word, nodes)
-    leaves_at = list_draining_nodes_of_cluster(address).get(node.node)
-    if leaves_at is not None:
-        when = "as soon as nothing runs there" if math.isinf(leaves_at) else f"at {local_time(leaves_at)}"
-        print(f"node {node} is being drained already: it leaves {when}; nothing has changed")
-        return 0
-    drain_node(address, node, deadline_s, reason)
-    until = local_time(time.time() + deadline_s)
-    print(f"node {node} is going to leave at {until}, in {deadline_s:g} s: it takes nothing new, runs move their work off")
+        done = drain_node_of_cluster(word, address, known, args.deadline_s, args.reason)
+    at = f"at {local_time(done.leaves_at)}" if not math.isinf(done.leaves_at) else "as soon as nothing runs there"
+    if done.was_draining:
+        print(f"node {done.node} is being drained already: it leaves {at}; nothing has changed")
+    else:
+        after = f"{at}, in {args.deadline_s:g} s"
+        print(f"node {done.node} is going to leave {after}: it takes nothing new, runs move their work off")
     return 0
-
-
-def read_cluster_facts_of_run(run: str, run_dir: str) -> dict[str, Any]:
-    """Facts of a run's cluster: kind, address, nodes. Raises `ConfigError`, also if the run is over."""
-    from raypar.errors import ConfigError
-    from raypar.storage.run_folder import RunFolder
-
-    with RunFolder.open_for_reading(run, run_dir, with_job=False, last_bytes=0) as folder:
-        if (folder.read_document(folder.members) or {}).get("phase") == "ended":
-            active = [] if folder.shared is not None else runs_under_way_of_same_job(folder)
-            raise ConfigError(
-                f"run {folder.name} has ended: it has no work to move off",
-                cure=f"--run {' or --run '.join(sorted(active))} is under way"
-                if active
-                else "to drain a node all the same give --address host:port",
-            )
-        facts = folder.read_document(folder.cluster)
-        if facts is None or any(facts.get(key) is None for key in ("kind", "address", "nodes")):
-            raise ConfigError(
-                f"run {folder.name} does not say where its cluster is: {folder.place_of(folder.cluster)} is missing or "
-                "incomplete",
-                cure="give --address host:port",
-            )
-        return facts
-
-
-def runs_under_way_of_same_job(folder: RunFolder) -> list[str]:
-    """The names of the runs beside this one that have the same job's name and are under way on this machine."""
-    import re
-
-    from raypar.storage.run_folder import RunFolder
-
-    job = re.sub(r"-\d+$", "", folder.name)
-    beside = [RunFolder(path) for path in folder.path.parent.iterdir() if re.fullmatch(re.escape(job) + r"(-\d+)?", path.name)]
-    return [run.name for run in beside if run.is_locked()]

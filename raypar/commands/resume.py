@@ -6,24 +6,16 @@ import argparse
 import contextlib
 import shlex
 
-from raypar.commands.train import add_run_arguments
-from raypar.console.run_folder_arguments import RUN_DIR, add_run_dir_argument
+from raypar.console.command_arguments import RUN_DIR, add_run_dir_argument, add_set_argument, add_training_arguments
 from raypar.launch.stop_before_training import stopped_before_training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar resume`."""
     parser.add_argument("run", help="name of a run under --run-dir, or the path or URI of its folder")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="a.b=c",
-        help="override a job key (not one on which results depend)",
-    )
+    add_set_argument(parser, " (not one on which results depend)")
     add_run_dir_argument(parser)
-    add_run_arguments(parser)
+    add_training_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,8 +43,7 @@ def resume(args: argparse.Namespace) -> int:
         job = load_job(folder.job, args.overrides)
         console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out)
         console.add_earlier(folder.read_timeline())
-        text = f"run {folder.name} found in {folder.place}: {job.steps} steps"
-        console(StartupStage(stage="read", text=text))
+        console(StartupStage(stage="read", text=f"run {folder.name} found in {folder.place}: {job.steps} steps"))
         result = resume_job(
             job, folder, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
         )

@@ -4,46 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import TYPE_CHECKING
 
+from raypar.console.command_arguments import add_job_arguments, add_resume_argument, add_training_arguments
 from raypar.launch.stop_before_training import stopped_before_training
-
-if TYPE_CHECKING:
-    from raypar.console.event_printer import EventPrinter
-    from raypar.job import Job
-    from raypar.launch import Result
-    from raypar.storage.run_folder import RunFolder
-
-FORMER_S = 20.0
-"""How long a former client may still seem to live: somewhat longer than `actors.driver_client.ALONE_S`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar train`."""
-    parser.add_argument("job", help="job file (YAML)")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="override a job key")
-    parser.add_argument(
-        "--resume",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="resume the last run of this name if it is the same job and has steps left, else begin a new one (the default "
-        "in a job of `ray job submit`)",
-    )
-    add_run_arguments(parser)
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments that `train` and `resume` share."""
-    parser.add_argument("--stop-at-step", type=int, metavar="K", help="stop after K steps with a checkpoint, to be resumed")
-    parser.add_argument("--address", help="join the Ray cluster there (default: RAY_ADDRESS, else a local Ray cluster)")
-    parser.add_argument(
-        "--local-nodes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="start the local Ray cluster with N nodes on this machine, each of which may be killed or drained (default 1)",
-    )
-    parser.add_argument("--json", action="store_true", help="print events as JSON lines")
+    add_job_arguments(parser)
+    add_resume_argument(parser, second=" (the default in a job of `ray job submit`)")
+    add_training_arguments(parser)
 
 
 @stopped_before_training()
@@ -57,8 +27,10 @@ def run(args: argparse.Namespace) -> int:
     from raypar.job.read_job import load_job
     from raypar.launch import raise_run_failure, train_job_in_new_folder
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir, is_submitted_job, unfinished_run
+    from raypar.launch.resume import resume_former_run
     from raypar.record.events import Note, StartupStage
 
+    where = {"stop_at_step": args.stop_at_step, "address": args.address, "local_nodes": args.local_nodes}
     with json_stdout(args.json) as out:
         job = load_job(args.job, args.overrides)
         job = job.model_copy(update={"run_dir": str(choose_lasting_run_dir(job.run_dir))})
@@ -71,41 +43,9 @@ def run(args: argparse.Namespace) -> int:
                 if why:
                     console(Note(text=why))
             if former is not None:
-                result = resume_existing_run(job, former, console, args)
+                console.add_earlier(former.read_timeline())
+                result = resume_former_run(job, former, console, **where)
             else:
-                result = train_job_in_new_folder(
-                    job, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
-                )
+                result = train_job_in_new_folder(job, console, **where)
         raise_run_failure(result)
         return console.finish(result)
-
-
-def resume_existing_run(job: Job, former: RunFolder, console: EventPrinter, args: argparse.Namespace) -> Result:
-    """Resume a run of this job, after waiting for its former driver, which may still be saving if its client was killed.
-
-    A run on shared storage is also waited for until its lease has ended.
-
-    Raises `ActiveError` if the run has a live client.
-    """
-    import time
-
-    from raypar.errors import ActiveError, LeaseHeldError, OutlivedError
-    from raypar.launch import resume_job
-    from raypar.record.events import RunWarning
-    from raypar.storage.run_lease import LEASE_S
-
-    console.add_earlier(former.read_timeline())
-    until_s, last_warning = time.monotonic() + FORMER_S, ""
-    while True:
-        try:
-            return resume_job(
-                job, former, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
-            )
-        except ActiveError as error:
-            more_s = LEASE_S if isinstance(error, LeaseHeldError) else 0.0  # of a process that has died
-            if not isinstance(error, OutlivedError) and time.monotonic() > until_s + more_s:
-                raise
-            if error.what != last_warning:
-                last_warning = error.what
-                console(RunWarning(text=last_warning))
-            time.sleep(1.0)

@@ -1,18 +1,24 @@
-"""The state of a run that `raypar top` shows, made of what its events say. Pure."""
+"""The state of a run that `raypar top` shows, made of what its events say."""
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raypar.console.read_run_folder import read_job_numbers, read_status
 from raypar.console.run_status import RunStatus
 from raypar.record.events import StepRecord, is_finite_number
 from raypar.record.fold import ACTIVE_PHASES, RunView
 from raypar.record.totals import read_totals
+from raypar.storage.new_run_lines import RunFollower
+from raypar.storage.run_folder import RunFolder
 
+FIRST_BYTES = 8 << 20
+"""How much of the end of a file the first read takes, some ten thousand steps. Later reads take only new lines."""
 SEAT_PATTERN = re.compile(r"stages? ([\d,]+), replica (\d+)(?:, shard (\d+))?")
 """Finds the seat in a worker's coordinate."""
 
@@ -58,6 +64,24 @@ class LiveView:
     """The workers with a seat."""
     spares: int
     """Workers without a seat."""
+
+
+def follow_run_folder(folder: RunFolder) -> Callable[[], LiveView]:
+    """A function that returns the run at this moment. Each call reads the lines that are new since the last call."""
+    job, follower = read_job_numbers(folder), RunFollower(folder, FIRST_BYTES)
+
+    def look() -> LiveView:
+        nonlocal follower
+        follower.read()
+        if follower.restarted:
+            follower = RunFollower(folder, FIRST_BYTES)
+            follower.read()
+        now = time.time()
+        status = read_status(folder, follower.view, job.get("steps"), now, with_places=False)
+        totals = folder.read_document(folder.totals, damaged=True)
+        return build_live_view(follower.view, status, totals, now, job.get("price_per_worker_hour"))
+
+    return look
 
 
 def build_live_view(

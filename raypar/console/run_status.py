@@ -9,7 +9,7 @@ from typing import Any
 
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.plan.parallel_plan import describe_mesh
-from raypar.plan.wording import count_noun
+from raypar.plan.wording import align_columns, count_noun
 from raypar.record.events import ReplayProgress, format_duration, is_finite_number, seat_without_rank, short_node_id
 from raypar.record.fold import ACTIVE_PHASES, RunView
 from raypar.storage.run_folder import resume_argument
@@ -283,8 +283,7 @@ def format_worker_table(status: RunStatus) -> list[str]:
             )
             for one in among
         ]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return align_columns(rows)
 
 
 def local_time(at: float | None) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from raypar.console.run_status import overdue_silence_s
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.untrusted_files import shorten
+from raypar.plan.wording import align_columns
 from raypar.record.events import format_duration, is_finite_number
 from raypar.record.fold import RunView
 
@@ -90,8 +91,7 @@ def format_run_table(rows: Sequence[RunRow], now: float) -> str:
     ]
     if any(row.submission_id for row in rows):
         cells = [(one, *cell) for one, cell in zip(("job", *(row.submission_id or "-" for row in rows)), cells, strict=True)]
-    widths = [max(len(cell[column]) for cell in cells) for column in range(len(cells[0]))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(cell, widths, strict=True)).rstrip() for cell in cells]
+    lines = align_columns(cells)
     for number, row in reversed([*enumerate(rows, start=1)]):
         if row.why.strip() and row.state in ("waiting", "pending", "failed", "unreadable"):
             lines.insert(number + 1, f"  {_reason(row)}")

@@ -1,10 +1,17 @@
-"""Renders the screen of `raypar top` with rich, for a terminal of any size."""
+"""Renders the screen of `raypar top` with rich, for a terminal of any size, until a key quits."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
-from collections.abc import Callable, Sequence
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
@@ -28,6 +35,9 @@ TITLES = {"running": "green", "ended": "cyan", "starting": "yellow", "recovering
 NARROW, WIDE = 72, 110
 """Terminals narrower than `NARROW` columns show no nodes and pids; those of `WIDE` columns or more have wide bars."""
 
+QUIT_KEYS = ("q", "Q", "")
+"""Keys that end the command; the empty text means that the terminal is gone."""
+
 Show = Callable[[object], str]
 """The text of a value as it is shown: without secrets, and without characters that move the cursor."""
 
@@ -48,6 +58,45 @@ def make_console(width: int | None = None) -> Console:
     from rich.console import Console
 
     return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def show_until_quit(console: Console, look: Callable[[], LiveView], clean: Callable[[str], str], refresh_s: float) -> None:
+    """Show what `look` returns, anew after each `refresh_s`, until one of `QUIT_KEYS` or Ctrl-C. `clean` removes secrets."""
+    from rich.live import Live
+
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+        pressed_keys() as key,
+    ):
+        while True:
+            live.update(top_screen(look(), console.width, console.height, clean), refresh=True)
+            if key(refresh_s) in QUIT_KEYS:
+                break
+
+
+@contextlib.contextmanager
+def pressed_keys() -> Iterator[Callable[[float], str]]:
+    """Gives the block a function that waits some seconds for a key; it returns the key, or a space if none was pressed."""
+
+    def sleep(wait_s: float) -> str:
+        time.sleep(wait_s)
+        return " "
+
+    def key(wait_s: float) -> str:
+        ready, _, _ = select.select([terminal], [], [], wait_s)
+        return os.read(terminal, 64).decode(errors="replace")[:1] if ready else " "
+
+    if not sys.stdin.isatty():
+        yield sleep
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+    try:
+        yield key
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def top_screen(view: LiveView, width: int, height: int, clean: Callable[[str], str] = str) -> Group:

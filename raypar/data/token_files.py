@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -14,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raypar.errors import DataError
+from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
 from raypar.files.untrusted_files import open_regular_file, parse_untrusted_json, read_limited_bytes, repr_text, shorten
 
 DTYPES: dict[str, numpy.dtype[Any]] = {"uint16": numpy.dtype("<u2"), "uint32": numpy.dtype("<u4")}
 """Little endian, whatever the machine."""
+PIECE_BYTES = 4 << 20
+"""How much text is read and tokenized at a time; a tokenizer gets whole lines."""
 
 Split = Literal["train", "validation", "all"]
 
@@ -165,3 +169,54 @@ def write_tokens(out: Path, pieces: Iterable[Any], *, dtype: str, notes: dict[st
             with contextlib.suppress(OSError):  # it is not there, or the disk is read-only
                 left.unlink()
     return total
+
+
+def tokenize_files(files: Sequence[Path], encode: Callable[[str], Sequence[int]] | None) -> Iterator[Any]:
+    """The token ids of text files, piece by piece; shows the progress on a terminal.
+
+    `encode`: text -> ids; None: every byte is a token. Raises `ConfigError` for a file that cannot be read, `DataError` for
+    text that is not UTF-8 and for ids that are no list, `UserCodeError` if `encode` raises.
+    """
+    total = sum(file.stat().st_size for file in files)
+    done, start = 0, time.monotonic()
+    for file in files:
+        for piece in _read(file, whole_lines=encode is not None):
+            yield numpy.frombuffer(piece, dtype=numpy.uint8) if encode is None else _encoded(encode, piece, file)
+            done += len(piece)
+            if sys.stderr.isatty():
+                rate = done / max(1e-9, time.monotonic() - start)
+                print(f"\r{done / total:4.0%} of {total / 2**20:.1f} MiB, {rate / 2**20:.1f} MiB/s", end="", file=sys.stderr)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+
+
+def _read(file: Path, *, whole_lines: bool) -> Iterator[bytes]:
+    try:
+        with open(file, "rb") as stream:
+            while piece := stream.read(PIECE_BYTES):
+                yield piece + stream.readline() if whole_lines else piece
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror or error}", cure="give the paths of text files") from error
+
+
+def _encoded(encode: Callable[[str], Sequence[int]], piece: bytes, file: Path) -> Any:
+    try:
+        text = piece.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not UTF-8 text: {error.reason} at byte {error.start} of a piece",
+            cure="convert it, or use --tokenizer bytes",
+        ) from error
+    try:
+        ids = numpy.asarray(encode(text))
+    except RayparError:
+        raise
+    except Exception as error:
+        raise UserCodeError(
+            f"the tokenizer raised {type(error).__name__}: {error}", cure="it is called with a text and returns a list of ids"
+        ) from error
+    if ids.ndim != 1:
+        raise DataError(
+            f"the tokenizer returned an array of shape {ids.shape}", cure="it is called with a text and returns a list of ids"
+        )
+    return ids

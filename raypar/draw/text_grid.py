@@ -10,6 +10,8 @@ from math import gcd, isclose
 from raypar.schedule.instructions import Compute, Instruction, compute_instructions
 from raypar.schedule.step_timeline import Timeline
 
+MOST_ROWS = 32
+"""The most workers whose grid is printed."""
 _FINEST = 4
 """Most units per shortest instruction: a finer grid would be too wide, so its scale is then not exact."""
 
@@ -64,6 +66,18 @@ def text_grid(timeline: Timeline, width: int | None = None) -> str:
         lines.append(f"{head:<{margin}}{cells}{bubble:{len(_BUBBLE)}.0%}")
     lines.append(" " * margin + _axis(timeline.makespan_ms, per_ms, total))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def timeline_text_for_width(timeline: Timeline, columns: int) -> str | None:
+    """The step as a text grid: exact if that fits the terminal, else squeezed, else (an instruction has no column) None."""
+    if len(timeline.spans) > MOST_ROWS or max(map(len, timeline.spans)) > columns:
+        return None
+    exact = text_grid(timeline)
+    if max(map(len, exact.splitlines())) <= columns:
+        return exact
+    shortest = min((s.end_ms - s.start_ms for row in timeline.spans for s in row if s.end_ms > s.start_ms), default=0)
+    room = columns - 32
+    return text_grid(timeline, columns) if timeline.makespan_ms <= room * shortest else None
 
 
 _BUBBLE = "  bubble"

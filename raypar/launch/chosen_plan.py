@@ -15,6 +15,7 @@ from raypar.plan.wording import count_noun
 
 if TYPE_CHECKING:
     from raypar.job import Job, PlanConfig
+    from raypar.model.graph import Graph
     from raypar.plan import Microbatches
     from raypar.planner.memory_sheet import MemorySheet
     from raypar.planner.model_profile import ModelProfile
@@ -57,6 +58,12 @@ SHORT_STEP_MS = 20.0
 
 PlanChooser = Callable[["PreflightResult"], ChosenPlan]
 """Chooses the plan of a job whose model and data have been checked."""
+
+
+def plan_of_job(job: Job, graph: Graph) -> ParallelPlan:
+    """The plan that a job gives, with the layers that are recomputed."""
+    names = [layer.name for layer in graph.layers]
+    return apply_recompute_policy(job.to_plan(len(names)), job.recompute, names)
 
 
 def choose_plan(

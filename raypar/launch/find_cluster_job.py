@@ -13,14 +13,16 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raypar.errors import ClusterError, ConfigError, RayparError
-from raypar.launch.cluster_jobs import ClusterJob, LogFacts, parse_ray_job_record, read_log_facts
+from raypar.launch.cluster_jobs import ClusterJob, LogFacts, describe_failure, parse_ray_job_record, read_log_facts
 from raypar.launch.job_server import JobServer, connect_job_server, find_server_address
+from raypar.storage.checkpoint_store import storage_scheme
 from raypar.storage.run_folder import NoSuchRun, RunFolder
 
 READ_LOGS_S = 60.0
-"""How long reading the logs of all jobs that a name may mean may take."""
+"""How long reading the logs of all jobs that are listed, or that a name may mean, may take."""
 ACTIVE_STATES = ("running", "starting", "waiting", "pending")
 """States of jobs that have not ended. Of several jobs with the same name, the one whose state comes first here is meant."""
 
@@ -54,6 +56,25 @@ class JobWithLog:
             return self.job.state
         return "waiting" if self.log.waiting is not None else "starting" if self.log.step is None else "running"
 
+    def facts(self) -> dict[str, Any]:
+        """The job as fields of a row of `raypar runs`."""
+        said = self.log
+        if self.state == "waiting":
+            why = said.waiting or ""
+        else:
+            why = describe_failure(self.job, said) if self.state == "failed" else said.end or self.job.message
+        return {
+            "name": self.name,
+            "state": self.state,
+            "step": said.step,
+            "steps": said.steps,
+            "loss": said.loss,
+            "started_s": self.job.started_s,
+            "updated_s": self.job.ended_s,
+            "why": why,
+            "submission_id": self.job.submission_id,
+        }
+
     def describe(self) -> str:
         """The job in messages: `job raysubmit_1 (run text-2, running)`."""
         run = f"run {self.log.run}" if self.log.run else "no run yet"
@@ -77,6 +98,29 @@ def read_job_with_log(server: JobServer, job: ClusterJob) -> JobWithLog:
         with contextlib.suppress(ClusterError):  # its node is gone
             log = read_log_facts(server.log(job.submission_id))
     return JobWithLog(job, log)
+
+
+def list_cluster_jobs(server: JobServer, last: int) -> list[JobWithLog]:
+    """The `last` jobs that were submitted last (0: all), in that order.
+
+    Logs are read for `READ_LOGS_S` at most, the newest first; those that are not read count as empty.
+    """
+    jobs = sorted(map(parse_ray_job_record, server.jobs()), key=lambda job: job.started_s or 0.0)[-last or None :]
+    until_s = time.monotonic() + READ_LOGS_S
+    newest_first = [
+        read_job_with_log(server, job) if time.monotonic() < until_s else JobWithLog(job, LogFacts()) for job in reversed(jobs)
+    ]
+    return newest_first[::-1]
+
+
+def find_server_of_run(run: str, run_dir: str | None, address: str | None) -> str | None:
+    """The address of the job server that knows RUN of logs and stop; None if RUN names a run folder or a place on storage.
+
+    It does if --run-dir is given, if RUN has a slash and is a folder of this machine, or if RUN is a URI and no --address is
+    given; a cluster in the environment is then ignored.
+    """
+    is_folder = run_dir is not None or (os.sep in run and os.path.isdir(os.path.expanduser(run)))
+    return None if is_folder or (address is None and storage_scheme(run)) else find_server_address(address)
 
 
 def find_cluster_job(server: JobServer, given: str) -> MatchedJob:

@@ -1,4 +1,4 @@
-"""Follows a submitted job: its log as it grows, and the wait for its end."""
+"""Follows a submitted job: shows its log as it grows, until it has ended."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ AWAY_SAY_S = 10.0
 """Time between two lines about a job server that does not answer."""
 PENDING_SAY_S = 5.0
 """Time between two lines about a job that has not started."""
-STOP_POLL_S, STOP_SAY_S = 0.3, 2.0
-"""How often a job that was asked to stop is looked at, and how often a line says so."""
 
 
 class JobFollower:
@@ -108,23 +106,3 @@ class JobFollower:
         if first or now - self.away_told_s >= AWAY_SAY_S:
             self.away_told_s = now
             self.say(f"waiting for the job server {self.server.name} ({error.what}), for {away_s:.0f} s of {AWAY_S:.0f}")
-
-
-def wait_for_job_end(server: JobServer, submission_id: str, wait_s: float, say: Callable[[str], None]) -> ClusterJob:
-    """The job, once it has ended after it was asked to stop. Raises `ClusterError` after `wait_s`."""
-    began_s = told_s = time.monotonic()
-    while True:
-        job = parse_ray_job_record(server.job(submission_id))
-        waited_s = time.monotonic() - began_s
-        if job.over:
-            return job
-        if waited_s > wait_s:
-            raise ClusterError(
-                f"job {submission_id} was asked to save and end, and is still {job.state} after {wait_s:.0f} s",
-                cure=f"`raypar logs {submission_id}` says what it does; Ray kills it after RAY_JOB_STOP_WAIT_TIME_S, which "
-                "`raypar submit` sets to 120 unless you have set another",
-            )
-        if time.monotonic() - told_s >= STOP_SAY_S:
-            told_s = time.monotonic()
-            say(f"waiting for job {submission_id} to finish its step and save, for {waited_s:.0f} s so far")
-        time.sleep(STOP_POLL_S)

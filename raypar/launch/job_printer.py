@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any, TextIO
+
+from raypar.errors import Interrupted
 
 if TYPE_CHECKING:
     from raypar.launch.cluster_jobs import ClusterJob
+    from raypar.launch.job_server import JobServer
 
 RESUBMIT_ADVICE = "submit the same job again"
 """How a stopped job is resumed. A job that has begun to train says so in its log (`Result.resume_advice`)."""
@@ -45,6 +49,22 @@ class JobPrinter:
         for line in whole:
             self._json("log", text=line)
 
+    def follow_to_end(self, server: JobServer, submission_id: str) -> int:
+        """Print a job's log until it has ended, then its end; returns the exit code.
+
+        Raises `Interrupted` after Ctrl-C, with what goes on.
+        """
+        from raypar.launch.follow_job import JobFollower
+
+        try:
+            job = JobFollower(server, submission_id, self.log, print_to_stderr).follow()
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"\njob {submission_id} goes on at {server.name}",
+                cure=f"`raypar logs {submission_id} -f` follows it again, `raypar stop {submission_id}` stops it",
+            ) from None
+        return self.ended(job)
+
     def ended(self, job: ClusterJob) -> int:
         """The job has ended; returns the exit code."""
         self.finish_line()
@@ -70,6 +90,11 @@ class JobPrinter:
         """One line, at once."""
         self.out.write(text + "\n")
         self.out.flush()
+
+
+def print_to_stderr(text: str) -> None:
+    """Print a line about a wait, beside what the job prints."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def describe_job_end(job: ClusterJob, *, advised: bool = False) -> str:

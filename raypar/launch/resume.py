@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.callbacks import callbacks_from_job
-from raypar.errors import CheckpointError, ConfigError
+from raypar.errors import ActiveError, CheckpointError, ConfigError, LeaseHeldError, OutlivedError
 from raypar.files.atomic_write import explain_write_errors, file_has_content, replace_file_atomically, write_text_atomically
 from raypar.files.untrusted_files import explain_read_errors, repr_text
 from raypar.job import Job
@@ -35,12 +35,37 @@ from raypar.record.folder import ERROR
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.folder_download import has_run
 from raypar.storage.run_folder import RunFolder, SharedStoragePlace, parse_storage_location
+from raypar.storage.run_lease import LEASE_S
 from raypar.user_code.user_code_errors import make_importable
 
 if TYPE_CHECKING:
     from raypar.job import Job
     from raypar.storage.checkpoint_store import CheckpointRef
     from raypar.worker.job_preflight import PreflightResult
+
+FORMER_S = 20.0
+"""How long a former client may still seem to live: somewhat longer than `actors.driver_client.ALONE_S`."""
+
+
+def resume_former_run(job: Job, former: RunFolder, tell: EventHandler, **options: Any) -> Result:
+    """Resume a run of this job, after waiting for its former driver, which may still be saving if its client was killed.
+
+    A run on shared storage is also waited for until its lease has ended. `options`: those of `resume_job`.
+
+    Raises `ActiveError` if the run has a live client.
+    """
+    until_s, last_warning = time.monotonic() + FORMER_S, ""
+    while True:
+        try:
+            return resume_job(job, former, tell, **options)
+        except ActiveError as error:
+            more_s = LEASE_S if isinstance(error, LeaseHeldError) else 0.0  # of a process that has died
+            if not isinstance(error, OutlivedError) and time.monotonic() > until_s + more_s:
+                raise
+            if error.what != last_warning:
+                last_warning = error.what
+                tell(RunWarning(text=last_warning))
+            time.sleep(1.0)
 
 
 def resume_job(

@@ -1,8 +1,9 @@
-"""Parts of messages: counts with their noun, worker numbers, and forms of words that fit a number of things."""
+"""Parts of messages: counts with their noun, worker numbers, forms of words that fit a number of things, and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sized
+import math
+from collections.abc import Collection, Sequence, Sized
 
 
 def count_noun(number: int, noun: str, plural: str | None = None) -> str:
@@ -18,3 +19,10 @@ def format_worker_numbers(workers: Collection[int]) -> str:
 def word_form(things: Sized, one: str, several: str) -> str:
     """The form of a verb or noun that fits the number of things: `has` or `have`."""
     return one if len(things) == 1 else several
+
+
+def align_columns(rows: Sequence[Sequence[str]], right_from: float = math.inf) -> list[str]:
+    """A line for each row, with its cells below each other; columns from number `right_from` on are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.rjust if column >= right_from else str.ljust for column in range(len(widths))]
+    return ["  ".join(side(cell, w) for side, cell, w in zip(sides, row, widths, strict=True)).rstrip() for row in rows]

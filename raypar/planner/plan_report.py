@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raypar.plan import ParallelPlan
 from raypar.plan.parallel_plan import describe_mesh
-from raypar.plan.wording import count_noun
+from raypar.plan.wording import align_columns, count_noun
 from raypar.planner.model_profile import ModelProfile
 from raypar.planner.plan_search import EvaluatedCandidate, PlanChoice, format_mib
 from raypar.planner.stage_balance import MIN_GAIN_MS, MIN_GAIN_SHARE, StageBalance
@@ -21,8 +21,7 @@ def plan_report(choice: PlanChoice, *, rows: int = 12) -> str:
     how many more were considered."""
     shown = [v for number, v in enumerate(choice.verdicts) if number < rows or v.candidate.is_yardstick]
     lines = [REPORT_COLUMNS, *(_row(v, v.reason) for v in shown)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(REPORT_COLUMNS))]
-    text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    text = align_columns(lines)
     hidden = len(choice.verdicts) - len(shown)
     if hidden:
         text.append(f"and {hidden} more, none better")

@@ -53,7 +53,7 @@ from raypar.record.folder import (
     WHY_NO_JOB,
     check_document,
 )
-from raypar.storage.checkpoint_store import STORES, storage_scheme, unknown_storage_error
+from raypar.storage.checkpoint_store import STORES, open_checkpoint_store, storage_scheme, unknown_storage_error
 from raypar.storage.read_run_lines import FILE_BYTES, Line, merge_jsonl_lines, merge_metrics, read_events, read_valid_lines
 from raypar.storage.run_files import TEMPORARY_FOLDER_PREFIX
 from raypar.storage.storage_uri import SCHEMES, StorageUri, local_path_of_file_uri, parse_storage_uri
@@ -262,6 +262,10 @@ class RunFolder:
             return str(self.shared.uri.child(CHECKPOINTS))
         text = str(self.checkpoints)
         return os.path.abspath(text) if storage_scheme(text) else text
+
+    def list_checkpoints(self) -> list[str]:
+        """The names of the run's checkpoints, whole or not, by step. Raises `CheckpointError` if they cannot be listed."""
+        return sorted(name for name in open_checkpoint_store(self.checkpoint_location).names() if name.startswith("step_"))
 
     @staticmethod
     def create(run_dir: str | Path, name: str) -> RunFolder:

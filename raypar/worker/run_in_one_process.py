@@ -18,6 +18,7 @@ from raypar.comm.blocking_code_as_routine import as_routine
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
 from raypar.comm.transport import Routine
+from raypar.errors import ConfigError
 from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
@@ -29,6 +30,35 @@ from raypar.worker.worker_assignments import make_layer_graph, make_worker_assig
 from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore, merge_validation_losses
 
 T = TypeVar("T")
+
+
+class Breakpoint:
+    """Where a debugger shall stop: at the instructions of one stage and microbatch in one step, which count from 0."""
+
+    def __init__(self, text: str) -> None:
+        """`text`: STEP,STAGE,MICROBATCH, of `--stop-at`. Raises `ConfigError` for another form."""
+        self.text = text
+        """As the user wrote it."""
+        try:
+            step, stage, microbatch = (int(part) for part in text.split(","))
+        except ValueError:
+            cure = "for example --stop-at 3,1,0"
+            raise ConfigError(f"--stop-at {text!r} is not STEP,STAGE,MICROBATCH", cure=cure) from None
+        self.place = (step, stage, microbatch)
+        """(step, stage, microbatch)."""
+
+    def check_is_reached(self, steps: range, stages: int, microbatches: int) -> None:
+        """Raise `ConfigError` if a run of these steps with so many stages and microbatches never comes there."""
+        if any(at not in there for at, there in zip(self.place, (steps, range(stages), range(microbatches)), strict=True)):
+            which = f"{len(steps)} steps" if steps.start == 0 else f"steps {steps.start} to {steps.stop - 1}"
+            raise ConfigError(
+                f"--stop-at {self.text} is never reached: {which}, {stages} stages, {microbatches} microbatches",
+                cure="all three count from 0; --steps runs more steps",
+            )
+
+    def is_at(self, step: int, instruction: object) -> bool:
+        """Whether this instruction of a step is one of them."""
+        return self.place == (step, getattr(instruction, "stage", None), getattr(instruction, "microbatch", None))
 
 
 class OneProcessRun:

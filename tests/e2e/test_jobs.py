@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.submit_and_stop import SMALL, cluster
-from raypar.commands.status import has_checkpoints
+from raypar.console.read_run_folder import has_checkpoints
 from raypar.storage.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]

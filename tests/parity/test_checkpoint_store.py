@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from raypar.actors.run_recorder import RunRecorder
 from raypar.cli import main
-from raypar.commands.status import has_checkpoints
+from raypar.console.read_run_folder import has_checkpoints
 from raypar.errors import CheckpointError, ConfigError
 from raypar.job import CheckpointConfig
 from raypar.job.contract import contract_of_job

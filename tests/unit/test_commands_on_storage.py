@@ -10,7 +10,7 @@ from test_run_lease import Clock, LeasesInMemory
 from test_runs_logs_stop import make_run, step
 
 from raypar.cli import main
-from raypar.commands import logs
+from raypar.console import run_log
 from raypar.doctor import gather
 from raypar.errors import ClusterError, ConfigError
 from raypar.launch import stop_run_on_storage as stop
@@ -176,18 +176,18 @@ def test_a_followed_run_elsewhere_is_waited_for_as_long_as_its_lease_is_held(clo
     store = LeasesInMemory(clock)
     lease = HeldLease(store, "one", "mine", "x")
     lease.take()
-    monkeypatch.setattr("raypar.storage.s3_lease_store.s3_lease_store", lambda uri: store)
-    trains = logs.make_remote_liveness_check(folder)
+    monkeypatch.setattr(run_log, "s3_lease_store", lambda uri: store)
+    trains = run_log.make_remote_liveness_check(folder)
     clock.now_s += LEASE_S - 1
     assert trains(1000.0)
     clock.now_s += 1
     assert not trains(1000.0)
-    assert not logs.make_remote_liveness_check(replace(folder, shared=None))(31.0)
+    assert not run_log.make_remote_liveness_check(replace(folder, shared=None))(31.0)
 
     def missing(uri: StorageUri) -> Any:
         raise ConfigError("boto3 is missing")
 
-    monkeypatch.setattr("raypar.storage.s3_lease_store.s3_lease_store", missing)
-    assert logs.make_remote_liveness_check(folder)(31.0) and not logs.make_remote_liveness_check(folder)(
-        logs.GONE_FROM_STORAGE_S
+    monkeypatch.setattr(run_log, "s3_lease_store", missing)
+    assert run_log.make_remote_liveness_check(folder)(31.0) and not run_log.make_remote_liveness_check(folder)(
+        run_log.GONE_FROM_STORAGE_S
     )

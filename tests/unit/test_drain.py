@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from raypar.commands.drain import read_cluster_facts_of_run
 from raypar.errors import ConfigError
+from raypar.launch.drain_node import read_cluster_facts_of_run
 from raypar.storage.run_folder import RunFolder
 
 

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from raypar.cli import main
-from raypar.commands.export import unwritable_out_error
 from raypar.files.os_error_cure import cure_of_os_error
 from raypar.files.untrusted_files import cure_of_read_error
 from raypar.storage.run_folder import unwritable_run_dir_error
+from raypar.worker.checkpoint.export_weights import unwritable_out_error
 
 NO_MORE, NONE_HERE, FULL = (OSError(n, os.strerror(n), "x") for n in (errno.EMFILE, errno.ENFILE, errno.ENOSPC))
 

@@ -10,23 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from raypar.cli import main
-from raypar.commands.plan import (
-    group_similar_layers,
-    plan_as_dict,
-    plan_as_text,
-    refuse_no_profile,
-    whole_bytes_on_shards,
-    whole_on_shards_line,
-    why_whole_lines,
-    write_predicted_step_svg,
-)
+from raypar.console.plan_text import group_similar_layers, plan_as_text, whole_on_shards_line, why_whole_lines
+from raypar.draw.swimlane_svg import swimlane_svg
 from raypar.draw.text_grid import text_grid
 from raypar.errors import ConfigError
 from raypar.job import Job
 from raypar.launch.chosen_plan import idle_replicas_text
+from raypar.launch.plan_as_dict import plan_as_dict, whole_bytes_on_shards
+from raypar.launch.plan_to_show import refuse_no_profile
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_search import predict_step
+from raypar.schedule.data_flow import message_routes
 from raypar.trainer import Trainer
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -89,7 +84,7 @@ def test_chunks_of_one_worker_are_listed_apart():
     assert "block0 + block2" in plan_as_text(found)
 
 
-def test_all_three_axes_are_told_and_drawn_also_where_stages_differ(tmp_path):
+def test_all_three_axes_are_told_and_drawn_also_where_stages_differ():
     plan = ParallelPlan.of((1, 2, 1), (2, 1, 2), layers=4)
     found = plan_as_dict(plan, "1f1b", Microbatches(8), SIZES, PROFILE)
     lines = plan_as_text(found).splitlines()
@@ -105,8 +100,7 @@ def test_all_three_axes_are_told_and_drawn_also_where_stages_differ(tmp_path):
         ["5", "2", "0", "1 of 2"],
     ]
     timeline, _ = predict_step(PROFILE, plan, "1f1b", Microbatches(8))
-    write_predicted_step_svg(tmp_path / "plan.svg", "x", timeline, PROFILE.crossing(plan))
-    drawn = (tmp_path / "plan.svg").read_text()
+    drawn = swimlane_svg(timeline, title="x", routes=message_routes(PROFILE.crossing(plan)))
     for lane in (
         "worker 1 (stage 0, replica 0, shard 1)",
         "worker 3 (stage 1, replica 1)",

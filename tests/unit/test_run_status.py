@@ -10,7 +10,7 @@ from helpers.recorded_runs import view_of
 from raypar.actors import members_file
 from raypar.actors.members_file import MembersFileText
 from raypar.cli import main
-from raypar.commands.status import find_dead_local_nodes
+from raypar.console.read_run_folder import find_dead_local_nodes
 from raypar.console.run_status import build_run_status, format_status
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine

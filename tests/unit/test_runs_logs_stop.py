@@ -13,15 +13,15 @@ import pytest
 from helpers.recorded_runs import events_of, view_of
 
 from raypar.cli import main
-from raypar.commands import logs
+from raypar.console import run_log
 from raypar.console.run_log import RunLogFormatter
 from raypar.console.run_table import RunRow, build_run_row, format_run_table
 from raypar.errors import ClusterError, ConfigError
 from raypar.files.writing_process import describe_process, oldest_process
-from raypar.launch.new_run_lines import NewLines
 from raypar.launch.stop_local_run import stop_local_run
 from raypar.launch.submit_to_job_server import make_entrypoint, make_runtime_env, submission_error
 from raypar.record.events import StartupStage
+from raypar.storage.new_run_lines import NewLines
 from raypar.storage.run_folder import RunFolder
 
 JOB = """
@@ -177,8 +177,8 @@ def test_logs_prints_a_run_and_follows_it_to_its_end(tmp_path, capfd, monkeypatc
 
 def test_a_followed_run_that_nobody_trains_is_an_error_at_the_deadline(tmp_path, monkeypatch, capfd):
     make_run(tmp_path, "small", [step(3, 1000.0)])
-    monkeypatch.setattr(logs, "GONE_S", 0.05)
-    monkeypatch.setattr(logs, "POLL_S", 0.02)
+    monkeypatch.setattr(run_log, "GONE_S", 0.05)
+    monkeypatch.setattr(run_log, "POLL_S", 0.02)
     assert main(["logs", "small", "-f", "--run-dir", str(tmp_path)]) == 1
     assert "no process of this machine trains it" in capfd.readouterr().err
 

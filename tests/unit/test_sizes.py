@@ -1,4 +1,5 @@
-"""A function fits on a screen, and a constructor says little more than what its object consists of."""
+"""A function fits on a screen, a constructor says little more than what its object consists of, and a command parses, calls and
+prints."""
 
 import ast
 import functools
@@ -7,6 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "raypar"
 FUNCTION_LINES, CONSTRUCTOR_LINES, EXCEPTIONS = 60, 40, 4
+COMMAND_LINES = 80
 CONSTRUCTORS = {"__init__", "__post_init__", "__new__"}
 
 LONGER = {
@@ -52,3 +54,8 @@ def test_functions_and_constructors_are_short():
 def test_the_exceptions_are_few_and_needed():
     assert len(LONGER) <= EXCEPTIONS
     assert sorted({*LONGER} - too_long()) == [], "short by now: remove its row"
+
+
+def test_commands_leave_to_other_rooms_what_they_compute():
+    lines = {path.name: len(path.read_text().splitlines()) for path in (PACKAGE / "commands").glob("*.py")}
+    assert {name: count for name, count in lines.items() if count >= COMMAND_LINES} == {}

@@ -6,11 +6,10 @@ import pytest
 from helpers import checkpoint_folders as checkpoint_files
 
 from raypar.cli import main
-from raypar.commands import train
 from raypar.errors import ActiveError, Interrupted, OutlivedError
 from raypar.job.contract import contract_of_job
 from raypar.job.read_job import load_job
-from raypar.launch import Result, raise_run_failure
+from raypar.launch import Result, raise_run_failure, resume
 from raypar.launch.ray_job_resubmission import SUBMITTED_VARIABLE, choose_lasting_run_dir, find_unfinished_run
 from raypar.storage.run_folder import RunFolder
 
@@ -56,7 +55,7 @@ def launched(monkeypatch) -> list:
         "raypar.launch.train_job_in_new_folder", lambda job, tell, **rest: made.append(("new", job.run_dir)) or done
     )
     monkeypatch.setattr(
-        "raypar.launch.resume_job", lambda job, folder, tell, **rest: made.append(("again", folder.path)) or done
+        "raypar.launch.resume.resume_job", lambda job, folder, tell, **rest: made.append(("again", folder.path)) or done
     )
     return made
 
@@ -133,11 +132,11 @@ def test_a_driver_that_outlived_its_client_is_waited_for(home, launched, monkeyp
             raise answer
         return answer
 
-    monkeypatch.setattr("raypar.launch.resume_job", resume_job)
+    monkeypatch.setattr(resume, "resume_job", resume_job)
     monkeypatch.setattr("time.sleep", slept.append)
     assert main(["train", "small.yaml"]) == 0 and not answers and len(slept) == 2
     assert "warning: it has ended" in capsys.readouterr().out
-    monkeypatch.setattr(train, "FORMER_S", -1.0)
+    monkeypatch.setattr(resume, "FORMER_S", -1.0)
     answers[:] = [ActiveError("a run called 'small' is active", "end that one")]
     assert main(["train", "small.yaml"]) == 1
     assert "is active" in capsys.readouterr().err

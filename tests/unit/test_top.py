@@ -15,9 +15,8 @@ import pytest
 from helpers.recorded_runs import events_of
 
 from raypar.cli import main
-from raypar.commands import top
-from raypar.commands.top import follow_run_folder
-from raypar.console.live_run import live_workers
+from raypar.console import live_run
+from raypar.console.live_run import follow_run_folder, live_workers
 from raypar.console.top_screen import make_console, sparkline, top_screen
 from raypar.record.totals import RunTotals
 from raypar.storage.run_folder import RunFolder
@@ -175,10 +174,10 @@ def test_a_run_that_is_resumed_from_an_earlier_step_is_shown_from_there(run_fold
 
 
 def test_a_look_reads_only_what_is_new_and_the_first_one_only_the_end_of_a_long_file(run_folder, monkeypatch):
-    monkeypatch.setattr(top, "FIRST_BYTES", 4000)
+    monkeypatch.setattr(live_run, "FIRST_BYTES", 4000)
     read: list[int] = []
 
-    from raypar.launch import new_run_lines
+    from raypar.storage import new_run_lines
 
     whole = new_run_lines.read_events
 

@@ -1,4 +1,4 @@
-"""Reads the new lines of metrics.jsonl or events.jsonl, or only the last lines of a long file."""
+"""Reads the new lines of metrics.jsonl and events.jsonl, or only the last lines of long files."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import contextlib
 import io
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raypar.files.untrusted_files import open_regular_file
 from raypar.record.events import Event
+from raypar.record.fold import RunView, timeline
 from raypar.storage.read_run_lines import read_events
+
+if TYPE_CHECKING:
+    from raypar.storage.run_folder import RunFolder
 
 PIECE_BYTES = 16 << 20
 """The largest number of bytes read at a time."""
@@ -55,3 +60,34 @@ class NewLines:
                 self.offset += len(whole)
                 file.seek(self.offset)
             return found
+
+
+class RunFollower:
+    """Reads the events of a run that are new since the last read, and keeps what they say."""
+
+    def __init__(self, folder: RunFolder, last_bytes: int | None = None) -> None:
+        self.folder = folder
+        """The run; one on shared storage is copied again before each read but the first."""
+        self.files = tuple(NewLines(path, last_bytes) for path in (folder.metrics, folder.events))
+        """Its files of lines; of each the first read takes only the last `last_bytes`."""
+        self.view = RunView()
+        """What the events say."""
+        self.has_read = False
+        """Whether there was a read."""
+
+    @property
+    def restarted(self) -> bool:
+        """Whether the last read took a file from its beginning because it had become shorter: `view` knows lines twice."""
+        return any(file.restarted for file in self.files)
+
+    def read(self) -> list[Event]:
+        """The new events, in the order of time. Raises `ConfigError`."""
+        if self.has_read and self.folder.shared is not None:
+            from raypar.storage.folder_download import download_run
+
+            download_run(self.folder.shared.uri, self.folder.path)
+        self.has_read = True
+        events = list(timeline(*(file.read() for file in self.files)))
+        for event in events:
+            self.view.apply(event)
+        return events

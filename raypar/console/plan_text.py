@@ -1,0 +1,142 @@
+"""A plan as text: the table of its workers, what shards cut, and the memory sheet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from raypar.plan.ownership import STATE_KIND_NOUNS
+from raypar.plan.wording import align_columns
+from raypar.planner.memory_sheet import KEPT_NOUNS
+from raypar.schedule.recomputation import describe_stages_not_worth_recomputing
+
+MOST_WHOLE_GROUPS = 8
+"""Groups of layers that the line on what shards hold whole names; it says how many more there are."""
+MOST_REASONS = 3
+"""Most lines on why layers stay whole."""
+
+
+def plan_as_text(found: dict[str, Any]) -> str:
+    """The plan as text for the terminal. `found`: from `launch.plan_as_dict`."""
+    workers = found["workers"]
+    lines = [
+        f"{found['plan']}, schedule {found['schedule']}, {found['microbatches']} microbatches in "
+        f"{found['virtual_replicas']} blocks, {found['parameters']:,} parameters"
+    ]
+    rows: list[tuple[str, ...]] = [
+        ("worker", "stages", "replica", "shard", "layers", "parameters", "MiB", "microbatches", "memory MiB")
+    ]
+    for worker in workers:
+        layers = " + ".join(c[0] if len(c) == 1 else f"{c[0]} .. {c[-1]} ({len(c)})" for c in worker["layers"])
+        memory = f"{found['memory_bytes'][worker['rank']] / 2**20:.1f}" if "memory_bytes" in found else ""
+        rows.append(
+            (
+                str(worker["rank"]),
+                ",".join(map(str, worker["stages"])),
+                str(worker["replica"]),
+                f"{worker['shard']} of {worker['shards']}" if worker["shards"] > 1 else "",
+                layers,
+                f"{worker['parameters']:,}",
+                f"{worker['parameter_bytes'] / 2**20:.1f}",
+                str(worker["microbatches"]),
+                memory,
+            )
+        )
+    if all(worker["shards"] == 1 for worker in workers):
+        rows = [row[:3] + row[4:] for row in rows]
+    lines += align_columns(rows)
+    if found.get("cut"):
+        lines.append(f"cut over shards (tensor parallel): {', '.join(group_similar_layers(found['cut']))}")
+    if found.get("whole_on_every_shard"):
+        lines.append(whole_on_shards_line(found["whole_on_every_shard"], found["parameter_bytes"]))
+        lines += why_whole_lines(found["whole_on_every_shard"], found["why_whole"])
+    lines += recomputation_lines(found)
+    if found["imbalance"] > 0.005:
+        lines.append(
+            f"the busiest worker has {100 * found['imbalance']:.0f} % more microbatches than its replicas have on average: "
+            "let replicas divide microbatches and virtual_replicas"
+        )
+    idle = sum(worker["microbatches"] == 0 for worker in workers)
+    if idle:
+        lines.append(
+            f"{idle} workers have no block: there are more replicas than virtual_replicas ({found['virtual_replicas']})"
+        )
+    if "predicted_ms" in found:
+        lines.append(
+            f"predicted step {found['predicted_ms']:.1f} ms, bubble {100 * found['bubble_of_total']:.1f} % of all time "
+            f"(for {found['predicted_for']}; layers timed on this machine; {found['latency_ms']:.2f} ms and "
+            f"{found['bandwidth_bytes_per_ms'] / 1e6:.2f} GB/s between workers)"
+        )
+        lines += ["", *memory_sheet_lines(found)]
+    return "\n".join(lines)
+
+
+def recomputation_lines(found: dict[str, Any]) -> list[str]:
+    """The line that says what is recomputed; none without recomputation. `found`: from `launch.plan_as_dict`."""
+    if not found["recomputed"]:
+        return []
+    kept = describe_stages_not_worth_recomputing(found["stages_that_keep_activations"])
+    return [f"plan.recompute names {found['recomputed']}{f'; {kept}' if kept else ''}"]
+
+
+def memory_sheet_lines(found: dict[str, Any]) -> list[str]:
+    """The memory sheet as a table, a line per worker; then what would fit, if the plan does not. `found`: from
+    `launch.plan_as_dict`."""
+    nouns: dict[str, str] = {**{str(kind): noun for kind, noun in STATE_KIND_NOUNS.items()}, **KEPT_NOUNS}
+    sheets: list[dict[str, int]] = found["memory_sheet"]
+    kinds = [kind for kind in sheets[0] if any(sheet[kind] for sheet in sheets)]
+    rows = [("memory in MiB", *(nouns[kind] for kind in kinds), "in all")]
+    for rank, sheet in enumerate(sheets):
+        numbers = (*(sheet[kind] for kind in kinds), sum(sheet.values()))
+        rows.append((f"worker {rank}", *(f"{nbytes / 2**20:.1f}" for nbytes in numbers)))
+    lines = align_columns(rows, right_from=1)
+    if "does_not_fit" in found:
+        most, has = max(found["memory_bytes"]), found["does_not_fit"]["worker_bytes"]
+        lines.append(
+            f"this plan does not fit: worker {found['memory_bytes'].index(most)} needs {most / 2**20:,.1f} MiB, a worker has "
+            f"{has / 2**20:,.1f} MiB; {found['does_not_fit']['advice']}"
+        )
+    return lines
+
+
+def whole_on_shards_line(whole: Mapping[str, int], parameter_bytes: int) -> str:
+    """The largest layers of `whole_bytes_on_shards`, the MiB of all, and their share of the model's parameters."""
+    groups = group_similar_layers(dict.fromkeys(whole, ""))
+    more = f" and {len(groups) - MOST_WHOLE_GROUPS} more" if len(groups) > MOST_WHOLE_GROUPS else ""
+    mib = sum(whole.values()) / 2**20
+    return (
+        f"whole on every shard: {', '.join(groups[:MOST_WHOLE_GROUPS])}{more}; {mib:.{1 if mib >= 10 else 3}f} MiB in all, "
+        f"{100 * sum(whole.values()) / max(1, parameter_bytes):.1f} % of the parameters"
+    )
+
+
+def why_whole_lines(whole: Mapping[str, int], reasons: Mapping[str, str]) -> list[str]:
+    """A line for each reason why layers of `whole_bytes_on_shards` stay whole, with these layers; at most `MOST_REASONS`."""
+    known = {name: reasons[name] for name in whole if name in reasons}
+    alike: dict[str, list[str]] = {}
+    for name, why in known.items():
+        alike.setdefault(why, []).append(name)
+    return [
+        f"  {', '.join(group_similar_layers(dict.fromkeys(names, '')))}: {why}"
+        for why, names in list(alike.items())[:MOST_REASONS]
+    ]
+
+
+def group_similar_layers(styles: Mapping[str, str]) -> list[str]:
+    """Layers with their styles; names that differ only in numbers are grouped: `block*.fc1 column (4)`."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, style in styles.items():
+        groups.setdefault((re.sub(r"[0-9]+", "*", name), style), []).append(name)
+    return [
+        f"{_common_pattern(names)} {style}".rstrip() + (f" ({len(names)})" if len(names) > 1 else "")
+        for (_, style), names in groups.items()
+    ]
+
+
+def _common_pattern(names: Sequence[str]) -> str:
+    """The names with `*` for each number in which they differ: `block*.fc1` for `block0.fc1` and `block1.fc1`."""
+    texts, numbers = re.split(r"[0-9]+", names[0]), [re.findall(r"[0-9]+", name) for name in names]
+    common = [found[0] if len(set(found)) == 1 else "*" for found in zip(*numbers, strict=True)]
+    return "".join(part for pair in zip_longest(texts, common, fillvalue="") for part in pair)

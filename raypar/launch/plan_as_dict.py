@@ -1,0 +1,191 @@
+"""A plan as data: what each worker holds and does, what shards cut, the predicted step and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
+from raypar.plan.recomputation import describe_recomputed_layers
+from raypar.plan.wording import count_noun
+
+if TYPE_CHECKING:
+    from raypar.job import Job
+    from raypar.launch.plan_to_show import ShownPlan
+    from raypar.model.graph import Graph
+    from raypar.model.layer_skeletons import LayerSize
+    from raypar.planner.model_profile import ModelProfile
+    from raypar.schedule.instructions import Schedule
+
+
+def shown_plan_as_dict(shown: ShownPlan, job: Job, graph: Graph) -> dict[str, Any]:
+    """All that `raypar plan` says of a plan, as data for `--json`; `graph`: of the job's model."""
+    import torch
+
+    from raypar.model.layer_skeletons import layer_sizes
+    from raypar.planner.plan_report import plan_report_as_dict, stage_balance_as_dict
+
+    plan, sizes = shown.plan, layer_sizes(graph, getattr(torch, job.dtype))
+    held = layer_sizes_by_shard(graph, job, plan, sizes)
+    found = plan_as_dict(plan, shown.name, job.batching, sizes, shown.profile, shown.schedule, held)
+    found |= shards_as_dict(graph, job, plan, sizes)
+    if shown.balance is not None:
+        found["stage_balance"] = stage_balance_as_dict(shown.balance)
+    if shown.choice is not None:
+        found["choice"] = plan_report_as_dict(shown.choice)
+    return found
+
+
+def plan_as_dict(
+    plan: ParallelPlan,
+    name: str,
+    cut: Microbatches,
+    sizes: tuple[LayerSize, ...],
+    profile: ModelProfile | None,
+    schedule: Schedule | None = None,
+    held: Mapping[tuple[int, int], tuple[LayerSize, ...]] | None = None,
+) -> dict[str, Any]:
+    """The plan as data, under the schedule called `name` or the user's own `schedule`.
+
+    `sizes`: of each layer; `held`: what a worker holds of each layer, by (number of shards, shard).
+    """
+    from raypar.schedule import registry
+    from raypar.schedule.recomputation import stages_not_worth_recomputing
+
+    routing = MicrobatchRouting(plan, cut)
+    orders = registry.build_schedule(name, routing) if schedule is None else schedule
+    workers = [worker_part_as_dict(plan, routing, rank, sizes, held) for rank in range(plan.world)]
+    found: dict[str, Any] = {
+        "plan": f"{count_noun(plan.world, 'worker')} = {plan.describe()}",
+        "schedule": name,
+        "microbatches": cut.count,
+        "virtual_replicas": cut.blocks,
+        "parameters": sum(layer.parameters for layer in sizes),
+        "recompute": list(plan.recompute),
+        "recomputed": describe_recomputed_layers(plan.recompute, [layer.name for layer in sizes]),
+        "stages_that_keep_activations": list(stages_not_worth_recomputing(orders, plan)),
+        "workers": workers,
+        "imbalance": max(w["share"] for w in workers) - 1,
+    }
+    if profile is not None:
+        from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
+        from raypar.planner.plan_report import processors_of_prediction
+        from raypar.planner.plan_search import predict_step
+
+        timeline, memory = predict_step(profile, plan, schedule or name, cut)
+        predicted_for = processors_of_prediction(profile.processors, plan.world)
+        sheets = memory_sheets(profile, plan, schedule or name, cut)
+        if profile.memory_bytes is not None and max(memory) > profile.memory_bytes:
+            advice = describe_changes_that_fit(profile, plan, schedule or name, cut, profile.memory_bytes)
+            found["does_not_fit"] = {"worker_bytes": profile.memory_bytes, "advice": advice}
+        found |= {
+            "memory_sheet": [{**sheet.state, **sheet.kept} for sheet in sheets],
+            "predicted_ms": timeline.makespan_ms,
+            "predicted_for": predicted_for,
+            "bubble_of_ideal": timeline.bubble_of_ideal,
+            "bubble_of_total": timeline.bubble_of_total,
+            "memory_bytes": list(memory),
+            "latency_ms": profile.link.latency_ms,
+            "bandwidth_bytes_per_ms": profile.link.bandwidth,
+        }
+    return found
+
+
+def worker_part_as_dict(
+    plan: ParallelPlan,
+    routing: MicrobatchRouting,
+    rank: int,
+    sizes: tuple[LayerSize, ...],
+    held: Mapping[tuple[int, int], tuple[LayerSize, ...]] | None,
+) -> dict[str, Any]:
+    """One worker's part of the plan as data. `share`: its microbatches over the mean of its position's replicas."""
+    seat, stages = plan.seats[rank], plan.stages_of(rank)
+    mine_of = held[plan.stages[stages[0]].shards, seat.shard] if held is not None else sizes
+    chunks = [mine_of[plan.stages[s].first : plan.stages[s].last] for s in stages]
+    layers = [layer for chunk in chunks for layer in chunk]
+    mine = len(routing.microbatches_of_replica(stages[0], seat.replica))
+    return {
+        "rank": rank,
+        "position": seat.position,
+        "replica": seat.replica,
+        "shard": seat.shard,
+        "shards": plan.stages[stages[0]].shards,
+        "stages": list(stages),
+        "layers": [[layer.name for layer in chunk] for chunk in chunks],
+        "parameters": sum(layer.parameters for layer in layers),
+        "parameter_bytes": sum(layer.nbytes for layer in layers),
+        "blocks": len(routing.blocks_of_replica(stages[0], seat.replica)),
+        "microbatches": mine,
+        "share": mine * plan.stages[stages[0]].replicas / routing.microbatches.count,
+    }
+
+
+def shards_as_dict(graph: Graph, spec: Job, plan: ParallelPlan, sizes: Sequence[LayerSize]) -> dict[str, Any]:
+    """What is cut over shards, what is whole on each of them, why, and the bytes of all parameters."""
+    from raypar.model.tensor_parallel.infer_styles_by_structure import reasons_for_whole
+
+    return {
+        "cut": shard_style_by_layer(graph, spec, plan),
+        "whole_on_every_shard": whole_bytes_on_shards(graph, spec, plan),
+        "why_whole": reasons_for_whole(graph),
+        "parameter_bytes": sum(size.nbytes for size in sizes),
+    }
+
+
+def shard_style_by_layer(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[str, str]:
+    """Layer name -> style, for layers in stages with shards."""
+    from raypar.model.tensor_parallel.layout import compute_shard_layout
+
+    most = max(stage.shards for stage in plan.stages)
+    if most == 1:
+        return {}
+    sharded = {graph.layers[i].name for s in plan.stages if s.shards > 1 for i in range(s.first, s.last)}
+    styles = compute_shard_layout(graph, most, dict(spec.styles)).styles
+    return {name: str(style) for name, style in styles.items() if any(name == o or name.startswith(f"{o}.") for o in sharded)}
+
+
+def layer_sizes_by_shard(
+    graph: Graph, spec: Job, plan: ParallelPlan, sizes: tuple[LayerSize, ...]
+) -> dict[tuple[int, int], tuple[LayerSize, ...]]:
+    """What a worker holds of each layer, by (number of shards, shard). Raises `PlanError` for styles that do not fit."""
+    from raypar.model.tensor_parallel.layout import compute_shard_layout, held_elements_by_layer
+
+    found = {(1, 0): sizes}
+    for shards in {stage.shards for stage in plan.stages} - {1}:
+        layout = compute_shard_layout(graph, shards, dict(spec.styles))
+        for shard in range(shards):
+            counts = held_elements_by_layer(graph, layout, shard)
+            found[shards, shard] = tuple(
+                replace(whole, parameters=count, nbytes=whole.nbytes // max(1, whole.parameters) * count)
+                for whole, count in zip(sizes, counts, strict=True)
+            )
+    return found
+
+
+def whole_bytes_on_shards(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[str, int]:
+    """Layer -> bytes of its parameters that every shard holds whole, for stages with shards, the most bytes first.
+
+    Of a layer that is cut in part, and of the model itself, the parameters are named: `block0.down.bias`.
+    """
+    import torch
+
+    from raypar.model.layer_skeletons import parameter_shapes
+    from raypar.model.tensor_parallel.layout import compute_shard_layout
+    from raypar.plan.stage_connections import owner_of
+
+    most = max(stage.shards for stage in plan.stages)
+    if most == 1:
+        return {}
+    layout, itemsize = compute_shard_layout(graph, most, dict(spec.styles)), getattr(torch, spec.dtype).itemsize
+    cut_layers = {owner_of(name) for name in layout.cuts}
+    found: dict[str, int] = {}
+    seen: set[str] = set()
+    for stage in plan.stages:
+        shapes = parameter_shapes(graph, stage.first, stage.last) if stage.shards > 1 else {}
+        for name in shapes.keys() - layout.cuts.keys() - seen:
+            seen.add(name)
+            owner = owner_of(name)
+            shown = name if owner in cut_layers or not owner else owner
+            found[shown] = found.get(shown, 0) + shapes[name].numel() * itemsize
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))

@@ -1,0 +1,139 @@
+"""Finds the plan that `raypar plan` shows: the job's own, or the one that the planner chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raypar.errors import ConfigError
+from raypar.launch.chosen_plan import make_custom_schedule_builder, plan_of_job
+from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.recomputation import resolve_recomputed_layers
+from raypar.plan.wording import count_noun
+
+if TYPE_CHECKING:
+    from raypar.job import Job
+    from raypar.model.graph import Graph
+    from raypar.planner.model_profile import ModelProfile
+    from raypar.planner.plan_search import PlanChoice
+    from raypar.planner.stage_balance import StageBalance
+    from raypar.schedule.instructions import Schedule
+
+
+@dataclass(frozen=True)
+class ShownPlan:
+    """The plan to show, from the job or from the planner."""
+
+    plan: ParallelPlan
+    name: str
+    """The schedule's name."""
+    profile: ModelProfile | None
+    """Times and sizes of the layers; None with `--no-profile`."""
+    schedule: Schedule | None = None
+    """The schedule itself, where its name alone does not say it."""
+    choice: PlanChoice | None = None
+    """What the planner weighed up; None for the job's own plan."""
+    balance: StageBalance | None = None
+    """Where the layers of a plan without `cuts` were cut, and why; None for other plans."""
+
+
+def refuse_no_profile(choose: bool, svg: Path | None, memory: float | None = None) -> None:
+    """Raise `ConfigError` if `--no-profile` is given with something that needs a profile."""
+    if choose:
+        raise ConfigError(
+            "a plan cannot be chosen without a profile", cure="leave out --no-profile, or name stages and replicas"
+        )
+    if svg is not None:
+        raise ConfigError("a step cannot be predicted without a profile", cure="leave out --no-profile, or --svg")
+    if memory is not None:
+        raise ConfigError("memory cannot be predicted without a profile", cure="leave out --no-profile, or --memory")
+
+
+def find_plan_to_show(
+    job: Job, workers: int | None, memory_mib: float | None, svg: Path | None, *, with_profile: bool
+) -> tuple[ShownPlan, Graph]:
+    """The plan to show, and the layer graph of the job's model.
+
+    `workers`: for which the planner chooses; None: it does only if the job says so. `memory_mib`: what a worker has; None: its
+    part of this machine's free memory. `svg`: where the step shall be drawn. Raises `ConfigError` for what needs a profile
+    where there is none, `PlanError` if layers cannot be cut over the shards.
+    """
+    from raypar.user_code.user_code_errors import make_importable
+    from raypar.worker.worker_assignments import make_layer_graph, make_layer_graph_without_values
+
+    make_importable(job.source_dir)
+    graph = make_layer_graph(job) if with_profile else make_layer_graph_without_values(job)
+    choose = workers is not None or job.plan_is_auto
+    if not with_profile:
+        refuse_no_profile(choose, svg, memory_mib)
+    if choose:
+        return choose_plan_to_show(job, graph, workers, memory_mib), graph
+    return job_plan_to_show(job, graph, with_profile, memory_mib), graph
+
+
+def choose_plan_to_show(job: Job, graph: Graph, workers: int | None, memory_mib: float | None = None) -> ShownPlan:
+    """The planner's choice for `workers` workers (None: the job's number). Raises `ConfigError` for fewer than its shards.
+
+    `memory_mib`: what a worker has; None: its part of this machine's free memory.
+    """
+    from raypar.planner.plan_search import search_plans
+    from raypar.worker.job_preflight import try_optimizer_of_job
+    from raypar.worker.measure_profile import profile_job
+
+    workers, shards = workers or job.workers, _shards_of(job)
+    if workers < shards:
+        raise ConfigError(
+            f"{count_noun(workers, 'worker')} for a job whose layers are cut over {shards} shards",
+            cure=f"give --workers {shards} or more",
+        )
+    recompute = resolve_recomputed_layers(job.recompute, [layer.name for layer in graph.layers])
+    profile = profile_job(job, workers=workers, graph=graph, shards={shards}, recompute=recompute or None)
+    trial = try_optimizer_of_job(job, graph)
+    profile = replace(with_memory(profile, memory_mib), most_stages=trial.most_stages if trial is not None else None)
+    choice = search_plans(profile, workers, job.batching, shards, recompute)
+    return ShownPlan(choice.plan, choice.schedule, profile, choice=choice)
+
+
+def with_memory(profile: ModelProfile, memory_mib: float | None) -> ModelProfile:
+    """The profile for workers with so much memory; None: as it was measured."""
+    return profile if memory_mib is None else replace(profile, memory_bytes=round(memory_mib * 2**20))
+
+
+def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: float | None = None) -> ShownPlan:
+    """The plan that the job gives, with its layers cut as a run cuts them if they are timed (`with_profile`).
+
+    `memory_mib`: what a worker has; None: its part of this machine's free memory. Raises `PlanError` if layers cannot be cut
+    over its shards.
+    """
+    from raypar.planner.plan_search import balance_stages
+    from raypar.schedule.validate import validate_schedule
+    from raypar.worker.job_preflight import check_model_can_shard, preflight, try_optimizer_of_job
+    from raypar.worker.measure_profile import profile_job
+
+    plan = plan_of_job(job, graph)
+    build = make_custom_schedule_builder(job)
+    profile, counts = None, {stage.shards for stage in plan.stages}
+    schedule, routing = None, MicrobatchRouting(plan, job.batching)
+    if build is not None:
+        schedule = build(routing)
+        validate_schedule(schedule, routing, graph.crossing(plan))
+    if with_profile:
+        if (trial := try_optimizer_of_job(job, graph)) is not None:
+            trial.check_plan(plan)
+        if max(counts) > 1 or job.styles:
+            check_model_can_shard(job, preflight(job), plan)
+        profile = profile_job(job, workers=plan.world, graph=graph, shards=counts, recompute=plan.recompute)
+        profile = with_memory(profile, memory_mib)
+        if job.leaves_cuts_open and plan.has_movable_split_points:
+            balance = balance_stages(profile, plan, build or job.schedule_name, job.batching)
+            schedule = build(MicrobatchRouting(balance.plan, job.batching)) if build is not None else None
+            return ShownPlan(balance.plan, job.schedule_name, profile, schedule, balance=balance)
+    return ShownPlan(plan, job.schedule_name, profile, schedule)
+
+
+def _shards_of(job: Job) -> int:
+    """The job's number of shards, which the planner keeps because results depend on it."""
+    from raypar.job import PlanConfig
+
+    return max(job.plan.shards_per_stage) if isinstance(job.plan, PlanConfig) else 1

@@ -1,0 +1,105 @@
+"""Writes the parameters and persistent buffers of a checkpoint to one file, `.safetensors` or `.pt` (a state_dict)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from raypar.errors import CheckpointError
+from raypar.files.os_error_cure import cure_of_os_error
+from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint, open_checkpoint_store
+from raypar.storage.pyarrow_store import open_for_writing
+from raypar.storage.run_folder import RunFolder
+from raypar.storage.storage_uri import StorageUri
+from raypar.worker.checkpoint.checkpoint_files import (
+    MANIFEST,
+    CheckpointTensors,
+    checkpoint_name,
+    latest_usable_checkpoint,
+    verify_checkpoint,
+    write_safetensors,
+    write_tensors_as_safetensors,
+)
+
+
+def find_checkpoint_to_export(run: str, run_dir: str, step: int | None, warn: Callable[[str], None]) -> CheckpointRef:
+    """The checkpoint at `run`, if that is one; else the run's checkpoint after `step` steps, or its last whole one.
+
+    `warn` gets a line for each checkpoint that is skipped. Raises `CheckpointError`.
+    """
+    given = open_checkpoint(run, "the run")
+    if given.has_file(MANIFEST):
+        return verify_checkpoint(given).checkpoint
+    with RunFolder.open_for_reading(run, run_dir, with_job=False, last_bytes=0) as folder:
+        store = open_checkpoint_store(folder.checkpoint_location)
+        there = folder.list_checkpoints() if step is not None else []
+    if step is not None:
+        if checkpoint_name(step) not in there:
+            raise CheckpointError(f"run {folder.name} has no checkpoint after {step} steps", cure=f"it has: {', '.join(there)}")
+        return verify_checkpoint(CheckpointRef(store, checkpoint_name(step))).checkpoint
+    found, skipped = latest_usable_checkpoint(store)
+    for line in skipped:
+        warn(line)
+    if found is None:
+        raise CheckpointError(
+            f"run {folder.name} has no checkpoint that is whole",
+            cure="train it with checkpoint.at_end, or set checkpoint.every",
+        )
+    return found
+
+
+def write_to_folder(out: Path, tensors: CheckpointTensors, ties: Mapping[str, str]) -> int:
+    """Write the file whole or not at all; returns its size in bytes. Raises `CheckpointError`."""
+    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        if out.suffix == ".pt":
+            with open(aside, "wb") as file:  # unlike torch's own file class, this one says why writing failed
+                save_state_dict(file, tensors, ties)
+        else:
+            write_safetensors(aside, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})
+        os.replace(aside, out)
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise unwritable_out_error(out, error.__cause__) from error
+    except Exception as error:
+        # torch raises its own classes for a full disk.
+        raise unwritable_out_error(out, error) from error
+    finally:
+        with contextlib.suppress(OSError):  # it is not there, or the disk is read-only
+            aside.unlink()
+    return out.stat().st_size
+
+
+def write_to_storage(place: StorageUri, tensors: CheckpointTensors, ties: Mapping[str, str]) -> int:
+    """Write the file at a place on shared storage, one tensor at a time; returns its size in bytes. Raises `CheckpointError`.
+
+    A .pt is made in memory first.
+    """
+    with open_for_writing(place) as file:
+        if place.name.endswith(".pt"):
+            whole = io.BytesIO()
+            save_state_dict(whole, tensors, ties)
+            return file.write(whole.getbuffer())
+        stream = cast("BinaryIO", file)  # of which only `write` is used
+        return write_tensors_as_safetensors(stream, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})[0]
+
+
+def save_state_dict(file: BinaryIO, tensors: CheckpointTensors, ties: Mapping[str, str]) -> None:
+    """Write a state_dict, with a tied parameter under all its names."""
+    import torch
+
+    whole = dict(tensors)
+    torch.save(whole | {name: whole[first] for name, first in ties.items()}, file)
+
+
+def unwritable_out_error(out: Path, error: BaseException) -> CheckpointError:
+    """The error for an --out that cannot be written, with the first line of `error`."""
+    why = str(getattr(error, "strerror", None) or error).partition("\n")[0]
+    return CheckpointError(
+        f"cannot write {out}: {why}", cure=cure_of_os_error(error, "choose another --out, or free disk space")
+    )
