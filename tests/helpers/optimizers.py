@@ -235,6 +235,14 @@ class CountsSteps(Written):
         return gradient / max(1, group["k"])
 
 
+class CountsForEach(Written):
+    """Counts the steps of each parameter, as a number."""
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        state["step"] = state.get("step", 0) + 1
+        return gradient / state["step"]
+
+
 class Meter:
     """A plain object that counts."""
 

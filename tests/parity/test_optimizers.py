@@ -380,6 +380,34 @@ def test_a_checkpoint_that_has_lost_state_which_was_there_is_refused_with_the_pa
     assert "init_from=" in found.value.cure
 
 
+@pytest.mark.parametrize("state", ["step", "exp_avg"])
+def test_a_checkpoint_that_has_lost_one_number_or_tensor_of_one_parameter_is_refused_at_a_resume_and_by_a_worker(
+    state: str, tmp_path: Path
+):
+    job = job_of(spec(optimizers.CountsForEach if state == "step" else torch.optim.AdamW, ()))
+    path = saved(job, ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path)
+    entries = json.loads((path / "manifest.json").read_text())["entries"]
+    (lost,) = (e for e in entries if e["name"] == "first.weight" and e.get("state") == state)
+    assert ("value" in lost) == (state == "step"), "a number is in the manifest alone"
+    forged(path, without(kind="optimizer", name="first.weight", state=state))
+    said = rf"lacks '{state}' of first\.weight, which the optimizer had"
+    with pytest.raises(CheckpointError, match=said):
+        resumes(job, path)
+    with OneProcessRun(job, ParallelPlan.mesh(layers=LAYERS), "1f1b") as run, pytest.raises(CheckpointError, match=said):
+        run.cores[0].load(path)
+
+
+def test_a_name_that_is_removed_with_its_state_is_refused_by_the_manifest_s_checksum(tmp_path: Path):
+    """Who computes the checksum anew may write any checkpoint: it has no secret."""
+    path = saved(job_of(spec(torch.optim.AdamW, ())), ParallelPlan.mesh(layers=LAYERS), tmp_path)
+    body = json.loads((path / "manifest.json").read_text())
+    body["kept"]["first.weight"].remove("exp_avg")
+    body["entries"] = [e for e in body["entries"] if (e["name"], e.get("state")) != ("first.weight", "exp_avg")]
+    (path / "manifest.json").write_text(json.dumps(body))
+    with pytest.raises(CheckpointError, match="was altered: its checksum is another"):
+        load_manifest(path)
+
+
 def test_a_checkpoint_that_does_not_say_what_there_was_is_checked_by_the_trial(tmp_path: Path):
     """Those of an earlier raypar, format 2, cannot tell state that was lost from state that had not begun."""
     job = job_of(spec(torch.optim.AdamW, ()))

@@ -37,8 +37,7 @@ class ExpectedOptimizerState:
 
     def check(self, manifest: Manifest) -> None:
         """Raises `CheckpointError` if a manifest lacks some of it, or has something else in its place."""
-        if manifest.kept is not None:
-            _check_kept(manifest, manifest.kept)
+        check_kept_state(manifest)
         has_state = any(entry.kind.kind == OPTIMIZER for entry in manifest.entries)
         there = {(e.name, e.kind): e.value for e in manifest.entries if e.kind.kind in SHARED_KINDS}
         if not has_state and not there and _last_step_was_skipped(manifest):
@@ -77,8 +76,12 @@ def _last_step_was_skipped(manifest: Manifest) -> bool:
     return any(isinstance(value, float) and not math.isfinite(value) for value in found)
 
 
-def _check_kept(manifest: Manifest, kept: KeptState) -> None:
-    """Raises `CheckpointError` for state that was there when the checkpoint was saved, and that it lacks."""
+def check_kept_state(manifest: Manifest) -> None:
+    """Raises `CheckpointError` for state that was there when the checkpoint was saved, and that it lacks.
+
+    Checkpoints of earlier formats do not say what there was.
+    """
+    kept: KeptState = manifest.kept if manifest.kept is not None else {}
     saved = {(entry.name, entry.kind.name) for entry in manifest.entries if entry.kind.kind == OPTIMIZER}
     lacking = [(name, key) for name in manifest.shapes for key in kept.get(name, ()) if (name, key) not in saved]
     if lacking:

@@ -21,11 +21,13 @@ from raypar.worker.checkpoint.checkpoint_files import (
     StateName,
     TensorSlices,
     encode_tensor,
+    load_manifest,
     read_checkpoint_buffers,
     read_checkpoint_state,
     read_shared_state,
     write_shard,
 )
+from raypar.worker.checkpoint.expected_optimizer_state import check_kept_state
 from raypar.worker.checkpoint.manifest import ALL_PARAMETERS
 from raypar.worker.checkpoint.state_key import ATTRIBUTE, BUFFER, CACHE, GROUP, OPTIMIZER, PARAMETER, optimizer_key
 from raypar.worker.stage.stage import Stage
@@ -117,6 +119,7 @@ def restore_from_checkpoint(
 
     `initial`: values of buffers that the checkpoint lacks; an older raypar saved persistent buffers only.
     """
+    check_kept_state(load_manifest(checkpoint))
     names = {name for stage in stages.values() for name in stage.parameters}
     shards = [stage.shard for stage in stages.values()]  # those of one worker cut a parameter alike
     found = read_checkpoint_state(checkpoint, names, shards[0].part if shards and shards[0] is not None else None)
