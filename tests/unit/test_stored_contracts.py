@@ -22,6 +22,8 @@ from raypar.job.function_section import ModelConfig
 from raypar.job.key import marked_keys
 from raypar.job.read_job import parse_job
 from raypar.job.validation_errors import dotted_keys
+from raypar.launch.launch_options import LaunchOptions
+from raypar.launch.make_run_request import contract_fields
 from raypar.trainer import Trainer
 from raypar.worker.checkpoint.checkpoint_files import list_contract_differences
 
@@ -108,6 +110,14 @@ def test_the_contract_of_a_job_file_is_what_checkpoints_hold(name: str):
 def test_the_contract_of_a_job_from_python_is_what_checkpoints_hold(name: str):
     job, stored = Trainer(**GIVEN[name]()).job, STORED[name]["contract"]
     assert contract(job) == stored and differences(stored, job) == []
+
+
+def test_a_job_goes_on_from_what_its_own_run_writes_into_checkpoints():
+    """They also hold a digest of the job's code, of which a change is a warning."""
+    job = parse_job(dump_yaml(FILES["the least that a job needs"]["job"]))
+    written = contract_fields(LaunchOptions(job, make_folder=lambda chosen: None))["contract"]  # type: ignore[arg-type, return-value]
+    assert written.keys() - contract_of_job(job).keys() == {"code"}
+    assert differences(written, job) == []
 
 
 def test_every_contract_is_compared():

@@ -651,12 +651,14 @@ def list_contract_differences(manifest: Manifest, spec: Job) -> list[str]:
     """A line for each setting of the contract that differs from the checkpoint's, except for those that may change
     at a resume (`job/key.py`). What only one of the two has is a default of the other, and a difference too.
 
-    An earlier edition of the contract is no difference (`describe_edition_change`), a later one is.
+    An earlier edition of the contract is no difference (`describe_edition_change`), a later one is. What a checkpoint holds of
+    the job's code is no setting: `launch.code_of_job.describe_code_change` compares it.
     """
     now = _as_written_now(contract_of_job(spec))
     # Checkpoints from before there was a choice say nothing of the device, nor those from before it was kept of how samples
     # are used.
     then = _as_written_now({"device": "cpu", **manifest.contract})
+    then.pop("code", None)
     if isinstance(then.get("data"), dict):
         then["data"] = {name: value for name, value in now["data"].items() if name not in ("function", "args")} | then["data"]
     may_change = keys_that_may_change()
