@@ -19,7 +19,7 @@ from raypar.job.section import Section, Workers
 from raypar.job.validation_errors import config_error, keys_of, section_types
 
 
-class _RunArguments(Section):
+class RunArguments(Section):
     """The arguments of `Trainer` that say how and where a job is run; used to check them."""
 
     workers: Workers | None = None
@@ -46,7 +46,7 @@ class _RunArguments(Section):
     """Ray Train's `CheckpointConfig`: `num_to_keep`."""
 
 
-RUN_ARGUMENTS = tuple(_RunArguments.model_fields)
+RUN_ARGUMENTS = tuple(RunArguments.model_fields)
 """Arguments of `Trainer` that are not keys of a job."""
 
 
@@ -114,7 +114,7 @@ def parse_plan_section(given: Mapping[str, Any]) -> PlanConfig:
 def check_run_arguments(given: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for wrong values among `RUN_ARGUMENTS`, given by name."""
     try:
-        _RunArguments.model_validate(dict(given))
+        RunArguments.model_validate(dict(given))
     except ValidationError as error:
         raise config_error(error.errors(), (), Job, of_trainer=True) from None
 
@@ -127,7 +127,7 @@ def job_from_argument_tree(tree: Mapping[str, Any]) -> Job:
     """
     found: list[Any] = []
     made: dict[type[BaseModel], Any] = {}
-    for model, of_run in ((Job, False), (_RunArguments, True)):
+    for model, of_run in ((Job, False), (RunArguments, True)):
         try:
             made[model] = model.model_validate({key: value for key, value in tree.items() if (key in RUN_ARGUMENTS) == of_run})
         except ValidationError as error:

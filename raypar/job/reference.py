@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from raypar.job import function_section, plan_section
 from raypar.job.job import Job
-from raypar.job.read_job import _RunArguments
+from raypar.job.read_job import RunArguments
 from raypar.job.section import PathText
 from raypar.job.section_docstrings import key_docstring, section_docstring
 from raypar.job.validation_errors import _COMMAND_LINE, walk_sections
@@ -105,8 +105,8 @@ def make_reference() -> str:
         name = ".".join(path)
         parts += [f"## {name}\n", f"{section_docstring(section)}\n", _table(f"{name}.", section)]
     rows = [
-        (f"`{name}`", _type_in_words(name, info), _default(info), key_docstring(_RunArguments, name), _command_line(name))
-        for name, info in _RunArguments.model_fields.items()
+        (f"`{name}`", _type_in_words(name, info), _default(info), key_docstring(RunArguments, name), _command_line(name))
+        for name, info in RunArguments.model_fields.items()
     ]
     parts += [OUTSIDE, _format_table(("argument", "type", "default", "", "command line"), rows)]
     return "\n".join(parts)

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from raypar.job.function_section import DataConfig, FunctionConfig
 from raypar.job.job import Job
-from raypar.job.read_job import _RunArguments
+from raypar.job.read_job import RunArguments
 from raypar.job.section import PathText
 
 BEGIN, END = "        # keys of a job: generated", "        # keys of a job: end"
@@ -30,7 +30,7 @@ MORE = {"elastic": "bool", "plan": "ParallelPlan"}
 def signature_text() -> str:
     """The lines of all parameters: what a job cannot do without, then its other keys, then how it is run."""
     keys = sorted(Job.model_fields.items(), key=lambda item: (not item[1].is_required(), not _is_function(item[1])))
-    return "".join(f"        {_parameter(name, info)},\n" for name, info in [*keys, *_RunArguments.model_fields.items()])
+    return "".join(f"        {_parameter(name, info)},\n" for name, info in [*keys, *RunArguments.model_fields.items()])
 
 
 def with_signature(source: str) -> str:
