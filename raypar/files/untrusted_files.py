@@ -154,8 +154,9 @@ def shorten(value: object, most: int = 200) -> str:
     """A path, or a value from a file, as text for a message: one line of at most `most` characters."""
     if not isinstance(value, (str, os.PathLike)):
         return repr_text(value, most)
-    text = str(value)
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogateescape").decode() for c in text[: 2 * most])
+    text = str(value)[: 2 * most]
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogateescape").decode() for c in text)
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -141,11 +142,33 @@ def preflight(spec: Job) -> PreflightResult:
     return PreflightResult(graph, samples, validation, batch, trial, notes)
 
 
+_TRIALS: dict[tuple[Any, ...], OptimizerTrial] = {}
+"""Results of the last trials of PyTorch's own optimizers in this process; see `try_optimizer_of_job`."""
+TRIALS_KEPT = 64
+
+
 def try_optimizer_of_job(spec: Job, graph: Graph) -> OptimizerTrial | None:
-    """What a trial finds out about the job's optimizer (`try_optimizer`); None if the model has nothing to train."""
-    frozen = frozen_parameters(graph)
-    shapes = {name: shape for name, shape in parameter_shapes(graph).items() if name not in frozen and shape.numel()}
-    return try_optimizer(spec.optimizer, shapes, _dtype(spec)) if shapes else None
+    """What a trial finds out about the job's optimizer (`try_optimizer`); None if the model has nothing to train.
+
+    One of PyTorch's own optimizers does the same each time: it is not tried again for the same arguments and shapes.
+    """
+    frozen, optimizer, dtype = frozen_parameters(graph), spec.optimizer, _dtype(spec)
+    shapes = {name: tuple(shape) for name, shape in parameter_shapes(graph).items() if name not in frozen and shape.numel()}
+    if not shapes:
+        return None
+    function = optimizer.resolve()
+    try:
+        arguments = json.dumps([optimizer.args, optimizer.groups])
+    except (TypeError, ValueError):  # a tensor as learning rate, a function, ...
+        return try_optimizer(optimizer, shapes, dtype)
+    if not any(function is known for known in vars(torch.optim).values()):
+        return try_optimizer(optimizer, shapes, dtype)
+    key = (function, optimizer.label, arguments, tuple(shapes.items()), dtype)
+    if key not in _TRIALS:
+        while len(_TRIALS) >= TRIALS_KEPT:
+            del _TRIALS[next(iter(_TRIALS))]
+        _TRIALS[key] = try_optimizer(optimizer, shapes, dtype)
+    return _TRIALS[key]
 
 
 MASKED_LABEL = -100

@@ -26,8 +26,13 @@ def addresses(cell):
     return found
 
 
-@pytest.mark.parametrize("schedule, microbatches", [("1f1b", 2), ("1f1b", 5), ("zb-h1", 4)])
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    "schedule, microbatches, sequence",
+    [
+        *(("1f1b", 2, False), ("1f1b", 5, True), ("zb-h1", 4, True)),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("1f1b", 2, True), ("1f1b", 5, False), ("zb-h1", 4, False))),
+    ],
+)
 def test_gradients_of_cut_layers_stay_where_they_are(schedule, microbatches, sequence):
     cell = Cell(
         "gpt",

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from raypar.model.python_state import read_content
 from raypar.plan import ParallelPlan
 from raypar.planner.candidate_plans import enumerate_candidates
 from raypar.storage.checkpoint_store import open_checkpoint
+from raypar.worker import job_preflight
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, CheckpointTensors, encode_tensor, load_manifest
 from raypar.worker.checkpoint.expected_optimizer_state import NUMBER, ExpectedOptimizerState, SharedEntry
 from raypar.worker.checkpoint.manifest import manifest_checksum
@@ -65,16 +67,52 @@ KINDS = {
 """Optimizer -> its kind, and the layouts in which it is refused."""
 
 
+QUICK = (optimizers.CountsInGroup, optimizers.CountsInAttribute, optimizers.HostileNames, optimizers.NormalisesAll)
+"""Those that the default suite trains."""
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_what_a_step_of_one_element_depends_on_is_found_before_the_run(kind):
+    trial = preflight(job_of(spec(kind))).optimizer
+    assert trial.kind is KINDS[kind][0]
+    for layout, plan in ((STAGES, ParallelPlan.mesh(pp=2, layers=4)), (SHARDS, ParallelPlan.mesh(tp=2, layers=4))):
+        with pytest.raises(ConfigError, match=f"cannot be used with {layout}") if layout in KINDS[kind][1] else nullcontext():
+            trial.check_plan(plan)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.full) for kind in KINDS],
+    ids=lambda kind: kind.__name__,
+)
 def test_an_optimizer_has_the_weights_of_one_process_in_every_layout_that_is_not_refused(kind, tmp_path: Path):
     job = job_of(spec(kind))
-    assert preflight(job).optimizer.kind is KINDS[kind][0]
     found = outcomes(job, tmp_path)
     refused = [layout for layout, said in found.items() if said.startswith("refused")]
     assert refused == list(KINDS[kind][1])
     assert {layout: said for layout, said in found.items() if layout not in refused} == dict.fromkeys(
         [layout for layout in LAYOUTS if layout not in refused], "equal"
     )
+
+
+def test_an_optimizer_of_pytorch_is_tried_once_for_the_same_arguments_and_shapes(monkeypatch):
+    tried: list[str] = []
+
+    def counts(*given):
+        tried.append(given[0].label)
+        return try_optimizer(*given)
+
+    monkeypatch.setattr(job_preflight, "try_optimizer", counts)
+    monkeypatch.setattr(job_preflight, "_TRIALS", {})
+    first = preflight(job_of(spec(torch.optim.Adam, lr=0.1))).optimizer
+    assert preflight(job_of(spec(torch.optim.Adam, lr=0.1))).optimizer is first and len(tried) == 1
+    others = [spec(torch.optim.Adam, lr=0.2), spec(torch.optim.Adam, (), lr=0.1), spec(torch.optim.AdamW, lr=0.1)]
+    for number, other in enumerate([*others, spec(optimizers.CountsInGroup), spec(optimizers.CountsInGroup)]):
+        preflight(job_of(other))
+        assert len(tried) == 2 + number  # code of users may do otherwise each time
+    for _ in range(2):  # a tensor may be changed
+        preflight(job_of(spec(torch.optim.Adam, lr=torch.tensor(0.1), foreach=False)))
+    assert len(tried) == 8
 
 
 REFUSED = {

@@ -222,10 +222,10 @@ def run_on_shards(cuts: Sequence[int], shards: Sequence[int], sequence: bool = F
 @pytest.mark.parametrize(
     "cuts, shards, alike, as_shards, sequence",
     [
-        ((2, 3), (2, 2, 2), (), (2,), False),
+        pytest.param((2, 3), (2, 2, 2), (), (2,), False, marks=pytest.mark.full),
         ((1, 2, 3, 4), (2,) * 5, (), (2,), True),
         ((1, 2, 3), (2, 1, 1, 2), (1, 3), (2, 1, 2), False),
-        ((1, 3, 4), (1, 2, 2, 1), (1, 4), (1, 2, 1), False),
+        pytest.param((1, 3, 4), (1, 2, 2, 1), (1, 4), (1, 2, 1), False, marks=pytest.mark.full),
     ],
     ids=str,
 )

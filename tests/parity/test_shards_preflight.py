@@ -136,8 +136,14 @@ def test_bad_shards_are_one_error_with_its_cure_before_anything_starts(case):
     assert found.value.cure
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("shards", [(2,), (5,), (2, 1), (1, 3)])
+@pytest.mark.parametrize(
+    "shards, sequence",
+    [
+        *(((2,), False), ((5,), True), ((2, 1), True), ((1, 3), False)),
+        *(pytest.param(shards, rest, marks=pytest.mark.full) for shards, rest in (((2,), True), ((5,), False))),
+        *(pytest.param(shards, rest, marks=pytest.mark.full) for shards, rest in (((2, 1), False), ((1, 3), True))),
+    ],
+)
 def test_good_shards_pass(shards, sequence):
     check(spec_of(sequence_parallel=sequence), *shards)
     check(spec_of(ModelConfig(function=Tied), sequence_parallel=sequence), *shards)
