@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.model.capture.mapped_functions import MappedCall
-from raypar.model.capture.may_hide_tensors import may_hide_tensors
 from raypar.model.capture.recorder import Recorder
 from raypar.model.capture.refusal import Refused, user_location
+from raypar.model.capture.tensors_in_values import MappedCall, may_hide_tensors
 from raypar.model.capture.trace import Trace
 from raypar.torch_compat.autograd import custom_function_apply, unvalidated_distributions, vmap_implementation
 

@@ -20,20 +20,23 @@ from torch.overrides import TorchFunctionMode
 
 from raypar.errors import with_article
 from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, memory_of
-from raypar.model.capture.cures_from_settings import DRAWS_MASKS, SKIPS_LAYERS, cure_for_cache, settings_to_be_zero
-from raypar.model.capture.dataclass_structures import flatten
-from raypar.model.capture.dtype_and_device_calls import without_dtype_and_device_tensor
-from raypar.model.capture.gradient_parts import UnitsOnRandomNumbers
-from raypar.model.capture.may_hide_tensors import may_hide_tensors
-from raypar.model.capture.operation_watch import OperationWatch
-from raypar.model.capture.refusal import InnerModuleUsed, Refused, user_location
-from raypar.model.capture.run_unit_on_random_values import run_with_random_values
+from raypar.model.capture.operation_watch import OperationWatch, UnitAttributes
+from raypar.model.capture.refusal import (
+    DRAWS_MASKS,
+    SKIPS_LAYERS,
+    InnerModuleUsed,
+    Refused,
+    cure_for_cache,
+    settings_to_be_zero,
+    user_location,
+)
 from raypar.model.capture.settings_of_contexts import (
     SurroundingSettings,
     cpu_autocast_setting,
     python_random_state,
     settings_of_contexts,
 )
+from raypar.model.capture.tensors_in_values import flatten, may_hide_tensors
 from raypar.model.capture.trace import (
     Event,
     EventId,
@@ -47,10 +50,36 @@ from raypar.model.capture.trace import (
     comparable,
     form_of,
 )
-from raypar.model.capture.unit_attributes import UnitAttributes
+from raypar.model.capture.units_on_random_numbers import UnitsOnRandomNumbers, run_with_random_values
 from raypar.torch_compat.autograd import is_wrapped_by_transform
 from raypar.torch_compat.dispatch import NESTED_TENSORS, PACKING
 from raypar.torch_compat.pytree import tree_flatten, tree_map
+
+_MAKERS: dict[Any, Callable[..., Tensor]] = {
+    Tensor.new_zeros: torch.zeros,
+    Tensor.new_ones: torch.ones,
+    Tensor.new_full: torch.full,
+    Tensor.new_empty: torch.empty,
+}
+"""Method that makes a tensor with the dtype and device of another -> function that makes it from a dtype and a device."""
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""(function, arguments, keyword arguments)"""
+
+
+def without_dtype_and_device_tensor(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """The call with dtype and device in place of a tensor of which it reads only these; other calls unchanged.
+
+    `mask.type_as(x)`, `x.new_zeros(3)`: so a mask that is made in an activation's dtype does not depend on the activation, and
+    each stage that needs the mask can compute it.
+    """
+    if func in (Tensor.type_as, Tensor.to) and len(args) > 1 and isinstance(args[1], Tensor):
+        return Tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:]), dict(kwargs)
+    if func in _MAKERS and args and args[0].layout is torch.strided:
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        return _MAKERS[func], args[1:], {"dtype": args[0].dtype, "device": args[0].device, **given}
+    return func, args, dict(kwargs)
+
 
 MOST_UNIT_SECONDS = 60.0
 """How long a unit may run while it is recorded: without values, or on small random numbers."""

@@ -7,8 +7,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +17,14 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError, RayparError
 from raypar.model.capture.absent_tensor import AbsentTensor
-from raypar.model.capture.attribute_state import is_changed, state_of
-from raypar.model.capture.container_contents import Container, content_of, put_back
 from raypar.model.capture.forward_inputs import ForwardInputs
 from raypar.model.capture.layer_programs import CutTrace, LayerProgram, buffers_read_by, cut_into_layers
 from raypar.model.capture.record_forward import record_forward
 from raypar.model.capture.refusal import InnerModuleUsed, Refused
-from raypar.model.capture.repeated_traces import RepeatedTraces
 from raypar.model.capture.replay import Values, run_event
-from raypar.model.capture.trace import TensorKey, Trace, comparable
+from raypar.model.capture.state_before_trace import Attributes, Held, StateBefore, held_by, is_changed, state_of
+from raypar.model.capture.trace import Guard, TensorKey, Trace, comparable
 from raypar.model.capture.units import coarsen_units, refine_units
-from raypar.model.graph import join_names
-from raypar.model.layer_skeletons import norms_with_running_statistics, statistics_of
 from raypar.model.random_state import preserve_random_state
 from raypar.torch_compat.modules import caches_of
 from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
@@ -39,6 +35,45 @@ from raypar.user_code.user_code_errors import (
     is_chain_of_users,
     reraise_ctrl_c,
 )
+
+MANY_TRACES = 8
+"""After so many traces of one signature the user is told."""
+
+
+class RepeatedTraces:
+    """Counts the traces of each signature, and keeps a line for the user where there are many."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, str] = {}
+        """Key -> line for the user, one for each place. A key is the same in all processes."""
+        self._counts: Counter[Hashable] = Counter()
+        """Signature -> number of its traces."""
+        self._seconds: defaultdict[Hashable, float] = defaultdict(float)
+        """Signature -> time that its traces took."""
+
+    def add(self, signature: Hashable, made: Trace, before: Trace | None, seconds: float) -> None:
+        """Count a new trace. `before`: the trace of the same signature that was used last. `seconds`: time of the new one."""
+        self._counts[signature] += 1
+        self._seconds[signature] += seconds
+        count, guard = self._counts[signature], _first_new_answer(made, before)
+        if count < MANY_TRACES or guard is None:
+            return
+        event = made.events[guard.event]
+        read = f"{event.label.strip('_')}() at {event.location}"
+        self.lines.setdefault(
+            f"many traces: {read}",
+            f"the forward reads {read} between units, and the answer is another for each batch: the forward has been "
+            f"recorded {count} times, {1000 * self._seconds[signature] / count:.1f} ms each\n"
+            "  cure: compute it with tensors (torch.arange(n) < lengths[:, None], torch.where), or inside a module that is a "
+            "unit (model.units)",
+        )
+
+
+def _first_new_answer(made: Trace, before: Trace | None) -> Guard | None:
+    """The first thing that the forward has read whose answer is not that of the trace before."""
+    pairs = zip(made.guards, before.guards, strict=False) if before is not None else ()
+    return next((new for new, old in pairs if new.answer != old.answer), None)
+
 
 MOST_TRACES = 32
 """Size of the LRU cache of traces. A forward that reads values of the batch in Python needs a trace for each set of answers."""
@@ -243,7 +278,7 @@ class TraceCache:
             like=None if self._first_trace is None or training else self._first_trace.trace,
         )
 
-    def _refuse_memory(self, before: _StateBefore, trace: Trace, given: Mapping[str, Tensor], *, training: bool) -> None:
+    def _refuse_memory(self, before: StateBefore, trace: Trace, given: Mapping[str, Tensor], *, training: bool) -> None:
         """Raises `ModelError` if the forward depends on what former calls have left in attributes, lists, dicts or global
         variables: if it does something else, or leaves something else, when it is called again on the same batch.
 
@@ -255,14 +290,14 @@ class TraceCache:
             before.restore_buffers()
             others.append(self._other_calls(fields, wanted, training=training))
 
-        left = _held_by(self.model)
+        left = held_by(self.model)
         if self._first_trace is not None:
             if all(left[name] == before.held[name] for name, _, _ in self._glue_modules(before.attributes)):
                 return
             first = {name: self.first_batch[name].cpu() for name in self.inputs.fields}
             call(first, self._first_trace.trace if training else None)
             call(given, trace)
-            left = _held_by(self.model)
+            left = held_by(self.model)
         call(given, trace)
         self._refuse_changed_attributes(before, left)
         for what in filter(None, others):
@@ -287,7 +322,7 @@ class TraceCache:
             return "ends after fewer calls"
         return f"calls {new[0]} at {new[1]} with other arguments, or instead of another call"
 
-    def _glue_modules(self, attributes: _Attributes) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+    def _glue_modules(self, attributes: Attributes) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
         """(name, module, its former attributes) of the modules that are in no unit."""
         names = {id(module): name for name, module in self.model.named_modules()}
         for module, former, _ in attributes:
@@ -295,7 +330,7 @@ class TraceCache:
             if not any(name == unit or name.startswith(unit + ".") for unit in self.units):
                 yield name, module, former
 
-    def _refuse_changed_state(self, before: _StateBefore, trace: Trace) -> None:
+    def _refuse_changed_state(self, before: StateBefore, trace: Trace) -> None:
         """Raises `ModelError` for what a forward changes, and a replay would not change or not see."""
         self._refuse_replaced_parts(before.attributes)
         written = before.written_buffers() | before.statistics
@@ -307,7 +342,7 @@ class TraceCache:
                     cure="decide without Python (torch.where), or inside of a module, and make that a unit (model.units)",
                 )
 
-    def _refuse_replaced_parts(self, attributes: _Attributes) -> None:
+    def _refuse_replaced_parts(self, attributes: Attributes) -> None:
         """Raises `ModelError` if the forward has replaced parameters or modules, or code between units buffers: a replay would
         not."""
         formers = {id(value): content for _, _, kept in attributes for value, content in kept if isinstance(content, dict)}
@@ -333,7 +368,7 @@ class TraceCache:
                         "that is a unit (model.units)",
                     )
 
-    def _refuse_changed_attributes(self, before: _StateBefore, left: _Held) -> None:
+    def _refuse_changed_attributes(self, before: StateBefore, left: Held) -> None:
         """Raises `ModelError` if an attribute does not hold what code between units has left in it in the first of several
         calls, `left`: a replay would not change it."""
         for name, module, _ in self._glue_modules(before.attributes):
@@ -392,11 +427,11 @@ class TraceCache:
         return found is not None
 
     @contextlib.contextmanager
-    def _undisturbed(self, *, training: bool) -> Iterator[_StateBefore]:
+    def _undisturbed(self, *, training: bool) -> Iterator[StateBefore]:
         """The state in which a forward is traced; what it changes is put back: generators, buffers. Yields what was before."""
         for part, made in self._made_training:
             part.training = training and made
-        before = _StateBefore(self.model)
+        before = StateBefore(self.model)
         autocast = torch.autocast(
             "cpu", self.autocast_dtype or torch.bfloat16, enabled=self.autocast_dtype is not None, cache_enabled=False
         )
@@ -415,85 +450,8 @@ class TraceCache:
             before.restore()
 
 
-_Attributes = list[tuple[nn.Module, dict[str, Any], list[tuple[Container, Container]]]]
-"""(module, its attributes, its dicts (buffers, hooks, its own), lists and sets with copies of them) of every module of a
-model."""
-
-
-_Held = dict[str, dict[str, Any]]
-"""Module -> attribute -> what it held (`state_of`)."""
-
-
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
-
-
-class _StateBefore:
-    """What a model had before it was traced."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        """The model."""
-        self.attributes = _attributes_of(model)
-        """The attributes of its modules."""
-        self.held = _held_by(model)
-        """What the attributes of its modules held."""
-        self._buffers = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()]
-        """(name, buffer, its version, its value)."""
-        norms = norms_with_running_statistics(model)
-        self.statistics = frozenset[str]().union(*(statistics_of(path, norm) for path, norm in norms))
-        """Names of the buffers that norms have as their running statistics."""
-
-    def restore(self) -> None:
-        """Put back what the forward has changed."""
-        _restore_attributes(self.attributes)
-        self.restore_buffers()
-
-    @torch.no_grad()
-    def restore_buffers(self) -> None:
-        """Put the former values into the buffers."""
-        for _, buffer, version, value in self._buffers:
-            if buffer._version != version:
-                buffer.copy_(value)
-
-    def written_buffers(self) -> frozenset[str]:
-        """Names of the buffers into which the forward has written."""
-        return frozenset(name for name, buffer, version, _ in self._buffers if buffer._version != version)
-
-    def replaced_buffers(self) -> frozenset[str]:
-        """Names of the buffers in whose place the forward has put other tensors; caches (persistent=False) apart."""
-        caches = {join_names(path, key) for path, module in self.model.named_modules() for key in caches_of(module)}
-        now = dict(self.model.named_buffers())
-        return frozenset(name for name, buffer, *_ in self._buffers if now.get(name) is not buffer and name not in caches)
-
-
-def _held_by(model: nn.Module) -> _Held:
-    """What the attributes of a model's modules hold, those of `nn.Module` apart."""
-    own = vars(nn.Module()).keys()
-    return {
-        name: {key: state_of(value) for key, value in vars(module).items() if key not in own}
-        for name, module in model.named_modules()
-    }
-
-
-def _attributes_of(model: nn.Module) -> _Attributes:
-    return [
-        (
-            module,
-            dict(vars(module)),
-            [(value, content_of(value)) for value in vars(module).values() if isinstance(value, (dict, list, set))],
-        )
-        for module in model.modules()
-    ]
-
-
-def _restore_attributes(attributes: _Attributes) -> None:
-    """Set the attributes of modules, hooks and buffers among them, to what they were: a trace leaves no caches to the next."""
-    for module, former, containers in attributes:
-        vars(module).clear()
-        vars(module).update(former)
-        for value, content in containers:
-            put_back(value, content)
 
 
 def _check_fits(made: CutTrace, first_trace: CutTrace, *, training: bool) -> None:
