@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raypar.ray_compat.raylet_options import parse_raylet_command
+from raypar.ray_compat.settings import parse_raylet_command
 
 HEAD = "f" * 51 + "00000"
 """The node id of the head, as Ray's fake provider wants it."""

@@ -232,8 +232,7 @@ class Trainer:
         `verbose`: True prints what happens, and at the end the checkpoint, what can be done next, and the weights' hash;
         "brief" prints a few lines, each with the run's name, for many runs side by side; False prints nothing.
         """
-        from raypar.console.brief_event_printer import BriefEventPrinter
-        from raypar.console.event_printer import EventPrinter
+        from raypar.console.event_printer import BriefEventPrinter, EventPrinter
         from raypar.launch.tune_trial import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
         from raypar.plan.wording import count_noun
         from raypar.record.events import StartupStage

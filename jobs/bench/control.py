@@ -23,8 +23,7 @@ from ours import sleeping_job
 
 from raypar.actors import driver_client
 from raypar.actors.driver_actor import DriverActor
-from raypar.comm.communication_ledger import CommunicationLedger
-from raypar.comm.transport import run_routine
+from raypar.comm.transport import CommunicationLedger, run_routine
 from raypar.job import Job
 from raypar.launch.chosen_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions

@@ -16,15 +16,13 @@ from helpers.transport_cases import CASES, LIMIT_S
 from models import Workload
 from ours import CREDENTIAL, gpt_job
 
-from raypar.comm.communication_ledger import CommunicationLedger
-from raypar.comm.communicator_key import CommunicatorKey
 from raypar.comm.nccl import bindings
 from raypar.comm.nccl.endpoint import NcclEndpoint
-from raypar.comm.transport import run_routine
+from raypar.comm.transport import CommunicationLedger, CommunicatorKey, run_routine
 from raypar.errors import RayparError
 from raypar.job import Job
 from raypar.plan import MicrobatchRouting, ParallelPlan
-from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
+from raypar.plan.pieces import AdoptPlanCommand
 from raypar.schedule import registry
 from raypar.worker.process.gpu_setup import configure_torch
 from raypar.worker.required_communicators import required_communicators

@@ -1,6 +1,6 @@
 """The driver of one run: an event loop around `elastic.run_machine`, which makes all decisions.
 
-Every event goes to the run machine. Its decisions are carried out as `action_table` says, and their outcomes are events again.
+Every event goes to the run machine. Its decisions are carried out as `make_action_table` says; their outcomes are events again.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 
 # Pickles hold these: callbacks, and workers' answers. A later import may meet Ray replacing the job's folder.
 import raypar.callbacks
-import raypar.plan.global_loss_and_norm  # noqa: F401
-from raypar.actors.action_table import ActionTable, make_action_table
+import raypar.plan.microbatches  # noqa: F401
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.checkpoint_task import CheckpointTask
 from raypar.actors.driver_shutdown import DriverShutdown, record_and_exit
@@ -58,7 +58,46 @@ from raypar.record.events import (
     RunWarning,
 )
 from raypar.storage.filesystems import register_pickled_filesystems
-from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
+from raypar.worker.process.memory_and_cpu import thread_cpu_wait_s
+
+ActionTable = Mapping[type[do.Action], Callable[[Any, str], None]]
+"""Kind of action -> what carries it out: it takes the action and its reason."""
+
+
+def make_action_table(
+    steps: StepActions,
+    checkpoints: CheckpointTask,
+    members: MembershipActions,
+    generations: GenerationChange,
+    shutdown: DriverShutdown,
+) -> ActionTable:
+    """The table of one driver. A test says that it has every kind of action."""
+    return {
+        do.RunStep: steps.run_step,
+        do.WriteJournal: steps.write_journal,
+        do.EmitStep: steps.emit_step,
+        do.Validate: steps.validate,
+        do.EmitValidation: steps.emit_validation,
+        do.StartCheckpoint: checkpoints.start_checkpoint,
+        do.AbortGroups: steps.abort_groups,
+        do.RequestStacks: steps.request_stacks,
+        do.WarnUser: steps.warn_user,
+        do.TellUser: steps.tell_user,
+        do.CompareReplayedStep: steps.compare_replayed_step,
+        do.StartWorkers: members.start_workers,
+        do.ReleaseWorkers: members.release_workers,
+        do.StoreUsefulWorkers: members.store_useful_workers,
+        do.KillWorker: members.kill_worker,
+        do.ReportStraggler: members.report_straggler,
+        do.ClaimGeneration: generations.claim_generation,
+        do.FenceWorkers: generations.fence_workers,
+        do.ApplyKeptGradients: generations.apply_kept_gradients,
+        do.ChoosePlan: generations.choose_plan,
+        do.AdoptPlan: generations.adopt_plan,
+        do.ReportFirstStepAfterRecovery: generations.report_first_step,
+        do.Teardown: shutdown.tear_down,
+    }
+
 
 TICK_S = 0.25
 """Time from one `Tick` event to the next."""

@@ -27,14 +27,14 @@ from raypar import __version__
 from raypar.actors.control_store_watch import ControlStoreLost, call_ray, current_watch, run_with_timeout
 from raypar.actors.driver_actor import ABANDONED_S, DriverActor
 from raypar.actors.driver_shutdown import CLIENT_GONE_S
+from raypar.actors.local_ray_cluster import describe_full_temp, give_reserve_to_ray
 from raypar.actors.run_request import GRACE_S, RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
-from raypar.actors.temp_reserve import describe_full_temp, give_reserve_to_ray
 from raypar.actors.worker_pool import remove_leftover_placement_groups, run_namespace
 from raypar.elastic.actions import EndKind
 from raypar.errors import ActiveError, ClusterError, OutlivedError, OutOfMemory, RayparError, WorkerLost, error_first_line
 from raypar.fences.fence import warnings_sent_to
-from raypar.ray_compat.memory_monitor import KILL_CURE, memory_monitor_kill_error, memory_shortage_here
+from raypar.ray_compat.actor_errors import KILL_CURE, memory_monitor_kill_error, memory_shortage_here
 from raypar.record.events import Event, RunWarning, StopRequest, read_event
 from raypar.storage.run_folder import resume_argument
 from raypar.user_code.user_code_errors import STOP_SIGNALS, heard_stop_signals

@@ -36,8 +36,8 @@ from raypar.elastic.seating import WorkerPlaces, spread_replicas_over_nodes
 from raypar.elastic.state_trust import InitialDigestCheck
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
-from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.ownership import same_state_keys
+from raypar.plan.pieces import AdoptPlanCommand
 from raypar.plan.wording import count_noun, format_worker_numbers
 from raypar.record.events import DriverLoss, Note, RunStart, RunWarning, StagesBuilt, Wait
 from raypar.schedule.program_assignment import ProgramAssignment

@@ -27,8 +27,8 @@ from raypar.elastic.state_trust import InitialDigestCheck
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
-from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.ownership import same_state_keys
+from raypar.plan.pieces import AdoptPlanCommand
 from raypar.record.events import GenerationStart, Recovery
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import ray
 
 from raypar.actors import membership_event_text
 from raypar.actors.background_tasks import BackgroundTasks
-from raypar.actors.kernel_oom_kills import KernelOomKills
 from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.side_effect_thread import SideEffectThread
@@ -22,6 +22,32 @@ from raypar.elastic.placement_constraints import SUSPECT_S
 from raypar.errors import NodeLost, error_first_line
 from raypar.plan.wording import format_worker_numbers, word_form
 from raypar.record.events import RunWarning, Straggler, WorkerLeave, WorkerRelease, WorkerRequest
+
+VMSTAT = Path("/proc/vmstat")
+"""The file whose line `oom_kill` has the count since the machine was started."""
+
+
+class KernelOomKills:
+    """Counts OOM kills since the last call of `new`."""
+
+    def __init__(self, path: Path = VMSTAT) -> None:
+        self._path = path
+        """The kernel's counters."""
+        self._seen = self._count()
+        """The count at the last look."""
+
+    def new(self) -> int:
+        """How many there were since the last look; 0 where the kernel does not say."""
+        before, self._seen = self._seen, self._count()
+        return max(0, self._seen - before)
+
+    def _count(self) -> int:
+        """The kernel's count; 0 where it cannot be read."""
+        try:
+            lines = self._path.read_text().splitlines()
+            return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+        except (OSError, ValueError, IndexError):
+            return 0
 
 
 @dataclass

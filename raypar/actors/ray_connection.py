@@ -27,10 +27,15 @@ from raypar.actors.control_store_watch import (
     silence_limit_s,
     watch_control_store,
 )
-from raypar.actors.local_cluster_token import choose_token, write_token_file
-from raypar.actors.local_nodes import LocalNode, cpus_per_node, start_local_nodes
-from raypar.actors.local_ray_cleanup import remove_local_ray_on_exit
-from raypar.actors.temp_reserve import room_for_new_driver
+from raypar.actors.local_ray_cluster import (
+    LocalNode,
+    choose_token,
+    cpus_per_node,
+    remove_local_ray_on_exit,
+    room_for_new_driver,
+    start_local_nodes,
+    write_token_file,
+)
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError, error_first_line
 from raypar.ray_compat.authentication import lets_in_without_token, shows_token, token_authentication
 from raypar.ray_compat.local_cluster import (

@@ -36,7 +36,7 @@ from raypar.files.atomic_write import replace_file_atomically
 from raypar.files.os_error_cure import cure_of_os_error
 from raypar.files.redact_secrets import secrets_of_environment, without_certain_secrets
 from raypar.plan import ParallelPlan
-from raypar.plan.global_loss_and_norm import mean_loss
+from raypar.plan.microbatches import mean_loss
 from raypar.plan.wording import word_form
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.plan_report import layers_as_dicts, processors_of_prediction

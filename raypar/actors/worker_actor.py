@@ -32,11 +32,11 @@ from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, ex
 from raypar.fences.fence import send_warnings_to
 from raypar.storage.filesystems import register_pickled_filesystems
 from raypar.user_code.user_code_errors import error_text
+from raypar.worker.process.memory_and_cpu import thread_cpu_wait_s
 from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity, reads_samples
-from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 
 if TYPE_CHECKING:  # torch is loaded by `hello`
-    from raypar.comm.worker_endpoint import WorkerEndpoint
+    from raypar.comm.transport import WorkerEndpoint
     from raypar.job import Job
     from raypar.worker.backend import DeviceBackend
     from raypar.worker.elastic_worker import ElasticWorker
@@ -140,7 +140,7 @@ class WorkerActor:
     def _hello(self, joining: bool) -> WorkerHello:
         if self.hello_sent is not None:
             return self.hello_sent  # to a new driver
-        from raypar.worker.process.malloc_and_gc import freeze_existing_objects, garbage_collector_paused, keep_freed_memory
+        from raypar.worker.process.memory_and_cpu import freeze_existing_objects, garbage_collector_paused, keep_freed_memory
 
         with garbage_collector_paused():
             with self.working_dir.elsewhere():
@@ -184,7 +184,7 @@ class WorkerActor:
 
         def build() -> dict[str, Any] | None:
             from raypar.comm.transport import run_routine
-            from raypar.worker.process.malloc_and_gc import freeze_existing_objects, return_unused_memory
+            from raypar.worker.process.memory_and_cpu import freeze_existing_objects, return_unused_memory
 
             self.generation_guard.enter_generation(generation, f"generation {generation} begins")
             self._end_if_stuck()

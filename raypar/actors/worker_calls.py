@@ -21,7 +21,7 @@ from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import ClusterError, CommError, error_first_line
-from raypar.ray_compat.memory_monitor import memory_monitor_kill_error
+from raypar.ray_compat.actor_errors import memory_monitor_kill_error
 
 STACKS_S = 5.0
 REPEAT_CALL_S = 0.5

@@ -21,7 +21,7 @@ from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.errors import ClusterError
 from raypar.plan.wording import format_worker_numbers, word_form
 from raypar.ray_compat.autoscaler import has_autoscaler
-from raypar.ray_compat.placement_groups import placement_group_of
+from raypar.ray_compat.nodes import placement_group_of
 
 POLL_S = 0.05
 SWEEP_S = 20.0

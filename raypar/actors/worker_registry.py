@@ -18,16 +18,14 @@ from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_fo
 from raypar.actors.cluster_info import list_live_and_dead_nodes, list_live_node_resources, zones_of_nodes
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.liveness_connection import LivenessConnections
-from raypar.actors.node_loss import NodeLossTracker
 from raypar.actors.run_state_in_ray_kv import Journal
-from raypar.actors.worker_failures import WorkerFailures
+from raypar.actors.worker_failures import NodeLossTracker, WorkerFailures
 from raypar.actors.worker_pool import WorkerPool
 from raypar.elastic import events as on
 from raypar.elastic.deadlines import CpuWaitDeadlineExtension
 from raypar.elastic.placement_constraints import FlappingNodes, SuspectNodes
 from raypar.errors import ClusterError
-from raypar.ray_compat.actor_errors import keep_death_reasons
-from raypar.ray_compat.memory_monitor import memory_monitor_kill_error
+from raypar.ray_compat.actor_errors import keep_death_reasons, memory_monitor_kill_error
 from raypar.ray_compat.nodes import list_draining_nodes
 from raypar.record.events import Event, NodeLoss, RunWarning, WorkerDrain, WorkerJoin
 

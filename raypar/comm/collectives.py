@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU, BufferPool
-from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.comm.nonblocking_operation import OperationPhase, PhasedOperation, Phases, PostedMessage
 from raypar.comm.tensor_layout import layout_of, message_of
 from raypar.comm.transport import (
+    CommunicationLedger,
     check_collective_group,
     check_one_tensor_per_rank,
     check_peer_rank,

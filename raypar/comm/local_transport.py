@@ -29,7 +29,7 @@ Address = tuple[int, int, int, int]
 class LocalMesh:
     """All ranks of one generation, in this process. Each rank's transport may be used by a thread of its own.
 
-    It has no address and no further generations, unlike a `comm.worker_endpoint.WorkerEndpoint`, which is one worker's.
+    It has no address and no further generations, unlike a `comm.transport.WorkerEndpoint`, which is one worker's.
     """
 
     def __init__(self, size: int, generation: int = 0) -> None:

@@ -16,9 +16,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.comm.tensor_layout import TensorLayout
-from raypar.comm.transport import describe_operation
+from raypar.comm.transport import CommunicationLedger, describe_operation
 from raypar.errors import CommError, CommTimeout
 
 K = TypeVar("K")

@@ -1,4 +1,4 @@
-"""The transport protocol: moves tensors between the ranks of one generation of the job.
+"""The protocols of transports, which move tensors between the ranks of one generation, and of the endpoints that connect them.
 
 Written for asynchronous devices: operations return a `Handle` at once. Their buffers must stay alive until the operation is
 done, and until then nobody may write to what is sent or read what is received. Nothing but a wait makes the host wait for a
@@ -12,13 +12,15 @@ clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from raypar.comm.communication_ledger import CommunicationLedger
+from raypar.comm.transport import CommunicatorKey
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 T = TypeVar("T")
@@ -200,3 +202,74 @@ def wait_named(handle: Handle, what: str, timeout_s: float | None, *, on_stream:
         (handle.wait_on_stream if on_stream else handle.wait)(timeout_s)
     except CommTimeout as error:
         raise CommTimeout(f"{what}: {error.what}", error.cure) from None
+
+
+class WorkerEndpoint(Protocol):
+    """One worker's listening address, and its way to connect with the other workers of a generation.
+
+    Listens from its creation (`listen` of each class) until `close`. At most one `connect` runs at a time.
+    """
+
+    @property
+    def address(self) -> str:
+        """`host:port`, which the driver sends to all other workers."""
+
+    @property
+    def unended_communicators(self) -> tuple[str, ...]:
+        """Names of communicators that an abort could not end. If there are any, the process must be replaced."""
+
+    def connect(
+        self,
+        *,
+        rank: int,
+        size: int,
+        addresses: Sequence[str],
+        generation: int,
+        deadline_s: float,
+        communicators: Collection[CommunicatorKey] = (),
+    ) -> Transport:
+        """Meet all other ranks of `generation` and return this rank's transport.
+
+        `communicators`: what `worker.backend.DeviceBackend.communicators` says this rank needs. Raises `CommTimeout` naming the
+        ranks that did not come, `CommError` naming one that cannot be reached, `GroupAborted` when a peer is in a newer
+        generation already, or after `abort_connect`.
+        """
+
+    def abort_connect(self, reason: str) -> None:
+        """From any thread: a `connect` that is under way raises `GroupAborted(reason)`."""
+
+    def close(self) -> None:
+        """Stop listening; transports that are connected go on. Idempotent."""
+
+
+@dataclass
+class CommunicationLedger:
+    """Counts payload bytes (no headers) to and from other ranks, and calls, by operation: `send`, `all_reduce`, ..."""
+
+    sent: Counter[str] = field(default_factory=Counter)
+    """Operation -> bytes."""
+    received: Counter[str] = field(default_factory=Counter)
+    """Operation -> bytes."""
+    messages: Counter[str] = field(default_factory=Counter)
+    """Operation -> calls."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+
+    def count(self, operation: str, *, sent: int = 0, received: int = 0) -> None:
+        """Add one call and its payload."""
+        with self._lock:
+            self.sent[operation] += sent
+            self.received[operation] += received
+            self.messages[operation] += 1
+
+    def add_payload(self, operation: str, *, sent: int = 0, received: int = 0) -> None:
+        """Add payload to a call that is counted already: of a later phase, or of a size that was not known before."""
+        with self._lock:
+            self.sent[operation] += sent
+            self.received[operation] += received
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """The counts by operation, for reports and `--json`."""
+        return {
+            key: {"sent": self.sent[key], "received": self.received[key], "messages": self.messages[key]}
+            for key in sorted(self.messages)
+        }

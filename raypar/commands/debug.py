@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the first steps of a job, or the next ones of a run, here; exit code 0, or 130 if the debugger was left."""
     from raypar.launch.debug_run import find_debug_start, open_debug_run
-    from raypar.worker.first_non_finite import FirstNonFinite
+    from raypar.worker.run_in_one_process import FirstNonFinite
     from raypar.worker.step.step_commit import NON_FINITE_CURE
 
     with (

@@ -25,12 +25,12 @@ def run(args: argparse.Namespace) -> int:
     import math
     import os
 
-    from raypar.actors.local_cluster_token import find_local_token
+    from raypar.actors.local_ray_cluster import find_local_token
     from raypar.console.run_status import local_time
     from raypar.errors import ConfigError
     from raypar.launch.drain_node import drain_node_of_cluster, read_cluster_facts_of_run
     from raypar.ray_compat.authentication import token_authentication
-    from raypar.ray_compat.raylet_options import parse_raylet_command
+    from raypar.ray_compat.settings import parse_raylet_command
 
     if not args.deadline_s > 0:
         raise ConfigError(f"--deadline-s {args.deadline_s:g}", cure="give the seconds until the node leaves, more than 0")

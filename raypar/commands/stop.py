@@ -52,8 +52,7 @@ def stop_run_of_folder(run: str, run_dir: str, wait_s: float) -> dict[str, Any]:
     """Stop the run in a folder or on S3; returns its facts afterwards, with a `text` for people. Raises `ConfigError`."""
     from raypar.console.read_run_rows import describe_stopped_run
     from raypar.launch.job_printer import print_to_stderr
-    from raypar.launch.stop_local_run import stop_local_run
-    from raypar.launch.stop_run_on_storage import stop_run_on_storage
+    from raypar.launch.stop_run import stop_local_run, stop_run_on_storage
     from raypar.storage.run_folder import RunFolder
 
     with RunFolder.open_for_reading(run, run_dir, with_job=False, last_bytes=0) as folder:

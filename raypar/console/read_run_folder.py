@@ -92,7 +92,7 @@ def read_job_numbers(folder: RunFolder) -> dict[str, Any]:
 
 def find_dead_local_nodes(cluster: Mapping[str, Any]) -> list[str]:
     """Nodes of the run's local Ray cluster that have died; empty without its head: the run is elsewhere, or over."""
-    from raypar.ray_compat.raylet_options import parse_raylet_command
+    from raypar.ray_compat.settings import parse_raylet_command
 
     there = {
         node["node"]: (parse_raylet_command(node["pid"]) or ("", ""))[0] == node["node"] for node in cluster.get("nodes", ())

@@ -31,7 +31,7 @@ from raypar.doctor.machine_facts import (
     TokenFacts,
 )
 from raypar.errors import RayparError
-from raypar.ray_compat.auth_token import token_file
+from raypar.ray_compat.settings import token_file
 from raypar.storage.filesystems import WRITE_CHECK_S, check_storage_is_writable
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import StorageUri

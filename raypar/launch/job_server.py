@@ -18,7 +18,7 @@ from typing import Any
 
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError
 from raypar.files.untrusted_files import shorten
-from raypar.ray_compat.auth_token import DEFAULT_FILE, find_token, token_file
+from raypar.ray_compat.settings import DEFAULT_FILE, find_token, token_file
 
 DASHBOARD_PORT = 8265
 """Port on which the job server answers where `ray start` was given no other."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import shutil
 import traceback
@@ -20,7 +21,6 @@ from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.make_run_request import make_run_request
 from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.launch.result import Result
-from raypar.launch.sample_from_trained_model import generate_text_with_checkpoint
 from raypar.launch.stop_before_training import after_the_run
 from raypar.record.events import (
     EndOfRun,
@@ -36,7 +36,7 @@ from raypar.record.events import (
     Wait,
 )
 from raypar.storage.run_folder import RunFolder
-from raypar.user_code.user_code_errors import error_text, recording_ctrl_c, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, recording_ctrl_c, reraise_ctrl_c
 
 if TYPE_CHECKING:
     from raypar.actors.placement_queue import PlacementQueue
@@ -290,3 +290,31 @@ def describe_end(result: Result) -> str:
 def _tell_stage(tell: EventHandler, stage: str, text: str, run: str | None = None) -> None:
     """Tell that a stage of the start-up is over."""
     tell(StartupStage(stage=stage, text=text, run=run))
+
+
+def generate_text_with_checkpoint(spec: Job, checkpoint: str) -> str | None:
+    """The text that the model's module generates with the weights of a checkpoint (its location).
+
+    None if the module has no function for it.
+
+    The function is `generate(model, ...)`, defined beside the model's function. It gets those of `model.args` for which it
+    has parameters. If it raises, the run does not fail: the text then says what was raised.
+    """
+    from torch import nn
+
+    from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors
+    from raypar.worker.job_preflight import find_sibling_function
+
+    generate = find_sibling_function(spec.model, "generate")
+    if generate is None:
+        return None
+    try:
+        model = spec.model.call()
+        if not isinstance(model, nn.Module):
+            return None
+        model.load_state_dict(dict(CheckpointTensors(checkpoint)), strict=False)
+        taken = inspect.signature(generate).parameters
+        return str(generate(model, **{key: value for key, value in spec.model.args.items() if key in taken}))
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        return f"({spec.model.label} has a generate function beside it, but it raised {error_text(error)})"

@@ -51,7 +51,7 @@ class Result:
     weights_sha256: str | None = None
     """Hash of the weights in the last checkpoint, of a run that was not interrupted."""
     sample: str | None = None
-    """A text that the trained model generates (`sample_from_trained_model.py`)."""
+    """A text that the trained model generates (`generate_text_with_checkpoint`)."""
     picture_path: str | None = None
     """The drawing of the predicted and the measured schedule."""
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +28,7 @@ from raypar.launch.client_storage_session import (
 from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
-from raypar.launch.resumption import describe_resumption
-from raypar.record.events import ResumeNotice, Resumption, RunWarning
+from raypar.record.events import EndOfRun, ResumeNotice, Resumption, RunWarning
 from raypar.record.fold import RunView
 from raypar.record.folder import ERROR
 from raypar.storage.filesystems import uri_of_filesystem_object
@@ -66,6 +65,36 @@ def resume_former_run(job: Job, former: RunFolder, tell: EventHandler, **options
                 last_warning = error.what
                 tell(RunWarning(text=last_warning))
             time.sleep(1.0)
+
+
+def describe_resumption(steps_done: int, view: RunView, members: Mapping[str, Any] | None, plan: str, now: float) -> Resumption:
+    """The event of a run that is resumed from a checkpoint after `steps_done` steps, under `plan` (in words).
+
+    `view`, `members`: the state in the run's files before the resumption. `now`: Unix time.
+    """
+    reported = view.last_step.step if view.last_step is not None else 0
+    again = max(0, reported - steps_done)
+    has_crashed = view.boundary not in ("", EndOfRun.kind)
+    plan_before = (members or {}).get("plan")
+    parts = [f"resumed from the checkpoint after step {steps_done}"]
+    if again == 1:
+        parts.append(f"step {reported} had been reported and is executed again")
+    elif again:
+        parts.append(f"steps {steps_done + 1}-{reported} had been reported and are executed again")
+    if has_crashed:
+        parts.append(f"the run had ended after step {max(reported, steps_done)} without recording why (killed?)")
+    if plan_before and plan_before != plan:
+        parts.append(f"plan {plan_before} -> {plan}")
+    heard_s = max((at for at in (view.last_s, (members or {}).get("time")) if at), default=now)
+    return Resumption(
+        text="; ".join(parts),
+        step=steps_done,
+        again=again,
+        lost=has_crashed,
+        plan=plan,
+        former_end_s=min(now, heard_s),
+        resumed_s=now,
+    )
 
 
 def resume_job(

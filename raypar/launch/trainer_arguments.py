@@ -400,7 +400,7 @@ def _check_loss(section: Arguments) -> None:
     """Raise `ConfigError` for a loss module with parameters. A loss given by name is checked by `preflight`."""
     args = section.get("args", {})
     if callable(section["function"]) and isinstance(args, dict):
-        from raypar.worker.stage.loss_function import make_loss_function
+        from raypar.worker.stage.loss import make_loss_function
 
         make_loss_function(LossConfig(function=section["function"], args=args))
 

@@ -1,13 +1,19 @@
-"""The division of a step's batch: samples into microbatches, microbatches into blocks.
+"""The division of a step's batch, samples into microbatches into blocks, and the order in which sums over them are made.
 
-Replicas get whole blocks. Inside a block gradients are added in order of microbatches, over blocks by the
-tree of `addition_tree.py` (rule 6 of raypar/NUMERICS.md): the bits depend on the number of blocks, not on that of
-replicas.
+Replicas get whole blocks. Inside a block gradients are added in order of microbatches, over blocks by a fixed tree, whatever
+the plan is (rule 6 of raypar/NUMERICS.md): the bits depend on the number of blocks, not on that of replicas.
+
+A node of the tree is a half-open range of blocks `(lo, hi)`. Its left child has the largest power of two below its size (the
+shape of a Merkle tree in RFC 6962, section 2.1). A replica with a contiguous run of blocks adds the complete subtrees inside
+the run; the owner of a slice adds the subtree sums of all runs. Together they make the additions of one process.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from raypar.errors import PlanError
 
@@ -59,3 +65,68 @@ class Microbatches:
     def block_of(self, microbatch: int) -> int:
         """The block of a microbatch."""
         return contiguous_part_index(microbatch, self.blocks, self.count)
+
+
+TreeNode = tuple[int, int]
+_Sum = TypeVar("_Sum")
+
+
+def addition_tree_children(node: TreeNode) -> tuple[TreeNode, TreeNode]:
+    """The left and right child of a node of at least two blocks."""
+    lo, hi = node
+    size = hi - lo
+    left = 1 << ((size - 1).bit_length() - 1)
+    return (lo, lo + left), (lo + left, hi)
+
+
+def covering_nodes(run: range, blocks: int) -> tuple[TreeNode, ...]:
+    """The fewest nodes of the tree over `blocks` blocks that together cover exactly `run`, left to right."""
+
+    def inside(node: TreeNode) -> tuple[TreeNode, ...]:
+        lo, hi = node
+        if hi <= run.start or run.stop <= lo:
+            return ()
+        if run.start <= lo and hi <= run.stop:
+            return (node,)
+        left, right = addition_tree_children(node)
+        return inside(left) + inside(right)
+
+    return inside((0, blocks)) if len(run) else ()
+
+
+def fold_tree(sums: Mapping[TreeNode, _Sum | None], node: TreeNode, add: Callable[[_Sum, _Sum], _Sum]) -> _Sum | None:
+    """The sum of the subtree sums below `node`, added in tree order; a missing or None sum (an empty block) is skipped."""
+    if node in sums:
+        return sums[node]
+    if node[1] - node[0] <= 1:
+        return None
+    left, right = (fold_tree(sums, child, add) for child in addition_tree_children(node))
+    if left is None or right is None:
+        return right if left is None else left
+    return add(left, right)
+
+
+def mean_loss(losses: Mapping[int, tuple[float, float]]) -> tuple[float, float]:
+    """(mean, count) of microbatch -> (sum, count), added in microbatch order (rule 8 of the numerics contract); the mean is
+    NaN where no term counts."""
+    total = count = 0.0
+    for microbatch in sorted(losses):
+        total += losses[microbatch][0]
+        count += losses[microbatch][1]
+    return total / count if count else math.nan, count
+
+
+@dataclass(frozen=True, slots=True)
+class VoteResult:
+    """The combined votes of all workers on a step; the same on every worker, bit for bit."""
+
+    loss: float
+    """Sum of the microbatches' loss sums, divided by `count`."""
+    count: float
+    """Sum of the microbatches' counts, over which the loss is a mean."""
+    norm: float
+    """Norm of the gradient, divided by `count`, before clipping."""
+    factor: float
+    """Factor by which every gradient is multiplied once: 1 / `count`, or less if the norm is clipped."""
+    skipped: bool
+    """Whether the step is skipped because the loss or the norm is not finite."""

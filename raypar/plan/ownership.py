@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Literal
 
 from raypar.errors import PlanError
+from raypar.plan.ownership import BalancedTensorShares, consecutive_tensor_share
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.pieces import Piece
 from raypar.plan.shard_ranges import IndexRanges, TensorCut, count_indices, indices_at_positions, intersect_ranges
 from raypar.plan.stage_connections import ModelOutline
-from raypar.plan.zero_partition import BalancedTensorShares, consecutive_tensor_share
 
 StateKind = Literal["parameter", "gradient", "master", "optimizer", "buffer", "average"]
 """`parameter`: what layers compute with. `gradient`: its gradient, reduced. `master`: the parameter in full precision, where

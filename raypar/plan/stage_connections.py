@@ -1,10 +1,11 @@
-"""The connections between the stages of a model: values along edges, their gradients by relay, and tied parameters."""
+"""The connections between a model's stages: values along edges, their gradients by relay, tied parameters; and their limits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from raypar.errors import PlanError
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
@@ -191,3 +192,43 @@ class ModelOutline:
             return self.owners[parameter]
         owners = [i for i, (name, _, _) in enumerate(self.layers) if parameter.startswith(name + ".")]
         return max(owners, key=lambda i: len(self.layers[i][0]))
+
+
+# Message tags number stages, microbatches and values in a fixed number of bits (`worker/step/message_tags.py`).
+STAGE_BITS = 10
+MICROBATCH_BITS = 17
+VALUE_BITS = 10
+MAX_STAGES = 1 << STAGE_BITS
+MAX_MICROBATCHES = 1 << MICROBATCH_BITS
+MAX_VALUES_OF_MESSAGE = 1 << VALUE_BITS
+"""The most values that one stage may send another for one microbatch."""
+
+_FEWER_VALUES = (
+    "choose other split points (plan.cuts) or fewer stages, so that fewer values pass between stages; or let layers pass fewer "
+    "values: stack or concatenate them, or make the module around both layers a unit (model.units)"
+)
+
+
+def find_oversized_message(connections: StageConnections) -> str | None:
+    """The first edge or relay of more values than a message tag can number, in words; None if there is none."""
+    for edge in connections.edges:
+        if len(edge.values) > MAX_VALUES_OF_MESSAGE:
+            return f"{len(edge.values)} values pass from stage {edge.src} to stage {edge.dst}"
+    for relay in connections.relays:
+        if len(relay.values) > MAX_VALUES_OF_MESSAGE:
+            return f"gradients of {len(relay.values)} values pass from stage {relay.src} to stage {relay.dst}"
+    return None
+
+
+def check_message_limits(connections: StageConnections, stages: int, microbatches: int) -> None:
+    """Raises `PlanError` for a plan some of whose messages no tag could name."""
+    if stages > MAX_STAGES:
+        raise PlanError(f"the plan has {stages} stages, and {MAX_STAGES} is the most", cure="choose fewer stages")
+    if microbatches > MAX_MICROBATCHES:
+        raise PlanError(
+            f"a step or validation pass has {microbatches} microbatches, and {MAX_MICROBATCHES} is the most",
+            cure="choose fewer microbatches, or fewer samples for validation",
+        )
+    found = find_oversized_message(connections)
+    if found is not None:
+        raise PlanError(f"{found} for each microbatch, and {MAX_VALUES_OF_MESSAGE} is the most", cure=_FEWER_VALUES)

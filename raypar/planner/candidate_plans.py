@@ -1,15 +1,51 @@
-"""The uniform plans that could be chosen for a number of workers: (replicas, stages) x schedules x chunks, layers balanced."""
+"""The uniform plans that could be chosen for a number of workers: (replicas, stages) x schedules x chunks, layers balanced.
+
+Layers are cut into consecutive stages so that the slowest stage is as fast as possible.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from raypar.errors import PlanError
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.plan.microbatches import contiguous_part
-from raypar.planner.layer_partition import balanced_cuts
 from raypar.planner.model_profile import ModelProfile
 from raypar.schedule import registry
+
+
+def balanced_cuts(sums: Sequence[float], stages: int) -> tuple[int, ...]:
+    """First layers of stages 1, 2, ... of the contiguous partition whose most expensive stage costs least.
+
+    `sums` [layers + 1] are prefix sums of non-negative layer costs. Exact, by dynamic programming over (stages, layers):
+    best(s, i) = min over j of max(best(s - 1, j), cost of [j, i)); the first grows with j, the second shrinks, so the
+    crossing is found by bisection: O(stages * layers * log layers). Raises `PlanError` when a stage would be empty.
+    """
+    layers = len(sums) - 1
+    if not 1 <= stages <= layers:
+        raise PlanError(f"{layers} layers cannot fill {stages} stages", cure=f"set plan.stages between 1 and {layers}")
+    best = list(sums)
+    last_cut: list[list[int]] = []
+    for stage in range(2, stages + 1):
+        row, cut = [float("inf")] * (layers + 1), [0] * (layers + 1)
+        for end in range(stage, layers + 1):
+            places = range(stage - 1, end)
+            crossing = bisect_left(places, True, key=lambda j: best[j] >= sums[end] - sums[j])
+            for j in places[max(0, crossing - 1) : crossing + 1]:
+                cost = max(best[j], sums[end] - sums[j])
+                if cost < row[end]:
+                    row[end], cut[end] = cost, j
+        last_cut.append(cut)
+        best = row
+    cuts: list[int] = []
+    end = layers
+    for cut in reversed(last_cut):
+        end = cut[end]
+        cuts.append(end)
+    return tuple(reversed(cuts))
+
 
 SCHEDULES: dict[str, tuple[int, ...]] = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4), "zb-h1": (1,), "zb-v": (2,)}
 """Schedule -> numbers of chunks that a worker may have under it. `naive` is left out: it is never better than GPipe. A pipeline

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import STATE_KIND_NOUNS, StateKind
-from raypar.planner.layer_partition import balanced_cuts
+from raypar.planner.candidate_plans import balanced_cuts
 from raypar.planner.model_profile import ModelProfile
 from raypar.planner.plan_search import format_mib, kept_bytes_by_kind, state_bytes
 from raypar.schedule import registry

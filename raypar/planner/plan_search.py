@@ -12,8 +12,8 @@ from functools import partial
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StagePlan
-from raypar.plan.message_limits import find_oversized_message
 from raypar.plan.ownership import StateKind
+from raypar.plan.stage_connections import find_oversized_message
 from raypar.planner.candidate_plans import PlanCandidate, enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.stage_balance import StageBalance, find_balanced_stages

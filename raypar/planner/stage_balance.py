@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from raypar.plan import ParallelPlan
-from raypar.planner.layer_partition import balanced_cuts
+from raypar.planner.candidate_plans import balanced_cuts
 from raypar.schedule.instructions import INPUT_GRADIENTS, VALUES, Order, Schedule
 from raypar.schedule.simulate import SimulationCosts
 from raypar.schedule.step_timeline import Timeline

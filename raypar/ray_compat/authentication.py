@@ -9,8 +9,7 @@ from typing import Any
 from raypar.errors import ClusterError
 from raypar.fences.fence import Fence
 from raypar.ray_compat import TESTED
-from raypar.ray_compat.auth_token import TOKEN_VARIABLE
-from raypar.ray_compat.settings import temporary_environment_variables
+from raypar.ray_compat.settings import TOKEN_VARIABLE, temporary_environment_variables
 
 ANSWER_S = 5.0
 """How long the control store may take to answer `lets_in_without_token`."""

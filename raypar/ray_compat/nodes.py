@@ -1,14 +1,15 @@
-"""Lists the live and the draining nodes of a Ray cluster, and drains a node."""
+"""Ray's tables: lists the live and the draining nodes of a cluster, drains a node, finds the placement group of an entry."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
 
 from raypar.errors import ClusterError, ConfigError
 from raypar.fences.fence import Fence
@@ -170,3 +171,27 @@ def drain_node(address: str, node: ClusterNode, deadline_s: float, reason: str) 
         raise ClusterError(
             f"Ray refuses to drain node {node}: {rejection}", cure="remove the reason that Ray gives, then try again"
         )
+
+
+def _look_for_ids() -> Any:
+    from ray._raylet import PlacementGroupID
+
+    assert callable(PlacementGroupID)
+    return PlacementGroupID
+
+
+IDS: Fence[Any] = Fence(
+    api="ray._raylet.PlacementGroupID",
+    reason="`ray.util.get_placement_group` finds no group of another job, and a driver that takes over may be of another",
+    versions=TESTED,
+    feature="removing placement groups of an earlier driver",
+    without="resources that an earlier driver has reserved stay reserved until the cluster is restarted, or a program of that "
+    "Ray job calls `ray.util.remove_placement_group`",
+    probe=_look_for_ids,
+)
+
+
+def placement_group_of(info: Mapping[str, Any]) -> PlacementGroup:
+    """The placement group of an entry of Ray's table. Raises `ClusterError` if this Ray has no `PlacementGroupID`."""
+    with IDS.required() as make_id:
+        return PlacementGroup(make_id(bytes.fromhex(info["placement_group_id"])))

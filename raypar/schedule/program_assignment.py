@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from raypar.errors import ScheduleError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
-from raypar.plan.message_limits import check_message_limits
+from raypar.plan.stage_connections import check_message_limits
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Program, Schedule, splits_backward
 from raypar.schedule.lower import lower_schedule, lower_validation_pass

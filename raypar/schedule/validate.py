@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from raypar.errors import ScheduleError
 from raypar.plan import MicrobatchRouting, StageConnections
 from raypar.schedule.data_flow import DataFlow
-from raypar.schedule.deadlock import Communicators, check_deadlock
 from raypar.schedule.instructions import Program, Schedule
 from raypar.schedule.program_rules import (
     RuleCheckInput,
@@ -21,6 +20,7 @@ from raypar.schedule.program_rules import (
     check_shards_have_same_order,
     check_step_end,
 )
+from raypar.schedule.validate import Communicators, check_deadlock
 
 __all__ = ["ScheduleProblem", "find_schedule_problems", "validate_schedule"]
 

@@ -16,10 +16,9 @@ from raypar.errors import ConfigError
 from raypar.files.atomic_write import explain_write_errors, regular_file_opener
 from raypar.record.folder import CHECKPOINTS, DOCUMENTS, LINE_FILES
 from raypar.storage.filesystems import list_folders, open_filesystem, storage_errors
-from raypar.storage.line_chunks import first_line_of_name
 from raypar.storage.pyarrow_store import write_atomically
 from raypar.storage.read_run_lines import FILE_BYTES
-from raypar.storage.run_files import SENT_DOCUMENT_BYTES
+from raypar.storage.run_files import SENT_DOCUMENT_BYTES, first_line_of_name
 from raypar.storage.storage_uri import StorageUri
 
 PIECE_BYTES = 4 << 20

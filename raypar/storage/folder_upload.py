@@ -21,9 +21,15 @@ from raypar.files.untrusted_files import read_limited_bytes
 from raypar.record.folder import DOCUMENTS, LINE_FILES
 from raypar.storage.filesystems import is_object_store, open_filesystem, storage_errors
 from raypar.storage.folder_download import PIECE_BYTES
-from raypar.storage.line_chunks import Chunk, add_lines, chunks_to_write, first_line_of_name
 from raypar.storage.pyarrow_store import write_atomically
-from raypar.storage.run_files import SENT_DOCUMENT_BYTES, TEMPORARY_SUFFIXES
+from raypar.storage.run_files import (
+    SENT_DOCUMENT_BYTES,
+    TEMPORARY_SUFFIXES,
+    Chunk,
+    add_lines,
+    chunks_to_write,
+    first_line_of_name,
+)
 from raypar.storage.storage_uri import StorageUri
 
 UPLOAD_S = 2.0

@@ -9,17 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from raypar.comm.buffer_pool import CPU
-from raypar.comm.communicator_key import CommunicatorKey
 from raypar.comm.nccl import device as nccl_device
 from raypar.comm.nccl.endpoint import NcclEndpoint
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.worker_endpoint import WorkerEndpoint
+from raypar.comm.transport import CommunicatorKey, WorkerEndpoint
 from raypar.errors import ClusterError, ConfigError
 from raypar.job import Job, PrecisionConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
-from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
+from raypar.plan.pieces import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.worker.autocast_precisions import autocast_of
 from raypar.worker.process.gpu_setup import GPU_WORKER_ENVIRONMENT, configure_torch

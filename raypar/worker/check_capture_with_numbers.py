@@ -23,17 +23,17 @@ from raypar.model.layer_skeletons import SkeletonCopier, put_values
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch
-from raypar.worker.numeric_check_settings import comparison_tolerance
 from raypar.worker.plain_microbatches import (
     UNSEEN,
     Batches,
     NotCompared,
     PlainMicrobatches,
+    comparison_tolerance,
     first_microbatches,
     refuse_large_models,
 )
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.stage.loss_function import make_loss_function
+from raypar.worker.stage.loss import make_loss_function
 
 MOST_STAGES = 8
 """Number of stages into which the model is cut."""

@@ -12,7 +12,7 @@ from raypar.job.value_names import NO_FLOAT16, precision_settings_text
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import layer_sizes, shared_skeleton
 from raypar.plan import ParallelPlan
-from raypar.worker.numeric_check_settings import MOST_BYTES, with_few_microbatches
+from raypar.worker.plain_microbatches import MOST_BYTES, with_few_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 
 

@@ -27,7 +27,7 @@ from raypar.worker.plain_microbatches import (
     first_microbatches,
     refuse_large_models,
 )
-from raypar.worker.stage.loss_function import make_loss_function
+from raypar.worker.stage.loss import make_loss_function
 
 
 def check_layers_with_numbers(spec: Job, graph: Graph) -> str | None:

@@ -12,8 +12,8 @@ from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state, seed_all
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
-from raypar.worker.check_sum_and_count import random_output
-from raypar.worker.stage.loss_function import make_loss_function
+from raypar.worker.check_loss import random_output
+from raypar.worker.stage.loss import make_loss_function
 
 MOST_LOSS_NUMBERS = 1 << 20
 """Losses of larger outputs are not tried."""

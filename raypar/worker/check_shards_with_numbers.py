@@ -19,7 +19,7 @@ from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.plan import ParallelPlan
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.worker.numeric_check_settings import MOST_BYTES, comparison_tolerance, with_few_microbatches
+from raypar.worker.plain_microbatches import MOST_BYTES, comparison_tolerance, with_few_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 
 SMALLEST_SHARE = 1e-2

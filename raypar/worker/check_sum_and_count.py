@@ -14,7 +14,7 @@ from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
-from raypar.worker.stage.loss_function import make_loss_function
+from raypar.worker.stage.loss import make_loss_function
 
 _CHECKED_SAMPLES, _CHECKED_PLACES = 4, 8
 """How many samples, and how many places of each (tokens), `check_sum_and_count` gives to the loss."""

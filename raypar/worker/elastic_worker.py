@@ -18,9 +18,8 @@ from torch import Tensor
 from raypar.comm.transport import Routine, RoutineWait, Transport
 from raypar.errors import RayparError, StateNotKeptError
 from raypar.model.layer_skeletons import state_shapes
-from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
-from raypar.plan.global_loss_and_norm import VoteResult
-from raypar.plan.pieces import Digest, Piece, merge_pieces
+from raypar.plan.microbatches import VoteResult
+from raypar.plan.pieces import AdoptPlanCommand, Digest, Piece, merge_pieces
 from raypar.plan.shard_ranges import TensorCut
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.required_communicators import device_to_device_rank_pairs

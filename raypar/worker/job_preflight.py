@@ -53,15 +53,13 @@ from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_e
 from raypar.worker.autocast_precisions import autocast_of
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_cast_parameters import check_cast_parameters, line_about_cast_parameters
-from raypar.worker.check_layers_with_numbers import check_layers_with_numbers
-from raypar.worker.check_loss_mixes_samples import MOST_LOSS_NUMBERS, line_about_mixed_samples
-from raypar.worker.check_shards_with_numbers import check_shards_with_numbers
-from raypar.worker.check_sum_and_count import check_sum_and_count, random_output
+from raypar.worker.check_layers_with_numbers import check_layers_with_numbers, check_shards_with_numbers
+from raypar.worker.check_loss import MOST_LOSS_NUMBERS, check_sum_and_count, line_about_mixed_samples, random_output
 from raypar.worker.measure_profile import read_microbatches
 from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, SampleOrder, SampleReader, make_dataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import cure_of_buffer_writes, refuse_input_writes
-from raypar.worker.stage.loss_function import make_loss_function
+from raypar.worker.stage.loss import make_loss_function
 from raypar.worker.step.make_optimizers_by_name import check_optimizer_groups
 from raypar.worker.step.optimizer_trial import OptimizerTrial, try_optimizer
 from raypar.worker.worker_assignments import make_layer_graph

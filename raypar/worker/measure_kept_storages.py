@@ -1,4 +1,4 @@
-"""Measures which storages a model's layers keep for the backward of one microbatch (`planner/kept_storages.py`)."""
+"""Measures which storages a model's layers keep for the backward of one microbatch (`planner/model_profile.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raypar.errors import UserCodeError
 from raypar.model.graph import Graph
-from raypar.planner.kept_storages import BATCH, KeptStorages, LayerStorages, ReadStorage
+from raypar.planner.model_profile import BATCH, KeptStorages, LayerStorages, ReadStorage
 from raypar.schedule.instructions import ACTIVATIONS
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_coordinate import refuses_saved_tensor_hooks

@@ -26,15 +26,14 @@ from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import StateKind
 from raypar.plan.state_bytes import StateBytes
-from raypar.planner.kept_storages import KeptStorages
-from raypar.planner.model_profile import ActivationEdge, LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.model_profile import ActivationEdge, KeptStorages, LayerProfile, LinkProfile, ModelProfile
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.check_recomputation import check_layer_recomputes
+from raypar.worker.check_state_between_microbatches import check_layer_recomputes
 from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, forward_first_microbatch, random_gradients
 from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
-from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
+from raypar.worker.process.memory_and_cpu import thread_cpu_wait_s
 from raypar.worker.process.torch_state_guard import TorchStateGuard
-from raypar.worker.stage.loss_function import make_loss_function
+from raypar.worker.stage.loss import make_loss_function
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import build_stage
 from raypar.worker.step.make_optimizers_by_name import build_optimizer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import as_aligned
-from raypar.plan.zero_partition import CANONICAL_PIECE
+from raypar.plan.ownership import CANONICAL_PIECE
 
 
 def sum_squared_gradients(gradients: Sequence[Tensor]) -> list[float]:

@@ -23,7 +23,7 @@ from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, rera
 from raypar.worker.autocast_precisions import autocast_of
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch, compute_with_and_without_state
 from raypar.worker.measure_profile import read_microbatches_of_steps
-from raypar.worker.numeric_check_settings import MOST_BYTES, with_few_microbatches
+from raypar.worker.plain_microbatches import MOST_BYTES, with_few_microbatches
 from raypar.worker.process.gpu_setup import make_seeder
 
 MOST_SECONDS = 3.0

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import product
 
-from raypar.comm.communicator_key import FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
 from raypar.comm.nccl.device import MAX_COMMUNICATORS
+from raypar.comm.transport import FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
 from raypar.errors import PlanError
 from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import MicrobatchRouting, ParallelPlan, TiedParameter
-from raypar.plan.addition_tree import covering_nodes
-from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
+from raypar.plan.microbatches import covering_nodes
+from raypar.plan.pieces import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Communication
 from raypar.worker.step.tied_gradients import tied_gradient_senders

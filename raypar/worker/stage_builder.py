@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
-from raypar.comm.communicator_key import SHARD_CHANNELS
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
-from raypar.comm.transport import Transport
+from raypar.comm.transport import SHARD_CHANNELS, Transport
 from raypar.job import Job
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import buffers_of_several_layers
@@ -31,14 +30,12 @@ from raypar.plan.ownership import Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.worker.process.gpu_setup import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.backward import DeferredGradients, LayerBackwardHooks
 from raypar.worker.stage.buffer_updates import BufferUpdates
-from raypar.worker.stage.deferred_weight_gradients import DeferredGradients
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
 from raypar.worker.stage.initial_state import make_initial_stage_state, make_unfilled_stage_state
-from raypar.worker.stage.layer_backward_hooks import LayerBackwardHooks
 from raypar.worker.stage.layer_call import LayerCall
-from raypar.worker.stage.loss_call import LossCall
-from raypar.worker.stage.loss_function import make_loss_function
+from raypar.worker.stage.loss import LossCall, make_loss_function
 from raypar.worker.stage.precision import StagePrecision
 from raypar.worker.stage.recomputation import StageRecomputation
 from raypar.worker.stage.stage import Stage, StageLayer, StageValues

@@ -24,7 +24,7 @@ from raypar.model.initial_values import initial_values_of
 from raypar.model.layer_skeletons import SkeletonCopier, make_model_outline
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
-from raypar.plan.global_loss_and_norm import mean_loss
+from raypar.plan.microbatches import mean_loss
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Digest
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
@@ -33,7 +33,7 @@ from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
 from raypar.worker.microbatch_loader import BatchSource, MicrobatchLoader, SampleOrder, make_dataset
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource
-from raypar.worker.process.memory_in_use import memory_in_use
+from raypar.worker.process.memory_and_cpu import memory_in_use
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import StageBuilder

@@ -17,8 +17,7 @@ from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.transport import RoutineWork, run_routine
 from raypar.errors import CommError
-from raypar.plan.addition_tree import covering_nodes, fold_tree
-from raypar.plan.microbatches import contiguous_part
+from raypar.plan.microbatches import contiguous_part, covering_nodes, fold_tree
 
 SHAPES = [(48,), (33, 7), (5,), (128, 16), (1,), (0,), (64,), (3, 17)]
 UNUSED = 4

@@ -21,7 +21,6 @@ from helpers import standin
 from helpers.standin import Count, HostDevice, HostStream, Setting, set_to
 from helpers.transport_cases import CREDENTIAL, LIMIT_S, in_order, noise
 
-from raypar.comm.communicator_key import COLLECTIVES, CommunicatorKey
 from raypar.comm.nccl import bindings, communicator, transport
 from raypar.comm.nccl import device as nccl_device
 from raypar.comm.nccl import tagged_messages as nccl_messages
@@ -29,6 +28,7 @@ from raypar.comm.nccl.connect import check_ranks_compatible, connect_nccl, wait_
 from raypar.comm.nccl.device import CudaDevice
 from raypar.comm.nccl.tagged_messages import ARRIVED
 from raypar.comm.tcp.endpoint import TcpEndpoint
+from raypar.comm.transport import COLLECTIVES, CommunicatorKey
 from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
 
 pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")

@@ -16,7 +16,7 @@ from raypar.actors import driver_shutdown, membership_actions
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.driver_actor import DriverActor
 from raypar.actors.event_feed import STEP_POLLS_BURST, EventFeed
-from raypar.actors.kernel_oom_kills import KernelOomKills
+from raypar.actors.membership_actions import KernelOomKills
 from raypar.actors.run_state_in_ray_kv import DriverReplaced
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.elastic.actions import Teardown

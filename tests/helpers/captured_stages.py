@@ -21,7 +21,7 @@ from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.graph import Layer
 from raypar.model.layer_skeletons import make_skeletons
 from raypar.plan.seeds import seed_of
-from raypar.worker.stage.value_aliases_for_autograd import alias_received
+from raypar.worker.stage.stage_tensors import alias_received
 
 
 @dataclass

@@ -20,8 +20,7 @@ from helpers.shard_grid import run as run_cell
 from raypar.job import OptimizerConfig, ValidationConfig
 from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
-from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
-from raypar.plan.pieces import PieceMove
+from raypar.plan.pieces import AdoptPlanCommand, PieceMove
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun

@@ -14,8 +14,7 @@ from raypar.comm import blocking_code_as_routine
 from raypar.comm.blocking_code_as_routine import as_routine
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
 from raypar.plan import MicrobatchRouting, ParallelPlan
-from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
-from raypar.plan.pieces import plan_moves, subtract_pieces
+from raypar.plan.pieces import AdoptPlanCommand, plan_moves, subtract_pieces
 from raypar.schedule import registry
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.worker_assignments import make_worker_assignments

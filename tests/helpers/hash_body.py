@@ -16,8 +16,7 @@ from typing import Any
 from raypar.elastic.actions import AdoptPlan
 from raypar.errors import CommError, GroupAborted
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
-from raypar.plan.addition_tree import covering_nodes, fold_tree
-from raypar.plan.microbatches import contiguous_part
+from raypar.plan.microbatches import contiguous_part, covering_nodes, fold_tree
 from raypar.plan.pieces import Piece, merge_pieces
 from raypar.schedule.instructions import Backward, ExchangeVotes, Forward, OptimizerStep, Program, Recv, ReduceGradients, Send
 from raypar.schedule.lower import lower_schedule

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from raypar.comm.communicator_key import COLLECTIVES, CommunicatorKey
+from raypar.comm.transport import COLLECTIVES, CommunicatorKey
 
 SOURCE = Path(__file__).parents[1] / "standin" / "nccl.c"
 BUILD_S = 120

@@ -26,9 +26,8 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import state_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout, make_model_outline_with_layouts
 from raypar.plan import MicrobatchRouting, ParallelPlan
-from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.ownership import Ownership
-from raypar.plan.pieces import Piece
+from raypar.plan.pieces import AdoptPlanCommand, Piece
 from raypar.schedule import registry
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.elastic_worker import ElasticWorker

@@ -11,13 +11,12 @@ from helpers import ugly_models
 from helpers.parity import Layout, layouts
 from helpers.shard_grid import Cell, cells
 
-from raypar.comm.communicator_key import COLLECTIVES, FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
+from raypar.comm.transport import COLLECTIVES, FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
 from raypar.job import PlanConfig, ValidationConfig
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle
 from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
-from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
-from raypar.plan.pieces import Piece, PieceMove
+from raypar.plan.pieces import AdoptPlanCommand, Piece, PieceMove
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout as StyledLayout
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import assign_programs_to_ranks

@@ -25,9 +25,8 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import make_model_outline
 from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
 from raypar.plan import MicrobatchRouting, ModelOutline, ParallelPlan
-from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.ownership import Ownership
-from raypar.plan.pieces import plan_moves
+from raypar.plan.pieces import AdoptPlanCommand, plan_moves
 from raypar.schedule import registry
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 

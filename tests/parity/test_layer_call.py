@@ -22,8 +22,7 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerCall, LayerFunction, PassContext, training_pass_context, validation_pass_context
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_coordinate import StageCoordinate
-from raypar.worker.stage.stage_tensors import LayerTensors, StageTensors
-from raypar.worker.stage.value_aliases_for_autograd import alias_received, own_tensor
+from raypar.worker.stage.stage_tensors import LayerTensors, StageTensors, alias_received, own_tensor
 from raypar.worker.stage_builder import build_stage
 
 SIZE = 6

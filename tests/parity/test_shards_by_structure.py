@@ -27,7 +27,7 @@ from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.multihead_attention import ShardedMultiheadAttention
 from raypar.plan import ParallelPlan
 from raypar.worker import job_preflight, numeric_check_settings
-from raypar.worker.check_shards_with_numbers import check_shards_with_numbers
+from raypar.worker.check_layers_with_numbers import check_shards_with_numbers
 from raypar.worker.job_preflight import check_model_can_shard, preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
@@ -276,7 +276,7 @@ def test_shards_that_were_not_compared_on_numbers_are_said(monkeypatch: pytest.M
     checked = preflight(spec)
     plan = ParallelPlan.mesh(layers=len(checked.graph.layers), tp=2)
     assert check_model_can_shard(spec, checked, plan) == ()
-    monkeypatch.setattr("raypar.worker.check_shards_with_numbers.MOST_BYTES", 1000)
+    monkeypatch.setattr("raypar.worker.check_layers_with_numbers.MOST_BYTES", 1000)
     (line,) = check_model_can_shard(spec, checked, plan)
     assert line.startswith(
         "the layers on 2 shards were not compared with the whole ones on numbers: its parameters and buffers"

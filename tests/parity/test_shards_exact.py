@@ -11,7 +11,7 @@ from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, sharded_loss
 from raypar.model.tensor_parallel.layout import compute_shard_layout
-from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
+from raypar.worker.stage.stage_shard import sum_partial_gradients
 
 SHARDS = (2, 3, 4)
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples import gpt
 from examples.gpt import Embedding, Linear
-from raypar.comm.communication_ledger import CommunicationLedger
+from raypar.comm.transport import CommunicationLedger
 from raypar.errors import ModelError, PlanError
 from raypar.model.layer_skeletons import canonical_names, make_model_outline, parameter_shapes
 from raypar.model.materialise import materialise
@@ -27,13 +27,13 @@ from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
-from raypar.model.tensor_parallel.slice_elements import read_elements, write_elements
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import plan_moves
 from raypar.plan.shard_ranges import TensorCut, count_indices, even_ranges_by_shard, positions_of_indices
 from raypar.plan.tensor_parallel_layout import shard_slice_shape
+from raypar.worker.state.parameter_state import read_elements, write_elements
 
 TIED = (("model.embed_tokens.weight", "head.lm_head.weight"),)
 

@@ -22,7 +22,7 @@ from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, shard_slice_of, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.layout import compute_shard_layout
-from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
+from raypar.worker.stage.stage_shard import sum_partial_gradients
 
 X = torch.arange(14).view(2, 7) % 23
 

@@ -2,8 +2,8 @@
 
 import typing
 
-from raypar.actors.action_table import make_action_table
 from raypar.actors.checkpoint_task import CheckpointTask
+from raypar.actors.driver_actor import make_action_table
 from raypar.actors.driver_shutdown import DriverShutdown
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.membership_actions import MembershipActions

@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from raypar.plan.addition_tree import addition_tree_children, covering_nodes, fold_tree
-from raypar.plan.microbatches import contiguous_part
+from raypar.plan.microbatches import addition_tree_children, contiguous_part, covering_nodes, fold_tree
 
 
 def text(left, right):

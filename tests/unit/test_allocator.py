@@ -5,13 +5,13 @@ import subprocess
 import sys
 
 import pytest
+from raypar.worker.process.memory_and_cpu import garbage_collector_paused
 
 from raypar.actors.worker_actor import is_out_of_memory
-from raypar.worker.process.malloc_and_gc import garbage_collector_paused
 
 BODY = """
 import psutil
-from raypar.worker.process.malloc_and_gc import keep_freed_memory, return_unused_memory
+from raypar.worker.process.memory_and_cpu import keep_freed_memory, return_unused_memory
 
 assert keep_freed_memory()
 blocks, between = [], []

@@ -13,12 +13,12 @@ from raypar.comm.buffer_pool import CPU
 from raypar.comm.nccl.endpoint import NcclEndpoint
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.worker_endpoint import WorkerEndpoint
+from raypar.comm.transport import WorkerEndpoint
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ClusterError, ConfigError
 from raypar.job import Job, PrecisionConfig
 from raypar.job.value_names import PrecisionName
-from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
+from raypar.plan.pieces import AdoptPlanCommand
 from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS
 from raypar.worker.backend import BACKENDS, make_backend
 

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from raypar.plan.zero_partition import CANONICAL_PIECE as PIECE
-from raypar.plan.zero_partition import BalancedTensorShares, consecutive_tensor_share
+from raypar.plan.ownership import CANONICAL_PIECE as PIECE
+from raypar.plan.ownership import BalancedTensorShares, consecutive_tensor_share
 
 
 def test_pieces_of_a_tensor_lie_side_by_side_and_short_ends_even_out_the_rest():

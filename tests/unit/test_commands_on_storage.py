@@ -13,7 +13,7 @@ from raypar.cli import main
 from raypar.console import run_log
 from raypar.doctor import gather
 from raypar.errors import ClusterError, ConfigError
-from raypar.launch import stop_run_on_storage as stop
+from raypar.launch import stop_run as stop
 from raypar.storage import held_lease
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.folder_upload import FolderUpload

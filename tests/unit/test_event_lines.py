@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from raypar.console.brief_event_printer import BriefEventPrinter
-from raypar.console.event_printer import EventPrinter
+from raypar.console.event_printer import BriefEventPrinter, EventPrinter
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.launch import Result
 from raypar.record.events import parse_event

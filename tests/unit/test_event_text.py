@@ -3,7 +3,7 @@
 import pytest
 
 from raypar.actors import membership_event_text
-from raypar.actors.node_loss import NodeLossTracker
+from raypar.actors.worker_failures import NodeLossTracker
 from raypar.elastic.actions import AdoptPlan, ReportStraggler
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece, PieceMove

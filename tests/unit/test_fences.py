@@ -30,11 +30,8 @@ from raypar.ray_compat import (
     job_packages,
     key_value_store,
     local_cluster,
-    memory_monitor,
     nodes,
-    placement_groups,
     printed_lines,
-    raylet_options,
     settings,
 )
 
@@ -317,15 +314,15 @@ CASES: dict[str, Case] = {
     "draining gone": (nodes.DRAINING, {GCS: object}, raises(OLD, lambda: nodes.drain_node("here:1", NODE, 9, "")), "says"),
     "draining otherwise": (nodes.DRAINING, {GCS: Client}, raises(OLD, lambda: nodes.drain_node("here:1", NODE, 9, "")), "says"),
     "memory gone": (
-        memory_monitor.MEMORY_IN_USE,
+        actor_errors.MEMORY_IN_USE,
         {"ray._private.utils.get_used_memory": GONE},
-        memory_monitor.memory_shortage_here,
+        actor_errors.memory_shortage_here,
         "",
     ),
     "memory otherwise": (
-        memory_monitor.MEMORY_IN_USE,
+        actor_errors.MEMORY_IN_USE,
         {"ray._common.utils.get_system_memory": lambda: None},
-        memory_monitor.memory_shortage_here,
+        actor_errors.memory_shortage_here,
         "",
     ),
     "tokens gone": (
@@ -446,15 +443,15 @@ CASES: dict[str, Case] = {
         "went on",
     ),
     "ids of groups gone": (
-        placement_groups.IDS,
+        nodes.IDS,
         {"ray._raylet.PlacementGroupID": GONE},
-        raises(OLD, lambda: placement_groups.placement_group_of(INFO)),
+        raises(OLD, lambda: nodes.placement_group_of(INFO)),
         "says",
     ),
     "ids of groups are longer": (
-        placement_groups.IDS,
+        nodes.IDS,
         {},
-        raises(OLD, lambda: placement_groups.placement_group_of({**INFO, "placement_group_id": "00"})),
+        raises(OLD, lambda: nodes.placement_group_of({**INFO, "placement_group_id": "00"})),
         "says",
     ),
     "codes of deaths gone": (
@@ -475,7 +472,7 @@ CASES: dict[str, Case] = {
         lambda: job_packages.ignore_rules(Path(), with_git=True),
         None,
     ),
-    "a raylet's options renamed": (raylet_options.OPTIONS, {}, lambda: raylet_options.parse_raylet_command(7), None),
+    "a raylet's options renamed": (settings.OPTIONS, {}, lambda: settings.parse_raylet_command(7), None),
 }
 
 
@@ -489,7 +486,7 @@ def test_an_api_that_is_gone_or_answers_otherwise_is_one_line_and_the_run_goes_o
 ):
     fence, instead, use, expected = CASES[what]
     monkeypatch.delenv("RAY_SCHEDULER_EVENTS", raising=False)
-    monkeypatch.setattr(raylet_options, "PROC", a_raylet_with_other_options(tmp_path))
+    monkeypatch.setattr(settings, "PROC", a_raylet_with_other_options(tmp_path))
     monkeypatch.setattr(ray, "__version__", "2.71.3")
     for name, value in instead.items():
         if value is GONE:
@@ -573,7 +570,7 @@ def test_ray_knows_the_settings_that_raypar_gives_it():
         settings.RECONNECT_VARIABLE,
         settings.BLOCKING_GET_VARIABLE,
         settings.SUBMITTED_VARIABLE,
-        memory_monitor.THRESHOLD_VARIABLE,
+        actor_errors.THRESHOLD_VARIABLE,
         printed_lines.EVENTS_VARIABLE,
         authentication.MODE_VARIABLE,
     }

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from raypar.errors import ClusterError, ConfigError, LeaseLostError
-from raypar.storage import folder_upload, line_chunks, pyarrow_store
+from raypar.storage import folder_upload, pyarrow_store, run_files
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.folder_download import _download_lines
 from raypar.storage.folder_upload import FolderUpload, LineFileUpload
-from raypar.storage.line_chunks import (
+from raypar.storage.run_files import (
     FULL_CHUNK_BYTES,
     MERGE_LEVELS,
     MERGED_CHUNKS,
@@ -86,7 +86,7 @@ def read(filesystem: Any, folder: str, tmp_path: Path) -> list[bytes]:
 def test_a_writer_killed_anywhere_leaves_every_line_once_and_the_next_one_goes_on(tmp_path: Path, monkeypatch: Any):
     from pyarrow.fs import LocalFileSystem
 
-    monkeypatch.setattr(line_chunks, "FULL_CHUNK_BYTES", 40)  # two or three lines
+    monkeypatch.setattr(run_files, "FULL_CHUNK_BYTES", 40)  # two or three lines
     filesystem, file = LocalFileSystem(), tmp_path / "metrics.jsonl"
     lines = [b'{"step": %d}\n' % step for step in range(1, 90)]
     for after in range(60):
@@ -114,7 +114,7 @@ def test_a_file_that_was_written_anew_takes_the_place_of_the_old_one(tmp_path: P
     """A resumed run begins after its checkpoint: lines of steps that are run again must not be seen beside the new ones."""
     from pyarrow.fs import LocalFileSystem
 
-    monkeypatch.setattr(line_chunks, "FULL_CHUNK_BYTES", 40)
+    monkeypatch.setattr(run_files, "FULL_CHUNK_BYTES", 40)
     filesystem, file = LocalFileSystem(), tmp_path / "metrics.jsonl"
     before = [b"step %d\n" % n for n in range(30)]
     for longer, added, after in itertools.product((5, 60), (0, 1, 12), range(14)):

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "telemetry": "plan record errors",
     "comm": "plan errors torch_compat torch numpy cupy",
     "model": "plan comm errors user_code torch_compat torch numpy",
-    "worker": "job schedule model comm plan planner.model_profile planner.kept_storages errors fences torch_compat "
+    "worker": "job schedule model comm plan planner.model_profile errors fences torch_compat "
     "user_code torch numpy safetensors files data storage",
     "actors": "job worker model elastic planner comm schedule plan record telemetry files storage callbacks errors "
     "fences ray_compat user_code torch numpy ray draw",
@@ -53,7 +53,7 @@ only what a run came to."""
 EDGE = (*EDGE_FILES, "__init__")
 """The shell: imports anything, but heavy things inside functions only, so that the command line starts at once."""
 
-LIGHT_FENCES = ("raypar.ray_compat.auth_token", "raypar.ray_compat.settings")
+LIGHT_FENCES = ("raypar.ray_compat.settings",)
 """Modules of the rooms for private APIs that load nothing heavy."""
 HEAVY = {"torch", "ray", "cupy", "numpy", "pydantic"}
 ONLY_IN = {
@@ -219,7 +219,7 @@ def test_a_driver_starts_without_torch_and_with_all_of_raypar_that_pickles_need(
     folder anew, may not be found: "No module named 'raypar....'"."""
     needs = {
         "raypar.callbacks",
-        "raypar.plan.global_loss_and_norm",
+        "raypar.plan.microbatches",
         "raypar.elastic.generation_guard",
         "raypar.worker.checkpoint.checkpoint_files",
         "raypar.errors",

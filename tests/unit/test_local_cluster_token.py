@@ -8,11 +8,11 @@ import pytest
 import ray
 from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, get_authentication_mode
 
-from raypar.actors import local_cluster_token as tokens
+from raypar.actors import local_ray_cluster as tokens
 from raypar.actors import ray_connection
 from raypar.errors import ClusterError, ConfigError
 from raypar.ray_compat import authentication
-from raypar.ray_compat.auth_token import find_token
+from raypar.ray_compat.settings import find_token
 
 
 def test_the_users_token_is_taken_where_ray_looks_for_it_else_a_random_one(tmp_path, monkeypatch):

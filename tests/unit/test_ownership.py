@@ -9,10 +9,9 @@ import pytest
 
 from raypar.errors import PlanError
 from raypar.plan import ModelOutline, ParallelPlan
-from raypar.plan.ownership import SHARED_OUT_FROM, Ownership
+from raypar.plan.ownership import CANONICAL_PIECE, SHARED_OUT_FROM, Ownership
 from raypar.plan.pieces import Piece, merge_pieces, plan_moves, subtract_pieces
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
-from raypar.plan.zero_partition import CANONICAL_PIECE
 
 KEYS = {
     1: (((0, 2),),),

@@ -7,8 +7,8 @@ import pytest
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, Seat, StageConnections, StageEdge, StagePlan
-from raypar.plan.message_limits import MAX_MICROBATCHES, MAX_STAGES, MAX_VALUES_OF_MESSAGE, check_message_limits
 from raypar.plan.parallel_plan import position_of_stage
+from raypar.plan.stage_connections import MAX_MICROBATCHES, MAX_STAGES, MAX_VALUES_OF_MESSAGE, check_message_limits
 from raypar.worker.step.message_tags import bundle_tag
 
 SHAPES = [(1,), (3,), (1, 1), (2, 1), (1, 3), (2, 3), (2, 2, 2), (1, 3, 2), (4, 1, 2, 3)]

@@ -1,9 +1,8 @@
 """Out of memory: what a worker holds under its plan, and what would fit, from a profile."""
 
 from raypar.plan import Microbatches, ParallelPlan
-from raypar.planner.kept_storages import BATCH, KeptStorages, LayerStorages, ReadStorage
 from raypar.planner.memory_sheet import memory_sheets, out_of_memory_advice
-from raypar.planner.model_profile import LayerProfile, ModelProfile
+from raypar.planner.model_profile import BATCH, KeptStorages, LayerProfile, LayerStorages, ModelProfile, ReadStorage
 from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ import pytest
 
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan
-from raypar.planner.layer_partition import balanced_cuts
+from raypar.planner.candidate_plans import balanced_cuts
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.schedule.instructions import KEPT_INPUTS
 

@@ -9,8 +9,8 @@ import pytest
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
-from raypar.plan.message_limits import MAX_VALUES_OF_MESSAGE
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
+from raypar.plan.stage_connections import MAX_VALUES_OF_MESSAGE
 from raypar.plan.state_bytes import StateBytes
 from raypar.plan.tensor_parallel_layout import ShardWorkShare, TensorParallelLayout
 from raypar.planner.candidate_plans import enumerate_candidates

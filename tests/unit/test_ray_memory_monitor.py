@@ -11,8 +11,8 @@ from raypar.actors.driver_client import MOST_DRIVER_DEATHS, unanswering_driver_e
 from raypar.actors.worker_calls import WorkerCalls
 from raypar.errors import OutOfMemory, WorkerLost
 from raypar.fences.fence import warnings_sent_to
-from raypar.ray_compat import memory_monitor
-from raypar.ray_compat.memory_monitor import memory_monitor_kill_error
+from raypar.ray_compat import actor_errors
+from raypar.ray_compat.actor_errors import memory_monitor_kill_error
 
 RAYS = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: 4dcb) was \
 4.76GB used / 23.54GB limit (0.202116)
@@ -62,7 +62,7 @@ def test_a_driver_that_does_not_answer_on_a_full_node_is_out_of_memory(monkeypat
     error = unanswering_driver_error("it does not answer", "look")
     assert isinstance(error, OutOfMemory) and "23.0 of 24.0 GiB are in use, and Ray kills from 95 % on" in error.what
     monkeypatch.setattr("ray._private.utils.get_used_memory", lambda: 22 * 2**30)
-    assert memory_monitor.memory_shortage_here() == ""
+    assert actor_errors.memory_shortage_here() == ""
     assert isinstance(unanswering_driver_error("it does not answer", "look"), WorkerLost)
 
 
@@ -70,10 +70,10 @@ def test_where_ray_does_not_say_how_much_memory_is_in_use_a_line_names_its_relea
     """It was silent: a driver that was killed for memory was one that does not answer."""
     warnings = []
     monkeypatch.delattr("ray._private.utils.get_used_memory")
-    memory_monitor.MEMORY_IN_USE.reset()
+    actor_errors.MEMORY_IN_USE.reset()
     with warnings_sent_to(warnings.append):
         assert isinstance(unanswering_driver_error("it does not answer", "look"), WorkerLost)
-    memory_monitor.MEMORY_IN_USE.reset()
+    actor_errors.MEMORY_IN_USE.reset()
     (line,) = warnings
     assert line.startswith(
         f"Ray {ray.__version__}: ray._private.utils.get_used_memory is missing or has changed (AttributeError: "

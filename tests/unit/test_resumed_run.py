@@ -10,8 +10,7 @@ from raypar.actors.run_recorder import RunRecorder
 from raypar.console.run_report import RunFiles, build_run_report
 from raypar.console.run_status import build_run_status
 from raypar.elastic.run_policy import RunPolicy
-from raypar.launch.resume import rewind_metrics
-from raypar.launch.resumption import describe_resumption
+from raypar.launch.resume import describe_resumption, rewind_metrics
 from raypar.record.events import Resumption
 from raypar.record.totals import RunTotals
 from raypar.storage.run_folder import RunFolder

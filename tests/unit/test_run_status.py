@@ -273,7 +273,7 @@ def test_a_raylet_that_does_not_run_is_gone_where_the_head_is_seen(monkeypatch):
     cluster = {"nodes": [{"node": name, "pid": pid, "head": pid == 7} for name, pid in zip(NODES, (7, 8), strict=True)]}
     for running, found in (({7: NODES[0]}, [NODES[1]]), ({}, []), ({7: NODES[0], 8: NODES[1]}, []), ({8: NODES[1]}, [])):
         seen = {pid: (node, "127.0.0.1:7") for pid, node in running.items()}
-        monkeypatch.setattr("raypar.ray_compat.raylet_options.parse_raylet_command", seen.get)
+        monkeypatch.setattr("raypar.ray_compat.settings.parse_raylet_command", seen.get)
         assert find_dead_local_nodes(cluster) == found
 
 

@@ -14,7 +14,7 @@ from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.plan import ParallelPlan
-from raypar.plan.global_loss_and_norm import VoteResult
+from raypar.plan.microbatches import VoteResult
 
 
 def report(loss: float = 1.0) -> dict:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import raypar
-from raypar.console.brief_event_printer import BriefEventPrinter
+from raypar.console.event_printer import BriefEventPrinter
 from raypar.errors import ConfigError
 from raypar.launch.tune_trial import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
 from raypar.record.events import parse_event

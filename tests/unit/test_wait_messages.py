@@ -115,7 +115,7 @@ READ = "def _sample():\n    index = 17\n    wait()\ndef _wait():\n    _sample()\
     ("raypar/comm/transport.py", "def wait_named(): wait()\nrun = wait_named", WAITING_FOR_WORKERS),
     ("somewhere/else.py", READ, None),
     (
-        "raypar/worker/stage/autograd_backward.py",
+        "raypar/worker/stage/backward.py",
         "def run_autograd_backward(): wait()\nrun = run_autograd_backward",
         "computing gradients",
     ),
@@ -134,7 +134,7 @@ def test_computation_inside_a_measurement_is_described_as_the_measurement():
     outer = "def _profile_layer(inner):\n    index = 3\n    inner()"
     exec(compile(outer, str(PACKAGE / "worker/measure_profile.py"), "exec"), space)
     inner = "def run_autograd_backward(): wait()\nrun = lambda: outer(run_autograd_backward)"
-    thread, over = blocked("raypar/worker/stage/autograd_backward.py", inner, outer=space["_profile_layer"])
+    thread, over = blocked("raypar/worker/stage/backward.py", inner, outer=space["_profile_layer"])
     assert describe_thread_activity(thread.ident) == "measuring layer 3 (from 0)"
     over.set()
     thread.join(20)

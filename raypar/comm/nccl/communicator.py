@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from raypar.comm.collectives import ONE_PHASE_BYTES, add_in_order, even_slices
-from raypar.comm.communicator_key import CommunicatorKey
 from raypar.comm.nccl.bindings import NCCL_DTYPES, NcclCommunicator
 from raypar.comm.nccl.device import Device, Stream
+from raypar.comm.transport import CommunicatorKey
 
 
 class CommunicatorStream:

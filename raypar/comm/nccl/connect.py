@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 
-from raypar.comm.communicator_key import COLLECTIVES, CommunicatorKey
 from raypar.comm.nccl import bindings
 from raypar.comm.nccl.communicator import CommunicatorStream
 from raypar.comm.nccl.device import WORKER_ENVIRONMENT, Device
 from raypar.comm.nccl.transport import NcclTransport
 from raypar.comm.tcp.transport import TcpTransport
-from raypar.comm.transport import Handle
+from raypar.comm.transport import COLLECTIVES, CommunicatorKey, Handle
 from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
 
 HELLO_TAG, READY_TAG = 1, 2

@@ -6,13 +6,13 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 
-from raypar.comm.communicator_key import CommunicatorKey
 from raypar.comm.nccl import connect
 from raypar.comm.nccl.device import Device
 from raypar.comm.nccl.transport import NcclTransport
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.tcp.transport import TcpTransport
+from raypar.comm.transport import CommunicatorKey
 from raypar.errors import GroupAborted
 
 MAKING_S = 60.0
@@ -20,7 +20,7 @@ MAKING_S = 60.0
 
 
 class NcclEndpoint:
-    """See `comm.worker_endpoint.WorkerEndpoint`: NCCL for tensors on `device`, TCP for those in host memory and for control."""
+    """See `comm.transport.WorkerEndpoint`: NCCL for tensors on `device`, TCP for those in host memory and for control."""
 
     def __init__(self, endpoint: TcpEndpoint, device: Device) -> None:
         self._tcp = endpoint

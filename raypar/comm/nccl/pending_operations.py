@@ -14,13 +14,11 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from raypar.comm.communication_ledger import CommunicationLedger
-from raypar.comm.communicator_key import CommunicatorKey
 from raypar.comm.nccl.communicator import CommunicatorStream
 from raypar.comm.nccl.device import Device
 from raypar.comm.nccl.operation_handle import NcclHandle
 from raypar.comm.tcp.transport import TcpTransport
-from raypar.comm.transport import check_peer_rank, generation_over_error
+from raypar.comm.transport import CommunicationLedger, CommunicatorKey, check_peer_rank, generation_over_error
 from raypar.errors import CommError
 
 LOCK_CHECK_S = 0.02

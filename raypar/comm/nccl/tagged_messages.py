@@ -21,7 +21,6 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from raypar.comm.communicator_key import CommunicatorKey
 from raypar.comm.nccl.communicator import CommunicatorStream
 from raypar.comm.nccl.operation_handle import NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
@@ -41,6 +40,7 @@ from raypar.comm.tensor_layout import (
     tensor_for_message,
     tensor_of_message,
 )
+from raypar.comm.transport import CommunicatorKey
 from raypar.errors import CommError
 
 ANNOUNCEMENTS = 1

@@ -5,15 +5,15 @@ from __future__ import annotations
 import select
 from collections.abc import Collection, Sequence
 
-from raypar.comm.communicator_key import CommunicatorKey
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.tcp.rendezvous import GenerationRank, Listener
 from raypar.comm.tcp.transport import TcpTransport
+from raypar.comm.transport import CommunicatorKey
 from raypar.errors import CommError
 
 
 class TcpEndpoint:
-    """See `comm.worker_endpoint.WorkerEndpoint`: TCP between machines, Unix sockets inside one."""
+    """See `comm.transport.WorkerEndpoint`: TCP between machines, Unix sockets inside one."""
 
     unended_communicators: tuple[str, ...] = ()
     """See `WorkerEndpoint.unended_communicators`: a socket can always be closed."""

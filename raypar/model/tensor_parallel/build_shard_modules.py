@@ -15,10 +15,9 @@ from raypar.model.layer_skeletons import canonical_names, state_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
-from raypar.model.tensor_parallel.einops_backend import let_einops_take_parts
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.local_part_layout import FEATURES, LocalPartLayout, sequence_part_layout
-from raypar.model.tensor_parallel.sharded_value import ShardedValue
+from raypar.model.tensor_parallel.sharded_value import ShardedValue, let_einops_take_parts
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.plan.shard_ranges import even_ranges_by_shard
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout

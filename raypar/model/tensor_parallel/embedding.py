@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel import autograd_collectives
-from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.group import ShardedModule, ShardGroup
 from raypar.model.tensor_parallel.local_part_layout import sequence_part_layout
-from raypar.model.tensor_parallel.sharded_module_base import ShardedModule
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.plan.shard_ranges import IndexRanges
 from raypar.torch_compat.multi_tensor import assert_on_device

@@ -16,7 +16,7 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype
 from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.no_transport import NoTransport
+from raypar.model.tensor_parallel.meta_check import NoTransport
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
 from raypar.plan.shard_ranges import count_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from raypar.comm.communication_ledger import CommunicationLedger
+from raypar.comm.transport import CommunicationLedger
 from raypar.errors import CommError
 
 

@@ -21,7 +21,7 @@ from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.layout_of_styles import layout_of_styles, modules_with_parameters
 from raypar.model.tensor_parallel.local_part_layout import FEATURES
-from raypar.model.tensor_parallel.no_transport import NoTransport
+from raypar.model.tensor_parallel.meta_check import NoTransport
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout

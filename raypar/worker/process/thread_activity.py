@@ -28,7 +28,7 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/worker/microbatch_loader.py", "make_dataset", "making the data set {spec.dataset.label}"),
     ("raypar/worker/microbatch_loader.py", "_sample", READING_SAMPLE + " {index}"),
     ("raypar/worker/microbatch_loader.py", "_wait", WAITING_FOR_DATA + " to read {where}"),
-    ("raypar/worker/stage/loss_function.py", "make_loss_function", "making the loss {ref.label}"),
+    ("raypar/worker/stage/loss.py", "make_loss_function", "making the loss {ref.label}"),
     ("raypar/worker/job_preflight.py", "_check_lr_schedule", "calling the lr_schedule {ref.label}"),
     ("raypar/worker/job_preflight.py", "check_layer_shapes", "checking the shapes of layer {layer.name}"),
     ("raypar/model/tensor_parallel/meta_check.py", "check_shards_on_meta", "checking the layers on shards"),
@@ -38,8 +38,8 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/actors/ray_connection.py", "start_ray_with_retries", "starting Ray on this machine"),
     ("raypar/actors/ray_connection.py", "join_cluster", "joining the Ray cluster at {address}"),
     ("raypar/actors/ray_connection.py", "leave_cluster", "leaving the Ray cluster"),
-    ("raypar/actors/local_nodes.py", "start_local_nodes", "starting the nodes of the local Ray cluster"),
-    ("raypar/actors/local_ray_cleanup.py", "remove_local_ray_on_exit", "ending the local Ray cluster"),
+    ("raypar/actors/local_ray_cluster.py", "start_local_nodes", "starting the nodes of the local Ray cluster"),
+    ("raypar/actors/local_ray_cluster.py", "remove_local_ray_on_exit", "ending the local Ray cluster"),
     ("raypar/actors/driver_client.py", "wait_for_driver_answer", "waiting for the driver's process"),
     ("raypar/actors/driver_client.py", "remove_run_from_cluster", "removing the run from the cluster"),
     ("raypar/actors/run_state_in_ray_kv.py", "commit", "waiting for Ray's control store"),
@@ -51,19 +51,19 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/worker/checkpoint/checkpoint_files.py", "verify_checkpoint", "checking the files of {checkpoint}"),
     ("raypar/worker/checkpoint/checkpoint_files.py", "commit_checkpoint", "committing the checkpoint"),
     ("raypar/worker/checkpoint/checkpoint_files.py", "checkpoint_weights_hash", "computing the hash of all weights"),
-    ("raypar/launch/sample_from_trained_model.py", "generate_text_with_checkpoint", "generating the sample text"),
+    ("raypar/launch/launch_run.py", "generate_text_with_checkpoint", "generating the sample text"),
     ("raypar/worker/warm_up.py", "warm_up_process", "warming up"),
     ("raypar/comm/tcp/rendezvous.py", "connect", "connecting to the other workers"),
     ("raypar/comm/nccl/connect.py", "connect_nccl", "setting up NCCL"),
     ("raypar/comm/transport.py", "wait_named", WAITING_FOR_WORKERS),
     ("raypar/worker/stage/layer_call.py", "__call__", "computing {self.label}"),
-    ("raypar/worker/stage/autograd_backward.py", "run_autograd_backward", "computing gradients"),
+    ("raypar/worker/stage/backward.py", "run_autograd_backward", "computing gradients"),
     ("raypar/actors/run_recorder.py", "start_callbacks", "starting callbacks"),
     ("raypar/actors/run_recorder.py", "_call", "running callbacks: {hook}"),
 )
 """(file, function, activity of a thread that executes the function, with the function's variables in braces)."""
 
-COMPUTING = {"raypar/worker/stage/layer_call.py", "raypar/worker/stage/autograd_backward.py"}
+COMPUTING = {"raypar/worker/stage/layer_call.py", "raypar/worker/stage/backward.py"}
 """Files whose activities count only if no frame further out has one: a layer is also computed while it is measured."""
 
 

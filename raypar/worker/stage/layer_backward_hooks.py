@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
-from raypar.worker.stage.value_aliases_for_autograd import Hook, Hooks
+from raypar.worker.stage.stage_tensors import Hook, Hooks
 
 
 class LayerBackwardHooks:

@@ -12,7 +12,7 @@ from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import PassContext
 from raypar.worker.stage.stage_coordinate import StageCoordinate
-from raypar.worker.stage.value_aliases_for_autograd import require_value
+from raypar.worker.stage.stage_tensors import require_value
 
 
 class LossCall:

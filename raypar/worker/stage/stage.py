@@ -23,18 +23,23 @@ from raypar.plan import MicrobatchRouting
 from raypar.torch_compat.autograd import has_gradient_hooks
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
-from raypar.worker.stage.autograd_backward import run_autograd_backward
+from raypar.worker.stage.backward import DeferredGradients, LayerBackwardHooks, run_autograd_backward, sum_deferred_gradients
 from raypar.worker.stage.buffer_updates import BufferUpdates
-from raypar.worker.stage.deferred_weight_gradients import DeferredGradients, sum_deferred_gradients
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator, Ready
-from raypar.worker.stage.layer_backward_hooks import LayerBackwardHooks
 from raypar.worker.stage.layer_call import LayerFunction, training_pass_context, validation_pass_context
-from raypar.worker.stage.loss_call import LossCall
+from raypar.worker.stage.loss import LossCall
 from raypar.worker.stage.recomputation import NO_RECOMPUTATION, SavedTensors, StageRecomputation
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_shard import StageShard
-from raypar.worker.stage.stage_tensors import ParameterUse, StageTensors
-from raypar.worker.stage.value_aliases_for_autograd import Hooks, alias_of, alias_received, own_tensor, read_inputs
+from raypar.worker.stage.stage_tensors import (
+    Hooks,
+    ParameterUse,
+    StageTensors,
+    alias_of,
+    alias_received,
+    own_tensor,
+    read_inputs,
+)
 
 Batch = Mapping[str, Tensor]
 """The fields of one microbatch, collated."""

@@ -12,10 +12,10 @@ from raypar.comm.transport import Routine
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 from raypar.plan.shard_ranges import TensorCut, positions_of_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.worker.checkpoint.checkpoint_files import TensorSlices
+from raypar.worker.stage.stage_shard import sum_partial_gradients
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU
-from raypar.model.tensor_parallel.slice_elements import read_elements, write_elements
 from raypar.plan.shard_ranges import IndexRanges, TensorCut, intersect_ranges, merge_ranges, subtract_ranges
 from raypar.plan.tensor_parallel_layout import shard_slice_shape
 from raypar.worker.checkpoint.state_key import PARAMETER, SHARED_KINDS, StateKey
+from raypar.worker.state.parameter_state import read_elements, write_elements
 
 StateByKey = dict[StateKey, Any]
 """State of one parameter: PARAMETER -> tensor; optimizer state, what it shares with others too -> tensor or number."""

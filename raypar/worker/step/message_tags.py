@@ -5,13 +5,13 @@ bundle: 62 bits; transports may use the one above for their own.
 
 Tags only need to differ among the steps in flight: at most `MAX_OPEN_STEPS` of them, and one mirror snapshot. Steps that are
 replayed after a recovery have the same tags in a later generation, which messages carry beside the tag. The last three parts
-are limits of a plan, which `plan/message_limits.py` checks before a run starts.
+are limits of a plan, which `plan/stage_connections.py` checks before a run starts.
 """
 
 from __future__ import annotations
 
 from raypar.errors import PlanError
-from raypar.plan.message_limits import (
+from raypar.plan.stage_connections import (
     MAX_MICROBATCHES,
     MAX_STAGES,
     MAX_VALUES_OF_MESSAGE,

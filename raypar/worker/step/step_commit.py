@@ -23,8 +23,7 @@ from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import canonical_names
 from raypar.plan import MicrobatchRouting, TiedParameter
-from raypar.plan.addition_tree import TreeNode
-from raypar.plan.global_loss_and_norm import VoteResult, mean_loss
+from raypar.plan.microbatches import TreeNode, VoteResult, mean_loss
 from raypar.plan.ownership import Ownership
 from raypar.plan.seeds import seed_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout

@@ -12,7 +12,6 @@ from typing import ClassVar, Self
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.tensor_parallel.embedding import VocabularyEmbedding
 from raypar.model.tensor_parallel.experts import ShardedExperts
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear
@@ -32,6 +31,7 @@ from raypar.model.tensor_parallel.styles.style import (
     share_evenly,
     style_misfit_error,
 )
+from raypar.model.tensor_parallel.vocabulary_parallel import VocabularyEmbedding
 from raypar.model.transposed_linear import linear_features
 from raypar.plan.shard_ranges import TensorCut, repeat_ranges
 from raypar.plan.tensor_parallel_layout import LayerCollective, LayerCollectives, ShardWorkShare, TensorParallelLayout

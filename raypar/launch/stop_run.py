@@ -1,8 +1,10 @@
-"""Stops a run on S3, wherever it trains: marks its lease; the run's driver reads the mark, saves and ends."""
+"""Stops a run: on this machine by a signal to the process that trains in its folder, on S3 by a mark on its lease."""
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +12,9 @@ from typing import TYPE_CHECKING
 
 from raypar.errors import ClusterError, ConfigError
 from raypar.files.untrusted_files import shorten
+from raypar.files.writing_process import find_writing_process
 from raypar.storage.held_lease import WRITE_ATTEMPTS
+from raypar.storage.run_folder import RunFolder
 from raypar.storage.run_lease import RENEW_S, FoundLease, is_held
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import StorageUri
@@ -18,10 +22,50 @@ from raypar.storage.storage_uri import StorageUri
 if TYPE_CHECKING:
     from raypar.storage.run_lease import LeaseStore
 
-POLL_S = 1.0
+POLL_LOCAL_S = 0.2
+"""How often the run's lock is looked at."""
+SAY_LOCAL_S = 2.0
+"""Time between two lines about the wait for a run of this machine."""
+POLL_STORAGE_S = 1.0
 """Time between two reads of the lease."""
-SAY_S = 5.0
-"""Time between two lines about the wait."""
+SAY_STORAGE_S = 5.0
+"""Time between two lines about the wait for a run on storage."""
+
+
+def stop_local_run(folder: RunFolder, wait_s: float, say: Callable[[str], None]) -> bool:
+    """Stop the run as Ctrl-C does, and wait until its process has let the folder go. Returns False if none trains in it.
+
+    Raises `ConfigError` if the process belongs to somebody else or to another machine, `ClusterError` after `wait_s`.
+    """
+    if not folder.is_locked():
+        return False
+    pid = find_writing_process(folder.job)
+    if pid is None:
+        raise ConfigError(
+            f"a process trains in {folder.path}, but it is not one of yours on this machine",
+            cure="stop it where it was started (Ctrl-C, or SIGTERM), a submitted job by `raypar stop JOB --address URL`",
+        )
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        raise ConfigError(
+            f"process {pid}, which trains in {folder.path}, belongs to somebody else", cure="ask who started it"
+        ) from None
+    began_s = told_s = time.monotonic()
+    while folder.is_locked():
+        now = time.monotonic()
+        if now - began_s > wait_s:
+            raise ClusterError(
+                f"run {folder.name} (process {pid}) was asked to save and end, and has not within {wait_s:.0f} s",
+                cure=f"`raypar status {folder.path}` says what it does; the same command again ends it at once, without saving",
+            )
+        if now - told_s >= SAY_LOCAL_S:
+            told_s = now
+            say(f"waiting for run {folder.name} (process {pid}) to finish its step and save, for {now - began_s:.0f} s so far")
+        time.sleep(POLL_LOCAL_S)
+    return True
 
 
 def stop_run_on_storage(uri: StorageUri, wait_s: float, say: Callable[[str], None]) -> bool:
@@ -50,10 +94,10 @@ def stop_run_on_storage(uri: StorageUri, wait_s: float, say: Callable[[str], Non
                 cure=f"`raypar status {shlex.quote(str(uri))}` says what it does; a second Ctrl-C where it was started ends it "
                 "at once, without saving",
             )
-        if now_s - told_s >= SAY_S:
+        if now_s - told_s >= SAY_STORAGE_S:
             told_s = now_s
             say(f"waiting for run {uri.name} to finish its step and save, for {now_s - began_s:.0f} s so far")
-        time.sleep(POLL_S)
+        time.sleep(POLL_STORAGE_S)
     return True
 
 
