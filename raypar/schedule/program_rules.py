@@ -1,7 +1,7 @@
 """The rules of correct orders and programs: one function per rule, which returns the problems that it finds.
 
 `complete`, `canonical` and `together` are about compute instructions, `causal` about what each of them uses, `paired` about
-sends and receives, `freed` about the ends of activations, `ended` about the last exchanges. `deadlock.py` finds workers that
+sends and receives, `freed` about the ends of activations, `ended` about the last exchanges. `validate.py` finds workers that
 wait for each other.
 """
 

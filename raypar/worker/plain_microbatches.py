@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import ModelError
-from raypar.job import Job
+from raypar.job import Job, OptimizerConfig
 from raypar.model.capture.absent_tensor import ValuesNeeded
 from raypar.model.graph import Graph, join_names
 from raypar.model.layer_skeletons import parameters_and_buffers_on_meta
@@ -23,8 +23,35 @@ from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, rera
 from raypar.worker.autocast_precisions import autocast_of
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch, compute_with_and_without_state
 from raypar.worker.measure_profile import read_microbatches_of_steps
-from raypar.worker.plain_microbatches import MOST_BYTES, with_few_microbatches
 from raypar.worker.process.gpu_setup import make_seeder
+
+MOST_BYTES = 64 << 20
+"""Models with more bytes of parameters and buffers are not computed: comparing one takes six times as much memory."""
+TOLERANCES = {"float32": 1e-4, "float64": 1e-9}
+"""Dtype -> largest difference, as a share of the largest number in a tensor. Additions in another order stay far below it; a
+wrong layer's smallest effect is far above. Mixed precisions have their own (`AutocastPrecision.comparison_tolerance`)."""
+
+
+def comparison_tolerance(spec: Job) -> float:
+    """The largest relative difference between numbers that count as equal under the job's dtype or precision."""
+    autocast = autocast_of(spec.precision)
+    return TOLERANCES[spec.dtype] if autocast is None else autocast.comparison_tolerance
+
+
+def with_few_microbatches(spec: Job, few: int) -> Job:
+    """The job on the CPU, with steps of `few` of its microbatches, which change no parameter."""
+    return spec.replace(
+        batch_size=few * spec.batch_size // spec.microbatches,
+        microbatches=few,
+        virtual_replicas=0,
+        clip_norm=None,
+        lr_schedule=None,
+        validation=None,
+        non_finite="skip",
+        device="cpu",
+        optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.0}),
+    )
+
 
 MOST_SECONDS = 3.0
 """A model of which one microbatch takes longer than this is not compared."""

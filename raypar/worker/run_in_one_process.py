@@ -5,7 +5,7 @@ It is the executable specification of a run: `raypar debug` steps through it, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,11 +20,14 @@ from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
 from raypar.comm.transport import Routine
 from raypar.errors import ConfigError
 from raypar.job import Job
-from raypar.model.graph import Graph
+from raypar.model.graph import Graph, Layer
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.schedule import registry
 from raypar.schedule.instructions import Instruction, Schedule
 from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.layer_call import LayerFunction, PassContext
+from raypar.worker.stage.stage import Stage
+from raypar.worker.stage.stage_tensors import LayerTensors
 from raypar.worker.step.optimizer_state import read_optimizer_state
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore, merge_validation_losses
@@ -187,3 +190,52 @@ class OneProcessRun:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+class FirstNonFinite:
+    """Finds the first NaN or infinite number of a run: in what layers are given (a sample, say), in their parameters, their
+    outputs, or the gradients of these outputs."""
+
+    found: str | None = None
+    """The first NaN or infinite number: layer, microbatch, step and tensor, as text; None while there is none."""
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        for stage in stages:
+            for layer in stage.layers:
+                layer.call = self._watched(layer.layer, layer.call)
+
+    def _watched(self, layer: Layer, call: LayerFunction) -> LayerFunction:
+        """The layer's call, which checks its inputs, parameters and outputs, with hooks that check the outputs' gradients."""
+
+        def watched(forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            place = f"layer {layer.name!r} in microbatch {forward_pass.microbatch} of step {forward_pass.step + 1}"
+            for name, value in zip(layer.inputs, inputs, strict=True):
+                self._look(value, f"{place}: its input {name!r} has {{}}")
+            for name, value in weights.module.named_parameters():
+                self._look(value, f"{place}: its parameter {name!r} has {{}}")
+            returned = call(forward_pass, weights, inputs)
+            for output, value in zip(layer.outputs, returned, strict=True):
+                self._look(value, f"{place}: its output {output!r} has {{}}")
+                if value.grad_fn is not None and self.found is None:
+                    text = f"{place}, in the backward pass: the gradient of its output {output!r} has {{}}"
+                    value.grad_fn.register_prehook(lambda gradients, text=text: self._look_at_all(gradients, text))
+            return returned
+
+        return watched
+
+    def _look_at_all(self, gradients: Sequence[Tensor | None], text: str) -> None:
+        for gradient in gradients:
+            if gradient is not None:
+                self._look(gradient, text)
+
+    def _look(self, value: Tensor, text: str) -> None:
+        if self.found is None and value.is_floating_point() and not value.isfinite().all():
+            kind = "NaN" if value.isnan().any() else "infinite numbers"
+            self.found = text.format(f"{kind} ({int((~value.isfinite()).sum())} of {value.numel()} numbers)")
+
+    def describe(self) -> str:
+        """Text on where the first NaN or infinite number was."""
+        return (
+            self.found
+            or "the loss, a parameter's gradient or the gradient norm (what layers are given, hold and return is finite)"
+        )

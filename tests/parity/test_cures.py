@@ -310,7 +310,7 @@ def test_a_loss_that_warns_is_not_shown_by_every_check():
         warnings.simplefilter("always")
         preflight(raypar.Trainer(**(GIVEN | {"data": [(torch.ones(2), torch.ones(()))] * 4, "loss": warns})).job)
     places = {Path(one.filename).name for one in caught if "broadcast" in str(one.message)}
-    assert places and places.isdisjoint({"job_preflight.py", "check_sum_and_count.py", "check_loss_mixes_samples.py"})
+    assert places and places.isdisjoint({"job_preflight.py", "check_loss.py"})
 
 
 def warns(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from raypar.model.tensor_parallel.infer_styles_by_structure import reasons_for_w
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.multihead_attention import ShardedMultiheadAttention
 from raypar.plan import ParallelPlan
-from raypar.worker import job_preflight, numeric_check_settings
+from raypar.worker import job_preflight, plain_microbatches
 from raypar.worker.check_layers_with_numbers import check_shards_with_numbers
 from raypar.worker.job_preflight import check_model_can_shard, preflight
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -170,7 +170,7 @@ def test_blocks_are_cut_by_what_they_compute_and_compute_the_same(monkeypatch: p
         assert own == BLOCKS[kind][1], kind
     assert all(compute_shard_layout(graph, shards).styles == layout.styles for shards in (1, 3, 4))
     assert share_of_largest_shard(graph, layout, cuttable=lambda name: "norm" not in name and "bias" not in name) <= 0.6
-    monkeypatch.setitem(numeric_check_settings.TOLERANCES, "float64", 1e-12)
+    monkeypatch.setitem(plain_microbatches.TOLERANCES, "float64", 1e-12)
     for shards in (2, 3):  # loss and gradients of the layers on shards and whole
         check_model_can_shard(spec, checked, ParallelPlan.mesh(layers=len(graph.layers), tp=shards))
 
@@ -424,7 +424,7 @@ def test_layers_with_adapters_around_some_projections_are_cut_with_them(rank: in
     else:
         wanted |= {"o_proj": "heads-row:4"}
     assert own == wanted and own["k_proj"] in ("heads:4", "kv-heads:4") and own["v_proj"] in ("heads:4", "kv-heads:4")
-    monkeypatch.setitem(numeric_check_settings.TOLERANCES, "float64", 1e-12)
+    monkeypatch.setitem(plain_microbatches.TOLERANCES, "float64", 1e-12)
     check_model_can_shard(spec, checked, ParallelPlan.mesh(layers=len(checked.graph.layers), tp=2))
 
 
@@ -506,7 +506,7 @@ def only_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch, "float", torch.float64)
     monkeypatch.setattr(Tensor, "float", Tensor.double)
-    monkeypatch.setitem(numeric_check_settings.TOLERANCES, "float64", 1e-12)
+    monkeypatch.setitem(plain_microbatches.TOLERANCES, "float64", 1e-12)
 
 
 def library_job(name: str, **given: Any) -> Job:

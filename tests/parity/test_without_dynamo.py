@@ -6,7 +6,6 @@ import threading
 import pytest
 import torch
 from helpers.processes import run_code
-from raypar.worker.stage.backward import run_autograd_backward
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import Optimizer
@@ -14,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from raypar.job import OptimizerConfig
 from raypar.torch_compat import without_dynamo as module
 from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo, without_dynamo
+from raypar.worker.stage.backward import run_autograd_backward
 from raypar.worker.step.make_optimizers_by_name import build_optimizer
 
 NAMES = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]

@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from raypar.worker.process.memory_and_cpu import garbage_collector_paused
 
 from raypar.actors.worker_actor import is_out_of_memory
+from raypar.worker.process.memory_and_cpu import garbage_collector_paused
 
 BODY = """
 import psutil

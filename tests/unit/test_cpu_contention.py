@@ -5,9 +5,9 @@ import sys
 import threading
 
 import pytest
-from raypar.worker.process.memory_and_cpu import thread_cpu_wait_s
 
 from raypar.elastic.deadlines import MAX_SHARE, CpuWaitDeadlineExtension
+from raypar.worker.process.memory_and_cpu import thread_cpu_wait_s
 
 
 @pytest.mark.parametrize("share, counted", [(0.0, 1.0), (0.5, 1.0), (0.8, 0.2), (1.0, 1 - MAX_SHARE)])

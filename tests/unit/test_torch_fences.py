@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.tiny_job import write_job
-from raypar.worker.stage.backward import run_autograd_backward
 from test_fences import GONE, entered, raises, told  # noqa: F401 - the last is a fixture
 from torch import nn
 
@@ -34,6 +33,7 @@ from raypar.torch_compat import (
     without_dynamo,
 )
 from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.stage.backward import run_autograd_backward
 
 ROOM = Path(__file__).parents[2] / "raypar/torch_compat"
 for module in pkgutil.iter_modules([str(ROOM)]):

@@ -8,11 +8,11 @@ of `raypar/NUMERICS.md` says of all runs. The rules (`tests/helpers/same_shards.
 2. Sums over shards are ((p0 + p1) + p2) + ... A row layer's bias is added after the sum. The gradient of a value that several
    layers of a module read (q, k, v; gate and up) is summed over them on each shard as autograd does, then over shards.
 3. Dropout on a part multiplies by that part of the mask of the whole value, drawn from the generator as for the whole value.
-4. Gradients that are parts of a sum over shards (`partial_gradients.py`) are summed over shards once a step, each use of a
-   parameter by itself: after the addition over blocks and replicas, before that over uses.
-5. Cross-entropy on parts of the vocabulary: `cross_entropy.py`.
+4. Gradients that are parts of a sum over shards (`worker.stage.stage_shard.sum_partial_gradients`) are summed over shards once
+   a step, each use of a parameter by itself: after the addition over blocks and replicas, before that over uses.
+5. Cross-entropy on parts of the vocabulary: `vocabulary_parallel.py`.
 """
 
 # Importing them fills the table of operations of `sharded_value.ShardedValue`.
-from raypar.model.tensor_parallel import cross_entropy as cross_entropy
 from raypar.model.tensor_parallel import sharded_value_torch_functions as sharded_value_torch_functions
+from raypar.model.tensor_parallel import vocabulary_parallel as vocabulary_parallel

@@ -1,4 +1,4 @@
-"""The shards of one replica of a stage: their collectives, as sharded layers call them."""
+"""The shards of one replica of a stage: their collectives, and the base of the modules that call them."""
 
 from __future__ import annotations
 
@@ -114,3 +114,14 @@ class ShardGroup:
         out, handle, _pieces = self.post_reduce_scatter(tensor, dim)
         self.wait(handle, what)
         return out
+
+
+class ShardedModule(nn.Module):
+    """A layer whose parameters are this shard's slices. No code but the layer itself may compute with them."""
+
+    def __init__(self, name: str, group: ShardGroup) -> None:
+        super().__init__()
+        self.name = name
+        """Qualified name of the layer that it stands for."""
+        self.group = group
+        """The shards that compute the layer together."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,58 @@ import torch
 from torch import Tensor
 
 import raypar
-from raypar.errors import RayparError
+from raypar.comm.transport import CommunicationLedger
+from raypar.errors import CommError, RayparError
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype
 from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.meta_check import NoTransport
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
 from raypar.plan.shard_ranges import count_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
+
+
+class _Done:
+    """The handle of an operation that is done at once."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        return None
+
+    def wait_on_stream(self, timeout_s: float | None = None) -> None:
+        return None
+
+    def tensor(self) -> Tensor:
+        return self.tensors()[0]
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+
+class NoTransport:
+    """A transport without peers: collectives leave their tensors, which have no numbers anyway, as they are."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.generation, self.ledger = rank, size, 0, CommunicationLedger()
+
+    def can_share_memory(self, rank: int) -> bool:
+        return True
+
+    def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> _Done:
+        return _Done()
+
+    def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> _Done:
+        return _Done()
+
+    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> _Done:
+        return _Done()
+
+    def __getattr__(self, name: str) -> Any:
+        raise CommError(f"{name} has nobody at its other end", cure="report this: a layer may use collectives only")
 
 
 def check_shards_on_meta(

@@ -8,8 +8,9 @@ shards is refused by name; none gives a wrong result.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -340,3 +341,25 @@ def _take_all(x: Tensor, group: ShardGroup) -> Tensor:
     if x.dim() == 0 and not x.requires_grad:
         return x
     return take_part(x, 0, ((0, x.shape[0]),), group) if x.dim() else copy_to_shards(x, group)
+
+
+def let_einops_take_parts() -> None:
+    """Idempotent; nothing happens while nobody has imported `einops`."""
+    if "einops" in sys.modules:
+        _add_backend()
+
+
+@cache
+def _add_backend() -> type:
+    from einops._backends import TorchBackend  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    class PartsBackend(TorchBackend):  # type: ignore[misc, unused-ignore]
+        """The backend of PyTorch: its operations are those that values in parts have. `einops` finds it as a subclass."""
+
+        framework_name = __name__
+
+        def is_appropriate_type(self, tensor: object) -> bool:
+            """Whether it is a value in parts."""
+            return isinstance(tensor, ShardedValue)
+
+    return PartsBackend

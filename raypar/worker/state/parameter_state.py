@@ -1,6 +1,8 @@
 """State of one parameter in a worker's memory: of the whole, of a shard's slice, or of a run of elements that was received.
 
-Elements are numbered as `plan.pieces.Piece` says, alike under every number of shards (`slice_elements`).
+Elements are numbered as `plan.pieces.Piece` says: those of the whole parameter with the cut dim as the slowest, those of a
+parameter that is not cut as they lie in memory. The numbering depends on the style alone, so it is the same under every plan
+(`TensorCut.element_ranges`).
 """
 
 from __future__ import annotations
@@ -13,10 +15,16 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU
-from raypar.plan.shard_ranges import IndexRanges, TensorCut, intersect_ranges, merge_ranges, subtract_ranges
+from raypar.plan.shard_ranges import (
+    IndexRanges,
+    TensorCut,
+    intersect_ranges,
+    merge_ranges,
+    positions_of_indices,
+    subtract_ranges,
+)
 from raypar.plan.tensor_parallel_layout import shard_slice_shape
 from raypar.worker.checkpoint.state_key import PARAMETER, SHARED_KINDS, StateKey
-from raypar.worker.state.parameter_state import read_elements, write_elements
 
 StateByKey = dict[StateKey, Any]
 """State of one parameter: PARAMETER -> tensor; optimizer state, what it shares with others too -> tensor or number."""
@@ -138,3 +146,36 @@ def assemble_parameter(
             for start, stop in intersect_ranges(wanted, holding.spans):
                 write_elements(kept[key], cut, place.shard, start, holding.take(key, start, stop, whole()))
     return kept, True
+
+
+def read_elements(local: Tensor, cut: TensorCut | None, shard: int, start: int, stop: int) -> Tensor:
+    """Elements [start, stop) of the whole parameter, from this shard's slice `local`; may share its memory."""
+    flat, _ = _numbered(local, cut)
+    at, end = _place(local, cut, shard, start, stop)
+    return flat[at:end]
+
+
+def write_elements(local: Tensor, cut: TensorCut | None, shard: int, start: int, values: Tensor) -> None:
+    """Write `values` [n] to the elements [start, start + n) of the whole parameter, in this shard's slice `local`."""
+    with torch.no_grad():
+        flat, moved = _numbered(local, cut)
+        at, end = _place(local, cut, shard, start, start + values.numel())
+        flat[at:end] = values
+        if flat.data_ptr() != local.data_ptr():
+            moved.copy_(flat.view(moved.shape))
+
+
+def _numbered(local: Tensor, cut: TensorCut | None) -> tuple[Tensor, Tensor]:
+    """(the slice's elements in their order, maybe a copy; the slice with the cut dim first)."""
+    moved = local.detach() if cut is None else local.detach().movedim(cut.dim, 0)
+    return moved.reshape(-1), moved
+
+
+def _place(local: Tensor, cut: TensorCut | None, shard: int, start: int, stop: int) -> tuple[int, int]:
+    """Where elements [start, stop) of the whole parameter stand among those of the slice."""
+    if cut is None:
+        return start, stop
+    here = cut.indices_by_shard[shard]
+    width = local.numel() // local.shape[cut.dim]
+    (place,) = positions_of_indices(cut.element_ranges(here, width * cut.whole_size), ((start, stop),))
+    return place

@@ -1,4 +1,4 @@
-"""Hooks of the values in a stage's backward pass: restore process state, hand over finished gradients, keep those to send."""
+"""A stage's backward pass: hooks of its values, the run of autograd's engine, and weight gradients that are put off."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
+from raypar.model.split_linear_backward import Stash
+from raypar.torch_compat.autograd import backward_engine, root_metadata
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
-from raypar.worker.stage.stage_tensors import Hook, Hooks
+from raypar.worker.stage.stage_tensors import Hook, Hooks, StageTensors
 
 
 class LayerBackwardHooks:
@@ -117,3 +120,74 @@ class LayerBackwardHooks:
     def release(self) -> None:
         """Break the circles between this object and its hooks; it cannot be used any more."""
         vars(self).clear()
+
+
+def run_autograd_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
+    """Accumulate into `.grad` of every leaf, as `torch.autograd.backward` does. A gradient of None is 1, for a scalar root.
+
+    `torch.autograd.backward` compares the shapes of roots and gradients with code for symbolic shapes, and so loads sympy with
+    the first gradient: half a processor-second in each process. Here all shapes are numbers. Roots or gradients that are not
+    plain tensors of equal shapes are passed to `torch.autograd.backward`, which also raises its own errors for them.
+    """
+    run_engine = backward_engine()
+    if run_engine is None or not all(map(_is_plain, roots, gradients)):
+        torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]  # it takes both kinds in one list
+        return
+    starts = tuple(
+        torch.ones_like(r) if isinstance(r, Tensor) and g is None else g for r, g in zip(roots, gradients, strict=True)
+    )
+    run_engine(tuple(roots), starts, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _is_plain(root: Tensor | GradientEdge, gradient: Tensor | None) -> bool:
+    """Whether `torch.autograd.backward` would start at the root with just this gradient (None: 1), without casts or errors."""
+    if isinstance(root, GradientEdge):
+        value = root_metadata(root.node, root.output_nr)
+        if value.is_nested_tensor or value.is_cpp_nested_tensor or not value.dtype.is_floating_point or gradient is None:
+            return False
+        shape = value.shape
+    else:
+        if type(root) is not Tensor or root.is_nested or not root.is_floating_point():
+            return False
+        if gradient is None:
+            return root.numel() == 1
+        shape = root.shape
+    return type(gradient) is Tensor and list(gradient.shape) == list(shape) and gradient.is_floating_point()
+
+
+class DeferredGradients:
+    """Where a stage's Linears put off their weight gradients, and the parameters for which they do so."""
+
+    stash: Stash
+    """The stash of the microbatch under way, also in a backward pass: a layer that checkpoints runs its forward again there."""
+    parameters: frozenset[int]
+    """`id` of each parameter whose gradient is put off."""
+
+    def __init__(self) -> None:
+        self.stash = []
+        self.parameters = frozenset()
+
+    def current(self) -> Stash:
+        """The stash of the microbatch under way."""
+        return self.stash
+
+
+def sum_deferred_gradients(stash: Stash, weights: StageTensors) -> dict[int, Tensor]:
+    """Use -> the weight gradient of one microbatch, in the dtype of the parameter.
+
+    Gradients of calls that share a cast of the weight (under `torch.autocast`) are added in the compute dtype, as by autograd.
+    """
+    by_cast: dict[tuple[int, object], Tensor] = {}
+    sums: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for deferred in stash:
+            pairs = [(deferred.linear.weight, deferred.weight_gradient)]
+            if deferred.linear.bias is not None:
+                pairs.append((deferred.linear.bias, deferred.bias_gradient))
+            for parameter, compute in pairs:
+                use = weights.use_of(parameter), deferred.cast_token
+                by_cast[use] = by_cast[use] + compute() if use in by_cast else compute()
+        for (index, _), total in by_cast.items():
+            total = total.to(weights.uses[index].dtype)
+            sums[index] = sums[index] + total if index in sums else total
+    return sums
