@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from raypar.actors import worker_calls
+from raypar.actors import answer_batch, worker_calls
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.worker_calls import AnswerLost, WorkerCalls
 from raypar.actors.worker_failures import WorkerFailures
@@ -83,11 +83,11 @@ class Refs:
 
     def __init__(self, monkeypatch) -> None:
         self.answers: dict[str, object] = {}
-        monkeypatch.setattr(worker_calls.ray, "wait", self.wait)
-        monkeypatch.setattr(worker_calls.ray, "get", self.get)
+        monkeypatch.setattr(answer_batch.ray, "wait", self.wait)
+        monkeypatch.setattr(answer_batch.ray, "get", self.get)
 
     def wait(self, refs, num_returns, timeout):
-        assert num_returns == len(refs) and timeout == worker_calls.BATCH_WAIT_S
+        assert num_returns == len(refs) and timeout == answer_batch.BATCH_WAIT_S
         there = [ref for ref in refs if self.answers[ref.name] is not None]
         return there, [ref for ref in refs if ref not in there]
 
@@ -242,7 +242,7 @@ class Answered:
 
 def test_an_abort_waits_for_a_late_step_before_it_asks_how_many_steps_are_done(monkeypatch):
     """A late answer is awaited by itself, no more with those of the others; the worker may still apply the step meanwhile."""
-    monkeypatch.setattr(worker_calls, "wait_for_answers", lambda refs, timeout_s: time.sleep(0.05) or [worker_calls.UNANSWERED])
+    monkeypatch.setattr(worker_calls, "wait_for_answers", lambda refs, timeout_s: time.sleep(0.05) or [answer_batch.UNANSWERED])
     seen: list[str] = []
 
     async def step() -> str:
