@@ -19,6 +19,10 @@ from raypar.job.validation_errors import walk_sections
 CONTRACT_EDITION = 2
 """Edition of the numerics contract (`raypar/NUMERICS.md`) of this release. Checkpoints of the first do not name theirs."""
 
+CODE = "code"
+"""Key under which checkpoints hold the hashes of the job's code beside the contract. It is no setting: a run that is resumed
+with other code says so, and goes on."""
+
 ALWAYS = frozenset(
     [
         "seed",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ConfigError
 from raypar.job import Job
-from raypar.job.contract import contract_of_job
+from raypar.job.contract import CODE, contract_of_job
 from raypar.launch.chosen_plan import ChosenPlan
 from raypar.launch.code_of_job import code_of_job, describe_code_change
 from raypar.launch.launch_options import LaunchOptions
@@ -89,7 +89,7 @@ def contract_fields(options: LaunchOptions) -> dict[str, Any]:
     """The fields of a request that say what the run's checkpoints hold of the job, and what of its code has changed."""
     code = code_of_job(options.job)
     changed = describe_code_change(options.former_code, code)
-    return {"contract": {**contract_of_job(options.job), "code": code}, "warnings": () if changed is None else (changed,)}
+    return {"contract": {**contract_of_job(options.job), CODE: code}, "warnings": () if changed is None else (changed,)}
 
 
 def storage_fields(folder: RunFolder, options: LaunchOptions) -> dict[str, Any]:

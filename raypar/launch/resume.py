@@ -17,6 +17,7 @@ from raypar.errors import ActiveError, CheckpointError, ConfigError, LeaseHeldEr
 from raypar.files.atomic_write import explain_write_errors, file_has_content, replace_file_atomically, write_text_atomically
 from raypar.files.untrusted_files import explain_read_errors, repr_text
 from raypar.job import Job
+from raypar.job.contract import CODE
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
 from raypar.launch.client_storage_session import (
@@ -213,7 +214,7 @@ def prepare_resumed_run(
     if line := describe_edition_change(manifest):
         tell(RunWarning(text=line))
     tell(ResumeNotice(text=text, step=manifest.steps_done))
-    code = manifest.contract.get("code")
+    code = manifest.contract.get(CODE)
     return replace(options, resume=checkpoint, steps_done=manifest.steps_done, former_code=code), check_and_choose
 
 

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from raypar.errors import CheckpointError
 from raypar.job.contract import contract_of_job
+from raypar.launch.launch_options import LaunchOptions
+from raypar.launch.make_run_request import contract_fields
 from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, TensorSlices, optimizer_key
 from raypar.worker.norm_and_weights_hash import weights_hash
@@ -320,3 +322,11 @@ def test_a_checkpoint_of_another_contract_says_what_changed_and_steps_are_no_par
     checkpoint_files.check_contract(manifest, job("tangled", steps=100))
     with pytest.raises(CheckpointError, match="seed was 11, is 12; batch_size was 11, is 13"):
         checkpoint_files.check_contract(manifest, job("tangled", seed=12, batch_size=13))
+
+
+def test_a_checkpoint_with_the_hashes_of_the_job_s_code_as_every_run_writes_them_is_of_the_same_job(tmp_path: Path):
+    contract = contract_fields(LaunchOptions(SPEC, lambda chosen: pytest.fail("no run is made")))["contract"]
+    assert contract.keys() - contract_of_job(SPEC).keys() == {"code"}
+    folder = checkpoint_files.create_checkpoint(tmp_path, 1)
+    path = checkpoint_files.commit_checkpoint(folder, [], steps_done=1, contract=contract)
+    checkpoint_files.check_contract(checkpoint_files.load_manifest(path), SPEC)

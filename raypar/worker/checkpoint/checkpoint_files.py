@@ -26,7 +26,7 @@ from raypar.errors import CheckpointError
 from raypar.files.untrusted_files import parse_untrusted_json, repr_text, shorten
 from raypar.job import Job
 from raypar.job.callable_text import shorten_contract_text
-from raypar.job.contract import CONTRACT_EDITION, contract_of_job, keys_that_may_change
+from raypar.job.contract import CODE, CONTRACT_EDITION, contract_of_job, keys_that_may_change
 from raypar.plan.shard_ranges import IndexRanges
 from raypar.storage.checkpoint_store import (
     CheckpointRef,
@@ -666,6 +666,7 @@ def list_contract_differences(manifest: Manifest, spec: Job) -> list[str]:
         f"{key} was {_setting(then, key)}, is {_setting(now, key)}"
         for key in {**now, **then}
         if key not in may_change
+        and key != CODE
         and not _is_same_setting(then.get(key), now.get(key))
         and not (key == "edition" and _edition_of(manifest) < CONTRACT_EDITION)
     ]
