@@ -29,15 +29,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The whole default suite runs in one process more than there are processors, in four at most; tests that were chosen, by
-    path or by marker, run in this one (0).
+    """The whole default suite, and `-m quick`, run in one process more than there are processors, in four at most; tests that
+    were chosen otherwise, by path or by marker, run in this one (0).
 
     One more, because tests wait for processes that they start; four at most, because end-to-end tests, a quarter of the
     suite's time, run one after the other.
     """
-    chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or any(
-        str(word).startswith(("-m", "-k", "--sample")) for word in config.invocation_params.args
-    )
+    options = ("-k", "--sample") if config.option.markexpr == "quick" else ("-m", "-k", "--sample")
+    words = map(str, config.invocation_params.args)
+    chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or any(word.startswith(options) for word in words)
     processors = os.cpu_count() or 1
     return 0 if chosen or processors < 2 else min(processors + 1, 4)
 
@@ -97,6 +97,33 @@ def pytest_collection_finish() -> None:
             module = getattr(torch, device, None)
             if module is not None and not getattr(module, "is_available", lambda: True)():
                 module.manual_seed_all = lambda seed: None
+
+
+STARTS_PROCESSES = frozenset(
+    f"tests/{name}.py"
+    for name in (
+        *(
+            "parity/test_tcp",
+            "parity/test_gpu_process",
+            "parity/test_gpu_workers",
+            "parity/test_data",
+            "parity/test_example_jobs",
+        ),
+        *("parity/test_without_dynamo", "parity/test_kernel_calls", "unit/test_cluster_files", "unit/test_packaging"),
+        *("unit/test_folder_upload", "unit/test_import_circles", "unit/test_fences", "unit/test_top"),
+    )
+)
+"""Modules of `unit` and `parity` that spend their time in processes which they start: not in `pytest -m quick`."""
+
+
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
+def pytest_mark_quick_tests(items: list[pytest.Item]) -> None:
+    """`pytest -m quick`: what the pure rooms decide, and the bits of one process, without the longest grids."""
+    for item in items:
+        module = item.nodeid.partition("::")[0]
+        marked = {mark.name for mark in item.iter_markers()} & {"full", "chaos"}
+        if module.startswith(("tests/unit/", "tests/parity/")) and module not in STARTS_PROCESSES and not marked:
+            item.add_marker("quick")
 
 
 @pytest.hookimpl(trylast=True)
