@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.numerics_fingerprint import SETTINGS, processor_model
+from raypar.actors.numerics_fingerprint import processor_model
+from raypar.doctor.check_environment import FINGERPRINT_SETTINGS
 from raypar.errors import RayparError, error_first_line
 
 NODE_S = 25.0
@@ -95,7 +96,7 @@ def ask_nodes(folder: str) -> list[dict[str, Any]]:
         for node in nodes:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             actor = reporter.options(scheduling_strategy=there).remote()
-            asked.append((node, actor, actor.describe.remote(LIBRARIES, SETTINGS, file)))
+            asked.append((node, actor, actor.describe.remote(LIBRARIES, FINGERPRINT_SETTINGS, file)))
         until = time.monotonic() + NODE_S
         return [_ask(node, actor, answer, until) for node, actor, answer in asked]
 
@@ -134,8 +135,7 @@ def main(address: str, folder: str) -> dict[str, Any]:
 
 def join_and_ask(address: str, folder: str) -> dict[str, Any]:
     """What the cluster at `address` says; `error` if it cannot be joined."""
-    from raypar.actors.ray_connection import check_address_answers
-    from raypar.ray_compat.authentication import lets_in_without_token, shows_token
+    from raypar.actors.ray_connection import check_address_answers, is_open_to_all
     from raypar.ray_compat.local_cluster import loopback_address_kept_if_needed
     from raypar.ray_compat.settings import QUIET
 
@@ -144,15 +144,15 @@ def join_and_ask(address: str, folder: str) -> dict[str, Any]:
         check_address_answers(address)
         import ray
 
+        open_to_all = is_open_to_all(address)
         with loopback_address_kept_if_needed(address):
-            open_to_all = not shows_token() or lets_in_without_token(address)
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except RayparError as error:
         return {"error": error.what}
     except Exception as error:  # Ray raises a bare one in places
         return {"error": f"cannot join a Ray cluster at {address!r}: {error_first_line(error)}"}
     try:
-        ours = NodeFactsProbe().describe(LIBRARIES, SETTINGS, None)
+        ours = NodeFactsProbe().describe(LIBRARIES, FINGERPRINT_SETTINGS, None)
         nodes = ask_nodes(folder if not folder or Path(folder).is_dir() else os.getcwd())
         return {"nodes": nodes, "open_to_all": open_to_all, **{key: ours[key] for key in ("versions", "processor", "settings")}}
     finally:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import raypar
+from raypar.doctor.check_environment import FINGERPRINT_SETTINGS
 
 if TYPE_CHECKING:
     import torch
@@ -18,13 +19,6 @@ if TYPE_CHECKING:
     from raypar.job import PrecisionConfig
 
 Fingerprint = Mapping[str, str]
-
-SETTINGS = (
-    ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "MKL_DYNAMIC")
-    + ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "ATEN_CPU_CAPABILITY")
-    + ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
-)
-"""Environment variables that make a library choose kernels with other rounding."""
 
 
 def fingerprint_worker_numerics(threads: int, device: torch.device, precision: PrecisionConfig | None = None) -> dict[str, str]:
@@ -51,7 +45,7 @@ def fingerprint_worker_numerics(threads: int, device: torch.device, precision: P
         "processor": processor_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(threads),
-        "settings": " ".join(f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ) or "none",
+        "settings": " ".join(f"{name}={os.environ[name]}" for name in FINGERPRINT_SETTINGS if name in os.environ) or "none",
         "kernels": digest_kernel_results(device),
         **({f"{autocast.dtype_name}_kernels": digest_autocast_kernel_results(device, autocast.dtype)} if autocast else {}),
         **on_gpu,

@@ -6,8 +6,6 @@ import contextlib
 import logging
 import os
 import random
-import resource
-import shutil
 import signal
 import socket
 import sys
@@ -36,6 +34,10 @@ from raypar.actors.local_ray_cluster import (
     start_local_nodes,
     write_token_file,
 )
+from raypar.doctor.check_environment import FOLDER_NAMES, SOCKET_PATH_ROOM
+from raypar.doctor.check_machine import OBJECT_STORE_BYTES
+from raypar.doctor.checks import refuse_unfit_machine
+from raypar.doctor.gather import read_limits, read_room
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError, error_first_line
 from raypar.ray_compat.authentication import lets_in_without_token, shows_token, token_authentication
 from raypar.ray_compat.local_cluster import (
@@ -64,9 +66,6 @@ from raypar.ray_compat.settings import (
 )
 from raypar.user_code.user_code_errors import STOP_SIGNALS, StopHandler
 
-OBJECT_STORE_BYTES = 150 * 2**20
-"""Size of the local Ray cluster's object store; modest, as no tensor goes through it."""
-
 ATTEMPTS = 3
 """How often the start of Ray is attempted: Ray gives its raylet 30 s, which no setting changes."""
 
@@ -82,17 +81,6 @@ TOKEN = (
 NO_TOKEN = "; it has no token: whoever reaches its ports can run code in its workers, as any user of this cluster can"
 """What the first lines of a run say of a cluster that was joined without a token."""
 
-ADDRESS_SPACE_BYTES = 5 * 2**29
-"""Address space of a process that has loaded Ray and PyTorch: less than 2.3 GiB. With less than it needs Ray calls abort()."""
-
-TEMP_BYTES = 2**19
-"""Without so much room for its logs a local Ray cluster does not start, and says nothing."""
-
-SOCKET_PATH_ROOM = 40
-"""Ray puts about 65 characters of socket path below its folder, and the system allows 107."""
-
-FOLDER_NAMES = 18
-"""Characters of `/raypar-12345678/r`, the folders that are made for Ray."""
 RAY_FOLDER = "r"
 """Ray's own folder below the run's temporary one. Ray lets everybody read and write its folder (mode 777), and its sockets lie
 there; nobody but the user gets through the one above."""
@@ -213,8 +201,7 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
     from raypar.actors.removed_working_dir import wait_until_working_dir_unpacked  # at once: not while Ray unpacks us
 
     check_address_answers(address)
-    with loopback_address_kept_if_needed(address):
-        open_to_all = not shows_token() or lets_in_without_token(address)
+    open_to_all = is_open_to_all(address)
     runtime_env = None
     if not is_head_on_this_machine(address) and SUBMITTED_VARIABLE not in os.environ:
         runtime_env = {"working_dir": str(working_dir), "excludes": ["runs/", ".git/", ".venv/", "*.safetensors"]}
@@ -260,6 +247,12 @@ def leave_cluster() -> None:
         forget_ray_at_exit()  # it would block the end of this process in the same way
 
 
+def is_open_to_all(address: str) -> bool:
+    """Whether the cluster at `address` lets in who shows no token."""
+    with loopback_address_kept_if_needed(address):
+        return not shows_token() or lets_in_without_token(address)
+
+
 def check_address_answers(address: str) -> None:
     """Raise `ClusterAddressError` if nothing listens at `host:port`; Ray itself would retry silently for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
@@ -284,7 +277,7 @@ def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterato
     """
     import ray
 
-    check_address_space()
+    refuse_unfit_machine({"limits": read_limits()})
     cpus = cpus_per_node(workers, nodes)
     token = choose_token(os.environ)
 
@@ -310,17 +303,6 @@ def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterato
         write_token_file(folder, address, token)
         stack.enter_context(room_for_new_driver(folder))
         yield RayConnection("own", describe_local_ray(nodes * cpus, raylets), address, host=LOOPBACK, nodes=raylets)
-
-
-def check_address_space() -> None:
-    """Raise `ClusterError` where a limit on address space is too small for Ray, which would end this process without a word."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY and limit < ADDRESS_SPACE_BYTES:
-        raise ClusterError(
-            f"processes may have {limit / 2**30:.1f} GiB of address space each (`ulimit -v`), and one that loads Ray and "
-            f"PyTorch needs {ADDRESS_SPACE_BYTES / 2**30:.1f}, of which it uses little",
-            cure="raise or remove that limit (`ulimit -v unlimited`); a container or cgroup limits memory itself",
-        )
 
 
 def start_ray_with_retries(start: Callable[[Path], None], stack: contextlib.ExitStack) -> Path:
@@ -451,13 +433,7 @@ def make_short_temp_dir() -> Path:
     """
     base = tempfile.gettempdir()
     base = base if len(base) + FOLDER_NAMES <= SOCKET_PATH_ROOM else "/tmp"
-    free = shutil.disk_usage(base).free
-    if free < TEMP_BYTES:
-        raise ClusterError(
-            f"the disk is full: {base} has {free // 1024:,} KiB left, and Ray puts its logs there",
-            cure="free disk space, or set TMPDIR to a folder with room and at most "
-            f"{SOCKET_PATH_ROOM - FOLDER_NAMES} characters",
-        )
+    refuse_unfit_machine({"temporary": read_room(base)})
     return Path(tempfile.mkdtemp(prefix="raypar-", dir=base))
 
 

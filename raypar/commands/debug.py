@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import bdb
 import sys
+from functools import partial
 
 from raypar.console.command_arguments import add_run_dir_argument, add_set_argument
 from raypar.errors import NonFiniteError
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.worker.run_in_one_process import FirstNonFinite
     from raypar.worker.step.step_commit import NON_FINITE_CURE
 
+    say, warn = partial(print, flush=True), partial(print, "warning:", file=sys.stderr, flush=True)
     with (
         find_debug_start(args.job, args.run_dir, args.overrides, say, warn) as start,
         open_debug_run(start, start.steps(args.steps), args.stop_at, args.order_seed, say) as local,
@@ -61,13 +63,3 @@ def run(args: argparse.Namespace) -> int:
                 say(f"  skipped; first not finite: {first.describe()}")
                 first.found = None
     return 0
-
-
-def say(text: str) -> None:
-    """Print a line at once."""
-    print(text, flush=True)
-
-
-def warn(text: str) -> None:
-    """Print a warning at once."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ def run(args: argparse.Namespace) -> int:
     """Drain the node; exit code 0, also if the node is being drained already. Raises `ConfigError` or `ClusterError`."""
     import math
     import os
+    import time
 
     from raypar.actors.local_ray_cluster import find_local_token
     from raypar.console.run_status import local_time
@@ -52,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"address {address!r}", cure="give --address host:port, where the cluster's control store answers")
     token = find_local_token(address)
     with token_authentication(token) if token is not None else contextlib.nullcontext():
-        done = drain_node_of_cluster(word, address, known, args.deadline_s, args.reason)
-    at = f"at {local_time(done.leaves_at)}" if not math.isinf(done.leaves_at) else "as soon as nothing runs there"
-    if done.was_draining:
-        print(f"node {done.node} is being drained already: it leaves {at}; nothing has changed")
+        node, leaves_at = drain_node_of_cluster(word, address, known, args.deadline_s, args.reason)
+    if leaves_at is not None:
+        at = f"at {local_time(leaves_at)}" if not math.isinf(leaves_at) else "as soon as nothing runs there"
+        print(f"node {node} is being drained already: it leaves {at}; nothing has changed")
     else:
-        after = f"{at}, in {args.deadline_s:g} s"
-        print(f"node {done.node} is going to leave {after}: it takes nothing new, runs move their work off")
+        after = f"at {local_time(time.time() + args.deadline_s)}, in {args.deadline_s:g} s"
+        print(f"node {node} is going to leave {after}: it takes nothing new, runs move their work off")
     return 0

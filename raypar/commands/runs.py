@@ -26,8 +26,7 @@ def run(args: argparse.Namespace) -> int:
     import time
 
     from raypar.console.json_stdout import json_stdout, json_text
-    from raypar.console.read_run_rows import list_runs_in_folder
-    from raypar.console.run_table import RunRow, format_run_table
+    from raypar.console.run_table import RunRow, format_run_table, list_runs_in_folder
     from raypar.errors import ConfigError
     from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
     from raypar.files.untrusted_files import printable

@@ -74,9 +74,8 @@ def _versions(facts: ClusterFacts, nodes: Sequence[NodeFacts]) -> list[Finding]:
         for theirs, node in others.items():
             if library == "raypar" and not theirs:
                 text = "raypar is not installed there; a job takes it along only from a folder that has it"
-                found.append(
-                    Finding("warning", _name(node), text, "install raypar on the node, or submit from raypar's folder")
-                )
+                cure = "install raypar on the node, or submit from raypar's folder"
+                found.append(Finding("warning", _name(node), text, cure))
             elif library in ("cupy", "torchvision"):
                 text = f"{library} {theirs or 'is not installed'} there, {ours or 'none'} here"
                 found.append(Finding("warning", _name(node), text, "install one version on all nodes, if jobs need it"))
@@ -117,17 +116,15 @@ def _places(nodes: Sequence[NodeFacts]) -> list[Finding]:
     blind = [node for node in nodes if node.sees_folder is False]
     if blind:
         text = f"not seen by {', '.join(_name(node) for node in blind[:6])}: workers write checkpoints themselves"
-        found.append(
-            Finding("failure", "shared runs folder", text, "set run_dir to storage that all nodes share (NFS, EFS, Filestore)")
-        )
+        cure = "set run_dir to storage that all nodes share (NFS, EFS, Filestore)"
+        found.append(Finding("failure", "shared runs folder", text, cure))
     elif any(node.sees_folder for node in nodes):
         found.append(Finding("ok", "shared runs folder", "seen by all nodes"))
     for node in nodes:
         if node.shm_free_bytes is not None and node.shm_free_bytes < CLUSTER_SHM_BYTES:
             text = f"/dev/shm has {gib(node.shm_free_bytes)} free"
-            found.append(
-                Finding("warning", _name(node), text, "a larger /dev/shm: docker run --shm-size, emptyDir with medium: Memory")
-            )
+            cure = "a larger /dev/shm: docker run --shm-size, emptyDir with medium: Memory"
+            found.append(Finding("warning", _name(node), text, cure))
         if node.open_files is not None and node.open_files < LEAST_OPEN_FILES:
             text = f"{node.open_files:,} open files at most"
             found.append(Finding("warning", _name(node), text, "ulimit -n 65536 before Ray is started there"))

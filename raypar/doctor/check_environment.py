@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from raypar.doctor.finding import Finding
+from raypar.doctor.finding import Finding, NotKnown
+from raypar.doctor.machine_facts import HostFacts
 
-CHANGES_BITS = (
+FINGERPRINT_SETTINGS = (
     "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "MKL_DYNAMIC", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA",
     "ONEDNN_DEFAULT_FPMATH_MODE", "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )  # fmt: skip
-"""Variables that make a library choose kernels with other rounding."""
+"""Variables that make a library choose kernels with other rounding, and that workers compare before a run."""
+CHANGES_BITS = (*FINGERPRINT_SETTINGS, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+"""All such variables."""
 PINS = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
 """Variables that bind threads to processors: of several workers, all to the same ones."""
 HARMLESS_NCCL = ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_VERSION", "NCCL_CONF_FILE")
@@ -22,12 +24,15 @@ RAY_KNOWN = (
     "RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT",
 )  # fmt: skip
 """Variables of Ray that raypar expects, or judges by themselves."""
-LONGEST_TMPDIR = 40
+SOCKET_PATH_ROOM = 40
 """Ray puts about 65 characters of socket path below its folder, and the system allows 107."""
+FOLDER_NAMES = 18
+"""Characters of `/raypar-12345678/r`, the folders that a local cluster makes for Ray."""
 
 
-def check_environment(environment: Mapping[str, str], addresses: Collection[str], interfaces: Collection[str]) -> list[Finding]:
-    """The settings that matter. `addresses`, `interfaces`: of this machine."""
+def check_environment(environment: Mapping[str, str], host: HostFacts | NotKnown) -> list[Finding]:
+    """The settings that matter on a machine of these names."""
+    addresses, interfaces = ((), ()) if isinstance(host, NotKnown) else (host.addresses, host.interfaces)
     found = [*_bits(environment), *_threads(environment), *_nccl(environment, interfaces)]
     found += [*_proxies(environment, addresses), *_ray(environment), *_others(environment)]
     return found or [Finding("ok", "environment", "no setting that changes results, or makes runs slow or hang")]
@@ -45,9 +50,8 @@ def _threads(environment: Mapping[str, str]) -> list[Finding]:
     found = []
     count = environment.get("OMP_NUM_THREADS", "")
     if count and not all(part.strip().isdigit() and int(part) > 0 for part in count.split(",")):
-        found.append(
-            Finding("warning", "environment", f"OMP_NUM_THREADS={count!r} is no number", "unset it: `threads` of the job says")
-        )
+        cure = "unset it: `threads` of the job says"
+        found.append(Finding("warning", "environment", f"OMP_NUM_THREADS={count!r} is no number", cure))
     elif count:
         text = f"OMP_NUM_THREADS={count} is not used: the job's `threads` says how many threads a worker has"
         found.append(Finding("ok", "environment", text))
@@ -118,9 +122,9 @@ def _ray(environment: Mapping[str, str]) -> list[Finding]:
         text = f"RAY_ADDRESS={environment['RAY_ADDRESS']}: runs join that cluster"
         found.append(Finding("ok", "environment", f"{text}, also without --address"))
     folder = environment.get("RAY_TMPDIR", "")
-    if len(folder) > LONGEST_TMPDIR:
+    if len(folder) > SOCKET_PATH_ROOM:
         text = f"RAY_TMPDIR has {len(folder)} characters: the paths of Ray's sockets become too long"
-        found.append(Finding("warning", "environment", text, f"use a folder with {LONGEST_TMPDIR} characters at most"))
+        found.append(Finding("warning", "environment", text, f"use a folder with {SOCKET_PATH_ROOM} characters at most"))
     faults = sorted(name for name in environment if name.startswith("RAY_testing_"))
     if faults:
         found.append(Finding("warning", "environment", f"{', '.join(faults)}: makes Ray fail on purpose", "unset it"))

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from raypar.doctor.finding import Finding, Level, NotKnown, not_checked
+from raypar.doctor.check_environment import FOLDER_NAMES, SOCKET_PATH_ROOM
+from raypar.doctor.finding import Finding, Level, NotKnown
 from raypar.doctor.machine_facts import FolderFacts, HostFacts, LimitFacts, ProcessorFacts, StorageFacts, TlsFacts, TokenFacts
 
 GOOD = {
@@ -19,7 +20,11 @@ CUPY_FROM = (14,)
 NAMES = {"python": "Python", "torch": "PyTorch", "ray": "Ray", "numpy": "NumPy", "pyyaml": "PyYAML", "cupy": "CuPy"}
 
 OBJECT_STORE_BYTES = 150 << 20
-"""What Ray's object store takes of /dev/shm in a local cluster of raypar's."""
+"""Size of the object store of a local Ray cluster, in /dev/shm; modest, as no tensor goes through it."""
+ADDRESS_SPACE_BYTES = 5 * 2**29
+"""Address space of a process that has loaded Ray and PyTorch: less than 2.3 GiB. With less than it needs Ray calls abort()."""
+LOG_BYTES = 2**19
+"""Without so much room for its logs a local Ray cluster does not start, and says nothing."""
 CLUSTER_SHM_BYTES = 1 << 30
 WORKER_BYTES = 450 << 20
 """Resident memory of a worker before it has a model."""
@@ -40,10 +45,8 @@ def parse_version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
-def check_versions(versions: Mapping[str, str] | NotKnown) -> list[Finding]:
+def check_versions(versions: Mapping[str, str]) -> list[Finding]:
     """Python and the libraries that raypar needs."""
-    if isinstance(versions, NotKnown):
-        return [not_checked("versions", versions)]
     found = [Finding("ok", "raypar", versions.get("raypar") or "not installed, run from its folder")]
     for library, (least, below) in GOOD.items():
         name, version = NAMES.get(library, library), versions.get(library, "")
@@ -60,10 +63,8 @@ def check_versions(versions: Mapping[str, str] | NotKnown) -> list[Finding]:
     return found
 
 
-def check_processors(facts: ProcessorFacts | NotKnown) -> list[Finding]:
+def check_processors(facts: ProcessorFacts) -> list[Finding]:
     """Processors and memory."""
-    if isinstance(facts, NotKnown):
-        return [not_checked("processors", facts)]
     count = facts.processors if facts.quota is None else min(facts.processors, facts.quota)
     text = f"{facts.processors} of {facts.all_processors} may be used"
     if facts.quota is not None and facts.quota < facts.processors:
@@ -86,16 +87,10 @@ def check_processors(facts: ProcessorFacts | NotKnown) -> list[Finding]:
     return found
 
 
-def check_gpus(
-    devices: tuple[str, ...] | NotKnown, torch: Mapping[str, Any] | NotKnown, environment: Mapping[str, str]
-) -> list[Finding]:
+def check_gpus(torch: Mapping[str, Any], devices: tuple[str, ...], environment: Mapping[str, str]) -> list[Finding]:
     """Whether PyTorch can be imported, and sees the GPUs that the machine has."""
-    if isinstance(torch, NotKnown):
-        return [not_checked("PyTorch's import", torch)]
     if torch.get("error"):
         return [Finding("failure", "PyTorch's import", str(torch["error"]), f"install it anew: {INSTALL}")]
-    if isinstance(devices, NotKnown):
-        return [not_checked("GPUs", devices)]
     seen = [str(name) for name in torch.get("gpus") or ()]
     if not devices and not seen:
         return [Finding("ok", "GPUs", "none on this machine; jobs for CPUs need none")]
@@ -105,11 +100,8 @@ def check_gpus(
     if len(seen) >= len(devices):
         return [Finding("ok", "GPUs", text)]
     if not torch.get("cuda"):
-        return [
-            Finding(
-                "warning", "GPUs", f"{text}: it was built for CPUs", "install a PyTorch for CUDA, for jobs with device: gpu"
-            )
-        ]
+        cure = "install a PyTorch for CUDA, for jobs with device: gpu"
+        return [Finding("warning", "GPUs", f"{text}: it was built for CPUs", cure)]
     if "CUDA_VISIBLE_DEVICES" in environment:
         text += f"; CUDA_VISIBLE_DEVICES is {environment['CUDA_VISIBLE_DEVICES']!r}"
         return [Finding("warning", "GPUs", text, "unset CUDA_VISIBLE_DEVICES, unless the others are to be left alone")]
@@ -117,19 +109,20 @@ def check_gpus(
     return [Finding("warning", "GPUs", text, cure)]
 
 
-def check_nccl(nccl: Mapping[str, Any] | NotKnown, has_gpus: bool, versions: Mapping[str, str] | NotKnown) -> list[Finding]:
+def check_nccl(
+    nccl: Mapping[str, Any] | NotKnown, devices: tuple[str, ...], versions: Mapping[str, str] | NotKnown
+) -> list[Finding]:
     """CuPy and NCCL, which only jobs on GPUs need."""
-    level: Level = "failure" if has_gpus else "ok"
     cupy = "" if isinstance(versions, NotKnown) else versions.get("cupy", "")
     if cupy and parse_version(cupy) < CUPY_FROM:
         cure = f"install {CUPY_FROM[0]} or later: pip install -e '.[cuda13]', or cuda12"
-        return [Finding("failure" if has_gpus else "warning", "CuPy", f"{cupy} is too old for GPU workers", cure)]
-    if not has_gpus:
+        return [Finding("failure" if devices else "warning", "CuPy", f"{cupy} is too old for GPU workers", cure)]
+    if not devices:
         return [Finding("ok", "CuPy and NCCL", f"CuPy {cupy or 'not installed'}; without a GPU nothing needs them")]
     if isinstance(nccl, NotKnown):
-        return [not_checked("CuPy and NCCL", nccl)]
+        return [Finding("not checked", "CuPy and NCCL", nccl.why)]
     if nccl.get("error"):
-        return [Finding(level, "CuPy and NCCL", str(nccl["error"]), str(nccl.get("cure") or ""))]
+        return [Finding("failure", "CuPy and NCCL", str(nccl["error"]), str(nccl.get("cure") or ""))]
     return [Finding("ok", "CuPy and NCCL", str(nccl.get("text")))]
 
 
@@ -138,25 +131,20 @@ def check_torchvision(torchvision: Mapping[str, Any] | NotKnown, versions: Mappi
     if not isinstance(versions, NotKnown) and not versions.get("torchvision"):
         return [Finding("ok", "torchvision", "not installed; only models that use it need it")]
     if isinstance(torchvision, NotKnown):
-        return [not_checked("torchvision", torchvision)]
+        return [Finding("not checked", "torchvision", torchvision.why)]
     error = str(torchvision.get("error") or "")
     if "torchvision::" in error:
         cure = "install both from one index, or `pip uninstall torchvision`; until then `transformers` cannot be imported"
         return [Finding("warning", "torchvision", f"it was built for another PyTorch than the installed one ({error})", cure)]
     if error:
-        return [
-            Finding(
-                "warning", "torchvision", f"it cannot be imported: {error}", "`pip uninstall torchvision`, or install it anew"
-            )
-        ]
+        cure = "`pip uninstall torchvision`, or install it anew"
+        return [Finding("warning", "torchvision", f"it cannot be imported: {error}", cure)]
     version = "" if isinstance(versions, NotKnown) else versions.get("torchvision", "")
     return [Finding("ok", "torchvision", f"{version} fits the installed PyTorch")]
 
 
-def check_ray(ray: Mapping[str, Any] | NotKnown) -> list[Finding]:
+def check_ray(ray: Mapping[str, Any]) -> list[Finding]:
     """Whether Ray can be imported."""
-    if isinstance(ray, NotKnown):
-        return [not_checked("Ray's import", ray)]
     if ray.get("error"):
         return [Finding("failure", "Ray's import", str(ray["error"]), f"install it anew: {INSTALL}")]
     return []
@@ -169,10 +157,8 @@ def check_private_apis(name: str, library: Mapping[str, Any] | NotKnown) -> list
     return [Finding("warning", f"{name}'s private APIs", what, cure) for what, cure in library.get("lacks") or ()]
 
 
-def check_shm(facts: FolderFacts | NotKnown) -> list[Finding]:
+def check_shm(facts: FolderFacts) -> list[Finding]:
     """/dev/shm, where Ray's object store lies."""
-    if isinstance(facts, NotKnown):
-        return [not_checked("/dev/shm", facts)]
     text = f"{gib(facts.free_bytes)} free of {gib(facts.size_bytes)}"
     if facts.error or facts.path != "/dev/shm":
         text = f"nothing can be written there: {facts.error or 'it does not exist'}"
@@ -186,10 +172,8 @@ def check_shm(facts: FolderFacts | NotKnown) -> list[Finding]:
     return [Finding("ok", "/dev/shm", text)]
 
 
-def check_runs_folder(facts: FolderFacts | StorageFacts | NotKnown) -> list[Finding]:
+def check_runs_folder(facts: FolderFacts | StorageFacts) -> list[Finding]:
     """The folder of runs, writable with room for checkpoints; or the storage that takes its place."""
-    if isinstance(facts, NotKnown):
-        return [not_checked("runs folder", facts)]
     if isinstance(facts, StorageFacts):
         return [_check_runs_storage(facts)]
     if facts.error:
@@ -219,10 +203,8 @@ def _check_runs_storage(facts: StorageFacts) -> Finding:
     return Finding("ok", "runs folder", text)
 
 
-def check_temporary_folder(facts: FolderFacts | NotKnown) -> list[Finding]:
+def check_temporary_folder(facts: FolderFacts) -> list[Finding]:
     """The folder in which Ray keeps its files."""
-    if isinstance(facts, NotKnown):
-        return [not_checked("temporary files", facts)]
     if facts.error:
         return [Finding("failure", "temporary files", f"{facts.path}: {facts.error}", "set TMPDIR to a folder you may write")]
     used = 1 - facts.free_bytes / facts.size_bytes if facts.size_bytes else 1.0
@@ -233,10 +215,17 @@ def check_temporary_folder(facts: FolderFacts | NotKnown) -> list[Finding]:
     return [Finding("ok", "temporary files", text)]
 
 
-def check_limits(facts: LimitFacts | NotKnown) -> list[Finding]:
+def check_room_for_logs(facts: FolderFacts | NotKnown) -> list[Finding]:
+    """A disk that is too full for the logs of a local Ray cluster."""
+    if isinstance(facts, NotKnown) or facts.free_bytes >= LOG_BYTES:
+        return []
+    text = f"the disk is full: {facts.path} has {facts.free_bytes // 1024:,} KiB left, and Ray puts its logs there"
+    cure = f"free disk space, or set TMPDIR to a folder with room and at most {SOCKET_PATH_ROOM - FOLDER_NAMES} characters"
+    return [Finding("failure", "room for logs", text, cure)]
+
+
+def check_limits(facts: LimitFacts) -> list[Finding]:
     """Limits of open files and of processes."""
-    if isinstance(facts, NotKnown):
-        return [not_checked("limits", facts)]
     found = []
     files = facts.open_files
     text = f"{'unlimited' if files is None else f'{files:,}'} (ulimit -n)"
@@ -262,6 +251,19 @@ def check_limits(facts: LimitFacts | NotKnown) -> list[Finding]:
     return found
 
 
+def check_address_space(facts: LimitFacts | NotKnown) -> list[Finding]:
+    """A limit on address space that is too small for Ray, which would end the process without a word."""
+    limit = None if isinstance(facts, NotKnown) else facts.address_space_bytes
+    if limit is None or limit >= ADDRESS_SPACE_BYTES:
+        return []
+    text = (
+        f"processes may have {limit / 2**30:.1f} GiB of address space each (`ulimit -v`), and one that loads Ray and PyTorch "
+        f"needs {ADDRESS_SPACE_BYTES / 2**30:.1f}, of which it uses little"
+    )
+    cure = "raise or remove that limit (`ulimit -v unlimited`); a container or cgroup limits memory itself"
+    return [Finding("failure", "address space", text, cure)]
+
+
 def check_host(facts: HostFacts | NotKnown, address: str | None) -> list[Finding]:
     """The machine's name, its address and ports. `address`: of the cluster to join; None: none is named."""
     if isinstance(facts, NotKnown):
@@ -280,9 +282,8 @@ def check_host(facts: HostFacts | NotKnown, address: str | None) -> list[Finding
         found.append(Finding("ok", "host name", text))
     if facts.own_connection_error:
         text = f"a connection to a port of {facts.addresses[0]} fails: {facts.own_connection_error}"
-        found.append(
-            Finding("failure", "ports", text, "let the firewall pass connections between the nodes, on all high ports")
-        )
+        cure = "let the firewall pass connections between the nodes, on all high ports"
+        found.append(Finding("failure", "ports", text, cure))
     else:
         count = facts.last_port - facts.first_port + 1
         text = f"this machine connects to itself; {count:,} ports for listeners ({facts.first_port} to {facts.last_port})"
@@ -294,18 +295,13 @@ def check_host(facts: HostFacts | NotKnown, address: str | None) -> list[Finding
     return found
 
 
-def check_token(facts: TokenFacts | NotKnown, address: str | None) -> list[Finding]:
+def check_token(facts: TokenFacts, address: str | None) -> list[Finding]:
     """The cluster's token, if it has one."""
-    if isinstance(facts, NotKnown):
-        return [not_checked("auth token", facts)]
     there = facts.in_environment or facts.file_exists
     if facts.mode == "token" and not there:
         text = f"RAY_AUTH_MODE is token, and there is none: neither RAY_AUTH_TOKEN nor {facts.file}"
-        return [
-            Finding(
-                "failure", "auth token", text, "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
-            )
-        ]
+        cure = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+        return [Finding("failure", "auth token", text, cure)]
     if facts.file_exists and facts.file_mode & 0o077 and (facts.mode == "token" or not facts.in_environment):
         text = f"others may read {facts.file} (mode {facts.file_mode & 0o777:o})"
         return [Finding("warning", "auth token", text, f"chmod 600 {facts.file}")]
@@ -322,10 +318,8 @@ def gib(size: int) -> str:
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
 
 
-def check_tls(facts: TlsFacts | NotKnown) -> list[Finding]:
+def check_tls(facts: TlsFacts) -> list[Finding]:
     """TLS on Ray's connections, which raypar's connections between workers do not have."""
-    if isinstance(facts, NotKnown):
-        return [not_checked("TLS", facts)]
     if not facts.used:
         return [Finding("ok", "TLS", "not used (RAY_USE_TLS): nothing between the nodes is encrypted")]
     if facts.unset or facts.unreadable:

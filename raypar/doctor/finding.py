@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from raypar.plan.wording import count_noun
+
 Level = Literal["ok", "warning", "failure", "not checked"]
 """How bad it is. A failure keeps jobs from running; what is not checked says why."""
 
@@ -32,11 +34,6 @@ class NotKnown:
     """The reason: a deadline that has passed, an error."""
 
 
-def not_checked(subject: str, fact: NotKnown) -> Finding:
-    """The finding for a fact that could not be gathered."""
-    return Finding("not checked", subject, fact.why)
-
-
 def format_findings(findings: Sequence[Finding]) -> str:
     """The findings as text, a line each with its cure below, and their numbers."""
     width = max((len(finding.subject) for finding in findings), default=0)
@@ -50,11 +47,9 @@ def format_findings(findings: Sequence[Finding]) -> str:
 
 def count_findings(findings: Sequence[Finding]) -> str:
     """The numbers of findings: `20 ok, 2 warnings, 1 failure, 1 not checked`."""
-    counts = {
-        level: sum(finding.level == level for finding in findings) for level in ("ok", "warning", "failure", "not checked")
-    }
-    plural = {level: "s" * (counts[level] != 1 and level in ("warning", "failure")) for level in counts}
-    return ", ".join(f"{count} {level}{plural[level]}" for level, count in counts.items() if count or level != "not checked")
+    plurals: dict[Level, str] = {"ok": "ok", "warning": "warnings", "failure": "failures", "not checked": "not checked"}
+    counts = [(sum(finding.level == level for finding in findings), level) for level in plurals]
+    return ", ".join(count_noun(count, level, plurals[level]) for count, level in counts if count or level != "not checked")
 
 
 def findings_as_json(findings: Sequence[Finding]) -> str:

@@ -32,8 +32,8 @@ from raypar.doctor.machine_facts import (
 )
 from raypar.errors import RayparError
 from raypar.ray_compat.settings import token_file
-from raypar.storage.filesystems import WRITE_CHECK_S, check_storage_is_writable
-from raypar.storage.s3_lease_store import s3_lease_store
+from raypar.storage.filesystems import WRITE_CHECK_S
+from raypar.storage.s3_lease_store import check_run_dir_on_storage
 from raypar.storage.storage_uri import StorageUri
 
 Fact = TypeVar("Fact")
@@ -82,24 +82,25 @@ def gather_facts(run_dir: Path | StorageUri, address: str | None, environment: M
     """All facts, gathered side by side. `address`: of the cluster to ask; None: none is asked."""
     gpus = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*")))
     temp = environment.get("RAY_TMPDIR") or tempfile.gettempdir()
-    token = Gathering(lambda: read_token(environment), SYSTEM_S, "reading the token's place")
-    tls = Gathering(lambda: read_tls(environment), SYSTEM_S, "looking for the certificates")
-    versions = Gathering(read_versions, SYSTEM_S, "reading the versions")
-    processors = Gathering(read_processors, SYSTEM_S, "reading /proc and the container's limits")
-    limits = Gathering(read_limits, SYSTEM_S, "reading limits")
-    host = Gathering(read_host, SYSTEM_S, "resolving the name of this machine")
-    folders = [Gathering(partial(read_folder, path), SYSTEM_S, f"looking at {path}") for path in ("/dev/shm", temp)]
-    if isinstance(run_dir, StorageUri):
-        runs = Gathering(partial(read_storage, run_dir), WRITE_CHECK_S + 5, f"writing to {run_dir}")
-    else:
-        runs = Gathering(partial(read_folder, run_dir), SYSTEM_S, f"looking at {run_dir}")
+    gathered = {
+        "token": Gathering(lambda: read_token(environment), SYSTEM_S, "reading the token's place"),
+        "tls": Gathering(lambda: read_tls(environment), SYSTEM_S, "looking for the certificates"),
+        "versions": Gathering(read_versions, SYSTEM_S, "reading the versions"),
+        "processors": Gathering(read_processors, SYSTEM_S, "reading /proc and the container's limits"),
+        "limits": Gathering(read_limits, SYSTEM_S, "reading limits"),
+        "host": Gathering(read_host, SYSTEM_S, "resolving the name of this machine"),
+        "shm": Gathering(partial(read_folder, "/dev/shm"), SYSTEM_S, "looking at /dev/shm"),
+        "temporary": Gathering(partial(read_folder, temp), SYSTEM_S, f"looking at {temp}"),
+        "runs": Gathering(partial(read_storage, run_dir), WRITE_CHECK_S + 5, f"writing to {run_dir}")
+        if isinstance(run_dir, StorageUri)
+        else Gathering(partial(read_folder, run_dir), SYSTEM_S, f"looking at {run_dir}"),
+    }
     libraries = ["torch", "torchvision", *["nccl"] * bool(gpus)]
     torch = Gathering(lambda: run_probe("import_probe", libraries, IMPORT_S), IMPORT_S + 5, "importing PyTorch")
     ray = Gathering(lambda: run_probe("import_probe", ["ray"], IMPORT_S), IMPORT_S + 5, "importing Ray")
     cluster: Any = NotKnown("no cluster is named")
     if address is not None:
         cluster = Gathering(lambda: ask_cluster(address, run_dir), CLUSTER_S + 5, "asking the cluster").result()
-    answers, ray_answers = torch.result(), ray.result()
 
     def answer(found: Any, name: str) -> Any:
         if isinstance(found, NotKnown):
@@ -107,22 +108,13 @@ def gather_facts(run_dir: Path | StorageUri, address: str | None, environment: M
         return found.get(name, NotKnown(f"importing {name}: no answer within {IMPORT_S:g} s, or its process has died"))
 
     return DoctorFacts(
-        versions=versions.result(),
-        processors=processors.result(),
+        **{name: answer(torch.result(), name) for name in ("torch", "torchvision", "nccl")},
+        ray=answer(ray.result(), "ray"),
+        **{name: one.result() for name, one in gathered.items()},
         gpus=gpus,
-        torch=answer(answers, "torch"),
-        torchvision=answer(answers, "torchvision"),
-        nccl=answer(answers, "nccl"),
-        ray=answer(ray_answers, "ray"),
-        shm=folders[0].result(),
-        runs=runs.result(),
-        temporary=folders[1].result(),
-        limits=limits.result(),
-        host=host.result(),
-        token=token.result(),
-        tls=tls.result(),
         environment=dict(environment),
         cluster=cluster,
+        address=address,
     )
 
 
@@ -216,8 +208,7 @@ def read_storage(uri: StorageUri) -> StorageFacts:
     """A place on shared storage; whether an object can be written and removed there."""
     began_s = time.monotonic()
     try:
-        guarded = s3_lease_store(uri) is not None
-        check_storage_is_writable(uri)
+        guarded = check_run_dir_on_storage(uri)
     except RayparError as error:
         return StorageFacts(str(uri), error.what, error.cure)
     return StorageFacts(str(uri), write_s=time.monotonic() - began_s, guarded=guarded)
@@ -235,6 +226,11 @@ def read_folder(given: str | Path) -> FolderFacts:
             file.flush()
     except OSError as failed:
         error = failed.strerror or str(failed)
+    return read_room(path, error)
+
+
+def read_room(path: str | Path, error: str = "") -> FolderFacts:
+    """The room in a folder that exists. `error`: why nothing can be written there."""
     room = os.statvfs(path)
     inodes = room.f_favail if room.f_files else None
     return FolderFacts(str(path), error, room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize, inodes)
@@ -251,7 +247,8 @@ def read_limits() -> LimitFacts:
     running, allowed = None, _number("/sys/fs/cgroup/pids.max")
     if allowed is not None and (processes is None or allowed < processes):
         processes, running = allowed, _number("/sys/fs/cgroup/pids.current")
-    return LimitFacts(limit(soft), limit(hard), processes, running)
+    address_space = limit(resource.getrlimit(resource.RLIMIT_AS)[0])
+    return LimitFacts(limit(soft), limit(hard), processes, running, address_space)
 
 
 def read_host() -> HostFacts:

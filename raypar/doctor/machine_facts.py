@@ -63,6 +63,8 @@ class LimitFacts:
     processes: int | None
     running_processes: int | None = None
     """Processes and threads that this user has; None: not counted."""
+    address_space_bytes: int | None = None
+    """Address space that a process may have."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class DoctorFacts:
     versions: Mapping[str, str] | NotKnown
     """Library -> version, empty where it is not installed; with `python` and `raypar`."""
     processors: ProcessorFacts | NotKnown
-    gpus: tuple[str, ...] | NotKnown
+    gpus: tuple[str, ...]
     """Device files of NVIDIA GPUs."""
     torch: Mapping[str, Any] | NotKnown
     """What PyTorch says of itself in a process of its own: `error`, `cuda` (it was built for), `gpus` (names)."""
@@ -173,3 +175,5 @@ class DoctorFacts:
     tls: TlsFacts | NotKnown
     environment: Mapping[str, str]
     cluster: ClusterFacts | NotKnown
+    address: str | None
+    """Of the cluster that was asked; None: none was named."""

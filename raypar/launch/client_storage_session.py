@@ -19,7 +19,7 @@ from raypar.errors import ActiveError, LeaseHeldError, RayparError
 from raypar.launch.launch_options import EventHandler
 from raypar.record.events import RunWarning, Wait
 from raypar.record.folder import CHECKPOINTS, LINE_FILES
-from raypar.storage.filesystems import check_storage_is_writable, open_filesystem, storage_errors
+from raypar.storage.filesystems import open_filesystem, storage_errors
 from raypar.storage.folder_download import download_run, remove_run
 from raypar.storage.folder_upload import FolderUpload
 from raypar.storage.held_lease import HeldLease
@@ -205,12 +205,6 @@ def refuse_new_checkpoints(folder: RunFolder, before: set[str]) -> None:
             f"run {folder.name} has got the checkpoint {new[-1]} meanwhile: another process trains it",
             cure="wait for its end, and run the same command again",
         )
-
-
-def check_run_dir_on_storage(run_dir: StorageUri) -> None:
-    """Raise `ConfigError` unless files can be written below this place and, for S3, boto3 is installed."""
-    s3_lease_store(run_dir)
-    check_storage_is_writable(run_dir)
 
 
 def _is_taken(uri: StorageUri) -> bool:

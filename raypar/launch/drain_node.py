@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
-from dataclasses import dataclass
 from typing import Any
 
 from raypar.errors import ClusterError, ConfigError
@@ -12,20 +10,13 @@ from raypar.record.events import short_node_id
 from raypar.storage.run_folder import RunFolder
 
 
-@dataclass(frozen=True)
-class DrainedNode:
-    """A node that is being drained."""
+def drain_node_of_cluster(
+    word: str, address: str, known: list[dict[str, Any]], deadline_s: float, reason: str
+) -> tuple[str, float | None]:
+    """Drain the node that `word` names; returns its name for messages, and None.
 
-    node: str
-    """The node, for messages."""
-    leaves_at: float
-    """Unix time at which it leaves; infinite: as soon as nothing runs there."""
-    was_draining: bool
-    """Whether it was being drained before, so that nothing has changed."""
-
-
-def drain_node_of_cluster(word: str, address: str, known: list[dict[str, Any]], deadline_s: float, reason: str) -> DrainedNode:
-    """Drain the node that `word` names, unless it is being drained already.
+    A node that is being drained already is left as it is; then the second is the Unix time at which it leaves: infinite if
+    that is as soon as nothing runs there.
 
     `known`: the raylets of a local cluster, of which some may be gone. Raises `ConfigError` or `ClusterError`.
     """
@@ -48,9 +39,9 @@ def drain_node_of_cluster(word: str, address: str, known: list[dict[str, Any]], 
     node = find_node(word, nodes)
     leaves_at = list_draining_nodes_of_cluster(address).get(node.node)
     if leaves_at is not None:
-        return DrainedNode(str(node), leaves_at, was_draining=True)
+        return str(node), leaves_at
     drain_node(address, node, deadline_s, reason)
-    return DrainedNode(str(node), time.time() + deadline_s, was_draining=False)
+    return str(node), None
 
 
 def read_cluster_facts_of_run(run: str, run_dir: str) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from raypar.job.contract import CODE
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
 from raypar.launch.client_storage_session import (
-    check_run_dir_on_storage,
     names_of_checkpoints,
     refuse_new_checkpoints,
     resumed_run_on_storage,
@@ -36,6 +35,7 @@ from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.folder_download import has_run
 from raypar.storage.run_folder import RunFolder, SharedStoragePlace, parse_storage_location
 from raypar.storage.run_lease import LEASE_S
+from raypar.storage.s3_lease_store import check_run_dir_on_storage
 from raypar.user_code.user_code_errors import make_importable
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Stops a run: on this machine by a signal to the process that trains in its folder, on S3 by a mark on its lease."""
+"""Stops a run: here by a signal to the process that trains in its folder, on S3 by its lease, on clusters by the job server."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ClusterError, ConfigError
 from raypar.files.untrusted_files import shorten
 from raypar.files.writing_process import find_writing_process
+from raypar.launch.cluster_jobs import ClusterJob, parse_ray_job_record, read_log_facts
+from raypar.launch.job_server import JobServer
 from raypar.storage.held_lease import WRITE_ATTEMPTS
 from raypar.storage.run_folder import RunFolder
 from raypar.storage.run_lease import RENEW_S, FoundLease, is_held
@@ -30,6 +32,8 @@ POLL_STORAGE_S = 1.0
 """Time between two reads of the lease."""
 SAY_STORAGE_S = 5.0
 """Time between two lines about the wait for a run on storage."""
+POLL_JOB_S, SAY_JOB_S = 0.3, 2.0
+"""How often a submitted job that was asked to stop is looked at, and how often a line says so."""
 
 
 def stop_local_run(folder: RunFolder, wait_s: float, say: Callable[[str], None]) -> bool:
@@ -116,3 +120,53 @@ def request_stop(store: LeaseStore, uri: StorageUri) -> FoundLease | None:
         f"the lease of {uri} changed at each of {WRITE_ATTEMPTS} attempts to ask the run to stop",
         cure="run the same command again",
     )
+
+
+def stop_cluster_job(server: JobServer, job: ClusterJob, wait_s: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """Stop a submitted job; returns what it has come to, with a `text` for people. Raises `ClusterError` after `wait_s`.
+
+    `say` gets lines about the wait.
+    """
+    stopped = not job.over
+    if stopped:
+        server.stop(job.submission_id)
+        job = wait_for_job_end(server, job.submission_id, wait_s, say)
+    said = read_log_facts(server.log(job.submission_id))
+    name = f"job {job.submission_id}" + f" ({said.run or job.name})" * bool(said.run or job.name)
+    if not stopped:
+        text = f"{name} had ended already: {job.state}"
+    elif job.state == "stopped":
+        text = f"{name} has stopped\n{said.end}" if said.end else f"{name} was stopped before it had saved anything new"
+        text += "\nnext: submit the same job again, and it goes on from its last checkpoint" * bool(said.end)
+    else:
+        text = f"{name} ended by itself meanwhile: {job.state}"
+    return {
+        "name": said.run or job.name,
+        "submission_id": job.submission_id,
+        "state": job.state,
+        "stopped": stopped and job.state == "stopped",
+        "step": said.step,
+        "steps": said.steps,
+        "saved": said.end,
+        "text": text,
+    }
+
+
+def wait_for_job_end(server: JobServer, submission_id: str, wait_s: float, say: Callable[[str], None]) -> ClusterJob:
+    """The job, once it has ended after it was asked to stop. Raises `ClusterError` after `wait_s`."""
+    began_s = told_s = time.monotonic()
+    while True:
+        job = parse_ray_job_record(server.job(submission_id))
+        waited_s = time.monotonic() - began_s
+        if job.over:
+            return job
+        if waited_s > wait_s:
+            raise ClusterError(
+                f"job {submission_id} was asked to save and end, and is still {job.state} after {wait_s:.0f} s",
+                cure=f"`raypar logs {submission_id}` says what it does; Ray kills it after RAY_JOB_STOP_WAIT_TIME_S, which "
+                "`raypar submit` sets to 120 unless you have set another",
+            )
+        if time.monotonic() - told_s >= SAY_JOB_S:
+            told_s = time.monotonic()
+            say(f"waiting for job {submission_id} to finish its step and save, for {waited_s:.0f} s so far")
+        time.sleep(POLL_JOB_S)

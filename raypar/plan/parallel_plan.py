@@ -11,6 +11,7 @@ from typing import Literal
 
 from raypar.errors import PlanError
 from raypar.plan.microbatches import Microbatches, contiguous_part
+from raypar.plan.wording import count_noun
 
 Placement = Literal["loop", "v"]
 
@@ -244,8 +245,7 @@ def describe_mesh(replicas: Sequence[int], shards: Sequence[int]) -> str:
     """Counts by stage as text: `2 stages x 2 replicas`, `2 stages x 1/2 replicas`, `1 stage x 1 replica x 4 shards`."""
 
     def counted(counts: Sequence[int], what: str) -> str:
-        number = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
-        return f"{number} {what}{'s' * (number != '1')}"
+        return count_noun(str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts)), what)
 
     text = f"{counted([len(replicas)], 'stage')} x {counted(replicas, 'replica')}"
     return f"{text} x {counted(shards, 'shard')}" if max(shards) > 1 else text

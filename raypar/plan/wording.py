@@ -6,9 +6,13 @@ import math
 from collections.abc import Collection, Sequence, Sized
 
 
-def count_noun(number: int, noun: str, plural: str | None = None) -> str:
-    """A number with its noun: `1 worker`, `3 workers`, `1,024 workers`. `plural`: where it is not the noun and an s."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+def count_noun(number: int | str, noun: str, plural: str | None = None) -> str:
+    """A number with its noun: `1 worker`, `3 workers`, `1,024 workers`; several numbers are given as text: `2/1 shards`.
+
+    `plural`: where it is not the noun and an s.
+    """
+    shown = number if isinstance(number, str) else f"{number:,}"
+    return f"{shown} {noun if shown == '1' else plural or noun + 's'}"
 
 
 def format_worker_numbers(workers: Collection[int]) -> str:

@@ -615,8 +615,8 @@ class GenerationStart(_TextEvent, _Generation):
             was = f" ({self.schedule_was} before; {self.schedule_why})" if self.schedule_was else ""
             told.append(f"schedule {self.schedule}{was}")
         if self.shards_was:
-            now = f"{self.shards} shard{'s' * (self.shards != '1')} instead of {self.shards_was}"
-            told.append(f"layers cut over {now}, which changes the bits from here on")
+            now = count_noun(str(self.shards), "shard")
+            told.append(f"layers cut over {now} instead of {self.shards_was}, which changes the bits from here on")
         nothing = f" ({', '.join(map(str, missed))} failed to start)" if missed else ""
         text = f"generation {self.generation}{nothing}: {', '.join(told)}"
         if self.step is not None:

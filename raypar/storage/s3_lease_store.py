@@ -9,7 +9,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from raypar.errors import ClusterError, ConfigError
-from raypar.storage.filesystems import s3_client_of, storage_error_text
+from raypar.storage.filesystems import check_storage_is_writable, s3_client_of, storage_error_text
 from raypar.storage.run_lease import LEASE_BYTES, FoundLease, Lease, parse_lease
 from raypar.storage.storage_uri import StorageUri
 
@@ -89,3 +89,13 @@ def s3_lease_store(uri: StorageUri) -> S3LeaseStore | None:
     """The store for the lease of the run at `uri`; None if that is not on S3. Raises `ConfigError` if boto3 is missing."""
     found = s3_client_of(uri)
     return None if found is None else S3LeaseStore(found[0], found[1], f"{found[2]}/{LEASE_FILE}")
+
+
+def check_run_dir_on_storage(run_dir: StorageUri) -> bool:
+    """Whether leases keep runs of several clusters apart below this place.
+
+    Raises `ConfigError` unless files can be written there and, for S3, boto3 is installed.
+    """
+    has_leases = s3_lease_store(run_dir) is not None
+    check_storage_is_writable(run_dir)
+    return has_leases

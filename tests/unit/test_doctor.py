@@ -7,19 +7,18 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
-from raypar.actors.numerics_fingerprint import SETTINGS
 from raypar.cli import main
 from raypar.comm.nccl import bindings
 from raypar.doctor import check_machine as machine
 from raypar.doctor import gather
 from raypar.doctor.check_cluster import check_cluster
-from raypar.doctor.check_environment import CHANGES_BITS, check_environment
-from raypar.doctor.examine import examine
+from raypar.doctor.check_environment import check_environment
+from raypar.doctor.checks import CHECKS, examine, refuse_unfit_machine
 from raypar.doctor.finding import Finding, NotKnown, findings_as_json, format_findings, has_failures
 from raypar.doctor.machine_facts import (
     ClusterFacts,
@@ -32,6 +31,7 @@ from raypar.doctor.machine_facts import (
     TlsFacts,
     TokenFacts,
 )
+from raypar.errors import ClusterError
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -55,6 +55,7 @@ WELL = DoctorFacts(
     versions=VERSIONS, processors=ProcessorFacts(4, 8, None, 16 * GIB, 12 * GIB), gpus=(), torch={"cuda": None, "gpus": []},
     torchvision={}, nccl={}, ray={}, shm=replace(FOLDER, path="/dev/shm"), runs=FOLDER, temporary=FOLDER,
     limits=LimitFacts(65536, 65536, None), host=HOST, token=TOKEN, tls=TlsFacts(False), environment={}, cluster=CLUSTER,
+    address="10.0.0.1:6379",
 )  # fmt: skip
 
 
@@ -63,10 +64,28 @@ def levels(findings: list[Finding]) -> list[str]:
 
 
 def test_a_machine_that_is_well_has_no_warning():
-    found = examine(WELL, "10.0.0.1:6379")
+    found = examine(vars(WELL))
     assert set(levels(found)) == {"ok"} and not has_failures(found)
     assert all(finding.cure == "" for finding in found)
-    assert levels(examine(replace(WELL, cluster=NotKnown("")), None))[-1] == "not checked"
+    assert levels(examine(vars(replace(WELL, cluster=NotKnown(""), address=None))))[-1] == "not checked"
+
+
+def test_a_fact_that_is_not_known_is_told_once_by_the_check_that_needs_it():
+    for name in ("versions", "processors", "shm", "limits", "runs", "temporary", "token", "tls", "ray", "torch"):
+        found = [one for one in examine(vars(replace(WELL, **{name: NotKnown("slow")}))) if one.level != "ok"]
+        assert [(one.level, one.text) for one in found] == [("not checked", "slow")], name
+
+
+def test_a_run_makes_those_checks_of_the_doctor_that_apply_to_it():
+    assert {field for check in CHECKS for field in check.facts} == {field.name for field in fields(DoctorFacts)}
+    assert [check.name for check in CHECKS if "run" in check.where] == ["address space", "room for logs"]
+    little = LimitFacts(100, 100, 10, None, 1 << 30)
+    failures = [finding for finding in examine({"limits": little}) if finding.level == "failure"]
+    assert [finding.subject for finding in failures] == ["open files", "processes", "address space"]
+    with pytest.raises(ClusterError) as refused:
+        refuse_unfit_machine({"limits": little})
+    assert (refused.value.what, refused.value.cure) == (failures[-1].text, failures[-1].cure)
+    refuse_unfit_machine({"limits": replace(little, address_space_bytes=None), "temporary": FOLDER})
 
 
 GPUS = ("/dev/nvidia0", "/dev/nvidia1")
@@ -128,6 +147,7 @@ SICK = {
     "temporary files not writable": ({"temporary": replace(FOLDER, error="Permission denied")}, "failure", "denied", "TMPDIR"),
     "few open files": ({"limits": LimitFacts(1024, 4096, None)}, "warning", "1,024", "ulimit -n"),
     "hardly any open files": ({"limits": LimitFacts(256, 512, None)}, "failure", "256", "ulimit -n"),
+    "little address space": ({"limits": LimitFacts(65536, 65536, None, None, 1 << 30)}, "failure", "needs 2.5", "ulimit -v"),
     "few processes": ({"limits": LimitFacts(65536, 65536, 1000)}, "warning", "1,000", "ulimit -u"),
     "processes all taken": ({"limits": LimitFacts(65536, 65536, 5000, 4950)}, "failure", "4,950 are taken", "pids-limit"),
     "no name": ({"host": NotKnown("gaierror: Name or service not known")}, "failure", "not known", "/etc/hosts"),
@@ -152,7 +172,7 @@ SICK = {
 @pytest.mark.parametrize("case", SICK)
 def test_each_trouble_is_found_with_its_cure_and_nothing_else(case):
     changed, level, text, cure = SICK[case]
-    found = [finding for finding in examine(replace(WELL, **changed), "10.0.0.1:6379") if finding.level != "ok"]
+    found = [finding for finding in examine(vars(replace(WELL, **changed))) if finding.level != "ok"]
     assert [finding.level for finding in found] == [level], found
     assert text in found[0].text and cure in found[0].cure
     assert has_failures(found) == (level == "failure")
@@ -177,7 +197,7 @@ SETTINGS_CASES = {
 @pytest.mark.parametrize("case", SETTINGS_CASES)
 def test_settings_that_change_bits_or_hang_are_found(case):
     environment, text = SETTINGS_CASES[case]
-    found = check_environment(environment, ("10.0.0.5",), ("lo", "eth0"))
+    found = check_environment(environment, HOST)
     assert levels(found) == ["warning"] and text in found[0].text and found[0].cure
     assert "geheim" not in str(found)
 
@@ -191,14 +211,14 @@ def test_settings_that_change_bits_or_hang_are_found(case):
     ],
 )  # fmt: skip
 def test_settings_that_do_no_harm(environment):
-    assert levels(check_environment(environment, ("10.0.0.5",), ("lo", "eth0"))) == ["ok"]
+    assert levels(check_environment(environment, HOST)) == ["ok"]
 
 
 @pytest.mark.parametrize(
     "wanted, there", [("eth", True), ("=eth", False), ("=eth0", True), ("^lo", True), ("^lo,eth", False), ("ib", False)]
 )
 def test_the_network_that_nccl_is_told_to_use(wanted, there):
-    found = check_environment({"NCCL_SOCKET_IFNAME": wanted}, (), ("lo", "eth0"))
+    found = check_environment({"NCCL_SOCKET_IFNAME": wanted}, HOST)
     assert any("finds no network" in finding.text for finding in found) != there
 
 
@@ -234,13 +254,12 @@ def test_a_slow_answer_excuses_a_clock_and_a_cluster_without_nodes_is_a_failure(
     assert has_failures(check_cluster(NotKnown("nothing answers at 'a:1'"), "a:1"))
 
 
-def test_the_ranges_are_those_of_the_package_and_the_settings_those_of_the_fingerprint():
+def test_the_ranges_are_those_of_the_package():
     needs = dict(re.findall(r'"([a-z]+)(?:\[[a-z]+\])?>=([\d.]+)', (ROOT / "pyproject.toml").read_text()))
     for library in ("torch", "ray", "pydantic", "safetensors"):
         assert machine.GOOD[library][0] == machine.parse_version(needs[library]), library
     python = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert machine.GOOD["python"][0] == machine.parse_version(python[1])
-    assert set(SETTINGS) <= set(CHANGES_BITS)
     assert f"cupy-cuda13x>={machine.CUPY_FROM[0]}" in (ROOT / "pyproject.toml").read_text() and bindings.OLDEST_NCCL
 
 

@@ -29,10 +29,11 @@ MAY_IMPORT = {
     "telemetry": "plan record errors",
     "comm": "plan errors torch_compat torch numpy cupy",
     "model": "plan comm errors user_code torch_compat torch numpy",
+    "doctor": "plan storage errors ray_compat.settings",
     "worker": "job schedule model comm plan planner.model_profile errors fences torch_compat "
     "user_code torch numpy safetensors files data storage",
     "actors": "job worker model elastic planner comm schedule plan record telemetry files storage callbacks errors "
-    "fences ray_compat user_code torch numpy ray draw",
+    "fences ray_compat user_code torch numpy ray draw doctor",
     "job": "plan schedule elastic record.events errors files user_code pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
@@ -41,7 +42,6 @@ EDGE_FILES = (
     "callbacks",
     "launch",
     "console",
-    "doctor",
     "example_jobs",
     "trainer",
     "commands",

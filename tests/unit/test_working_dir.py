@@ -70,7 +70,7 @@ def test_no_ray_is_started_where_its_logs_have_no_room(monkeypatch):
     from raypar.actors import ray_connection
     from raypar.errors import ClusterError
 
-    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=16 * 1024))
+    monkeypatch.setattr("os.statvfs", lambda place: SimpleNamespace(f_frsize=1024, f_blocks=10**6, f_bavail=16, f_files=0))
     with pytest.raises(ClusterError, match=r"the disk is full: .* has 16 KiB left") as found, ray_connection._started():
         ray_connection.make_short_temp_dir()
     assert "TMPDIR" in found.value.cure
@@ -79,6 +79,8 @@ def test_no_ray_is_started_where_its_logs_have_no_room(monkeypatch):
 def test_no_ray_is_started_where_processes_have_too_little_address_space(monkeypatch):
     """The command ended by SIGABRT, with two lines of C++."""
     from raypar.actors import ray_connection
+    from raypar.doctor.checks import refuse_unfit_machine
+    from raypar.doctor.gather import read_limits
     from raypar.errors import ClusterError
 
     monkeypatch.setattr("resource.getrlimit", lambda which: (2**30, -1))
@@ -86,7 +88,7 @@ def test_no_ray_is_started_where_processes_have_too_little_address_space(monkeyp
         pass
     for enough in (-1, 2**32):
         monkeypatch.setattr("resource.getrlimit", lambda which, limit=enough: (limit, -1))
-        ray_connection.check_address_space()
+        refuse_unfit_machine({"limits": read_limits()})
 
 
 def test_a_ray_that_starts_too_late_is_cleared_away_and_started_again(monkeypatch, tmp_path):
