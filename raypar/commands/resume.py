@@ -32,7 +32,7 @@ def resume(args: argparse.Namespace) -> int:
     start = time.monotonic()
     from raypar.console.event_printer import EventPrinter
     from raypar.console.json_stdout import json_stdout
-    from raypar.job.read_job import load_job
+    from raypar.job.read_job import load_job_of_run
     from raypar.launch import raise_run_failure, resume_job
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
     from raypar.record.events import StartupStage
@@ -40,7 +40,7 @@ def resume(args: argparse.Namespace) -> int:
 
     with json_stdout(args.json) as out, contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open_for_reading(args.run, choose_lasting_run_dir(args.run_dir)))
-        job = load_job(folder.job, args.overrides)
+        job = load_job_of_run(folder.job, folder.place_of(folder.job), args.overrides)
         console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out)
         console.add_earlier(folder.read_timeline())
         console(StartupStage(stage="read", text=f"run {folder.name} found in {folder.place}: {job.steps} steps"))

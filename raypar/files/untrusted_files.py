@@ -77,6 +77,7 @@ def open_regular_file(
         refused = describe_special_file((os.stat if follow else os.lstat)(path).st_mode)
         descriptor = -1 if refused else os.open(path, flags)
     except OSError as failed:
+        cure = READABLE if isinstance(failed, PermissionError) else cure
         raise error(f"cannot read {what}{shorten(path)}: {failed.strerror or failed}", cure=cure) from failed
     except ValueError as failed:  # a path with a null character
         raise error(f"cannot read {what}{shorten(path)}: {failed}", cure=cure) from failed

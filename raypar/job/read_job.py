@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, PositiveInt, ValidationError
 
-from raypar.errors import ConfigError
+from raypar.errors import ConfigError, PlanError
 from raypar.files.safe_yaml import parse_yaml
 from raypar.files.untrusted_files import read_limited_text, repr_text, shorten
 from raypar.job.job import JOB_BYTES, RUN_NAME_CURE, Job, is_run_name
@@ -70,6 +70,18 @@ def load_job(path: str | os.PathLike[str], overrides: Sequence[str] = (), defaul
     cure = "give the path of a YAML file such as jobs/quickstart.yaml"
     text = read_limited_text(path, follow=True, limit=JOB_BYTES, cure=cure, what="job file ")
     return parse_job(text, overrides, source=str(path), name=path.stem, defaults=defaults)
+
+
+def load_job_of_run(path: Path, shown: str, overrides: Sequence[str] = ()) -> Job:
+    """The checked job of a run's own job file, as `load_job`; every error names the file. `shown`: its place, for messages."""
+    text = read_limited_text(path, follow=False, limit=JOB_BYTES, cure="put the run's job file back", what="job file ")
+    try:
+        return parse_job(text, overrides, source=shown, name=path.stem)
+    except (ConfigError, PlanError) as error:
+        if shown in error.what:
+            raise
+        changed = f" with --set {' --set '.join(overrides)}" if overrides else ""
+        raise type(error)(f"{shown}{changed}: {error.what}", error.cure) from None
 
 
 def parse_job(

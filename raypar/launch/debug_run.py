@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raypar.job.read_job import load_job
+from raypar.job.read_job import load_job, load_job_of_run
 from raypar.launch.chosen_plan import make_custom_schedule_builder, plan_of_job
 from raypar.plan import MicrobatchRouting
 from raypar.record.fold import RunView
@@ -73,7 +73,7 @@ def find_start_in_run(
 
     if not os.path.lexists(folder.job):
         raise cannot_debug_error(folder)
-    job = load_job(folder.job, overrides)
+    job = load_job_of_run(folder.job, folder.place_of(folder.job), overrides)
     view = RunView.of(folder.read_timeline())
     failed = view.last_step.step if view.last_step is not None else 0  # counts from 1 in files
     checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_location, below=job.steps)

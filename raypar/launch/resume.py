@@ -220,16 +220,14 @@ def prepare_resumed_run(
 
 def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> CheckpointRef:
     """The run's last whole checkpoint; tells which ones were skipped. Raises `CheckpointError` if there is none."""
-    from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint
+    from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint, no_usable_checkpoint_error
 
     with ActivityReporter(tell).reporting():
         checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_location)
     for line in skipped:
         tell(RunWarning(text=line))
     if checkpoint is None:
-        raise CheckpointError(
-            f"run {folder.name} has no usable checkpoint under {folder.checkpoint_location}", cure="train it again"
-        )
+        raise no_usable_checkpoint_error(folder.name, folder.checkpoint_location, skipped, "train it again")
     return checkpoint
 
 

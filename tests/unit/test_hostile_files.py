@@ -115,6 +115,9 @@ COMMANDS: dict[str, list[str]] = {
     "status of the last run": ["status", "--run-dir", "{place}/runs"],
     "report": ["report", "{place}/runs/tiny", "--out", "{place}/run.html"],
     "status --svg": ["status", "{place}/runs/tiny", "--svg", "{place}/run.svg"],
+    "top": ["top", "{place}/runs/tiny", "--once"],
+    "logs": ["logs", "{place}/runs/tiny"],
+    "debug": ["debug", "{place}/runs/tiny"],
     "train": ["train", "{place}/tiny.yaml"],
     "train --resume": ["train", "{place}/tiny.yaml", "--resume"],
     "train on tokens": [
@@ -538,7 +541,7 @@ CASES = {
     "tensor that the manifest does not name": Case("export", header(lambda h: h.update(c=h.pop("b"))), "only the manifest has"),
     "metadata that is no text": Case("export", header(lambda h: h.update(__metadata__={"a": [1]})), "__metadata__"),
     "export of a run: hostile header": Case(
-        "export of a run", header(lambda h: h["b"].update(shape=[2**40])), "no checkpoint that is whole"
+        "export of a run", header(lambda h: h["b"].update(shape=[2**40])), "no usable checkpoint"
     ),
     # job files
     "job of 100,000 brackets": Case("train", text("tiny.yaml", "a: " + "[" * DEEP), "levels within each other"),
@@ -756,6 +759,70 @@ def test_a_folder_that_may_not_be_read_is_said_to_be_one(
         return
     lines = said.err.splitlines()
     assert code == 2 and len(lines) == 2 and "Permission denied" in lines[0] and "readable" in lines[1], said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        (command, file)
+        for file, commands in {
+            "job.yaml": ("status", "report", "top", "logs", "resume", "debug"),
+            "events.jsonl": ("status", "report", "top", "logs", "resume", "debug"),
+            "metrics.jsonl": ("status", "report", "top", "logs", "resume", "debug"),
+            "members.json": ("status", "report", "top"),
+            "checkpoints/step_00000004/manifest.json": ("resume", "export of a run"),
+            "checkpoints/step_00000004/b.safetensors": ("resume", "export of a run"),
+        }.items()
+        for command in commands
+    ],
+)
+def test_a_file_of_a_run_that_may_not_be_read_is_named_and_is_to_be_made_readable(
+    command: str, file: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """As for a user without the permission; root has it always."""
+    locked, opened = str(place / "runs/tiny" / file), os.open
+
+    def opens(path: Any, *more: Any, **options: Any) -> int:
+        if not isinstance(path, int) and os.path.realpath(os.fsdecode(path)) == os.path.realpath(locked):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return opened(path, *more, **options)
+
+    monkeypatch.setattr(os, "open", opens)
+    code = main([word.format(place=place) for word in COMMANDS[command]])
+    said = capsys.readouterr()
+    lines = [line for line in said.err.splitlines() if not line.startswith("warning: skipped")]
+    assert code == 2 and len(lines) == 2, said.out + said.err
+    assert locked in lines[0] and "Permission denied" in lines[0] and "readable" in lines[1]
+
+
+SPOILT_JOBS = {
+    "empty": ("", "holds a NoneType, not keys and values"),
+    "no YAML": ("steps: [", "not valid YAML"),
+    "no text": (b"\xff\xfe\x00", "is not UTF-8 text"),
+    "a list": ("[]", "holds a list, not keys and values"),
+    "another type": ("steps: x", "steps: expected a valid integer"),
+    "no steps": (None, "steps is missing"),
+}
+
+
+@pytest.mark.parametrize("command", ["resume", "debug"])
+@pytest.mark.parametrize("name", SPOILT_JOBS)
+def test_what_is_wrong_with_a_run_s_own_job_file_names_the_file(
+    name: str, command: str, place: Path, capsys: pytest.CaptureFixture[str]
+):
+    content, said = SPOILT_JOBS[name]
+    file = place / "runs/tiny/job.yaml"
+    if content is None:
+        content = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("steps:"))
+    text("runs/tiny/job.yaml", content)(place)
+    code, out, err, _ = run(command, place, capsys)
+    assert code == 2 and str(file) in err.splitlines()[0] and said in err, out + err
+    assert "quickstart.yaml" not in err, "the user has given a run"
+
+
+def test_an_override_that_does_not_fit_a_run_s_job_is_named_with_the_file(place: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["resume", str(place / "runs/tiny"), "--set", "steps=x"]) == 2
+    assert f"{place}/runs/tiny/job.yaml with --set steps=x: steps: expected" in capsys.readouterr().err
 
 
 def lines_of(place: Path) -> set[str]:

@@ -456,6 +456,14 @@ def latest_usable_checkpoint(store: StoreAt, *, below: int | None = None) -> tup
     return None, skipped
 
 
+def no_usable_checkpoint_error(run: str, location: str, skipped: Sequence[str], cure: str) -> CheckpointError:
+    """The error for a run without a whole checkpoint. `skipped`: as of `latest_usable_checkpoint`; `cure`: without any."""
+    if skipped:
+        cure = "make the file that is named here readable or whole again, if you can; else train it again"
+    why = f": {skipped[0]}" if skipped else ""
+    return CheckpointError(f"run {run} has no usable checkpoint under {location}{why}", cure=cure)
+
+
 def read_checkpoint_state(
     checkpoint: CheckpointAt, names: Collection[str] | None = None, take: Callable[[str, Tensor], Tensor] | None = None
 ) -> dict[str, dict[StateKey, Any]]:

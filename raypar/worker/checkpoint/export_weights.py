@@ -20,6 +20,7 @@ from raypar.worker.checkpoint.checkpoint_files import (
     CheckpointTensors,
     checkpoint_name,
     latest_usable_checkpoint,
+    no_usable_checkpoint_error,
     verify_checkpoint,
     write_safetensors,
     write_tensors_as_safetensors,
@@ -45,10 +46,8 @@ def find_checkpoint_to_export(run: str, run_dir: str, step: int | None, warn: Ca
     for line in skipped:
         warn(line)
     if found is None:
-        raise CheckpointError(
-            f"run {folder.name} has no checkpoint that is whole",
-            cure="train it with checkpoint.at_end, or set checkpoint.every",
-        )
+        cure = "train it with checkpoint.at_end, or set checkpoint.every"
+        raise no_usable_checkpoint_error(folder.name, folder.checkpoint_location, skipped, cure)
     return found
 
 
