@@ -196,10 +196,10 @@ def idle_replicas_text(plan: ParallelPlan, batching: Microbatches) -> str | None
         return None
     idle = sum(max(0, stage.replicas - blocks) * stage.shards for stage in plan.stages)
     one_each = batching.blocks >= batching.count
-    parts = "microbatch" + "es" * (blocks != 1) if one_each else "block" + "s" * (blocks != 1) + " (virtual_replicas)"
-    of = "" if one_each else f"{batching.count} microbatches in "
+    in_blocks = f"{batching.count} microbatches in {count_noun(blocks, 'block')} (virtual_replicas)"
+    parts = count_noun(blocks, "microbatch", "microbatches") if one_each else in_blocks
     return (
-        f"plan.replicas is {most}, and a step has {of}{blocks} {parts}: {idle} of {plan.world} workers get none and compute "
+        f"plan.replicas is {most}, and a step has {parts}: {idle} of {plan.world} workers get none and compute "
         f"nothing\n  cure: set plan.replicas <= {blocks}, or {'microbatches' if one_each else 'virtual_replicas'} >= {most} "
         "(which changes the results)"
     )
