@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from raypar.errors import ConfigError, InputError, RayparError, UserCodeError, exception_chain, with_article
+from raypar.files.json_values import Json
 from raypar.files.os_error_cure import cure_of_os_error
 from raypar.files.untrusted_files import repr_text
 from raypar.job.keys_of_other_frameworks import advice_for_callback
@@ -78,7 +79,7 @@ class StepInfo:
     """The learning rate, without those of groups of their own; None for a skipped step, and where the optimizer has none."""
     skipped: bool = False
     """Whether the parameters were left as they were, because loss or norm was not finite (`non_finite: skip`)."""
-    metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    metrics: Mapping[str, Json] = field(default_factory=dict, repr=False)
     """All of the step's metrics: the values above and more."""
 
 
@@ -94,7 +95,7 @@ class ValidationInfo:
     """How many units (tokens, samples) the loss is averaged over."""
     seconds: float
     """Time of the pass."""
-    metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    metrics: Mapping[str, Json] = field(default_factory=dict, repr=False)
     """All of the pass's metrics."""
 
 
@@ -170,7 +171,7 @@ _INFOS: dict[str, type[Any]] = {
 CallbackInfo = TypeVar("CallbackInfo")
 
 
-def _info(kind: type[CallbackInfo], facts: Mapping[str, Any]) -> CallbackInfo:
+def _info(kind: type[CallbackInfo], facts: Mapping[str, Json]) -> CallbackInfo:
     """An info object with the facts that it has fields for; its `metrics` gets all facts."""
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     return kind(**{k: v for k, v in {**facts, "metrics": dict(facts)}.items() if k in names})
@@ -210,8 +211,8 @@ class Callbacks:
         return lines
 
     def call(
-        self, hook: str, facts: Mapping[str, Any], around: Callable[[str], AbstractContextManager[Any]] = nullcontext
-    ) -> tuple[str | None, dict[str, Any]]:
+        self, hook: str, facts: Mapping[str, Any], around: Callable[[str], AbstractContextManager[Json]] = nullcontext
+    ) -> tuple[str | None, dict[str, Json]]:
         """Call one hook of every callback; returns the first reason to stop, and the metrics that the callbacks add.
 
         `around`: makes the context of a call, from the callback's name. If a callback raises, the others are called all the
@@ -219,7 +220,7 @@ class Callbacks:
         """
         info = _info(_INFOS[hook], facts)
         stop: str | None = None
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, Json] = {}
         failed: RayparError | None = None
         for index, callback in enumerate(self._callbacks):
             name = f"{type(callback).__name__}.{hook}"
@@ -286,7 +287,7 @@ WRITING_HOOKS = ("on_step", "on_validation")
 """Hooks in which every tracker writes."""
 
 
-def _own_metrics(answer: Mapping[Any, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+def _own_metrics(answer: Mapping[Any, Any], facts: Mapping[str, Json]) -> dict[str, Json]:
     """The metrics that a callback has returned. Raises `ValueError` or `TypeError` for metrics that cannot be added."""
     taken = sorted(set(answer) & set(facts))
     if taken:
@@ -394,7 +395,7 @@ class Tracker(Callback):
         self.log(info.step, {"validation_loss": info.validation_loss})
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(metrics: Mapping[str, Json]) -> dict[str, float]:
     return {k: float(v) for k, v in metrics.items() if k != "step" and isinstance(v, (int, float))}
 
 
@@ -432,7 +433,7 @@ class TensorBoard(Tracker):
         values = [scalar(name, value).value[0] for name, value in metrics.items()]
         self._write(Event(step=step, summary=Summary(value=values), wall_time=time.time()))
 
-    def _write(self, event: Any) -> None:
+    def _write(self, event: Json) -> None:
         """Write an event in this thread. A full disk ends the thread of tensorboardX's `SummaryWriter`; its queue then
         fills, and every later call waits for ever."""
         from tensorboardX.event_file_writer import EventsWriter
@@ -473,7 +474,7 @@ class WandB(Tracker):
 
     packages = ("wandb",)
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Json) -> None:
         super().__init__()
         self.options = options
         self.begun = False
@@ -590,20 +591,20 @@ def callbacks_from_job(job: Job) -> tuple[Callback, ...]:
     return tuple(found)
 
 
-def check_callbacks(given: Any) -> tuple[Callback, ...]:
+def check_callbacks(given: Json) -> tuple[Callback, ...]:
     """The callbacks given to `Trainer`. Raises `ConfigError` unless `given` is a list of valid callbacks."""
     if not isinstance(given, Iterable) or isinstance(given, (str, Mapping)):
         raise ConfigError(f"callbacks is {repr_text(given)}, not a list", cure=f"give a list: callbacks=[{_shown(given)}]")
     return tuple(check_callback(one, one.__name__ if isinstance(one, type) else type(one).__name__) for one in given)
 
 
-def _shown(given: Any) -> str:
+def _shown(given: Json) -> str:
     """A callback as text for a message: `MyCallback()`."""
     kind = given if isinstance(given, type) else type(given)
     return f"{kind.__name__}()" if issubclass(kind, Callback) else "MyCallback()"
 
 
-def check_callback(made: Any, name: str) -> Callback:
+def check_callback(made: Json, name: str) -> Callback:
     """The callback itself. Raises `ConfigError` unless it is a `Callback` all of whose `on_...` methods are hooks."""
     if isinstance(made, type) and issubclass(made, Callback):
         raise ConfigError(f"callback {name} is a class, not an object of it", cure=f"give an object: {made.__name__}(...)")

@@ -6,17 +6,28 @@ With one asyncio task for each answer, every answer would wake the driver's even
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Final, TypeVar
 
 import ray
+
+from raypar.actors.actor_handles import PendingAnswer
+
+T = TypeVar("T")
 
 BATCH_WAIT_S = 0.2
 """How long the answers of all workers to one call are awaited together. Callers await later answers one by one."""
 
-UNANSWERED = object()
-"""Takes the place of an answer that has not come in time."""
+
+class Unanswered(enum.Enum):
+    """Takes the place of an answer that has not come in time."""
+
+    UNANSWERED = "no answer yet"
+
+
+UNANSWERED: Final = Unanswered.UNANSWERED
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,7 @@ class Raised:
     """The exception."""
 
 
-def wait_for_answers(refs: Sequence[Any], timeout_s: float) -> list[Any]:
+def wait_for_answers(refs: Sequence[PendingAnswer[T]], timeout_s: float) -> list[T | Raised | Unanswered]:
     """The answer to each call in `refs`, in their order: its value, `Raised`, or `UNANSWERED`. Blocks for up to `timeout_s`.
 
     `refs` may not be empty.
@@ -40,7 +51,7 @@ def wait_for_answers(refs: Sequence[Any], timeout_s: float) -> list[Any]:
     return [_value_or_raised(ref) if ref in answered else UNANSWERED for ref in refs]
 
 
-def _value_or_raised(ref: Any) -> Any:
+def _value_or_raised(ref: PendingAnswer[T]) -> T | Raised:
     """The value of an answer that has come; `Raised` if the call has raised."""
     try:
         return ray.get(ref)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.hello_and_failure_messages import CallFailure
@@ -16,6 +17,9 @@ from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import RayparError, StateNotKeptError, error_first_line
+
+if TYPE_CHECKING:
+    from raypar.worker.checkpoint.checkpoint_files import ShardRecord
 
 
 @dataclass
@@ -52,11 +56,11 @@ class CheckpointTask:
             self.tasks.post(on.CheckpointFailed(done, error))
             return
         members = {n: self.pool.workers[n] for n in self.machine.membership.members if n in self.pool.workers}
-        asked = [self.calls.ask(number, w.save.remote(generation, done, str(begun))) for number, w in members.items()]
-        taken = await asyncio.gather(*asked)
+        asked = [self.calls.ask(number, w.save.remote(generation, done, str(begun), False)) for number, w in members.items()]
+        taken: list[ShardRecord | CallFailure | None] = list(await asyncio.gather(*asked))
         if not any(isinstance(answer, CallFailure) for answer in taken):
             self.tasks.post(on.AllWorkersCopiedState(done))
-            taken = await asyncio.gather(*(self.calls.ask(n, w.save_result.remote()) for n, w in members.items()))
+            taken = list(await asyncio.gather(*(self.calls.ask(n, w.save_result.remote()) for n, w in members.items())))
         failed = [answer for answer in taken if isinstance(answer, CallFailure)]
         if failed:
             await asyncio.to_thread(recorder.checkpoint_drop, begun)
@@ -65,8 +69,9 @@ class CheckpointTask:
                 cause = await self._save_weights(done, cause)
             self.tasks.post(on.CheckpointFailed(done, cause))
             return
+        records = [answer for answer in taken if not isinstance(answer, CallFailure)]
         try:
-            await asyncio.get_running_loop().run_in_executor(self._disk, recorder.checkpoint_end, done, begun, taken)
+            await asyncio.get_running_loop().run_in_executor(self._disk, recorder.checkpoint_end, done, begun, records)
         except Exception as error:
             self.tasks.post(on.CheckpointFailed(done, error))
             return
@@ -82,13 +87,14 @@ class CheckpointTask:
         try:
             begun = await asyncio.to_thread(recorder.checkpoint_begin, done, only_weights=True)
             asked = [self.calls.ask(n, w.save.remote(generation, done, str(begun), True)) for n, w in workers.items()]
-            taken = await asyncio.gather(*asked)
+            taken: list[ShardRecord | CallFailure | None] = list(await asyncio.gather(*asked))
             if not any(isinstance(answer, CallFailure) for answer in taken):
-                taken = await asyncio.gather(*(self.calls.ask(n, w.save_result.remote()) for n, w in workers.items()))
+                taken = list(await asyncio.gather(*(self.calls.ask(n, w.save_result.remote()) for n, w in workers.items())))
             if failed := [answer for answer in taken if isinstance(answer, CallFailure)]:
                 await asyncio.to_thread(recorder.checkpoint_drop, begun)
                 raise failed[0].error
-            weights = await asyncio.to_thread(recorder.weights_end, done, begun, taken)
+            records = [answer for answer in taken if not isinstance(answer, CallFailure)]
+            weights = await asyncio.to_thread(recorder.weights_end, done, begun, records)
         except Exception as failure:
             return StateNotKeptError(f"{what}; nor can its parameters ({error_first_line(failure)})", error.cure)
         return StateNotKeptError(

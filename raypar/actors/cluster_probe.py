@@ -21,6 +21,7 @@ from typing import Any
 from raypar.actors.numerics_fingerprint import processor_model
 from raypar.doctor.check_environment import FINGERPRINT_SETTINGS
 from raypar.errors import RayparError, error_first_line
+from raypar.files.json_values import Json
 
 NODE_S = 25.0
 """How long a node may take to start a process and answer."""
@@ -39,7 +40,7 @@ class NodeFactsProbe:
         """The node's time."""
         return time.time()
 
-    def describe(self, libraries: Sequence[str], settings: Sequence[str], file: str | None) -> dict[str, Any]:
+    def describe(self, libraries: Sequence[str], settings: Sequence[str], file: str | None) -> dict[str, Json]:
         """Versions, settings and limits of the node; whether it sees `file`."""
         import importlib.metadata
         import platform
@@ -76,7 +77,7 @@ def send_code_whole() -> None:
         cloudpickle.register_pickle_by_value(sys.modules[module])
 
 
-def ask_nodes(folder: str) -> list[dict[str, Any]]:
+def ask_nodes(folder: str) -> list[dict[str, Json]]:
     """The facts of each node of the cluster that this process has joined.
 
     `folder`: each node says whether it sees this folder; empty: no folder is asked about.
@@ -101,7 +102,7 @@ def ask_nodes(folder: str) -> list[dict[str, Any]]:
         return [_ask(node, actor, answer, until) for node, actor, answer in asked]
 
 
-def _ask(node: dict[str, Any], actor: Any, answer: Any, until: float) -> dict[str, Any]:
+def _ask(node: dict[str, Any], actor: Any, answer: Any, until: float) -> dict[str, Json]:
     """The answer of one node, with the difference of its clock; or why there is none."""
     import ray
     from ray.exceptions import GetTimeoutError, RayError
@@ -123,7 +124,7 @@ def _ask(node: dict[str, Any], actor: Any, answer: Any, until: float) -> dict[st
         return {**known, "error": f"{known['host']}: {error_first_line(error)}"}
 
 
-def main(address: str, folder: str) -> dict[str, Any]:
+def main(address: str, folder: str) -> dict[str, Json]:
     """What the cluster at `address` says; `error` if it cannot be joined. A local cluster of this user's is shown its token."""
     from raypar.actors.local_ray_cluster import find_local_token
     from raypar.ray_compat.authentication import token_authentication
@@ -133,7 +134,7 @@ def main(address: str, folder: str) -> dict[str, Any]:
         return join_and_ask(address, folder)
 
 
-def join_and_ask(address: str, folder: str) -> dict[str, Any]:
+def join_and_ask(address: str, folder: str) -> dict[str, Json]:
     """What the cluster at `address` says; `error` if it cannot be joined."""
     from raypar.actors.ray_connection import check_address_answers, is_open_to_all
     from raypar.ray_compat.local_cluster import loopback_address_kept_if_needed

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import (
@@ -24,6 +24,7 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar import __version__
+from raypar.actors.actor_handles import DriverHandle, PendingAnswer, Polled, kill_actor
 from raypar.actors.control_store_watch import ControlStoreLost, call_ray, current_watch, run_with_timeout
 from raypar.actors.driver_actor import ABANDONED_S, DriverActor
 from raypar.actors.driver_shutdown import CLIENT_GONE_S
@@ -38,6 +39,8 @@ from raypar.ray_compat.actor_errors import KILL_CURE, memory_monitor_kill_error,
 from raypar.record.events import Event, RunWarning, StopRequest, read_event
 from raypar.storage.run_folder import resume_argument
 from raypar.user_code.user_code_errors import STOP_SIGNALS, heard_stop_signals
+
+T = TypeVar("T")
 
 TURN_S = 0.5
 """Longest single wait for the driver; signals are handled between two waits."""
@@ -99,12 +102,12 @@ def follow_run(request: RunRequest, tell: Callable[[Event], None], on_answer: Ca
             remove_run_from_cluster(driver, request.run)
 
 
-def start_driver(request: RunRequest) -> Any:
+def start_driver(request: RunRequest) -> DriverHandle:
     """The new driver actor of a run. Raises `ActiveError` when a run of this name is active already."""
     home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     try:
-        return (
-            ray.remote(DriverActor)
+        made: DriverHandle = (
+            ray.remote(DriverActor)  # type: ignore[assignment]  # a handle of Ray's
             .options(
                 name="driver",
                 namespace=run_namespace(request.run),
@@ -116,15 +119,16 @@ def start_driver(request: RunRequest) -> Any:
             )
             .remote(request.run)
         )
+        return made
     except ValueError as error:
         raise active_run_error(request.run) from error
 
 
-def remove_run_from_cluster(driver: Any, run: str) -> None:
+def remove_run_from_cluster(driver: DriverHandle, run: str) -> None:
     """Remove the driver and whatever the run has left on the cluster; if the control store is lost, only the driver."""
     watch = current_watch()
     for removal in (
-        lambda: ray.kill(driver, no_restart=True),
+        lambda: kill_actor(driver, no_restart=True),
         lambda: remove_leftover_placement_groups(run),
         lambda: Journal(run).erase(),
     ):
@@ -135,7 +139,7 @@ def remove_run_from_cluster(driver: Any, run: str) -> None:
             call_ray(removal)
 
 
-def end_driver_without_control_store(driver: Any, why: str) -> None:
+def end_driver_without_control_store(driver: DriverHandle, why: str) -> None:
     """Tell the driver to record the end of the run and to exit; its workers end as orphans.
 
     Such a call goes from process to process and does not need the control store. `why`: the reason that is recorded.
@@ -150,18 +154,19 @@ def refuse_active_run(run: str) -> None:
     resume finds the newer checkpoint.
     """
     try:
-        driver = call_ray(lambda: ray.get_actor("driver", namespace=run_namespace(run)))
+        driver: DriverHandle = call_ray(lambda: ray.get_actor("driver", namespace=run_namespace(run)))  # type: ignore[assignment]
     except ValueError:
         return
     epoch = cursor = 0
     until_s, ends = time.monotonic() + DRIVER_SILENT_S, list[dict[str, Any]]()
     try:
-        alone_s: Any = ray.get(driver.alone_s.remote(), timeout=DRIVER_SILENT_S)
+        alone_s: float = ray.get(driver.alone_s.remote(), timeout=DRIVER_SILENT_S)
         if alone_s < ALONE_S:
             raise active_run_error(run)
         driver.stop.remote("its client is gone, and it is to be resumed", GRACE_S)
         while not ends and time.monotonic() < until_s:
-            events, epoch, cursor = ray.get(driver.events.remote(epoch, cursor, 0.3), timeout=DRIVER_SILENT_S)
+            polled: Polled = ray.get(driver.events.remote(epoch, cursor, 0.3), timeout=DRIVER_SILENT_S)
+            events, epoch, cursor = polled
             ends = [event for event in events if event["kind"] == "end"]
     except RayError as error:  # it does not answer, or dies
         raise active_run_error(run) from error
@@ -186,7 +191,7 @@ def active_run_error(run: str) -> ActiveError:
 
 
 def _follow(
-    driver: Any,
+    driver: DriverHandle,
     request: RunRequest,
     tell: Callable[[Event], None],
     asked: list[str],
@@ -201,7 +206,7 @@ class RunFollower:
 
     def __init__(
         self,
-        driver: Any,
+        driver: DriverHandle,
         request: RunRequest,
         tell: Callable[[Event], None],
         asked: list[str],
@@ -231,7 +236,7 @@ class RunFollower:
         """How often the driver has died since the last step, validation or checkpoint was told."""
         self.patience_s = DRIVER_START_S
         """How long the driver may take for its next answer."""
-        self.started: Any = call_ray(lambda: driver.start.remote(request))
+        self.started: PendingAnswer[None] | None = call_ray(lambda: driver.start.remote(request))
         """The pending call that starts the run; None once it has returned."""
         self.watch = current_watch()
         """Says for how long Ray's control store has been silent; None if it is not watched."""
@@ -296,7 +301,7 @@ class RunFollower:
         if self.watch.is_lost:
             raise self.watch.lost_error()
 
-    def _await_answer(self, asking: Any) -> None:
+    def _await_answer(self, asking: PendingAnswer[T]) -> None:
         """Wait for an answer of the driver. The silent driver of an elastic run is killed, and Ray starts another one.
 
         Raises `OutOfMemory` if no driver begins and this node's memory is so short meanwhile that Ray kills every one.
@@ -309,11 +314,11 @@ class RunFollower:
         if not self.request.policy.elastic:
             raise unanswering_driver_error(what, cure)
         self._say(RunWarning(text=f"{what}: it is ended and started again"))
-        call_ray(lambda: ray.kill(self.driver, no_restart=False))
+        call_ray(lambda: kill_actor(self.driver, no_restart=False))
         if not wait_for_driver_answer(asking, self.asked, DRIVER_BACK_S):
             raise unanswering_driver_error(f"{what}, nor another one {DRIVER_BACK_S:.0f} s later", cure)
 
-    def _answers_in_time(self, asking: Any) -> bool:
+    def _answers_in_time(self, asking: PendingAnswer[T]) -> bool:
         """Whether the driver answers within `patience_s`, or the wait is over because of signals."""
         if self.answered:
             return wait_for_driver_answer(asking, self.asked, self.patience_s)
@@ -330,10 +335,11 @@ class RunFollower:
             was_short = bool(shortage)
         return False
 
-    def _receive(self, asking: Any) -> list[dict[str, Any]]:
+    def _receive(self, asking: PendingAnswer[Polled]) -> list[dict[str, Any]]:
         """The events in the driver's answer; none while the driver is dead and may be restarted."""
         try:
-            events, self.epoch, self.cursor = call_ray(lambda: ray.get(asking))
+            polled: Polled = call_ray(lambda: ray.get(asking))
+            events, self.epoch, self.cursor = polled
             if self.started is not None and call_ray(lambda: ray.wait([self.started], timeout=0))[0]:
                 call_ray(lambda: ray.get(self.started))
                 self.started = None
@@ -418,12 +424,12 @@ def unanswering_driver_error(what: str, cure: str) -> RayparError:
     return WorkerLost(what, cure=cure)
 
 
-def has_answer(asking: Any) -> bool:
+def has_answer(asking: PendingAnswer[T]) -> bool:
     """Whether the driver has answered this call, or is known to have died."""
     return bool(call_ray(lambda: ray.wait([asking], timeout=0))[0])
 
 
-def wait_for_driver_answer(asking: Any, asked: list[str], patience_s: float, signals: int = 2) -> bool:
+def wait_for_driver_answer(asking: PendingAnswer[T], asked: list[str], patience_s: float, signals: int = 2) -> bool:
     """Whether the driver answers or dies within `patience_s`; True also after so many `signals`, which end the wait.
 
     After Ctrl-C the driver has `DRIVER_SILENT_S` at most. Turns are counted, not seconds: time

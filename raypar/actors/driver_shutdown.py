@@ -24,6 +24,7 @@ from raypar.actors.worker_pool import WorkerPool, remove_leftover_placement_grou
 from raypar.elastic import actions as do
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError
+from raypar.files.json_values import Json
 from raypar.record.events import EndOfRun, RunWarning
 
 CLIENT_GONE_S = 60.0
@@ -141,7 +142,7 @@ class DriverShutdown:
         error = ClusterError(why, cure="`raypar resume` goes on from the last checkpoint")
         self.recorder.record_end(do.Teardown("failed", why, self.machine.progress.emitted, error), None)
 
-    async def finish_former_end(self, facts: dict[str, Any]) -> None:
+    async def finish_former_end(self, facts: dict[str, Json]) -> None:
         """Finish the end that a former driver had begun when it was killed; a failing part does not stop the others."""
         for work in (lambda: remove_leftover_placement_groups(self.pool.run), lambda: self.recorder.record_former_end(facts)):
             try:

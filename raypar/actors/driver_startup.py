@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from raypar.actors import membership_event_text
+from raypar.actors.actor_handles import PendingAnswer, WorkerHandle
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.cluster_info import NodeResources, list_live_node_resources, memory_per_worker
 from raypar.actors.event_feed import EventFeed
@@ -87,7 +88,7 @@ class DriverStartup:
         plan, members = await self._place_workers()
         for number in members:
             self.pool.start_worker(number, request.spec, request.listen_host, request.orphan_timeout_s)
-        hellos: dict[int, WorkerHello] = await self._everybody(members, lambda number, w: w.hello.remote(), "start")
+        hellos: dict[int, WorkerHello] = await self._everybody(members, lambda number, w: w.hello.remote(False), "start")
         for number, hello in hellos.items():
             self.registry.add_started_worker(number, hello)
             await asyncio.to_thread(self.journal.store_hello, number, hello)
@@ -207,7 +208,9 @@ class DriverStartup:
             text = f"the driver is on node {home[:8]} ({has}), which may be taken away: start raypar on an on-demand node"
             self.side_effects.note(RunWarning(text=text))
 
-    async def _everybody(self, members: Sequence[int], call: Callable[[int, Any], Any], what: str) -> dict[int, Any]:
+    async def _everybody(
+        self, members: Sequence[int], call: Callable[[int, WorkerHandle], PendingAnswer[Any]], what: str
+    ) -> dict[int, Any]:
         """Call every worker of `members`; worker number -> answer. `what`: what they are asked to do, for messages.
 
         If several calls fail, a failure of user code is raised first, then one of raypar, then a loss. An elastic run reports

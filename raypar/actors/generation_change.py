@@ -28,7 +28,7 @@ from raypar.elastic.user_messages import plain_failure_text
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import same_state_keys
-from raypar.plan.pieces import AdoptPlanCommand
+from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand
 from raypar.record.events import GenerationStart, Recovery
 
 
@@ -157,7 +157,7 @@ class GenerationChange:
         self.side_effects.note(Recovery(text=text, **membership_event_text.generation_facts(order, schedule)))
         initial = InitialDigestCheck()
 
-        def adopted(number: int, described: dict[str, Any] | None) -> on.RunEvent:
+        def adopted(number: int, described: AdoptDescription | None) -> on.RunEvent:
             different = initial.add(number, described["initial"]) if described is not None else None
             not_kept = described["not_kept"] if described is not None else ""
             return (

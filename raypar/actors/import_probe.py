@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from raypar.errors import RayparError
 from raypar.fences.fence import find_missing_apis
+from raypar.files.json_values import Json
 
 
-def probe_torch() -> dict[str, Any]:
+def probe_torch() -> dict[str, Json]:
     """For which CUDA PyTorch was built, the names of the GPUs that it sees, and what it lacks of the APIs that raypar uses."""
     import torch
 
@@ -23,14 +23,14 @@ def probe_torch() -> dict[str, Any]:
     return {"cuda": torch.version.cuda, "gpus": gpus, "lacks": list_missing_apis("torch_compat")}
 
 
-def probe_torchvision() -> dict[str, Any]:
+def probe_torchvision() -> dict[str, Json]:
     """Nothing, if torchvision can be imported."""
     import torchvision
 
     return {"version": str(torchvision.__version__)}
 
 
-def probe_nccl() -> dict[str, Any]:
+def probe_nccl() -> dict[str, Json]:
     """The NCCL that CuPy finds, in words."""
     from raypar.comm.nccl import bindings
 
@@ -39,7 +39,7 @@ def probe_nccl() -> dict[str, Any]:
     return {"text": str(found)}
 
 
-def probe_ray() -> dict[str, Any]:
+def probe_ray() -> dict[str, Json]:
     """What Ray lacks of the private APIs that raypar uses, if it can be imported."""
     import ray
 
@@ -51,7 +51,7 @@ def list_missing_apis(package: str) -> list[tuple[str, str]]:
     return [(error.what, error.cure) for error in find_missing_apis(package)]
 
 
-PROBES: dict[str, Callable[[], dict[str, Any]]] = {
+PROBES: dict[str, Callable[[], dict[str, Json]]] = {
     "torch": probe_torch,
     "torchvision": probe_torchvision,
     "nccl": probe_nccl,
@@ -60,7 +60,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
 """Name -> what tries it."""
 
 
-def probe(name: str) -> dict[str, Any]:
+def probe(name: str) -> dict[str, Json]:
     """What a probe has found, or its error: broken libraries raise anything."""
     try:
         return PROBES[name]()

@@ -15,6 +15,7 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.transition_table import RECOVERING
 from raypar.elastic.user_messages import plain_failure_text
+from raypar.files.json_values import Json
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.plan import ParallelPlan
 
@@ -43,7 +44,7 @@ class MembersFileText:
     def text_if_changed(
         self,
         machine: RunMachine,
-        worker_facts: Callable[[int], dict[str, Any]],
+        worker_facts: Callable[[int], dict[str, Json]],
         schedule: Callable[[ParallelPlan], str],
         started: int = 0,
     ) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from raypar.elastic.actions import AdoptPlan, ReportStraggler
 from raypar.elastic.user_messages import plain_failure_text
+from raypar.files.json_values import Json
 from raypar.plan import ParallelPlan
 from raypar.plan.wording import count_noun
 from raypar.record.events import WorkerLoss
@@ -17,7 +18,7 @@ def training_facts(contract: Mapping[str, Any]) -> dict[str, Any]:
     """What a job trains with, as data for the event of a start: optimizer, batch and precision. `contract`: the job's."""
     optimizer, precision = contract.get("optimizer") or {}, contract.get("precision")
     groups = len(optimizer.get("groups") or ())
-    facts: dict[str, Any] = {"precision": precision["compute"]} if precision else {}
+    facts: dict[str, Json] = {"precision": precision["compute"]} if precision else {}
     if optimizer.get("function"):
         given = [f"{name}={value}" for name, value in (optimizer.get("args") or {}).items()]
         given += [f"{count_noun(groups, 'group')} with other arguments"] if groups else []
@@ -80,7 +81,7 @@ def describe_why_worker_given_up(why: str) -> str:
     return f"{cause}; its process is killed"
 
 
-def straggler_text(found: ReportStraggler, coordinate: str, worker_facts: Mapping[str, Any]) -> str:
+def straggler_text(found: ReportStraggler, coordinate: str, worker_facts: Mapping[str, Json]) -> str:
     """The line for the user when a worker has become slow, or is not slow any more."""
     place = coordinate.partition("(")[2].rstrip(")")
     at = f"worker {found.worker} ({place}, node {worker_facts.get('node', 'unknown')})"

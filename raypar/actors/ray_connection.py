@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 from raypar.actors.control_store_watch import (
     ControlStoreLost,
@@ -39,6 +39,7 @@ from raypar.doctor.check_machine import OBJECT_STORE_BYTES
 from raypar.doctor.checks import refuse_unfit_machine
 from raypar.doctor.gather import read_limits, read_room
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError, error_first_line
+from raypar.files.json_values import Json
 from raypar.ray_compat.authentication import lets_in_without_token, shows_token, token_authentication
 from raypar.ray_compat.local_cluster import (
     CONNECT_S,
@@ -102,7 +103,7 @@ class RayConnection:
     """The raylets of a local Ray cluster with several nodes."""
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Json]:
         """The content of cluster.json, from which other processes of this machine find the cluster of a run."""
         return {"kind": self.kind, "address": self.address, "nodes": [asdict(node) for node in self.nodes]}
 

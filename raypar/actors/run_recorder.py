@@ -33,6 +33,7 @@ from raypar.elastic.actions import Teardown
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import CheckpointError, RayparError, error_first_line
 from raypar.files.atomic_write import replace_file_atomically
+from raypar.files.json_values import Json
 from raypar.files.os_error_cure import cure_of_os_error
 from raypar.files.redact_secrets import secrets_of_environment, without_certain_secrets
 from raypar.plan import ParallelPlan
@@ -93,7 +94,7 @@ class RecordedProgress:
     """When the last step was written (Unix time)."""
     lost: frozenset[int] = frozenset()
     """Workers whose loss was reported."""
-    unseen: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    unseen: Mapping[int, dict[str, Any]] = field(default_factory=dict)
     """Step (from 0) -> its report in the journal (`step_reports.merge_reports`), for steps that the user may not have seen."""
 
 
@@ -142,7 +143,7 @@ class RunRecorder:
         """Whether `_guard` covers PyTorch's state too."""
         self.nodes: list[str] = []
         """By rank: the node of the worker in that seat."""
-        self._last_loss_and_norm: dict[str, Any] = {}
+        self._last_loss_and_norm: dict[str, Json] = {}
         """Loss and norm of the last step, for a checkpoint's manifest."""
         self._checkpoint_store = open_checkpoint_store(run.checkpoint_location)
         """Where the run's checkpoints are."""
@@ -432,7 +433,7 @@ class RunRecorder:
         totals.time = time.time()
         self._replace(self.run_folder.totals, json.dumps(totals.as_document()) + "\n")
 
-    def _former_totals(self) -> dict[str, Any] | None:
+    def _former_totals(self) -> dict[str, Json] | None:
         """The content of totals.json; None if it is missing or damaged."""
         with contextlib.suppress(RayparError):
             return self.run_folder.read_document(self.run_folder.totals, damaged=True)
@@ -454,7 +455,7 @@ class RunRecorder:
         }
         self._replace(self.run_folder.plan, json.dumps(facts, indent=1) + "\n")
 
-    def _predictions(self, plan: ParallelPlan, schedule: str) -> dict[str, Any]:
+    def _predictions(self, plan: ParallelPlan, schedule: str) -> dict[str, Json]:
         """What is predicted of a plan, for plan.json: the memory of workers; of the job's own plan the step too."""
         request = self.request
         facts: dict[str, Any] = {}
@@ -476,13 +477,13 @@ class RunRecorder:
         """Add a line to metrics.jsonl."""
         self._append(self.metrics, _without_kind(record))
 
-    def _append(self, file: JsonlFile, facts: Mapping[str, Any]) -> None:
+    def _append(self, file: JsonlFile, facts: Mapping[str, Json]) -> None:
         """Add a line to a file of the run. On a full disk the line waits until it can be written, and training continues."""
         file.append(_finite({"time": time.time(), **without_certain_secrets(facts, self._known_secrets)}))
 
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 
-    def _call(self, hook: str, facts: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    def _call(self, hook: str, facts: Mapping[str, Json]) -> tuple[str | None, dict[str, Json]]:
         """Call a hook of all callbacks: (reason to stop, metrics they added). Raises `UserCodeError`."""
         if self.callbacks is None:  # a run that failed before it began has none
             return None, {}
@@ -627,12 +628,12 @@ class RunRecorder:
             self._say_text("warning", f"{what}; the run itself is not touched\n  cure: mend the callback")
 
 
-def _without_kind(event: Event) -> dict[str, Any]:
+def _without_kind(event: Event) -> dict[str, Json]:
     """The facts of a step, validation or checkpoint, for its line or for callbacks."""
     return {key: value for key, value in event.facts().items() if key != "kind"}
 
 
-def metrics_line_matches_journal(line: Mapping[str, Any], facts: Mapping[str, Any] | None) -> bool:
+def metrics_line_matches_journal(line: Mapping[str, Json], facts: Mapping[str, Json] | None) -> bool:
     """Whether a line of metrics agrees with the journal's report of its step (`facts`); True if there is no report."""
     found = _finite({key: facts[key] for key in ("loss", "norm")}) if facts is not None else {}
     return all(line.get(key) == value for key, value in found.items())
@@ -649,6 +650,6 @@ def format_step_ranges(steps: Sequence[int]) -> str:
     return word_form(steps, "step ", "steps ") + ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def _finite(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _finite(facts: Mapping[str, Json]) -> dict[str, Json]:
     """The facts with None in place of NaN and infinities, which JSON does not have."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}

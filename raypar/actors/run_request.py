@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.run_policy import RunPolicy
+from raypar.files.json_values import Json
 from raypar.job import Job
 from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StageConnections
 from raypar.planner.model_profile import ModelProfile
@@ -44,7 +44,7 @@ class RunRequest:
     """By rank: the worker's `ProgramAssignment`, pickled; the driver does not open it."""
     callbacks: bytes
     """The `Callbacks`, pickled; they are called in the driver."""
-    contract: Mapping[str, Any]
+    contract: Mapping[str, Json]
     """The part of the job that a checkpoint stores, to check that it is resumed by the same job; digests of its code too."""
     predicted: Timeline
     """The step as the simulator predicts it, for the picture."""

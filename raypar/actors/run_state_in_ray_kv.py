@@ -20,6 +20,7 @@ from ray import cloudpickle
 from raypar.actors.hello_and_failure_messages import WorkerHello
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.errors import ClusterError
+from raypar.files.json_values import Json
 from raypar.plan import ParallelPlan
 from raypar.ray_compat.key_value_store import kv_delete, kv_get, kv_list, kv_put
 
@@ -117,7 +118,7 @@ class Journal:
         value = kv_get(self._step_key(step))
         return None if value is None else pickle.loads(value)[1]
 
-    def store_validation(self, done: int, line: dict[str, Any]) -> None:
+    def store_validation(self, done: int, line: dict[str, Json]) -> None:
         """Store the metrics line of the validation after `done` steps; remove old lines."""
         kv_put(f"{self.prefix}validation/{done}", pickle.dumps(line), overwrite=True)
         if not self._validations:
@@ -131,10 +132,10 @@ class Journal:
         """The steps after which validations are stored, ascending; those of the last `KEPT_STEPS` steps."""
         return sorted(self._numbers("validation"))
 
-    def validation(self, done: int) -> dict[str, Any] | None:
+    def validation(self, done: int) -> dict[str, Json] | None:
         """The metrics line given to `store_validation`; None if the journal does not have it."""
         value = kv_get(f"{self.prefix}validation/{done}")
-        found: dict[str, Any] | None = None if value is None else pickle.loads(value)
+        found: dict[str, Json] | None = None if value is None else pickle.loads(value)
         return found
 
     # -- lines that a full disk does not take (`jsonl_file.LineBackupStore`) ---------------------------------------------------
@@ -235,14 +236,14 @@ class Journal:
         value = kv_get(f"{self.prefix}request")
         return None if value is None else pickle.loads(value)
 
-    def end(self, facts: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    def end(self, facts: dict[str, Json] | None = None) -> dict[str, Json] | None:
         """Store how the run ended, before anything is removed. Without `facts`: what was stored; None while the run lasts."""
         key = f"{self.prefix}end"
         if facts is not None:
             kv_put(key, pickle.dumps(facts), overwrite=True)
             return facts
         value = kv_get(key)
-        found: dict[str, Any] | None = None if value is None else pickle.loads(value)
+        found: dict[str, Json] | None = None if value is None else pickle.loads(value)
         return found
 
     def began(self, time_s: float | None = None) -> float | None:

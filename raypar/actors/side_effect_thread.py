@@ -6,7 +6,7 @@ import asyncio
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.event_feed import EventFeed
@@ -17,6 +17,9 @@ from raypar.elastic.run_machine import RunMachine
 from raypar.errors import UserCodeError
 from raypar.record.events import Event
 from raypar.user_code.user_code_errors import error_text
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class SideEffectThread:
@@ -34,11 +37,11 @@ class SideEffectThread:
         self._thread = ThreadPoolExecutor(1, "raypar-effects")
         """The one thread: nothing else calls the recorder, unless a callback hangs in it (`abandon_if_busy`)."""
 
-    def perform(self, call: Callable[[], Any], event: Callable[[Any], on.RunEvent]) -> None:
+    def perform(self, call: Callable[[], T], event: Callable[[T], on.RunEvent]) -> None:
         """Perform a side effect; `event(its result)`, or its failure, goes to the run machine."""
         self.tasks.spawn(self._perform(call, event))
 
-    async def _perform(self, call: Callable[[], Any], event: Callable[[Any], on.RunEvent]) -> None:
+    async def _perform(self, call: Callable[[], T], event: Callable[[T], on.RunEvent]) -> None:
         try:
             result = await self.awaited(call)
         except DriverReplaced:
@@ -50,10 +53,10 @@ class SideEffectThread:
         else:
             self.tasks.post(event(result))
 
-    async def awaited(self, call: Callable[[], Any]) -> Any:
+    async def awaited(self, call: Callable[[], T]) -> T:
         """The result of a side effect. The event loop stays free meanwhile: the client takes a silent driver for hung."""
 
-        def called() -> Any:
+        def called() -> T:
             try:
                 return call()
             except (SystemExit, KeyboardInterrupt) as error:  # of a callback's module, say: would end the driver's loop
@@ -75,9 +78,9 @@ class SideEffectThread:
         self.recorder.callbacks = None
         return True
 
-    def aside(self, call: Callable[..., Any], *facts: Any) -> None:
+    def aside(self, call: Callable[P, None], *facts: P.args, **named: P.kwargs) -> None:
         """Perform a side effect whose result nobody needs."""
-        self._thread.submit(call, *facts)
+        self._thread.submit(call, *facts, **named)
 
     def note(self, event: Event) -> None:
         """Send an event to the client and write it to events.jsonl."""

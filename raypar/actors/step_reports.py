@@ -10,6 +10,7 @@ from raypar.actors.plan_cache import PlanCache
 from raypar.elastic import events as on
 from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
+from raypar.plan.microbatches import VoteResult
 
 Report = dict[str, Any]
 """A worker's report of one step: loss, norm, count, seconds and costs."""
@@ -126,7 +127,7 @@ def merge_reports(reports: Mapping[int, Mapping[str, Any]]) -> Report:
     }
 
 
-def reconstruct_lost_report(outcome: Any) -> Report:
+def reconstruct_lost_report(outcome: VoteResult) -> Report:
     """A report of a step that a worker has applied and whose own reports were lost: loss, norm and count only."""
     known = {"loss": outcome.loss, "norm": outcome.norm, "count": outcome.count, "skipped": outcome.skipped}
     return {**known, "seconds": 0.0, "busy_seconds": 0.0, "peak_rss_bytes": 0, "spans": [], "ledger": {}}

@@ -6,8 +6,8 @@ import asyncio
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
+from raypar.actors.actor_handles import WorkerHandle
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.run_request import RunRequest
 from raypar.actors.worker_calls import WorkerCalls
@@ -82,7 +82,7 @@ class WaitReporter:
         plan = self.machine.membership.plan or self.request.plan
         return describe_waited_workers({**silent, **said}, plan.world, WAITING_FOR_WORKERS)
 
-    async def _ask(self, workers: dict[int, Any]) -> dict[int, str]:
+    async def _ask(self, workers: dict[int, WorkerHandle]) -> dict[int, str]:
         """Worker -> what it is doing, for those that answer in time. A worker with a call still pending is not called again."""
         pending = self.pending
         for number, worker in workers.items():

@@ -30,15 +30,18 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration, WorkerStatus
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
 from raypar.fences.fence import send_warnings_to
+from raypar.plan.microbatches import VoteResult
+from raypar.plan.pieces import AdoptDescription
 from raypar.storage.filesystems import register_pickled_filesystems
 from raypar.user_code.user_code_errors import error_text
 from raypar.worker.process.memory_and_cpu import thread_cpu_wait_s
 from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity, reads_samples
 
 if TYPE_CHECKING:  # torch is loaded by `hello`
-    from raypar.comm.transport import WorkerEndpoint
+    from raypar.comm.transport import Transport, WorkerEndpoint
     from raypar.job import Job
     from raypar.worker.backend import DeviceBackend
+    from raypar.worker.checkpoint.checkpoint_files import ShardRecord
     from raypar.worker.elastic_worker import ElasticWorker
     from raypar.worker.process.torch_state_guard import TorchStateGuard
     from raypar.worker.worker_core import WorkerCore
@@ -179,10 +182,10 @@ class WorkerActor:
     @ray.method(concurrency_group="step")
     def adopt(
         self, generation: int, part: bytes, coordinate: str, addresses: Sequence[str], deadline_s: float
-    ) -> dict[str, Any] | CallFailure | None:
+    ) -> AdoptDescription | CallFailure | None:
         """Connect to the other workers of `generation`, exchange state with them, build this worker's stages."""
 
-        def build() -> dict[str, Any] | None:
+        def build() -> AdoptDescription | None:
             from raypar.comm.transport import run_routine
             from raypar.worker.process.memory_and_cpu import freeze_existing_objects, return_unused_memory
 
@@ -190,7 +193,7 @@ class WorkerActor:
             self._end_if_stuck()
             made = pickle.loads(part)
 
-            def connect() -> Any:
+            def connect() -> Transport:
                 rank = made.rank_of_worker[self.number]
                 assert self.endpoint is not None and self.core is not None, HELLO_FIRST
                 return self.endpoint.connect(
@@ -250,7 +253,7 @@ class WorkerActor:
         return self._run_call("saying where it stands", lambda: self.generation_guard.report_status(generation))
 
     @ray.method(concurrency_group="step")
-    def apply_kept_gradients(self, generation: int, step: int, vote_result: Any) -> WorkerStatus | CallFailure:
+    def apply_kept_gradients(self, generation: int, step: int, vote_result: VoteResult) -> WorkerStatus | CallFailure:
         """Apply `step` late, with the gradients that were kept; returns the worker's status after that."""
         return self._run_call(
             f"settling step {step + 1}", lambda: self.generation_guard.apply_kept_gradients(generation, step, vote_result)
@@ -269,7 +272,7 @@ class WorkerActor:
     # -- ctl: answers while a step runs --------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="io")
-    def save_result(self) -> Any:
+    def save_result(self) -> ShardRecord | CallFailure:
         """Wait for the writer: its record, or `CallFailure` with the error of the disk."""
         core, _ = self._loaded
         return self._run_call(WRITING, core.save_result)

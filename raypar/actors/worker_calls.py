@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TypeVar
 
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
+from raypar.actors.actor_handles import PendingAnswer, Ping, WorkerHandle
 from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_for_answers
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.hello_and_failure_messages import CallFailure
@@ -22,6 +23,8 @@ from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import ClusterError, CommError, error_first_line
 from raypar.ray_compat.actor_errors import memory_monitor_kill_error
+
+T = TypeVar("T")
 
 STACKS_S = 5.0
 REPEAT_CALL_S = 0.5
@@ -60,7 +63,9 @@ class WorkerCalls:
         self._batch_threads = ThreadPoolExecutor(MAX_OPEN_STEPS, "raypar-answers")
         """Threads in which the answers of all members to one call are awaited together."""
 
-    def call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.RunEvent]) -> None:
+    def call_all(
+        self, call: Callable[[WorkerHandle], PendingAnswer[T | CallFailure]], event: Callable[[int, T], on.RunEvent]
+    ) -> None:
         """Call every member; each answer becomes an event."""
         # Members that are not in the pool are lost, and the run machine has had an event about it.
         reachable = [number for number in self.machine.membership.members if number in self.pool.workers]
@@ -68,7 +73,9 @@ class WorkerCalls:
         if refs:  # `ray.wait` takes no empty list
             self._await_in_background(self._answer_batch(self.machine.membership.generation, refs, event))
 
-    async def _answer_batch(self, generation: int, refs: Mapping[int, Any], event: Callable[[int, Any], on.RunEvent]) -> None:
+    async def _answer_batch(
+        self, generation: int, refs: Mapping[int, PendingAnswer[T | CallFailure]], event: Callable[[int, T], on.RunEvent]
+    ) -> None:
         """Post the events of all answers together. Answers that have not come after `BATCH_WAIT_S` are posted one by one.
 
         `refs`: worker -> its call. Why together: see `answer_batch`.
@@ -89,23 +96,34 @@ class WorkerCalls:
             else:
                 self._post(number, generation, answer, event)
 
-    def call(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.RunEvent]) -> None:
+    def call(
+        self, number: int, generation: int, ref: PendingAnswer[T | CallFailure], event: Callable[[int, T], on.RunEvent]
+    ) -> None:
         """Post `event(number, answer)` when the call is answered, or `CallFailed` of that generation when it fails."""
         self._await_in_background(self._answer(number, generation, lambda: ref, event, repeats=False))
 
     def call_until_answered(
-        self, number: int, generation: int, ask: Callable[[], Any], event: Callable[[int, Any], on.RunEvent]
+        self,
+        number: int,
+        generation: int,
+        ask: Callable[[], PendingAnswer[T | CallFailure]],
+        event: Callable[[int, T], on.RunEvent],
     ) -> None:
         """Like `call`, but repeats the call while its answer is lost (`AnswerLost`). So it may be executed twice."""
         self._await_in_background(self._answer(number, generation, ask, event, repeats=True))
 
-    def _await_in_background(self, answering: Coroutine[Any, Any, None]) -> None:
+    def _await_in_background(self, answering: Coroutine[None, None, None]) -> None:
         task = self.tasks.spawn(answering)
         self._pending.add(task)
         task.add_done_callback(self._pending.discard)
 
     async def _answer(
-        self, number: int, generation: int, ask: Callable[[], Any], event: Callable[[int, Any], on.RunEvent], repeats: bool
+        self,
+        number: int,
+        generation: int,
+        ask: Callable[[], PendingAnswer[T | CallFailure]],
+        event: Callable[[int, T], on.RunEvent],
+        repeats: bool,
     ) -> None:
         answer = await self.ask(number, ask())
         while (
@@ -119,7 +137,7 @@ class WorkerCalls:
             answer = await self.ask(number, ask())
         self._post(number, generation, answer, event)
 
-    def _post(self, number: int, generation: int, answer: Any, event: Callable[[int, Any], on.RunEvent]) -> None:
+    def _post(self, number: int, generation: int, answer: T | CallFailure, event: Callable[[int, T], on.RunEvent]) -> None:
         """Post `event(number, answer)`; if `answer` is a `CallFailure`, post the event `CallFailed`."""
         if not isinstance(answer, CallFailure):
             self.tasks.post(event(number, answer))
@@ -132,7 +150,7 @@ class WorkerCalls:
         """Workers that have not answered a call."""
         return {number for number, calls in self._asked.items() if calls}
 
-    async def ask(self, number: int, ref: Any) -> Any:
+    async def ask(self, number: int, ref: Awaitable[T | CallFailure]) -> T | CallFailure:
         """The answer of a call to one worker, or a `CallFailure` that names the worker."""
         seats = self.failures.seats()
         self._asked[number] += 1
@@ -173,7 +191,8 @@ class WorkerCalls:
             await asyncio.wait(set(self._pending), timeout=left_s)
             await asyncio.sleep(0)  # lets the event loop remove the tasks that have ended
         there = [number for number in self.machine.membership.members if number in workers]
-        answers = dict(zip(there, await gather_answers_within([workers[n].ping.remote() for n in there], 2.0), strict=True))
+        pings: list[PendingAnswer[Ping]] = [workers[n].ping.remote() for n in there]
+        answers = dict(zip(there, await gather_answers_within(pings, 2.0), strict=True))
         self.tasks.post(
             on.GroupsAborted(tuple(s[0] if (s := answers.get(n)) else None for n in self.machine.membership.members))
         )

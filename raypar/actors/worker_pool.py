@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raypar.actors.actor_handles import WorkerHandle, kill_actor
 from raypar.actors.cluster_info import max_workers_per_node
 from raypar.actors.worker_actor import make_worker_actor_class
 from raypar.comm.tcp.handshake import RunCredential
@@ -69,7 +70,7 @@ class WorkerPool:
         """Worker -> its placement group; the shards of one replica share a group."""
         self.bundles: dict[int, int] = {}
         """Worker -> index of its bundle in the group."""
-        self.workers: dict[int, Any] = {}
+        self.workers: dict[int, WorkerHandle] = {}
         """Worker -> actor handle."""
         self.dismissed: set[int] = set()
         """Workers that are gone or were given back, even if they never had a placement group."""
@@ -157,7 +158,7 @@ class WorkerPool:
 
     # -- workers -----------------------------------------------------------------------------------------------------------
 
-    def start_worker(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> Any:
+    def start_worker(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> WorkerHandle:
         """Start a worker actor in its placement group; it loads torch at its first call. Returns its handle.
 
         If another driver of this run has started it meanwhile, that one's handle. Raises `ClusterError` when the run has ended
@@ -176,7 +177,7 @@ class WorkerPool:
         try:
             self.workers[number] = made.remote(self.credential, number, spec, host, orphan_timeout_s, self.filesystems)
         except ValueError:  # the name is taken: a former driver, wrongly thought dead, has started this worker
-            self.workers[number] = ray.get_actor(f"worker-{number}", namespace=run_namespace(self.run))
+            self.workers[number] = find_worker(self.run, number)
         return self.workers[number]
 
     def _of_its_own(self) -> dict[str, Any]:
@@ -194,7 +195,7 @@ class WorkerPool:
         """
         for number in find_existing_worker_numbers(self.run):
             with contextlib.suppress(ValueError):  # gone since it was listed
-                self.workers[number] = ray.get_actor(f"worker-{number}", namespace=run_namespace(self.run))
+                self.workers[number] = find_worker(self.run, number)
         pending, started = [], []
         for info in list_leftover_placement_groups(self.run):
             first = int(str(info["name"]).rpartition("-")[2])
@@ -220,7 +221,7 @@ class WorkerPool:
         def rest() -> None:
             if worker is not None:
                 with contextlib.suppress(Exception):
-                    ray.kill(worker, no_restart=True)
+                    kill_actor(worker, no_restart=True)
             if group is not None and last:
                 with contextlib.suppress(Exception):
                     remove_placement_group(group)
@@ -247,7 +248,13 @@ class WorkerPool:
             self.dismiss(number)()
 
 
-async def _quietly(ref: Any) -> None:
+def find_worker(run: str, number: int) -> WorkerHandle:
+    """The handle of a worker that lives. Raises `ValueError` if none of that number does."""
+    found: WorkerHandle = ray.get_actor(f"worker-{number}", namespace=run_namespace(run))  # type: ignore[assignment]
+    return found
+
+
+async def _quietly(ref: Awaitable[None]) -> None:
     """Await a call and ignore its failure."""
     with contextlib.suppress(Exception):
         await ref
@@ -280,7 +287,7 @@ def remove_leftover_placement_groups(run: str) -> int:
     while still := find_existing_worker_numbers(run):
         for number in still:  # who was still to be placed does not end with its group
             with contextlib.suppress(ValueError):
-                ray.kill(ray.get_actor(f"worker-{number}", namespace=run_namespace(run)), no_restart=True)
+                kill_actor(find_worker(run, number), no_restart=True)
         if time.monotonic() > deadline:
             raise ClusterError(
                 f"{format_worker_numbers(still)} of an earlier driver of run {run} {word_form(still, 'does', 'do')} not end "

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
-from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_for_answers
+from raypar.actors.actor_handles import PendingAnswer, Ping, WorkerHandle
+from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, Unanswered, wait_for_answers
 from raypar.actors.cluster_info import list_live_and_dead_nodes, list_live_node_resources, zones_of_nodes
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.liveness_connection import LivenessConnections
@@ -25,9 +26,12 @@ from raypar.elastic import events as on
 from raypar.elastic.deadlines import CpuWaitDeadlineExtension
 from raypar.elastic.placement_constraints import FlappingNodes, SuspectNodes
 from raypar.errors import ClusterError
+from raypar.files.json_values import Json
 from raypar.ray_compat.actor_errors import keep_death_reasons, memory_monitor_kill_error
 from raypar.ray_compat.nodes import list_draining_nodes
 from raypar.record.events import Event, NodeLoss, RunWarning, WorkerDrain, WorkerJoin
+
+T = TypeVar("T")
 
 PING_S = 0.4
 """Time from one ping to the next."""
@@ -133,7 +137,7 @@ class WorkerRegistry:
     def worker_facts(self, number: int) -> dict[str, Any]:
         """Facts of a worker for events: worker, node, pid, host."""
         hello = self.hellos.get(number)
-        facts: dict[str, Any] = {"worker": number}
+        facts: dict[str, Json] = {"worker": number}
         if hello is not None:
             facts |= {"node": hello.node[:8], "pid": hello.pid, "host": hello.address.rpartition(":")[0]}
         return facts
@@ -175,10 +179,10 @@ class WorkerRegistry:
         except Exception:
             return  # seats are then spread over nodes only
 
-    async def await_hello(self, number: int, worker: Any, start_s: float) -> None:
+    async def await_hello(self, number: int, worker: WorkerHandle, start_s: float) -> None:
         """Wait until a new worker has loaded everything. Posts `WorkerJoined` or `WorkerStartFailed`."""
         try:
-            hello = await asyncio.wait_for(asyncio.wrap_future(worker.hello.remote(joining=True).future()), start_s)
+            hello = await asyncio.wait_for(asyncio.wrap_future(worker.hello.remote(True).future()), start_s)
         except asyncio.TimeoutError:
             self.give_up_start(
                 number, ClusterError(f"it did not start within {start_s:.0f} s", cure="look at Ray's logs on its node")
@@ -294,14 +298,14 @@ class WorkerRegistry:
             if excused_s:
                 self._answered_s = {number: min(now, s + excused_s) for number, s in self._answered_s.items()}
 
-    async def _ping(self, workers: Mapping[int, Any]) -> None:
+    async def _ping(self, workers: Mapping[int, WorkerHandle]) -> None:
         """Ping these workers together. Answers that have not come after `BATCH_WAIT_S` are awaited one by one."""
         self._unanswered_pings.update(workers)
-        refs: dict[int, Any] = {}
+        refs: dict[int, PendingAnswer[Ping]] = {}
         for number, worker in workers.items():
             with contextlib.suppress(Exception):  # this worker counts as silent; the others are pinged
                 refs[number] = worker.ping.remote()
-        answers: list[Any] = []
+        answers: list[Ping | Raised | Unanswered] = []
         with contextlib.suppress(Exception):  # Ray does not answer: all workers count as silent
             answers = await asyncio.get_running_loop().run_in_executor(
                 self._ping_thread, wait_for_answers, list(refs.values()), BATCH_WAIT_S
@@ -314,9 +318,9 @@ class WorkerRegistry:
                 self._handle_ping_answer(number, answer)
         await asyncio.gather(*(self._await_late_ping(number, ref) for number, ref in late.items()))
 
-    async def _await_late_ping(self, number: int, ref: Any) -> None:
+    async def _await_late_ping(self, number: int, ref: PendingAnswer[Ping]) -> None:
         """Wait for an answer to a ping that has not come with the others, for up to `LATE_PING_S`."""
-        answer: Any
+        answer: Ping | Raised
         try:
             answer = await asyncio.wait_for(asyncio.wrap_future(ref.future()), LATE_PING_S)
         except asyncio.TimeoutError:
@@ -327,7 +331,7 @@ class WorkerRegistry:
             self._unanswered_pings.discard(number)
         self._handle_ping_answer(number, answer)
 
-    def _handle_ping_answer(self, number: int, answer: Any) -> None:
+    def _handle_ping_answer(self, number: int, answer: Ping | Raised) -> None:
         """Note the answer of a worker to a ping. Posts `WorkerAnswered` for a worker that was reported silent."""
         if number not in self.pool.workers:
             return  # it was dismissed meanwhile
@@ -400,13 +404,12 @@ class WorkerRegistry:
             self.post(on.DrainRequested(number, why))
 
 
-async def gather_answers_within(refs: Iterable[Any], timeout_s: float) -> list[Any]:
+async def gather_answers_within(refs: Iterable[PendingAnswer[T]], timeout_s: float) -> list[T | None]:
     """The answers that arrive in time; None for the others and for failures."""
 
-    async def one(ref: Any) -> Any:
+    async def one(ref: PendingAnswer[T]) -> T | None:
         with contextlib.suppress(Exception):
             return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout_s)
         return None
 
-    asked: list[Awaitable[Any]] = [one(ref) for ref in refs]
-    return list(await asyncio.gather(*asked))
+    return list(await asyncio.gather(*map(one, refs)))

@@ -9,7 +9,9 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TextIO
+
+from raypar.files.json_values import Json
 
 
 @contextlib.contextmanager
@@ -36,7 +38,7 @@ def json_stdout(as_json: bool) -> Iterator[TextIO]:
         out.flush()
 
 
-def json_text(value: Any) -> str:
+def json_text(value: Json) -> str:
     """The value as JSON; NaN and infinities, which JSON has not, are null."""
     try:
         return json.dumps(value, allow_nan=False)
@@ -44,7 +46,7 @@ def json_text(value: Any) -> str:
         return json.dumps(_finite(value))
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: Json) -> Json:
     """The value with None for every number that is not finite."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}

@@ -11,6 +11,7 @@ from typing import Any
 
 from raypar.console.read_run_folder import read_job_numbers, read_status
 from raypar.console.run_status import RunStatus
+from raypar.files.json_values import Json
 from raypar.record.events import StepRecord, is_finite_number
 from raypar.record.fold import ACTIVE_PHASES, RunView
 from raypar.record.totals import read_totals
@@ -85,7 +86,7 @@ def follow_run_folder(folder: RunFolder) -> Callable[[], LiveView]:
 
 
 def build_live_view(
-    view: RunView, status: RunStatus, totals: Mapping[str, Any] | None, now: float, price: float | None = None
+    view: RunView, status: RunStatus, totals: Mapping[str, Json] | None, now: float, price: float | None = None
 ) -> LiveView:
     """The run at this moment. `status`: of the same view; `totals`: totals.json; `price`: of one worker for an hour."""
     found = read_totals(totals)
@@ -107,7 +108,7 @@ def build_live_view(
     )
 
 
-def live_workers(members: Sequence[Mapping[str, Any]], done: Sequence[StepRecord]) -> list[LiveWorker]:
+def live_workers(members: Sequence[Mapping[str, Json]], done: Sequence[StepRecord]) -> list[LiveWorker]:
     """The workers with a seat, by rank. `done`: the last steps; those with another number of workers are ignored."""
     shares = [numbers_by_rank(step.busy_shares, len(members)) for step in done]
     busy = mean_by_rank([numbers for numbers in shares if numbers])

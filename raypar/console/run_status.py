@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raypar.elastic.user_messages import plain_failure_text
+from raypar.files.json_values import Json
 from raypar.plan.parallel_plan import describe_mesh
 from raypar.plan.wording import align_columns, count_noun
 from raypar.record.events import ReplayProgress, format_duration, is_finite_number, seat_without_rank, short_node_id
@@ -97,7 +98,7 @@ class RunStatus:
     earlier_lines: int = 0
     """Number of lines before those of `story`."""
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Json]:
         """The status as data, for `--json`."""
         facts = asdict(self)
         return facts if self.earlier_lines else {key: value for key, value in facts.items() if key != "earlier_lines"}
@@ -194,7 +195,7 @@ def overdue_silence_s(phase: str, last: float | None, step_s: float | None, now:
     return now - last if now - last > allowed else None
 
 
-def local_node_states(cluster: Mapping[str, Any], gone: Collection[str], view: RunView) -> Iterator[dict[str, Any]]:
+def local_node_states(cluster: Mapping[str, Any], gone: Collection[str], view: RunView) -> Iterator[dict[str, Json]]:
     """The raylets of the run's local Ray cluster, with the state of each."""
     for node in cluster.get("nodes", ()):
         state = "gone" if node["node"] in gone else "leaving" if view.is_leaving(node["node"]) else "there"

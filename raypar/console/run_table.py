@@ -12,6 +12,7 @@ from raypar.console.read_run_folder import read_job_step_count
 from raypar.console.run_status import overdue_silence_s
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.errors import ConfigError
+from raypar.files.json_values import Json
 from raypar.files.untrusted_files import explain_read_errors, shorten
 from raypar.plan.wording import align_columns
 from raypar.record.events import format_duration, is_finite_number
@@ -52,7 +53,7 @@ class RunRow:
     submission_id: str | None = None
     """Ray's id, for a job."""
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Json]:
         """The row as data, for `--json`."""
         return asdict(self)
 

@@ -9,6 +9,7 @@ from typing import Any
 from raypar.doctor.check_environment import FOLDER_NAMES, SOCKET_PATH_ROOM
 from raypar.doctor.finding import Finding, Level, NotKnown
 from raypar.doctor.machine_facts import FolderFacts, HostFacts, LimitFacts, ProcessorFacts, StorageFacts, TlsFacts, TokenFacts
+from raypar.files.json_values import Json
 
 GOOD = {
     "python": ((3, 10), (3, 15)), "torch": ((2, 6), (3,)), "ray": ((2, 60), (3,)), "numpy": ((1, 24), (3,)),
@@ -110,7 +111,7 @@ def check_gpus(torch: Mapping[str, Any], devices: tuple[str, ...], environment: 
 
 
 def check_nccl(
-    nccl: Mapping[str, Any] | NotKnown, devices: tuple[str, ...], versions: Mapping[str, str] | NotKnown
+    nccl: Mapping[str, Json] | NotKnown, devices: tuple[str, ...], versions: Mapping[str, str] | NotKnown
 ) -> list[Finding]:
     """CuPy and NCCL, which only jobs on GPUs need."""
     cupy = "" if isinstance(versions, NotKnown) else versions.get("cupy", "")
@@ -126,7 +127,7 @@ def check_nccl(
     return [Finding("ok", "CuPy and NCCL", str(nccl.get("text")))]
 
 
-def check_torchvision(torchvision: Mapping[str, Any] | NotKnown, versions: Mapping[str, str] | NotKnown) -> list[Finding]:
+def check_torchvision(torchvision: Mapping[str, Json] | NotKnown, versions: Mapping[str, str] | NotKnown) -> list[Finding]:
     """Whether the installed torchvision belongs to the installed PyTorch: `transformers` imports it."""
     if not isinstance(versions, NotKnown) and not versions.get("torchvision"):
         return [Finding("ok", "torchvision", "not installed; only models that use it need it")]
@@ -143,7 +144,7 @@ def check_torchvision(torchvision: Mapping[str, Any] | NotKnown, versions: Mappi
     return [Finding("ok", "torchvision", f"{version} fits the installed PyTorch")]
 
 
-def check_ray(ray: Mapping[str, Any]) -> list[Finding]:
+def check_ray(ray: Mapping[str, Json]) -> list[Finding]:
     """Whether Ray can be imported."""
     if ray.get("error"):
         return [Finding("failure", "Ray's import", str(ray["error"]), f"install it anew: {INSTALL}")]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from raypar.doctor.finding import NotKnown
+from raypar.files.json_values import Json
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,13 @@ class DoctorFacts:
     processors: ProcessorFacts | NotKnown
     gpus: tuple[str, ...]
     """Device files of NVIDIA GPUs."""
-    torch: Mapping[str, Any] | NotKnown
+    torch: Mapping[str, Json] | NotKnown
     """What PyTorch says of itself in a process of its own: `error`, `cuda` (it was built for), `gpus` (names)."""
-    torchvision: Mapping[str, Any] | NotKnown
+    torchvision: Mapping[str, Json] | NotKnown
     """`error`: why it cannot be imported; empty if it can."""
-    nccl: Mapping[str, Any] | NotKnown
+    nccl: Mapping[str, Json] | NotKnown
     """`text`, or `error` and `cure`."""
-    ray: Mapping[str, Any] | NotKnown
+    ray: Mapping[str, Json] | NotKnown
     """`error`: why it cannot be imported."""
     shm: FolderFacts | NotKnown
     runs: FolderFacts | StorageFacts | NotKnown

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raypar.draw.throughput_chart import RunHistory
+from raypar.files.json_values import Json
 from raypar.schedule.instructions import drawing_style
 from raypar.schedule.step_timeline import Timeline
 
@@ -18,7 +19,7 @@ def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "
     """
     machines = list(nodes) or [name] * len(timeline.spans)
     pids = {machine: pid for pid, machine in enumerate(dict.fromkeys(machines))}
-    events: list[dict[str, Any]] = [_metadata("process_name", pid, 0, name=machine) for machine, pid in pids.items()]
+    events: list[dict[str, Json]] = [_metadata("process_name", pid, 0, name=machine) for machine, pid in pids.items()]
     for rank, row in enumerate(timeline.spans):
         pid, compute, beside = pids[machines[rank]], 2 * rank, 2 * rank + 1
         events.append(_metadata("thread_name", pid, compute, name=timeline.names[rank]))
@@ -49,12 +50,12 @@ def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "
     return {"displayTimeUnit": "ms", "otherData": {"makespan_ms": timeline.makespan_ms}, "traceEvents": events}
 
 
-def chrome_trace_of_run(history: RunHistory, *, first: int = 1, name: str = "raypar") -> dict[str, Any]:
+def chrome_trace_of_run(history: RunHistory, *, first: int = 1, name: str = "raypar") -> dict[str, Json]:
     """A whole run as a JSON object in the Trace Event Format, in microseconds from the first step; `first`: that step's number.
 
     Steps and the pauses between them are slices, losses and joins of workers are instants, the number of workers is a counter.
     """
-    events: list[dict[str, Any]] = [_metadata("process_name", 0, 0, name=name)]
+    events: list[dict[str, Json]] = [_metadata("process_name", 0, 0, name=name)]
     for thread, title in enumerate(("steps", "pauses")):
         events.append(_metadata("thread_name", 0, thread, name=title))
     slices = [(0, f"step {first + i}", start, end) for i, (start, end, _) in enumerate(history.steps)]
@@ -74,5 +75,5 @@ def chrome_trace_of_run(history: RunHistory, *, first: int = 1, name: str = "ray
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _metadata(kind: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
+def _metadata(kind: str, pid: int, tid: int, **args: str | int) -> dict[str, Json]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}

@@ -12,6 +12,7 @@ from typing import Any
 
 from raypar.draw.swimlane_svg import swimlanes_svg
 from raypar.errors import ScheduleError
+from raypar.files.json_values import Json
 from raypar.schedule.data_flow import MessageRoute
 from raypar.schedule.step_timeline import Timeline
 
@@ -29,7 +30,7 @@ MOST_MS = 1e9
 
 def swimlane_data(
     panels: Sequence[tuple[str, Timeline]], *, title: str, routes: Sequence[MessageRoute]
-) -> dict[str, Any] | None:
+) -> dict[str, Json] | None:
     """What `swimlanes_svg` is given, as JSON data, without messages and frees; None if it is too much."""
     if sum(len(row) for _, timeline in panels for row in timeline.spans) > MOST_SPANS:
         return None
@@ -50,7 +51,7 @@ def swimlane_data(
     }
 
 
-def draw_step_of_trace(trace: Mapping[str, Any], clean: Callable[[str], str]) -> str | None:
+def draw_step_of_trace(trace: Mapping[str, Json], clean: Callable[[str], str]) -> str | None:
     """The drawing of a step from the content of a trace.json; None if there are no data. `clean`: see `draw_swimlane_data`.
 
     In older traces are only the measured step, and neither messages nor a title.
@@ -62,7 +63,7 @@ def draw_step_of_trace(trace: Mapping[str, Any], clean: Callable[[str], str]) ->
         events = _list(trace["traceEvents"], 4 * MOST_SPANS)
         names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
         spans = [(_count(one["args"]["rank"], MOST_WORKERS), one) for one in events if one["ph"] == "X"]
-        rows: list[list[Any]] = [[] for _ in range(1 + max(rank for rank, _ in spans))]
+        rows: list[list[Json]] = [[] for _ in range(1 + max(rank for rank, _ in spans))]
         for rank, span in spans:
             start = span["ts"] / 1000
             rows[rank].append([span["name"], start, start + span["dur"] / 1000])
@@ -91,7 +92,7 @@ def draw_swimlane_data(found: Any, clean: Callable[[str], str]) -> str | None:
         return None
 
 
-def _timeline(found: Mapping[str, Any], clean: Callable[[str], str]) -> Timeline:
+def _timeline(found: Mapping[str, Json], clean: Callable[[str], str]) -> Timeline:
     """The timeline of one panel. Raises `ValueError`, `LookupError`, `TypeError` or `ScheduleError` for other data."""
     rows = [
         [(_label(label), _ms(a), _ms(b)) for label, a, b in _list(row, MOST_SPANS)]
@@ -109,25 +110,25 @@ def _timeline(found: Mapping[str, Any], clean: Callable[[str], str]) -> Timeline
     return replace(made, busy_ms=busy, peak_activations=peaks, makespan_ms=max(made.makespan_ms, _ms(found["makespan_ms"])))
 
 
-def _list(value: Any, most: int) -> list[Any]:
+def _list(value: Json, most: int) -> list[Any]:
     if not isinstance(value, list) or len(value) > most:
         raise ValueError("no list, or a long one")
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: Json) -> str:
     if not isinstance(value, str) or len(value) > 2000:
         raise ValueError("no text, or a long one")
     return value
 
 
-def _label(value: Any) -> str:
+def _label(value: Json) -> str:
     if not isinstance(value, str) or len(value) > LABEL_CHARACTERS:
         raise ValueError("no label of an instruction")
     return value
 
 
-def _count(value: Any, most: int) -> int:
+def _count(value: Json, most: int) -> int:
     if type(value) is not int or not 0 <= value < most:
         raise ValueError("no count")
     return value

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from raypar.plan import ParallelPlan
+from raypar.plan.microbatches import VoteResult
 from raypar.plan.pieces import PieceMove
 
 EndKind = Literal["done", "stopped", "interrupted", "failed", "deposed"]
@@ -149,7 +150,7 @@ class ApplyKeptGradients:
     """The workers."""
     step: int
     """The step."""
-    vote_result: Any
+    vote_result: VoteResult
     """The result of the vote on the step, as a worker that applied it has reported it."""
 
 

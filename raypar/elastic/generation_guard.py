@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from raypar.errors import GroupAborted, RayparError
+from raypar.plan.microbatches import VoteResult
 from raypar.plan.pieces import Digest, Piece
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ class WorkerStatus:
     """Steps applied to the worker's state; None: the worker has no seat and no state."""
     can_apply_late: bool = False
     """Whether it keeps the reduced gradients of step `done` and can apply that step late."""
-    vote_results: Mapping[int, Any] = field(default_factory=dict)
+    vote_results: Mapping[int, VoteResult] = field(default_factory=dict)
     """Step -> result of the vote on it, for the last steps."""
     pieces: tuple[Piece, ...] = ()
     """The pieces that it holds of the state after `done` steps."""
@@ -56,13 +57,13 @@ class WorkerTrainingBackend(Protocol):
     def applied(self) -> int:
         """The number of steps applied to the state; it grows at the moment when the optimizer has run."""
 
-    def vote_result(self) -> Any:
+    def vote_result(self) -> VoteResult | None:
         """The result of the vote on the step that was applied last."""
 
     def can_apply_late(self) -> bool:
         """Whether the reduced gradients of the next step are complete and kept, but not applied."""
 
-    def apply_late(self, step: int, vote_result: Any) -> None:
+    def apply_late(self, step: int, vote_result: VoteResult) -> None:
         """Apply the kept gradients of `step` with the vote's result."""
 
     def adopt(self, order: Any) -> Routine[None]:
@@ -101,7 +102,7 @@ class GenerationGuard:
     """Whether it has adopted any plan."""
     broken: bool = False
     """Whether a step has failed or is running: no other one may start."""
-    vote_results: dict[int, Any] = field(default_factory=dict)
+    vote_results: dict[int, VoteResult] = field(default_factory=dict)
     """Step -> result of the vote on it, for the last `KEPT_VOTE_RESULTS` steps."""
 
     def enter_generation(self, generation: int, reason: str) -> None:
@@ -158,7 +159,7 @@ class GenerationGuard:
             dict(backend.digests()),
         )
 
-    def apply_kept_gradients(self, generation: int, step: int, vote_result: Any) -> WorkerStatus:
+    def apply_kept_gradients(self, generation: int, step: int, vote_result: VoteResult) -> WorkerStatus:
         """Apply a step late, because some worker received all votes on it. Returns this worker's status after that.
 
         A second call for the same step does not apply it again.
@@ -192,7 +193,8 @@ class GenerationGuard:
                 f"worker {self.worker} obeys generation {self.newest_generation}, not {generation}", cure="end this driver"
             )
 
-    def _remember(self, step: int, vote_result: Any) -> None:
-        self.vote_results[step] = vote_result
+    def _remember(self, step: int, vote_result: VoteResult | None) -> None:
+        if vote_result is not None:
+            self.vote_results[step] = vote_result
         for old in [s for s in self.vote_results if s <= step - KEPT_VOTE_RESULTS]:
             del self.vote_results[old]

@@ -45,6 +45,7 @@ from raypar.elastic.state_trust import compare_digests_in_recovery, end_run_afte
 from raypar.elastic.step_flow import record_emitted_step
 from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import ClusterError, error_first_line
+from raypar.plan.microbatches import VoteResult
 from raypar.plan.wording import format_worker_numbers
 
 CLAIM_TOLD_S = 5.0
@@ -176,7 +177,7 @@ def steps_of_trusted_workers(m: RunState) -> dict[int, int]:
 def apply_kept_gradients(m: RunState) -> None:
     """Have workers apply the open step late."""
     r = m.recovery
-    vote_results: dict[int, object] = {}
+    vote_results: dict[int, VoteResult] = {}
     for status in r.statuses.values():
         vote_results.update(status.vote_results)
     m.timer.limit(answer_deadline_s(m))

@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import Any
 
+from raypar.files.json_values import Json
+
 REMOVED = "[removed]"
 """What stands in place of a secret."""
 
@@ -93,12 +95,12 @@ def redact_certain_secrets(text: str, known: Collection[str] = ()) -> str:
     return KNOWN_SHAPES.sub(REMOVED, text)
 
 
-def without_certain_secrets(facts: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def without_certain_secrets(facts: Mapping[str, Json], known: Collection[str]) -> dict[str, Json]:
     """The facts of an event without certain secrets in their texts. Lists and dicts stay as they are."""
     return {key: redact_certain_secrets(value, known) if isinstance(value, str) else value for key, value in facts.items()}
 
 
-def tree_without_certain_secrets(value: Any, known: Collection[str]) -> Any:
+def tree_without_certain_secrets(value: Json, known: Collection[str]) -> Any:
     """JSON data without certain secrets in its texts."""
     if isinstance(value, Mapping):
         return {key: tree_without_certain_secrets(each, known) for key, each in value.items()}
@@ -107,7 +109,7 @@ def tree_without_certain_secrets(value: Any, known: Collection[str]) -> Any:
     return redact_certain_secrets(value, known) if isinstance(value, str) else value
 
 
-def redact_value(value: Any, known: Collection[str] = (), *, inside: tuple[str, ...] = ()) -> Any:
+def redact_value(value: Json, known: Collection[str] = (), *, inside: tuple[str, ...] = ()) -> Json:
     """A value of a job without secrets, of whatever keys and lists it is made. `inside`: the keys that it is under."""
     secret = next((words for name in inside if (words := _secret_words(name))), [])
     if isinstance(value, Mapping):
@@ -127,7 +129,7 @@ def redact_value(value: Any, known: Collection[str] = (), *, inside: tuple[str, 
     return redact_text(text, known)
 
 
-def find_secrets_in_job(value: Any, known: Collection[str] = (), inside: tuple[str, ...] = ()) -> list[str]:
+def find_secrets_in_job(value: Json, known: Collection[str] = (), inside: tuple[str, ...] = ()) -> list[str]:
     """The keys of a job, as `trackers.0.args.api_key`, whose text is a secret: by its shape, or by the name of its key."""
     if isinstance(value, Mapping):
         return [found for key, each in value.items() for found in find_secrets_in_job(each, known, (*inside, str(key)))]

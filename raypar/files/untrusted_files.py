@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from raypar.errors import ConfigError, InputError
+from raypar.files.json_values import Json
 from raypar.files.os_error_cure import cure_of_os_error
 
 TEXT_BYTES = 4 << 20
@@ -190,7 +191,7 @@ class _BriefRepr(reprlib.Repr):
         self.maxlevel, self.maxstring, self.maxother = 8, 400, 400
         self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 20
 
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+    def repr_dict(self, x: dict[Json, Json], level: int) -> str:
         """The items in their order, which `reprlib` would sort."""
         if level <= 0 < len(x):
             return "{...}"
@@ -212,7 +213,7 @@ class _BriefRepr(reprlib.Repr):
 _BRIEF = _BriefRepr()
 
 
-def _without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicate_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from raypar.files.json_values import Json
 from raypar.job.callable_text import stable_argument_text, without_addresses
 from raypar.job.function_section import FunctionConfig, OptimizerConfig
 from raypar.job.job import Job
@@ -44,7 +44,7 @@ ALWAYS = frozenset(
 contracts say nothing. All others are left out where they have their default, so that jobs that say nothing of them
 have the contract that they had before there were any."""
 
-FORMS: dict[str, Callable[[Job], Any]] = {
+FORMS: dict[str, Callable[[Job], Json]] = {
     "virtual_replicas": lambda job: job.batching.blocks,
     "plan.styles": lambda job: [list(pair) for pair in job.styles],
 }
@@ -59,15 +59,15 @@ NAMES = {
 """Keys of sections that have another name in contracts, as in the first release that had them."""
 
 
-def contract_of_job(job: Job) -> dict[str, Any]:
+def contract_of_job(job: Job) -> dict[str, Json]:
     """The settings of a job on which its bits depend, as JSON values. Keys inside sections that are marked themselves stand
     beside the sections."""
-    made: dict[str, Any] = {"edition": CONTRACT_EDITION}
+    made: dict[str, Json] = {"edition": CONTRACT_EDITION}
     for name, value, default in _deciding(job):
         empty = isinstance(value, Section) and default is None and value == type(value).model_construct()
         if name in ALWAYS or not (value == default or empty):
             made[NAMES.get(name, name)] = FORMS[name](job) if name in FORMS else _form(value, name)
-    plain: dict[str, Any] = json.loads(json.dumps(made, default=_as_text))
+    plain: dict[str, Json] = json.loads(json.dumps(made, default=_as_text))
     return plain
 
 
@@ -93,7 +93,7 @@ def unmarked_keys(job: type[Job]) -> list[str]:
     return found
 
 
-def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Json, Json]]:
     """(dotted name, value, default) of the keys that decide bits: of the section, and those inside it that are marked
     themselves."""
     for name, info in type(section).model_fields.items():
@@ -104,12 +104,12 @@ def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, An
             yield from _deciding(value, f"{prefix}{name}.")
 
 
-def _form(value: Any, key: str) -> Any:
+def _form(value: Json, key: str) -> Json:
     """A value as a contract holds it: of a section the keys without markers of their own. A function has its name and arguments
     always, an optimizer its groups; other keys are left out where they have their default, unless `ALWAYS` has them."""
     if not isinstance(value, Section):
         return value
-    made: dict[str, Any] = {}
+    made: dict[str, Json] = {}
     if isinstance(value, FunctionConfig):
         made = {"function": value.contract_text, "args": dict(value.args)}
     if isinstance(value, OptimizerConfig):
@@ -121,7 +121,7 @@ def _form(value: Any, key: str) -> Any:
     return made
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: Json) -> str:
     """An argument that is no JSON value; a tensor with all of its values, which its `repr` has not."""
     return (
         stable_argument_text(value)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raypar.files.json_values import Json
 from raypar.files.untrusted_files import printable, shorten
 
 NAME_KEY = "raypar_job"
@@ -63,7 +64,7 @@ class ClusterJob:
         return STOPPED_CODE if self.state == "stopped" else 0
 
 
-def parse_ray_job_record(record: Mapping[str, Any]) -> ClusterJob:
+def parse_ray_job_record(record: Mapping[str, Json]) -> ClusterJob:
     """The job in Ray's record. A job whose command has saved and ended by a signal (exit code 130) is a stopped one."""
     metadata = record.get("metadata") or {}
     state, code = STATES.get(str(record.get("status")), "running"), record.get("driver_exit_code")

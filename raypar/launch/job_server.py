@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError
+from raypar.files.json_values import Json
 from raypar.files.untrusted_files import shorten
 from raypar.ray_compat.settings import DEFAULT_FILE, find_token, token_file
 
@@ -166,13 +167,13 @@ class JobServer:
             raise ClusterError("it is not Ray's job server")
         return str(answer["ray_version"])
 
-    def jobs(self) -> list[dict[str, Any]]:
+    def jobs(self) -> list[dict[str, Json]]:
         """Ray's records of all submitted jobs."""
         answer = self._get("/api/jobs/")
         found = answer if isinstance(answer, list) else []
         return [job for job in found if isinstance(job, dict) and isinstance(job.get("submission_id"), str)]
 
-    def job(self, submission_id: str) -> dict[str, Any]:
+    def job(self, submission_id: str) -> dict[str, Json]:
         """Ray's record of one job. Raises `NoSuchJob`."""
         answer = self._get(f"/api/jobs/{_quoted(submission_id)}")
         return answer if isinstance(answer, dict) else {}

@@ -10,6 +10,7 @@ from typing import Any
 
 from raypar.errors import Interrupted, LeaseLostError, RayparError, error_first_line
 from raypar.files.atomic_write import write_text_atomically
+from raypar.files.json_values import Json
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.files.untrusted_files import shorten
 from raypar.launch.job_printer import RESUBMIT_ADVICE
@@ -32,7 +33,7 @@ ERROR_FILE_S = 20.0
 class Result:
     """What `fit` returns: the fields of `ray.train.Result`, and the history of the run."""
 
-    metrics: dict[str, Any]
+    metrics: dict[str, Json]
     """The metrics of the last step, with the last `validation_loss`."""
     path: str
     """The run folder, or the URI of the run's place on shared storage."""
@@ -46,7 +47,7 @@ class Result:
     """The error of a failed run."""
     checkpoint_path: str | None = None
     """Location of the last checkpoint."""
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[dict[str, Json]] = field(default_factory=list)
     """The facts of every step and validation, in order."""
     weights_sha256: str | None = None
     """Hash of the weights in the last checkpoint, of a run that was not interrupted."""

@@ -10,7 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from raypar.errors import PlanError
 
@@ -161,3 +161,18 @@ class AdoptPlanCommand:
     """Whether `moves` and the worker's own state come from a mirror snapshot."""
     mirror_keepers: Mapping[int, int] = field(default_factory=dict)
     """Rank -> the rank that keeps the mirror's second copy of its state (`elastic.buddies`)."""
+
+
+class AdoptDescription(TypedDict):
+    """What a worker has built for a new plan."""
+
+    rank: int
+    """Its rank."""
+    parameters: dict[str, tuple[int, ...]]
+    """Parameter of its stages -> shape here."""
+    bytes: int
+    """Bytes of these parameters."""
+    initial: dict[str, int]
+    """Name -> digest of the initial value, of what has one."""
+    not_kept: str
+    """What optimizer state can no longer be saved, and why; empty if none."""

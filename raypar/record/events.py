@@ -18,6 +18,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 from raypar.elastic.user_messages import plain_failure_text
+from raypar.files.json_values import Json
 from raypar.files.untrusted_files import shorten
 from raypar.plan.wording import count_noun
 
@@ -44,22 +45,22 @@ def is_number(most: float) -> Check:
     return lambda value: type(value) in (int, float) and 0 <= value <= most  # an integer may be too large for a float
 
 
-def is_real(value: Any) -> bool:
+def is_real(value: Json) -> bool:
     """Whether a value can be printed and compared as a float; NaN passes."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: Json) -> bool:
     """Whether a value is text that can be encoded; a lone surrogate cannot."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in (() if value.isascii() else value))
 
 
-def is_flag(value: Any) -> bool:
+def is_flag(value: Json) -> bool:
     """Whether a value is true or false."""
     return isinstance(value, bool)
 
 
-def is_list(value: Any) -> bool:
+def is_list(value: Json) -> bool:
     """Whether a value is a list or tuple."""
     return isinstance(value, (list, tuple))
 
@@ -89,7 +90,7 @@ WORKER_FIELDS: dict[str, Check] = {
 """Fields of one worker."""
 
 
-def _is_worker(value: Any) -> bool:
+def _is_worker(value: Json) -> bool:
     return (
         isinstance(value, dict)
         and value.get("worker") is not None
@@ -133,7 +134,7 @@ class Event:
     """Colour of its line: good, bad or warn; empty: none."""
     time: UnixTime | None = None
     """When it was written (Unix time, s)."""
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Json] = field(default_factory=dict)
     """Fields that this release does not know; for steps and validations, also the metrics of callbacks."""
 
     def __init_subclass__(cls) -> None:
@@ -145,9 +146,9 @@ class Event:
         """The line that users see; None if there is none."""
         return None
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Json]:
         """The event as JSON data. Fields without a value are left out."""
-        found: dict[str, Any] = {"kind": self.kind}
+        found: dict[str, Json] = {"kind": self.kind}
         if self.time is not None:
             found["time"] = self.time
         for name, _, required in _fields_of(type(self)):
@@ -676,7 +677,7 @@ class UnknownEvent(Event):
     name: str
     """Its kind."""
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Json]:
         return {"kind": self.name, **({"time": self.time} if self.time is not None else {}), **self.more}
 
     def line(self) -> str:
@@ -716,7 +717,7 @@ def text_event(kind: str, text: str) -> Event:
     return parse_event({"kind": kind, "text": text})
 
 
-def read_event(line: Any) -> Event:
+def read_event(line: Json) -> Event:
     """The event of another process's data. An invalid one, say of another release, becomes an `UnknownEvent`."""
     try:
         return parse_event(line)
@@ -725,7 +726,7 @@ def read_event(line: Any) -> Event:
         return UnknownEvent(name=str(facts.get("kind", "")), more={k: v for k, v in facts.items() if k not in ("kind", "time")})
 
 
-def parse_metrics(line: Any) -> StepRecord | ValidationRecord:
+def parse_metrics(line: Json) -> StepRecord | ValidationRecord:
     """The event of a line of metrics.jsonl. Raises `ValueError` that says what is wrong."""
     line = _object(line)
     if "kind" in line:
@@ -740,7 +741,7 @@ def parse_metrics(line: Any) -> StepRecord | ValidationRecord:
     return found
 
 
-def _object(line: Any) -> Mapping[str, Any]:
+def _object(line: Json) -> Mapping[str, Json]:
     if not isinstance(line, dict):
         raise ValueError(f"{shorten(line)} is not a JSON object")
     return line
@@ -753,7 +754,7 @@ def _parse(line: Mapping[str, Any], kind: type[Event] | None, name: str) -> Even
     known = {"kind", "time"}
     if kind is None:
         return UnknownEvent(name=name, time=at, more={key: value for key, value in line.items() if key not in known})
-    given: dict[str, Any] = {}
+    given: dict[str, Json] = {}
     for key, check, required in _fields_of(kind):
         known.add(key)
         value = line.get(key)
@@ -777,7 +778,7 @@ def seat_without_rank(coordinate: str) -> str:
     return coordinate.partition("(")[2].rpartition(")")[0]
 
 
-def short_node_id(node: Any) -> str:
+def short_node_id(node: Json) -> str:
     """The first 8 characters of a node's id: enough for `raypar drain`."""
     return str(node)[:8]
 

@@ -7,8 +7,8 @@ type, or is null or absent where that is allowed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from raypar.files.json_values import Json
 from raypar.files.untrusted_files import shorten
 from raypar.record.events import (
     MAX_GENERATIONS,
@@ -90,7 +90,7 @@ NEVER_NULL = ("time", "stages", "members", "spares", "nodes")
 """Fields that may be absent, but not null."""
 
 
-def check_document(name: str, found: Any) -> None:
+def check_document(name: str, found: Json) -> None:
     """Raise `ValueError` unless `found` is valid as the content of the document `name`, one of `FIELDS`."""
     if not isinstance(found, dict):
         raise ValueError(f"{shorten(found)} is not a JSON object")
@@ -99,7 +99,7 @@ def check_document(name: str, found: Any) -> None:
         raise ValueError(f"{key} is {shorten(found[key])}" if key in found else f"it has no {key}")
 
 
-def _wrong(found: Mapping[str, Any], fields: Mapping[str, Check], required: tuple[str, ...]) -> str | None:
+def _wrong(found: Mapping[str, Json], fields: Mapping[str, Check], required: tuple[str, ...]) -> str | None:
     """The first key that is missing or of the wrong type; None if there is none."""
     for key in (*required, *(key for key in NEVER_NULL if key in found)):
         if found.get(key) is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
 
+from raypar.files.json_values import Json
 from raypar.record.events import (
     DriverLoss,
     Event,
@@ -107,12 +107,12 @@ class RunTotals:
             case DriverLoss():
                 self.driver_failovers += 1
 
-    def as_document(self) -> dict[str, Any]:
+    def as_document(self) -> dict[str, Json]:
         """The totals as JSON data."""
         return asdict(self)
 
 
-def read_totals(document: Mapping[str, Any] | None) -> RunTotals:
+def read_totals(document: Mapping[str, Json] | None) -> RunTotals:
     """The totals of a document made by `RunTotals.as_document`; zeros for None, and if one of its values is not a number.
 
     Others may have changed the run folder, and wrong totals are no reason to refuse a run.
@@ -134,11 +134,11 @@ def read_totals(document: Mapping[str, Any] | None) -> RunTotals:
     return found
 
 
-def _is_duration(value: Any) -> bool:
+def _is_duration(value: Json) -> bool:
     """Whether a value is a number of seconds."""
     return _is_count(value) or (isinstance(value, float) and math.isfinite(value) and value >= 0)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Json) -> bool:
     """Whether a value is a number of things."""
     return type(value) is int and 0 <= value < 2**63

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from raypar.errors import ConfigError
 from raypar.files.atomic_write import DISK_FULL_ERRNOS, explain_write_errors, regular_file_opener, replace_file_atomically
+from raypar.files.json_values import Json
 from raypar.files.os_error_cure import cure_of_os_error
 from raypar.files.untrusted_files import (
     JsonTooDeep,
@@ -446,7 +447,7 @@ class RunFolder:
             replace_file_atomically(path, content)
         return bool(gone)
 
-    def append_line(self, path: Path, facts: Mapping[str, Any]) -> None:
+    def append_line(self, path: Path, facts: Mapping[str, Json]) -> None:
         """Append one JSON line to `metrics` or `events`."""
         with open(path, "a", encoding="utf-8", opener=regular_file_opener) as file:
             file.write(json.dumps(dict(facts)) + "\n")

@@ -19,7 +19,7 @@ from raypar.comm.transport import Routine, RoutineWait, Transport
 from raypar.errors import RayparError, StateNotKeptError
 from raypar.model.layer_skeletons import state_shapes
 from raypar.plan.microbatches import VoteResult
-from raypar.plan.pieces import AdoptPlanCommand, Digest, Piece, merge_pieces
+from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand, Digest, Piece, merge_pieces
 from raypar.plan.shard_ranges import TensorCut
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.required_communicators import device_to_device_rank_pairs
@@ -48,7 +48,7 @@ class ElasticWorker:
     """Copies of this worker's state and of its wards'."""
     trace: bool
     """Whether the next step's report contains its spans."""
-    adopt_description: dict[str, Any] | None
+    adopt_description: AdoptDescription | None
     """What `WorkerCore.adopt` returned last, for the driver; None before the first plan."""
     _done: int
     """Number of steps applied to the state, as `applied` last found."""

@@ -26,7 +26,7 @@ from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.microbatches import mean_loss
 from raypar.plan.ownership import Ownership
-from raypar.plan.pieces import Digest
+from raypar.plan.pieces import AdoptDescription, Digest
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Instruction
 from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
@@ -193,7 +193,7 @@ class WorkerCore:
         before_compute: Callable[[int, Instruction], None] | None = None,
         values: Mapping[str, Tensor] | None = None,
         load: CheckpointAt | None = None,
-    ) -> dict[str, Any]:
+    ) -> AdoptDescription:
         """Build this rank's stages, optimizers, reductions and loaders. Returns a description for the driver.
 
         `values`: tensors of all parameters (canonical names) and buffers, which the stages make their own; `load`: a checkpoint
@@ -236,6 +236,7 @@ class WorkerCore:
             "parameters": {name: tuple(p.shape) for s in self.stages.values() for name, p in s.parameters.items()},
             "bytes": sum(p.numel() * p.element_size() for s in self.stages.values() for p in s.parameters.values()),
             "initial": digests,
+            "not_kept": "",
         }
 
     def _build_interpreters(

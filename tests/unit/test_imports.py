@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "storage": "files record errors",
     "user_code": "errors",
     "data": "files errors torch numpy",
-    "draw": "schedule plan errors",
+    "draw": "schedule plan errors files.json_values",
     "record": "plan schedule elastic errors files draw",
     "fences": "errors",
     "ray_compat": "fences errors ray",
@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "planner": "plan schedule errors",
     "elastic": "plan errors",
     "telemetry": "plan record errors",
-    "comm": "plan errors torch_compat torch numpy cupy",
+    "comm": "plan errors files.json_values torch_compat torch numpy cupy",
     "model": "plan comm errors user_code torch_compat torch numpy",
     "doctor": "plan storage errors ray_compat.settings",
     "worker": "job schedule model comm plan planner.model_profile errors fences torch_compat "

@@ -27,6 +27,7 @@ from raypar.comm.nccl.transport import NcclTransport
 from raypar.comm.tcp.transport import TcpTransport
 from raypar.comm.transport import COLLECTIVES, CommunicatorKey, Handle
 from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
+from raypar.files.json_values import Json
 
 HELLO_TAG, READY_TAG = 1, 2
 """Tags on the control transport."""
@@ -272,7 +273,7 @@ def receive_document(handle: Handle, rank: int) -> dict[str, Any]:
     return found
 
 
-def receive_hello(handle: Handle, rank: int) -> dict[str, Any]:
+def receive_hello(handle: Handle, rank: int) -> dict[str, Json]:
     """A rank's hello, checked: its fields have their types, and each communicator whose first rank it is has a unique id.
 
     Raises `CommError` naming the rank.

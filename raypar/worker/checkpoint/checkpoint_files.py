@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from raypar.errors import CheckpointError
+from raypar.files.json_values import Json
 from raypar.files.untrusted_files import parse_untrusted_json, repr_text, shorten
 from raypar.job import Job
 from raypar.job.callable_text import shorten_contract_text
@@ -221,7 +222,7 @@ def write_tensors_as_safetensors(
     """Write a safetensors file into `file`; see `write_safetensors`."""
     import torch
 
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Json] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for key, dtype, shape in specs:
         end = offset + math.prod(shape) * getattr(torch, dtype).itemsize
@@ -248,8 +249,8 @@ def commit_checkpoint(
     records: Sequence[ShardRecord],
     *,
     steps_done: int,
-    contract: Mapping[str, Any],
-    metrics: Mapping[str, Any] | None = None,
+    contract: Mapping[str, Json],
+    metrics: Mapping[str, Json] | None = None,
     only_weights: bool = False,
 ) -> CheckpointRef:
     """Add the manifest and give the checkpoint its final name. One that is there already is replaced. Returns the new one.
@@ -641,7 +642,7 @@ _MOVED = {"raypar.worker.tokens": "raypar.data.token_files", "raypar.data.token_
 """Modules whose classes users name: former path -> present path. Checkpoints and job files of before have the former."""
 
 
-def _as_written_now(value: Any) -> Any:
+def _as_written_now(value: Json) -> Any:
     """A contract as it would be written now: with the present paths of modules that have moved (`_MOVED`), and long texts
     shortened, which former contracts hold whole."""
     if isinstance(value, dict):
@@ -680,7 +681,7 @@ def list_contract_differences(manifest: Manifest, spec: Job) -> list[str]:
     ]
 
 
-def _setting(contract: Mapping[str, Any], key: str) -> str:
+def _setting(contract: Mapping[str, Json], key: str) -> str:
     """The value of a setting in a contract, which does not name those that have their default."""
     return repr_text(contract[key]) if key in contract else "not set"
 
@@ -704,7 +705,7 @@ def describe_edition_change(manifest: Manifest) -> str | None:
     )
 
 
-def _is_same_setting(then: Any, now: Any) -> bool:
+def _is_same_setting(then: Json, now: Json) -> bool:
     """Whether two values of a contract are the same. A function that was given itself has its name without the module."""
     if isinstance(then, dict) and isinstance(now, dict) and isinstance(then.get("function"), str):
         functions = [str(value["function"]) for value in (then, now)]

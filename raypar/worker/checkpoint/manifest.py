@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from raypar.files.json_values import Json
 from raypar.files.untrusted_files import shorten
 from raypar.worker.checkpoint.safetensors_header import (
     ITEM_BYTES,
@@ -117,13 +118,13 @@ class Manifest:
     """The checkpoint."""
     steps_done: int
     """Number of steps after which the state was saved."""
-    contract: Mapping[str, Any]
+    contract: Mapping[str, Json]
     """The settings of the job on which the bits depend (`contract_of_job`)."""
     entries: tuple[ManifestEntry, ...]
     """Tensors and numbers, ascending by name, kind and slice."""
     files: Mapping[str, tuple[int, str]]
     """Name of a file -> (bytes, sha256)."""
-    metrics: Mapping[str, Any]
+    metrics: Mapping[str, Json]
     """Metrics of the last step, as the run recorded them."""
     format: int = FORMAT
     """One of `FORMATS`."""
@@ -156,8 +157,8 @@ def manifest_to_json(
     files: Mapping[str, tuple[int, str]],
     *,
     steps_done: int,
-    contract: Mapping[str, Any],
-    metrics: Mapping[str, Any],
+    contract: Mapping[str, Json],
+    metrics: Mapping[str, Json],
     kept: KeptState | None = None,
 ) -> dict[str, Any]:
     """The manifest as JSON values, checksum included; `parse_manifest` reads them back."""
@@ -231,7 +232,7 @@ def _place(entry: ManifestEntry) -> tuple[str, StateKey, Slice]:
     return entry.name, entry.kind, entry.slice
 
 
-def _entry_to_json(entry: ManifestEntry) -> dict[str, Any]:
+def _entry_to_json(entry: ManifestEntry) -> dict[str, Json]:
     named = {"name": entry.name, "kind": entry.kind.kind}
     if entry.kind.kind in NAMED_KINDS:
         named["state"] = entry.kind.name
@@ -244,7 +245,7 @@ def _entry_to_json(entry: ManifestEntry) -> dict[str, Any]:
     return {**named, "shape": shape, "dtype": entry.dtype, "slice": part, "file": entry.file, "key": entry.key}
 
 
-def _keys(found: Any, what: str, wanted: set[str]) -> None:
+def _keys(found: Json, what: str, wanted: set[str]) -> None:
     """Raises `ValueError` unless `found` is a JSON object with exactly these keys."""
     if not isinstance(found, dict):
         raise ValueError(f"{what} is {shorten(found)}, not keys and values")
@@ -253,7 +254,7 @@ def _keys(found: Any, what: str, wanted: set[str]) -> None:
         raise ValueError(f"{what} has no {missing[0]!r}" if missing else f"{what} has an unknown key {shorten(unknown[0])!r}")
 
 
-def _kept(found: Any) -> KeptState | None:
+def _kept(found: Json) -> KeptState | None:
     """What optimizers held, from its JSON value. Raises `ValueError`."""
     if found is None:
         return None
@@ -262,7 +263,7 @@ def _kept(found: Any) -> KeptState | None:
     return {_text(name, "kept: name"): tuple(_text(key, "kept: state") for key in keys) for name, keys in found.items()}
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Json, what: str) -> str:
     if not isinstance(value, str) or not value or not value.isprintable():
         raise ValueError(f"{what} is {shorten(value) or 'empty'!r}, not a printable text")
     return value
@@ -310,7 +311,7 @@ def _entry(number: int, found: Any, manifest_format: int) -> ManifestEntry:
     return ManifestEntry(name, kind, shape, dtype, _slice(found["slice"], shape, f"{what} ({shorten(name)})"), file, key)
 
 
-def _kind(found: Mapping[str, Any], what: str, manifest_format: int) -> StateKey:
+def _kind(found: Mapping[str, Json], what: str, manifest_format: int) -> StateKey:
     """What an entry is of its parameter or buffer, from its JSON value. Raises `ValueError`."""
     kind = _text(found["kind"], f"{what}: kind")
     if kind in PLAIN_KEYS:
@@ -322,7 +323,7 @@ def _kind(found: Mapping[str, Any], what: str, manifest_format: int) -> StateKey
     return StateKey(kind, _text(found["state"], f"{what}: state"))
 
 
-def _value(value: Any, what: str, *, may_be_tensor: bool) -> Scalar | EncodedTensor:
+def _value(value: Json, what: str, *, may_be_tensor: bool) -> Scalar | EncodedTensor:
     """A number of an optimizer's state, or a small tensor, from its JSON value. Raises `ValueError`."""
     if may_be_tensor and isinstance(value, dict):
         return _encoded_tensor(value, what)
@@ -335,7 +336,7 @@ def _value(value: Any, what: str, *, may_be_tensor: bool) -> Scalar | EncodedTen
     raise ValueError(f"{what}: value is {shorten(value)}, not a number of 64 bits, true, false, null, 'inf', '-inf' or 'nan'")
 
 
-def _encoded_tensor(found: Mapping[str, Any], what: str) -> EncodedTensor:
+def _encoded_tensor(found: Mapping[str, Json], what: str) -> EncodedTensor:
     """A small tensor, from its JSON value. Raises `ValueError`."""
     _keys(found, what, {"dtype", "shape", "data"})
     dtype, shape, data = found["dtype"], parse_shape(found["shape"]), found["data"]

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from raypar.errors import CheckpointError
+from raypar.files.json_values import Json
 from raypar.files.untrusted_files import open_regular_file, parse_untrusted_json, shorten
 from raypar.storage.checkpoint_store import LocalFile, OpenedFile
 
@@ -85,7 +86,7 @@ def element_count(shape: tuple[int, ...]) -> int:
     return 0 if none else total
 
 
-def parse_shape(value: Any) -> tuple[int, ...]:
+def parse_shape(value: Json) -> tuple[int, ...]:
     """The shape that a JSON value from a file gives. Raises `ValueError` for what is no shape."""
     if not isinstance(value, list) or len(value) > MAX_DIMS or not all(is_int64_count(size) for size in value):
         raise ValueError(f"shape {shorten(value)} is not a list of at most {MAX_DIMS} whole numbers >= 0")
@@ -94,7 +95,7 @@ def parse_shape(value: Any) -> tuple[int, ...]:
     return shape
 
 
-def is_int64_count(value: Any) -> bool:
+def is_int64_count(value: Json) -> bool:
     """Whether a value from a file is a whole number >= 0, and one of 64 bits."""
     return type(value) is int and 0 <= value <= MAX_ELEMENTS
 
@@ -135,7 +136,7 @@ def _header(file: BinaryIO, nbytes: int) -> SafetensorsHeader:
     return SafetensorsHeader(in_order, metadata, nbytes)
 
 
-def _tensor(name: str, value: Any, begin: int, nbytes: int) -> TensorInfo:
+def _tensor(name: str, value: Json, begin: int, nbytes: int) -> TensorInfo:
     """One tensor of a header from its JSON value; tensors have the bytes [begin, nbytes) of the file. Raises `ValueError`."""
     what = f"tensor {shorten(name)!r}"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
