@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "telemetry": "plan record errors",
     "comm": "plan errors files.json_values torch_compat torch numpy cupy",
     "model": "plan comm errors user_code torch_compat torch numpy",
-    "doctor": "plan storage errors ray_compat.settings",
+    "doctor": "plan storage errors ray_compat.settings files.json_values",
     "worker": "job schedule model comm plan planner.model_profile errors fences torch_compat "
     "user_code torch numpy safetensors files data storage",
     "actors": "job worker model elastic planner comm schedule plan record telemetry files storage callbacks errors "
