@@ -19,7 +19,7 @@ from torch import Tensor
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
 from raypar.files.untrusted_files import open_regular_file, parse_untrusted_json, read_limited_bytes, repr_text, shorten
 
-DTYPES: dict[str, numpy.dtype[Any]] = {"uint16": numpy.dtype("<u2"), "uint32": numpy.dtype("<u4")}
+DTYPES: dict[str, numpy.dtype[numpy.unsignedinteger]] = {"uint16": numpy.dtype("<u2"), "uint32": numpy.dtype("<u4")}
 """Little endian, whatever the machine."""
 PIECE_BYTES = 4 << 20
 """How much text is read and tokenized at a time; a tokenizer gets whole lines."""
@@ -131,7 +131,7 @@ def token_loss(logits: Tensor, targets: Tensor, ignore: int = -100) -> tuple[Ten
     return total, float((targets != ignore).sum())
 
 
-def write_tokens(out: Path, pieces: Iterable[Any], *, dtype: str, notes: dict[str, Any]) -> int:
+def write_tokens(out: Path, pieces: Iterable[Sequence[int] | numpy.ndarray], *, dtype: str, notes: dict[str, Any]) -> int:
     """Write `pieces` (each a sequence of ids) one after the other, aside, and name the file `out` when it is whole.
 
     Returns the number of tokens. Raises `DataError` for an id that does not fit and for no tokens at all; `out` stays.

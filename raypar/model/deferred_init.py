@@ -19,7 +19,7 @@ import mmap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,12 @@ from raypar.torch_compat.dispatch import (
     without_dispatch_modes,
     without_torch_function,
 )
-from raypar.torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
+from raypar.torch_compat.pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from raypar.torch_compat.storages import count_storage_holders, storage_id, view_base
 from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo, without_dynamo
+
+if TYPE_CHECKING:
+    from raypar.torch_compat.dispatch import OpOverload
 
 T = TypeVar("T")
 
@@ -89,7 +92,7 @@ class DeferredOperation:
     func: Any
     leaves: tuple[Any, ...]
     """The arguments as pytree leaves; large tensors as `DeferredView`, small ones as constants."""
-    tree: Any
+    tree: TreeSpec
     """The pytree structure of `leaves`."""
     reads: tuple[int, ...]
     """Keys of the memory that it reads."""
@@ -283,7 +286,7 @@ class _Operations(TorchDispatchMode):
         """Memory in which random operations run to advance the generator."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with without_torch_function():  # PyTorch's own code has to see the real devices
             try:
@@ -291,7 +294,7 @@ class _Operations(TorchDispatchMode):
             except NotImplementedError as error:  # perhaps of the meta device only: the CPU may have a kernel
                 raise Undeferrable(f"{func}: {error}") from error
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of one operation: run as it is, recorded, or computed at once, by what it reads and writes."""
         recording, name = self.recording, schema_of(func).name
         leaves, tree = tree_flatten((args, kwargs))
@@ -323,7 +326,7 @@ class _Operations(TorchDispatchMode):
             return self.recording.is_real(tensor)
         return tensor.untyped_storage().nbytes() >= CONSTANT_BYTES
 
-    def _without_garbage(self, func: Any, made: Any) -> Any:
+    def _without_garbage(self, func: OpOverload, made: Any) -> Any:
         """`made` by an operation on untracked tensors; if it is uninitialised (`to_empty`), what `_factory` makes instead."""
         if not isinstance(made, Tensor) or made.is_meta or (value := uninitialised_fill_value(func, made)) is None:
             return made
@@ -332,7 +335,7 @@ class _Operations(TorchDispatchMode):
         given = (tuple(made.shape), made.stride()), {"dtype": made.dtype, "device": made.device}
         return self._factory(torch.ops.aten.empty_strided.default, *tree_flatten(given))
 
-    def _factory(self, func: Any, leaves: list[Any], tree: Any) -> Any:
+    def _factory(self, func: OpOverload, leaves: list[Any], tree: TreeSpec) -> Any:
         """Run an operation without tensors among its arguments; a large result becomes a tracked tensor."""
         args, kwargs = tree_unflatten(leaves, tree)
         if not _gives_tensors(func) or "device" not in {a.name for a in schema_of(func).arguments}:
@@ -361,7 +364,7 @@ class _Operations(TorchDispatchMode):
             self.recording.add(DeferredOperation(whole, tuple(fill_leaves), fill_tree, (), (view.storage_key,), {}))
         return made
 
-    def _record(self, func: Any, leaves: list[Any], tree: Any, written: Sequence[Tensor]) -> Any:
+    def _record(self, func: OpOverload, leaves: list[Any], tree: TreeSpec, written: Sequence[Tensor]) -> Any:
         """Record an operation, and run it on meta tensors for the shapes of its results."""
         recording = self.recording
         views = [self._kept(leaf) for leaf in leaves]
@@ -396,7 +399,7 @@ class _Operations(TorchDispatchMode):
         recording.add(DeferredOperation(func, tuple(views), tree, tuple(reads), writes, new, random))
         return made
 
-    def _move_generator(self, func: Any, leaves: list[Any], tree: Any) -> None:
+    def _move_generator(self, func: OpOverload, leaves: list[Any], tree: TreeSpec) -> None:
         """Advance the generator as the operation does."""
         if schema_of(func).name in _FILLS:
             rest = [self._scratch_like(leaves[0]), *map(self._with_values, leaves[1:])]
@@ -435,7 +438,7 @@ class _Operations(TorchDispatchMode):
             return torch.device("cpu")
         return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
-    def _at_once(self, func: Any, leaves: list[Any], tree: Any, written: Sequence[Tensor]) -> Any:
+    def _at_once(self, func: OpOverload, leaves: list[Any], tree: TreeSpec, written: Sequence[Tensor]) -> Any:
         """Run an operation on real values: it reads large real tensors, or returns values to the caller."""
         recording = self.recording
         targets = {id(t) for t in written}
@@ -551,7 +554,7 @@ def materialise_hidden_tensors(registered: Collection[Tensor], recording: Operat
             raise Undeferrable(f"a tensor {shape} that is no parameter, buffer or attribute is used by others too") from error
 
 
-def _is_view(func: Any) -> bool:
+def _is_view(func: OpOverload) -> bool:
     """Whether an operation returns a view of its argument, or turns its argument into one: no values are read or written."""
     if torch.Tag.inplace_view in func.tags or schema_of(func).name in ("aten::set_", "aten::lift_fresh"):
         return bool(schema_of(func).name != "aten::resize_")
@@ -564,16 +567,16 @@ def _generator_of(leaves: Sequence[Any]) -> torch.Generator:
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), torch.default_generator)
 
 
-def _is_random(func: Any) -> bool:
+def _is_random(func: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def _gives_tensors(func: Any) -> bool:
+def _gives_tensors(func: OpOverload) -> bool:
     returns = schema_of(func).returns
     return bool(returns) and all("Tensor" in str(r.type) for r in returns)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments that the operation changes."""
     found = []
     for place, argument in enumerate(schema_of(func).arguments):

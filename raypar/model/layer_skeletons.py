@@ -418,7 +418,7 @@ def make_skeletons(layers: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, n
     return [(name, _copy(name, module, memo)) for name, module in layers]
 
 
-def _copy(name: str, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copy(name: str, module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
     """A deep copy. Raises `ModelError` for a module with something in it that cannot be copied."""
     try:
         return copy.deepcopy(module, memo)

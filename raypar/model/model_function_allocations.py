@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from raypar.torch_compat.dispatch import TorchDispatchMode, schema_of
 from raypar.torch_compat.storages import storage_id
 from raypar.torch_compat.without_dynamo import without_dynamo
+
+if TYPE_CHECKING:
+    from raypar.torch_compat.dispatch import OpOverload
 
 T = TypeVar("T")
 
@@ -45,7 +48,7 @@ class AllocationWatch(TorchDispatchMode):
         """The memory of tensors that operations in here have made."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         if isinstance(made, Tensor) and made.layout is torch.strided and not made.is_meta and func.namespace == "aten":
@@ -67,7 +70,7 @@ _UNINITIALISED = frozenset(
 )
 
 
-def uninitialised_fill_value(func: Any, made: Tensor) -> float | int | None:
+def uninitialised_fill_value(func: OpOverload, made: Tensor) -> float | int | None:
     """The number with which to fill `made` if the ATen operation `func` leaves it uninitialised; None if it has values."""
     if schema_of(func).name not in _UNINITIALISED:
         return None

@@ -17,7 +17,7 @@ from torch import Tensor
 class RandomState:
     """The state of all three generators at one moment."""
 
-    python: Any
+    python: tuple[int, tuple[int, ...], float | None]
     numpy: Any
     torch: Tensor
 

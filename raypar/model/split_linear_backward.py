@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.model.autograd_context import AutogradContext
 from raypar.model.transposed_linear import is_linear, is_transposed_linear
 from raypar.torch_compat.autograd import innermost_transform, will_execute
 
@@ -137,7 +138,7 @@ class DeferredWeightGradient:
 Stash = list[DeferredWeightGradient]
 
 
-def will_accumulate_weight_gradient(ctx: Any) -> bool:
+def will_accumulate_weight_gradient(ctx: AutogradContext) -> bool:
     """Whether the running backward pass adds to the `.grad` of the function's second argument, a weight.
 
     `torch.autograd.grad` inside a layer does not: gradients that it computes must not be put off and added later.
@@ -156,7 +157,7 @@ def is_autocast_enabled(device: torch.device) -> bool:
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
-def cast_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+def cast_for_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The operands of a product, cast as `torch.autocast` would cast them, by operations that autograd records."""
     device = next(t.device for t in tensors if t is not None)
     if not is_autocast_enabled(device):
@@ -199,9 +200,17 @@ class CastMarkingStash(list[DeferredWeightGradient]):
         self._stash.append(replace(deferred, cast_token=self._cast))
 
 
+class _SplitLinearContext(AutogradContext):
+    linear: LinearLike
+    stash: Stash
+    transposed: bool
+
+
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearLike, stash: Stash) -> Tensor:
+    def forward(
+        ctx: _SplitLinearContext, x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearLike, stash: Stash
+    ) -> Tensor:
         # As F.linear: a weight that no input gradient needs is not kept. Under autocast it would be a cast of its own.
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.linear, ctx.stash, ctx.transposed = linear, stash, is_transposed_linear(linear)
@@ -209,7 +218,7 @@ class _SplitLinear(torch.autograd.Function):
         return transposed_linear_forward(x, weight, bias) if ctx.transposed else linear_forward(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SplitLinearContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
             return None, None, None, None, None
@@ -265,7 +274,7 @@ def _forward(linear: Any, stash: Callable[[], Stash]) -> Callable[[Tensor], Tens
         if not torch.is_grad_enabled() or not isinstance(x, Tensor) or innermost_transform() is not None:
             plain: Tensor = type(linear).forward(linear, x)
             return plain
-        operands: tuple[Any, ...] = (x, linear.weight, linear.bias)
+        operands: tuple[Tensor | None, ...] = (x, linear.weight, linear.bias)
         kept, cast = stash(), autocast_cast_token(x.device)
         if cast is not None:
             kept, operands = CastMarkingStash(kept, cast), cast_for_autocast(*operands)

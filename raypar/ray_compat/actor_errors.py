@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from ray.exceptions import ActorDiedError
@@ -26,7 +27,7 @@ def _look_for_reasons() -> Any:
     return code
 
 
-DEATH_REASONS: Fence[Any] = Fence(
+DEATH_REASONS = Fence(
     api="ray.core.generated.common_pb2.ActorDiedErrorContext.reason",
     reason="Ray makes its error from this code but does not keep the code in the error",
     versions=TESTED,
@@ -78,7 +79,7 @@ KILL_CURE = (
 )
 
 
-def memory_monitor_kill_error(who: str, error: Any) -> OutOfMemory:
+def memory_monitor_kill_error(who: str, error: Exception) -> OutOfMemory:
     """The error for a process that Ray's memory monitor has killed because its node was nearly out of memory.
 
     `who`: the process in words. `error`: Ray's `OutOfMemoryError`.
@@ -91,7 +92,7 @@ def memory_monitor_kill_error(who: str, error: Any) -> OutOfMemory:
     return OutOfMemory(f"{who} was killed by Ray because its node ran out of memory{numbers}", cure=KILL_CURE)
 
 
-def _look_for_use() -> Any:
+def _look_for_use() -> tuple[ModuleType, ModuleType]:
     from ray._common import utils as common_utils
     from ray._private import utils
 
@@ -99,7 +100,7 @@ def _look_for_use() -> Any:
     return common_utils, utils
 
 
-MEMORY_IN_USE: Fence[Any] = Fence(
+MEMORY_IN_USE = Fence(
     api="ray._private.utils.get_used_memory",
     reason="Ray does not say why an actor that it restarts has died; its memory monitor compares these two numbers",
     versions=TESTED,
@@ -115,7 +116,7 @@ def memory_shortage_here() -> str:
     Ray itself does not say why an actor that it restarts has died.
     """
 
-    def describe(modules: Any) -> str:
+    def describe(modules: tuple[ModuleType, ModuleType]) -> str:
         common_utils, utils = modules
         used, all_bytes = float(utils.get_used_memory()), float(common_utils.get_system_memory())
         threshold = memory_threshold(os.environ)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import ModuleType
 
 from raypar.errors import ClusterError
 from raypar.fences.fence import Fence
@@ -17,14 +17,15 @@ MODE_VARIABLE = "RAY_AUTH_MODE"
 """The variable that says whether Ray's processes require a token. raypar's local clusters ignore `disabled`."""
 
 
-def _look_for_tokens() -> Any:
+def _look_for_tokens() -> ModuleType:
     import ray._raylet as raylet
 
     assert callable(raylet.Config.initialize) and callable(raylet.AuthenticationTokenLoader.instance().reset_cache)
-    return raylet
+    found: ModuleType = raylet
+    return found
 
 
-TOKENS: Fence[Any] = Fence(
+TOKENS = Fence(
     api="ray._raylet.AuthenticationTokenLoader",
     reason="Ray reads the token's variables once per process, and no public API makes it read them again",
     versions=TESTED,
@@ -35,14 +36,14 @@ TOKENS: Fence[Any] = Fence(
 )
 
 
-def _look_for_mode() -> Any:
+def _look_for_mode() -> Callable[[], bool]:
     from ray._raylet import AuthenticationMode, get_authentication_mode
 
     disabled = AuthenticationMode.DISABLED
     return lambda: bool(get_authentication_mode() != disabled)
 
 
-MODE: Fence[Any] = Fence(
+MODE = Fence(
     api="ray._raylet.get_authentication_mode",
     reason="no public API says whether this process authenticates with a token",
     versions=TESTED,
@@ -80,7 +81,7 @@ def shows_token() -> bool:
     return MODE.use(lambda shows: bool(shows()), False)
 
 
-def _look_for_addresses() -> Any:
+def _look_for_addresses() -> ModuleType:
     from ray._private import services
     from ray._raylet import GcsClient
 
@@ -88,7 +89,7 @@ def _look_for_addresses() -> Any:
     return services
 
 
-OPEN_CLUSTER: Fence[Any] = Fence(
+OPEN_CLUSTER = Fence(
     api="ray._private.services.canonicalize_bootstrap_address",
     reason="whether a cluster admits everybody can only be seen by a request to it before joining it",
     versions=TESTED,
@@ -106,7 +107,7 @@ def lets_in_without_token(address: str) -> bool:
     from ray._raylet import GcsClient
     from ray.exceptions import RayError
 
-    def ask(services: Any) -> bool:
+    def ask(services: ModuleType) -> bool:
         try:
             where = services.canonicalize_bootstrap_address(address)
         except ValueError:  # an invalid address: joining the cluster raises the error for it

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import ray
@@ -22,13 +24,13 @@ ANONYMOUS = re.compile(r"node_[0-9a-f]{56}")
 """Name that Ray generates for a node whose type nobody has defined. An autoscaler with only such nodes adds none."""
 
 
-def _look_for_capacity() -> Any:
+def _look_for_capacity() -> Callable[[], Mapping[str, int] | None]:
     from ray._private.state import state
 
     return state.get_max_resources_from_cluster_config
 
 
-CAPACITY: Fence[Any] = Fence(
+CAPACITY = Fence(
     api="ray._private.state.state.get_max_resources_from_cluster_config",
     reason="no public API returns the limits that the autoscaler publishes",
     versions=TESTED,
@@ -38,7 +40,7 @@ CAPACITY: Fence[Any] = Fence(
 )
 
 
-def _look_for_status() -> Any:
+def _look_for_status() -> ModuleType:
     """The module of the status messages. Also checks the functions for both autoscaler versions and all fields in use."""
     from ray._private import ray_constants
     from ray._raylet import GcsClient
@@ -58,10 +60,11 @@ def _look_for_status() -> Any:
         (autoscaler_pb2.GangResourceRequest(), "details"),
     ):
         getattr(message, field)
-    return autoscaler_pb2
+    found: ModuleType = autoscaler_pb2
+    return found
 
 
-STATUS: Fence[Any] = Fence(
+STATUS = Fence(
     api="ray._raylet.GcsClient.get_cluster_status",
     reason="`ray status` prints the autoscaler's status; no public API returns it",
     versions=TESTED,
@@ -75,7 +78,7 @@ STATUS: Fence[Any] = Fence(
 def autoscaler_capacity(resource: str) -> int | None:
     """How much of `resource` the cluster may have once an autoscaler has grown it; None if unknown, as always with Ray 2.60."""
 
-    def ask(api: Any) -> int | None:
+    def ask(api: Callable[[], Mapping[str, int] | None]) -> int | None:
         most = api()
         return int(most[resource]) if most and resource in most else None
 
@@ -85,7 +88,7 @@ def autoscaler_capacity(resource: str) -> int | None:
 def has_autoscaler() -> bool:
     """Whether an autoscaler, of version 1 or 2, runs that may add nodes. False if Ray's control store does not answer."""
 
-    def ask(pb2: Any) -> bool:
+    def ask(pb2: ModuleType) -> bool:
         if autoscaler_has_node_types(_status_of_version_1()):
             return True
         reply = _ask_version_2(pb2)
@@ -108,7 +111,7 @@ def _status_of_version_1() -> bytes | None:
     return found
 
 
-def _ask_version_2(pb2: Any) -> Any:
+def _ask_version_2(pb2: ModuleType) -> Any:
     """The `GetClusterStatusReply` of version 2."""
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from ray._raylet import GcsClient
@@ -149,7 +152,7 @@ class AutoscalerAnswer:
 def read_autoscaler_answer() -> AutoscalerAnswer:
     """The answer of version 2 of Ray's autoscaler; an empty one (nothing is infeasible) if there is none, or no answer."""
 
-    def ask(pb2: Any) -> AutoscalerAnswer:
+    def ask(pb2: ModuleType) -> AutoscalerAnswer:
         state = _ask_version_2(pb2).autoscaling_state
         ids = (request.details.partition(":")[0] for request in state.infeasible_gang_resource_requests)
         return AutoscalerAnswer(frozenset(ids), bool(state.pending_instances or state.pending_instance_requests))

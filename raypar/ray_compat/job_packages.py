@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from raypar.fences.fence import Fence
@@ -15,14 +16,14 @@ REQUEST_STATUS = re.compile(r"Request failed with status code (\d+): ")
 every HTTP status, so the status stands only there; if a release words it differently, the status is unknown."""
 
 
-def _look_for_rules() -> Any:
+def _look_for_rules() -> ModuleType:
     from ray._private.runtime_env import packaging
 
     assert callable(packaging.get_excludes_from_ignore_files)
     return packaging
 
 
-RULES: Fence[Any] = Fence(
+RULES = Fence(
     api="ray._private.runtime_env.packaging.get_excludes_from_ignore_files",
     reason="Ray parses .gitignore and .rayignore in its own way, and no public API gives the result",
     versions=TESTED,

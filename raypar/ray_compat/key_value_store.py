@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 from raypar.fences.fence import Fence
 from raypar.ray_compat import TESTED
 
 
-def _look_for_store() -> Any:
+def _look_for_store() -> ModuleType:
     from ray.experimental import internal_kv
 
     for name in ("_internal_kv_get", "_internal_kv_put", "_internal_kv_del", "_internal_kv_list"):
@@ -16,7 +16,7 @@ def _look_for_store() -> Any:
     return internal_kv
 
 
-STORE: Fence[Any] = Fence(
+STORE = Fence(
     api="ray.experimental.internal_kv",
     reason="no public API of Ray stores a value that outlives the process which has stored it",
     versions=TESTED,

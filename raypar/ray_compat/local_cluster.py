@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 from raypar.errors import error_first_line
@@ -34,7 +34,7 @@ def _look_for_init() -> Any:
     return ray.init
 
 
-HEAD: Fence[Any] = Fence(
+HEAD = Fence(
     api="ray.init._temp_dir",
     reason="`ray.init` has no public arguments for the folder of its files and the address that it listens on",
     versions=TESTED,
@@ -77,7 +77,7 @@ def is_late_start(error: Exception) -> bool:
 # -- further raylets -----------------------------------------------------------------------------------------------------------
 
 
-def _look_for_raylets() -> Any:
+def _look_for_raylets() -> ModuleType:
     from ray._private import worker
     from ray._private.node import Node
     from ray._private.parameter import RayParams
@@ -86,7 +86,7 @@ def _look_for_raylets() -> Any:
     return worker
 
 
-RAYLETS: Fence[Any] = Fence(
+RAYLETS = Fence(
     api="ray._private.node.Node",
     reason="no public API starts a further node in this process; `ray.cluster_utils.Cluster` uses this one",
     versions=TESTED,
@@ -144,10 +144,10 @@ def end_raylet(node: Any) -> None:
 # -- names of Ray that are replaced while it starts ----------------------------------------------------------------------------
 
 
-def _replaceable(module: str, name: str) -> Callable[[], Any]:
+def _replaceable(module: str, name: str) -> Callable[[], ModuleType | type]:
     """A probe: the module (or `module:Class`) whose attribute `name` is callable."""
 
-    def look() -> Any:
+    def look() -> ModuleType | type:
         import importlib
 
         path, _, inside = module.partition(":")
@@ -160,7 +160,7 @@ def _replaceable(module: str, name: str) -> Callable[[], Any]:
     return look
 
 
-OWN_SESSIONS: Fence[Any] = Fence(
+OWN_SESSIONS = Fence(
     api="ray._private.services.ConsolePopen",
     reason="Ray has no setting to start its processes outside this process's group",
     versions=TESTED,
@@ -168,7 +168,7 @@ OWN_SESSIONS: Fence[Any] = Fence(
     without="a SIGTERM from Slurm, systemd or `timeout` ends Ray before the run has saved",
     probe=_replaceable("ray._private.services", "ConsolePopen"),
 )
-LOOPBACK_ADDRESS: Fence[Any] = Fence(
+LOOPBACK_ADDRESS = Fence(
     api="ray._private.services.resolve_ip_for_localhost",
     reason="Ray replaces 127.0.0.1 as a node's address by one that other machines can reach",
     versions=TESTED,
@@ -177,7 +177,7 @@ LOOPBACK_ADDRESS: Fence[Any] = Fence(
     "only cannot be joined",
     probe=_replaceable("ray._private.services", "resolve_ip_for_localhost"),
 )
-NO_API_SERVER: Fence[Any] = Fence(
+NO_API_SERVER = Fence(
     api="ray._private.services.start_api_server",
     reason="Ray starts the dashboard's process even if there is no dashboard",
     versions=TESTED,
@@ -185,7 +185,7 @@ NO_API_SERVER: Fence[Any] = Fence(
     without="a local cluster starts a second later and uses 80 MiB more",
     probe=_replaceable("ray._private.services", "start_api_server"),
 )
-NO_MONITOR: Fence[Any] = Fence(
+NO_MONITOR = Fence(
     api="ray._private.node.Node.start_monitor",
     reason="Ray starts the autoscaler's monitor even if it can add no nodes",
     versions=TESTED,
@@ -194,7 +194,7 @@ NO_MONITOR: Fence[Any] = Fence(
     probe=_replaceable("ray._private.node:Node", "start_monitor"),
 )
 
-NO_SIGTERM_HANDLER: Fence[Any] = Fence(
+NO_SIGTERM_HANDLER = Fence(
     api="ray._private.utils.set_sigterm_handler",
     reason="Ray's start replaces this process's SIGTERM handler by one that raises SystemExit",
     versions=TESTED,
@@ -204,7 +204,7 @@ NO_SIGTERM_HANDLER: Fence[Any] = Fence(
 )
 
 
-def _look_for_failure_handler() -> Any:
+def _look_for_failure_handler() -> ModuleType:
     from ray._private import ray_constants
 
     if not isinstance(ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER, bool):
@@ -212,7 +212,7 @@ def _look_for_failure_handler() -> Any:
     return ray_constants
 
 
-NO_FAILURE_HANDLER: Fence[Any] = Fence(
+NO_FAILURE_HANDLER = Fence(
     api="ray._private.ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER",
     reason="the environment variable of that name would also take the stack of a crash from the workers, which inherit it",
     versions=TESTED,
@@ -305,7 +305,7 @@ def without_ray_failure_handler() -> Iterator[None]:
         yield
 
 
-def _look_for_connect() -> Any:
+def _look_for_connect() -> Callable[..., None]:
     from ray._private import worker
 
     if not isinstance(worker.connect, FunctionType):
@@ -313,7 +313,7 @@ def _look_for_connect() -> Any:
     return worker.connect
 
 
-CONNECTING: Fence[Any] = Fence(
+CONNECTING = Fence(
     api="ray._private.worker.connect",
     reason="Ray has no public way to tell whether this process is halfway connected",
     versions=TESTED,
@@ -338,14 +338,14 @@ def is_connecting(frame: FrameType | None) -> bool:
     return False
 
 
-def _look_for_exit() -> Any:
+def _look_for_exit() -> Callable[..., None]:
     from ray._private import worker
 
     assert callable(worker.shutdown)
     return worker.shutdown
 
 
-EXIT: Fence[Any] = Fence(
+EXIT = Fence(
     api="ray._private.worker.shutdown",
     reason="Ray registers this function to be called when Python exits",
     versions=TESTED,

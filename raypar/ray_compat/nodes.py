@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from ray.exceptions import RayError
@@ -42,7 +43,7 @@ def _look_for_node_table() -> Any:
     return gcs_pb2.GcsNodeInfo.GcsNodeState.ALIVE
 
 
-NODE_TABLE: Fence[Any] = Fence(
+NODE_TABLE = Fence(
     api="ray._raylet.GcsClient.get_all_node_info",
     reason="`ray.nodes` needs a process that has joined the cluster, which `raypar drain` does not",
     versions=TESTED,
@@ -85,7 +86,7 @@ def find_node(word: str, nodes: Sequence[ClusterNode]) -> ClusterNode:
     raise ConfigError(f"no node is called {word!r}", cure=f"the nodes are {', '.join(map(str, nodes))}")
 
 
-def _look_for_draining_nodes() -> Any:
+def _look_for_draining_nodes() -> ModuleType:
     from ray._private import state
     from ray._raylet import GcsClientOptions, GlobalStateAccessor
 
@@ -94,7 +95,7 @@ def _look_for_draining_nodes() -> Any:
     return state
 
 
-DRAINING_NODES: Fence[Any] = Fence(
+DRAINING_NODES = Fence(
     api="ray._private.state.state.get_draining_nodes",
     reason="no public API lists draining nodes; Ray Train polls this one too",
     versions=TESTED,
@@ -137,7 +138,7 @@ def _look_for_draining() -> Any:
     return autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 
 
-DRAINING: Fence[Any] = Fence(
+DRAINING = Fence(
     api="ray._raylet.GcsClient.drain_node",
     reason="only a hidden command of Ray (`ray drain-node`) drains nodes",
     versions=TESTED,
@@ -180,7 +181,7 @@ def _look_for_ids() -> Any:
     return PlacementGroupID
 
 
-IDS: Fence[Any] = Fence(
+IDS = Fence(
     api="ray._raylet.PlacementGroupID",
     reason="`ray.util.get_placement_group` finds no group of another job, and a driver that takes over may be of another",
     versions=TESTED,
@@ -191,7 +192,7 @@ IDS: Fence[Any] = Fence(
 )
 
 
-def placement_group_of(info: Mapping[str, Any]) -> PlacementGroup:
+def placement_group_of(info: Mapping[str, str]) -> PlacementGroup:
     """The placement group of an entry of Ray's table. Raises `ClusterError` if this Ray has no `PlacementGroupID`."""
     with IDS.required() as make_id:
         return PlacementGroup(make_id(bytes.fromhex(info["placement_group_id"])))

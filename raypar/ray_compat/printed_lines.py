@@ -32,7 +32,7 @@ def _look_for_printing() -> Any:
     return worker
 
 
-PRINTING: Fence[Any] = Fence(
+PRINTING = Fence(
     api="ray._private.worker.print_to_stdstream",
     reason="Ray prints why nodes and workers have died, also between the lines of --json, and has no setting to turn that off",
     versions=TESTED,
@@ -99,7 +99,7 @@ def _look_for_events() -> Any:
     return ray_constants
 
 
-EVENTS: Fence[Any] = Fence(
+EVENTS = Fence(
     api="ray._private.ray_constants.AUTOSCALER_EVENTS",
     reason=f"Ray reads {EVENTS_VARIABLE} only when it is imported, which may be earlier",
     versions=TESTED,

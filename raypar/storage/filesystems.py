@@ -16,11 +16,14 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from raypar.errors import CheckpointError, ConfigError, RayparError
 from raypar.files.untrusted_files import shorten
 from raypar.storage.storage_uri import FILESYSTEM_SCHEME, StorageUri, parse_storage_uri
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
 
 CONNECT_S, REQUEST_S = 5.0, 15.0
 """Limits for S3 to accept a connection and to answer a request; each request is tried three times."""
@@ -33,13 +36,15 @@ SECRETS_IN = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
 """Environment variables whose values are removed from messages."""
 STORAGE_CURE = "look at its address, at the network, and at the credentials that this machine has for it"
 
-_registered: dict[str, Any] = {}
+_registered: dict[str, FileSystem] = {}
 """Id -> file system that was given as an object to a run of this process, or to the run that this process works for."""
 
 T = TypeVar("T")
 
 
-def uri_of_filesystem_object(filesystem: Any, path: str, what: str = "run_config.storage_filesystem") -> StorageUri | Path:
+def uri_of_filesystem_object(
+    filesystem: FileSystem, path: str, what: str = "run_config.storage_filesystem"
+) -> StorageUri | Path:
     """The URI of `path` on a file system that was given as an object, which is registered; for a local file system, the path.
 
     `what`: the argument that gave it, for messages. Raises `ConfigError` for an object
@@ -73,7 +78,7 @@ def uri_of_filesystem_object(filesystem: Any, path: str, what: str = "run_config
     return StorageUri(FILESYSTEM_SCHEME, "/".join([register_filesystem(filesystem, what), *parts]))
 
 
-def register_filesystem(filesystem: Any, what: str = "the file system") -> str:
+def register_filesystem(filesystem: FileSystem, what: str = "the file system") -> str:
     """Register a file system in this process; returns its id. Raises `ConfigError` if it cannot be pickled."""
     try:
         known_as = hashlib.sha256(pickle.dumps(filesystem)).hexdigest()[:12]
@@ -98,7 +103,7 @@ def register_pickled_filesystems(pickled: Mapping[str, bytes]) -> None:
         _registered[known_as] = pickle.loads(content)
 
 
-def open_filesystem(uri: StorageUri) -> tuple[Any, str]:
+def open_filesystem(uri: StorageUri) -> tuple[FileSystem, str]:
     """(the `pyarrow.fs.FileSystem` of a place, the path in it). Raises `ConfigError` if it cannot be opened."""
     rest = uri.path.partition("/")[2]
     if uri.scheme == FILESYSTEM_SCHEME:
@@ -110,7 +115,7 @@ def open_filesystem(uri: StorageUri) -> tuple[Any, str]:
     return filesystem, above + "/".join(part for part in (base.strip("/"), rest) if part)
 
 
-def _registered_filesystem(uri: StorageUri) -> Any:
+def _registered_filesystem(uri: StorageUri) -> FileSystem:
     if uri.root not in _registered:
         raise ConfigError(
             f"{uri} lies on a file system that was given to Trainer as an object, and this process does not have it",
@@ -120,7 +125,7 @@ def _registered_filesystem(uri: StorageUri) -> Any:
 
 
 @functools.cache
-def _open_by_uri(scheme: str, root: str, query: str) -> tuple[Any, str]:
+def _open_by_uri(scheme: str, root: str, query: str) -> tuple[FileSystem, str]:
     from pyarrow.fs import FileSystem
 
     uri = StorageUri(scheme, root, query)
@@ -153,7 +158,7 @@ def _s3_settings(query: str, environment: tuple[tuple[str, str], ...]) -> dict[s
 
 
 @functools.cache
-def _open_s3(bucket: str, query: str, environment: tuple[tuple[str, str], ...]) -> Any:
+def _open_s3(bucket: str, query: str, environment: tuple[tuple[str, str], ...]) -> FileSystem:
     """The file system of an S3 bucket, one for each environment that settings are taken from."""
     from pyarrow.fs import S3FileSystem, resolve_s3_region
 
@@ -231,12 +236,12 @@ def check_storage_is_writable(uri: StorageUri) -> None:
     call_within(WRITE_CHECK_S, check, f"the storage of {uri}")
 
 
-def is_object_store(filesystem: Any) -> bool:
+def is_object_store(filesystem: FileSystem) -> bool:
     """Whether a file here appears whole when it is closed, replaces one of the same name, and needs no folder."""
     return _kind(filesystem) in ("s3", "gcs", "abfs")
 
 
-def list_folders(filesystem: Any, path: str) -> list[str]:
+def list_folders(filesystem: FileSystem, path: str) -> list[str]:
     """The names of the folders in a folder; none if that is not there. Names that lead elsewhere are left out.
 
     On GCS a folder is only the beginning of objects' names, and pyarrow lists only folders that are objects themselves. So all
@@ -253,7 +258,7 @@ def list_folders(filesystem: Any, path: str) -> list[str]:
     return sorted(name for name in names if name.isprintable() and name not in ("", ".", ".."))
 
 
-def _kind(filesystem: Any) -> str:
+def _kind(filesystem: FileSystem) -> str:
     """pyarrow's name for the kind of a file system, such as `s3`; for a part of a file system the kind of the whole."""
     from pyarrow.fs import SubTreeFileSystem
 

@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, BinaryIO
 
 from raypar.errors import ConfigError
 from raypar.files.atomic_write import explain_write_errors, regular_file_opener
@@ -20,6 +20,9 @@ from raypar.storage.pyarrow_store import write_atomically
 from raypar.storage.read_run_lines import FILE_BYTES
 from raypar.storage.run_files import SENT_DOCUMENT_BYTES, first_line_of_name
 from raypar.storage.storage_uri import StorageUri
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
 
 PIECE_BYTES = 4 << 20
 """The most that is held in memory of a file at once."""
@@ -91,7 +94,7 @@ def download_run(uri: StorageUri, folder: Path, *, last_bytes: int | None = None
             _download_lines(filesystem, uri.child(name), f"{path}/{name}", folder / name, last_bytes)
 
 
-def _download_lines(filesystem: Any, uri: StorageUri, path: str, file: Path, last_bytes: int | None) -> None:
+def _download_lines(filesystem: FileSystem, uri: StorageUri, path: str, file: Path, last_bytes: int | None) -> None:
     """Copy a file of lines: join its chunks. Raises what pyarrow raises, and `ConfigError`."""
     for attempt in range(TRIES):
         try:
@@ -106,7 +109,7 @@ def _download_lines(filesystem: Any, uri: StorageUri, path: str, file: Path, las
                 raise
 
 
-def _chunks(filesystem: Any, uri: StorageUri, path: str) -> list[tuple[int, str, int]]:
+def _chunks(filesystem: FileSystem, uri: StorageUri, path: str) -> list[tuple[int, str, int]]:
     """(number of the first line, path, bytes) of all stored chunks, in order. Raises `ConfigError` for too many."""
     from pyarrow.fs import FileSelector, FileType
 
@@ -119,7 +122,7 @@ def _chunks(filesystem: Any, uri: StorageUri, path: str) -> list[tuple[int, str,
     return parts
 
 
-def _join_chunks(filesystem: Any, parts: list[tuple[int, str, int]], file: Path) -> None:
+def _join_chunks(filesystem: FileSystem, parts: list[tuple[int, str, int]], file: Path) -> None:
     """Write the chunks one after the other, except those whose lines an earlier chunk has."""
     aside = file.with_name(f".{file.name}.tmp")
     following = 0
@@ -130,7 +133,7 @@ def _join_chunks(filesystem: Any, parts: list[tuple[int, str, int]], file: Path)
     os.replace(aside, file)
 
 
-def _append(filesystem: Any, path: str, out: Any, size: int) -> int:
+def _append(filesystem: FileSystem, path: str, out: BinaryIO, size: int) -> int:
     """Append at most `size` bytes of a file to `out`; returns the number of lines."""
     lines = 0
     with filesystem.open_input_file(path) as source:
@@ -142,7 +145,7 @@ def _append(filesystem: Any, path: str, out: Any, size: int) -> int:
     return lines
 
 
-def _copy_file(filesystem: Any, path: str, file: Path) -> None:
+def _copy_file(filesystem: FileSystem, path: str, file: Path) -> None:
     """Copy one document into a file of this machine, up to `SENT_DOCUMENT_BYTES`."""
     aside = file.with_name(f".{file.name}.tmp")
     with open(aside, "wb", opener=regular_file_opener) as out:

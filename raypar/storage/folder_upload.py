@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
 from raypar.files.atomic_write import regular_file_opener
@@ -31,6 +31,9 @@ from raypar.storage.run_files import (
     first_line_of_name,
 )
 from raypar.storage.storage_uri import StorageUri
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
 
 UPLOAD_S = 2.0
 """Time between two passes over the folder. A document that changes all the time is sent once in each pass."""
@@ -57,7 +60,7 @@ def file_signature(path: Path) -> FileSignature:
 class LineFileUpload:
     """Sends one file of lines as chunks."""
 
-    def __init__(self, path: Path, filesystem: Any, folder: str, may_write: Callable[[], None]) -> None:
+    def __init__(self, path: Path, filesystem: FileSystem, folder: str, may_write: Callable[[], None]) -> None:
         self.path = path
         """The file in the working folder."""
         self.filesystem = filesystem

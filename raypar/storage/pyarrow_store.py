@@ -16,12 +16,16 @@ import re
 import uuid
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from raypar.errors import CheckpointError
 from raypar.files.untrusted_files import shorten
 from raypar.storage.filesystems import is_object_store, list_folders, open_filesystem, storage_errors
 from raypar.storage.storage_uri import StorageUri
+
+if TYPE_CHECKING:
+    from pyarrow import NativeFile
+    from pyarrow.fs import FileSystem
 
 PIECE_BYTES = 16 << 20
 """The most that is written or read at once."""
@@ -40,11 +44,11 @@ _BEGUN = re.compile(r"(?P<name>.+)@(?P<attempt>[0-9a-f]{12})")
 class PyarrowFile:
     """An `OpenedFile` of a file system of pyarrow."""
 
-    stream: Any
+    stream: NativeFile
     """The open `pyarrow.NativeFile`."""
     nbytes: int
     """See `OpenedFile`."""
-    place: tuple[Any, ...]
+    place: tuple[str, ...]
     """(path, size, time of change) of the file when it was opened."""
 
     def version(self) -> Hashable:
@@ -66,13 +70,13 @@ class PyarrowFile:
 class BoundedWriter:
     """Writes into a stream of pyarrow without having more than `UNSENT_BYTES` in memory."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: NativeFile) -> None:
         self.stream = stream
         """The open stream."""
         self.unsent = 0
         """Bytes written since the last flush."""
 
-    def write(self, content: Any) -> int:
+    def write(self, content: bytes | memoryview) -> int:
         """Write bytes. Raises what pyarrow raises."""
         view = memoryview(content).cast("B")
         for start in range(0, len(view), PIECE_BYTES):
@@ -123,7 +127,7 @@ class PyarrowStore:
         return f"{stem or suffix}.{found['attempt']}{dot}{suffix if stem else ''}" if found else file
 
     @contextlib.contextmanager
-    def write(self, name: str, file: str) -> Iterator[Any]:
+    def write(self, name: str, file: str) -> Iterator[NativeFile]:
         """See `CheckpointStore`."""
         self._at(name, file)  # checks the names
         begun = _BEGUN.fullmatch(name)
@@ -211,7 +215,7 @@ class PyarrowStore:
 
     # -- parts -------------------------------------------------------------------------------------------------------------
 
-    def _at(self, name: str, file: str = "") -> tuple[Any, str]:
+    def _at(self, name: str, file: str = "") -> tuple[FileSystem, str]:
         """(the file system, the path of a checkpoint's folder or of a file in it). Raises `CheckpointError` for names that
         lead out of the folder."""
         for part in (name, *([file] if file else [])):
@@ -272,7 +276,7 @@ def open_for_writing(uri: StorageUri) -> Iterator[BoundedWriter]:
             raise
 
 
-def write_atomically(filesystem: Any, path: str, source: BinaryIO, nbytes: int) -> None:
+def write_atomically(filesystem: FileSystem, path: str, source: BinaryIO, nbytes: int) -> None:
     """Write `nbytes` from `source` as a file; readers see either the former content or all of the new one.
 
     Raises what pyarrow raises.
@@ -294,7 +298,7 @@ def write_atomically(filesystem: Any, path: str, source: BinaryIO, nbytes: int) 
         raise
 
 
-def _copy(source: BinaryIO, nbytes: int, filesystem: Any, path: str) -> None:
+def _copy(source: BinaryIO, nbytes: int, filesystem: FileSystem, path: str) -> None:
     """Write `nbytes` from `source` into a file. Raises what pyarrow raises, and `OSError` if `source` has less."""
     piece, left = source.read(min(PIECE_BYTES, nbytes)), nbytes  # read first: an error then leaves no file
     with filesystem.open_output_stream(path) as file:

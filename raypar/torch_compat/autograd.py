@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from raypar.errors import ModelError
 from raypar.fences.fence import Fence
@@ -15,10 +17,10 @@ from raypar.torch_compat import TESTED
 # -- the engine ----------------------------------------------------------------------------------------------------------------
 
 
-def _look_for_engine() -> Any:
+def _look_for_engine() -> Callable[..., tuple[Tensor | None, ...] | None]:
     from torch.autograd import graph
 
-    run: Any = graph._engine_run_backward
+    run: Callable[..., tuple[Tensor | None, ...] | None] = graph._engine_run_backward
     x = torch.ones(1, requires_grad=True)
     (node,) = [(x * 2).grad_fn]
     metadata: Any = node._input_metadata[0]  # type: ignore[union-attr]
@@ -27,7 +29,7 @@ def _look_for_engine() -> Any:
     return run
 
 
-ENGINE: Fence[Any] = Fence(
+ENGINE = Fence(
     api="torch.autograd.graph._engine_run_backward",
     reason="`torch.autograd.backward` loads sympy to compare shapes that are numbers anyway",
     versions=TESTED,
@@ -37,21 +39,21 @@ ENGINE: Fence[Any] = Fence(
 )
 
 
-def backward_engine() -> Callable[..., Any] | None:
+def backward_engine() -> Callable[..., tuple[Tensor | None, ...] | None] | None:
     """The function that `torch.autograd.backward` calls once it has checked its arguments; None in a PyTorch without it."""
     return ENGINE.find()
 
 
-def root_metadata(node: Any, output: int) -> Any:
+def root_metadata(node: Node, output: int) -> Any:
     """Metadata (`shape`, `dtype`, `is_nested_tensor`) of output number `output` of a graph node. Needs a `backward_engine`."""
     return node._input_metadata[output]
 
 
-def _look_for_execution() -> Any:
+def _look_for_execution() -> Callable[[Node], bool]:
     return torch._C._will_engine_execute_node
 
 
-EXECUTION: Fence[Any] = Fence(
+EXECUTION = Fence(
     api="torch._C._will_engine_execute_node",
     reason="a custom function's backward is not told which gradients are asked for; PyTorch's checkpointing uses this too",
     versions=TESTED,
@@ -73,10 +75,10 @@ def will_execute(node: Any) -> bool:
 # -- nodes and hooks -----------------------------------------------------------------------------------------------------------
 
 
-def _look_for_hooks() -> Any:
+def _look_for_hooks() -> bool:
     called: list[Tensor] = []
     leaf = torch.ones(1, requires_grad=True)
-    value: Any = leaf * 1
+    value: Tensor = leaf * 1
     assert value._backward_hooks is None and leaf._post_accumulate_grad_hooks is None
     value._backward_hooks = {0: called.append}
     value.grad_fn._register_hook_dict(value)
@@ -84,7 +86,7 @@ def _look_for_hooks() -> Any:
     return True
 
 
-HOOKS: Fence[Any] = Fence(
+HOOKS = Fence(
     api="torch.Tensor._backward_hooks",
     reason="`register_hook` makes a handle for each value of each microbatch, a third of a percent of a small GPT's step",
     versions=TESTED,
@@ -94,12 +96,12 @@ HOOKS: Fence[Any] = Fence(
 )
 
 
-def has_gradient_hooks(tensor: Any) -> bool:
+def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether users' code has registered a hook on the gradient of a tensor."""
     return HOOKS.find() is not None and tensor._backward_hooks is not None
 
 
-def has_hooks_on_sums(parameter: Any) -> bool:
+def has_hooks_on_sums(parameter: Tensor) -> bool:
     """Whether a parameter has hooks on its gradient, or post-accumulate-grad hooks."""
     return HOOKS.find() is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
@@ -118,7 +120,7 @@ def share_hooks(value: Any, hooks: dict[int, Any]) -> None:
     value._backward_hooks = None
 
 
-def share_hooks_of_leaf(leaf: Any, hooks: dict[int, Any]) -> None:
+def share_hooks_of_leaf(leaf: Tensor, hooks: dict[int, Any]) -> None:
     """`share_hooks` for a leaf. Its hooks run after those that users' code registers on values computed from it."""
     if HOOKS.find() is None:
         leaf.register_hook(_call_all(hooks))
@@ -126,7 +128,7 @@ def share_hooks_of_leaf(leaf: Any, hooks: dict[int, Any]) -> None:
     leaf._backward_hooks = hooks
 
 
-def _call_all(hooks: dict[int, Any]) -> Callable[[Tensor], None]:
+def _call_all(hooks: dict[int, Callable[[Tensor], Tensor | None]]) -> Callable[[Tensor], None]:
     """A hook that calls all hooks that the dict holds by then."""
 
     def call(gradient: Tensor) -> None:
@@ -139,13 +141,13 @@ def _call_all(hooks: dict[int, Any]) -> Callable[[Tensor], None]:
 # -- torch.func, custom functions, distributions -------------------------------------------------------------------------------
 
 
-def _look_for_transforms() -> Any:
+def _look_for_transforms() -> ModuleType:
     functorch = torch._C._functorch
     assert functorch.peek_interpreter_stack() is None and functorch.is_functorch_wrapped_tensor(torch.empty(0)) is False
     return functorch
 
 
-TRANSFORMS: Fence[Any] = Fence(
+TRANSFORMS = Fence(
     api="torch._C._functorch.peek_interpreter_stack",
     reason="nothing public says whether a transform of torch.func is running",
     versions=TESTED,
@@ -168,7 +170,7 @@ def is_wrapped_by_transform(tensor: Tensor) -> bool:
     return functorch is not None and bool(functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def _look_for_vmap() -> Any:
+def _look_for_vmap() -> ModuleType:
     from torch._functorch import apis
 
     if not callable(vars(apis)["vmap_impl"]):
@@ -176,7 +178,7 @@ def _look_for_vmap() -> Any:
     return apis
 
 
-VMAP: Fence[Any] = Fence(
+VMAP = Fence(
     api="torch._functorch.apis.vmap_impl",
     reason="`torch.vmap` is bound by name in users' code, so that only what it calls can be seen",
     versions=TESTED,
@@ -186,19 +188,19 @@ VMAP: Fence[Any] = Fence(
 )
 
 
-def vmap_implementation() -> tuple[Any, Callable[..., Any]] | None:
+def vmap_implementation() -> tuple[ModuleType, Callable[..., Any]] | None:
     """(the module whose `vmap_impl` every call of `torch.vmap` ends in, that function); None in a PyTorch without."""
     apis = VMAP.find()
     return None if apis is None else (apis, vars(apis)["vmap_impl"])
 
 
-def _look_for_apply() -> Any:
-    base: Any = torch.autograd.function._SingleLevelFunction
+def _look_for_apply() -> tuple[type, Callable[..., Any]]:
+    base: type = torch.autograd.function._SingleLevelFunction
     assert base in torch.autograd.Function.__mro__
     return base, vars(torch._C._FunctionBase)["apply"]
 
 
-APPLY: Fence[Any] = Fence(
+APPLY = Fence(
     api="torch.autograd.function._SingleLevelFunction",
     reason="no function mode sees the call of a custom autograd function",
     versions=TESTED,
@@ -209,13 +211,13 @@ APPLY: Fence[Any] = Fence(
 )
 
 
-def _look_for_validation() -> Any:
-    kind: Any = torch.distributions.Distribution
+def _look_for_validation() -> type[torch.distributions.Distribution]:
+    kind: type[torch.distributions.Distribution] = torch.distributions.Distribution
     assert isinstance(kind._validate_args, bool)
     return kind
 
 
-VALIDATION: Fence[Any] = Fence(
+VALIDATION = Fence(
     api="torch.distributions.Distribution._validate_args",
     reason="`set_default_validate_args` cannot be undone without knowing what was set before",
     versions=TESTED,

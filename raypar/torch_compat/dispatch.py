@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +14,14 @@ from raypar.fences.fence import Fence
 from raypar.torch_compat import TESTED
 
 
-def _look_for_modes() -> Any:
+def _look_for_modes() -> ModuleType:
     from torch.utils import _python_dispatch
 
     assert isinstance(_python_dispatch.TorchDispatchMode, type) and callable(_python_dispatch._disable_current_modes)
     return _python_dispatch
 
 
-MODES: Fence[Any] = Fence(
+MODES = Fence(
     api="torch.utils._python_dispatch.TorchDispatchMode",
     reason="nothing public sees the operations that a model's code runs",
     versions=TESTED,
@@ -31,19 +32,21 @@ MODES: Fence[Any] = Fence(
 )
 
 if TYPE_CHECKING:
+    from torch._C import FunctionSchema
+    from torch._ops import OpOverload as OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:  # required on import: no module that imports this one works without it
     TorchDispatchMode = MODES.require().TorchDispatchMode
     """The base of contexts that see every operation of a thread."""
 
 
-def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+def without_dispatch_modes() -> contextlib.AbstractContextManager[None]:
     """Context in which no dispatch mode is entered."""
-    found: contextlib.AbstractContextManager[Any] = MODES.require()._disable_current_modes()
+    found: contextlib.AbstractContextManager[None] = MODES.require()._disable_current_modes()
     return found
 
 
-def _look_for_wrappers() -> Any:
+def _look_for_wrappers() -> ModuleType:
     assert callable(Tensor._make_wrapper_subclass) and callable(torch._C._disabled_torch_function_impl)
     for context in (torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch):
         with context():
@@ -51,7 +54,7 @@ def _look_for_wrappers() -> Any:
     return torch._C
 
 
-WRAPPERS: Fence[Any] = Fence(
+WRAPPERS = Fence(
     api="torch.Tensor._make_wrapper_subclass",
     reason="PyTorch's own tensors without values that report a CPU device (FakeTensor) are part of its private compiler",
     versions=TESTED,
@@ -98,7 +101,7 @@ def _look_for_schemas() -> Any:
     return schema
 
 
-SCHEMAS: Fence[Any] = Fence(
+SCHEMAS = Fence(
     api="torch._ops.OpOverload._schema",
     reason="nothing public says which arguments an operation writes, or which argument its result is a view of",
     versions=TESTED,
@@ -110,12 +113,12 @@ SCHEMAS: Fence[Any] = Fence(
 SCHEMAS.require()
 
 
-def schema_of(operation: Any) -> Any:
+def schema_of(operation: OpOverload) -> FunctionSchema:
     """The schema of an ATen operation: name, arguments and returns, each with its alias information."""
     return operation._schema
 
 
-def _look_for_operations() -> dict[str, Any]:
+def _look_for_operations() -> dict[str, OpOverload]:
     aten = torch.ops.aten
     return {
         "local_scalar": aten._local_scalar_dense.default,
@@ -124,7 +127,7 @@ def _look_for_operations() -> dict[str, Any]:
     }
 
 
-OPERATIONS: Fence[dict[str, Any]] = Fence(
+OPERATIONS: Fence[dict[str, OpOverload]] = Fence(
     api="torch.ops.aten._local_scalar_dense",
     reason="the operations behind Tensor.item, pack_padded_sequence and ctc_loss have no public names",
     versions=TESTED,

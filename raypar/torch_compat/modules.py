@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ renames them, the error about a wrapped model no longer says where the model is.
 HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _look_for_module_hooks() -> Any:
+def _look_for_module_hooks() -> bool:
     module = nn.Identity()
     for name in HOOKS_OF_MODULES:
         assert not getattr(module, name)
@@ -33,7 +33,7 @@ def _look_for_module_hooks() -> Any:
     return True
 
 
-MODULE_HOOKS: Fence[Any] = Fence(
+MODULE_HOOKS = Fence(
     api="torch.nn.Module._forward_hooks",
     reason="nothing public says whether a module has hooks",
     versions=TESTED,
@@ -48,20 +48,20 @@ def has_hooks(module: nn.Module) -> bool:
     return MODULE_HOOKS.find() is not None and any(getattr(module, name) for name in HOOKS_OF_MODULES)
 
 
-def has_backward_hooks(module: Any) -> bool:
+def has_backward_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks on its backward pass."""
     return MODULE_HOOKS.find() is not None and bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def _look_for_persistence() -> Any:
-    module: Any = nn.Module()
+def _look_for_persistence() -> bool:
+    module: nn.Module = nn.Module()
     module.register_buffer("a", torch.empty(0), persistent=False)
     module.register_buffer("b", torch.empty(0))
     assert set(module._non_persistent_buffers_set) == {"a"} and set(module.state_dict()) == {"b"}
     return True
 
 
-PERSISTENCE: Fence[Any] = Fence(
+PERSISTENCE = Fence(
     api="torch.nn.Module._non_persistent_buffers_set",
     reason="only `state_dict` says publicly which buffers are state, and users override it",
     versions=TESTED,
@@ -78,21 +78,21 @@ def caches_of(module: nn.Module) -> frozenset[str]:
     return frozenset(module._non_persistent_buffers_set)
 
 
-def reset_function(module: nn.Module) -> Callable[[], Any] | None:
+def reset_function(module: nn.Module) -> Callable[[], None] | None:
     """The method that initialises a module's own parameters; None without one.
 
     It is `reset_parameters`, or `_reset_parameters` as in PyTorch's attention.
     """
-    found: Callable[[], Any] | None = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    found: Callable[[], None] | None = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found
 
 
-def _look_for_compiled_calls() -> Any:
+def _look_for_compiled_calls() -> bool:
     assert nn.Identity()._compiled_call_impl is None
     return True
 
 
-COMPILED_CALLS: Fence[Any] = Fence(
+COMPILED_CALLS = Fence(
     api="torch.nn.Module._compiled_call_impl",
     reason="nothing public says whether `module.compile()` was called",
     versions=TESTED,
@@ -113,7 +113,7 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch._dynamo.")
 
 
-def _look_for_norms() -> Any:
+def _look_for_norms() -> tuple[type[nn.Module], type[nn.Module], type[nn.Module]]:
     from torch.nn.modules import batchnorm, instancenorm
 
     norm = nn.InstanceNorm1d(1)
@@ -122,7 +122,7 @@ def _look_for_norms() -> Any:
     return batchnorm._NormBase, batchnorm._BatchNorm, instancenorm._InstanceNorm
 
 
-NORMS: Fence[Any] = Fence(
+NORMS = Fence(
     api="torch.nn.modules.batchnorm._NormBase",
     reason="this class is all that norms with running statistics, users' own subclasses included, have in common",
     versions=TESTED,
@@ -132,13 +132,15 @@ NORMS: Fence[Any] = Fence(
     error=ModelError,
 )
 
-NormBase: Any
-"""The base of all norms with running statistics."""
-BatchNorm: Any
-"""The base of batch norms."""
-InstanceNorm: Any
-"""The base of instance norms."""
-NormBase, BatchNorm, InstanceNorm = NORMS.require()
+if TYPE_CHECKING:
+    from torch.nn.modules import batchnorm, instancenorm
+
+    NormBase: TypeAlias = batchnorm._NormBase
+    BatchNorm: TypeAlias = batchnorm._BatchNorm
+    InstanceNorm: TypeAlias = instancenorm._InstanceNorm
+else:  # required on import: no module that imports this one works without them
+    NormBase, BatchNorm, InstanceNorm = NORMS.require()
+    """The base of all norms with running statistics, of batch norms, and of instance norms."""
 
 
 def dims_without_batch(norm: Any) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,12 +11,12 @@ from raypar.fences.fence import Fence
 from raypar.torch_compat import TESTED
 
 
-def _look_for_lists() -> Any:
+def _look_for_lists() -> bool:
     assert callable(torch._foreach_add_) and callable(torch._foreach_mul_) and callable(torch._foreach_copy_)
     return True
 
 
-LISTS: Fence[Any] = Fence(
+LISTS = Fence(
     api="torch._foreach_add_",
     reason="PyTorch's optimizers use these operations on lists; none has a public name",
     versions=TESTED,
@@ -54,12 +53,12 @@ def copy_all(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
         one.copy_(other)
 
 
-def _look_for_assertion() -> Any:
+def _look_for_assertion() -> Callable[[Tensor, str], None]:
     assert callable(torch._assert_async)
     return torch._assert_async
 
 
-ASSERTION: Fence[Any] = Fence(
+ASSERTION = Fence(
     api="torch._assert_async",
     reason="nothing public checks on a GPU without waiting for it",
     versions=TESTED,

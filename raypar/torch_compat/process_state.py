@@ -16,10 +16,10 @@ _REASON = "PyTorch's public functions can only set it, or only read it"
 _WITHOUT = "if the job's code changes it and does not restore it, raypar neither notices nor restores it"
 
 
-def _functions(*paths: str) -> Callable[[], Any]:
+def _functions(*paths: str) -> Callable[[], SimpleNamespace]:
     """A probe: an object that has the functions at these paths below `torch._C`, by their last name."""
 
-    def look() -> Any:
+    def look() -> SimpleNamespace:
         found = {}
         for path in paths:
             owner: Any = torch._C
@@ -33,7 +33,7 @@ def _functions(*paths: str) -> Callable[[], Any]:
     return look
 
 
-def _setting(feature: str, *paths: str) -> Fence[Any]:
+def _setting(feature: str, *paths: str) -> Fence[SimpleNamespace]:
     """A fence around the functions that read and set one setting."""
     return Fence(
         api=f"torch._C.{paths[0]}",
@@ -45,7 +45,7 @@ def _setting(feature: str, *paths: str) -> Fence[Any]:
     )
 
 
-def _look_for_modes() -> Any:
+def _look_for_modes() -> SimpleNamespace:
     """The functions of `torch._C` that count entered modes, and the Python functions that leave them."""
     from torch import overrides
     from torch.utils import _python_dispatch
@@ -57,7 +57,7 @@ def _look_for_modes() -> Any:
 
 INFERENCE = _setting("torch.inference_mode", "_InferenceMode")
 AUTOCAST = _setting("torch.autocast", "_is_any_autocast_enabled")
-MODES: Fence[Any] = Fence(
+MODES = Fence(
     api="torch._C._len_torch_function_stack",
     reason=_REASON,
     versions=TESTED,
@@ -110,7 +110,7 @@ ATTENTION = _setting(
 Flags = tuple[bool, ...]
 
 
-def reader(fence: Fence[Any], name: str, default: Any) -> Callable[..., Any]:
+def reader(fence: Fence[SimpleNamespace], name: str, default: Any) -> Callable[..., Any]:
     """PyTorch's own function `name`, unwrapped since it is called often; one that returns `default` if it is gone."""
     found = fence.find()
     if found is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 from raypar.errors import ModelError
 from raypar.fences.fence import Fence
@@ -12,7 +12,7 @@ NAMES = ("TreeSpec", "register_pytree_node", "tree_flatten", "tree_leaves", "tre
 """The functions and classes that raypar uses."""
 
 
-def _look_for_trees() -> Any:
+def _look_for_trees() -> ModuleType:
     from torch.utils import _pytree
 
     for name in NAMES:
@@ -22,7 +22,7 @@ def _look_for_trees() -> Any:
     return _pytree
 
 
-TREES: Fence[Any] = Fence(
+TREES = Fence(
     api="torch.utils._pytree",
     reason="containers must be taken apart as PyTorch's own functions do; the public package is not in all releases",
     versions=TESTED,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,15 +13,15 @@ from raypar.fences.fence import Fence
 from raypar.torch_compat import TESTED
 
 
-def _look_for_addresses() -> Any:
+def _look_for_addresses() -> bool:
     one = torch.empty(2, device="meta")
-    storage: Any = one.untyped_storage()
+    storage: torch.UntypedStorage = one.untyped_storage()
     assert isinstance(storage._cdata, int) and storage._cdata == one[1:].untyped_storage()._cdata
     assert storage._cdata != torch.empty(2, device="meta").untyped_storage()._cdata
     return True
 
 
-ADDRESSES: Fence[Any] = Fence(
+ADDRESSES = Fence(
     api="torch.UntypedStorage._cdata",
     reason="`data_ptr` is 0 for every tensor without values, so that it does not tell which of them share memory",
     versions=TESTED,
@@ -43,7 +43,7 @@ def view_base(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
-def _look_for_counts() -> Any:
+def _look_for_counts() -> Callable[[int], int]:
     count = torch._C._storage_Use_Count
     alone = torch.empty(1)
     held = count(alone.untyped_storage()._cdata)
@@ -51,7 +51,7 @@ def _look_for_counts() -> Any:
     return count
 
 
-COUNTS: Fence[Any] = Fence(
+COUNTS = Fence(
     api="torch._C._storage_Use_Count",
     reason="nothing public counts the references to a storage; PyTorch's own CUDA graph trees use it",
     versions=TESTED,

@@ -429,7 +429,9 @@ def _check_loss(spec: Job, graph: Graph, values: Mapping[str, Tensor], batch: Ma
         )
 
 
-def _call_loss(loss: Callable[..., Any], read: Sequence[Tensor], target: Tensor) -> tuple[Any, bool] | None:
+def _call_loss(
+    loss: Callable[..., Tensor | tuple[Tensor, Tensor | float]], read: Sequence[Tensor], target: Tensor
+) -> tuple[Any, bool] | None:
     """(what the loss returns for outputs like these, whether they require gradients); None if it raises."""
     given = [tensor.detach().requires_grad_(tensor.is_floating_point()).clone() for tensor in read]
     try:

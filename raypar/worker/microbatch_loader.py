@@ -67,6 +67,16 @@ SamplePosition = tuple[int, int]
 """(epoch, sample id)."""
 
 
+class MapStyleDataset(Protocol):
+    """The user's data set, whose samples are read by id."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """A sample: a mapping, a tuple or list, or one tensor or number."""
+
+
 def make_dataset(spec: DataConfig, key: str = "data") -> Any:
     """Call the user's data set function. Raises `UserCodeError` if it raises, `DataError` if samples cannot be read by id.
 
@@ -181,7 +191,7 @@ class SampleOrder:
 class SampleReader:
     """Reads the samples of one microbatch and stacks the fields asked for. Works in any process."""
 
-    dataset: Any
+    dataset: MapStyleDataset
     """The user's data set."""
     names: tuple[str, ...]
     """Names of the fields of tuple samples; empty: `FIELD_NAMES`."""
@@ -332,7 +342,7 @@ class MicrobatchLoader:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: MapStyleDataset,
         spec: DataConfig,
         order: SampleOrder,
         batching: Microbatches,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +56,7 @@ def build_stage(
     spec: Job,
     routing: MicrobatchRouting,
     replica: int,
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Tensor | tuple[Tensor, Tensor | float]],
     split: bool = False,
     values: Mapping[str, Tensor] | None = None,
     shard: StageShard | None = None,
@@ -180,7 +179,7 @@ def build_stage_layers(
     layers: Sequence[Layer],
     hooks: LayerBackwardHooks,
     coordinate: StageCoordinate,
-    seed_generators: Callable[[int], Any],
+    seed_generators: Callable[[int], None],
     guard: TorchStateGuard,
     precision: StagePrecision,
     updates: Mapping[str, BufferUpdates],
@@ -201,7 +200,7 @@ def build_stage_loss(
     plan: ParallelPlan,
     index: int,
     spec: Job,
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Tensor | tuple[Tensor, Tensor | float]],
     shard: StageShard | None,
     coordinate: StageCoordinate,
     guard: TorchStateGuard,

@@ -30,7 +30,7 @@ from raypar.plan.pieces import AdoptDescription, Digest
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Instruction
 from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
-from raypar.worker.microbatch_loader import BatchSource, MicrobatchLoader, SampleOrder, make_dataset
+from raypar.worker.microbatch_loader import BatchSource, MapStyleDataset, MicrobatchLoader, SampleOrder, make_dataset
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource
 from raypar.worker.process.memory_and_cpu import memory_in_use
@@ -150,7 +150,7 @@ class WorkerCore:
     """Microbatches of a validation pass that this worker runs, ascending."""
     _loaders: list[MicrobatchLoader]
     """The loaders of the present plan, to be closed."""
-    _datasets: dict[tuple[Any, ...], Any]
+    _datasets: dict[tuple[Any, ...], MapStyleDataset]
     """Data set function and arguments -> the data set made; data sets outlive plans."""
     _layouts: dict[int, TensorParallelLayout]
     """Number of shards -> how the model is cut over them; kept because it is needed repeatedly."""
@@ -300,7 +300,7 @@ class WorkerCore:
         """Whether steps wait for other shards in the middle of a layer, which a plain routine cannot do."""
         return any(stage.shard is not None for stage in self.stages.values())
 
-    def dataset(self, spec: DataConfig) -> Any:
+    def dataset(self, spec: DataConfig) -> MapStyleDataset:
         """The user's data set, made once per worker and data specification."""
         given = ((name, _identity(value)) for name, value in sorted(spec.args.items()))
         key: tuple[Any, ...] = (_identity(spec.function), *given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from raypar.torch_compat.dispatch import (
 from raypar.torch_compat.pytree import tree_leaves, tree_map
 from raypar.torch_compat.storages import storage_id
 from raypar.torch_compat.without_dynamo import without_dynamo
+
+if TYPE_CHECKING:
+    from raypar.torch_compat.dispatch import OpOverload
 
 META = torch.device("meta")
 
@@ -51,7 +54,7 @@ class AbsentTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operation on meta tensors. Raises `ValuesNeeded` for one that reads values."""
         if func is PACK_PADDED_SEQUENCE and not isinstance(args[1], AbsentTensor):
@@ -107,7 +110,7 @@ def random_like(absent: AbsentTensor, generator: torch.Generator) -> Tensor:
     return made.normal_(0, SCALE, generator=generator).to(absent.dtype).requires_grad_(absent.requires_grad)
 
 
-def _run_on_random_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
+def _run_on_random_values(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
     """The absent result of an operation that has no kernel for meta tensors. Runs it twice, on different random numbers.
 
     Raises `ValuesNeeded` if the shapes of its results depend on values, or if it writes to its arguments, or returns them or
@@ -156,12 +159,12 @@ def _in_layout_of_cpu(made: Tensor, args: Sequence[Any]) -> Tensor:
     return made.contiguous(memory_format=layout)
 
 
-def _changes_its_own_shape(func: Any) -> bool:
+def _changes_its_own_shape(func: OpOverload) -> bool:
     """Whether an operation gives its argument another shape in place, as `transpose_` does."""
     return torch.Tag.inplace_view in func.tags
 
 
-def has_dynamic_shape(func: Any, args: Sequence[Any]) -> bool:
+def has_dynamic_shape(func: OpOverload, args: Sequence[Any]) -> bool:
     """Whether the shape of what an operation returns depends on values."""
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,5 +67,5 @@ class _CapturedLayerState:
         self.checked: weakref.WeakSet[LayerProgram] = weakref.WeakSet()
         """Programs that have run once, and had the shapes of their record."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _CapturedLayerState:
+    def __deepcopy__(self, memo: dict[int, nn.Module]) -> _CapturedLayerState:
         return self

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from raypar.model.capture.refusal import Refused, user_location
 from raypar.torch_compat.dispatch import TorchDispatchMode, schema_of
 from raypar.torch_compat.pytree import tree_flatten
 from raypar.torch_compat.without_dynamo import without_dynamo
+
+if TYPE_CHECKING:
+    from raypar.torch_compat.dispatch import OpOverload
 
 
 @without_dynamo
@@ -85,7 +88,7 @@ class OperationWatch(TorchDispatchMode):
             self._is_paused = before
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if self._is_paused:
             return func(*args, **(kwargs or {}))
@@ -148,7 +151,7 @@ class OperationWatch(TorchDispatchMode):
             )
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors into which an operation writes."""
     for index, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -53,9 +53,9 @@ from raypar.model.capture.trace import (
 from raypar.model.capture.units_on_random_numbers import UnitsOnRandomNumbers, run_with_random_values
 from raypar.torch_compat.autograd import is_wrapped_by_transform
 from raypar.torch_compat.dispatch import NESTED_TENSORS, PACKING
-from raypar.torch_compat.pytree import tree_flatten, tree_map
+from raypar.torch_compat.pytree import TreeSpec, tree_flatten, tree_map
 
-_MAKERS: dict[Any, Callable[..., Tensor]] = {
+_MAKERS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     Tensor.new_zeros: torch.zeros,
     Tensor.new_ones: torch.ones,
     Tensor.new_full: torch.full,
@@ -67,7 +67,7 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """(function, arguments, keyword arguments)"""
 
 
-def without_dtype_and_device_tensor(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def without_dtype_and_device_tensor(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """The call with dtype and device in place of a tensor of which it reads only these; other calls unchanged.
 
     `mask.type_as(x)`, `x.new_zeros(3)`: so a mask that is made in an activation's dtype does not depend on the activation, and
@@ -424,7 +424,7 @@ class Recorder(TorchFunctionMode):
             ) from error
 
     def _add_event(
-        self, call: Callable[..., Any] | str, leaves: tuple[Any, ...], structure: Any, out: Any, results: Any, written: Any
+        self, call: Callable[..., Any] | str, leaves: tuple[Any, ...], structure: TreeSpec, out: Any, results: Any, written: Any
     ) -> None:
         """Append the event that gave `results` and wrote into the tensors `written`."""
         inputs = [leaf for leaf in leaves if isinstance(leaf, TensorKey)]

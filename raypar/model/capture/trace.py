@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from raypar.torch_compat.pytree import tree_flatten
+from raypar.torch_compat.pytree import TreeSpec, tree_flatten
 
 TensorKind = Literal["value", "parameter", "buffer", "field", "constant"]
 """Where a tensor comes from: an event of the trace, the model's state, the batch, or code that no event made."""
@@ -75,7 +75,7 @@ class Event:
     """The function; of a unit its qualified name."""
     leaves: tuple[Any, ...]
     """The arguments as pytree leaves: tensors as `TensorKey`, modules as `ModuleArgument`, others as they are."""
-    structure: Any
+    structure: TreeSpec
     """The pytree structure of (args, kwargs)."""
     outputs: tuple[TensorKey | None, ...]
     """The tensors among the flattened results; None for other results."""
@@ -156,7 +156,7 @@ class Trace:
     """What the forward has read from the batch in Python."""
     output_leaves: tuple[Any, ...]
     """What the forward returned, as pytree leaves: tensors as `TensorKey`."""
-    output_structure: Any
+    output_structure: TreeSpec
     """The pytree structure of what the forward returned."""
     constants: Mapping[TensorKey, Tensor]
     """Tensors that are neither state nor made by an event: plain attributes, and what code makes of numbers."""

@@ -26,13 +26,13 @@ class UnitsOnRandomNumbers:
     arguments: list[Any] = field(default_factory=list)
     """All arguments of these units, at which the graph of what comes before them ends."""
 
-    def gradient_parts(self, model: nn.Module, outputs: Iterable[Any]) -> dict[str, int]:
+    def gradient_parts(self, model: nn.Module, outputs: Iterable[Tensor | None]) -> dict[str, int]:
         """Parameter's name -> number of gradients that autograd sums for it in a backward pass from the model's outputs."""
         parts = self.parts + count_gradient_parts((*outputs, *self.arguments))
         return {name: parts[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in parts}
 
 
-def count_gradient_parts(roots: Iterable[Any]) -> Counter[int]:
+def count_gradient_parts(roots: Iterable[Tensor | None]) -> Counter[int]:
     """`id` of a leaf -> number of gradients that a backward pass from these tensors sums for it."""
     found = Counter[int]()
     pending: list[Any] = [root.grad_fn for root in roots if isinstance(root, Tensor) and root.grad_fn is not None]

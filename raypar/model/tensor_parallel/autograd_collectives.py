@@ -10,18 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import as_aligned
 from raypar.errors import ModelError
+from raypar.model.autograd_context import AutogradContext
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
+P = ParamSpec("P")
+Gradients = TypeVar("Gradients", bound=tuple[Tensor | None, ...])
 
-def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+
+def first_derivative_only(backward: Callable[P, Gradients]) -> Callable[P, Gradients]:
     """Decorator for the backward of an autograd function that communicates: it cannot be differentiated again.
 
     Autograd would take the received tensors for constants, and second derivatives would silently be wrong. The decorated
@@ -29,28 +33,32 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(backward)
-    def checked(ctx: Any, *gradients: Tensor) -> Any:
+    def checked(*given: P.args, **named: P.kwargs) -> Gradients:
         if torch.is_grad_enabled():
             raise ModelError(
                 "a gradient through layers that are cut over shards is taken with create_graph=True: they have no second "
                 "derivatives",
                 cure="give the layers it goes through the style whole (plan.styles), or set plan.shards: 1",
             )
-        return backward(ctx, *gradients)
+        return backward(*given, **named)
 
     return checked
 
 
+class _CopyContext(AutogradContext):
+    group: ShardGroup
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ShardGroup) -> Tensor:
+    def forward(ctx: _CopyContext, x: Tensor, group: ShardGroup) -> Tensor:
         ctx.group = group
         ctx.set_materialize_grads(False)
         return x.view_as(x)
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _CopyContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
             return None, None
@@ -61,26 +69,31 @@ class _Copy(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ShardGroup) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, group: ShardGroup) -> Tensor:
         ctx.set_materialize_grads(False)
         return group.all_reduce(x.clone(memory_format=torch.contiguous_format), "the sum of a value")
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return gradients[0], None
+
+
+class _JoinContext(AutogradContext):
+    dim: int
+    mine: IndexRanges
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, held: Sequence[IndexRanges], group: ShardGroup) -> Tensor:
+    def forward(ctx: _JoinContext, x: Tensor, dim: int, held: Sequence[IndexRanges], group: ShardGroup) -> Tensor:
         ctx.dim, ctx.mine = dim, held[group.shard]
         ctx.set_materialize_grads(False)
         return group.gather_and_concat(x, dim, held, "a value's parts")
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _JoinContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         return (None if gradient is None else as_aligned(select_ranges(gradient, ctx.dim, ctx.mine))), None, None, None
 
@@ -89,43 +102,55 @@ class _ContiguousPart(torch.autograd.Function):
     """Identity that makes the value, and its gradient, contiguous and aligned."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         aligned = as_aligned(x)
         return x.view_as(x) if aligned is x else aligned
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None]:
+    def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor | None]:
         (gradient,) = gradients
         return (None if gradient is None else as_aligned(gradient),)
 
 
+class _SplitContext(AutogradContext):
+    dim: int
+    held: Sequence[IndexRanges]
+    group: ShardGroup
+
+
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
+    def forward(ctx: _SplitContext, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
         ctx.dim, ctx.held, ctx.group = dim, even_ranges_by_shard(x.shape[dim], group.size), group
         ctx.set_materialize_grads(False)
         return as_aligned(select_ranges(x, dim, ctx.held[group.shard]))
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SplitContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
             return None, None, None
         return ctx.group.gather_and_concat(gradient, ctx.dim, ctx.held, "the parts of a value's gradient"), None, None
 
 
+class _ScatterContext(AutogradContext):
+    dim: int
+    held: Sequence[IndexRanges]
+    group: ShardGroup
+
+
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
+    def forward(ctx: _ScatterContext, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
         ctx.dim, ctx.held, ctx.group = dim, even_ranges_by_shard(x.shape[dim], group.size), group
         ctx.set_materialize_grads(False)
         return group.reduce_scatter(x, dim, "the sum of a value")
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ScatterContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
             return None, None, None

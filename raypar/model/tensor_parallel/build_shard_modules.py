@@ -149,7 +149,7 @@ class _LayerBoundary:
 
     def __init__(
         self,
-        forward: Callable[..., Any],
+        forward: Callable[..., Tensor],
         layer: Layer,
         group: ShardGroup,
         edges: _StageEdges,
@@ -213,7 +213,9 @@ class _LayerBoundary:
         return made.local
 
 
-def sharded_loss(loss: Callable[..., Any], group: ShardGroup, inputs: Sequence[str]) -> Callable[..., Any]:
+def sharded_loss(
+    loss: Callable[..., Tensor | tuple[Tensor, Tensor | float]], group: ShardGroup, inputs: Sequence[str]
+) -> Callable[..., Tensor | tuple[Tensor, Tensor | float]]:
     """The loss of values (named `inputs`) and target, for values that may have been left cut along their last dim (logits)."""
     if group.size == 1:
         return loss

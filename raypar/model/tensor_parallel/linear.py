@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from raypar.comm.transport import Handle
 from raypar.errors import ModelError
 from raypar.model import split_linear_backward
+from raypar.model.autograd_context import AutogradContext
 from raypar.model.split_linear_backward import (
     CastMarkingStash,
     DeferredWeightGradient,
@@ -205,7 +205,14 @@ def _input_of(layer: ColumnLinear, x: Tensor | ShardedValue) -> tuple[Tensor, in
 
 
 def _weight_gradients(
-    ctx: Any, gradient: Tensor, rows: Tensor, x: Tensor, layer: ShardedLinear, stash: Stash | None, *, added_apart: bool = False
+    ctx: AutogradContext,
+    gradient: Tensor,
+    rows: Tensor,
+    x: Tensor,
+    layer: ShardedLinear,
+    stash: Stash | None,
+    *,
+    added_apart: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(gradient of the weight, gradient of the bias); None for what a zero-bubble schedule computes later.
 
@@ -221,10 +228,17 @@ def _weight_gradients(
     return weight, bias_gradient(summed) if ctx.needs_input_grad[2] else None
 
 
+class _ColumnContext(AutogradContext):
+    seq: int | None
+    group: ShardGroup
+    layer: ShardedLinear
+    stash: Stash | None
+
+
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _ColumnContext,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -242,7 +256,7 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     @autograd_collectives.first_derivative_only
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ColumnContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
             return (None,) * 7
@@ -297,23 +311,31 @@ class SharedInput:
         """The sum of the readers' gradients, while it is under way."""
 
 
+class _ArriveContext(AutogradContext):
+    shared: SharedInput
+
+
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shared: SharedInput) -> Tensor:
+    def forward(ctx: _ArriveContext, x: Tensor, shared: SharedInput) -> Tensor:
         ctx.shared = shared
         ctx.set_materialize_grads(False)
         return x.view_as(x)
 
     @staticmethod
     @autograd_collectives.first_derivative_only
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ArriveContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         pending, ctx.shared.pending = ctx.shared.pending, None
         return (None if pending is None else pending.take()), None
 
 
+class _DepartContext(AutogradContext):
+    shared: SharedInput
+
+
 class _Depart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shared: SharedInput) -> Tensor:
+    def forward(ctx: _DepartContext, x: Tensor, shared: SharedInput) -> Tensor:
         ctx.shared = shared
         ctx.set_materialize_grads(False)
         if shared.seq is None:
@@ -322,7 +344,7 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     @autograd_collectives.first_derivative_only
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _DepartContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
             return None, None
@@ -331,16 +353,21 @@ class _Depart(torch.autograd.Function):
         return shared.pending.out, None
 
 
+class _LateContext(AutogradContext):
+    layer: ShardedLinear
+    left: list[Tensor]
+
+
 class _Late(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, layer: ShardedLinear, left: list[Tensor]) -> Tensor:
+    def forward(ctx: _LateContext, weight: Tensor, layer: ShardedLinear, left: list[Tensor]) -> Tensor:
         ctx.layer, ctx.left = layer, left
         ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
     @staticmethod
     @autograd_collectives.first_derivative_only
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LateContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.left:  # the reader's output has no gradient
             return None, None, None
         rows, flat = ctx.left
@@ -348,10 +375,16 @@ class _Late(torch.autograd.Function):
         return ctx.layer.weight_gradient(rows, flat), None, None
 
 
+class _ReaderContext(AutogradContext):
+    layer: ShardedLinear
+    stash: Stash | None
+    left: list[Tensor] | None
+
+
 class _Reader(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _ReaderContext,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -366,7 +399,7 @@ class _Reader(torch.autograd.Function):
 
     @staticmethod
     @autograd_collectives.first_derivative_only
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ReaderContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
             return (None,) * 6
@@ -400,10 +433,23 @@ def _apply_to_shared_input(layer: ColumnLinear, x: Tensor, seq: int | None) -> T
     return made
 
 
+class _RowContext(AutogradContext):
+    seq: int | None
+    group: ShardGroup
+    layer: ShardedLinear
+    stash: Stash | None
+
+
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ShardGroup, layer: ShardedLinear, stash: Stash | None
+        ctx: _RowContext,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: ShardGroup,
+        layer: ShardedLinear,
+        stash: Stash | None,
     ) -> Tensor:
         ctx.group, ctx.layer, ctx.stash, ctx.seq = group, layer, stash, x.shape[1] if group.sequence_parallel else None
         ctx.set_materialize_grads(False)
@@ -415,7 +461,7 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     @autograd_collectives.first_derivative_only
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _RowContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
             return (None,) * 6

@@ -68,7 +68,7 @@ class NoTransport:
 def check_shards_on_meta(
     graph: Graph,
     layout: TensorParallelLayout,
-    loss: Callable[..., Any],
+    loss: Callable[..., Tensor | tuple[Tensor, Tensor | float]],
     batch: Mapping[str, Tensor],
     target: str,
     *,

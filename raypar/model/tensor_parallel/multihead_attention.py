@@ -52,7 +52,7 @@ class ShardedMultiheadAttention(ShardedModule):
         weights = None
         made: Any
         if need_weights:
-            scores: Any = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
+            scores: Tensor = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
             found: Any = F.dropout(F.softmax(scores if mask is None else scores + mask, -1), p)
             made = found @ v
             weights = self._join_weights(found, average_attn_weights)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from raypar.errors import ModelError
@@ -72,7 +72,7 @@ class ParameterMisuseDetector(TorchFunctionMode):
                 self._note(func, value, any(isinstance(other, ShardedValue) for other in given))
         return func(*args, **named)
 
-    def _note(self, func: Callable[..., Any], parameter: nn.Parameter, with_part: bool) -> None:
+    def _note(self, func: Callable[..., Tensor], parameter: nn.Parameter, with_part: bool) -> None:
         owners = self._owners.get(id(parameter))
         if owners is not None and not any(owner in self._running for owner in owners):
             name = self._names[id(parameter)]
@@ -95,13 +95,13 @@ class ParameterMisuseDetector(TorchFunctionMode):
             )
 
 
-def _name(func: Callable[..., Any]) -> str:
+def _name(func: Callable[..., Tensor]) -> str:
     """The name of a function, or of the attribute that it reads."""
     name: str = getattr(func, "__name__", repr(func))
     return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
 
 
-def _computes(func: Callable[..., Any], parameter: nn.Parameter, args: Sequence[Any]) -> bool:
+def _computes(func: Callable[..., Tensor], parameter: nn.Parameter, args: Sequence[Any]) -> bool:
     """Whether the function computes with the parameter's values."""
     name = getattr(func, "__name__", "")
     if name == "__get__":

@@ -41,7 +41,7 @@ ELEMENTWISE = (
 
 
 @implements(*ELEMENTWISE, any_place=True)
-def elementwise_on_parts(func: Callable[..., Any], *args: Any, **kwargs: Any) -> ShardedValue:
+def elementwise_on_parts(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> ShardedValue:
     """Any function that computes each element from the elements at the same place, broadcast or not."""
     if func.__name__ in ("to", "type", "type_as"):
         x: ShardedValue = args[0]
@@ -53,7 +53,7 @@ def elementwise_on_parts(func: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return model.like(made)
 
 
-def _write_into(func: Callable[..., Any], x: ShardedValue, other: Any) -> ShardedValue:
+def _write_into(func: Callable[..., Tensor], x: ShardedValue, other: Tensor | ShardedValue | float) -> ShardedValue:
     """`x += other`: writes into the part itself, so that views and other names of `x` see it, as with a whole tensor."""
     (part, operand), _ = take_common_part_of_operands(func.__name__, (x, other))
     if part is not x.local:
@@ -85,14 +85,14 @@ _add_operators()
 
 
 @implements("detach")
-def _detach(func: Callable[..., Any], x: ShardedValue) -> ShardedValue:
+def _detach(func: Callable[..., Tensor], x: ShardedValue) -> ShardedValue:
     """Also where no gradients are recorded."""
     return ShardedValue(x.local.detach(), x.part_layout, x.group)
 
 
 @implements("dropout")
 def _dropout(
-    func: Callable[..., Any], x: ShardedValue, p: float = 0.5, training: bool = True, inplace: bool = False
+    func: Callable[..., Tensor], x: ShardedValue, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> ShardedValue:
     """The whole value's mask is drawn: whether an element is dropped depends on its place in the whole value alone."""
     if not training or p == 0.0:
@@ -126,7 +126,9 @@ def _sizes(shape: Sequence[Any]) -> Sequence[int]:
 
 
 @implements("view", "reshape")
-def _view(func: Callable[..., Any], x: ShardedValue, *shape: Any, **kwargs: Any) -> ShardedValue:
+def _view(
+    func: Callable[..., Tensor], x: ShardedValue, *shape: int | Sequence[int] | torch.dtype, **kwargs: Any
+) -> ShardedValue:
     """To another shape; a view as another dtype is refused."""
     if shape and isinstance(shape[0], torch.dtype):
         raise unsupported_on_part_error("view(dtype)", x)
@@ -134,20 +136,20 @@ def _view(func: Callable[..., Any], x: ShardedValue, *shape: Any, **kwargs: Any)
 
 
 @implements("view_as", "reshape_as")
-def _view_as(func: Callable[..., Any], x: ShardedValue, other: Tensor | ShardedValue) -> ShardedValue:
+def _view_as(func: Callable[..., Tensor], x: ShardedValue, other: Tensor | ShardedValue) -> ShardedValue:
     """To the shape of another value."""
     return x.reshaped(other.shape)
 
 
 @implements("flatten")
-def _flatten(func: Callable[..., Any], x: ShardedValue, start_dim: int = 0, end_dim: int = -1) -> ShardedValue:
+def _flatten(func: Callable[..., Tensor], x: ShardedValue, start_dim: int = 0, end_dim: int = -1) -> ShardedValue:
     """Several dims become one."""
     shape, start, end = list(x.shape), start_dim % x.dim(), end_dim % x.dim()
     return x.reshaped([*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]])
 
 
 @implements("unflatten")
-def _unflatten(func: Callable[..., Any], x: ShardedValue, dim: int, sizes: Sequence[int]) -> ShardedValue:
+def _unflatten(func: Callable[..., Tensor], x: ShardedValue, dim: int, sizes: Sequence[int]) -> ShardedValue:
     """One dim becomes several."""
     shape, at = list(x.shape), dim % x.dim()
     known = prod(n for n in sizes if n != -1)
@@ -159,13 +161,13 @@ def _moved(x: ShardedValue, order: Sequence[int]) -> ShardedValue:
 
 
 @implements("permute")
-def _permute(func: Callable[..., Any], x: ShardedValue, *dims: Any) -> ShardedValue:
+def _permute(func: Callable[..., Tensor], x: ShardedValue, *dims: int | Sequence[int]) -> ShardedValue:
     """The dims in another order."""
     return _moved(x, [d % x.dim() for d in _sizes(dims)])
 
 
 @implements("transpose", "swapaxes", "swapdims")
-def _transpose(func: Callable[..., Any], x: ShardedValue, dim0: int, dim1: int) -> ShardedValue:
+def _transpose(func: Callable[..., Tensor], x: ShardedValue, dim0: int, dim1: int) -> ShardedValue:
     """Two dims exchanged."""
     order = list(range(x.dim()))
     a, b = dim0 % x.dim(), dim1 % x.dim()
@@ -174,7 +176,7 @@ def _transpose(func: Callable[..., Any], x: ShardedValue, dim0: int, dim1: int) 
 
 
 @implements("movedim", "moveaxis")
-def _movedim(func: Callable[..., Any], x: ShardedValue, source: int, destination: int) -> ShardedValue:
+def _movedim(func: Callable[..., Tensor], x: ShardedValue, source: int, destination: int) -> ShardedValue:
     """One dim at another place."""
     order = [d for d in range(x.dim()) if d != source % x.dim()]
     order.insert(destination % x.dim(), source % x.dim())
@@ -182,14 +184,14 @@ def _movedim(func: Callable[..., Any], x: ShardedValue, source: int, destination
 
 
 @implements("unsqueeze")
-def _unsqueeze(func: Callable[..., Any], x: ShardedValue, dim: int) -> ShardedValue:
+def _unsqueeze(func: Callable[..., Tensor], x: ShardedValue, dim: int) -> ShardedValue:
     """A new dim of size 1."""
     at = dim % (x.dim() + 1)
     return ShardedValue(x.local.unsqueeze(at), x.part_layout.moved_to(x.part_layout.dim + (at <= x.part_layout.dim)), x.group)
 
 
 @implements("squeeze")
-def _squeeze(func: Callable[..., Any], x: ShardedValue, dim: int | None = None) -> ShardedValue:
+def _squeeze(func: Callable[..., Tensor], x: ShardedValue, dim: int | None = None) -> ShardedValue:
     """Without a dim of size 1."""
     if dim is None:
         raise unsupported_on_part_error("squeeze without a dim", x, "would depend on the size of the part")
@@ -202,7 +204,7 @@ def _squeeze(func: Callable[..., Any], x: ShardedValue, dim: int | None = None) 
 
 
 @implements("expand", "broadcast_to")
-def _expand(func: Callable[..., Any], x: ShardedValue, *sizes: Any) -> ShardedValue:
+def _expand(func: Callable[..., Tensor], x: ShardedValue, *sizes: int | Sequence[int]) -> ShardedValue:
     """Repeats dims of size 1, but not the cut dim."""
     shape = list(_sizes(sizes))
     new = len(shape) - x.dim()
@@ -215,7 +217,7 @@ def _expand(func: Callable[..., Any], x: ShardedValue, *sizes: Any) -> ShardedVa
 
 @implements("repeat_interleave")
 def _repeat_interleave(
-    func: Callable[..., Any], x: ShardedValue, repeats: int, dim: int | None = None, **kwargs: Any
+    func: Callable[..., Tensor], x: ShardedValue, repeats: int, dim: int | None = None, **kwargs: Any
 ) -> ShardedValue:
     """Each index of a dim several times over: a key head for each of its query heads."""
     if dim is None or not isinstance(repeats, int):
@@ -227,7 +229,7 @@ def _repeat_interleave(
 
 
 @implements("unbind")
-def _unbind(func: Callable[..., Any], x: ShardedValue, dim: int = 0) -> tuple[ShardedValue, ...]:
+def _unbind(func: Callable[..., Tensor], x: ShardedValue, dim: int = 0) -> tuple[ShardedValue, ...]:
     """Slices along a dim that is not cut."""
     at = dim % x.dim()
     if at == x.part_layout.dim:
@@ -238,7 +240,7 @@ def _unbind(func: Callable[..., Any], x: ShardedValue, dim: int = 0) -> tuple[Sh
 
 @implements("split", "chunk")
 def _split(
-    func: Callable[..., Any], x: ShardedValue, sizes: Any = None, dim: int = 0, **kwargs: Any
+    func: Callable[..., Tensor], x: ShardedValue, sizes: int | Sequence[int] | None = None, dim: int = 0, **kwargs: Any
 ) -> tuple[ShardedValue, ...]:
     """Pieces along a dim. Along the cut dim each is what this shard has of the whole piece (q, k, v of a fused layer)."""
     if sizes is None:
@@ -259,7 +261,7 @@ def _split(
 
 
 @implements("__getitem__", "select", "narrow")
-def _getitem(func: Callable[..., Any] | None, x: ShardedValue, *index: Any) -> ShardedValue:
+def _getitem(func: Callable[..., Tensor] | None, x: ShardedValue, *index: Any) -> ShardedValue:
     """Slices, numbers, None and Ellipsis that leave the cut dim whole."""
     if func is not None and func.__name__ != "__getitem__":
         if index[0] % x.dim() == x.part_layout.dim:
@@ -300,13 +302,13 @@ def _getitem(func: Callable[..., Any] | None, x: ShardedValue, *index: Any) -> S
 
 
 @implements("copy_")
-def _copy_into(func: Callable[..., Any], x: ShardedValue, source: Any, *args: Any) -> ShardedValue:
+def _copy_into(func: Callable[..., Tensor], x: ShardedValue, source: Tensor | ShardedValue, *args: Any) -> ShardedValue:
     """A value into memory that is cut as it is."""
     return _write_into(Tensor.copy_, x, source)
 
 
 @implements("new_empty", "new_zeros", "new_ones")
-def _new(func: Callable[..., Any], x: ShardedValue, *shape: Any, **kwargs: Any) -> ShardedValue:
+def _new(func: Callable[..., Tensor], x: ShardedValue, *shape: int | Sequence[int], **kwargs: Any) -> ShardedValue:
     """Of a shape that has the cut dim, at the same place."""
     sizes = list(_sizes(shape)) if shape else list(kwargs.pop("size"))
     part = x.part_layout
@@ -324,7 +326,7 @@ def _as_slice(entry: Any) -> Any:
 
 
 @implements("cat", "concat", "stack", any_place=True)
-def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> ShardedValue:
+def _cat(func: Callable[..., Tensor], tensors: Sequence[Tensor | ShardedValue], dim: int = 0) -> ShardedValue:
     """Along a dim that is not cut."""
     parts, model = take_common_part_of_operands(func.__name__, tensors)
     if func.__name__ == "stack":
@@ -343,7 +345,9 @@ def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Shar
 
 
 @implements("mean", "sum", "amax", "amin", "var", "std")
-def _reduce(func: Callable[..., Any], x: ShardedValue, dim: Any = None, *args: Any, **kwargs: Any) -> ShardedValue:
+def _reduce(
+    func: Callable[..., Tensor], x: ShardedValue, dim: int | Sequence[int] | None = None, *args: Any, **kwargs: Any
+) -> ShardedValue:
     """Over dims that are not cut. Other arguments are passed on."""
     dims = [dim] if type(dim) is int else dim
     if not isinstance(dims, (list, tuple)) or not dims or any(d % x.dim() == x.part_layout.dim for d in dims):
@@ -355,7 +359,13 @@ def _reduce(func: Callable[..., Any], x: ShardedValue, dim: Any = None, *args: A
 
 
 @implements("softmax", "log_softmax", "cumsum")
-def _along(func: Callable[..., Any], x: ShardedValue, dim: int, *args: Any, **kwargs: Any) -> ShardedValue:
+def _along(
+    func: Callable[..., Tensor],
+    x: ShardedValue,
+    dim: int,
+    *args: Tensor | torch.dtype | float | str | None,
+    **kwargs: Tensor | torch.dtype | float | str | None,
+) -> ShardedValue:
     """Along a dim that is not cut."""
     if dim % x.dim() == x.part_layout.dim:
         raise unsupported_on_part_error(func.__name__, x)
@@ -363,7 +373,7 @@ def _along(func: Callable[..., Any], x: ShardedValue, dim: int, *args: Any, **kw
 
 
 @implements("view_as_complex", "view_as_real")
-def _pairs(func: Callable[..., Any], x: ShardedValue) -> ShardedValue:
+def _pairs(func: Callable[..., Tensor], x: ShardedValue) -> ShardedValue:
     """Pairs in the last dim as complex numbers, or back; the cut dim is another."""
     if func.__name__ == "view_as_complex" and x.part_layout.dim == x.dim() - 1:
         raise unsupported_on_part_error(func.__name__, x)
@@ -371,7 +381,13 @@ def _pairs(func: Callable[..., Any], x: ShardedValue) -> ShardedValue:
 
 
 @implements("pad")
-def _pad(func: Callable[..., Any], x: ShardedValue, pad: Sequence[int], *args: Any, **kwargs: Any) -> ShardedValue:
+def _pad(
+    func: Callable[..., Tensor],
+    x: ShardedValue,
+    pad: Sequence[int],
+    *args: Tensor | torch.dtype | float | str | None,
+    **kwargs: Tensor | torch.dtype | float | str | None,
+) -> ShardedValue:
     """Of dims that are not cut."""
     if len(pad) // 2 >= x.dim() - x.part_layout.dim:
         raise unsupported_on_part_error(func.__name__, x)
@@ -380,7 +396,12 @@ def _pad(func: Callable[..., Any], x: ShardedValue, pad: Sequence[int], *args: A
 
 @implements("normalize")
 def _normalize(
-    func: Callable[..., Any], x: ShardedValue, p: float = 2.0, dim: int = 1, *args: Any, **kwargs: Any
+    func: Callable[..., Tensor],
+    x: ShardedValue,
+    p: float = 2.0,
+    dim: int = 1,
+    *args: Tensor | torch.dtype | float | str | None,
+    **kwargs: Tensor | torch.dtype | float | str | None,
 ) -> ShardedValue:
     """Along a dim that is not cut."""
     if dim % x.dim() == x.part_layout.dim:
@@ -390,7 +411,11 @@ def _normalize(
 
 @implements("layer_norm", "rms_norm")
 def _norm(
-    func: Callable[..., Any], x: ShardedValue, normalized_shape: Sequence[int], *args: Any, **kwargs: Any
+    func: Callable[..., Tensor],
+    x: ShardedValue,
+    normalized_shape: Sequence[int],
+    *args: Tensor | torch.dtype | float | str | None,
+    **kwargs: Tensor | torch.dtype | float | str | None,
 ) -> ShardedValue:
     """Over last dims that are not cut. The gradients of weight and bias are sums over shards."""
     if x.part_layout.dim >= x.dim() - len(normalized_shape):
@@ -404,7 +429,7 @@ def _seen(x: ShardedValue, values: Any) -> list[Any]:
 
 
 @implements("linear")
-def _linear(func: Callable[..., Any], x: ShardedValue, weight: Tensor, bias: Tensor | None = None) -> ShardedValue:
+def _linear(func: Callable[..., Tensor], x: ShardedValue, weight: Tensor, bias: Tensor | None = None) -> ShardedValue:
     """A whole linear layer on a part of the rows."""
     if x.part_layout.dim == x.dim() - 1:
         raise unsupported_on_part_error("linear", x)
@@ -412,7 +437,7 @@ def _linear(func: Callable[..., Any], x: ShardedValue, weight: Tensor, bias: Ten
 
 
 @implements("matmul", "bmm", any_place=True)
-def matmul_sharded_values(func: Callable[..., Any], left: Any, right: Any) -> ShardedValue:
+def matmul_sharded_values(func: Callable[..., Tensor], left: Tensor | ShardedValue, right: Any) -> ShardedValue:
     """Two parts that are cut along the same batch dim; or a part and a whole matrix that does not sum over what is cut."""
     cut: ShardedValue = left if isinstance(left, ShardedValue) else right
     back, ranges = cut.dim() - cut.part_layout.dim, cut.part_layout.ranges
@@ -431,7 +456,7 @@ def matmul_sharded_values(func: Callable[..., Any], left: Any, right: Any) -> Sh
     return ShardedValue(made, LocalPartLayout(made.dim() - back, cut.part_layout.size, ranges, cut.part_layout.axis), cut.group)
 
 
-def _beside(cut: ShardedValue, x: Any, back: int) -> Tensor:
+def _beside(cut: ShardedValue, x: Tensor | ShardedValue, back: int) -> Tensor:
     """A factor of a product: the part itself, or what is multiplied with the part of a whole tensor."""
     if isinstance(x, ShardedValue):
         return x.local
@@ -441,7 +466,7 @@ def _beside(cut: ShardedValue, x: Any, back: int) -> Tensor:
 
 
 @implements("einsum", any_place=True)
-def _einsum(func: Callable[..., Any], equation: str, *operands: Any) -> ShardedValue:
+def _einsum(func: Callable[..., Tensor], equation: str, *operands: Tensor | ShardedValue) -> ShardedValue:
     """Where no operand is summed over what is cut, and all that are cut are cut along the same letter."""
     values = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
     sharded = [v for v in values if isinstance(v, ShardedValue)]
@@ -475,7 +500,9 @@ def _is_all_here(x: ShardedValue) -> bool:
     return x.part_layout.ranges == ((0, x.part_layout.size),)
 
 
-def _letters_of(equation: str, first: ShardedValue, values: Sequence[Any]) -> tuple[list[list[str]], list[str]]:
+def _letters_of(
+    equation: str, first: ShardedValue, values: Sequence[Tensor | ShardedValue]
+) -> tuple[list[list[str]], list[str]]:
     """(of each operand, of the result) the letter of each dim. What an ellipsis stands for are digits, from the right."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     if not arrow:
@@ -498,7 +525,7 @@ def _letters_of(equation: str, first: ShardedValue, values: Sequence[Any]) -> tu
 
 @implements("scaled_dot_product_attention", any_place=True)
 def _attention(
-    func: Callable[..., Any],
+    func: Callable[..., Tensor],
     query: ShardedValue,
     key: ShardedValue,
     value: ShardedValue,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
+from raypar.model.autograd_context import AutogradContext
 from raypar.model.split_linear_backward import is_autocast_enabled
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.autograd_collectives import first_derivative_only
@@ -62,6 +62,11 @@ class VocabularyEmbedding(ShardedModule):
         return ShardedValue(made, sequence_part_layout(ids.shape[1], self.group.shard, self.group.size), self.group)
 
 
+class _CrossEntropyContext(AutogradContext):
+    smoothing: float
+    total: int
+
+
 class _CrossEntropy(torch.autograd.Function):
     """For every row shard t sends three numbers: its maximum m_t, s_t = sum exp(l - m_t) over its logits l, and the target's
     logit if it has that (else 0); with label smoothing also the sum of its logits. Every shard then computes, in shard order,
@@ -70,7 +75,14 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, start: int, total: int, smoothing: float, ignored: int, group: ShardGroup
+        ctx: _CrossEntropyContext,
+        logits: Tensor,
+        targets: Tensor,
+        start: int,
+        total: int,
+        smoothing: float,
+        ignored: int,
+        group: ShardGroup,
     ) -> Tensor:
         """logits [n, here], targets [n] -> losses [n], 0 where ignored."""
         here = logits.shape[1]
@@ -103,7 +115,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _CrossEntropyContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         probabilities, rows, place, mine, counted = ctx.saved_tensors
         out = probabilities.clone()
@@ -115,7 +127,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 @implements("cross_entropy")
 def _cross_entropy(
-    func: Callable[..., Any],
+    func: Callable[..., Tensor],
     logits: ShardedValue,
     target: Tensor,
     weight: Tensor | None = None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 import torch
@@ -33,7 +32,7 @@ def configure_torch(device: torch.device, *, exact: bool) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def make_seeder(device: torch.device) -> Callable[[int], Any]:
+def make_seeder(device: torch.device) -> Callable[[int], None]:
     """A function that seeds the generators that layers draw from: PyTorch's, Python's and NumPy's (rule 3 of the contract).
 
     It is cheaper than `torch.manual_seed`, which visits every kind of device (65 us).

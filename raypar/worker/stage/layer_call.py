@@ -90,7 +90,7 @@ class LayerCall:
     """The layer's name in messages."""
     _coordinate: StageCoordinate
     """The stage's place in the plan, for messages."""
-    _seed_generators: Callable[[int], Any]
+    _seed_generators: Callable[[int], None]
     """Seeds every generator from which layers draw."""
     _guard: TorchStateGuard
     """Restores process state that the layer leaves changed."""
@@ -104,7 +104,7 @@ class LayerCall:
         layer: Layer,
         *,
         coordinate: StageCoordinate,
-        seed_generators: Callable[[int], Any],
+        seed_generators: Callable[[int], None],
         guard: TorchStateGuard,
         updates: BufferUpdates | None = None,
     ) -> None:
@@ -250,7 +250,7 @@ def _policy_cure(training: bool) -> str:
     return "say what becomes of it (model.buffers: last, or sum, which adds what each microbatch has added), "
 
 
-def _wrong_outputs(layer: Layer, outputs: tuple[Any, ...]) -> UserCodeError:
+def _wrong_outputs(layer: Layer, outputs: tuple[Tensor, ...]) -> UserCodeError:
     """The error for a layer that has not returned one tensor for each of its output names."""
     got = ", ".join(type(o).__name__ for o in outputs)
     return UserCodeError(

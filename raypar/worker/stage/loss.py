@@ -18,7 +18,9 @@ from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_tensors import require_value
 
 
-def make_loss_function(ref: FunctionConfig, device: torch.device = CPU) -> Callable[..., Any]:
+def make_loss_function(
+    ref: FunctionConfig, device: torch.device = CPU
+) -> Callable[..., Tensor | tuple[Tensor, Tensor | float]]:
     """The function (output, target) -> loss; a class is instantiated with `ref.args` first.
 
     Raises `ConfigError` for a loss with parameters, which would not be trained, and for `reduction="sum"`, which does not say
@@ -48,7 +50,7 @@ def loss_of_model(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
-def _module(module: nn.Module, label: str, device: torch.device) -> Callable[..., Any]:
+def _module(module: nn.Module, label: str, device: torch.device) -> Callable[..., Tensor | tuple[Tensor, Tensor | float]]:
     """A loss module on `device`; its calls raise `UserCodeError` if they write to a buffer."""
     name = next((name for name, _ in module.named_parameters()), None)
     if name is not None:
@@ -86,7 +88,7 @@ class LossCall:
     """Names of the values that the loss reads: the model's output, or those of which it is rebuilt."""
     target: str
     """Name of the target, a field of the batch or a value of the graph."""
-    _function: Callable[..., Any]
+    _function: Callable[..., Tensor | tuple[Tensor, Tensor | float]]
     """(a value for each of `inputs`, target) -> a scalar, or (sum, count)."""
     _coordinate: StageCoordinate
     """The stage's place in the plan, for messages."""
@@ -95,7 +97,7 @@ class LossCall:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Tensor | tuple[Tensor, Tensor | float]],
         *,
         inputs: tuple[str, ...],
         target: str,
@@ -126,7 +128,7 @@ class LossCall:
         return total, count
 
 
-def _check_total(total: Any, read: Sequence[Tensor]) -> None:
+def _check_total(total: Tensor | float, read: Sequence[Tensor]) -> None:
     """Raises `UserCodeError` unless the loss is a scalar tensor that depends on what the loss has read."""
     if not isinstance(total, Tensor) or total.numel() != 1 or total.dim():
         shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__

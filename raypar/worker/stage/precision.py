@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,12 +47,14 @@ class StagePrecision:
 
         return run
 
-    def wrap_loss(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_loss(
+        self, function: Callable[..., Tensor | tuple[Tensor, Tensor | float]]
+    ) -> Callable[..., Tensor | tuple[Tensor, Tensor | float]]:
         """The loss as a function of values and the target, under autocast. The sum that it returns is cast to float32."""
         if self._dtype is None:
             return function
 
-        def run(*given: Tensor) -> Any:
+        def run(*given: Tensor) -> Tensor | tuple[Tensor, Tensor | float]:
             with self._entered():
                 found = function(*given)
             if isinstance(found, tuple) and len(found) == 2:
@@ -70,6 +71,6 @@ class StagePrecision:
         finally:
             torch.clear_autocast_cache()  # if the call has entered an autocast of its own and not left it
 
-    def _as_float32(self, total: Any) -> Any:
+    def _as_float32(self, total: Tensor) -> Tensor:
         """The sum of a loss in float32, so that multiplying it does not round it again."""
         return total.float() if isinstance(total, Tensor) and total.dtype == self._dtype else total

@@ -54,7 +54,7 @@ class RunningNorm:
     """The norm."""
     take: Callable[[NormCall], None] | None
     """Takes the statistics of a call; None: they are dropped, because the call repeats one that has been counted."""
-    _forward: Callable[..., Any]
+    _forward: Callable[..., Tensor]
     """The norm's own forward."""
     _has_own_forward: bool
     """Whether a subclass or the user has replaced PyTorch's forward, so that it may normalise something else than its input."""
@@ -65,7 +65,7 @@ class RunningNorm:
         self._has_own_forward = "forward" in vars(norm) or type(norm).forward not in _PYTORCH_FORWARDS
         norm.forward = self.__call__  # `Stage.release` takes it away
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The norm's forward. Raises what that raises, and `UserCodeError` for a forward of its own that cannot be followed."""
         norm = self.norm
         if not (norm.training and norm.track_running_stats):

@@ -12,7 +12,7 @@ import math
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ class StepCommit:
     """Which rank keeps, and so counts, which piece of state."""
     guard: TorchStateGuard
     """Restores process state that the lr_schedule and the optimizer leave changed."""
-    seed_generators: Callable[[int], Any]
+    seed_generators: Callable[[int], None]
     """Seeds the generators that the lr_schedule and the optimizer may draw from."""
 
     while_votes_arrive: Callable[[int], None] | None = None
