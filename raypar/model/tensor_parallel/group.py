@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,6 @@ from raypar.comm import blocking_code_as_routine
 from raypar.comm.transport import Handle, Transport
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
-
-if TYPE_CHECKING:
-    from raypar.model.tensor_parallel.linear import SharedInput
 
 
 class ShardGroup:
@@ -49,7 +46,7 @@ class ShardGroup:
         What a backward pass adds to its gradient is a part of a sum over shards (`sum_partial_gradients`). All of
         them are known after the step's last forward pass. One layer must not compute with such a parameter on parts and on
         whole values: its gradient would be of both kinds."""
-        self.shared_input: tuple[SharedInput, Tensor] | None = None
+        self.shared_input: Any = None
         """(`linear.SharedInput`, the tensor they read) of the value that column layers of the running layer read last."""
         self.grad_enabled = False
         """Whether the running layer was called with gradients."""
