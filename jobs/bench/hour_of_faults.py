@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from helpers import reference  # noqa: E402
-from helpers.run_processes import RunProcesses, kill_node  # noqa: E402
+from helpers.run_processes import RunProcesses, command_of, kill_node  # noqa: E402
 
 from jobs.bench.tiny_run import JOB, TinyRun  # noqa: E402
 from raypar.callbacks import Callback  # noqa: E402
@@ -343,6 +343,18 @@ def the_driver_dies_while_a_worker_is_replaced(place: Place) -> str:
     return place.finish()
 
 
+EXPORT_THAT_SIGNALS_ITSELF = """
+import os, sys
+from raypar.cli import main
+replace = os.replace
+def signalled(*given):
+    os.replace = replace
+    os.kill(os.getpid(), {number})
+    return replace(*given)
+os.replace = signalled
+sys.exit(main(["export", {run!r}, "--out", {out!r}]))
+"""
+"""A program that gets a signal when the exported file is written, and not yet under its name."""
 SLOW_BUILD = ("model.args={sleep_s: 0.02, build_s: 4.0}", "optimizer.function=helpers.tiny_job:SlowToBuild")
 """Who holds the last layer takes that long to build its stage."""
 
@@ -358,6 +370,52 @@ def the_driver_dies_twice_in_an_adopt(place: Place) -> str:
     run.wait("a plan to adopt", lambda: run.has_said("trying generation 3"))
     time.sleep(1.0)
     kill_driver(run)
+    return place.finish()
+
+
+def new_driver(place: Place, known: set[int]) -> int:
+    """The process id of a driver that Ray has started, which need not have begun; 0 if all are known."""
+    drivers = [p.pid for p in place.processes.see() if command_of(p)[:1] and command_of(p)[0].startswith("ray::DriverActor")]
+    return next((pid for pid in drivers if pid not in known), 0)
+
+
+@scenario
+def the_driver_dies_while_it_takes_workers_over(place: Place) -> str:
+    """No worker dies: the driver is killed, the next one while it finds the workers, the third while they adopt its plan."""
+    run = place.start(ELASTIC, FOUR, "steps=300", *SLOW_BUILD)
+    run.wait_for_steps(20)
+    known = {run.pids()[0]}
+    kill_driver(run)
+    run.wait("a new driver's process", lambda: new_driver(place, known) != 0)
+    known.add(second := new_driver(place, known))
+    kill("the driver that looks for the workers", second)
+    run.wait("a plan to adopt", lambda: run.has_said("trying generation"))
+    kill("the driver whose plan is adopted", new_driver(place, known))
+    return place.finish()
+
+
+@scenario
+def the_driver_dies_while_the_run_is_exported(place: Place) -> str:
+    """`raypar export` is stopped while it writes, the driver is killed, the run goes on and removes that checkpoint, and the
+    export goes on too; another export is killed while it writes."""
+    run = place.start(ELASTIC, FOUR, "steps=300", "checkpoint={every: 40, keep: 1}")
+    run.wait_for_steps(45)
+    out, exports = place.folder / "model.safetensors", []
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        words = ["-c", EXPORT_THAT_SIGNALS_ITSELF.format(number=int(number), run=str(run.folder), out=str(out))]
+        env = {**os.environ, **place.processes.env, "PYTHONPATH": os.pathsep.join(RUN_PATHS)}
+        exports.append(subprocess.Popen([sys.executable, *words], env=env, stdout=subprocess.PIPE, text=True))
+    stopped, killed = exports
+    killed.wait(60)
+    run.wait("an export that is stopped while it writes", lambda: len([*place.folder.glob(".model*.tmp")]) == 2)
+    kill_driver(run)
+    run.wait("a new driver", lambda: run.has_said("a new one has found"))
+    steps = len(run.steps())
+    run.wait_for_steps(steps + 60)
+    kill("the export", stopped.pid, number=signal.SIGCONT)
+    said = stopped.communicate(timeout=60)[0]
+    print(f"--- exports: exit codes {stopped.returncode} and {killed.returncode}; {said.strip()!r}", flush=True)
+    print(f"--- beside the export: {sorted(path.name for path in place.folder.glob('.model*'))}", flush=True)
     return place.finish()
 
 

@@ -6,10 +6,14 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raypar.console.command_arguments import add_run_dir_argument
 from raypar.errors import ConfigError
 from raypar.storage.run_folder import check_local_path, parse_storage_location
+
+if TYPE_CHECKING:
+    from raypar.storage.checkpoint_store import CheckpointRef
 
 SUFFIXES = (".safetensors", ".pt")
 
@@ -41,12 +45,18 @@ def run(args: argparse.Namespace) -> int:
         checkpoint_weights_hash,
         load_manifest,
     )
-    from raypar.worker.checkpoint.export_weights import find_checkpoint_to_export, write_to_folder, write_to_storage
+    from raypar.worker.checkpoint.export_weights import export_checkpoint, write_to_folder, write_to_storage
+
+    def export(checkpoint: CheckpointRef) -> tuple[int, int, int, str]:
+        """(tensors, steps done, bytes of the file, hash of the weights)."""
+        manifest, tensors = load_manifest(checkpoint), CheckpointTensors(checkpoint, kinds=(PARAMETER, BUFFER))
+        size = (
+            write_to_folder(out, tensors, manifest.ties) if shared is None else write_to_storage(shared, tensors, manifest.ties)
+        )
+        return len(tensors), manifest.steps_done, size, checkpoint_weights_hash(checkpoint)
 
     warn = partial(print, "warning:", file=sys.stderr)
-    checkpoint = find_checkpoint_to_export(args.run, args.run_dir, args.step, warn)
-    manifest, tensors = load_manifest(checkpoint), CheckpointTensors(checkpoint, kinds=(PARAMETER, BUFFER))
-    size = write_to_folder(out, tensors, manifest.ties) if shared is None else write_to_storage(shared, tensors, manifest.ties)
-    print(f"{len(tensors)} tensors after {manifest.steps_done} steps in {args.out} ({size / 2**20:.1f} MiB)")
-    print(f"weights sha256 {checkpoint_weights_hash(checkpoint)}", flush=True)
+    tensors, steps_done, size, weights = export_checkpoint(args.run, args.run_dir, args.step, export, warn)
+    print(f"{tensors} tensors after {steps_done} steps in {args.out} ({size / 2**20:.1f} MiB)")
+    print(f"weights sha256 {weights}", flush=True)
     return 0

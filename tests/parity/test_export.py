@@ -1,6 +1,7 @@
 """`raypar export`: the whole model as one file, from the last checkpoint that is whole."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,15 +24,17 @@ def run(tmp_path: Path) -> RunFolder:
     folder = RunFolder.create(tmp_path, "mine")
     folder.job.write_text("name: mine\n")
     for done in (5, 10):
-        aside = checkpoint_files.create_checkpoint(folder.checkpoints, done)
-        records = [
-            checkpoint_files.write_shard(
-                aside, f"{i}.safetensors", {(name, PARAMETER): w, (name, optimizer_key("exp_avg")): w + 1}
-            )
-            for i, (name, w) in enumerate(weights(done).items())
-        ]
-        checkpoint_files.commit_checkpoint(aside, records, steps_done=done, contract={})
+        save(folder, done)
     return folder
+
+
+def save(folder: RunFolder, done: int) -> None:
+    aside = checkpoint_files.create_checkpoint(folder.checkpoints, done)
+    records = [
+        checkpoint_files.write_shard(aside, f"{i}.safetensors", {(name, PARAMETER): w, (name, optimizer_key("exp_avg")): w + 1})
+        for i, (name, w) in enumerate(weights(done).items())
+    ]
+    checkpoint_files.commit_checkpoint(aside, records, steps_done=done, contract={})
 
 
 def test_one_file_holds_all_parameters_and_nothing_else(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -54,6 +57,30 @@ def test_a_run_may_be_a_path_and_a_checkpoint_may_be_chosen(run_is: str, run: Ru
     }[run_is]
     assert main(["export", *arguments, "--out", str(out)]) == 0
     assert torch.equal(load_file(out)["b"], weights(5)["b"])
+
+
+@pytest.mark.parametrize("moment", ["while it is verified", "before its hash"])
+def test_a_checkpoint_that_a_run_removes_while_it_is_exported_is_replaced_by_the_next_one(
+    moment: str, run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The run keeps one checkpoint."""
+    name = {"while it is verified": "load_manifest", "before its hash": "checkpoint_weights_hash"}[moment]
+    done, call = [10], getattr(checkpoint_files, name)
+
+    def called(checkpoint: Any) -> Any:
+        if done[-1] == 10 and not isinstance(checkpoint, Path):
+            done.append(15)
+            save(run, 15)
+            checkpoint_files.remove_old_checkpoints(run.checkpoints, 1)
+        return call(checkpoint)
+
+    monkeypatch.setattr("raypar.worker.checkpoint.checkpoint_files." + name, called)
+    code = main(["export", str(run.path), "--out", str(tmp_path / "m.safetensors")])
+    said, err = capsys.readouterr()
+    assert (code, err) == (0, ""), said
+    assert "after 15 steps" in said and f"weights sha256 {weights_hash(weights(15))}" in said
+    assert torch.equal(load_file(tmp_path / "m.safetensors")["b"], weights(15)["b"])
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000015"]
 
 
 def test_a_damaged_checkpoint_is_skipped_and_that_is_said(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, TypeVar, cast
 
 from raypar.errors import CheckpointError
 from raypar.files.os_error_cure import cure_of_os_error
-from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint, open_checkpoint_store
+from raypar.storage.checkpoint_store import CheckpointRef, CheckpointStore, open_checkpoint, open_checkpoint_store
 from raypar.storage.pyarrow_store import open_for_writing
 from raypar.storage.run_folder import RunFolder
 from raypar.storage.storage_uri import StorageUri
@@ -26,29 +26,51 @@ from raypar.worker.checkpoint.checkpoint_files import (
     write_tensors_as_safetensors,
 )
 
+Exported = TypeVar("Exported")
 
-def find_checkpoint_to_export(run: str, run_dir: str, step: int | None, warn: Callable[[str], None]) -> CheckpointRef:
-    """The checkpoint at `run`, if that is one; else the run's checkpoint after `step` steps, or its last whole one.
+ATTEMPTS = 10
+"""How often an export begins if the run, which trains on, removes the checkpoint meanwhile."""
+
+
+def export_checkpoint(
+    run: str, run_dir: str, step: int | None, export: Callable[[CheckpointRef], Exported], warn: Callable[[str], None]
+) -> Exported:
+    """What `export` returns for the checkpoint at `run`, if that is one; else for the run's checkpoint after `step` steps, or
+    its last whole one. If a run that trains removes that one meanwhile, `export` is called again, for the last one then.
 
     `warn` gets a line for each checkpoint that is skipped. Raises `CheckpointError`.
     """
     given = open_checkpoint(run, "the run")
     if given.has_file(MANIFEST):
-        return verify_checkpoint(given).checkpoint
+        return export(verify_checkpoint(given).checkpoint)
     with RunFolder.open_for_reading(run, run_dir, with_job=False, last_bytes=0) as folder:
         store = open_checkpoint_store(folder.checkpoint_location)
         there = folder.list_checkpoints() if step is not None else []
     if step is not None:
         if checkpoint_name(step) not in there:
             raise CheckpointError(f"run {folder.name} has no checkpoint after {step} steps", cure=f"it has: {', '.join(there)}")
-        return verify_checkpoint(CheckpointRef(store, checkpoint_name(step))).checkpoint
-    found, skipped = latest_usable_checkpoint(store)
-    for line in skipped:
-        warn(line)
-    if found is None:
-        cure = "train it with checkpoint.at_end, or set checkpoint.every"
-        raise no_usable_checkpoint_error(folder.name, folder.checkpoint_location, skipped, cure)
-    return found
+        return export(verify_checkpoint(CheckpointRef(store, checkpoint_name(step))).checkpoint)
+    for left in reversed(range(ATTEMPTS)):
+        known = set(store.names())
+        found, skipped = latest_usable_checkpoint(store)
+        if found is None and left and has_saved_another(store, known):
+            continue
+        for line in skipped:
+            warn(line)
+        if found is None:
+            cure = "train it with checkpoint.at_end, or set checkpoint.every"
+            raise no_usable_checkpoint_error(folder.name, folder.checkpoint_location, skipped, cure)
+        try:
+            return export(found)
+        except CheckpointError:
+            if not (left and has_saved_another(store, known)):
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def has_saved_another(store: CheckpointStore, known: Collection[str]) -> bool:
+    """Whether the run has saved a checkpoint that is not among the known names."""
+    return not set(store.names()) <= set(known)
 
 
 def write_to_folder(out: Path, tensors: CheckpointTensors, ties: Mapping[str, str]) -> int:
