@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import errno
+import gc
 import importlib
 import os
 import signal
@@ -60,6 +61,11 @@ SYNONYMS = {
 """What other programs call a command -> its name here."""
 
 
+COLLECT_EVERY = 20_000
+"""After so many new objects Python's garbage collector looks for garbage in a command's process. PyTorch, Ray and raypar make
+200,000 objects that stay: with Python's default (700) the collector takes 0.5 s of the 3 s of a processor of `raypar plan`."""
+
+
 class _Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError` where argparse would print its usage and exit."""
 
@@ -99,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is not None:
         return _run_and_explain_errors(argv)
+    gc.set_threshold(COLLECT_EVERY, *gc.get_threshold()[1:])
     status = _run_and_explain_errors(sys.argv[1:])
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more Ctrl-C ends the process at once, without a traceback

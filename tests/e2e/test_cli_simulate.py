@@ -1,5 +1,6 @@
 """`raypar simulate` as a user calls it."""
 
+import gc
 import json
 import pkgutil
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 from helpers.tiny_job import write_job
 
 import raypar.commands
-from raypar.cli import COMMANDS, main
+from raypar.cli import COLLECT_EVERY, COMMANDS, main
 
 SMALL = ["simulate", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8"]
 
@@ -25,6 +26,15 @@ def facts(capsys, *words):
     code, out, err = run(capsys, "simulate", "--json", *words)
     assert (code, err) == (0, "")
     return json.loads(out)
+
+
+def test_a_command_in_its_own_process_collects_garbage_seldom_and_one_called_by_a_program_leaves_the_collector_alone():
+    """Loading PyTorch under Python's own threshold takes half a second more of a processor."""
+    own = f"import gc, sys; from raypar import cli; sys.argv[1:] = {SMALL}; cli.main(); print(gc.get_threshold()[0])"
+    done = subprocess.run([sys.executable, "-c", own], capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout.splitlines()[-1]) == COLLECT_EVERY
+    before = gc.get_threshold()
+    assert main(SMALL) == 0 and gc.get_threshold() == before
 
 
 def test_the_example_of_the_readme_gives_33_ms(capsys):

@@ -16,15 +16,16 @@ ROOT = Path(__file__).parents[2]
 START_S = 120.0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
-def test_a_signal_to_the_group_leaves_a_resumable_checkpoint_and_nothing_else(number, tmp_path):
+@pytest.mark.parametrize("number, stages", [(signal.SIGINT, 1), pytest.param(signal.SIGTERM, 2, marks=pytest.mark.full)])
+def test_a_signal_to_the_group_leaves_a_resumable_checkpoint_and_nothing_else(number, stages, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     temp = Path(tempfile.mkdtemp(prefix="rp"))  # short: Ray puts its sockets in it
     env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     env |= {"HOME": str(home), "TMPDIR": str(temp), "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
     job = write_job(tmp_path)
-    words = ["train", str(job), "--set", "steps=100000", "--set", "plan.replicas=1", "--set", "model.args.sleep_s=0.02"]
+    plan = f"plan={{stages: {stages}}}"
+    words = ["train", str(job), "--set", "steps=100000", "--set", plan, "--set", "model.args.sleep_s=0.02"]
     run = subprocess.Popen(
         [sys.executable, "-m", "raypar", *words, "--set", "validation=null", "--set", "checkpoint.every=1000"],
         env=env,

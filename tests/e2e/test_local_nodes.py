@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,7 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from helpers.node_loss import assert_undisturbed, worker_node
 from helpers.tiny_job import write_job
+from helpers.trainee import Trainee, Undisturbed
 from ray._private import worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -30,13 +34,13 @@ GONE_S = 10.0
 
 
 class Training:
-    """`raypar train` of the tiny job on three local nodes, in a process of its own."""
+    """`raypar train` of the tiny job on two local nodes, in a process of its own."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.temp = Path(tempfile.mkdtemp(prefix="rp"))  # short: Ray puts its sockets in it
         env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         env |= {"TMPDIR": str(self.temp), "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
-        command = [sys.executable, "-m", "raypar", "train", str(write_job(folder)), "--local-nodes", "3", "--json"]
+        command = [sys.executable, "-m", "raypar", "train", str(write_job(folder)), "--local-nodes", "2", "--json"]
         for word in words:
             command += ["--set", word]
         self.process = subprocess.Popen(command, env=env, cwd=ROOT / "tests", stdout=subprocess.PIPE, text=True)
@@ -85,8 +89,8 @@ def training(tmp_path):
     training.end()
 
 
-def test_a_run_on_three_local_nodes_tells_their_pids_and_ends_clean(tmp_path):
-    training = Training(tmp_path, "plan.replicas=1")
+def test_a_run_on_local_nodes_tells_their_pids_and_ends_clean(tmp_path):
+    training = Training(tmp_path, "plan.stages=1", "plan.replicas=1")
     try:
         events = list(training.events())
         assert training.process.wait(30) == 0
@@ -97,8 +101,8 @@ def test_a_run_on_three_local_nodes_tells_their_pids_and_ends_clean(tmp_path):
     text = next(e["text"] for e in events if e.get("stage") == "connected")
     cluster = json.loads((tmp_path / "runs/tiny/cluster.json").read_text())
     pids = [str(node["pid"]) for node in cluster["nodes"]]
-    assert "3 nodes" in text and "3 logical CPUs" in text and all(pid in text for pid in pids)
-    assert [node["head"] for node in cluster["nodes"]] == [True, False, False]
+    assert "2 nodes" in text and "2 logical CPUs" in text and all(pid in text for pid in pids)
+    assert [node["head"] for node in cluster["nodes"]] == [True, False]
     assert {node["cpus"] for node in cluster["nodes"]} == {1}
     assert training.listening == {"127.0.0.1", "::ffff:127.0.0.1"}
     assert {int(pid) for pid in pids} <= {p.pid for p in training.family}
@@ -113,39 +117,65 @@ def test_killing_the_command_leaves_no_process_and_no_file(training):
     assert not training.left(GONE_S)
 
 
-def test_a_node_is_drained_by_its_id_or_its_pid_and_the_driver_sees_it(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def three_nodes():
+    """A cluster of this process with one logical CPU on each node: the tests below use it up, in their order."""
+    with connect_ray(None, 2, ROOT, nodes=3) as connection:
+        yield connection
+
+
+def test_a_node_dies_with_its_worker_and_the_others_go_on(three_nodes, tmp_path):
+    words = ("steps=50", "elastic.min_workers=1", "plan.stages=1", "plan.replicas=2")
+    trainee, undisturbed = Trainee(tmp_path, *words), Undisturbed.of(tmp_path, "steps=50")
+
+    def act(pids):
+        node, workers = worker_node(trainee, three_nodes)
+        trainee.hit = {m["worker"] for m in workers}
+        os.kill(node.pid, signal.SIGKILL)
+
+    trainee.result = trainee.run(act, at=15)
+    assert_undisturbed(trainee, undisturbed)
+    assert {event["worker"] for event in trainee.told("lost")} == trainee.hit
+    first = trainee.told("generation")[0]
+    assert set(first["workers"]) == {0, 1} - trainee.hit, "who was not there was not started again"
+
+
+def test_a_node_is_drained_by_its_id_or_its_pid_and_the_driver_sees_it(three_nodes, tmp_path, capsys):
     folder = RunFolder.create(tmp_path, "run")
     folder.job.write_text("")
-    with connect_ray(None, 2, ROOT, nodes=3) as connection:
-        head, one, other = connection.nodes
-        folder.cluster.write_text(json.dumps(connection.facts))
-        run = ["--run", str(folder.path)]
-        assert main(["drain", "feedbeef", *run]) == 2
-        err = capsys.readouterr().err
-        assert "no node is called 'feedbeef'" in err and other.node[:8] in err
-        assert main(["drain", head.node[:8], *run]) == 2
-        assert "drain one of the other nodes" in capsys.readouterr().err
-        assert not list_draining_nodes()
-        busy = ray.remote(Busy).options(scheduling_strategy=NodeAffinitySchedulingStrategy(one.node, soft=False)).remote()
-        ray.get(busy.ping.remote())
-        before = time.time()
-        assert main(["drain", one.node[:8], *run, "--deadline-s", "60"]) == 0
-        assert 55 < list_draining_nodes()[one.node] - before < 65
-        ray.get(busy.ping.remote())  # Ray leaves it alone
-        capsys.readouterr()
-        assert main(["drain", one.node[:8], *run, "--deadline-s", "5"]) == 0
-        assert "is being drained already" in capsys.readouterr().out
-        assert 55 < list_draining_nodes()[one.node] - before < 65
-        assert main(["drain", str(other.pid)]) == 0
-        assert f"node {other.node[:8]}" in capsys.readouterr().out
-        deadline = time.monotonic() + 20
-        while len(alive()) > 2:  # a node on which nothing runs ends at once
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert alive() == {head.node, one.node}
-        assert main(["drain", str(other.pid), *run]) == 2
-        assert f"node {other.node[:8]} (raylet {other.pid}) has left already" in capsys.readouterr().err
-    assert main(["drain", one.node[:8], *run]) == 1
+    folder.cluster.write_text(json.dumps(three_nodes.facts))
+    run = ["--run", str(folder.path)]
+    head = three_nodes.nodes[0]
+    one = next(node for node in three_nodes.nodes if not node.head and psutil.pid_exists(node.pid))
+    assert main(["drain", "feedbeef", *run]) == 2
+    err = capsys.readouterr().err
+    assert "no node is called 'feedbeef'" in err and one.node[:8] in err
+    assert main(["drain", head.node[:8], *run]) == 2
+    assert "drain one of the other nodes" in capsys.readouterr().err
+    assert not list_draining_nodes()
+    busy = ray.remote(Busy).options(scheduling_strategy=NodeAffinitySchedulingStrategy(one.node, soft=False)).remote()
+    ray.get(busy.ping.remote())
+    before = time.time()
+    assert main(["drain", str(one.pid), "--deadline-s", "60"]) == 0
+    assert f"node {one.node[:8]}" in capsys.readouterr().out
+    assert 55 < list_draining_nodes()[one.node] - before < 65
+    ray.get(busy.ping.remote())  # Ray leaves it alone
+    assert main(["drain", one.node[:8], *run, "--deadline-s", "5"]) == 0
+    assert "is being drained already" in capsys.readouterr().out
+    assert 55 < list_draining_nodes()[one.node] - before < 65
+    ray.kill(busy)
+    deadline = time.monotonic() + 20
+    while one.node in alive():  # a node on which nothing runs ends at once
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert head.node in alive()
+    assert main(["drain", str(one.pid), *run]) == 2
+    assert f"node {one.node[:8]} (raylet {one.pid}) has left already" in capsys.readouterr().err
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        gone = {**three_nodes.facts, "address": f"127.0.0.1:{closed.getsockname()[1]}"}
+        folder.cluster.write_text(json.dumps(gone))
+        assert main(["drain", one.node[:8], *run]) == 1
     assert "nothing answers" in capsys.readouterr().err
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from helpers.node_loss import assert_undisturbed, worker_node
 from helpers.trainee import Trainee, Undisturbed
 
 from raypar.actors.ray_connection import connect_ray
@@ -26,31 +27,17 @@ def undisturbed(tmp_path_factory) -> Undisturbed:
     return Undisturbed.of(tmp_path_factory.mktemp("undisturbed"), *LONG)
 
 
-def victim(trainee: Trainee, cluster):
-    """A node that has workers and is not the head: (it, the workers there)."""
-    there = trainee.members["members"]
-    node = next(n for n in cluster.nodes if not n.head and any(m["node"] == n.node[:8] for m in there))
-    return node, [m for m in there if m["node"] == node.node[:8]]
-
-
-def same(trainee: Trainee, undisturbed: Undisturbed) -> None:
-    assert trainee.result.end == "done", trainee.result.why
-    assert trainee.result.weights_sha256 == undisturbed.weights_sha256
-    assert trainee.losses == undisturbed.losses
-    steps = [event["step"] for event in trainee.told("step")]
-    assert steps == list(range(1, len(steps) + 1))
-
-
+@pytest.mark.chaos  # the default suite kills one with one worker in test_local_nodes.py
 def test_a_node_dies_with_its_workers_and_the_others_go_on(cluster, tmp_path):
     trainee, undisturbed = Trainee(tmp_path, *LONG, "steps=60"), Undisturbed.of(tmp_path, "steps=60")
 
     def act(pids):
-        node, workers = victim(trainee, cluster)
+        node, workers = worker_node(trainee, cluster)
         trainee.hit = {m["worker"] for m in workers}
         os.kill(node.pid, signal.SIGKILL)
 
     trainee.result = trainee.run(act, at=20)
-    same(trainee, undisturbed)
+    assert_undisturbed(trainee, undisturbed)
     assert {event["worker"] for event in trainee.told("lost")} == trainee.hit
     first = trainee.told("generation")[0]
     assert set(first["workers"]) == {0, 1, 2, 3} - trainee.hit, "who was not there was not started again"
@@ -62,7 +49,7 @@ def test_a_node_that_freezes_with_its_workers_is_given_up(cluster, undisturbed, 
     stopped = []
 
     def act(pids):
-        node, workers = victim(trainee, cluster)
+        node, workers = worker_node(trainee, cluster)
         stopped.extend([node.pid, *(m["pid"] for m in workers)])
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
@@ -73,7 +60,7 @@ def test_a_node_that_freezes_with_its_workers_is_given_up(cluster, undisturbed, 
         for pid in stopped:
             if psutil.pid_exists(pid):
                 os.kill(pid, signal.SIGCONT)
-    same(trainee, undisturbed)
+    assert_undisturbed(trainee, undisturbed)
 
 
 @pytest.mark.chaos  # the default suite drains one in test_local_nodes.py
@@ -81,13 +68,13 @@ def test_a_drained_node_is_left_without_a_step_done_again(cluster, undisturbed, 
     trainee = Trainee(tmp_path, *LONG)
 
     def act(pids):
-        node, workers = victim(trainee, cluster)
+        node, workers = worker_node(trainee, cluster)
         trainee.hit = {m["worker"] for m in workers}
         named = next(n for n in list_live_nodes(cluster.address) if n.node == node.node)
         drain_node(cluster.address, named, 60.0, "maintenance")
 
     trainee.result = trainee.run(act, at=20)
-    same(trainee, undisturbed)
+    assert_undisturbed(trainee, undisturbed)
     assert {event["worker"] for event in trainee.told("draining")} == trainee.hit
     assert {event["worker"] for event in trainee.told("left")} == trainee.hit
     assert not trainee.told("lost")
@@ -98,7 +85,7 @@ def test_a_drained_node_is_left_without_a_step_done_again(cluster, undisturbed, 
 def test_a_worker_that_gets_sigterm_hands_over_and_leaves(cluster, undisturbed, tmp_path):
     trainee = Trainee(tmp_path, *LONG)
     trainee.result = trainee.run(lambda pids: os.kill(pids[1], signal.SIGTERM), at=20)
-    same(trainee, undisturbed)
+    assert_undisturbed(trainee, undisturbed)
     assert [event["worker"] for event in trainee.told("left")] == [event["worker"] for event in trainee.told("draining")]
     assert not trainee.told("lost")
 
@@ -113,7 +100,7 @@ def test_a_node_that_joins_gets_the_workers_that_are_wanted(tmp_path):
         late = []
 
         def act(pids):
-            node, _ = victim(trainee, cluster)
+            node, _ = worker_node(trainee, cluster)
             os.kill(node.pid, signal.SIGKILL)
 
         def grow():

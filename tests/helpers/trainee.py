@@ -26,7 +26,10 @@ from raypar.worker.worker_assignments import make_layer_graph
 
 
 class Trainee:
-    """Runs the tiny job with slow steps; `act(pids)` is called once, when step `at` has been seen, and so is `then[step]()`."""
+    """Runs the tiny job with slow steps; `act(pids)` is called once, when step `at` has been seen, and so is `then[step]()`.
+
+    `then[kind]()` is called after every event of that kind.
+    """
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.folder = folder
@@ -36,7 +39,10 @@ class Trainee:
         self.pids: list[int] = []
 
     def run(
-        self, act: Callable[[list[int]], None] | None = None, at: int = 8, then: Mapping[int, Callable[[], None]] | None = None
+        self,
+        act: Callable[[list[int]], None] | None = None,
+        at: int = 8,
+        then: Mapping[int | str, Callable[[], None]] | None = None,
     ) -> Result:
         acts = dict(then or {}) | ({at: lambda: act(self.pids)} if act is not None else {})
 
@@ -48,6 +54,8 @@ class Trainee:
             if event["kind"] == "step" and event["step"] in acts:
                 self.acted_s = time.monotonic()
                 acts.pop(event["step"])()
+            if event["kind"] in acts:
+                acts[event["kind"]]()
 
         return train_job_in_new_folder(load_job(self.path, self.words), tell)
 
