@@ -355,7 +355,7 @@ def test_a_trainer_goes_on_from_a_checkpoint_under_another_plan_with_the_same_bi
         pytest.param("memory", OutOfMemory, marks=pytest.mark.full),
     ],
 )
-def test_a_failure_in_a_worker_ends_the_run_with_one_error_and_leaves_nothing(fault, error, tmp_path, monkeypatch):
+def test_a_failure_in_a_worker_ends_the_run_with_one_error_and_leaves_nothing(fault, error, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(Path(__file__).parents[1])
     with pytest.raises(error) as caught:
         Trainer(
@@ -368,7 +368,12 @@ def test_a_failure_in_a_worker_ends_the_run_with_one_error_and_leaves_nothing(fa
             plan={"stages": 2, "replicas": 1},
             run_dir=tmp_path,
         ).fit(verbose=False)
-    if fault != "nan":
+    if fault == "nan":
+        (folder,) = tmp_path.iterdir()
+        assert f"cure: `raypar debug {folder}` names the first layer" in str(caught.value)
+        assert main(["debug", str(folder)]) == 1
+        assert "first not finite: layer 'layer3' in microbatch 1 of step 3: its output" in capfd.readouterr().err
+    else:
         assert "worker 1 (stage 1, replica 0)" in str(caught.value)
     if fault == "raise":
         assert "ZeroDivisionError: the fault that was asked for" in str(caught.value) and "tiny_job.py" in str(caught.value)
