@@ -60,9 +60,9 @@ def read_job_values(folder: RunFolder) -> Mapping[str, Any] | None:
     """
     if not os.path.lexists(folder.job):
         return None
-    text = read_limited_bytes(folder.job, follow=False, cure="put the run's job file back")
+    content = read_limited_bytes(folder.job, follow=False, cure="put the run's job file back")
     try:
-        job = parse_yaml(text.decode(), str(folder.job))
+        job = parse_yaml(content.decode(), str(folder.job))
     except YamlTooLargeError:
         raise
     except (ConfigError, UnicodeDecodeError):
