@@ -131,10 +131,6 @@ class RunFailureInfo:
     """Number of steps done."""
 
 
-StartInfo, EndInfo, FailureInfo, Answer = RunStartInfo, RunEndInfo, RunFailureInfo, HookResult
-"""The names of the former release, for the callbacks that use them; they go with the next release."""
-
-
 class Callback:
     """Base of users' callbacks: override the hooks you need.
 

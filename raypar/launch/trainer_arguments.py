@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol
@@ -26,10 +25,8 @@ from raypar.job import (
 )
 from raypar.job.callable_text import find_unstable_argument
 from raypar.job.read_job import RUN_ARGUMENTS, job_from_argument_tree
-from raypar.launch.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, settings_from_ray_train
-from raypar.launch.implied_setting import ImpliedSetting
+from raypar.launch.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, ImpliedSetting, settings_from_ray_train
 from raypar.plan import ParallelPlan
-from raypar.user_code.traceback_filter import is_raypar_file
 
 BUILT_MODEL_BYTES = 32 << 20
 """Size limit of a model that is given built: it travels to every worker through Ray's store."""
@@ -58,28 +55,11 @@ FUNCTIONS: dict[str, type[FunctionConfig]] = {
 }
 """Arguments that are functions, or objects in their place -> their section of a job."""
 
-DEPRECATED_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "data_input": ("data.input", "validation.input"),
-    "data_target": ("data.target", "validation.target"),
-    "data_names": ("data.names", "validation.names"),
-    "data_processes": ("data.processes", "validation.processes"),
-    "validate_every": ("validation.every",),
-    "validation_samples": ("validation.samples",),
-    "checkpoint_every": ("checkpoint.every",),
-    "keep": ("checkpoint.keep",),
-    "styles": ("plan.styles",),
-    "sequence_parallel": ("plan.sequence_parallel",),
-}
-"""Deprecated arguments -> the keys of a job that replace them. To be removed in the next release."""
-
 P = ParamSpec("P")
 
 
 def with_checked_argument_names(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorator of `Trainer.__init__`: replaces deprecated arguments, with a warning.
-
-    Raises `ConfigError` for unknown and missing arguments: Python's `TypeError` would not say the cure.
-    """
+    """Decorator of `Trainer.__init__`: `ConfigError` for unknown and missing arguments. Python's `TypeError` says no cure."""
     signature = inspect.signature(init)
     parameters = signature.parameters
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty and name != "self"}
@@ -89,10 +69,9 @@ def with_checked_argument_names(init: Callable[P, None]) -> Callable[P, None]:
         if len(positional) > 1:
             what = f"Trainer got {len(positional) - 1} arguments without names"
             raise ConfigError(what, cure="give them by name: model=..., loss=..., data=...")
-        arguments = replace_deprecated_arguments(given)
-        if not needed <= set(arguments) <= set(parameters):
-            raise _error_of_names(arguments)
-        init(*positional, **arguments)
+        if not needed <= set(given) <= set(parameters):
+            raise _error_of_names(given)
+        init(*positional, **given)
 
     # For `help`, which has all types and defaults in one line; `__init__.__annotations__` has the types.
     bare = [parameter.replace(annotation=parameter.empty) for parameter in parameters.values()]
@@ -107,47 +86,6 @@ def _error_of_names(given: Arguments) -> ConfigError:
     except ConfigError as error:
         return error
     raise AssertionError(f"Trainer's arguments {sorted(given)} fit a job, but not Trainer's signature")
-
-
-def replace_deprecated_arguments(given: Arguments) -> dict[str, Any]:
-    """`given`, with deprecated arguments moved into the sections that replace them, and a warning for each.
-
-    Raises `ConfigError` for one that contradicts its section.
-    """
-    found = dict(given)
-    if "name" in found and found["name"] is None:  # the default of the release before
-        warnings.warn("Trainer's argument name is a text; leave it out", DeprecationWarning, stacklevel=_user_stacklevel())
-        del found["name"]
-    for name, (key, *others) in DEPRECATED_ARGUMENTS.items():
-        if name not in found or (key.startswith("plan.") and not isinstance(found.get("plan"), ParallelPlan)):
-            continue
-        section, _, inner = key.partition(".")
-        function = '"function": ..., ' if section in FUNCTIONS else ""
-        now = f'{section}={{{function}"{inner}": ...}}'
-        warnings.warn(f"Trainer's argument {name} is now {now}", DeprecationWarning, stacklevel=_user_stacklevel())
-        value = found.pop(name)
-        if key.startswith("validation.") and found.get("validation") is None:
-            if value:
-                raise ConfigError(f"{name} is given, but validation is not", cure="give validation=, a data set")
-            continue
-        if key.startswith("plan."):
-            found["plan"] = plan_section(found["plan"], found.get("schedule"), **{inner: value})
-            continue
-        for place in (key, *others):
-            where = place.partition(".")[0]
-            if where in FUNCTIONS and where in found and found[where] is not None:
-                found[where] = function_section(where, found[where])
-            if place == key or isinstance(found.get(where), dict):
-                ImpliedSetting(place, value, name, overridable=place != key).apply_to(found)
-    return found
-
-
-def _user_stacklevel() -> int:
-    """The `stacklevel` with which a warning names the first frame outside of raypar."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and is_raypar_file(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def job_from_trainer_arguments(given: Arguments) -> tuple[Job, dict[str, Any]]:
@@ -219,14 +157,14 @@ def _same(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-def plan_section(plan: Any, schedule: str | None, **more: Any) -> Any:
-    """The section `plan` of a job for `Trainer`'s arguments `plan` and `schedule`, with `more` keys of it.
+def plan_section(plan: Any, schedule: str | None) -> Any:
+    """The section `plan` of a job for `Trainer`'s arguments `plan` and `schedule`.
 
     Raises `ConfigError` if `schedule` contradicts the plan, and `PlanError` for stages that lie where no schedule of that name
     has them.
     """
     if isinstance(plan, ParallelPlan):
-        return PlanConfig.of_plan(plan, schedule or "1f1b", **more)
+        return PlanConfig.of_plan(plan, schedule or "1f1b")
     if isinstance(plan, PlanConfig) and schedule in (None, plan.schedule):
         return plan
     if schedule is None:

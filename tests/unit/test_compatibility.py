@@ -14,8 +14,8 @@ import pytest
 
 import raypar
 from raypar.cli import main
-from raypar.errors import ConfigError, PlanError
-from raypar.job import FunctionConfig, ModelConfig
+from raypar.errors import PlanError
+from raypar.job import FunctionConfig, ModelConfig, PlanConfig
 from raypar.job.callable_text import CONTRACT_CHARACTERS, stable_callable_label
 from raypar.job.contract import contract_of_job
 from raypar.job.read_job import parse_job
@@ -110,17 +110,6 @@ model loss data optimizer steps batch_size microbatches name seed virtual_replic
 schedule workers elastic callbacks run_dir run_config checkpoint_config address local_nodes stop_at_step max_time_s
 wait_for_workers_s resume_from_checkpoint
 """
-RENAMED = {
-    "data_input": "ids",
-    "data_target": "labels",
-    "data_names": ["ids", "labels"],
-    "data_processes": 2,
-    "validate_every": 3,
-    "validation_samples": 8,
-    "checkpoint_every": 5,
-    "keep": 4,
-}
-"""Arguments of `Trainer` whose place is in a section now."""
 FIELDS = {
     "dtype": "float64",
     "device": "cpu",
@@ -201,31 +190,10 @@ def test_every_argument_of_trainer_is_accepted():
     assert {name: getattr(spec, name) for name in FIELDS} == FIELDS
 
 
-def test_arguments_of_trainer_that_have_moved_mean_what_they_meant():
-    given = {"model": "m:model", "loss": "m:loss", "data": "m:data", "steps": 2, "batch_size": 2, "microbatches": 1}
-    with pytest.warns(DeprecationWarning) as warned:
-        former = raypar.Trainer(**given, validation="m:held_out", **RENAMED)
-    assert len(warned) == len(RENAMED) and {warning.filename for warning in warned} == {__file__}
-    read = {"input": "ids", "target": "labels", "names": ["ids", "labels"], "processes": 2}
-    now = {
-        "data": {"function": "m:data", **read},
-        "validation": {"function": "m:held_out", "every": 3, "samples": 8, **read},
-        "checkpoint": {"every": 5, "keep": 4},
-    }
-    assert former.job == raypar.Trainer(**(given | now)).job
-    with pytest.raises(ConfigError, match=r"data.input is 'x', and data_input is 'ids'\n.*one of them"), pytest.warns():
-        raypar.Trainer(**(given | {"data": {"function": "m:data", "input": "x"}}), data_input="ids")
-    with pytest.raises(ConfigError, match="validate_every is given, but validation is not"), pytest.warns():
-        raypar.Trainer(**given, validate_every=5)
-    with pytest.warns(DeprecationWarning, match="name is a text"):
-        assert raypar.Trainer(**given, name=None).job.name == "run"
-
-
 def test_styles_beside_a_whole_plan_belong_to_it():
     given = {"model": "m:model", "loss": "m:loss", "data": "m:data", "steps": 2, "batch_size": 2, "microbatches": 1}
     plan = raypar.ParallelPlan.mesh(pp=2, tp=2, layers=5, chunks=2, placement="v")
-    with pytest.warns(DeprecationWarning, match="styles is now plan="):
-        job = raypar.Trainer(**given, plan=plan, schedule="zb-v", styles={"*.up": "column"}).job
+    job = raypar.Trainer(**given, plan=PlanConfig.of_plan(plan, "zb-v", styles={"*.up": "column"})).job
     with pytest.raises(PlanError, match="the plan is for 5 layers, and the model has 6"):
         job.to_plan(6)
     with pytest.raises(PlanError, match=r"the plan has its stages on positions \[0, 1, 1, 0\], and schedule interleaved on"):
@@ -284,17 +252,6 @@ def test_a_checkpoint_of_an_earlier_edition_of_the_numerics_contract_goes_on_and
     manifest = replace(load_manifest(old.checkpoints / "step_00000005"), contract=then)
     assert list_contract_differences(manifest, parse_job(JOB)) == differences
     assert (describe_edition_change(manifest) is not None) == told
-
-
-def test_names_of_the_former_release_that_users_import_are_still_there():
-    from raypar import callbacks
-    from raypar.callbacks import EndInfo, FailureInfo, RunEndInfo, RunFailureInfo, RunStartInfo, StartInfo
-    from raypar.data.token_files import TokenFile, token_loss
-    from raypar.worker import tokens
-
-    assert (StartInfo, EndInfo, FailureInfo) == (RunStartInfo, RunEndInfo, RunFailureInfo)
-    assert callbacks.Answer is callbacks.HookResult
-    assert (tokens.TokenFile, tokens.token_loss) == (TokenFile, token_loss)
 
 
 @pytest.mark.parametrize("form", ["name", "object"])

@@ -28,7 +28,6 @@ from raypar.job.validation_errors import section_types
 from raypar.launch import start_new_run
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result
-from raypar.launch.trainer_arguments import DEPRECATED_ARGUMENTS
 from raypar.trainer import Trainer
 from raypar.worker.microbatch_loader import make_dataset
 
@@ -242,10 +241,6 @@ def test_a_section_that_is_made_by_name_is_checked_when_it_is_made():
     with pytest.raises(ConfigError, match="batch_size is missing") as found:
         raypar.Job(steps=1)
     assert found.traceback[-1].path == Path(__file__)
-
-
-def test_no_former_argument_is_left_in_the_signature():
-    assert not set(DEPRECATED_ARGUMENTS) & set(inspect.signature(Trainer).parameters)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.stem)
