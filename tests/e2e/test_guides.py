@@ -29,7 +29,11 @@ from helpers.moto_s3 import ENVIRONMENT, fake_s3
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 900.0
 SHORT = ("your_own_model", "reading_the_swimlane")
-"""Guides whose `bash` blocks run in the default suite too."""
+"""Guides whose `bash` blocks run in the default suite too.
+
+Of `your_own_model.md` these make the data and plan the job, which checks all of its code as the start of a run does. Training
+and export are `bash full`; the default suite trains and exports other jobs (`test_train.py`, `tests/parity/test_export.py`).
+"""
 RAY_SHIM = """#!{python}
 # `ray start` and `ray stop` for a guide: a cluster with its own ports and folder, whose processes the test knows and ends.
 import os, pathlib, signal, subprocess, sys, time

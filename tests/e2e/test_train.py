@@ -15,6 +15,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from helpers.parity import Layout
+from helpers.parity_on_ray import check_on_ray
 from helpers.tiny_job import Diary, write_job
 from helpers.trainee import Undisturbed
 from ray.experimental.internal_kv import _internal_kv_list
@@ -190,6 +192,12 @@ def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_whe
     assert "seed was 3, is 4" in capfd.readouterr().err
     assert main(["resume", run]) == 2
     assert "12 of 12 steps already done" in capfd.readouterr().err
+
+
+def test_a_layout_on_ray_gives_the_bits_of_one_process(tmp_path):
+    """Others: `test_parity_ray.py`."""
+    check_on_ray(Layout("tangled", "1f1b", (2, 2), 4), tmp_path)
+    assert nothing_left()
 
 
 def test_a_run_on_shared_storage_is_read_and_resumed_by_its_uri_with_the_bits_of_one_process(tmp_path, monkeypatch, capfd):

@@ -60,7 +60,7 @@ def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatc
     """All workers were said not to have answered for 10 s, which ended a run that is not elastic."""
     monkeypatch.setattr("raypar.actors.worker_registry.list_draining_nodes", set)
     monkeypatch.setattr("raypar.actors.worker_registry.list_live_and_dead_nodes", lambda: (set(), set()))
-    monkeypatch.setattr("raypar.actors.worker_calls.ray", Call)
+    monkeypatch.setattr("raypar.actors.answer_batch.ray", Call)
     workers, told = {number: Worker() for number in range(3)}, []
 
     async def scene():
