@@ -110,10 +110,37 @@ class StateReading:
     def changed(self, other: StateReading) -> list[str]:
         """The places that hold something else in `other`."""
         labels = dict.fromkeys((*self.values, *other.values))
-        return [label for label in labels if self.values.get(label, _NOTHING) != other.values.get(label, _NOTHING)]
+        known: dict[tuple[int, int], bool] = {}
+        both = ((label, self.values.get(label, _NOTHING), other.values.get(label, _NOTHING)) for label in labels)
+        return [label for label, one, two in both if not _are_equal(one, two, known)]
 
 
 _NOTHING = ("nothing",)
+
+
+def _are_equal(one: Any, other: Any, known: dict[tuple[int, int], bool]) -> bool:
+    """Whether two values that have been read are equal. Each pair of containers is compared once: `==` compares one again on
+    every way that leads to it, and values that share others have ways without number.
+
+    `known`: `id` of two containers -> whether they are equal; is added to. They must live as long as it does.
+    """
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if not isinstance(one, (dict, list, tuple)):
+        return bool(one == other)
+    pair = id(one), id(other)
+    if pair not in known:
+        known[pair] = False  # until all is compared; nothing that has been read is inside itself
+        if len(one) != len(other) or (isinstance(one, dict) and one.keys() != other.keys()):
+            return False
+        pairs = ((one[key], other[key]) for key in one) if isinstance(one, dict) else zip(one, other, strict=True)
+        for mine, theirs in pairs:
+            if not _are_equal(mine, theirs, known):
+                return False
+        known[pair] = True
+    return known[pair]
 
 
 class PythonState:

@@ -64,7 +64,8 @@ def compute_with_and_without_state(
             without, left = compute(number), state.read()
             if (difference := without.difference(found[number])) is not None:
                 raise _dependence(state, compute, number, (first, before), without, difference)
-            carried = [place for place in before.changed(after) if after.values.get(place) != left.values.get(place)]
+            differs = set(after.changed(left))
+            carried = [place for place in before.changed(after) if place in differs]
             if carried and form in forms[:number]:
                 raise _still_changing(carried[0])
             state.put_back(after)
