@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from raypar.errors import ClusterError
 from raypar.ray_compat.settings import RAY_RECONNECT_S, RECONNECT_VARIABLE
@@ -166,7 +166,7 @@ def call_ray(call: Callable[[], T]) -> T:
     return call() if watch is None else watch.call(call)
 
 
-def run_with_timeout(limit_s: float, call: Callable[[], Any]) -> bool:
+def run_with_timeout(limit_s: float, call: Callable[[], T]) -> bool:
     """Make `call` in a thread. True if it ends or fails within `limit_s`; False if it has not ended: it is abandoned."""
 
     def make_call() -> None:

@@ -33,7 +33,7 @@ def wait_for(handle: Handle, what: str, timeout_s: float | None = None) -> None:
         wait_named(handle, what, timeout_s)
 
 
-def as_routine(work: Callable[[], T]) -> Routine[T]:
+def as_routine(work: Callable[[], Any]) -> Routine[T]:
     """The routine that runs `work` to its end and yields at each `wait_for` in it.
 
     `work` has a state of torch's CPU generator of its own, as it would have in a process of its own.

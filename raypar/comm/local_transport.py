@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from raypar.comm.nonblocking_operation import PhasedOperation, PostedMessage, te
 from raypar.comm.tensor_layout import TensorLayout, empty_message, tensor_of_message
 from raypar.comm.transport import Handle, Routine, RoutineWait, generation_over_error
 from raypar.errors import CommError, GroupAborted
+
+T = TypeVar("T")
 
 Address = tuple[int, int, int, int]
 """(destination, source, channel, tag)"""
@@ -197,7 +199,7 @@ class CooperativeScheduler:
         self.makespan_ms = 0.0
         """Of the last run."""
 
-    def run(self, routines: Sequence[Routine[Any]], mesh: LocalMesh | None = None) -> list[Any]:
+    def run(self, routines: Sequence[Routine[T]], mesh: LocalMesh | None = None) -> list[T]:
         """Run all to their end and return their results.
 
         The first exception of a routine aborts `mesh` (if given), is thrown as `GroupAborted` into the other routines and
@@ -205,7 +207,7 @@ class CooperativeScheduler:
         """
         self.spans = []
         clocks = [0.0] * len(routines)
-        results: list[Any] = [None] * len(routines)
+        results: dict[int, T] = {}
         runnable: dict[int, Exception | None] = dict.fromkeys(range(len(routines)))
         blocked: dict[int, RoutineWait] = {}
         while runnable or blocked:
@@ -237,14 +239,14 @@ class CooperativeScheduler:
                     self._span(other, wait.what, clocks[other], now, "wait")
                     clocks[other] = max(clocks[other], now)
         self.makespan_ms = max(clocks, default=0.0)
-        return results
+        return [results[index] for index in range(len(routines))]
 
     def _span(self, routine: int, label: str, start_ms: float, end_ms: float, kind: Literal["work", "wait"]) -> None:
         if self._trace and end_ms > start_ms:
             self.spans.append(RoutineSpan(routine, label, start_ms, end_ms, kind))
 
     def _stop(
-        self, routines: Sequence[Routine[Any]], others: Sequence[int], mesh: LocalMesh | None, error: Exception
+        self, routines: Sequence[Routine[T]], others: Sequence[int], mesh: LocalMesh | None, error: Exception
     ) -> Exception:
         """End all other routines as an abort would; returns the error to raise."""
         reason = f"another routine of the group stopped: {type(error).__name__}: {error}"

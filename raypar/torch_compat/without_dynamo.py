@@ -12,13 +12,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from raypar.fences.fence import Fence
 from raypar.torch_compat import TESTED
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 T = TypeVar("T", bound=type)
 
@@ -86,11 +89,11 @@ def _plain(method: Any) -> Callable[..., Any] | None:
     return wrapped if code is wrappers[0] else step
 
 
-def _unless_loaded(method: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_loaded(method: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
     """A function that calls `method` if dynamo is loaded, else `plain`."""
 
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return (method if "torch._dynamo" in sys.modules else plain)(*args, **kwargs)
 
     return call

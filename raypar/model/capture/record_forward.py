@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from types import ModuleType
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from raypar.model.capture.refusal import Refused, user_location
 from raypar.model.capture.tensors_in_values import MappedCall, may_hide_tensors
 from raypar.model.capture.trace import Trace
 from raypar.torch_compat.autograd import custom_function_apply, unvalidated_distributions, vmap_implementation
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _VMAP_OPTIONS = 4
 """Number of options of `vmap_impl` before the mapped arguments: in_dims, out_dims, randomness, chunk_size."""
@@ -40,7 +44,7 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
     # `Function.apply` calls that of its base, also where a name was bound to it before: `reverse = Reverse.apply`.
     base, apply = custom_function_apply()
 
-    def recorded_apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    def recorded_apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         original = apply.__get__(None, kind)
         if not recorder.is_between_units:
             return original(*args, **kwargs)
@@ -71,7 +75,7 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
             lambda module, args, out: recorder.note_inner_result(module, out), always_call=True
         ),
     ]
-    changes: list[tuple[Any, str, Any]] = [
+    changes: list[tuple[type | ModuleType, str, Any]] = [
         *_change_of_vmap(recorder),
         (base, "apply", classmethod(recorded_apply)),
         (torch.autocast, "__enter__", entered),
@@ -85,14 +89,14 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
         _change_class(stack, owner, name, value)
 
 
-def _change_of_vmap(recorder: Recorder) -> list[tuple[Any, str, Any]]:
+def _change_of_vmap(recorder: Recorder) -> list[tuple[type | ModuleType, str, Any]]:
     """The changes for `_change_class` with which a call of `torch.vmap` between units is recorded as one event."""
     mapping = vmap_implementation()
     if mapping is None:
         return []
     owner, call_mapped = mapping
 
-    def mapped(function: Any, *given: Any, **kwargs: Any) -> Any:
+    def mapped(function: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:
         options, args = given[:_VMAP_OPTIONS], given[_VMAP_OPTIONS:]
         if not recorder.is_between_units:
             return call_mapped(function, *given, **kwargs)
@@ -108,7 +112,7 @@ def _change_of_vmap(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     return [(owner, "vmap_impl", mapped)]
 
 
-def _change_class(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+def _change_class(stack: contextlib.ExitStack, owner: type | ModuleType, name: str, value: Any) -> None:
     """Set an attribute of a class or of a module of PyTorch's until the stack ends."""
     if name in vars(owner):
         stack.callback(setattr, owner, name, vars(owner)[name])
@@ -123,8 +127,8 @@ def _changes_of_modules(recorder: Recorder) -> list[tuple[type, str, Any]]:
     names = {id(unit): name for name, unit in recorder.units.items()}
     owners = {owner for unit in recorder.units.values() for owner in type(unit).__mro__ if "__call__" in vars(owner)}
 
-    def recorded_call(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def recorded_call(original: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
+        def call(self: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> R:
             name = names.get(id(self))
             return original(self, *args, **kwargs) if name is None else recorder.call_unit(name, self, original, args, kwargs)
 
@@ -149,7 +153,7 @@ def record_forward(
     model: nn.Module,
     units: Mapping[str, nn.Module],
     fields: Mapping[str, Tensor],
-    call: Callable[[Mapping[str, Tensor]], Any],
+    call: Callable[[Mapping[str, Tensor]], R],
     like: Trace | None = None,
 ) -> Trace:
     """The trace of `call(fields)`, which calls the model. The caller restores buffers and generators.

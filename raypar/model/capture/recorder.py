@@ -11,7 +11,7 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -54,6 +54,8 @@ from raypar.model.capture.units_on_random_numbers import UnitsOnRandomNumbers, r
 from raypar.torch_compat.autograd import is_wrapped_by_transform
 from raypar.torch_compat.dispatch import NESTED_TENSORS, PACKING
 from raypar.torch_compat.pytree import TreeSpec, tree_flatten, tree_map
+
+R = TypeVar("R")
 
 _MAKERS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     Tensor.new_zeros: torch.zeros,
@@ -311,14 +313,14 @@ class Recorder(TorchFunctionMode):
                     self.record(Tensor.item, (count,), {}, count.item)
                     self._sizes_are_read = True
 
-    def call_unit(self, name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_unit(self, name: str, module: nn.Module, call: Callable[..., R], args: Any, kwargs: Any) -> R:
         """Call a unit: an event, unless an event is running."""
         if self._inside_event or threading.get_ident() != self._thread:
             return call(module, *args, **kwargs)
         self._refuse_python_random()
         self._unit_calls += 1
 
-        def run() -> Any:
+        def run() -> R:
             self._unit_has_asked = False
             with self.watch.limited(MOST_UNIT_SECONDS):
                 try:
@@ -336,7 +338,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self._random_state = python_random_state()
 
-    def record(self, call: Callable[..., Any] | str, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+    def record(self, call: Callable[..., Any] | str, args: Any, kwargs: Any, run: Callable[[], R]) -> R:
         """Run one event, whose result `run()` gives; returns that."""
         self._inside_event += 1
         self._event_number += 1
@@ -348,7 +350,7 @@ class Recorder(TorchFunctionMode):
             self._torch_random_state = torch.random.get_rng_state()
             self._inside_event -= 1
 
-    def _record(self, call: Callable[..., Any] | str, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+    def _record(self, call: Callable[..., Any] | str, args: Any, kwargs: Any, run: Callable[[], R]) -> R:
         flat, structure = flatten((args, kwargs))
         tensors = [value for value in flat if isinstance(value, Tensor)]
         name = call if isinstance(call, str) else getattr(call, "__name__", str(call))
@@ -399,7 +401,7 @@ class Recorder(TorchFunctionMode):
         with self.watch.paused():
             return tuple(value.shape), value.dtype, *map(_digest, _dense_parts(value.detach()))
 
-    def _separate_results(self, name: str, unwritten: Sequence[Tensor], out: Any) -> Any:
+    def _separate_results(self, name: str, unwritten: Sequence[Tensor], out: R) -> R:
         """The result; in evaluation mode with views in the place of arguments that training does not return as they were: of
         dropout. `unwritten`: the arguments that the call has not written."""
         units = self._unit_calls
@@ -411,9 +413,12 @@ class Recorder(TorchFunctionMode):
         self.passed_through.add(event)
         if self.like is None or event in self.like.passed_through:
             return out
-        return tree_map(lambda value: value.view_as(value) if isinstance(value, Tensor) and id(value) in given else value, out)
+        changed: R = tree_map(
+            lambda value: value.view_as(value) if isinstance(value, Tensor) and id(value) in given else value, out
+        )
+        return changed
 
-    def _run(self, run: Callable[[], Any]) -> Any:
+    def _run(self, run: Callable[[], R]) -> R:
         """The event's result. Raises `Refused` where a function needs values that are not there."""
         try:
             return run()

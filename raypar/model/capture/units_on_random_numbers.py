@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, absen
 from raypar.model.capture.refusal import Refused, user_location
 from raypar.model.capture.tensors_in_values import flatten
 from raypar.torch_compat.pytree import tree_flatten, tree_map
+
+R = TypeVar("R")
 
 
 @dataclass
@@ -51,8 +53,8 @@ def count_gradient_parts(roots: Iterable[Tensor | None]) -> Counter[int]:
 
 
 def run_with_random_values(
-    name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, parts: Counter[int]
-) -> Any:
+    name: str, module: nn.Module, call: Callable[..., R], args: Any, kwargs: Any, parts: Counter[int]
+) -> R:
     """What the unit returns, with absent tensors in the place of the results.
 
     It runs twice, on other numbers. Adds to `parts` how many gradients autograd adds up for each of its parameters, by `id`.
@@ -67,9 +69,10 @@ def run_with_random_values(
             "have it return tensors of fixed shapes, or name a module around it in model.units",
         )
     given = {id(value) for value in tree_flatten((args, kwargs))[0]}  # that are returned as they are: sizes of packed sequences
-    return tree_map(
+    absent: R = tree_map(
         lambda value: absent_like(value) if isinstance(value, Tensor) and id(value) not in given else value, found[0]
     )
+    return absent
 
 
 def _shape_or_number(value: Any) -> Any:
@@ -79,10 +82,10 @@ def _shape_or_number(value: Any) -> Any:
     return value if isinstance(value, (int, float, complex, str)) else type(value)
 
 
-def _run(seed: int, name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, parts: Counter[int]) -> Any:
+def _run(seed: int, name: str, module: nn.Module, call: Callable[..., R], args: Any, kwargs: Any, parts: Counter[int]) -> R:
     generator = torch.Generator().manual_seed(seed)
 
-    def real(value: Any) -> Any:
+    def real(value: Tensor) -> Tensor:
         return random_like(value, generator) if isinstance(value, AbsentTensor) else value
 
     kept = [(part, key, p) for part in module.modules() for key, p in part._parameters.items() if p is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from raypar.model.tensor_parallel.styles.head_styles import is_plain_attention
 from raypar.model.tensor_parallel.styles.style import is_plain_embedding, is_plain_linear
 from raypar.torch_compat.pytree import tree_leaves
 from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class _Recorder(TorchFunctionMode):
         self._inside = 0
         """How many recorded modules run."""
 
-    def call_module(self, name: str, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def call_module(self, name: str, forward: Callable[P, R], *args: P.args, **named: P.kwargs) -> R:
         """The forward of a module, as one call."""
         given = self.numbers_of(_tensors((args, named)))
         self._inside += 1

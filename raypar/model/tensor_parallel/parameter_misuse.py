@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -18,6 +18,9 @@ from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.group import ShardedModule, ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, flatten_arguments
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _ASKING = {"size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "detach"}
 _ASKING |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
@@ -55,7 +58,7 @@ class ParameterMisuseDetector(TorchFunctionMode):
                 if sharded:
                     part.forward = partial(self._run, part, part.forward)
 
-    def _run(self, part: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def _run(self, part: nn.Module, forward: Callable[P, R], *args: P.args, **named: P.kwargs) -> R:
         self._running.append(part)
         try:
             return forward(*args, **named)

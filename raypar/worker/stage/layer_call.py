@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -30,6 +30,8 @@ from raypar.worker.stage.buffer_updates import BufferUpdates, same_bits
 from raypar.worker.stage.recomputation import SavedTensors
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_tensors import LayerBuffer, LayerTensors
+
+R = TypeVar("R")
 
 
 class PassContext(NamedTuple):
@@ -52,7 +54,7 @@ class PassContext(NamedTuple):
         """This pass, for a call whose saved tensors go to `saved`; None: autograd keeps them."""
         return self if saved is None else self._replace(saved=saved, is_first=is_first)
 
-    def call(self, function: Callable[..., Any], *args: Tensor) -> Any:
+    def call(self, function: Callable[..., R], *args: Tensor) -> R:
         """Call the user's function. What autograd saves in the call goes to `saved`, if there is one."""
         if self.saved is None:
             return function(*args)
