@@ -207,7 +207,7 @@ class Callbacks:
         return lines
 
     def call(
-        self, hook: str, facts: Mapping[str, Any], around: Callable[[str], AbstractContextManager[Json]] = nullcontext
+        self, hook: str, facts: Mapping[str, Any], around: Callable[[str], AbstractContextManager[Any]] = nullcontext
     ) -> tuple[str | None, dict[str, Json]]:
         """Call one hook of every callback; returns the first reason to stop, and the metrics that the callbacks add.
 
@@ -429,7 +429,7 @@ class TensorBoard(Tracker):
         values = [scalar(name, value).value[0] for name, value in metrics.items()]
         self._write(Event(step=step, summary=Summary(value=values), wall_time=time.time()))
 
-    def _write(self, event: Json) -> None:
+    def _write(self, event: Any) -> None:
         """Write an event in this thread. A full disk ends the thread of tensorboardX's `SummaryWriter`; its queue then
         fills, and every later call waits for ever."""
         from tensorboardX.event_file_writer import EventsWriter
@@ -470,7 +470,7 @@ class WandB(Tracker):
 
     packages = ("wandb",)
 
-    def __init__(self, **options: Json) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = options
         self.begun = False
@@ -587,20 +587,20 @@ def callbacks_from_job(job: Job) -> tuple[Callback, ...]:
     return tuple(found)
 
 
-def check_callbacks(given: Json) -> tuple[Callback, ...]:
+def check_callbacks(given: Any) -> tuple[Callback, ...]:
     """The callbacks given to `Trainer`. Raises `ConfigError` unless `given` is a list of valid callbacks."""
     if not isinstance(given, Iterable) or isinstance(given, (str, Mapping)):
         raise ConfigError(f"callbacks is {repr_text(given)}, not a list", cure=f"give a list: callbacks=[{_shown(given)}]")
     return tuple(check_callback(one, one.__name__ if isinstance(one, type) else type(one).__name__) for one in given)
 
 
-def _shown(given: Json) -> str:
+def _shown(given: Any) -> str:
     """A callback as text for a message: `MyCallback()`."""
     kind = given if isinstance(given, type) else type(given)
     return f"{kind.__name__}()" if issubclass(kind, Callback) else "MyCallback()"
 
 
-def check_callback(made: Json, name: str) -> Callback:
+def check_callback(made: Any, name: str) -> Callback:
     """The callback itself. Raises `ConfigError` unless it is a `Callback` all of whose `on_...` methods are hooks."""
     if isinstance(made, type) and issubclass(made, Callback):
         raise ConfigError(f"callback {name} is a class, not an object of it", cure=f"give an object: {made.__name__}(...)")

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 
@@ -18,13 +17,12 @@ from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.hello_and_failure_messages import pickle_error_for_client
 from raypar.actors.run_recorder import RunRecorder
-from raypar.actors.run_state_in_ray_kv import DriverReplaced, Journal
+from raypar.actors.run_state_in_ray_kv import DriverReplaced, EndFacts, Journal
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.worker_pool import WorkerPool, remove_leftover_placement_groups
 from raypar.elastic import actions as do
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError
-from raypar.files.json_values import Json
 from raypar.record.events import EndOfRun, RunWarning
 
 CLIENT_GONE_S = 60.0
@@ -86,7 +84,7 @@ class DriverShutdown:
         if teardown.end != "deposed" and await self._is_replaced(teardown.done):
             why = "another driver has taken over, which goes on with the run"
             teardown = do.Teardown("deposed", why, teardown.done)
-        facts: dict[str, Any] = {
+        facts: EndFacts = {
             "end": teardown.end,
             "why": teardown.why,
             "done": teardown.done,
@@ -142,7 +140,7 @@ class DriverShutdown:
         error = ClusterError(why, cure="`raypar resume` goes on from the last checkpoint")
         self.recorder.record_end(do.Teardown("failed", why, self.machine.progress.emitted, error), None)
 
-    async def finish_former_end(self, facts: dict[str, Json]) -> None:
+    async def finish_former_end(self, facts: EndFacts) -> None:
         """Finish the end that a former driver had begun when it was killed; a failing part does not stop the others."""
         for work in (lambda: remove_leftover_placement_groups(self.pool.run), lambda: self.recorder.record_former_end(facts)):
             try:
@@ -154,7 +152,7 @@ class DriverShutdown:
             await self.storage_session.finish(self.feed.tell)
         await self._leave(facts)
 
-    async def _leave(self, facts: dict[str, Any]) -> None:
+    async def _leave(self, facts: EndFacts) -> None:
         """Tell the client of the end; once it has seen that or is gone, erase the journal and end this actor."""
         self.feed.tell(EndOfRun(**facts))
         self.feed.heard_s = time.monotonic()

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from raypar.actors.membership_event_text import WorkerFacts
 from raypar.actors.run_request import RunRequest
 from raypar.elastic import silent_worker_rules
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.transition_table import RECOVERING
 from raypar.elastic.user_messages import plain_failure_text
-from raypar.files.json_values import Json
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.plan import ParallelPlan
 
@@ -44,7 +44,7 @@ class MembersFileText:
     def text_if_changed(
         self,
         machine: RunMachine,
-        worker_facts: Callable[[int], dict[str, Json]],
+        worker_facts: Callable[[int], WorkerFacts],
         schedule: Callable[[ParallelPlan], str],
         started: int = 0,
     ) -> str | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import groupby
-from typing import Any
+from typing import Any, TypedDict
+
+from typing_extensions import Required
 
 from raypar.elastic.actions import AdoptPlan, ReportStraggler
 from raypar.elastic.user_messages import plain_failure_text
@@ -12,6 +14,40 @@ from raypar.files.json_values import Json
 from raypar.plan import ParallelPlan
 from raypar.plan.wording import count_noun
 from raypar.record.events import WorkerLoss
+
+
+class WorkerFacts(TypedDict, total=False):
+    """What events say of a worker."""
+
+    worker: Required[int]
+    """Its number."""
+    node: str
+    """The beginning of its node's id."""
+    pid: int
+    """Its process."""
+    host: str
+    """The address of its machine."""
+
+
+class GenerationFacts(TypedDict):
+    """What events say of a new generation."""
+
+    generation: int
+    """Its number."""
+    workers: list[int]
+    """Its workers, by rank."""
+    plan: str
+    """Its plan, in words."""
+    shards: str
+    """The number of shards of its layers (`format_shards`)."""
+    schedule: str
+    """Its schedule's name."""
+    step: int
+    """Steps done when it begins."""
+    moved_elements: int
+    """Elements of parameters that move between workers."""
+    state: str
+    """Where its state comes from: beginning, checkpoint, cut (the mirror's) or live."""
 
 
 def training_facts(contract: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,8 +74,8 @@ def describe_generation(order: AdoptPlan) -> str:
     return f"{len(order.members)} workers, {order.plan.describe()}; {state}"
 
 
-def generation_facts(order: AdoptPlan, schedule: str) -> dict[str, Any]:
-    """A new generation as data. `state`: beginning, checkpoint, cut (the mirror's) or live; `moved_elements`: of parameters."""
+def generation_facts(order: AdoptPlan, schedule: str) -> GenerationFacts:
+    """A new generation as data."""
     if order.from_checkpoint:
         state = "checkpoint" if order.done else "beginning"
     else:
@@ -67,7 +103,7 @@ def recovery_finished_text(order: AdoptPlan, seconds: float, again: int) -> str:
     return f"{text}; {again} steps are executed again" if again else text
 
 
-def worker_lost_event(coordinate: str, worker_facts: Mapping[str, Any], why: str) -> WorkerLoss:
+def worker_lost_event(coordinate: str, worker_facts: WorkerFacts, why: str) -> WorkerLoss:
     """The event of a lost worker. `worker_facts`: facts of the worker (`WorkerRegistry.worker_facts`)."""
     why = plain_failure_text(why)
     where = f", node {worker_facts['node']}, pid {worker_facts['pid']}" if "pid" in worker_facts else ""
@@ -81,7 +117,7 @@ def describe_why_worker_given_up(why: str) -> str:
     return f"{cause}; its process is killed"
 
 
-def straggler_text(found: ReportStraggler, coordinate: str, worker_facts: Mapping[str, Json]) -> str:
+def straggler_text(found: ReportStraggler, coordinate: str, worker_facts: WorkerFacts) -> str:
     """The line for the user when a worker has become slow, or is not slow any more."""
     place = coordinate.partition("(")[2].rstrip(")")
     at = f"worker {found.worker} ({place}, node {worker_facts.get('node', 'unknown')})"

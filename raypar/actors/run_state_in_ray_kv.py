@@ -13,7 +13,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from ray import cloudpickle
 
@@ -32,6 +32,19 @@ STEPS_IN_BLOCK = 100
 
 CLAIM_CHECK_S = 0.25
 """Least time between two checks whether another driver has claimed a newer generation."""
+
+
+class EndFacts(TypedDict):
+    """How a run ended, for a driver that Ray starts after its end."""
+
+    end: str
+    """As in `EndOfRun`."""
+    why: str
+    """Why, in words."""
+    done: int
+    """Steps done."""
+    error: bytes | None
+    """The pickled error of a failed run."""
 
 
 @dataclass(frozen=True)
@@ -236,14 +249,14 @@ class Journal:
         value = kv_get(f"{self.prefix}request")
         return None if value is None else pickle.loads(value)
 
-    def end(self, facts: dict[str, Json] | None = None) -> dict[str, Json] | None:
+    def end(self, facts: EndFacts | None = None) -> EndFacts | None:
         """Store how the run ended, before anything is removed. Without `facts`: what was stored; None while the run lasts."""
         key = f"{self.prefix}end"
         if facts is not None:
             kv_put(key, pickle.dumps(facts), overwrite=True)
             return facts
         value = kv_get(key)
-        found: dict[str, Json] | None = None if value is None else pickle.loads(value)
+        found: EndFacts | None = None if value is None else pickle.loads(value)
         return found
 
     def began(self, time_s: float | None = None) -> float | None:

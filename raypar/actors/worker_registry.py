@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
@@ -19,6 +19,7 @@ from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, Unanswe
 from raypar.actors.cluster_info import list_live_and_dead_nodes, list_live_node_resources, zones_of_nodes
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.liveness_connection import LivenessConnections
+from raypar.actors.membership_event_text import WorkerFacts
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_failures import NodeLossTracker, WorkerFailures
 from raypar.actors.worker_pool import WorkerPool
@@ -26,7 +27,6 @@ from raypar.elastic import events as on
 from raypar.elastic.deadlines import CpuWaitDeadlineExtension
 from raypar.elastic.placement_constraints import FlappingNodes, SuspectNodes
 from raypar.errors import ClusterError
-from raypar.files.json_values import Json
 from raypar.ray_compat.actor_errors import keep_death_reasons, memory_monitor_kill_error
 from raypar.ray_compat.nodes import list_draining_nodes
 from raypar.record.events import Event, NodeLoss, RunWarning, WorkerDrain, WorkerJoin
@@ -134,13 +134,13 @@ class WorkerRegistry:
         """Worker -> node, of those workers that have started."""
         return {n: self.hellos[n].node for n in numbers if n in self.hellos}
 
-    def worker_facts(self, number: int) -> dict[str, Any]:
+    def worker_facts(self, number: int) -> WorkerFacts:
         """Facts of a worker for events: worker, node, pid, host."""
         hello = self.hellos.get(number)
-        facts: dict[str, Json] = {"worker": number}
         if hello is not None:
-            facts |= {"node": hello.node[:8], "pid": hello.pid, "host": hello.address.rpartition(":")[0]}
-        return facts
+            host = hello.address.rpartition(":")[0]
+            return {"worker": number, "node": hello.node[:8], "pid": hello.pid, "host": host}
+        return {"worker": number}
 
     # -- hiring and dismissing -----------------------------------------------------------------------------------------------
 

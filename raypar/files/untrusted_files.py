@@ -191,7 +191,7 @@ class _BriefRepr(reprlib.Repr):
         self.maxlevel, self.maxstring, self.maxother = 8, 400, 400
         self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 20
 
-    def repr_dict(self, x: dict[Json, Json], level: int) -> str:
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         """The items in their order, which `reprlib` would sort."""
         if level <= 0 < len(x):
             return "{...}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from raypar.files.json_values import Json
 from raypar.job.callable_text import stable_argument_text, without_addresses
@@ -93,7 +94,7 @@ def unmarked_keys(job: type[Job]) -> list[str]:
     return found
 
 
-def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Json, Json]]:
+def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted name, value, default) of the keys that decide bits: of the section, and those inside it that are marked
     themselves."""
     for name, info in type(section).model_fields.items():
@@ -104,7 +105,7 @@ def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Json, J
             yield from _deciding(value, f"{prefix}{name}.")
 
 
-def _form(value: Json, key: str) -> Json:
+def _form(value: Any, key: str) -> Any:
     """A value as a contract holds it: of a section the keys without markers of their own. A function has its name and arguments
     always, an optimizer its groups; other keys are left out where they have their default, unless `ALWAYS` has them."""
     if not isinstance(value, Section):
@@ -121,7 +122,7 @@ def _form(value: Json, key: str) -> Json:
     return made
 
 
-def _as_text(value: Json) -> str:
+def _as_text(value: Any) -> str:
     """An argument that is no JSON value; a tensor with all of its values, which its `repr` has not."""
     return (
         stable_argument_text(value)

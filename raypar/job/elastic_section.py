@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from raypar.errors import ConfigError
 from raypar.job.key import CLIENT
 from raypar.job.section import MAX_WORKERS, Section, Workers
+
+T = TypeVar("T")
 
 MIRROR_COST = 0.02
 """Share of the steps' time that the mirror may take, when `elastic.mirror` is auto."""
@@ -85,7 +87,7 @@ class ElasticConfig(Section):
         return self
 
 
-def switch(value: Any) -> Any:
+def switch(value: T) -> T | dict[str, T] | None:
     """The section that `elastic: true` (the defaults) or `elastic: false` (None) stands for. Raises `ConfigError` for a bare
     `elastic:`, which could be meant either way."""
     if value is None:

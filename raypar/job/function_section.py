@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, NonNegativeInt, PlainValidator, field_validator, model_validator
 
@@ -17,18 +17,20 @@ from raypar.job.section import MAX_WORKERS, Section
 from raypar.job.value_names import is_importable_name
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
+T = TypeVar("T")
+
 LOSS_OF_MODEL = "model"
 """In the place of a loss function: the model returns an object with a `loss`."""
 
 
-def _function(value: Any) -> Any:
+def _function(value: T) -> T:
     """`value`, if it is a callable or a text `module:name`. Raises `ValueError`."""
     if not callable(value) and not (isinstance(value, str) and is_importable_name(value)):
         raise ValueError("module:name, for example torch.optim:AdamW")
     return value
 
 
-def _loss_function(value: Any) -> Any:
+def _loss_function(value: T) -> T:
     """`value`, if it is a callable, a text `module:name`, or `model`. Raises `ValueError`."""
     return value if isinstance(value, str) and value == LOSS_OF_MODEL else _function(value)
 
@@ -43,7 +45,7 @@ class FunctionConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _short(cls, value: Any) -> Any:
+    def _short(cls, value: T) -> T | dict[str, T]:
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
             return {"function": value[0], "args": dict(value[1])}
         return {"function": value} if isinstance(value, str) or callable(value) else value

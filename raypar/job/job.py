@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BeforeValidator,
@@ -35,6 +35,8 @@ from raypar.plan.microbatches import Microbatches
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy
 from raypar.record.events import MAX_STEPS
+
+T = TypeVar("T")
 
 JOB_BYTES = 1 << 20
 """Size limit of a job file."""
@@ -83,7 +85,7 @@ class TrackerConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _short(cls, value: Any) -> Any:
+    def _short(cls, value: T) -> T | dict[str, str]:
         return {"tracker": value} if isinstance(value, str) else value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, PrivateAttr, model_validator
 
@@ -13,8 +13,10 @@ from raypar.job.key import BITS_OF_SHARDS, CLIENT
 from raypar.job.section import MAX_WORKERS, Parts, PathText, Section, Workers
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
 
+T = TypeVar("T")
 
-def _counts(value: Any) -> Any:
+
+def _counts(value: T) -> T | tuple[int, ...]:
     """`value`, if it is one count or a list with one count per stage. Raises `ValueError`."""
     each = value if isinstance(value, (list, tuple)) and value else [value]
     if any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in each):
@@ -24,7 +26,7 @@ def _counts(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
-def _recompute_policy(value: Any) -> Any:
+def _recompute_policy(value: T) -> T | tuple[str, ...]:
     """`value`, if it is `none`, `full` or a list of patterns. Raises `ValueError`."""
     if value in ("none", "full"):
         return value

@@ -8,7 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from raypar.callbacks import check_callbacks
 from raypar.errors import ConfigError, with_article
@@ -27,6 +27,8 @@ from raypar.job.callable_text import find_unstable_argument
 from raypar.job.read_job import RUN_ARGUMENTS, job_from_argument_tree
 from raypar.launch.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, ImpliedSetting, settings_from_ray_train
 from raypar.plan import ParallelPlan
+
+T = TypeVar("T")
 
 BUILT_MODEL_BYTES = 32 << 20
 """Size limit of a model that is given built: it travels to every worker through Ray's store."""
@@ -105,7 +107,7 @@ def job_from_trainer_arguments(given: Arguments) -> tuple[Job, dict[str, Any]]:
     return job, {name: tree[name] for name in RUN_ARGUMENTS if name in tree}
 
 
-def defaults_to_auto_plan(workers: Any) -> bool:
+def defaults_to_auto_plan(workers: int | None) -> bool:
     """Whether a job without a plan gets `plan: auto`: who says how many workers there are lets the planner use them."""
     return isinstance(workers, int) and workers > 1
 
@@ -152,12 +154,12 @@ def _as_job_tree(given: Arguments) -> dict[str, Any]:
     return {name: value for name, value in tree.items() if name not in defaults or not _same(value, defaults[name])}
 
 
-def _same(value: Any, default: Any) -> bool:
+def _same(value: T, default: T) -> bool:
     """Whether an argument equals its default; 1, 1.0 and True differ."""
     return type(value) is type(default) and bool(value == default)
 
 
-def plan_section(plan: Any, schedule: str | None) -> Any:
+def plan_section(plan: T, schedule: str | None) -> T | PlanConfig | dict[str, Any]:
     """The section `plan` of a job for `Trainer`'s arguments `plan` and `schedule`.
 
     Raises `ConfigError` if `schedule` contradicts the plan, and `PlanError` for stages that lie where no schedule of that name
@@ -199,7 +201,7 @@ def _makes_callback(value: Any) -> bool:
     return pair or plain or inspect.isroutine(value) or isinstance(value, functools.partial)
 
 
-def function_section(key: str, value: Any) -> Any:
+def function_section(key: str, value: T) -> T | FunctionConfig | dict[str, Any]:
     """The section `key` of a job for what `Trainer` takes in its place: a function, a pair, a model, a data set, ...
 
     Any other value is returned unchanged, and the job's own checks refuse it, as in a job file. Raises `ConfigError` for kinds

@@ -32,7 +32,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -41,6 +41,9 @@ from torch import Tensor, nn
 from raypar.model.graph import join_names
 from raypar.torch_compat.modules import HOOKS_OF_MODULES
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 MOST_BYTES = 64 << 20
 """Most bytes of tensors and arrays that one reading copies, so that they can be put back."""
@@ -383,7 +386,7 @@ class _Reader:
         self._known[id(value)] = found
         return found
 
-    def _skip(self, kind: type, why: str) -> Any:
+    def _skip(self, kind: type, why: str) -> type:
         """What stands for a value that is not read."""
         self.unread = self.unread or why
         return kind
@@ -515,7 +518,7 @@ class _Reader:
                 self.restores.append(functools.partial(_restore_tensor, value, content))
             return (*what, hashlib.blake2b(_bytes_of(content)).digest())
 
-    def _array(self, value: numpy.ndarray[Any, Any], depth: int) -> Any:
+    def _array(self, value: numpy.ndarray, depth: int) -> Any:
         if value.dtype.hasobject:
             self.restores.append(functools.partial(numpy.copyto, value, value.copy()))
             return value.shape, self._container(value.reshape(-1).tolist(), depth)
@@ -531,7 +534,7 @@ class _Reader:
         self._bytes_left -= nbytes
         return True
 
-    def _checksum(self, nbytes: int, read: Callable[[], Any]) -> Any:
+    def _checksum(self, nbytes: int, read: Callable[[], Any]) -> int | type:
         """A checksum of bytes that are too many to be copied; None, if they are too many for that too."""
         if nbytes > self._summed_bytes_left:
             return self._skip(type(None), "holds more than is looked through")
@@ -597,7 +600,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _elements_of(value: Any) -> Iterator[Any]:
+def _elements_of(value: list[T] | collections.deque[T]) -> Iterator[T]:
     """The elements of a list or deque, whatever the methods of its own class do."""
     return list.__iter__(value) if isinstance(value, list) else collections.deque.__iter__(value)
 
@@ -637,18 +640,18 @@ def _delete(holder: _Holder, key: str) -> None:
 # A container is put back by the methods of its base class, and only if it has changed: its own class may forbid it.
 
 
-def _restore_dict(base: Any, value: dict[Any, Any], content: dict[Any, Any]) -> None:
+def _restore_dict(base: type[dict[T, R]], value: dict[T, R], content: dict[T, R]) -> None:
     if len(value) != len(content) or any(dict.get(value, key, _NOTHING) is not each for key, each in content.items()):
         base.clear(value)
         base.update(value, content)
 
 
-def _restore_slot(value: Any, name: str, content: Any) -> None:
+def _restore_slot(value: T, name: str, content: R) -> None:
     if getattr(value, name, _NOTHING) is not content:
         object.__setattr__(value, name, content)  # the class may forbid it: a frozen dataclass
 
 
-def _restore_list(value: list[Any] | collections.deque[Any], content: list[Any]) -> None:
+def _restore_list(value: list[T] | collections.deque[T], content: list[T]) -> None:
     if len(value) != len(content) or any(a is not b for a, b in zip(value, content, strict=True)):
         base = list if isinstance(value, list) else collections.deque
         base.clear(value)
@@ -671,7 +674,7 @@ def _restore_buffer(value: io.BytesIO | io.StringIO, content: Any, at: int) -> N
     value.seek(at)
 
 
-def _restore_set(value: set[Any], content: set[Any]) -> None:
+def _restore_set(value: set[T], content: set[T]) -> None:
     set.clear(value)
     set.update(value, content)
 
