@@ -152,7 +152,8 @@ def test_a_driver_that_does_not_begin_on_a_node_without_memory_is_not_waited_for
         looks.append(now_s[0])
         return "23 of 24 GB are in use" if len(looks) in short_at else ""
 
-    monkeypatch.setattr(driver_client, "ray", SimpleNamespace(wait=never, get=None, kill=lambda *given, **more: None))
+    monkeypatch.setattr(driver_client, "ray", SimpleNamespace(wait=never, get=None))
+    monkeypatch.setattr(driver_client, "kill_actor", lambda handle, *, no_restart: None)
     monkeypatch.setattr(driver_client, "memory_shortage_here", shortage)
     request = SimpleNamespace(policy=SimpleNamespace(steps_before_run=0, elastic=True))
     follower = RunFollower(Driver([]), request, told.append, [])
