@@ -29,8 +29,12 @@ COMMAND_TIMEOUT_S = 240.0
 @pytest.fixture
 def aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """EC2 of an account that has never been used, on the loopback; `$HOME` is a new folder, since Ray keeps its keys there."""
+    from moto.ec2.models.instance_types import InstanceTypeBackend
     from moto.server import ThreadedMotoServer
 
+    # Ray reads all types of instances that there are, which takes seconds.
+    few = [kind for kind in InstanceTypeBackend.instance_types if kind.name.startswith("m7i.")]
+    monkeypatch.setattr(InstanceTypeBackend, "instance_types", few)
     monkeypatch.setenv("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()

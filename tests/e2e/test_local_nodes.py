@@ -125,15 +125,15 @@ def three_nodes():
 
 
 def test_a_node_dies_with_its_worker_and_the_others_go_on(three_nodes, tmp_path):
-    words = ("steps=50", "elastic.min_workers=1", "plan.stages=1", "plan.replicas=2")
-    trainee, undisturbed = Trainee(tmp_path, *words), Undisturbed.of(tmp_path, "steps=50")
+    words = ("steps=30", "elastic.min_workers=1", "plan.stages=1", "plan.replicas=2")
+    trainee, undisturbed = Trainee(tmp_path, *words), Undisturbed.of(tmp_path, "steps=30")
 
     def act(pids):
         node, workers = worker_node(trainee, three_nodes)
         trainee.hit = {m["worker"] for m in workers}
         os.kill(node.pid, signal.SIGKILL)
 
-    trainee.result = trainee.run(act, at=15)
+    trainee.result = trainee.run(act, at=8)
     assert_undisturbed(trainee, undisturbed)
     assert {event["worker"] for event in trainee.told("lost")} == trainee.hit
     first = trainee.told("generation")[0]
