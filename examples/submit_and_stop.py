@@ -67,6 +67,7 @@ def cluster(nodes: int, home: Path, **settings: str) -> Iterator[str]:
     head = ["--head", "--port", str(port), "--temp-dir", str(temp), "--include-dashboard", "true"]
     head += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(server)]
     commands = [head, *[["--address", f"127.0.0.1:{port}"]] * (nodes - 1)]
+    there = f"http://127.0.0.1:{server}"
     running: list[subprocess.Popen[bytes]] = []
     try:
         for number, words in enumerate(commands):
@@ -74,10 +75,8 @@ def cluster(nodes: int, home: Path, **settings: str) -> Iterator[str]:
                 command = [*RAY, "start", *words, *common]
                 running.append(subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True))
             if number == 0:
-                wait_until(
-                    lambda: answers(f"http://127.0.0.1:{server}/api/version"), "the job server answers", running[0], temp
-                )
-        yield f"http://127.0.0.1:{server}"
+                wait_until(lambda: answers(f"{there}/api/version"), "the job server answers", running[0], temp / "node0.log")
+        yield there
     finally:
         for node in reversed(running):
             node.send_signal(signal.SIGTERM)

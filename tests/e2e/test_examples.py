@@ -34,6 +34,17 @@ def test_a_submitted_job_that_is_stopped_and_submitted_again_ends_with_the_weigh
     assert done.stdout.splitlines()[-1] == "equal"
 
 
+def test_a_head_that_does_not_start_is_told_by_what_it_has_printed(tmp_path, monkeypatch):
+    from examples import submit_and_stop
+
+    monkeypatch.setattr(submit_and_stop, "RAY", [sys.executable, "-c", "raise SystemExit('no room for a head')"])
+    with (
+        pytest.raises(SystemExit, match=r"(?s)the job server answers: that did not happen.*no room for a head"),
+        submit_and_stop.cluster(1, tmp_path),
+    ):
+        pass
+
+
 @pytest.mark.chaos
 def test_a_sweep_of_ray_tune_trains_each_trial_and_its_runs_take_turns_on_a_small_cluster(tmp_path):
     command = [sys.executable, str(EXAMPLES / "sweep.py"), str(tmp_path)]
