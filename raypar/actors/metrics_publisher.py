@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypar.telemetry.metric_definitions import METRIC_DEFINITIONS
 from raypar.telemetry.run_telemetry import Labels, RunTelemetry
+
+if TYPE_CHECKING:
+    from ray.util.metrics import Metric
 
 PUBLISH_S = 2.0
 """Time between two publications. Ray exports metrics every 10 s, unless the cluster is configured otherwise."""
@@ -71,11 +74,11 @@ class MetricsPublisher:
             self._metrics["raypar_step_duration_seconds"].observe(seconds, tags={"run": self.run})
 
 
-def make_ray_metrics() -> dict[str, Any]:
+def make_ray_metrics() -> dict[str, Metric]:
     """Name -> metric of `ray.util.metrics`."""
     from ray.util.metrics import Counter, Gauge, Histogram
 
-    made: dict[str, Any] = {}
+    made: dict[str, Metric] = {}
     for one in METRIC_DEFINITIONS:
         given: dict[str, Any] = {"name": one.name, "description": one.description, "tag_keys": ("run", *one.labels)}
         if one.kind == "histogram":
@@ -85,7 +88,7 @@ def make_ray_metrics() -> dict[str, Any]:
     return made
 
 
-def show_counter_at_zero(counter: Any, tags: dict[str, str]) -> None:
+def show_counter_at_zero(counter: Metric, tags: dict[str, str]) -> None:
     """Make a counter appear with the value 0, so that Prometheus sees its first increase.
 
     Ray's `inc` refuses 0, but its private `_record` does not. Without `_record` the counter first appears with a larger value.

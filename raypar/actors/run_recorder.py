@@ -29,6 +29,7 @@ from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.step_reports import merge_reports
 from raypar.actors.step_timeline_files import write_step_timeline_files
+from raypar.callbacks import Callbacks
 from raypar.elastic.actions import Teardown
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import CheckpointError, RayparError, error_first_line
@@ -135,7 +136,7 @@ class RunRecorder:
         """The last measured step: its number, spans, ledger and nodes."""
         self.plan_differs_from_picture = True
         """Whether the plan differs from the picture's, or is not known yet (`note_generation`)."""
-        self.callbacks: Any = None
+        self.callbacks: Callbacks | None = None
         """The user's callbacks; None before `start_callbacks`."""
         self._guard: EnvironmentGuard | None = None
         """Guards the state of the driver's process, where callbacks run."""

@@ -32,7 +32,7 @@ class StepReports:
         """Step -> (loss, norm) as the user has seen them, of the last `KEPT_OUTCOMES` steps: a replay must give the same."""
         self.in_journal: dict[int, Report] = {}
         """Step -> its merged report in a former driver's journal, for steps that the user may not have seen."""
-        self.validations: dict[int, Any] = {}
+        self.validations: dict[int, Report] = {}
         """Worker -> its report of the present validation."""
         self._open: dict[int, dict[int, Report]] = defaultdict(dict)
         """Step -> rank -> report, of steps that are not committed."""
@@ -52,7 +52,7 @@ class StepReports:
         cost, digest = report["mirror_seconds"], report["digest"]
         return on.StepReported(number, step, report["seconds"], generation, cost, digest, busy_s)
 
-    def keep_validation_report(self, number: int, generation: int, done: int, report: Any) -> on.RunEvent:
+    def keep_validation_report(self, number: int, generation: int, done: int, report: Report) -> on.RunEvent:
         """Keep a worker's report of a validation; the event for the run machine."""
         if generation == self.machine.membership.generation:
             self.validations[number] = report
@@ -104,7 +104,7 @@ class StepReports:
         self._open.clear()
 
 
-def loss_and_grad_norm_of_step(reports: Mapping[int, Mapping[str, Any]]) -> tuple[float, float]:
+def loss_and_grad_norm_of_step(reports: Mapping[int, Report]) -> tuple[float, float]:
     """(loss, norm) of a step, which are the same in the reports of all workers."""
     report = next(iter(reports.values()))
     return report["loss"], report["norm"]

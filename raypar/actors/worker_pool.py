@@ -20,6 +20,7 @@ from raypar.actors.worker_actor import make_worker_actor_class
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.errors import ClusterError
+from raypar.files.json_values import Json
 from raypar.plan.wording import format_worker_numbers, word_form
 from raypar.ray_compat.autoscaler import has_autoscaler
 from raypar.ray_compat.nodes import placement_group_of
@@ -180,7 +181,7 @@ class WorkerPool:
             self.workers[number] = find_worker(self.run, number)
         return self.workers[number]
 
-    def _of_its_own(self) -> dict[str, Any]:
+    def _of_its_own(self) -> dict[str, Json]:
         """Actor options of a worker with GPUs: their number, and environment variables, for which Ray starts a new process."""
         gpus = self.placement.gpus
         if not gpus:

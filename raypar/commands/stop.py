@@ -8,9 +8,9 @@ Exit codes: 0 it has ended (or had before); 1 it has not within --wait-s, or it 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from raypar.console.command_arguments import RUN_OR_JOB_HELP, add_run_dir_or_cluster_arguments
+from raypar.files.json_values import Json
 
 WAIT_S = 150.0
 """How long a run may take to end: somewhat longer than Ray waits before it kills a submitted job."""
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def stop_run_of_folder(run: str, run_dir: str, wait_s: float) -> dict[str, Any]:
+def stop_run_of_folder(run: str, run_dir: str, wait_s: float) -> dict[str, Json]:
     """Stop the run in a folder or on S3; returns its facts afterwards, with a `text` for people. Raises `ConfigError`."""
     from raypar.console.run_table import describe_stopped_run
     from raypar.launch.job_printer import print_to_stderr

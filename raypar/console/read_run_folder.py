@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.console.run_status import RunStatus, build_run_status
 from raypar.errors import CheckpointError, ConfigError
+from raypar.files.json_values import Json
 from raypar.files.redact_secrets import redact_text, redact_value
 from raypar.files.safe_yaml import YamlTooLargeError, dump_yaml, parse_yaml
 from raypar.files.untrusted_files import printable, read_limited_bytes, read_limited_text
@@ -110,7 +111,7 @@ def draw_throughput_chart(folder: RunFolder, view: RunView, steps: int | None) -
     return printable(throughput_svg(view.history.history(), title=f"{folder.name}: {done}{of} steps"))
 
 
-def make_run_trace(folder: RunFolder) -> dict[str, Any]:
+def make_run_trace(folder: RunFolder) -> dict[str, Json]:
     """The run as a Chrome trace, with every step."""
     from raypar.draw.chrome_trace import chrome_trace_of_run
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from raypar.draw.chrome_trace import chrome_trace
 from raypar.draw.swimlane_svg import swimlane_svg
 from raypar.draw.text_grid import format_activations, format_milliseconds, timeline_text_for_width
 from raypar.files.atomic_write import write_text_atomically
+from raypar.files.json_values import Json
 from raypar.plan import MicrobatchRouting
 from raypar.schedule.data_flow import MessageRoute
 from raypar.schedule.instructions import Schedule
@@ -31,11 +31,11 @@ def write_simulation(
         write_text_atomically(path, texts[kind]())
 
 
-def simulation_facts(name: str, routing: MicrobatchRouting, timeline: Timeline) -> dict[str, Any]:
+def simulation_facts(name: str, routing: MicrobatchRouting, timeline: Timeline) -> dict[str, Json]:
     """The step as data. `name`: of its schedule."""
     plan = routing.plan
     firsts = [next(s for s in plan.stages if s.position == p) for p in range(plan.positions)]
-    facts: dict[str, Any] = {
+    facts: dict[str, Json] = {
         "schedule": name,
         "stages": plan.positions,
         "replicas": [s.replicas for s in firsts],

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
+from raypar.files.json_values import Json
 from raypar.files.untrusted_files import open_regular_file, parse_untrusted_json, read_limited_bytes, repr_text, shorten
 
 DTYPES: dict[str, numpy.dtype[numpy.unsignedinteger]] = {"uint16": numpy.dtype("<u2"), "uint32": numpy.dtype("<u4")}
@@ -80,13 +81,13 @@ class TokenFile(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
                 cure="use a longer text, a shorter context or another held_out",
             )
         self._nbytes = nbytes
-        self._tokens: Any = None
+        self._tokens: numpy.ndarray | None = None
 
     def _open(self) -> contextlib.AbstractContextManager[BinaryIO]:
         cure = f"make it: raypar prepare TEXT --out {self.path}"
         return open_regular_file(self.path, follow=True, error=DataError, cure=cure, what="token file ")
 
-    def _noted(self) -> dict[str, Any]:
+    def _noted(self) -> dict[str, Json]:
         notes, cure = token_notes_path(self.path), "remove it and set dtype"
         if not os.path.lexists(notes):
             return {}
@@ -131,7 +132,7 @@ def token_loss(logits: Tensor, targets: Tensor, ignore: int = -100) -> tuple[Ten
     return total, float((targets != ignore).sum())
 
 
-def write_tokens(out: Path, pieces: Iterable[Sequence[int] | numpy.ndarray], *, dtype: str, notes: dict[str, Any]) -> int:
+def write_tokens(out: Path, pieces: Iterable[Sequence[int] | numpy.ndarray], *, dtype: str, notes: dict[str, Json]) -> int:
     """Write `pieces` (each a sequence of ids) one after the other, aside, and name the file `out` when it is whole.
 
     Returns the number of tokens. Raises `DataError` for an id that does not fit and for no tokens at all; `out` stays.
@@ -171,7 +172,7 @@ def write_tokens(out: Path, pieces: Iterable[Sequence[int] | numpy.ndarray], *, 
     return total
 
 
-def tokenize_files(files: Sequence[Path], encode: Callable[[str], Sequence[int]] | None) -> Iterator[Any]:
+def tokenize_files(files: Sequence[Path], encode: Callable[[str], Sequence[int]] | None) -> Iterator[numpy.ndarray]:
     """The token ids of text files, piece by piece; shows the progress on a terminal.
 
     `encode`: text -> ids; None: every byte is a token. Raises `ConfigError` for a file that cannot be read, `DataError` for
@@ -199,7 +200,7 @@ def _read(file: Path, *, whole_lines: bool) -> Iterator[bytes]:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}", cure="give the paths of text files") from error
 
 
-def _encoded(encode: Callable[[str], Sequence[int]], piece: bytes, file: Path) -> Any:
+def _encoded(encode: Callable[[str], Sequence[int]], piece: bytes, file: Path) -> numpy.ndarray:
     try:
         text = piece.decode()
     except UnicodeDecodeError as error:

@@ -31,6 +31,7 @@ from raypar.doctor.machine_facts import (
     TokenFacts,
 )
 from raypar.errors import RayparError
+from raypar.files.json_values import Json
 from raypar.ray_compat.settings import token_file
 from raypar.storage.filesystems import WRITE_CHECK_S
 from raypar.storage.s3_lease_store import check_run_dir_on_storage
@@ -137,7 +138,7 @@ def run_probe(module: str, words: Sequence[str], deadline_s: float) -> dict[str,
     except subprocess.TimeoutExpired:
         started.kill()
         printed, _ = started.communicate()
-    found: dict[str, Any] = {}
+    found: dict[str, Json] = {}
     for line in printed.decode(errors="replace").splitlines():
         if line.startswith("{"):
             try:

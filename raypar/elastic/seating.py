@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raypar.elastic.state_sources import find_live_holders
 from raypar.errors import PlanError
@@ -292,7 +292,7 @@ class _Seating:
     def _node(self, worker: int) -> str:
         return self.places.nodes.get(worker, "")
 
-    def _count(self, of: Sequence[Hashable], place: Callable[[int], Hashable]) -> Counter[Any]:
+    def _count(self, of: Sequence[Hashable], place: Callable[[int], Hashable]) -> Counter[Hashable]:
         return Counter((of[rank], place(worker)) for rank, worker in enumerate(self.members))
 
     def is_best(self, rank: int) -> bool:
@@ -311,9 +311,9 @@ class _Seating:
         if other is not None:
             elements += self.cost[other, self.members[rank]] - self.cost[other, worker]
 
-        def changed(of: Sequence[Hashable], place: Callable[[int], Hashable]) -> Counter[Any]:
+        def changed(of: Sequence[Hashable], place: Callable[[int], Hashable]) -> Counter[Hashable]:
             """(key, place) -> how many more members are there after the exchange."""
-            old, found = self.members[rank], Counter[Any]()
+            old, found = self.members[rank], Counter[Hashable]()
             found[of[rank], place(worker)] += 1
             found[of[rank], place(old)] -= 1
             if other is not None:
@@ -321,7 +321,7 @@ class _Seating:
                 found[of[other], place(worker)] -= 1
             return found
 
-        def pairs(here: Counter[Any], change: Counter[Any]) -> int:
+        def pairs(here: Counter[Hashable], change: Counter[Hashable]) -> int:
             """How many more pairs with equal keys sit in one place after the exchange."""
             return sum(math.comb(here[k] + d, 2) - math.comb(here[k], 2) for k, d in change.items())
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from raypar.files.json_values import Json
 from raypar.job import FunctionConfig, Job
 
 PACKAGE = "package "
@@ -35,7 +36,7 @@ def code_of_job(spec: Job) -> dict[str, str]:
     return dict(sorted(found.digests.items()))
 
 
-def describe_code_change(then: Any, now: Mapping[str, str]) -> str | None:
+def describe_code_change(then: Json, now: Mapping[str, str]) -> str | None:
     """One line that says what of a job's code has changed; None if nothing has. `then`: as the checkpoint has it; None in those
     of a raypar that kept no digests, about which nothing is said."""
     if not isinstance(then, Mapping):

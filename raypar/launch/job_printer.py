@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from raypar.errors import Interrupted
+from raypar.files.json_values import Json
 
 if TYPE_CHECKING:
     from raypar.launch.cluster_jobs import ClusterJob
@@ -82,7 +83,7 @@ class JobPrinter:
             self._line("")
         self.partial = ""
 
-    def _json(self, kind: str, **facts: Any) -> None:
+    def _json(self, kind: str, **facts: Json) -> None:
         """One line of JSON."""
         self._line(json.dumps({"kind": kind, **facts}))
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from raypar.files.json_values import Json
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.recomputation import describe_recomputed_layers
 from raypar.plan.wording import count_noun
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from raypar.schedule.instructions import Schedule
 
 
-def shown_plan_as_dict(shown: ShownPlan, job: Job, graph: Graph) -> dict[str, Any]:
+def shown_plan_as_dict(shown: ShownPlan, job: Job, graph: Graph) -> dict[str, Json]:
     """All that `raypar plan` says of a plan, as data for `--json`; `graph`: of the job's model."""
     import torch
 
@@ -121,7 +122,7 @@ def worker_part_as_dict(
     }
 
 
-def shards_as_dict(graph: Graph, spec: Job, plan: ParallelPlan, sizes: Sequence[LayerSize]) -> dict[str, Any]:
+def shards_as_dict(graph: Graph, spec: Job, plan: ParallelPlan, sizes: Sequence[LayerSize]) -> dict[str, Json]:
     """What is cut over shards, what is whole on each of them, why, and the bytes of all parameters."""
     from raypar.model.tensor_parallel.infer_styles_by_structure import reasons_for_whole
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypar.errors import Interrupted, LeaseLostError, RayparError, error_first_line
 from raypar.files.atomic_write import write_text_atomically
@@ -22,6 +22,10 @@ from raypar.storage.folder_download import has_document, has_run, upload_documen
 from raypar.storage.run_folder import parse_storage_location, resume_argument
 from raypar.storage.storage_uri import StorageUri
 from raypar.user_code.traceback_filter import TRACEBACK_VARIABLE, full_traceback, remove_raypar_frames, shows_raypar_frames
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from pyarrow.fs import FileSystem
 
 DEBUG_COMMAND = "raypar debug JOB"
 """How errors of workers name the command that runs a job in one process."""
@@ -117,7 +121,7 @@ class Result:
         return Checkpoint(path, filesystem)
 
     @property
-    def filesystem(self) -> Any:
+    def filesystem(self) -> FileSystem | None:
         """The `pyarrow.fs` file system that has the run folder."""
         place = parse_storage_location(self.path, "the run")
         if place is not None:
@@ -127,7 +131,7 @@ class Result:
         return LocalFileSystem()
 
     @property
-    def metrics_dataframe(self) -> Any:
+    def metrics_dataframe(self) -> DataFrame:
         """The history as a pandas data frame, one row per step or validation."""
         import pandas
 

@@ -8,9 +8,10 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raypar.errors import ClusterError, ConfigError
+from raypar.files.json_values import Json
 from raypar.files.untrusted_files import shorten
 from raypar.files.writing_process import find_writing_process
 from raypar.launch.cluster_jobs import ClusterJob, parse_ray_job_record, read_log_facts
@@ -122,7 +123,7 @@ def request_stop(store: LeaseStore, uri: StorageUri) -> FoundLease | None:
     )
 
 
-def stop_cluster_job(server: JobServer, job: ClusterJob, wait_s: float, say: Callable[[str], None]) -> dict[str, Any]:
+def stop_cluster_job(server: JobServer, job: ClusterJob, wait_s: float, say: Callable[[str], None]) -> dict[str, Json]:
     """Stop a submitted job; returns what it has come to, with a `text` for people. Raises `ClusterError` after `wait_s`.
 
     `say` gets lines about the wait.

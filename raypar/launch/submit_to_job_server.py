@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ClusterError, ConfigError, error_first_line
+from raypar.files.json_values import Json
 from raypar.files.untrusted_files import printable, shorten
 from raypar.launch.cluster_jobs import NAME_KEY, ClusterJob
 from raypar.launch.job_server import ADDRESS_VARIABLE, JobServer, NoSuchJob
@@ -48,7 +49,7 @@ def make_entrypoint(job: str, working_dir: Path, overrides: Sequence[str], resum
     return shlex.join(words)
 
 
-def make_runtime_env(working_dir: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def make_runtime_env(working_dir: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Json]:
     """The job's runtime environment: its files, and time to save when it is stopped. Raises `ConfigError`."""
     wait = environ.get(STOP_WAIT_VARIABLE, str(STOP_WAIT_S))
     if not wait.isdecimal():
@@ -159,7 +160,9 @@ def same_name_warning(name: str, jobs: Sequence[ClusterJob]) -> str | None:
     )
 
 
-def submit_job(server: JobServer, name: str, entrypoint: str, runtime_env: Mapping[str, Any], submission_id: str | None) -> str:
+def submit_job(
+    server: JobServer, name: str, entrypoint: str, runtime_env: Mapping[str, Json], submission_id: str | None
+) -> str:
     """Submit; returns the submission id.
 
     Raises `ClusterError` if Ray refuses, or after `SUBMIT_S`; `ConfigError` for an id that is taken, or without `ray[default]`.

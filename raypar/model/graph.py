@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.initial_values_protocol import InitialValues
@@ -156,13 +156,15 @@ class Graph:
         """The values that the loss reads."""
         return self.outputs or (self.output,)
 
-    def loss_of_values(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+    def loss_of_values(
+        self, loss: Callable[..., Tensor | tuple[Tensor, Tensor | float]]
+    ) -> Callable[..., Tensor | tuple[Tensor, Tensor | float]]:
         """The function (a value for each of `loss_inputs`, target) -> loss, of a loss (output, target) -> loss."""
         rebuild = self.rebuild_output
         if rebuild is None:
             return loss
 
-        def run(*given: Any) -> Any:
+        def run(*given: Tensor) -> Tensor | tuple[Tensor, Tensor | float]:
             *values, target = given
             return loss(rebuild(*values), target)
 

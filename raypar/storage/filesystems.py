@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raypar.errors import CheckpointError, ConfigError, RayparError
+from raypar.files.json_values import Json
 from raypar.files.untrusted_files import shorten
 from raypar.storage.storage_uri import FILESYSTEM_SCHEME, StorageUri, parse_storage_uri
 
 if TYPE_CHECKING:
+    from botocore.client import BaseClient
     from pyarrow.fs import FileSystem
 
 CONNECT_S, REQUEST_S = 5.0, 15.0
@@ -267,7 +269,7 @@ def _kind(filesystem: FileSystem) -> str:
     return str(filesystem.type_name)
 
 
-def s3_client_of(uri: StorageUri) -> tuple[Any, str, str] | None:
+def s3_client_of(uri: StorageUri) -> tuple[BaseClient, str, str] | None:
     """(boto3 client, bucket, key) of a place on S3; None for other storage. Raises `ConfigError` if boto3 is missing."""
     if uri.scheme == "s3":
         settings: Mapping[str, str] = s3_settings(uri)
@@ -293,7 +295,7 @@ def s3_client_of(uri: StorageUri) -> tuple[Any, str, str] | None:
     return client, bucket, key
 
 
-def _s3_of_given(uri: StorageUri) -> tuple[Mapping[str, str], str, dict[str, Any]] | None:
+def _s3_of_given(uri: StorageUri) -> tuple[Mapping[str, str], str, dict[str, Json]] | None:
     """(settings, path, boto3's credentials) of a registered file system; None if not S3, or if they are unknown."""
     if uri.scheme != FILESYSTEM_SCHEME:
         return None

@@ -6,12 +6,15 @@ import contextlib
 import time
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import TYPE_CHECKING
 
 from raypar.errors import ClusterError, ConfigError
 from raypar.storage.filesystems import check_storage_is_writable, s3_client_of, storage_error_text
 from raypar.storage.run_lease import LEASE_BYTES, FoundLease, Lease, parse_lease
 from raypar.storage.storage_uri import StorageUri
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
 
 REFUSED = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
 """S3's error codes if the condition of a write does not hold, or if two conditional writes coincide."""
@@ -24,7 +27,7 @@ LEASE_FILE = "lease.json"
 class S3LeaseStore:
     """A `LeaseStore`: the object `lease.json` in a run's folder on S3."""
 
-    def __init__(self, client: Any, bucket: str, key: str) -> None:
+    def __init__(self, client: BaseClient, bucket: str, key: str) -> None:
         self.client = client
         """boto3's client for S3."""
         self.bucket = bucket

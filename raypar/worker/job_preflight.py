@@ -431,7 +431,7 @@ def _check_loss(spec: Job, graph: Graph, values: Mapping[str, Tensor], batch: Ma
 
 def _call_loss(
     loss: Callable[..., Tensor | tuple[Tensor, Tensor | float]], read: Sequence[Tensor], target: Tensor
-) -> tuple[Any, bool] | None:
+) -> tuple[Tensor | tuple[Tensor, Tensor | float], bool] | None:
     """(what the loss returns for outputs like these, whether they require gradients); None if it raises."""
     given = [tensor.detach().requires_grad_(tensor.is_floating_point()).clone() for tensor in read]
     try:
@@ -468,7 +468,7 @@ def _dtype(spec: Job) -> torch.dtype:
     return found
 
 
-def find_sibling_function(ref: FunctionConfig, name: str) -> Any:
+def find_sibling_function(ref: FunctionConfig, name: str) -> Callable[..., Tensor] | None:
     """The function `name` of the module that `ref` comes from, or None: `generate` beside the model's function."""
     module = sys.modules.get(getattr(ref.resolve(), "__module__", ""))
     found = getattr(module, name, None)

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -259,7 +259,7 @@ def _profile_optimizer(spec: Job, stage: Stage) -> tuple[float, dict[str, int]]:
     return took, {n: sum(tensor_nbytes(v) for v in entry.values() if isinstance(v, Tensor)) for n, entry in state.items()}
 
 
-def measure_median_ms(*calls: Callable[[], Any]) -> tuple[float, ...]:
+def measure_median_ms(*calls: Callable[[], Mapping[str, Tensor] | Mapping[str, Tensor | None] | None]) -> tuple[float, ...]:
     """Median time of each call in ms; the calls are made in turn, and the first round is not counted.
 
     Time in which this thread waited for a processor is not counted either, or layers would differ by what else runs here.

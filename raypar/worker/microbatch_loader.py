@@ -115,7 +115,7 @@ def require_map_style(dataset: Any, what: str) -> None:
         )
 
 
-def _error_of_data_loader(loader: Any, what: str) -> ConfigError:
+def _error_of_data_loader(loader: torch.utils.data.DataLoader[Tensor], what: str) -> ConfigError:
     """The error for a `DataLoader`, which names what of it has no effect here."""
     own: list[str] = []
     usual = torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler

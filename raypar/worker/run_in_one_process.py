@@ -28,7 +28,7 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerFunction, PassContext
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_tensors import LayerTensors
-from raypar.worker.step.optimizer_state import read_optimizer_state
+from raypar.worker.step.optimizer_state import Value, read_optimizer_state
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore, merge_validation_losses
 
@@ -171,9 +171,9 @@ class OneProcessRun:
                     found.setdefault(name, []).append(read(parameter))
         return found
 
-    def optimizer_state(self) -> dict[str, list[dict[str, Any]]]:
+    def optimizer_state(self) -> dict[str, list[dict[str, Value]]]:
         """Parameter -> every worker's optimizer state of it."""
-        found: dict[str, list[dict[str, Any]]] = {}
+        found: dict[str, list[dict[str, Value]]] = {}
         for core in self.cores:
             for optimizer in core.step_commit.optimizers.values():
                 for name, state in read_optimizer_state(optimizer).parameters.items():

@@ -139,7 +139,7 @@ class _NormalisedInput(TorchFunctionMode):
         super().__init__()
         self._average, self._seen = average, []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if func in _NORMALISING and any(each is self._average for each in (*args, *named.values())):
             self._seen.append((args[0] if args else named["input"], args[6] if len(args) > 6 else named.get("momentum", 0.1)))

@@ -66,7 +66,7 @@ class OptimizerState:
         return {name: {StateKey(NOT_KEPT, error.what): None} for name in names}
 
     @staticmethod
-    def of_parameters(states: Mapping[str, Mapping[StateKey, Any]], names: Mapping[str, str]) -> OptimizerState:
+    def of_parameters(states: Mapping[str, Mapping[StateKey, Value]], names: Mapping[str, str]) -> OptimizerState:
         """The inverse of `by_parameter`. Raises `RayparError` if parameters disagree on what they share, `StateNotKeptError`
         for state that could not be moved (`not_kept`)."""
         parameters: dict[str, dict[str, Value]] = {}

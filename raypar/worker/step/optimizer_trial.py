@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,7 +133,7 @@ def _try(
 class _ObservedState:
     """The state of a tried optimizer at several steps."""
 
-    given: Mapping[tuple[str, StateKey], Any]
+    given: Mapping[tuple[str, StateKey], Value]
     """Shared values of the new optimizer, hyperparameters included: (pattern of a group, kind and name) -> value."""
     later: Sequence[OptimizerState]
     """State after a step without effect (if possible), after the first step, when it was saved, at the end, and, if possible,
