@@ -468,7 +468,7 @@ def _dtype(spec: Job) -> torch.dtype:
     return found
 
 
-def find_sibling_function(ref: FunctionConfig, name: str) -> Callable[..., Tensor] | None:
+def find_sibling_function(ref: FunctionConfig, name: str) -> Callable[..., Any] | None:
     """The function `name` of the module that `ref` comes from, or None: `generate` beside the model's function."""
     module = sys.modules.get(getattr(ref.resolve(), "__module__", ""))
     found = getattr(module, name, None)
