@@ -32,7 +32,7 @@ import torch
 from harness import BenchError, environment, page, ratio, table
 from ours import sleeping_job
 
-from raypar.actors import driver_actor, driver_client, metrics_publisher, run_state_in_ray_kv, worker_calls
+from raypar.actors import answer_batch, driver_actor, driver_client, metrics_publisher, run_state_in_ray_kv
 from raypar.actors.driver_actor import DriverActor
 from raypar.actors.hello_and_failure_messages import StepCall, WorkerHello
 from raypar.comm.tcp.handshake import RunCredential
@@ -285,7 +285,7 @@ def fake_driver(workers: int, steps: int, folder: Path) -> DriverActor:
 
     metrics_publisher.make_ray_metrics = lambda: {metric.name: FakeMetric() for metric in METRIC_DEFINITIONS}
     store_in_memory()
-    worker_calls.ray = Answered
+    answer_batch.ray = Answered
     driver_actor.ray.get_runtime_context = lambda: SimpleNamespace(was_current_actor_reconstructed=False, current_actor=None)
     spec = sleeping_job([0.0], [0.0], [0.0], workers, workers).replace(steps=steps)
     plan = ParallelPlan.mesh(dp=workers, layers=1)
