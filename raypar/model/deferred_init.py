@@ -31,9 +31,11 @@ from raypar.model.model_function_allocations import uninitialised_fill_value
 from raypar.torch_compat.dispatch import (
     OTHER_STRIDES,
     TorchDispatchMode,
+    draws_random_numbers,
     schema_of,
     without_dispatch_modes,
     without_torch_function,
+    written_tensors,
 )
 from raypar.torch_compat.pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from raypar.torch_compat.storages import count_storage_holders, storage_id, view_base
@@ -310,7 +312,7 @@ class _Operations(TorchDispatchMode):
             raise Undeferrable(f"{func} with a tensor that was made on the meta device")
         if name == "aten::resize_":
             raise Undeferrable(f"{func} on a large tensor")
-        written = _written(func, args, kwargs)
+        written = written_tensors(func, args, kwargs)
         if (
             any(map(self._has_large_values, tensors))
             or not all(map(recording.tracks, written))  # a small tensor, which has to be right from now on
@@ -351,7 +353,7 @@ class _Operations(TorchDispatchMode):
         if not isinstance(made, Tensor) or made.untyped_storage().nbytes() < max(1, self.recording.small_bytes):
             return func(*args, **kwargs)
         random = None
-        if _is_random(func):
+        if draws_random_numbers(func):
             random = _generator_of(leaves).get_state()
             if self.recording.draws:
                 func(*args, **kwargs)  # for the generator, which it advances
@@ -369,7 +371,7 @@ class _Operations(TorchDispatchMode):
         recording = self.recording
         views = [self._kept(leaf) for leaf in leaves]
         random = None
-        if _is_random(func):
+        if draws_random_numbers(func):
             random = _generator_of(leaves).get_state()
             if recording.draws:
                 self._move_generator(func, leaves, tree)
@@ -567,20 +569,6 @@ def _generator_of(leaves: Sequence[Any]) -> torch.Generator:
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), torch.default_generator)
 
 
-def _is_random(func: OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
 def _gives_tensors(func: OpOverload) -> bool:
     returns = schema_of(func).returns
     return bool(returns) and all("Tensor" in str(r.type) for r in returns)
-
-
-def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments that the operation changes."""
-    found = []
-    for place, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = kwargs.get(argument.name) if argument.name in kwargs else args[place] if place < len(args) else None
-            found += [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor)]
-    return found

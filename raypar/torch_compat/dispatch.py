@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from raypar.errors import ModelError
 from raypar.fences.fence import Fence
 from raypar.torch_compat import TESTED
+from raypar.torch_compat.pytree import tree_flatten
 
 
 def _look_for_modes() -> ModuleType:
@@ -116,6 +118,21 @@ SCHEMAS.require()
 def schema_of(operation: OpOverload) -> FunctionSchema:
     """The schema of an ATen operation: name, arguments and returns, each with its alias information."""
     return operation._schema
+
+
+def written_tensors(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments into which an operation writes."""
+    found = list[Tensor]()
+    for index, argument in enumerate(schema_of(operation).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor)]
+    return found
+
+
+def draws_random_numbers(operation: OpOverload) -> bool:
+    """Whether an operation draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in operation.tags
 
 
 def _look_for_operations() -> dict[str, OpOverload]:

@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from raypar.model.capture.absent_tensor import READ_VALUES, AbsentTensor, has_dynamic_shape, memory_of
 from raypar.model.capture.refusal import Refused, user_location
-from raypar.torch_compat.dispatch import TorchDispatchMode, schema_of
+from raypar.torch_compat.dispatch import TorchDispatchMode, draws_random_numbers, schema_of, written_tensors
 from raypar.torch_compat.pytree import tree_flatten
 from raypar.torch_compat.without_dynamo import without_dynamo
 
@@ -92,7 +91,7 @@ class OperationWatch(TorchDispatchMode):
     ) -> Any:
         if self._is_paused:
             return func(*args, **(kwargs or {}))
-        draws = torch.Tag.nondeterministic_seeded in func.tags
+        draws = draws_random_numbers(func)
         self.drew_random_numbers |= draws
         self.gave_dynamic_shape |= func in READ_VALUES or has_dynamic_shape(func, args)
         if time.monotonic() > self._deadline:
@@ -108,7 +107,7 @@ class OperationWatch(TorchDispatchMode):
                 self._refuse_hidden(value)
         varies = draws or any(isinstance(value, AbsentTensor) for value in given) or not memories.isdisjoint(self._maker)
         if schema_of(func).is_mutable:
-            for value in _written(func, args, kwargs or {}):
+            for value in written_tensors(func, args, kwargs or {}):
                 self._refuse_parameter_write(value)
                 if varies:
                     self._maker[memory_of(value)] = self._event
@@ -149,14 +148,6 @@ class OperationWatch(TorchDispatchMode):
                 "replica only",
                 "use the operation that returns a new tensor (weight * mask), or change parameters in the optimizer",
             )
-
-
-def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors into which an operation writes."""
-    for index, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from (each for each in tree_flatten(value)[0] if isinstance(each, Tensor))
 
 
 _KEPT = (bool, int, float, complex, str, type(None), Tensor)
