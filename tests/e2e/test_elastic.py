@@ -172,8 +172,8 @@ def long_undisturbed(tmp_path_factory) -> Undisturbed:
 def disturbed(own_ray, tmp_path_factory) -> Trainee:
     """A run of 90 steps on four workers whose driver is killed after some steps, and later a worker; once another one has
     taken its place, a worker hangs."""
-    elastic, slow = "elastic={min_workers: 1, step_deadline_s: 1.0}", "model.args.sleep_s=0.06"
-    trainee = Trainee(tmp_path_factory.mktemp("disturbed"), "steps=90", elastic, *FOUR, slow, "checkpoint.every=20")
+    words = ("steps=90", "elastic.min_workers=1", *FOUR, "model.args.sleep_s=0.06", "checkpoint.every=20")
+    trainee = Trainee(tmp_path_factory.mktemp("disturbed"), *words)
     trainee.members_by_driver = []
 
     def kill_driver() -> None:
