@@ -27,7 +27,7 @@ from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.numerics_fingerprint import describe_fingerprint_differences
 from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
-from raypar.actors.step_reports import merge_reports
+from raypar.actors.step_reports import Report, merge_reports
 from raypar.actors.step_timeline_files import write_step_timeline_files
 from raypar.callbacks import Callbacks
 from raypar.elastic.actions import Teardown
@@ -95,7 +95,7 @@ class RecordedProgress:
     """When the last step was written (Unix time)."""
     lost: frozenset[int] = frozenset()
     """Workers whose loss was reported."""
-    unseen: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+    unseen: Mapping[int, Report] = field(default_factory=dict)
     """Step (from 0) -> its report in the journal (`step_reports.merge_reports`), for steps that the user may not have seen."""
 
 
@@ -324,7 +324,7 @@ class RunRecorder:
             "on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.policy.steps_before_run + 1}
         )
 
-    def record_step(self, step: int, reports: Mapping[int, Mapping[str, Any]], *, fresh: bool = False) -> str | None:
+    def record_step(self, step: int, reports: Mapping[int, Report], *, fresh: bool = False) -> str | None:
         """Write the metrics of a committed step and call its callbacks; the reason to stop: a callback's, or state of an
         optimizer that can no longer be saved.
 
@@ -360,7 +360,7 @@ class RunRecorder:
         not_kept = next((what for report in reports.values() if (what := report.get("not_kept"))), None)
         return stop or not_kept
 
-    def _step_record(self, step: int, brief: Mapping[str, Any], wall: float) -> StepRecord:
+    def _step_record(self, step: int, brief: Report, wall: float) -> StepRecord:
         """The record of a step (from 0) that took `wall` seconds. `brief`: its merged report (`merge_reports`)."""
         longest = brief["seconds"]
         return StepRecord(
@@ -391,7 +391,7 @@ class RunRecorder:
             "samples; non_finite: stop ends the run instead",
         )
 
-    def record_validation(self, done: int, reports: Sequence[Mapping[str, Any]]) -> str | None:
+    def record_validation(self, done: int, reports: Sequence[Report]) -> str | None:
         """Write the validation loss and call its callbacks; the reason to stop, if a callback gave one.
 
         The loss is the sum over the microbatches, in their order, divided by the count.

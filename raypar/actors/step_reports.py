@@ -110,7 +110,7 @@ def loss_and_grad_norm_of_step(reports: Mapping[int, Report]) -> tuple[float, fl
     return report["loss"], report["norm"]
 
 
-def merge_reports(reports: Mapping[int, Mapping[str, Any]]) -> Report:
+def merge_reports(reports: Mapping[int, Report]) -> Report:
     """One report from all workers' reports of a step: the longest time of any, the work and memory of all."""
     one = next(iter(reports.values()))
     if "workers" in one:  # a report that this function has made

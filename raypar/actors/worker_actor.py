@@ -38,6 +38,7 @@ from raypar.worker.process.memory_and_cpu import thread_cpu_wait_s
 from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity, reads_samples
 
 if TYPE_CHECKING:  # torch is loaded by `hello`
+    from raypar.actors.step_reports import Report
     from raypar.comm.transport import Transport, WorkerEndpoint
     from raypar.job import Job
     from raypar.worker.backend import DeviceBackend
@@ -217,7 +218,7 @@ class WorkerActor:
         return self._run_call("building its stages", build)
 
     @ray.method(concurrency_group="step")
-    def step(self, call: bytes) -> dict[str, Any] | CallFailure:
+    def step(self, call: bytes) -> Report | CallFailure:
         """One training step: a `StepReport` as a dict (spans: label, start and end in ms), or `CallFailure`.
 
         `call`: an encoded `StepCall`.
@@ -237,7 +238,7 @@ class WorkerActor:
         return {**vars(report), "spans": [(s.label, s.start_ns / 1e6, s.end_ns / 1e6) for s in report.spans]}
 
     @ray.method(concurrency_group="step")
-    def validate(self, generation: int, done: int) -> dict[str, Any] | CallFailure:
+    def validate(self, generation: int, done: int) -> Report | CallFailure:
         """One validation pass: a `ValidationReport` as a dict, or `CallFailure`."""
         from raypar.comm.transport import run_routine
 

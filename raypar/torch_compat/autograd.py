@@ -188,13 +188,13 @@ VMAP = Fence(
 )
 
 
-def vmap_implementation() -> tuple[ModuleType, Callable[..., Any]] | None:
+def vmap_implementation() -> tuple[ModuleType, Callable[..., Tensor | tuple[Tensor, ...]]] | None:
     """(the module whose `vmap_impl` every call of `torch.vmap` ends in, that function); None in a PyTorch without."""
     apis = VMAP.find()
     return None if apis is None else (apis, vars(apis)["vmap_impl"])
 
 
-def _look_for_apply() -> tuple[type, Callable[..., Any]]:
+def _look_for_apply() -> tuple[type, Callable[..., Tensor | tuple[Tensor, ...]]]:
     base: type = torch.autograd.function._SingleLevelFunction
     assert base in torch.autograd.Function.__mro__
     return base, vars(torch._C._FunctionBase)["apply"]
@@ -233,9 +233,9 @@ def unvalidated_distributions() -> list[tuple[type, str, bool]]:
     return [] if kind is None else [(kind, "_validate_args", False)]
 
 
-def custom_function_apply() -> tuple[type, Any]:
+def custom_function_apply() -> tuple[type, Callable[..., Tensor | tuple[Tensor, ...]]]:
     """(the class whose `apply` every custom function inherits, what that calls). Raises `ModelError`."""
-    found: tuple[type, Any] = APPLY.require()
+    found: tuple[type, Callable[..., Tensor | tuple[Tensor, ...]]] = APPLY.require()
     return found
 
 

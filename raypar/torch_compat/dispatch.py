@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ else:  # required on import: no module that imports this one works without it
     TorchDispatchMode = MODES.require().TorchDispatchMode
     """The base of contexts that see every operation of a thread."""
 
+T = TypeVar("T", bound=Tensor)
+
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[None]:
     """Context in which no dispatch mode is entered."""
@@ -70,9 +72,9 @@ no_torch_function: Any = WRAPPERS.require()._disabled_torch_function_impl
 """The `__torch_function__` of a class that overrides no PyTorch functions."""
 
 
-def make_wrapper(kind: type[Tensor], meta: Tensor, requires_grad: bool) -> Any:
+def make_wrapper(kind: type[T], meta: Tensor, requires_grad: bool) -> T:
     """A tensor of class `kind` with the sizes, strides and dtype of `meta`, without memory, that reports a CPU device."""
-    return Tensor._make_wrapper_subclass(
+    made: T = Tensor._make_wrapper_subclass(
         kind,
         meta.size(),
         strides=meta.stride(),
@@ -81,6 +83,7 @@ def make_wrapper(kind: type[Tensor], meta: Tensor, requires_grad: bool) -> Any:
         device=torch.device("cpu"),
         requires_grad=requires_grad,
     )
+    return made
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[None]:

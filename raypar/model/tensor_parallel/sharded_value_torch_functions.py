@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,9 @@ from raypar.model.tensor_parallel.sharded_value import (
     unsupported_on_part_error,
 )
 from raypar.plan.shard_ranges import IndexRanges, count_indices, ranges_within, scale_ranges
+
+Operand: TypeAlias = Tensor | ShardedValue | torch.dtype | torch.device | float | str | Sequence[int] | None
+"""What torch functions are given besides their first tensor."""
 
 # -- element by element ------------------------------------------------------------------------------------------------
 
@@ -217,7 +220,7 @@ def _expand(func: Callable[..., Tensor], x: ShardedValue, *sizes: int | Sequence
 
 @implements("repeat_interleave")
 def _repeat_interleave(
-    func: Callable[..., Tensor], x: ShardedValue, repeats: int, dim: int | None = None, **kwargs: Any
+    func: Callable[..., Tensor], x: ShardedValue, repeats: int, dim: int | None = None, **kwargs: Operand
 ) -> ShardedValue:
     """Each index of a dim several times over: a key head for each of its query heads."""
     if dim is None or not isinstance(repeats, int):
@@ -302,7 +305,7 @@ def _getitem(func: Callable[..., Tensor] | None, x: ShardedValue, *index: Any) -
 
 
 @implements("copy_")
-def _copy_into(func: Callable[..., Tensor], x: ShardedValue, source: Tensor | ShardedValue, *args: Any) -> ShardedValue:
+def _copy_into(func: Callable[..., Tensor], x: ShardedValue, source: Tensor | ShardedValue, *args: Operand) -> ShardedValue:
     """A value into memory that is cut as it is."""
     return _write_into(Tensor.copy_, x, source)
 
@@ -346,7 +349,7 @@ def _cat(func: Callable[..., Tensor], tensors: Sequence[Tensor | ShardedValue], 
 
 @implements("mean", "sum", "amax", "amin", "var", "std")
 def _reduce(
-    func: Callable[..., Tensor], x: ShardedValue, dim: int | Sequence[int] | None = None, *args: Any, **kwargs: Any
+    func: Callable[..., Tensor], x: ShardedValue, dim: int | Sequence[int] | None = None, *args: Operand, **kwargs: Operand
 ) -> ShardedValue:
     """Over dims that are not cut. Other arguments are passed on."""
     dims = [dim] if type(dim) is int else dim
@@ -363,8 +366,8 @@ def _along(
     func: Callable[..., Tensor],
     x: ShardedValue,
     dim: int,
-    *args: Tensor | torch.dtype | float | str | None,
-    **kwargs: Tensor | torch.dtype | float | str | None,
+    *args: Operand,
+    **kwargs: Operand,
 ) -> ShardedValue:
     """Along a dim that is not cut."""
     if dim % x.dim() == x.part_layout.dim:
@@ -385,8 +388,8 @@ def _pad(
     func: Callable[..., Tensor],
     x: ShardedValue,
     pad: Sequence[int],
-    *args: Tensor | torch.dtype | float | str | None,
-    **kwargs: Tensor | torch.dtype | float | str | None,
+    *args: Operand,
+    **kwargs: Operand,
 ) -> ShardedValue:
     """Of dims that are not cut."""
     if len(pad) // 2 >= x.dim() - x.part_layout.dim:
@@ -400,8 +403,8 @@ def _normalize(
     x: ShardedValue,
     p: float = 2.0,
     dim: int = 1,
-    *args: Tensor | torch.dtype | float | str | None,
-    **kwargs: Tensor | torch.dtype | float | str | None,
+    *args: Operand,
+    **kwargs: Operand,
 ) -> ShardedValue:
     """Along a dim that is not cut."""
     if dim % x.dim() == x.part_layout.dim:
@@ -414,8 +417,8 @@ def _norm(
     func: Callable[..., Tensor],
     x: ShardedValue,
     normalized_shape: Sequence[int],
-    *args: Tensor | torch.dtype | float | str | None,
-    **kwargs: Tensor | torch.dtype | float | str | None,
+    *args: Operand,
+    **kwargs: Operand,
 ) -> ShardedValue:
     """Over last dims that are not cut. The gradients of weight and bias are sums over shards."""
     if x.part_layout.dim >= x.dim() - len(normalized_shape):
