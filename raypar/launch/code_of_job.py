@@ -16,7 +16,7 @@ import inspect
 import linecache
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -166,7 +166,7 @@ class _Code:
             self._follow_module(name)
 
 
-def tree_shape(node: Any) -> Any:
+def tree_shape(node: Any) -> Hashable:
     """A syntax tree as nested tuples without places, comments and docstrings, the same under several versions of Python."""
     if isinstance(node, list):
         return tuple(map(tree_shape, node))

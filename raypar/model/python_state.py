@@ -30,9 +30,9 @@ import uuid
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy
 import torch
@@ -97,6 +97,9 @@ _LOOKED_INTO = (
 """Classes of Python's library, and PyTorch's, whose objects are looked into."""
 
 
+Content: TypeAlias = "Hashable | type | list[Content] | dict[Hashable, Content] | set[Hashable] | tuple[Content, ...]"
+"""What has been read of a value: plain values, classes, checksums and texts, in containers as the value has them."""
+
 _Holder = dict[str, Any] | type
 """What has a place: the attributes of a module, a namespace, a class."""
 
@@ -105,7 +108,7 @@ _Holder = dict[str, Any] | type
 class StateReading:
     """What all places held at one moment."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Content] = field(default_factory=dict)
     """Place -> what it held, in a form that can be compared."""
     restores: dict[str, list[Callable[[], Any]]] = field(default_factory=dict)
     """Place -> what puts the content of each object back that was first reached by it."""
@@ -155,7 +158,7 @@ class PythonState:
         *,
         code: Iterable[Any] = (),
         called: Iterable[str] = _CALLED,
-        known: Mapping[int, Any] | None = None,
+        known: Mapping[int, Content] | None = None,
     ) -> None:
         """`modules`: by qualified name; the modules inside of them are looked at too. `code`: more classes and functions.
 
@@ -343,7 +346,7 @@ class _Code:
 class _Reader:
     """Reads values into a form that can be compared, each object once, and keeps what puts the content of objects back."""
 
-    def __init__(self, known: Mapping[int, Any], most_bytes: int | None = None) -> None:
+    def __init__(self, known: Mapping[int, Content], most_bytes: int | None = None) -> None:
         self.restores: list[Callable[[], Any]] = []
         """Functions that restore the content of the objects read so far."""
         self.unread: str | None = None
@@ -361,11 +364,12 @@ class _Reader:
         self._values_left = _MOST_VALUES
         """How many more elements of containers are looked at."""
 
-    def read(self, value: Any, depth: int = 0) -> Any:
+    def read(self, value: Any, depth: int = 0) -> Content:
         """What a value holds; of one that cannot be read its type."""
         kind = type(value)
         if kind in _EXACT:
-            return value
+            exact: Hashable = value
+            return exact
         if kind in _BY_TEXT:
             return kind, repr(value)
         if id(value) in self._known:
@@ -373,6 +377,7 @@ class _Reader:
         self._kept.append(value)
         self._known[id(value)] = ("a cycle", kind)
         self._objects_left -= 1
+        found: Content
         if self._objects_left < 0:
             found = self._skip(kind, "holds more than is looked through")
         elif depth > _DEPTH:
@@ -391,7 +396,7 @@ class _Reader:
         self.unread = self.unread or why
         return kind
 
-    def _content(self, value: Any, depth: int) -> Any:
+    def _content(self, value: Any, depth: int) -> Content:
         """What an object holds; its type alone, if it is not looked into."""
         kind = type(value)
         for base in (bool, int, float, complex, str, bytes):
@@ -452,13 +457,13 @@ class _Reader:
             return kind
         return (kind, *self._attributes(value, depth))
 
-    def _container(self, value: Any, depth: int) -> Any:
+    def _container(self, value: Any, depth: int) -> Content:
         """What a dict, list, deque, set, tuple or frozenset holds; of one with too many elements their number."""
         kind = type(value)
         self._values_left -= len(value)
         if self._values_left < 0:
             return self._skip(kind, "holds more than is looked through"), len(value)
-        found: Any
+        found: Content
         if isinstance(value, dict):
             base = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
             self.restores.append(functools.partial(_restore_dict, base, value, content := dict(dict.items(value))))
@@ -473,9 +478,9 @@ class _Reader:
             found = tuple(map(_key, value)) if isinstance(value, frozenset) else [self.read(each, depth) for each in value]
         return (kind, found, *(self._attributes(value, depth) if kind not in _CONTAINERS else ()))
 
-    def _attributes(self, value: Any, depth: int) -> list[Any]:
+    def _attributes(self, value: Any, depth: int) -> list[Content]:
         """What the attributes of an object hold."""
-        found = []
+        found: list[Content] = []
         if isinstance(own := getattr(value, "__dict__", None), dict):
             found.append(self._container(own, depth))
         for each in type(value).__mro__ if _is_users(type(value)) else ():
@@ -486,13 +491,13 @@ class _Reader:
                     found.append((name, self.read(content, depth)))
         return found
 
-    def _function(self, function: types.FunctionType, depth: int) -> Any:
+    def _function(self, function: types.FunctionType, depth: int) -> Content:
         cells = function.__closure__ or ()
         self.restores += [functools.partial(setattr, cell, "cell_contents", _content_of(cell)) for cell in cells]
         held = (*map(_content_of, cells), function.__defaults__, function.__kwdefaults__, vars(function))
         return function.__qualname__, [self.read(each, depth) for each in held]
 
-    def _iterator(self, value: Any, depth: int) -> Any:
+    def _iterator(self, value: Any, depth: int) -> Content:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -503,7 +508,7 @@ class _Reader:
         self._kept += [arguments, state]
         return self.read(arguments, depth), self.read(state, depth)
 
-    def _tensor(self, value: Tensor) -> Any:
+    def _tensor(self, value: Tensor) -> Content:
         what = (tuple(value.shape), value.dtype)
         nbytes = value.numel() * value.element_size()
         if value.is_meta or value.layout is not torch.strided:
@@ -518,7 +523,7 @@ class _Reader:
                 self.restores.append(functools.partial(_restore_tensor, value, content))
             return (*what, hashlib.blake2b(_bytes_of(content)).digest())
 
-    def _array(self, value: numpy.ndarray, depth: int) -> Any:
+    def _array(self, value: numpy.ndarray, depth: int) -> Content:
         if value.dtype.hasobject:
             self.restores.append(functools.partial(numpy.copyto, value, value.copy()))
             return value.shape, self._container(value.reshape(-1).tolist(), depth)
@@ -542,7 +547,7 @@ class _Reader:
         return zlib.crc32(read())
 
 
-def read_content(value: Any, known: Mapping[int, Any] | None = None, most_bytes: int | None = None) -> Any:
+def read_content(value: Any, known: Mapping[int, Content] | None = None, most_bytes: int | None = None) -> Content:
     """What a value holds, in a form that is equal for two values only if they are bit-identical as far as they are looked into.
 
     `known`: `id` of objects that are not read -> what stands for them. `most_bytes`: of tensors and arrays whose content is
@@ -551,9 +556,9 @@ def read_content(value: Any, known: Mapping[int, Any] | None = None, most_bytes:
     return _Reader(known or {}, most_bytes).read(value)
 
 
-def _of_modules(modules: Mapping[int, tuple[str, nn.Module]]) -> dict[int, Any]:
+def _of_modules(modules: Mapping[int, tuple[str, nn.Module]]) -> dict[int, Content]:
     """`id` of modules, their parameters and buffers -> what stands for them."""
-    known: dict[int, Any] = {key: ("module", name) for key, (name, _) in modules.items()}
+    known: dict[int, Content] = {key: ("module", name) for key, (name, _) in modules.items()}
     for _, module in modules.values():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             known[id(tensor)] = ("tensor of the model", name)
@@ -583,7 +588,7 @@ def _imported_by(function: types.FunctionType, names: Iterable[str]) -> Iterator
                 yield module
 
 
-def _key(value: Any) -> Any:
+def _key(value: Any) -> Hashable:
     """The key of a dict, or an element of a set, to be compared."""
     return (
         value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy
@@ -147,7 +147,7 @@ class Recorder(TorchFunctionMode):
         """Qualified name -> unit."""
         self.paths = {id(module): name for name, module in model.named_modules()}
         """`id` of a module -> its qualified name."""
-        self.call_log: list[tuple[Any, ...]] = []
+        self.call_log: list[tuple[Hashable, ...]] = []
         """(call, location, what its arguments are) of every event that is not pure: equal for two traces of one batch, unless
         the forward depends on something that it has left behind."""
         self._uninitialised: set[int] = set()

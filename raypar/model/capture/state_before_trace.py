@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from raypar.model.graph import join_names
 from raypar.model.layer_skeletons import norms_with_running_statistics, statistics_of
+from raypar.model.python_state import Content
 from raypar.torch_compat.modules import caches_of
 
 Container = dict[Any, Any] | list[Any] | set[Any]
@@ -111,7 +112,7 @@ class _Identity(int):
     """`id` of an object that is not looked into."""
 
 
-def state_of(value: Any, depth: int = 0) -> Any:
+def state_of(value: Any, depth: int = 0) -> Content:
     """What an attribute holds: numbers and texts by value, containers by content, tensors by identity and number of writes,
     generators of random numbers by their state, other objects by identity."""
     if isinstance(value, _PLAIN):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -93,7 +93,7 @@ class Event:
     """Whether it depends on batch fields, buffers and constants alone, without gradient or random numbers."""
     location: str
     """File and line of the user's code that made the call."""
-    result_form: Any = None
+    result_form: Hashable = None
     """Of a unit that has read values, what it returned as `form_of` says it: for other values it may be another."""
 
     @property
@@ -164,7 +164,7 @@ class Trace:
     """What is known of each tensor."""
     passed_through: frozenset[EventId]
     """Calls that returned one of their arguments, and did not write it."""
-    call_log: tuple[tuple[Any, ...], ...]
+    call_log: tuple[tuple[Hashable, ...], ...]
     """(call, location, what its arguments are) of the events that are not pure, and of the end."""
     gradient_parts: Mapping[str, int]
     """Parameter -> how many gradients autograd adds up for it: one for each use in an operation, inside of units too."""
@@ -180,7 +180,7 @@ class Trace:
         return tuple(leaf for leaf in self.output_leaves if isinstance(leaf, TensorKey))
 
 
-def comparable(answer: Any) -> Any:
+def comparable(answer: Any) -> Hashable:
     """An answer that Python code got of a tensor, so that two of them can be compared with `==`."""
     if isinstance(answer, Tensor):
         return ("tensor", tuple(answer.shape))
@@ -193,7 +193,7 @@ def comparable(answer: Any) -> Any:
     return answer
 
 
-def form_of(result: Any) -> Any:
+def form_of(result: Any) -> Hashable:
     """The pytree structure of what a unit returned, with the shape and dtype of each tensor, so that two can be compared."""
     leaves, structure = tree_flatten(result)
     kinds = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]

@@ -136,7 +136,7 @@ class TraceCache:
         """The dtype of the autocast in which the job runs its layers; None: there is none."""
         self.written_buffers: frozenset[str] = frozenset()
         """Buffers that the first trace's forward has written or replaced, apart from running statistics and caches."""
-        self.output_forms: list[tuple[Any, ...]] = []
+        self.output_forms: list[tuple[Hashable, ...]] = []
         """What forwards have returned beside tensors, by leaf of the output."""
         self._form_numbers: weakref.WeakKeyDictionary[CutTrace, int] = weakref.WeakKeyDictionary()
         """Trace -> its index in `output_forms`."""

@@ -126,12 +126,12 @@ class ShardedValue:
         return torch.Size(shape)
 
     @property
-    def mT(self) -> Any:
+    def mT(self) -> ShardedValue:
         """As `Tensor.mT`: the last two dims exchanged."""
         return IMPLEMENTATIONS["transpose"](torch.transpose, self, -2, -1)
 
     @property
-    def T(self) -> Any:
+    def T(self) -> ShardedValue:
         """As `Tensor.T`, of a matrix."""
         if self.dim() != 2:
             raise unsupported_on_part_error("T", self, "is not defined for other than two dims")
@@ -146,7 +146,7 @@ class ShardedValue:
         part, group = self.part_layout, self.group
         return part.axis == SEQUENCE and self.dim() > 2 and part == sequence_part_layout(part.size, group.shard, group.size)
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> torch.Size | int:
         """As `Tensor.size`, of the whole value."""
         return self.shape if dim is None else self.shape[dim]
 
@@ -166,7 +166,7 @@ class ShardedValue:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[ShardedValue]:
         return iter(IMPLEMENTATIONS["unbind"](torch.unbind, self, 0))
 
     def __getitem__(self, index: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import CheckpointError, RayparError, StateNotKeptError, with_article
-from raypar.model.python_state import PythonState, read_content
+from raypar.model.python_state import Content, PythonState, read_content
 from raypar.worker.checkpoint.manifest import ALL_PARAMETERS, DTYPES
 from raypar.worker.checkpoint.safetensors_header import MAX_ELEMENTS
 from raypar.worker.checkpoint.state_key import ATTRIBUTE, GROUP, NOT_KEPT, OPTIMIZER, StateKey, why_unusable_name
@@ -184,7 +184,7 @@ def copied(state: OptimizerState) -> OptimizerState:
 
 
 def _changed(
-    now: Iterable[tuple[str, Any]], given: Mapping[str, object], known: Mapping[int, Any], what: str
+    now: Iterable[tuple[str, Any]], given: Mapping[str, object], known: Mapping[int, Content], what: str
 ) -> dict[str, Value]:
     """The values that hold something else than those given. Raises `StateNotKeptError` for what cannot be kept."""
     found: dict[str, Value] = {}
@@ -267,7 +267,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(optimizer).items() if name not in _NOT_ATTRIBUTES]
 
 
-def _read_elsewhere(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+def _read_elsewhere(optimizer: torch.optim.Optimizer) -> dict[int, Content]:
     """`id` of what an attribute may lead to without keeping it: the optimizer, its state, its groups, its parameters."""
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
