@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict
 from typing import Any
 
@@ -31,7 +31,7 @@ class MembersFileText:
         """The run's request."""
         self._known_secrets = secrets_of_environment(os.environ)
         """Secrets of this process's environment, which the file may not contain."""
-        self._seen: tuple[Any, ...] = ()
+        self._seen: tuple[Hashable, ...] = ()
         """The inputs of the facts when they were last made. The driver asks for the text after every report of a worker, so
         making the facts anew each time would take time proportional to the square of the number of workers in each step."""
         self._last: dict[str, Any] | None = None

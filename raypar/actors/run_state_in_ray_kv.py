@@ -13,7 +13,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ray import cloudpickle
 
@@ -23,6 +23,9 @@ from raypar.errors import ClusterError
 from raypar.files.json_values import Json
 from raypar.plan import ParallelPlan
 from raypar.ray_compat.key_value_store import kv_delete, kv_get, kv_list, kv_put
+
+if TYPE_CHECKING:
+    from raypar.actors.run_request import RunRequest
 
 KEPT_STEPS = 1000
 """At least so many of the last steps keep their reports here, for a new driver that does not find them in the run folder."""
@@ -240,11 +243,11 @@ class Journal:
         found: RunCredential = pickle.loads(value)
         return found
 
-    def put_request(self, request: Any) -> None:
+    def put_request(self, request: RunRequest) -> None:
         """Store the run's request: a driver that Ray has restarted reads it here."""
         kv_put(f"{self.prefix}request", cloudpickle.dumps(request), overwrite=True)
 
-    def request(self) -> Any:
+    def request(self) -> RunRequest | None:
         """The run's `RunRequest`; None if the run is over or has not begun."""
         value = kv_get(f"{self.prefix}request")
         return None if value is None else pickle.loads(value)

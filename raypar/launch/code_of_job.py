@@ -173,7 +173,8 @@ def tree_shape(node: Any) -> Hashable:
     if isinstance(node, ast.Constant):
         return type(node.value).__name__, repr(node.value)
     if not isinstance(node, ast.AST):
-        return node
+        plain: Hashable = node
+        return plain
     fields = dict(ast.iter_fields(node))
     body = fields.get("body")
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and body:

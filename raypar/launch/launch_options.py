@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from raypar.callbacks import Callback
 from raypar.errors import ConfigError
+from raypar.files.json_values import Json
 from raypar.record.events import Event, Resumption
 from raypar.storage.run_folder import RunFolder
 
@@ -33,11 +35,11 @@ class LaunchOptions:
     """The event of a resumption (`describe_resumption`), which `make_folder` adds; None for a new run."""
     steps_done: int = 0
     """Steps that are done in the checkpoint to resume from."""
-    former_code: Any = None
+    former_code: Json = None
     """The job's code as that checkpoint has it (`code_of_job`); None if it has none, and for a new run."""
     stop_at_step: int | None = None
     """Number of steps after which the run saves and stops, to be resumed."""
-    callbacks: tuple[Any, ...] = ()
+    callbacks: tuple[Callback, ...] = ()
     """The user's callbacks and trackers, made."""
     address: str | None = None
     """The Ray cluster to join; None: `RAY_ADDRESS`, else a local Ray cluster."""

@@ -7,7 +7,7 @@ import logging
 import os
 import shlex
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +95,7 @@ def find_excluding_rule(root: Path, file: Path) -> str | None:
     from raypar.ray_compat.job_packages import ignore_rules
 
     with_git = os.environ.get(IGNORE_GITIGNORE_VARIABLE, "0") != "1"
-    rules: list[tuple[Path, Any]] = []
+    rules: list[tuple[Path, Callable[[Path], bool]]] = []
     for place in (*reversed(file.parents), file):
         if not place.is_relative_to(root):
             continue

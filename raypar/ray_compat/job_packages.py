@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from raypar.fences.fence import Fence
 from raypar.ray_compat import TESTED
@@ -33,7 +33,7 @@ RULES = Fence(
 )
 
 
-def ignore_rules(place: Path, *, with_git: bool) -> list[tuple[str, Any]] | None:
+def ignore_rules(place: Path, *, with_git: bool) -> list[tuple[str, Callable[[Path], bool]]] | None:
     """(name of the ignore file, predicate: whether it excludes a path) for the ignore files in a folder.
 
     None, after a warning, if this Ray has no such function.

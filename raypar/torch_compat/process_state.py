@@ -172,7 +172,7 @@ def attention_flags() -> Flags:
     )
 
 
-_LEFT_INFERENCE_MODE: list[Any] = []
+_LEFT_INFERENCE_MODE: list[torch.inference_mode] = []
 """Guards that hold inference mode at a value. Freeing one restores the mode before it, so they are never freed."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,7 @@ def preflight(spec: Job) -> PreflightResult:
     return PreflightResult(graph, samples, validation, batch, trial, notes)
 
 
-_TRIALS: dict[tuple[Any, ...], OptimizerTrial] = {}
+_TRIALS: dict[tuple[Hashable, ...], OptimizerTrial] = {}
 """Results of the last trials of PyTorch's own optimizers in this process; see `try_optimizer_of_job`."""
 TRIALS_KEPT = 64
 

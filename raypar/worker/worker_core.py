@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -150,7 +150,7 @@ class WorkerCore:
     """Microbatches of a validation pass that this worker runs, ascending."""
     _loaders: list[MicrobatchLoader]
     """The loaders of the present plan, to be closed."""
-    _datasets: dict[tuple[Any, ...], MapStyleDataset]
+    _datasets: dict[tuple[Hashable, ...], MapStyleDataset]
     """Data set function and arguments -> the data set made; data sets outlive plans."""
     _layouts: dict[int, TensorParallelLayout]
     """Number of shards -> how the model is cut over them; kept because it is needed repeatedly."""
@@ -303,7 +303,7 @@ class WorkerCore:
     def dataset(self, spec: DataConfig) -> MapStyleDataset:
         """The user's data set, made once per worker and data specification."""
         given = ((name, _identity(value)) for name, value in sorted(spec.args.items()))
-        key: tuple[Any, ...] = (_identity(spec.function), *given)
+        key: tuple[Hashable, ...] = (_identity(spec.function), *given)
         if key not in self._datasets:
             with self.guard.watching(f"the data set function {spec.label}"):
                 self._datasets[key] = make_dataset(spec)

@@ -392,7 +392,7 @@ class Recorder(TorchFunctionMode):
             self.guards.append(Guard(len(self.events) - 1, comparable(out)))
         return out
 
-    def _describe(self, value: Any, leaf: Any) -> Any:
+    def _describe(self, value: Any, leaf: Any) -> Hashable | type:
         """An argument in the call log: its value, if it depends on the batch, buffers and constants alone."""
         if not isinstance(leaf, TensorKey):
             return comparable(value) if isinstance(value, _NUMBERS) else type(value)

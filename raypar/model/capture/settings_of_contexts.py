@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy
@@ -17,7 +18,7 @@ def cpu_autocast_setting() -> CpuAutocastSetting:
     return CpuAutocastSetting(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
 
 
-def settings_of_contexts() -> dict[str, Any]:
+def settings_of_contexts() -> dict[str, Hashable]:
     """What contexts and functions other than `no_grad` and the CPU's autocast change -> its value."""
     hooks = saved_tensors_hooks()
     # Those of checkpoint() and save_on_cpu() change no number; a record leaves them out, and plan.recompute saves the memory.
@@ -45,7 +46,7 @@ class SurroundingSettings(NamedTuple):
 
     autocast: CpuAutocastSetting
     """Autocast for CPUs."""
-    others: dict[str, Any]
+    others: dict[str, Hashable]
     """What `settings_of_contexts` returns."""
 
     @staticmethod
@@ -54,7 +55,7 @@ class SurroundingSettings(NamedTuple):
         return SurroundingSettings(cpu_autocast_setting(), settings_of_contexts())
 
 
-def python_random_state() -> tuple[Any, ...]:
+def python_random_state() -> tuple[Hashable, ...]:
     """The state of Python's and numpy's generators, to be compared."""
     state: Any = numpy.random.get_state()
     kind, keys, *rest = state

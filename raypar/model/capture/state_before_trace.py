@@ -133,7 +133,7 @@ def state_of(value: Any, depth: int = 0) -> Content:
     return _Identity(id(value))
 
 
-def is_changed(before: Any, after: Any) -> bool:
+def is_changed(before: Content, after: Content) -> bool:
     """Whether something that was there has changed: a number, a tensor by a write, a generator by drawing.
 
     What was None, or is another tensor or object now, may be a cache, as may be what was added to a dict or at the end of a

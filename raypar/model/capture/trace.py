@@ -190,7 +190,8 @@ def comparable(answer: Any) -> Hashable:
         return "nan"
     if isinstance(answer, (list, tuple)):
         return (type(answer).__name__, tuple(map(comparable, answer)))
-    return answer
+    plain: Hashable = answer
+    return plain
 
 
 def form_of(result: Any) -> Hashable:

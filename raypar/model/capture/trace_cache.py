@@ -489,7 +489,7 @@ def _kinds(trace: Trace) -> list[str]:
 def _is_same_call(layer: LayerProgram, first: LayerProgram, *, training: bool) -> bool:
     """Whether a layer that did nothing but call its module still calls it so: with the same arguments, in the same contexts."""
 
-    def describe(program: LayerProgram) -> tuple[Any, ...]:
+    def describe(program: LayerProgram) -> tuple[Hashable, ...]:
         (event,), names = program.events, {key: name for name, key in program.reads}
         return event.structure, tuple(names[key] for key in event.inputs), event.grad or not training, event.autocast
 

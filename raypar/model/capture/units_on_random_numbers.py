@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -75,7 +75,7 @@ def run_with_random_values(
     return absent
 
 
-def _shape_or_number(value: Any) -> Any:
+def _shape_or_number(value: Any) -> Hashable | type:
     """What two runs must have in common: a tensor's shape, a number or text, the class of anything else."""
     if isinstance(value, Tensor):
         return tuple(value.shape)

@@ -7,7 +7,6 @@ import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from sys import intern
-from typing import Any
 
 from torch import nn
 
@@ -78,7 +77,9 @@ def held_elements_by_layer(graph: Graph, layout: TensorParallelLayout, shard: in
     return tuple(found)
 
 
-def _styles_by_pattern(modules: Mapping[str, tuple[nn.Module, Any]], styles: Mapping[str, str]) -> dict[str, ShardingStyle]:
+def _styles_by_pattern(
+    modules: Mapping[str, tuple[nn.Module, tuple[nn.Module, ...]]], styles: Mapping[str, str]
+) -> dict[str, ShardingStyle]:
     """The styles that the job gives. Raises `PlanError` for a pattern that matches no module."""
     found: dict[str, ShardingStyle] = {}
     for pattern, text in styles.items():

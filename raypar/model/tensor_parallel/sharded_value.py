@@ -128,7 +128,8 @@ class ShardedValue:
     @property
     def mT(self) -> ShardedValue:
         """As `Tensor.mT`: the last two dims exchanged."""
-        return IMPLEMENTATIONS["transpose"](torch.transpose, self, -2, -1)
+        moved: ShardedValue = IMPLEMENTATIONS["transpose"](torch.transpose, self, -2, -1)
+        return moved
 
     @property
     def T(self) -> ShardedValue:

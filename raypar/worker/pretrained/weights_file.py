@@ -17,7 +17,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raypar.errors import CheckpointError, error_first_line, error_message, with_article
 from raypar.files.untrusted_files import (
@@ -581,7 +581,7 @@ class _StateDictWeights(WeightsFile):
     """Tensors of a memory-mapped state_dict. Pages that were read count as the process's memory until they are reclaimed."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        first: dict[Any, str] = {}
+        first: dict[Hashable, str] = {}
         aliases = {}
         for name, tensor in tensors.items():
             place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -10,8 +10,9 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import NamedTuple
 
 from raypar.errors import UserCodeError
 
@@ -50,7 +51,7 @@ class EnvironmentState(NamedTuple):
     """The working directory; None if it has been removed."""
     variables: tuple[tuple[str, str], ...]
     """(name, value) of the environment variables that begin with one of `GUARDED_VARIABLES`, sorted."""
-    handlers: tuple[Any, ...]
+    handlers: tuple[Callable[[int, FrameType | None], None] | int | signal.Handlers | None, ...]
     """Python's handlers of `_SIGNALS`."""
 
 
