@@ -88,8 +88,8 @@ class EventPrinter:
         if isinstance(event, StartupStage):
             event = replace(event, seconds=round(time.monotonic() - self.start_s, 3))
         if self.as_json:
-            facts = tree_without_certain_secrets(event.facts(), self.known_secrets)
-            self.put(json_text({"time": time.time(), **facts}) + "\n")
+            facts = {"time": time.time(), **event.facts()}
+            self.put(json_text(tree_without_certain_secrets(facts, self.known_secrets)) + "\n")
             return
         self.view.apply(event)
         match event:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from itertools import pairwise
-from typing import Any
 
 from raypar.files.json_values import Json
 
@@ -100,7 +99,7 @@ def without_certain_secrets(facts: Mapping[str, Json], known: Collection[str]) -
     return {key: redact_certain_secrets(value, known) if isinstance(value, str) else value for key, value in facts.items()}
 
 
-def tree_without_certain_secrets(value: Json, known: Collection[str]) -> Any:
+def tree_without_certain_secrets(value: Json, known: Collection[str]) -> Json:
     """JSON data without certain secrets in its texts."""
     if isinstance(value, Mapping):
         return {key: tree_without_certain_secrets(each, known) for key, each in value.items()}

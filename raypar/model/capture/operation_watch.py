@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,6 +18,8 @@ from raypar.torch_compat.without_dynamo import without_dynamo
 
 if TYPE_CHECKING:
     from raypar.torch_compat.dispatch import OpOverload
+
+T = TypeVar("T")
 
 
 @without_dynamo
@@ -203,5 +205,5 @@ class UnitAttributes:
         )
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _is_same(value: T, other: T) -> bool:
     return value is other or (type(value) is type(other) and not isinstance(value, Tensor) and bool(value == other))
