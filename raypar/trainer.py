@@ -25,7 +25,6 @@ from raypar.launch.launch_options import EventHandler
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result, raise_run_failure
 from raypar.launch.start_new_run import train_job_in_new_folder
-from raypar.launch.stop_before_training import stopped_before_training
 from raypar.launch.trainer_arguments import (
     Arguments,
     FunctionArgument,
@@ -36,8 +35,8 @@ from raypar.launch.trainer_arguments import (
     with_checked_argument_names,
 )
 from raypar.plan import ParallelPlan
+from raypar.user_code.interrupts import ends_script_if_unhandled, stopped_before_training
 from raypar.user_code.traceback_filter import without_raypar_frames
-from raypar.user_code.unhandled_interrupt import ends_script_if_unhandled
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -233,7 +232,7 @@ class Trainer:
         "brief" prints a few lines, each with the run's name, for many runs side by side; False prints nothing.
         """
         from raypar.console.event_printer import BriefEventPrinter, EventPrinter
-        from raypar.launch.tune_trial import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
+        from raypar.launch.launch_options import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
         from raypar.plan.wording import count_noun
         from raypar.record.events import StartupStage
 

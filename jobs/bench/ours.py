@@ -194,7 +194,7 @@ class RayparOnRay:
         """`count` steps; the next step's calls are queued while one runs. The last loss."""
         import ray
 
-        from raypar.actors.hello_and_failure_messages import StepCall
+        from raypar.actors.messages import StepCall
 
         waiting: list[list[Any]] = []
         loss = float("nan")

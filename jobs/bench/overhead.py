@@ -34,7 +34,7 @@ from ours import sleeping_job
 
 from raypar.actors import answer_batch, driver_actor, driver_client, metrics_publisher, run_state_in_ray_kv
 from raypar.actors.driver_actor import DriverActor
-from raypar.actors.hello_and_failure_messages import StepCall, WorkerHello
+from raypar.actors.messages import StepCall, WorkerHello
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import events as on
 from raypar.elastic.phases import Phase

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import ray
 
-from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
-from raypar.actors.run_request import RunRequest
+from raypar.actors.messages import CallFailure, RunRequest, WorkerHello
 from raypar.elastic.generation_guard import WorkerStatus
 from raypar.plan.microbatches import VoteResult
 from raypar.plan.pieces import AdoptDescription

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raypar.actors.background_tasks import BackgroundTasks
-from raypar.actors.hello_and_failure_messages import CallFailure
+from raypar.actors.messages import CallFailure
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.worker_calls import WorkerCalls

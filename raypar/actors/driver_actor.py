@@ -27,14 +27,13 @@ from raypar.actors.driver_startup import DriverStartup
 from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.generation_change import GenerationChange
-from raypar.actors.hello_and_failure_messages import pickle_error_for_client
 from raypar.actors.members_file import MembersFileText
 from raypar.actors.membership_actions import MembershipActions
+from raypar.actors.messages import RunRequest, pickle_error_for_client
 from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.metrics_publishing_loop import MetricsPublishingLoop
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.run_recorder import RunRecorder
-from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_actions import StepActions

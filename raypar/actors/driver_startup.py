@@ -17,10 +17,9 @@ from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.cluster_info import NodeResources, list_live_node_resources, memory_per_worker
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.first_placement import FirstPlacement, make_groups
-from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
+from raypar.actors.messages import CallFailure, RunRequest, WorkerHello
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.run_recorder import RunRecorder
-from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_reports import StepReports

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from raypar.actors.messages import GRACE_S, RunRequest
 from raypar.actors.ray_lease_store import RayLeaseStore
-from raypar.actors.run_request import GRACE_S, RunRequest
 from raypar.elastic import events as on
 from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
 from raypar.record.events import Event, RunWarning, StopRequest, Wait, text_event

@@ -9,9 +9,9 @@ from typing import Any
 
 from raypar.actors import membership_event_text
 from raypar.actors.background_tasks import BackgroundTasks
+from raypar.actors.messages import RunRequest
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.run_recorder import RunRecorder
-from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_reports import StepReports

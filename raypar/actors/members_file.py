@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from raypar.actors.membership_event_text import WorkerFacts
-from raypar.actors.run_request import RunRequest
+from raypar.actors.messages import RunRequest
 from raypar.elastic import silent_worker_rules
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine

@@ -10,7 +10,7 @@ import ray
 
 from raypar.actors import membership_event_text
 from raypar.actors.background_tasks import BackgroundTasks
-from raypar.actors.run_request import RunRequest
+from raypar.actors.messages import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.worker_calls import WorkerCalls

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from raypar.actors.run_request import RunRequest
+from raypar.actors.messages import RunRequest
 from raypar.elastic import events as on
 from raypar.errors import PlanError
 from raypar.plan import MicrobatchRouting, ParallelPlan

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from raypar.actors.driver_storage_session import DriverStorageSession
-from raypar.actors.hello_and_failure_messages import WorkerHello
 from raypar.actors.jsonl_file import JsonlFile
+from raypar.actors.messages import RunRequest, WorkerHello
 from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.numerics_fingerprint import describe_fingerprint_differences
-from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.step_reports import Report, merge_reports
 from raypar.actors.step_timeline_files import write_step_timeline_files

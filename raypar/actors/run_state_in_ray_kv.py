@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from ray import cloudpickle
 
-from raypar.actors.hello_and_failure_messages import WorkerHello
+from raypar.actors.messages import WorkerHello
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.errors import ClusterError
 from raypar.files.json_values import Json

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.generation_change import GenerationChange
-from raypar.actors.hello_and_failure_messages import StepCall
+from raypar.actors.messages import StepCall
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.side_effect_thread import SideEffectThread

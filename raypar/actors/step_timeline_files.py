@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raypar.actors.run_request import RunRequest
+from raypar.actors.messages import RunRequest
 from raypar.draw.chrome_trace import chrome_trace
 from raypar.draw.swimlane_data import swimlane_data
 from raypar.draw.swimlane_svg import swimlanes_svg

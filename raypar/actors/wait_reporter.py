@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from raypar.actors.actor_handles import WorkerHandle
 from raypar.actors.event_feed import EventFeed
-from raypar.actors.run_request import RunRequest
+from raypar.actors.messages import RunRequest
 from raypar.actors.worker_calls import WorkerCalls
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import WorkerRegistry

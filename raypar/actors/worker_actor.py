@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from raypar.actors.hello_and_failure_messages import CallFailure, StepCall, WorkerHello
 from raypar.actors.liveness_connection import LivenessListener
+from raypar.actors.messages import CallFailure, StepCall, WorkerHello
 from raypar.actors.removed_working_dir import WorkingDirGuard
 from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
 from raypar.comm.tcp.handshake import RunCredential

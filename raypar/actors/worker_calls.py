@@ -14,7 +14,7 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 from raypar.actors.actor_handles import PendingAnswer, Ping, WorkerHandle
 from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_for_answers
 from raypar.actors.background_tasks import BackgroundTasks
-from raypar.actors.hello_and_failure_messages import CallFailure
+from raypar.actors.messages import CallFailure
 from raypar.actors.worker_failures import WorkerFailures, describe_seat
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import gather_answers_within

@@ -17,9 +17,9 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 from raypar.actors.actor_handles import PendingAnswer, Ping, WorkerHandle
 from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, Unanswered, wait_for_answers
 from raypar.actors.cluster_info import list_live_and_dead_nodes, list_live_node_resources, zones_of_nodes
-from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.liveness_connection import LivenessConnections
 from raypar.actors.membership_event_text import WorkerFacts
+from raypar.actors.messages import CallFailure, WorkerHello
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_failures import NodeLossTracker, WorkerFailures
 from raypar.actors.worker_pool import WorkerPool

@@ -21,7 +21,6 @@ from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.make_run_request import make_run_request
 from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.launch.result import Result
-from raypar.launch.stop_before_training import after_the_run
 from raypar.record.events import (
     EndOfRun,
     Event,
@@ -36,12 +35,13 @@ from raypar.record.events import (
     Wait,
 )
 from raypar.storage.run_folder import RunFolder
+from raypar.user_code.interrupts import after_the_run
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, recording_ctrl_c, reraise_ctrl_c
 
 if TYPE_CHECKING:
+    from raypar.actors.messages import RunRequest
     from raypar.actors.placement_queue import PlacementQueue
     from raypar.actors.ray_connection import RayConnection
-    from raypar.actors.run_request import RunRequest
 
 MakeRequest = Callable[[RunFolder, "str | None"], "RunRequest"]
 """Makes the driver's request from the run folder and the address on which workers listen."""

@@ -17,7 +17,7 @@ from raypar.storage.run_folder import RunFolder
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
-    from raypar.actors.run_request import RunRequest
+    from raypar.actors.messages import RunRequest
     from raypar.elastic.run_policy import RunPolicy
     from raypar.plan import ParallelPlan
     from raypar.worker.job_preflight import PreflightResult
@@ -32,7 +32,7 @@ def make_run_request(
     """
     from ray import cloudpickle
 
-    from raypar.actors.run_request import RunRequest
+    from raypar.actors.messages import RunRequest
     from raypar.callbacks import Callbacks
     from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
     from raypar.planner.plan_search import possible_shard_counts

@@ -15,12 +15,12 @@ from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_envir
 from raypar.files.untrusted_files import shorten
 from raypar.launch.job_printer import RESUBMIT_ADVICE
 from raypar.launch.ray_job_resubmission import is_submitted_job
-from raypar.launch.stop_before_training import before_training_error
 from raypar.record.folder import ERROR
 from raypar.storage.filesystems import call_within, open_filesystem
 from raypar.storage.folder_download import has_document, has_run, upload_document
 from raypar.storage.run_folder import parse_storage_location, resume_argument
 from raypar.storage.storage_uri import StorageUri
+from raypar.user_code.interrupts import before_training_error
 from raypar.user_code.traceback_filter import TRACEBACK_VARIABLE, full_traceback, remove_raypar_frames, shows_raypar_frames
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from helpers.trainee import Trainee, kill
 
 from examples import gpt
 from raypar.actors.generation_change import GenerationChange
+from raypar.actors.messages import RunRequest
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.ray_connection import connect_ray
-from raypar.actors.run_request import RunRequest
 from raypar.elastic import actions as do
 from raypar.errors import ModelError
 from raypar.job import ElasticConfig, Job, ModelConfig

@@ -15,7 +15,7 @@ from torch import nn
 
 import raypar
 from raypar.actors.background_tasks import BackgroundTasks
-from raypar.actors.hello_and_failure_messages import CallFailure
+from raypar.actors.messages import CallFailure
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.worker_actor import WorkerActor
 from raypar.callbacks import Callback, Callbacks

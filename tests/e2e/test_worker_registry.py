@@ -5,7 +5,7 @@ import concurrent.futures
 import time
 from types import SimpleNamespace
 
-from raypar.actors.hello_and_failure_messages import WorkerHello
+from raypar.actors.messages import WorkerHello
 from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic import events as on

@@ -74,7 +74,7 @@ def hello(state: State, index: int, run: str, spec: bytes) -> Any:
 
 def call(state: State, index: int, method: str, *args: Any) -> Any:
     """Any method; a failure is returned as (kind, class, text)."""
-    from raypar.actors.hello_and_failure_messages import CallFailure
+    from raypar.actors.messages import CallFailure
 
     answer = getattr(state["actor"], method)(*args)
     return (answer.kind, type(answer.error).__name__, str(answer.error)) if isinstance(answer, CallFailure) else answer

@@ -18,7 +18,7 @@ from helpers.shard_grid import DEPTH, Cell, one_process, seeded_gpt
 from helpers.shard_grid import graph as grid_graph
 from helpers.standin import Setting
 
-from raypar.actors.hello_and_failure_messages import StepCall
+from raypar.actors.messages import StepCall
 from raypar.actors.worker_actor import WorkerActor
 from raypar.job import Job, ModelConfig
 from raypar.model.graph import Graph

@@ -226,8 +226,7 @@ def test_a_driver_starts_without_torch_and_with_all_of_raypar_that_pickles_need(
     }
     needs |= {
         "raypar.actors.numerics_fingerprint",
-        "raypar.actors.hello_and_failure_messages",
-        "raypar.actors.run_request",
+        "raypar.actors.messages",
         "raypar.schedule.program_assignment",
     }
     assert loaded(["raypar.actors.driver_actor"], {"torch", "cupy", "numpy", *needs}) == " ".join(sorted(needs))

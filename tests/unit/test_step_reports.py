@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from raypar.actors import step_reports
-from raypar.actors.hello_and_failure_messages import pickle_error_for_client
+from raypar.actors.messages import pickle_error_for_client
 from raypar.actors.step_reports import StepReports, loss_and_grad_norm_of_step, reconstruct_lost_report
 from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
