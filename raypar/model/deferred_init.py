@@ -420,7 +420,7 @@ class _Operations(TorchDispatchMode):
         """A scratch tensor of this geometry; all share one buffer.
 
         The buffer comes from mmap: blocks that malloc frees one by one leave holes in the heap
-        (`worker.process.malloc_and_gc`).
+        (`worker.process.memory_and_cpu`).
         """
         extent = 1 + sum((n - 1) * step for n, step in zip(target.shape, target.stride(), strict=True))
         nbytes = max(1, extent) * target.element_size()

@@ -74,7 +74,7 @@ class StepReport:
     spans: tuple[InstructionSpan, ...]
     """The instructions and their times, if the step was traced."""
     ledger: Mapping[str, Mapping[str, int]]
-    """Bytes by kind of operation since the generation began (`comm.communication_ledger`): of a traced step, and every
+    """Bytes by kind of operation since the generation began (`comm.transport.CommunicationLedger`): of a traced step, and every
     `SAMPLE_S`; else empty."""
     peak_rss_bytes: int
     """Peak resident memory of the process so far."""
