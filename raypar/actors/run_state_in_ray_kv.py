@@ -25,7 +25,7 @@ from raypar.plan import ParallelPlan
 from raypar.ray_compat.key_value_store import kv_delete, kv_get, kv_list, kv_put
 
 if TYPE_CHECKING:
-    from raypar.actors.run_request import RunRequest
+    from raypar.actors.messages import RunRequest
 
 KEPT_STEPS = 1000
 """At least so many of the last steps keep their reports here, for a new driver that does not find them in the run folder."""
