@@ -43,7 +43,7 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
 INSTALL_S = 1200.0
 VERDICTS = ("exact", "said", "refused", "wrong", "crashed", "not tried")
 REASONS = (
-    ("reads values of activations", ("decides by the values", "depends on the values", "reads values")),
+    ("reads values of activations", ("decides by the values", "depends on the values", "depends on values", "reads values")),
     ("a cache object between units", ("Cache is passed between units", "Cache, into which")),
     ("an object into which PyTorch does not look", ("may hide tensors", "does not look")),
     ("a tensor made where the capture does not look", ("where the capture does not look",)),
