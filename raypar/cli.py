@@ -22,7 +22,7 @@ from raypar.files.atomic_write import DISK_FULL_ERRNOS
 from raypar.files.os_error_cure import NO_DESCRIPTOR_ERRNOS, cure_of_os_error
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.files.untrusted_files import READABLE, printable
-from raypar.user_code.interrupts import describe_interrupt
+from raypar.user_code.interrupts_outside_training import describe_interrupt
 from raypar.user_code.traceback_filter import remove_raypar_frames, shows_raypar_frames
 from raypar.user_code.user_code_errors import recording_ctrl_c
 

@@ -35,7 +35,7 @@ from raypar.launch.trainer_arguments import (
     with_checked_argument_names,
 )
 from raypar.plan import ParallelPlan
-from raypar.user_code.interrupts import ends_script_if_unhandled, stopped_before_training
+from raypar.user_code.interrupts_outside_training import ends_script_if_unhandled, stopped_before_training
 from raypar.user_code.traceback_filter import without_raypar_frames
 
 if TYPE_CHECKING:

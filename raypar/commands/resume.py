@@ -7,7 +7,7 @@ import contextlib
 import shlex
 
 from raypar.console.command_arguments import RUN_DIR, add_run_dir_argument, add_set_argument, add_training_arguments
-from raypar.user_code.interrupts import stopped_before_training
+from raypar.user_code.interrupts_outside_training import stopped_before_training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 
 from raypar.console.command_arguments import add_job_arguments, add_resume_argument, add_training_arguments
-from raypar.user_code.interrupts import stopped_before_training
+from raypar.user_code.interrupts_outside_training import stopped_before_training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -97,8 +97,8 @@ def gather_facts(run_dir: Path | StorageUri, address: str | None, environment: M
         else Gathering(partial(read_folder, run_dir), SYSTEM_S, f"looking at {run_dir}"),
     }
     libraries = ["torch", "torchvision", *["nccl"] * bool(gpus)]
-    torch = Gathering(lambda: run_probe("import_probe", libraries, IMPORT_S), IMPORT_S + 5, "importing PyTorch")
-    ray = Gathering(lambda: run_probe("import_probe", ["ray"], IMPORT_S), IMPORT_S + 5, "importing Ray")
+    torch = Gathering(lambda: run_probe("library_import_probe", libraries, IMPORT_S), IMPORT_S + 5, "importing PyTorch")
+    ray = Gathering(lambda: run_probe("library_import_probe", ["ray"], IMPORT_S), IMPORT_S + 5, "importing Ray")
     cluster: Any = NotKnown("no cluster is named")
     if address is not None:
         cluster = Gathering(lambda: ask_cluster(address, run_dir), CLUSTER_S + 5, "asking the cluster").result()

@@ -35,7 +35,7 @@ from raypar.record.events import (
     Wait,
 )
 from raypar.storage.run_folder import RunFolder
-from raypar.user_code.interrupts import after_the_run
+from raypar.user_code.interrupts_outside_training import after_the_run
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, recording_ctrl_c, reraise_ctrl_c
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def _put_documents_back(
 def _notice_if_killed(run: str, address: str) -> Iterator[None]:
     """While it lasts, a process of its own tells the user what to do if Ray ends this one."""
     from raypar.actors.control_store_watch import current_watch
-    from raypar.actors.killed_process_message import killed_client_text, killed_while_silent_text, print_if_killed
+    from raypar.actors.killed_client_notice import killed_client_text, killed_while_silent_text, print_if_killed
 
     with print_if_killed(killed_client_text(run, address)) as notice:
         if (watch := current_watch()) is not None:

@@ -20,7 +20,7 @@ from raypar.storage.filesystems import call_within, open_filesystem
 from raypar.storage.folder_download import has_document, has_run, upload_document
 from raypar.storage.run_folder import parse_storage_location, resume_argument
 from raypar.storage.storage_uri import StorageUri
-from raypar.user_code.interrupts import before_training_error
+from raypar.user_code.interrupts_outside_training import before_training_error
 from raypar.user_code.traceback_filter import TRACEBACK_VARIABLE, full_traceback, remove_raypar_frames, shows_raypar_frames
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from raypar.model.layer_skeletons import buffers_of_several_layers
 from raypar.model.materialise import materialise
 from raypar.model.split_linear_backward import defer_weight_gradients
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, sharded_loss
-from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePolicy
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ShardedLinear, defer_sharded_weight_gradients
+from raypar.model.tensor_parallel.weight_gradient_memory import GradientReusePolicy
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout

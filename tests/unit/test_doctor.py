@@ -302,7 +302,7 @@ def test_a_probe_that_hangs_is_killed_and_what_it_had_said_counts(monkeypatch, t
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
     began = time.monotonic()
-    assert gather.run_probe("import_probe", ["torch"], 0.3) == {"torch": {}}
+    assert gather.run_probe("library_import_probe", ["torch"], 0.3) == {"torch": {}}
     assert time.monotonic() - began < 5
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from raypar.errors import ModelError
 from raypar.fences.fence import FENCES, Fence
 from raypar.job.read_job import parse_job
-from raypar.model.tensor_parallel.gradient_memory_reuse import KeptGradientMemory
+from raypar.model.tensor_parallel.weight_gradient_memory import KeptGradientMemory
 from raypar.plan import ParallelPlan
 from raypar.torch_compat import (
     autograd,

@@ -27,10 +27,10 @@ from raypar.model.split_linear_backward import (
     will_accumulate_weight_gradient,
 )
 from raypar.model.tensor_parallel import autograd_collectives
-from raypar.model.tensor_parallel.gradient_memory_reuse import KeptGradientMemory
 from raypar.model.tensor_parallel.group import ShardedModule, ShardGroup
 from raypar.model.tensor_parallel.local_part_layout import FEATURES, LocalPartLayout, sequence_part_layout
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, take_part
+from raypar.model.tensor_parallel.weight_gradient_memory import KeptGradientMemory
 from raypar.model.transposed_linear import is_transposed_linear, linear_features
 from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 

@@ -17,8 +17,8 @@ from raypar.comm.buffer_pool import CPU
 from raypar.errors import RayparError, UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.model.split_linear_backward import DeferredWeightGradient, Stash
-from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePolicy
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
+from raypar.model.tensor_parallel.weight_gradient_memory import GradientReusePolicy
 from raypar.plan import MicrobatchRouting
 from raypar.torch_compat.autograd import has_gradient_hooks
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS

@@ -1,7 +1,7 @@
 """Tries, in a process of its own, whether PyTorch, torchvision, NCCL and Ray can be imported, for `raypar doctor`.
 
-`python -m raypar.actors.import_probe torch torchvision nccl` prints a JSON line for each, as soon as it is known: where one
-hangs, those before it are known.
+`python -m raypar.actors.library_import_probe torch torchvision nccl` prints a JSON line for each, as soon as it is known:
+where one hangs, those before it are known.
 """
 
 from __future__ import annotations

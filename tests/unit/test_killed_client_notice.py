@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from raypar.actors.killed_process_message import killed_client_text, killed_while_silent_text
+from raypar.actors.killed_client_notice import killed_client_text, killed_while_silent_text
 
 PROGRAM = """
 import os, sys
-from raypar.actors.killed_process_message import print_if_killed
+from raypar.actors.killed_client_notice import print_if_killed
 with print_if_killed("error: it is over") as notice:
     {end}
 """
