@@ -36,13 +36,13 @@ class MetricsPublishingLoop:
         """
         try:
             while self.machine.phase is not Phase.OVER:
-                await self.side_effects.awaited(partial(self.recorder.publish_metrics, self.counts()))
+                await self.side_effects.awaited(partial(self.recorder.publish_metrics, self.worker_counts()))
                 await asyncio.sleep(PUBLISH_S)
         except Exception as error:
             text = f"metrics are not published any more ({type(error).__name__}: {error}); training is not touched by that"
             self.side_effects.note(RunWarning(text=text))
 
-    def counts(self) -> WorkerCounts:
+    def worker_counts(self) -> WorkerCounts:
         """The workers of the run at present."""
         membership, pool = self.machine.membership, self.pool
         return count_workers(

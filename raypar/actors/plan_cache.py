@@ -11,7 +11,7 @@ from raypar.errors import PlanError
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.wording import count_noun
 from raypar.planner.memory_sheet import out_of_memory_advice
-from raypar.planner.plan_search import possible_shard_counts, predict_step, search_plans
+from raypar.planner.plan_search import predict_step, reachable_shard_counts, search_plans
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
 
@@ -73,7 +73,7 @@ class PlanCache:
         known = [limit for limit in (self.request.profile.memory_bytes, memory_bytes) if limit is not None]
         profile = replace(self.request.profile, memory_bytes=min(known, default=None))
         most = max(stage.shards for stage in self.request.plan.stages)
-        shards = next(n for n in possible_shard_counts(self.request.plan) if most % n == 0 and n <= max(1, workers))
+        shards = next(n for n in reachable_shard_counts(self.request.plan) if most % n == 0 and n <= max(1, workers))
         try:
             choice = search_plans(profile, workers, self.request.batching, shards, self.request.plan.recompute)
         except PlanError as error:

@@ -265,7 +265,7 @@ def check_address_space(facts: LimitFacts | NotKnown) -> list[Finding]:
     return [Finding("failure", "address space", text, cure)]
 
 
-def check_host(facts: HostFacts | NotKnown, address: str | None) -> list[Finding]:
+def check_host_name_and_ports(facts: HostFacts | NotKnown, address: str | None) -> list[Finding]:
     """The machine's name, its address and ports. `address`: of the cluster to join; None: none is named."""
     if isinstance(facts, NotKnown):
         return [Finding("failure", "host name", facts.why, "add this machine's name to /etc/hosts, or repair /etc/resolv.conf")]

@@ -51,7 +51,7 @@ CHECKS = (
     Check("runs folder", ("runs",), machine.check_runs_folder),
     Check("temporary files", ("temporary",), machine.check_temporary_folder),
     Check("room for logs", ("temporary",), machine.check_room_for_logs, ("machine", "run"), judges_unknown=True),
-    Check("host name", ("host", "address"), machine.check_host, judges_unknown=True),
+    Check("host name", ("host", "address"), machine.check_host_name_and_ports, judges_unknown=True),
     Check("auth token", ("token", "address"), machine.check_token),
     Check("TLS", ("tls",), machine.check_tls),
     Check("environment", ("environment", "host"), check_environment, judges_unknown=True),

@@ -141,7 +141,7 @@ def _balanced(profile: ModelProfile, verdict: EvaluatedCandidate, microbatches: 
     return min(verdict, other, key=_order) if fits else verdict
 
 
-def possible_shard_counts(plan: ParallelPlan) -> tuple[int, ...]:
+def reachable_shard_counts(plan: ParallelPlan) -> tuple[int, ...]:
     """Numbers of shards that a run of this plan may come to have, most first: those of its stages, and divisors of the most."""
     own = {stage.shards for stage in plan.stages}
     most = max(own)

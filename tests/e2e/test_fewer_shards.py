@@ -24,7 +24,7 @@ from raypar.launch.result import Result
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_report import fewer_shards_warnings
-from raypar.planner.plan_search import possible_shard_counts
+from raypar.planner.plan_search import reachable_shard_counts
 from raypar.record.events import GenerationStart
 from raypar.storage.run_folder import RunFolder
 from raypar.worker.job_preflight import check_other_shard_counts, preflight
@@ -92,7 +92,7 @@ def test_the_numbers_of_shards_that_a_run_may_come_to_are_checked_before_it_begi
     spec = six_heads()
     checked = preflight(spec)
     plan = ParallelPlan.mesh(tp=4, layers=4)
-    check_other_shard_counts(spec, checked, plan, possible_shard_counts(plan))
+    check_other_shard_counts(spec, checked, plan, reachable_shard_counts(plan))
     seen = []
 
     def refuse(spec, checked, plan):
@@ -101,7 +101,7 @@ def test_the_numbers_of_shards_that_a_run_may_come_to_are_checked_before_it_begi
 
     monkeypatch.setattr("raypar.worker.job_preflight.check_model_can_shard", refuse)
     with pytest.raises(ModelError, match="with 2 shards, to which an elastic run comes when workers are lost: softmax needs"):
-        check_other_shard_counts(spec, checked, plan, possible_shard_counts(plan))
+        check_other_shard_counts(spec, checked, plan, reachable_shard_counts(plan))
     assert seen == [2]
 
 

@@ -47,7 +47,7 @@ def gradients_of_microbatches(
 ) -> list[dict[str, Tensor | None]]:
     """By microbatch: parameter -> gradient of the first step, before anything is added over microbatches."""
     rows: dict[tuple[int, int], dict[str, Tensor | None]] = defaultdict(dict)
-    add, enter = GradientAccumulator._add, GradientAccumulator.enter
+    add, switch = GradientAccumulator._add, GradientAccumulator.switch_to_block
 
     def keep(self: GradientAccumulator, block: int, uses: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         for use, gradient in zip(uses, gradients, strict=True):
@@ -55,7 +55,7 @@ def gradients_of_microbatches(
         add(self, block, uses, gradients)
 
     monkeypatch.setattr(GradientAccumulator, "_add", keep)
-    monkeypatch.setattr(GradientAccumulator, "enter", lambda self, block, *, join=False: enter(self, block))
+    monkeypatch.setattr(GradientAccumulator, "switch_to_block", lambda self, block, *, join=False: switch(self, block))
     with OneProcessRun(spec, plan, schedule) as run:
         run.step(0)
         canonical = canonical_names(run.graph)

@@ -19,8 +19,8 @@ from raypar.planner.plan_report import plan_report, plan_report_as_dict, short_p
 from raypar.planner.plan_search import (
     ABOUT_AS_FAST,
     evaluate_candidate,
-    possible_shard_counts,
     predict_step,
+    reachable_shard_counts,
     search_plans,
     simulation_costs,
 )
@@ -250,6 +250,6 @@ def test_layers_are_recomputed_where_memory_asks_for_it_and_nowhere_else():
 
 
 def test_a_job_may_come_to_have_the_shards_it_has_and_what_divides_the_most():
-    assert possible_shard_counts(ParallelPlan.mesh(tp=4, layers=2)) == (4, 2, 1)
-    assert possible_shard_counts(ParallelPlan.of((1, 1), (6, 4), layers=2)) == (6, 4, 3, 2, 1)
-    assert possible_shard_counts(ParallelPlan.mesh(layers=2)) == (1,)
+    assert reachable_shard_counts(ParallelPlan.mesh(tp=4, layers=2)) == (4, 2, 1)
+    assert reachable_shard_counts(ParallelPlan.of((1, 1), (6, 4), layers=2)) == (6, 4, 3, 2, 1)
+    assert reachable_shard_counts(ParallelPlan.mesh(layers=2)) == (1,)

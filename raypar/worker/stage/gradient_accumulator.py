@@ -136,7 +136,7 @@ class GradientAccumulator:
         merges = self._path_of(block)
         return self._halves_left == 2 or bool(merges and self._complete.intersection(merges[0][1:]))
 
-    def enter(self, block: int, *, join: bool = False) -> None:
+    def switch_to_block(self, block: int, *, join: bool = False) -> None:
         """Let autograd add to this block from now on. `join`: in one whole backward pass, with nothing put off."""
         if block == self._current:
             return
@@ -168,7 +168,7 @@ class GradientAccumulator:
         self._halves_left -= halves
         if self._left[block]:
             return
-        self.enter(block)
+        self.switch_to_block(block)
         for use in self._settled:
             if self.leaves[use].grad is not None:
                 raise ModelError(

@@ -414,7 +414,7 @@ class Stage:
         live = self._live[microbatch]
         self.deferred.stash = live.stash  # activation checkpointing inside a layer runs its forward again in here
         block = self.routing.microbatches.block_of(microbatch)
-        self.gradients.enter(block, join=halves == 2 and not self.deferred.parameters)
+        self.gradients.switch_to_block(block, join=halves == 2 and not self.deferred.parameters)
         roots, starts = self._roots(live, gradients)
         self._run_autograd(
             microbatch, block if halves == 2 and self.gradients.settles_inside_backward(block) else None, roots, starts
