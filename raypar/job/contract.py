@@ -68,7 +68,7 @@ def contract_of_job(job: Job) -> dict[str, Json]:
         empty = isinstance(value, Section) and default is None and value == type(value).model_construct()
         if name in ALWAYS or not (value == default or empty):
             made[NAMES.get(name, name)] = FORMS[name](job) if name in FORMS else _form(value, name)
-    plain: dict[str, Json] = json.loads(json.dumps(made, default=_as_text))
+    plain: dict[str, Json] = json.loads(json.dumps(_with_json_keys(made), default=_as_text))
     return plain
 
 
@@ -120,6 +120,14 @@ def _form(value: Any, key: str) -> Any:
         if name not in made and marker_of(type(value), name) is None and (own != info.default or path in ALWAYS):
             made[name] = _form(own, path)
     return made
+
+
+def _with_json_keys(value: Any) -> Any:
+    """A value whose dicts have no other keys than JSON can hold: a tuple, say, is its text."""
+    if isinstance(value, dict):
+        kept = (str, int, float, type(None))
+        return {k if isinstance(k, kept) else stable_argument_text(k): _with_json_keys(part) for k, part in value.items()}
+    return [_with_json_keys(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def _as_text(value: Any) -> str:

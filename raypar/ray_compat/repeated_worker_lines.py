@@ -5,6 +5,7 @@ Ray does so from three workers on; of two, it prints the second one's line some 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
@@ -18,6 +19,8 @@ COUNT_S = 5.0
 """Lines that were not shown are counted aloud after this time, with the next line of a worker, or at the end."""
 MOST_LINES = 2000
 """Number of lines that are remembered."""
+LONG_LINE = 500
+"""Of a longer line, in characters, its hash is remembered."""
 
 
 @dataclass
@@ -63,6 +66,8 @@ class RepeatedWorkerLines:
     def _is_shown(self, line: str, source: Hashable, now_s: float) -> bool:
         if not line.strip() or self._always.search(line):
             return True
+        if len(line) > LONG_LINE:
+            line = hashlib.sha256(line.encode(errors="surrogatepass")).hexdigest()
         before = self._shown.get(line)
         if before is not None and now_s - before.time_s < SAME_S and source not in before.sources:
             before.sources.add(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import warnings
@@ -148,7 +149,8 @@ TRIALS_KEPT = 64
 def try_optimizer_of_job(spec: Job, graph: Graph) -> OptimizerTrial | None:
     """What a trial finds out about the job's optimizer (`try_optimizer`); None if the model has nothing to train.
 
-    One of PyTorch's own optimizers does the same each time: it is not tried again for the same arguments and shapes.
+    One of PyTorch's own optimizers does the same each time: it is not tried again for the same arguments and shapes, unless
+    somebody has replaced one of its methods or defaults.
     """
     frozen, optimizer, dtype = frozen_parameters(graph), spec.optimizer, _dtype(spec)
     shapes = {name: tuple(shape) for name, shape in parameter_shapes(graph).items() if name not in frozen and shape.numel()}
@@ -161,12 +163,21 @@ def try_optimizer_of_job(spec: Job, graph: Graph) -> OptimizerTrial | None:
         return try_optimizer(optimizer, shapes, dtype)
     if not any(function is known for known in vars(torch.optim).values()):
         return try_optimizer(optimizer, shapes, dtype)
-    key = (function, optimizer.label, arguments, tuple(shapes.items()), dtype)
-    if key not in _TRIALS:
+    known = (function, optimizer.label, arguments, tuple(shapes.items()), dtype)
+    found = _TRIALS.get((*known, _code_of_class(function)))
+    if found is None:
+        found = try_optimizer(optimizer, shapes, dtype)
         while len(_TRIALS) >= TRIALS_KEPT:
             del _TRIALS[next(iter(_TRIALS))]
-        _TRIALS[key] = try_optimizer(optimizer, shapes, dtype)
-    return _TRIALS[key]
+        # PyTorch itself wraps methods of a class when the first of its optimizers is made: they are looked at after the trial.
+        _TRIALS[(*known, _code_of_class(function))] = found
+    return found
+
+
+def _code_of_class(kind: Callable[..., Any]) -> tuple[Hashable, ...]:
+    """The functions of a class and of those that it is derived from, and its arguments' defaults."""
+    functions = (part for base in getattr(kind, "__mro__", ()) for part in vars(base).values() if inspect.isroutine(part))
+    return str(inspect.signature(kind)), *functions
 
 
 MASKED_LABEL = -100

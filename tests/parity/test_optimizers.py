@@ -115,6 +115,23 @@ def test_an_optimizer_of_pytorch_is_tried_once_for_the_same_arguments_and_shapes
     assert len(tried) == 8
 
 
+def test_an_optimizer_of_pytorch_is_tried_again_when_a_method_of_it_is_replaced(monkeypatch):
+    monkeypatch.setattr(job_preflight, "_TRIALS", {})
+    first, step = preflight(job_of(spec(torch.optim.Adam, lr=0.1))).optimizer, torch.optim.Adam.step
+    assert first is not None and first.kind is OptimizerKind.ELEMENTWISE
+
+    def scales(self, closure=None):
+        for parameter in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            parameter.grad.add_(parameter.grad.norm())
+        return step(self, closure)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", scales)
+    replaced = preflight(job_of(spec(torch.optim.Adam, lr=0.1))).optimizer
+    assert replaced is not None and replaced.kind is OptimizerKind.PER_PARAMETER
+    monkeypatch.setattr(torch.optim.Adam, "step", step)
+    assert preflight(job_of(spec(torch.optim.Adam, lr=0.1))).optimizer is first
+
+
 REFUSED = {
     "int key": r"optimizer state 0 of first.weight is named by an int, not by a text",
     "empty key": r"optimizer state '' of first.weight is named by no printable text",

@@ -265,3 +265,11 @@ def test_a_forward_that_fails_shows_the_line_of_the_user_and_few_others(model: C
     assert "During handling" not in found.value.what and "_call_impl" not in found.value.what
     if model is MisfittingPair:
         assert "self.second(self.first(x))" in found.value.what
+
+
+def test_a_dict_among_the_arguments_may_have_keys_that_json_has_not():
+    def contract(key: Any) -> Any:
+        return contract_of_job(Trainer(**{**GOOD, "model": ("helpers.tiny_job:model", {"sizes": [{key: 1}]})}).job)["model"]
+
+    assert contract((1, 2)) == contract((1, 2)) != contract((1, 3))
+    assert contract(7)["args"] == {"sizes": [{"7": 1}]}

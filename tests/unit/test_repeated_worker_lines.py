@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from ray._private import worker as ray_worker
 
@@ -60,6 +62,17 @@ def test_the_memory_of_lines_is_bounded():
     for number in range(MOST_LINES + 1):
         lines.shown([f"line {number}"], 1, 0.0)
     assert lines.shown([f"line {MOST_LINES}", "line 0"], 2, 0.0) == ["line 0"]
+
+
+def test_the_memory_of_long_lines_is_bounded():
+    lines = RepeatedWorkerLines({})
+    tracemalloc.start()
+    for number in range(100):
+        lines.shown([f"{number} " + "x" * 200_000], 1, 0.0)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 1e6
+    assert lines.shown(["99 " + "x" * 200_000, "99 " + "x" * 199_999 + "y"], 2, 0.0) == ["99 " + "x" * 199_999 + "y"]
 
 
 def test_what_ray_prints_of_workers_goes_through_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
