@@ -23,6 +23,7 @@ from typing import Any
 
 from raypar.files.json_values import Json
 from raypar.job import FunctionConfig, Job
+from raypar.launch.values_of_job import VALUES
 
 PACKAGE = "package "
 """What the names of packages begin with; other names are paths below the folder of import, or `script: function`."""
@@ -38,13 +39,13 @@ def code_of_job(spec: Job) -> dict[str, str]:
 
 def describe_code_change(then: Json, now: Mapping[str, str]) -> str | None:
     """One line that says what of a job's code has changed; None if nothing has. `then`: as the checkpoint has it; None in those
-    of a raypar that kept no digests, about which nothing is said."""
+    of a raypar that kept no digests, about which nothing is said, nor of values of which only one of both has a digest."""
     if not isinstance(then, Mapping):
         return None
     parts = []
     for name in sorted({*then, *now}):
         before, after = then.get(name), now.get(name)
-        if before == after:
+        if before == after or (name.startswith(VALUES) and None in (before, after)):
             continue
         if name.startswith(PACKAGE):
             parts.append(f"{name} {before or '(not used)'} -> {after or '(not used)'}")

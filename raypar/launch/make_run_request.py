@@ -12,6 +12,7 @@ from raypar.job.contract import CODE, contract_of_job
 from raypar.launch.chosen_plan import ChosenPlan
 from raypar.launch.code_of_job import code_of_job, describe_code_change
 from raypar.launch.launch_options import LaunchOptions
+from raypar.launch.values_of_job import values_of_job
 from raypar.storage.filesystems import pickle_registered_filesystems
 from raypar.storage.run_folder import RunFolder
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
@@ -86,8 +87,8 @@ def make_run_request(
 
 
 def contract_fields(options: LaunchOptions) -> dict[str, Any]:
-    """The fields of a request that say what the run's checkpoints hold of the job, and what of its code has changed."""
-    code = code_of_job(options.job)
+    """The fields of a request that say what the run's checkpoints hold of the job, and what of its code and of the values that its functions hold has changed."""
+    code = code_of_job(options.job) | values_of_job(options.job)
     changed = describe_code_change(options.former_code, code)
     return {"contract": {**contract_of_job(options.job), CODE: code}, "warnings": () if changed is None else (changed,)}
 

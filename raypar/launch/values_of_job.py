@@ -1,0 +1,185 @@
+"""Digests of the values that a job's functions hold, which neither their names nor their code tell: closures, attributes, data.
+
+They stand in checkpoints beside the digests of the code (`code_of_job.py`), and what has changed is said when a run is resumed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Real
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypar.errors import ConfigError
+from raypar.job import FunctionConfig, Job
+from raypar.job.callable_text import without_addresses
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
+
+VALUES = "values of "
+"""What the names of these digests begin with; the key of the job follows."""
+WHOLE_BYTES, PIECES, PIECE_BYTES = 4 << 20, 64, 64 << 10
+"""Of a larger tensor than this so many pieces count, evenly spread: it may be a mapped file of any size."""
+MAX_DEPTH = 50
+"""Values deeper inside each other do not count."""
+_MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+"""Private attributes of an `nn.Module` that count."""
+
+
+def values_of_job(spec: Job) -> dict[str, str]:
+    """`values of KEY` -> digest, of the job's functions with their arguments.
+
+    Parameters of the model do not count: those of a checkpoint take their place. Nor do types of numbers, and whether a
+    sequence is a tuple or a list.
+    """
+    found: dict[str, str] = {}
+    for key in ("model", "loss", "data", "optimizer", "lr_schedule"):
+        ref = getattr(spec, key)
+        if ref is not None:
+            found[VALUES + key] = _Values(with_tensors=key != "model").of([_function_of(ref), ref.args]).hex()
+    return found
+
+
+def _function_of(ref: FunctionConfig) -> Any:
+    """The function itself, also where its name is given; None for a name that cannot be imported, which `preflight` refuses."""
+    if ref.is_loss_of_model:
+        return None
+    try:
+        return ref.resolve()
+    except ConfigError:
+        return None
+
+
+class _Values:
+    """Follows values to those inside them, each object once."""
+
+    def __init__(self, *, with_tensors: bool) -> None:
+        self._with_tensors = with_tensors
+        self._found: dict[int, tuple[Any, bytes]] = {}
+        """Id of an object -> (the object, its digest); of one that is being followed, what stands for itself inside it."""
+
+    def of(self, value: Any, depth: int = 0) -> bytes:
+        """The digest of a value."""
+        if id(value) in self._found:
+            return self._found[id(value)][1]
+        self._found[id(value)] = value, b"itself"
+        try:
+            text = self._text(value, depth + 1) if depth < MAX_DEPTH else b"deeper"
+        except USER_CODE_ERRORS as error:  # a `__repr__` or `__fspath__` of the user's
+            reraise_ctrl_c(error)
+            text = b"unreadable"
+        digest = hashlib.sha256(text).digest()
+        self._found[id(value)] = value, digest
+        return digest
+
+    def _text(self, value: Any, depth: int) -> bytes:
+        if isinstance(value, Tensor) or _is_array(value):
+            return _tensor_text(value) if self._with_tensors else b"tensor"
+        if isinstance(value, Real):
+            return repr(float(value)).encode()
+        if isinstance(value, (str, os.PathLike)):
+            return os.fsencode(os.fspath(value))
+        if value is None or isinstance(value, bytes):
+            return repr(value).encode()
+        if isinstance(value, Mapping):
+            return b"mapping" + b"".join(sorted(self.of(k, depth) + self.of(v, depth) for k, v in value.items()))
+        if isinstance(value, (list, tuple)):
+            own = self._attributes(value, depth) if _is_plain_subclass(value) else b""
+            return b"sequence" + b"".join(self.of(part, depth) for part in value) + own
+        if isinstance(value, (set, frozenset)):
+            return b"set" + b"".join(sorted(self.of(part, depth) for part in value))
+        if isinstance(value, functools.partial):
+            return b"partial" + b"".join(self.of(part, depth) for part in (value.func, value.args, value.keywords))
+        if isinstance(value, MethodType):
+            return b"method" + self.of(value.__func__, depth) + self.of(value.__self__, depth)
+        if isinstance(value, FunctionType):
+            held = [*_closure(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            return b"function" + b"".join(self.of(part, depth) for part in held)
+        if isinstance(value, (type, ModuleType, BuiltinFunctionType)):
+            return b"code"
+        return self._attributes(value, depth)
+
+    def _attributes(self, value: Any, depth: int) -> bytes:
+        """Of an object: its class's name and its attributes; of Python's own classes their text, of packages' public ones."""
+        kind = type(value)
+        name = f"{kind.__module__}.{kind.__qualname__}".encode()
+        if kind.__module__.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+            return name + without_addresses(repr(value)).encode()
+        theirs = isinstance(value, nn.Module) or _is_of_package(kind)
+        held = _attributes_of(value)
+        if held is None:
+            return name + without_addresses(repr(value)).encode()
+        left_out = {"training"} if isinstance(value, nn.Module) else set[str]()
+        left_out |= {key for key in held if theirs and key[:1] == "_" and key not in _MODULE_PARTS}
+        return name + b"".join(k.encode() + b"=" + self.of(v, depth) for k, v in sorted(held.items()) if k not in left_out)
+
+
+def _attributes_of(value: Any) -> dict[str, Any] | None:
+    """An object's own attributes; None if its class keeps none in Python."""
+    slots = [name for kind in type(value).__mro__ for name in _as_names(vars(kind).get("__slots__", ()))]
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    own = {name: getattr(value, name) for name in slots if hasattr(value, name) and name != "__dict__"}
+    return own | getattr(value, "__dict__", {})
+
+
+def _as_names(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _closure(function: FunctionType) -> Iterator[Any]:
+    """The values of a function's closure that are there."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            yield None
+
+
+def _is_plain_subclass(value: Any) -> bool:
+    """Whether a list or tuple is one of a class of its own with attributes."""
+    return type(value) not in (list, tuple) and bool(getattr(value, "__dict__", None))
+
+
+def _is_of_package(kind: type) -> bool:
+    """Whether a class comes from an installed package."""
+    file = str(getattr(sys.modules.get(kind.__module__), "__file__", None))
+    return "site-packages" in file or "dist-packages" in file
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _tensor_text(value: Any) -> bytes:
+    """Shape, dtype and values of a tensor or array; of a large one pieces of its bytes, of one without plain values none."""
+    head = f"{value.dtype} {list(value.shape)} ".encode()
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+            return head
+        if not value.is_contiguous() and value.numel() * value.element_size() > WHOLE_BYTES:
+            return head
+        data = memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    elif value.dtype.hasobject:
+        return head + repr(value.tolist()).encode()
+    elif not value.flags.c_contiguous and value.nbytes > WHOLE_BYTES:
+        return head
+    else:
+        import numpy
+
+        data = memoryview(numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8))
+    digest = hashlib.sha256()
+    if len(data) <= WHOLE_BYTES:
+        digest.update(data)
+    else:
+        for piece in range(PIECES):
+            at = piece * (len(data) - PIECE_BYTES) // (PIECES - 1)
+            digest.update(data[at : at + PIECE_BYTES])
+    return head + digest.digest()
