@@ -87,7 +87,8 @@ def make_run_request(
 
 
 def contract_fields(options: LaunchOptions) -> dict[str, Any]:
-    """The fields of a request that say what the run's checkpoints hold of the job, and what of its code and of the values that its functions hold has changed."""
+    """The fields of a request that say what the run's checkpoints hold of the job, and what has changed of its code and of the
+    values that its functions hold."""
     code = code_of_job(options.job) | values_of_job(options.job)
     changed = describe_code_change(options.former_code, code)
     return {"contract": {**contract_of_job(options.job), CODE: code}, "warnings": () if changed is None else (changed,)}

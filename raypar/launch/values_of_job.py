@@ -166,7 +166,7 @@ def _tensor_text(value: Any) -> bytes:
             return head
         if not value.is_contiguous() and value.numel() * value.element_size() > WHOLE_BYTES:
             return head
-        data = memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     elif value.dtype.hasobject:
         return head + repr(value.tolist()).encode()
     elif not value.flags.c_contiguous and value.nbytes > WHOLE_BYTES:
@@ -174,7 +174,7 @@ def _tensor_text(value: Any) -> bytes:
     else:
         import numpy
 
-        data = memoryview(numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8))
+        data = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8).data
     digest = hashlib.sha256()
     if len(data) <= WHOLE_BYTES:
         digest.update(data)

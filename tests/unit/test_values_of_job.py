@@ -1,4 +1,4 @@
-"""Digests of the values that a job's functions hold: which values count, which do not, and what a resumed run says of a change."""
+"""Digests of the values that a job's functions hold: which values count, and what a resumed run says of a change."""
 
 import functools
 from collections.abc import Callable
