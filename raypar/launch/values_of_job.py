@@ -14,9 +14,6 @@ from numbers import Real
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from raypar.errors import ConfigError
 from raypar.job import FunctionConfig, Job
 from raypar.job.callable_text import without_addresses
@@ -79,7 +76,7 @@ class _Values:
         return digest
 
     def _text(self, value: Any, depth: int) -> bytes:
-        if isinstance(value, Tensor) or _is_array(value):
+        if _is_tensor(value) or _is_array(value):
             return _tensor_text(value) if self._with_tensors else b"tensor"
         if isinstance(value, Real):
             return repr(float(value)).encode()
@@ -111,11 +108,12 @@ class _Values:
         name = f"{kind.__module__}.{kind.__qualname__}".encode()
         if kind.__module__.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
             return name + without_addresses(repr(value)).encode()
-        theirs = isinstance(value, nn.Module) or _is_of_package(kind)
+        is_module = hasattr(kind, "named_parameters") and hasattr(kind, "modules")
+        theirs = is_module or _is_of_package(kind)
         held = _attributes_of(value)
         if held is None:
             return name + without_addresses(repr(value)).encode()
-        left_out = {"training"} if isinstance(value, nn.Module) else set[str]()
+        left_out = {"training"} if is_module else set[str]()
         left_out |= {key for key in held if theirs and key[:1] == "_" and key not in _MODULE_PARTS}
         return name + b"".join(k.encode() + b"=" + self.of(v, depth) for k, v in sorted(held.items()) if k not in left_out)
 
@@ -153,6 +151,12 @@ def _is_of_package(kind: type) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
 def _is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
@@ -160,8 +164,10 @@ def _is_array(value: Any) -> bool:
 
 def _tensor_text(value: Any) -> bytes:
     """Shape, dtype and values of a tensor or array; of a large one pieces of its bytes, of one without plain values none."""
+    import torch
+
     head = f"{value.dtype} {list(value.shape)} ".encode()
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_meta or value.is_quantized:
             return head
         if not value.is_contiguous() and value.numel() * value.element_size() > WHOLE_BYTES:
