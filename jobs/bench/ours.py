@@ -18,7 +18,11 @@ from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.record.events import MAX_STEPS
 from raypar.schedule import registry
-from raypar.worker.process.memory_and_cpu import freeze_existing_objects, keep_freed_memory, return_unused_memory
+from raypar.worker.process.allocator_and_garbage_collector import (
+    freeze_existing_objects,
+    keep_freed_memory,
+    return_unused_memory,
+)
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import StepReport, WorkerCore
 

@@ -126,7 +126,7 @@ def _ask(node: dict[str, Any], actor: Any, answer: Any, until: float) -> dict[st
 
 def main(address: str, folder: str) -> dict[str, Json]:
     """What the cluster at `address` says; `error` if it cannot be joined. A local cluster of this user's is shown its token."""
-    from raypar.actors.local_ray_cluster import find_local_token
+    from raypar.actors.local_cluster_token import find_local_token
     from raypar.ray_compat.authentication import token_authentication
 
     token = find_local_token(address)

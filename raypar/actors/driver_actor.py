@@ -57,7 +57,7 @@ from raypar.record.events import (
     RunWarning,
 )
 from raypar.storage.filesystems import register_pickled_filesystems
-from raypar.worker.process.memory_and_cpu import thread_cpu_wait_s
+from raypar.worker.process.thread_activity import thread_cpu_wait_s
 
 ActionTable = Mapping[type[do.Action], Callable[[Any, str], None]]
 """Kind of action -> what carries it out: it takes the action and its reason."""

@@ -28,7 +28,7 @@ from raypar.actors.actor_handles import DriverHandle, PendingAnswer, Polled, kil
 from raypar.actors.control_store_watch import ControlStoreLost, call_ray, current_watch, run_with_timeout
 from raypar.actors.driver_actor import ABANDONED_S, DriverActor
 from raypar.actors.driver_shutdown import CLIENT_GONE_S
-from raypar.actors.local_ray_cluster import describe_full_temp, give_reserve_to_ray
+from raypar.actors.local_cluster_folder import describe_full_temp, give_reserve_to_ray
 from raypar.actors.messages import GRACE_S, RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_pool import remove_leftover_placement_groups, run_namespace

@@ -25,15 +25,9 @@ from raypar.actors.control_store_watch import (
     silence_limit_s,
     watch_control_store,
 )
-from raypar.actors.local_ray_cluster import (
-    LocalNode,
-    choose_token,
-    cpus_per_node,
-    remove_local_ray_on_exit,
-    room_for_new_driver,
-    start_local_nodes,
-    write_token_file,
-)
+from raypar.actors.local_cluster_folder import remove_local_ray_on_exit, room_for_new_driver
+from raypar.actors.local_cluster_token import choose_token, write_token_file
+from raypar.actors.local_nodes import LocalNode, cpus_per_node, start_local_nodes
 from raypar.doctor.check_environment import FOLDER_NAMES, SOCKET_PATH_ROOM
 from raypar.doctor.check_machine import OBJECT_STORE_BYTES
 from raypar.doctor.checks import refuse_unfit_machine

@@ -34,8 +34,7 @@ from raypar.plan.microbatches import VoteResult
 from raypar.plan.pieces import AdoptDescription
 from raypar.storage.filesystems import register_pickled_filesystems
 from raypar.user_code.user_code_errors import error_text
-from raypar.worker.process.memory_and_cpu import thread_cpu_wait_s
-from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity, reads_samples
+from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity, reads_samples, thread_cpu_wait_s
 
 if TYPE_CHECKING:  # torch is loaded by `hello`
     from raypar.actors.step_reports import Report
@@ -144,7 +143,11 @@ class WorkerActor:
     def _hello(self, joining: bool) -> WorkerHello:
         if self.hello_sent is not None:
             return self.hello_sent  # to a new driver
-        from raypar.worker.process.memory_and_cpu import freeze_existing_objects, garbage_collector_paused, keep_freed_memory
+        from raypar.worker.process.allocator_and_garbage_collector import (
+            freeze_existing_objects,
+            garbage_collector_paused,
+            keep_freed_memory,
+        )
 
         with garbage_collector_paused():
             with self.working_dir.elsewhere():
@@ -188,7 +191,7 @@ class WorkerActor:
 
         def build() -> AdoptDescription | None:
             from raypar.comm.transport import run_routine
-            from raypar.worker.process.memory_and_cpu import freeze_existing_objects, return_unused_memory
+            from raypar.worker.process.allocator_and_garbage_collector import freeze_existing_objects, return_unused_memory
 
             self.generation_guard.enter_generation(generation, f"generation {generation} begins")
             self._end_if_stuck()

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     import os
     import time
 
-    from raypar.actors.local_ray_cluster import find_local_token
+    from raypar.actors.local_cluster_token import find_local_token
     from raypar.console.run_status import local_time
     from raypar.errors import ConfigError
     from raypar.launch.drain_node import drain_node_of_cluster, read_cluster_facts_of_run

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from raypar.errors import ModelError
 from raypar.model.layer_skeletons import replace_tensors
 from raypar.model.model_function_allocations import uninitialised_fill_value
+from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo, without_dynamo
 from raypar.torch_compat.dispatch import (
     OTHER_STRIDES,
     TorchDispatchMode,
@@ -39,7 +40,6 @@ from raypar.torch_compat.dispatch import (
 )
 from raypar.torch_compat.pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from raypar.torch_compat.storages import count_storage_holders, storage_id, view_base
-from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo, without_dynamo
 
 if TYPE_CHECKING:
     from raypar.torch_compat.dispatch import OpOverload
@@ -420,7 +420,7 @@ class _Operations(TorchDispatchMode):
         """A scratch tensor of this geometry; all share one buffer.
 
         The buffer comes from mmap: blocks that malloc frees one by one leave holes in the heap
-        (`worker.process.memory_and_cpu`).
+        (`worker.process.allocator_and_garbage_collector`).
         """
         extent = 1 + sum((n - 1) * step for n, step in zip(target.shape, target.stride(), strict=True))
         nbytes = max(1, extent) * target.element_size()

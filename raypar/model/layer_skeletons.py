@@ -22,8 +22,8 @@ from raypar.model.framework_wrappers import refuse_framework_wrappers
 from raypar.model.graph import Graph, Layer, join_names
 from raypar.plan import ModelOutline
 from raypar.torch_compat.autograd import has_hooks_on_sums
+from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
 from raypar.torch_compat.modules import NormBase, caches_of
-from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
 
 STATE_DTYPES = (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from raypar.torch_compat.avoid_dynamo_import import without_dynamo
 from raypar.torch_compat.dispatch import TorchDispatchMode, schema_of
 from raypar.torch_compat.storages import storage_id
-from raypar.torch_compat.without_dynamo import without_dynamo
 
 if TYPE_CHECKING:
     from raypar.torch_compat.dispatch import OpOverload

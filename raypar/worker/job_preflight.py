@@ -49,7 +49,7 @@ from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.tensor_parallel.styles.linear_styles import ExpertsStyle
 from raypar.plan import ParallelPlan
 from raypar.plan.wording import count_noun
-from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
+from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
 from raypar.worker.autocast_precisions import autocast_of
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers

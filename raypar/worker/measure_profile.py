@@ -31,7 +31,7 @@ from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, rera
 from raypar.worker.check_state_between_microbatches import check_layer_recomputes
 from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, forward_first_microbatch, random_gradients
 from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
-from raypar.worker.process.memory_and_cpu import thread_cpu_wait_s
+from raypar.worker.process.thread_activity import thread_cpu_wait_s
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.loss import make_loss_function
 from raypar.worker.stage.stage import Stage

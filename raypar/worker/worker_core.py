@@ -33,7 +33,7 @@ from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
 from raypar.worker.microbatch_loader import BatchSource, MapStyleDataset, MicrobatchLoader, SampleOrder, make_dataset
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource
-from raypar.worker.process.memory_and_cpu import memory_in_use
+from raypar.worker.process.memory_in_use import memory_in_use
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import StageBuilder

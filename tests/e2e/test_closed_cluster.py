@@ -15,7 +15,7 @@ import pytest
 from helpers import unauthorised_access
 from helpers.tiny_job import write_job
 
-from raypar.actors.local_ray_cluster import TOKEN_FILE, find_local_token
+from raypar.actors.local_cluster_token import TOKEN_FILE, find_local_token
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from raypar.actors.local_ray_cluster import remove_local_ray_on_exit
+from raypar.actors.local_cluster_folder import remove_local_ray_on_exit
 from raypar.actors.ray_connection import make_short_temp_dir
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -6,7 +6,7 @@ from typing import Any
 
 from helpers.trainee import Trainee, Undisturbed
 
-from raypar.actors.local_ray_cluster import LocalNode
+from raypar.actors.local_nodes import LocalNode
 from raypar.actors.ray_connection import RayConnection
 
 

@@ -11,8 +11,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import Optimizer
 
 from raypar.job import OptimizerConfig
-from raypar.torch_compat import without_dynamo as module
-from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo, without_dynamo
+from raypar.torch_compat import avoid_dynamo_import as module
+from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo, without_dynamo
 from raypar.worker.stage.backward import run_autograd_backward
 from raypar.worker.step.make_optimizers_by_name import build_optimizer
 
@@ -223,7 +223,7 @@ def test_threads_that_check_models_at_the_same_time_leave_no_answer_behind(monke
 
 COMPILED = """
 import torch
-from raypar.torch_compat.without_dynamo import _references, meta_operations_without_dynamo
+from raypar.torch_compat.avoid_dynamo_import import _references, meta_operations_without_dynamo
 with meta_operations_without_dynamo():
     torch.empty(3, device="meta").normal_()
 graphs = []

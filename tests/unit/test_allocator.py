@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from raypar.actors.worker_actor import is_out_of_memory
-from raypar.worker.process.memory_and_cpu import garbage_collector_paused
+from raypar.worker.process.allocator_and_garbage_collector import garbage_collector_paused
 
 BODY = """
 import psutil
-from raypar.worker.process.memory_and_cpu import keep_freed_memory, return_unused_memory
+from raypar.worker.process.allocator_and_garbage_collector import keep_freed_memory, return_unused_memory
 
 assert keep_freed_memory()
 blocks, between = [], []

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from raypar.elastic.deadlines import MAX_SHARE, CpuWaitDeadlineExtension
-from raypar.worker.process.memory_and_cpu import thread_cpu_wait_s
+from raypar.worker.process.thread_activity import thread_cpu_wait_s
 
 
 @pytest.mark.parametrize("share, counted", [(0.0, 1.0), (0.5, 1.0), (0.8, 0.2), (1.0, 1 - MAX_SHARE)])
@@ -39,7 +39,7 @@ def test_a_first_report_and_one_of_another_thread_excuse_nothing():
 
 CROWD = """
 import os, threading, time
-from raypar.worker.process.memory_and_cpu import thread_cpu_wait_s
+from raypar.worker.process.thread_activity import thread_cpu_wait_s
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 if os.fork() == 0:
     until = time.monotonic() + 0.4

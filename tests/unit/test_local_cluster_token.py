@@ -8,7 +8,7 @@ import pytest
 import ray
 from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, get_authentication_mode
 
-from raypar.actors import local_ray_cluster as tokens
+from raypar.actors import local_cluster_token as tokens
 from raypar.actors import ray_connection
 from raypar.errors import ClusterError, ConfigError
 from raypar.ray_compat import authentication

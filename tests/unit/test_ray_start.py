@@ -14,7 +14,7 @@ from helpers.tiny_job import write_job
 from ray.exceptions import AuthenticationError, RayTaskError
 
 from raypar.actors import driver_client
-from raypar.actors import local_ray_cluster as nodes
+from raypar.actors import local_nodes as nodes
 from raypar.actors.cluster_info import ClusterCapacity, require_capacity
 from raypar.actors.first_placement import (
     impossible_placement_error,

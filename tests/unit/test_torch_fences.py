@@ -24,13 +24,13 @@ from raypar.model.tensor_parallel.weight_gradient_memory import KeptGradientMemo
 from raypar.plan import ParallelPlan
 from raypar.torch_compat import (
     autograd,
+    avoid_dynamo_import,
     dispatch,
     modules,
     multi_tensor,
     process_state,
     pytree,
     storages,
-    without_dynamo,
 )
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.backward import run_autograd_backward
@@ -296,9 +296,11 @@ CASES: dict[str, Case] = {
         ((True,) * 4, True),
     ),
     "the compiler is loaded otherwise": (
-        without_dynamo.WRAPPERS,
+        avoid_dynamo_import.WRAPPERS,
         {"torch._disable_dynamo": GONE},
-        lambda: without_dynamo.without_dynamo(Step) is Step and entered(without_dynamo.meta_operations_without_dynamo)(),
+        lambda: (
+            avoid_dynamo_import.without_dynamo(Step) is Step and entered(avoid_dynamo_import.meta_operations_without_dynamo)()
+        ),
         "went on",
     ),
 }
@@ -312,15 +314,15 @@ def test_there_is_a_case_for_every_fence():
 def test_an_api_that_is_gone_or_answers_otherwise_is_one_line_and_the_run_goes_on_where_it_can(what, told, monkeypatch):  # noqa: F811
     fence, instead, use, expected = CASES[what]
     monkeypatch.setattr(torch, "__version__", "3.1.4+cpu")
-    if fence is without_dynamo.WRAPPERS:
-        without_dynamo._references.cache_clear()
+    if fence is avoid_dynamo_import.WRAPPERS:
+        avoid_dynamo_import._references.cache_clear()
     for name, value in instead.items():
         if value is GONE:
             monkeypatch.delattr(name)
         else:
             monkeypatch.setattr(name, value)
     got = [use(), use()]
-    without_dynamo._references.cache_clear()
+    avoid_dynamo_import._references.cache_clear()
     assert got == ([got[0]] * 2 if expected == "says" else [expected] * 2)
     lines = got[:1] if expected == "says" else told
     assert len(lines) == 1, "it is said once"

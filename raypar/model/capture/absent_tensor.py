@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from raypar.torch_compat.avoid_dynamo_import import without_dynamo
 from raypar.torch_compat.dispatch import (
     CTC_LOSS,
     LOCAL_SCALAR,
@@ -20,7 +21,6 @@ from raypar.torch_compat.dispatch import (
 )
 from raypar.torch_compat.pytree import tree_leaves, tree_map
 from raypar.torch_compat.storages import storage_id
-from raypar.torch_compat.without_dynamo import without_dynamo
 
 if TYPE_CHECKING:
     from raypar.torch_compat.dispatch import OpOverload

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from raypar.model.capture.absent_tensor import READ_VALUES, AbsentTensor, has_dynamic_shape, memory_of
 from raypar.model.capture.refusal import Refused, user_location
+from raypar.torch_compat.avoid_dynamo_import import without_dynamo
 from raypar.torch_compat.dispatch import TorchDispatchMode, draws_random_numbers, schema_of, written_tensors
 from raypar.torch_compat.pytree import tree_flatten
-from raypar.torch_compat.without_dynamo import without_dynamo
 
 if TYPE_CHECKING:
     from raypar.torch_compat.dispatch import OpOverload

@@ -14,8 +14,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from raypar.torch_compat.avoid_dynamo_import import is_filled_cell
 from raypar.torch_compat.pytree import TreeSpec, register_pytree_node, tree_flatten
-from raypar.torch_compat.without_dynamo import is_filled_cell
 
 _WITHOUT_TENSORS = (
     int, float, complex, str, bytes, bool, type(None), type(...), range, enum.Enum, numpy.generic, numpy.ndarray,

@@ -26,8 +26,8 @@ from raypar.model.capture.state_before_trace import Attributes, Held, StateBefor
 from raypar.model.capture.trace import Guard, TensorKey, Trace, comparable
 from raypar.model.capture.units import coarsen_units, refine_units
 from raypar.model.random_state import preserve_random_state
+from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
 from raypar.torch_compat.modules import caches_of
-from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
 from raypar.user_code.user_code_errors import (
     USER_CODE_ERRORS,
     cure_for_known_error,

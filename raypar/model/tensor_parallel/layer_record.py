@@ -16,8 +16,8 @@ from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.styles.head_styles import is_plain_attention
 from raypar.model.tensor_parallel.styles.style import is_plain_embedding, is_plain_linear
+from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
 from raypar.torch_compat.pytree import tree_leaves
-from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -20,7 +20,7 @@ from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
 from raypar.plan.shard_ranges import count_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
+from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
 
 

@@ -1,4 +1,4 @@
-"""Describes in words what a thread is doing, by looking for known functions in its stack.
+"""Describes in words what a thread is doing, by known functions in its stack, and how long it has waited for a processor.
 
 The thread itself reports nothing, so this costs nothing until somebody asks.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from types import FrameType
 
 WAITING_FOR_WORKERS = "waiting for other workers"
@@ -38,8 +39,8 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/actors/ray_connection.py", "start_ray_with_retries", "starting Ray on this machine"),
     ("raypar/actors/ray_connection.py", "join_cluster", "joining the Ray cluster at {address}"),
     ("raypar/actors/ray_connection.py", "leave_cluster", "leaving the Ray cluster"),
-    ("raypar/actors/local_ray_cluster.py", "start_local_nodes", "starting the nodes of the local Ray cluster"),
-    ("raypar/actors/local_ray_cluster.py", "remove_local_ray_on_exit", "ending the local Ray cluster"),
+    ("raypar/actors/local_nodes.py", "start_local_nodes", "starting the nodes of the local Ray cluster"),
+    ("raypar/actors/local_cluster_folder.py", "remove_local_ray_on_exit", "ending the local Ray cluster"),
     ("raypar/actors/driver_client.py", "wait_for_driver_answer", "waiting for the driver's process"),
     ("raypar/actors/driver_client.py", "remove_run_from_cluster", "removing the run from the cluster"),
     ("raypar/actors/run_state_in_ray_kv.py", "commit", "waiting for Ray's control store"),
@@ -101,3 +102,14 @@ def _fill_in(words: str, frame: FrameType) -> str:
         return words.format(**frame.f_locals)
     except Exception:  # also what a user's `__repr__` raises
         return words.partition("{")[0].rstrip(" (:")
+
+
+def thread_cpu_wait_s(thread: int) -> float:
+    """Seconds since its start in which `thread` (native id, of this process) was runnable but had no processor.
+
+    0 where the kernel does not report it.
+    """
+    try:
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from raypar.errors import ConfigError, PlanError, UserCodeError, error_message
 from raypar.job import OptimizerConfig
 from raypar.plan.pieces import Piece
-from raypar.torch_compat.without_dynamo import without_dynamo
+from raypar.torch_compat.avoid_dynamo_import import without_dynamo
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.checkpoint.manifest import ALL_PARAMETERS
 from raypar.worker.step.optimizer_state import GIVEN, GivenValues

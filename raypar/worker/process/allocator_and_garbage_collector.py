@@ -1,21 +1,12 @@
-"""A process's memory and processors: settings of glibc's allocator and Python's garbage collector, memory in use, waits.
-
-Imports torch in a function only, so the driver starts quickly.
-"""
+"""How a worker's process sets glibc's allocator and Python's garbage collector, so that steps are not interrupted by them."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import gc
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _HEAP = 64 << 20
@@ -76,33 +67,3 @@ def freeze_existing_objects(*, collect: bool) -> None:
     if collect:
         gc.collect()
     gc.freeze()
-
-
-def thread_cpu_wait_s(thread: int) -> float:
-    """Seconds since its start in which `thread` (native id, of this process) was runnable but had no processor.
-
-    0 where the kernel does not report it.
-    """
-    try:
-        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
-
-
-STATM = "/proc/self/statm"
-"""Its second number is the resident memory, in pages."""
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-def memory_in_use(device: torch.device) -> dict[str, int]:
-    """Kind of memory -> bytes: `rss`, the resident memory of this process; on a GPU also what PyTorch's allocator has given to
-    tensors (`gpu_allocated`) and holds in all (`gpu_reserved`). A kind that cannot be read is left out."""
-    found: dict[str, int] = {}
-    with contextlib.suppress(OSError, ValueError, IndexError), open(STATM) as file:
-        found["rss"] = int(file.read().split()[1]) * PAGE_BYTES
-    if device.type == "cuda":
-        import torch
-
-        found["gpu_allocated"] = torch.cuda.memory_allocated(device)
-        found["gpu_reserved"] = torch.cuda.memory_reserved(device)
-    return found
