@@ -27,7 +27,7 @@ from raypar.actors.driver_startup import DriverStartup
 from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.generation_change import GenerationChange
-from raypar.actors.members_file import MembersFileText
+from raypar.actors.members_file_text import MembersFileText
 from raypar.actors.membership_actions import MembershipActions
 from raypar.actors.messages import RunRequest, pickle_error_for_client
 from raypar.actors.metrics_publisher import MetricsPublisher

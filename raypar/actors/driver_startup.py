@@ -31,9 +31,9 @@ from raypar.elastic import events as on
 from raypar.elastic.desired_capacity import StartLimits, least_workers_at_start
 from raypar.elastic.mirror import assign_buddies
 from raypar.elastic.placement_constraints import match_labels
+from raypar.elastic.replica_digests import InitialDigestCheck
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.seating import WorkerPlaces, spread_replicas_over_nodes
-from raypar.elastic.state_trust import InitialDigestCheck
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import same_state_keys

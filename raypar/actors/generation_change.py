@@ -22,8 +22,8 @@ from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.mirror import assign_buddies
+from raypar.elastic.replica_digests import InitialDigestCheck
 from raypar.elastic.run_machine import RunMachine
-from raypar.elastic.state_trust import InitialDigestCheck
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan

@@ -24,8 +24,8 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.json_stdout import json_stdout
     from raypar.console.run_log import print_run_log
     from raypar.launch.find_cluster_job import find_cluster_job, find_server_of_run
-    from raypar.launch.job_printer import JobPrinter, print_to_stderr
     from raypar.launch.job_server import connect_job_server
+    from raypar.launch.submitted_job_printer import JobPrinter, print_to_stderr
     from raypar.storage.run_folder import RunFolder
 
     address = find_server_of_run(args.run, args.run_dir, args.address)

@@ -29,9 +29,9 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.json_stdout import json_stdout, json_text
     from raypar.errors import ConfigError
     from raypar.launch.find_cluster_job import choose_job_to_stop, find_cluster_job, find_server_of_run
-    from raypar.launch.job_printer import print_to_stderr
     from raypar.launch.job_server import connect_job_server
     from raypar.launch.stop_run import stop_cluster_job
+    from raypar.launch.submitted_job_printer import print_to_stderr
 
     if not args.wait_s > 0:
         raise ConfigError(f"--wait-s {args.wait_s:g}", cure="give the seconds that the run may take to end, more than 0")
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
 def stop_run_of_folder(run: str, run_dir: str, wait_s: float) -> dict[str, Json]:
     """Stop the run in a folder or on S3; returns its facts afterwards, with a `text` for people. Raises `ConfigError`."""
     from raypar.console.run_table import describe_stopped_run
-    from raypar.launch.job_printer import print_to_stderr
     from raypar.launch.stop_run import stop_local_run, stop_run_on_storage
+    from raypar.launch.submitted_job_printer import print_to_stderr
     from raypar.storage.run_folder import RunFolder
 
     with RunFolder.open_for_reading(run, run_dir, with_job=False, last_bytes=0) as folder:

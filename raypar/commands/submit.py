@@ -31,7 +31,6 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.json_stdout import json_stdout
     from raypar.job.read_job import load_job
     from raypar.launch.cluster_jobs import parse_ray_job_record
-    from raypar.launch.job_printer import JobPrinter, print_to_stderr
     from raypar.launch.job_server import connect_job_server, find_server_address
     from raypar.launch.submit_to_job_server import (
         check_files_are_sent,
@@ -40,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
         same_name_warning,
         submit_job,
     )
+    from raypar.launch.submitted_job_printer import JobPrinter, print_to_stderr
 
     job = load_job(args.job, args.overrides)
     entrypoint = make_entrypoint(args.job, args.working_dir, args.overrides, args.resume)

@@ -40,8 +40,8 @@ from raypar.elastic.failures import (
 )
 from raypar.elastic.phases import Phase
 from raypar.elastic.plan_rules import end_run_between_generations, find_plan, tell_what_is_awaited
+from raypar.elastic.replica_digests import compare_digests_in_recovery, end_run_after_too_many_doubts
 from raypar.elastic.run_state import RunState, ShardCountHistory
-from raypar.elastic.state_trust import compare_digests_in_recovery, end_run_after_too_many_doubts
 from raypar.elastic.step_flow import record_emitted_step
 from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import ClusterError, error_first_line

@@ -45,9 +45,9 @@ from raypar.elastic.membership_rules import (
     seat_on_demand_workers,
 )
 from raypar.elastic.phases import Phase, UnexpectedEvent
+from raypar.elastic.replica_digests import compare_replica_digests, end_run_after_too_many_doubts
 from raypar.elastic.run_state import RunState
 from raypar.elastic.silent_worker_rules import check_silent_worker_wait, waits_for_silent_workers
-from raypar.elastic.state_trust import compare_replica_digests, end_run_after_too_many_doubts
 from raypar.elastic.step_flow import (
     begin_checkpoint,
     choose_due_work,

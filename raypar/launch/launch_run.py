@@ -218,7 +218,7 @@ def _put_documents_back(
 def _notice_if_killed(run: str, address: str) -> Iterator[None]:
     """While it lasts, a process of its own tells the user what to do if Ray ends this one."""
     from raypar.actors.control_store_watch import current_watch
-    from raypar.actors.killed_client_notice import killed_client_text, killed_while_silent_text, print_if_killed
+    from raypar.actors.print_if_killed import killed_client_text, killed_while_silent_text, print_if_killed
 
     with print_if_killed(killed_client_text(run, address)) as notice:
         if (watch := current_watch()) is not None:

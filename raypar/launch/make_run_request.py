@@ -10,8 +10,8 @@ from raypar.errors import ConfigError
 from raypar.job import Job
 from raypar.job.contract import CODE, contract_of_job
 from raypar.launch.chosen_plan import ChosenPlan
-from raypar.launch.code_of_job import code_of_job, describe_code_change
 from raypar.launch.launch_options import LaunchOptions
+from raypar.launch.user_code_digests import code_of_job, describe_code_change
 from raypar.launch.values_of_job import values_of_job
 from raypar.storage.filesystems import pickle_registered_filesystems
 from raypar.storage.run_folder import RunFolder

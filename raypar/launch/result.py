@@ -13,8 +13,8 @@ from raypar.files.atomic_write import write_text_atomically
 from raypar.files.json_values import Json
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.files.untrusted_files import shorten
-from raypar.launch.job_printer import RESUBMIT_ADVICE
 from raypar.launch.ray_job_resubmission import is_submitted_job
+from raypar.launch.submitted_job_printer import RESUBMIT_ADVICE
 from raypar.record.folder import ERROR
 from raypar.storage.filesystems import call_within, open_filesystem
 from raypar.storage.folder_download import has_document, has_run, upload_document

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from raypar.errors import ClusterError, ConfigError
+from raypar.files.find_writing_process import find_writing_process
 from raypar.files.json_values import Json
 from raypar.files.untrusted_files import shorten
-from raypar.files.writing_process import find_writing_process
 from raypar.launch.cluster_jobs import ClusterJob, parse_ray_job_record, read_log_facts
 from raypar.launch.job_server import JobServer
 from raypar.storage.held_lease import WRITE_ATTEMPTS

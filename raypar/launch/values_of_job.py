@@ -1,6 +1,7 @@
 """Digests of the values that a job's functions hold, which neither their names nor their code tell: closures, attributes, data.
 
-They stand in checkpoints beside the digests of the code (`code_of_job.py`), and what has changed is said when a run is resumed.
+They stand in checkpoints beside the digests of the code (`user_code_digests.py`), and what has changed is said when a run is
+resumed.
 """
 
 from __future__ import annotations

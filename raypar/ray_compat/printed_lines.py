@@ -12,7 +12,7 @@ from typing import Any
 
 from raypar.fences.fence import API_CHANGED, Fence
 from raypar.ray_compat import TESTED
-from raypar.ray_compat.repeated_worker_lines import RepeatedWorkerLines
+from raypar.ray_compat.worker_line_dedup import RepeatedWorkerLines
 
 DEATH_NOTICE = re.compile(
     r"\s*($|Raylet is terminated|The node with node id|A worker died or was killed|Refer to the documentation on how to address"

@@ -37,7 +37,7 @@ NICENESS = {"RAY_worker_niceness": "0"}
 
 RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """How long Ray's processes wait for a control store that is restarted. With Ray's default, Ray may end this process before
-raypar can say why (then `actors/killed_client_notice.py` says it)."""
+raypar can say why (then `actors/print_if_killed.py` says it)."""
 RAY_RECONNECT_S = 60.0
 """Ray's default for that variable."""
 

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from raypar.errors import ConfigError
 from raypar.files.atomic_write import DISK_FULL_ERRNOS, explain_write_errors, regular_file_opener, replace_file_atomically
+from raypar.files.find_writing_process import describe_process, find_writing_process
 from raypar.files.json_values import Json
 from raypar.files.os_error_cure import cure_of_os_error
 from raypar.files.untrusted_files import (
@@ -35,7 +36,6 @@ from raypar.files.untrusted_files import (
     read_limited_text,
     shorten,
 )
-from raypar.files.writing_process import describe_process, find_writing_process
 from raypar.record.events import Event
 from raypar.record.fold import timeline
 from raypar.record.folder import (

@@ -21,7 +21,7 @@ from torch import nn
 
 from raypar.cli import main
 from raypar.comm.buffer_pool import BufferPool
-from raypar.elastic.state_trust import InitialDigestCheck
+from raypar.elastic.replica_digests import InitialDigestCheck
 from raypar.errors import ModelError, UserCodeError
 from raypar.job import DataConfig, InitFromConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PlanConfig
 from raypar.job.contract import contract_of_job

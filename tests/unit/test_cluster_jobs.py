@@ -9,9 +9,9 @@ from raypar.errors import ClusterError, ConfigError
 from raypar.launch.cluster_jobs import describe_failure, parse_ray_job_record, read_log_facts
 from raypar.launch.find_cluster_job import JobWithLog, OtherJobIsActive, choose_job_to_stop, match_job
 from raypar.launch.follow_job import AWAY_S, JobFollower
-from raypar.launch.job_printer import JobPrinter, describe_job_end
 from raypar.launch.stop_run import wait_for_job_end
 from raypar.launch.submit_to_job_server import same_name_warning
+from raypar.launch.submitted_job_printer import JobPrinter, describe_job_end
 
 LOG = """Running entrypoint for job first: python -m raypar train jobs/quickstart.yaml
 [1/6] job quickstart read from jobs/quickstart.yaml: 160 steps ... 0.4 s

@@ -1,6 +1,6 @@
 """Who is wrong, when workers that should hold the same do not."""
 
-from raypar.elastic.state_trust import find_differing_workers
+from raypar.elastic.replica_digests import find_differing_workers
 
 
 def test_equal_digests_accuse_nobody():

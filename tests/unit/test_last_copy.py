@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from test_recovery_rules import WHOLE, do, elastic, lost
 
-from raypar.actors.members_file import MembersFileText
+from raypar.actors.members_file_text import MembersFileText
 from raypar.elastic.actions import (
     AdoptPlan,
     ChoosePlan,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from raypar.actors.event_feed import EventFeed
-from raypar.actors.members_file import MembersFileText
+from raypar.actors.members_file_text import MembersFileText
 from raypar.actors.run_recorder import RunRecorder
 from raypar.cli import main
 from raypar.console.event_printer import EventPrinter

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from helpers.recorded_runs import view_of
 
-from raypar.actors import members_file
-from raypar.actors.members_file import MembersFileText
+from raypar.actors import members_file_text
+from raypar.actors.members_file_text import MembersFileText
 from raypar.cli import main
 from raypar.console.read_run_folder import find_dead_local_nodes
 from raypar.console.run_status import build_run_status, format_status
@@ -92,11 +92,11 @@ def test_steps_that_are_executed_again_are_counted_in_members_json_also_after_th
     machine.phase, machine.progress.committed, machine.progress.journalled = Phase.RUNNING, 3, 10
     clocks = {"time": 1e9, "monotonic": 50.0}
     for name in clocks:
-        monkeypatch.setattr(members_file.time, name, lambda name=name: clocks[name])
+        monkeypatch.setattr(members_file_text.time, name, lambda name=name: clocks[name])
     assert status.text_if_changed(machine, lambda n: {}, lambda plan: "1f1b") is not None
     machine.progress.committed = 4
     clocks["time"] -= 3600.0
-    clocks["monotonic"] += members_file.AGAIN_S + 0.1
+    clocks["monotonic"] += members_file_text.AGAIN_S + 0.1
     text = status.text_if_changed(machine, lambda n: {}, lambda plan: "1f1b")
     assert text is not None and json.loads(text)["replaying"]["step"] == 4 and json.loads(text)["time"] == 1e9 - 3600.0
 

@@ -17,7 +17,7 @@ from raypar.console import run_log
 from raypar.console.run_log import RunLogFormatter
 from raypar.console.run_table import RunRow, build_run_row, format_run_table
 from raypar.errors import ClusterError, ConfigError
-from raypar.files.writing_process import describe_process, oldest_process
+from raypar.files.find_writing_process import describe_process, oldest_process
 from raypar.launch.stop_run import stop_local_run
 from raypar.launch.submit_to_job_server import make_entrypoint, make_runtime_env, submission_error
 from raypar.record.events import StartupStage

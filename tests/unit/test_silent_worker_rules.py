@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.machine_steps import commit, do
 
-from raypar.actors.members_file import MembersFileText
+from raypar.actors.members_file_text import MembersFileText
 from raypar.elastic.actions import AbortGroups, RequestStacks, StartCheckpoint, Teardown, TellUser, Validate, WarnUser
 from raypar.elastic.events import (
     AllWorkersCopiedState,

@@ -38,10 +38,10 @@ from raypar.elastic.events import (
 from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.phases import Phase as P
 from raypar.elastic.phases import UnexpectedEvent
+from raypar.elastic.replica_digests import MAX_DOUBTS
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.silent_worker_rules import ENDED_GRACE_S
-from raypar.elastic.state_trust import MAX_DOUBTS
 from raypar.elastic.transition_diagram import draw_diagram, insert_diagram
 from raypar.elastic.transition_table import ON_ENTER, RECOVERING, ROWS, TABLE, TransitionRow, make_transition_row
 from raypar.errors import GroupAborted, OutOfMemory, RayparError, WorkerLost

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from raypar import Trainer
-from raypar.launch.code_of_job import describe_code_change
+from raypar.launch.user_code_digests import describe_code_change
 from raypar.launch.values_of_job import WHOLE_BYTES, values_of_job
 
 

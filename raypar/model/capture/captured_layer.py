@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from raypar.model.capture.layer_programs import LayerProgram
 from raypar.model.capture.replay import CPU, check_against_record, run_layer
-from raypar.model.capture.trace import TensorKey
 from raypar.model.capture.trace_cache import TraceCache
+from raypar.model.capture.trace_data import TensorKey
 
 
 class CapturedLayer(nn.Module):

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 
 from raypar.model.capture.refusal import Refused
-from raypar.model.capture.trace import Event, TensorKey, Trace
+from raypar.model.capture.trace_data import Event, TensorKey, Trace
 
 USES = "~"
 """Submodule of a layer that holds one leaf for each use of a parameter that the layer uses several times."""

@@ -16,8 +16,8 @@ from raypar.model.capture.absent_tensor import absent_like
 from raypar.model.capture.captured_layer import CapturedLayer, cache_of
 from raypar.model.capture.forward_inputs import ForwardInputs, choose_forward_inputs
 from raypar.model.capture.layer_programs import USES, CutTrace, LayerProgram, used_parameter
-from raypar.model.capture.trace import TensorKey
 from raypar.model.capture.trace_cache import TraceCache
+from raypar.model.capture.trace_data import TensorKey
 from raypar.model.capture.units import LARGE_PART, find_units, open_units, units_by_pattern
 from raypar.model.graph import Graph, Layer, join_names
 from raypar.model.initial_values_protocol import InitialValues

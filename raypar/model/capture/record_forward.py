@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raypar.model.capture.recorder import Recorder
 from raypar.model.capture.refusal import Refused, user_location
 from raypar.model.capture.tensors_in_values import MappedCall, may_hide_tensors
-from raypar.model.capture.trace import Trace
+from raypar.model.capture.trace_data import Trace
 from raypar.torch_compat.autograd import custom_function_apply, unvalidated_distributions, vmap_implementation
 
 P = ParamSpec("P")

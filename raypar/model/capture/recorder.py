@@ -37,7 +37,7 @@ from raypar.model.capture.settings_of_contexts import (
     settings_of_contexts,
 )
 from raypar.model.capture.tensors_in_values import flatten, may_hide_tensors
-from raypar.model.capture.trace import (
+from raypar.model.capture.trace_data import (
     Event,
     EventId,
     Guard,

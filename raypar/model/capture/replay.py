@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.capture.layer_programs import LayerProgram
-from raypar.model.capture.trace import Event, ModuleArgument, TensorKey, Trace, form_of
+from raypar.model.capture.trace_data import Event, ModuleArgument, TensorKey, Trace, form_of
 from raypar.torch_compat.pytree import tree_flatten, tree_unflatten
 
 CPU = torch.device("cpu")

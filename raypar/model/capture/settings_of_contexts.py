@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from raypar.model.capture.trace import CpuAutocastSetting
+from raypar.model.capture.trace_data import CpuAutocastSetting
 from raypar.torch_compat.process_state import mkldnn_flags, saved_tensors_hooks
 
 

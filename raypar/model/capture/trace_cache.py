@@ -23,7 +23,7 @@ from raypar.model.capture.record_forward import record_forward
 from raypar.model.capture.refusal import InnerModuleUsed, Refused
 from raypar.model.capture.replay import Values, run_event
 from raypar.model.capture.state_before_trace import Attributes, Held, StateBefore, held_by, is_changed, state_of
-from raypar.model.capture.trace import Guard, TensorKey, Trace, comparable
+from raypar.model.capture.trace_data import Guard, TensorKey, Trace, comparable
 from raypar.model.capture.units import coarsen_units, refine_units
 from raypar.model.random_state import preserve_random_state
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo

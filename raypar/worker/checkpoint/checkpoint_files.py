@@ -661,7 +661,7 @@ def list_contract_differences(manifest: Manifest, spec: Job) -> list[str]:
     at a resume (`job/key.py`). What only one of the two has is a default of the other, and a difference too.
 
     An earlier edition of the contract is no difference (`describe_edition_change`), a later one is. What a checkpoint holds of
-    the job's code is no setting: `launch.code_of_job.describe_code_change` compares it.
+    the job's code is no setting: `launch.user_code_digests.describe_code_change` compares it.
     """
     now = _as_written_now(contract_of_job(spec))
     # Checkpoints from before there was a choice say nothing of the device, nor those from before it was kept of how samples

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from raypar.actors.killed_client_notice import killed_client_text, killed_while_silent_text
+from raypar.actors.print_if_killed import killed_client_text, killed_while_silent_text
 
 PROGRAM = """
 import os, sys
-from raypar.actors.killed_client_notice import print_if_killed
+from raypar.actors.print_if_killed import print_if_killed
 with print_if_killed("error: it is over") as notice:
     {end}
 """

@@ -8,7 +8,7 @@ import pytest
 from ray._private import worker as ray_worker
 
 from raypar.ray_compat.printed_lines import filtering_ray_lines
-from raypar.ray_compat.repeated_worker_lines import COUNT_S, MOST_LINES, SAME_S, RepeatedWorkerLines
+from raypar.ray_compat.worker_line_dedup import COUNT_S, MOST_LINES, SAME_S, RepeatedWorkerLines
 
 WARNING = ["[transformers] Model config: bos_token_id must be within the vocabulary", '  warnings.warn("a warning")']
 SAME = ", the same as another worker's just before (RAY_DEDUP_LOGS=0 shows all)"

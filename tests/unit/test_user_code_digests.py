@@ -16,8 +16,8 @@ from raypar.actors import driver_startup
 from raypar.job import DataConfig, Job
 from raypar.job.read_job import load_job
 from raypar.launch import Result, launch_run, train_job_in_new_folder
-from raypar.launch.code_of_job import code_of_job, describe_code_change
 from raypar.launch.trainer_arguments import Given
+from raypar.launch.user_code_digests import code_of_job, describe_code_change
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.state_key import OPTIMIZER, PARAMETER, StateKey
 
