@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raypar.errors import ClusterError, error_first_line
-from raypar.ray_compat.local_cluster import end_raylet, head_node, reap_raylet, start_raylet
+from raypar.ray_compat.local_cluster import end_raylet, head_node, start_raylet, start_raylet_reaper
 
 JOIN_S = 60.0
 """How long a raylet may take to appear in Ray's node table."""
@@ -49,10 +49,10 @@ def start_local_nodes(count: int, cpus: int, store_bytes: int, folder: Path) -> 
     try:
         try:
             head = head_node()
-            found = [LocalNode(head.node_id, reap_raylet(head), cpus, head=True)]
+            found = [LocalNode(head.node_id, start_raylet_reaper(head), cpus, head=True)]
             for _ in range(count - 1):
                 started.append(start_raylet(head.gcs_address, cpus, store_bytes, folder))
-                found.append(LocalNode(started[-1].node_id, reap_raylet(started[-1]), cpus))
+                found.append(LocalNode(started[-1].node_id, start_raylet_reaper(started[-1]), cpus))
         except ClusterError:
             raise
         except Exception as error:  # Ray raises a bare one when a raylet is not up in time

@@ -50,15 +50,15 @@ def run(args: argparse.Namespace) -> int:
 
 def stop_run_of_folder(run: str, run_dir: str, wait_s: float) -> dict[str, Json]:
     """Stop the run in a folder or on S3; returns its facts afterwards, with a `text` for people. Raises `ConfigError`."""
-    from raypar.console.run_table import describe_stopped_run
+    from raypar.console.run_table import stopped_run_facts
     from raypar.launch.stop_run import stop_local_run, stop_run_on_storage
     from raypar.launch.submitted_job_printer import print_to_stderr
     from raypar.storage.run_folder import RunFolder
 
     with RunFolder.open_for_reading(run, run_dir, with_job=False, last_bytes=0) as folder:
         if folder.shared is None:
-            return describe_stopped_run(folder, stop_local_run(folder, wait_s, print_to_stderr))
+            return stopped_run_facts(folder, stop_local_run(folder, wait_s, print_to_stderr))
         stopped = stop_run_on_storage(folder.shared.uri, wait_s, print_to_stderr)
         place = folder.place
     with RunFolder.open_for_reading(place, with_job=False) as folder:  # again: the copy above is from before its end
-        return describe_stopped_run(folder, stopped)
+        return stopped_run_facts(folder, stopped)

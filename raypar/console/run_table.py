@@ -108,7 +108,7 @@ def read_run_row(run: RunFolder, now: float) -> RunRow:
         return RunRow(name=run.name, path=run.place, state="unreadable", why=error.what)
 
 
-def describe_stopped_run(folder: RunFolder, stopped: bool) -> dict[str, Any]:
+def stopped_run_facts(folder: RunFolder, stopped: bool) -> dict[str, Any]:
     """Facts of a run that does not train any more, with a `text` for people. `stopped`: whether it did before."""
     row = read_run_row(folder, time.time())
     at = f"after {row.step} of {row.steps} steps" if row.steps is not None else f"after {row.step} steps"

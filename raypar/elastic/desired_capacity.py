@@ -169,7 +169,7 @@ class DesiredCapacity:
 
     seats: int
     """Workers that the next plan should use."""
-    groups_to_start: tuple[StartGroup, ...]
+    groups_to_start: tuple[SameNodeGroup, ...]
     """Workers to start now, in groups that are placed whole."""
     workers_lacking: int
     """Number of workers that are missing for the minimum; the run waits for them."""
@@ -187,7 +187,7 @@ class DesiredCapacity:
 
 
 @dataclass(frozen=True, slots=True)
-class StartGroup:
+class SameNodeGroup:
     """Workers that are asked for together: the cluster places all of them on one node, or none."""
 
     workers: int
@@ -222,13 +222,13 @@ def target_worker_count(view: CapacityInputs, limits: WorkerCountLimits) -> int:
     return useful + limits.standbys
 
 
-def _split_into_groups(view: CapacityInputs, limits: WorkerCountLimits, missing: int) -> tuple[StartGroup, ...]:
+def _split_into_groups(view: CapacityInputs, limits: WorkerCountLimits, missing: int) -> tuple[SameNodeGroup, ...]:
     """`missing` workers as groups: whole replicas, then single workers. The first groups are on-demand, as far as required."""
     sizes = [limits.replica_size] * (missing // limits.replica_size) + [1] * (missing % limits.replica_size)
     lacking = limits.on_demand - len(view.on_demand & view.present)
     groups = []
     for size in sizes:
-        groups.append(StartGroup(size, lacking > 0))
+        groups.append(SameNodeGroup(size, lacking > 0))
         lacking -= size
     return tuple(groups)
 

@@ -127,8 +127,8 @@ def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path, labels
         return Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
 
 
-def reap_raylet(node: Any) -> int:
-    """The pid of a node's raylet. Also starts a thread that reaps it: workers do not notice that a zombie is dead."""
+def start_raylet_reaper(node: Any) -> int:
+    """Start a thread that reaps a node's raylet, and return its pid: workers do not notice that a zombie is dead."""
     with RAYLETS.required():
         process = node.all_processes["raylet"][0].process
         threading.Thread(target=process.wait, name=f"raypar-reaper-{process.pid}", daemon=True).start()

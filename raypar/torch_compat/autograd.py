@@ -227,7 +227,7 @@ VALIDATION = Fence(
 )
 
 
-def unvalidated_distributions() -> list[tuple[type, str, bool]]:
+def settings_without_distribution_checks() -> list[tuple[type, str, bool]]:
     """Settings (class, attribute, value) with which distributions do not check the values of their arguments."""
     kind = VALIDATION.find()
     return [] if kind is None else [(kind, "_validate_args", False)]

@@ -13,7 +13,7 @@ from helpers.trainee import Trainee, Undisturbed
 
 from raypar.actors.ray_connection import connect_ray
 from raypar.elastic.placement_constraints import MARKET_LABEL, ZONE_LABEL
-from raypar.ray_compat.local_cluster import reap_raylet, start_raylet
+from raypar.ray_compat.local_cluster import start_raylet, start_raylet_reaper
 
 JOB = ("steps=250", "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2")
 SAFE = f"placement={{label_selector: {{{MARKET_LABEL}: spot}}, on_demand: 2}}"
@@ -39,7 +39,7 @@ class Cluster:
         folder = Path(ray._private.worker._global_node.get_temp_dir_path())
         node = start_raylet(self.address, 1, 100 * 2**20, folder, labels)
         self._nodes.callback(node.kill_all_processes, check_alive=False, allow_graceful=True, wait=True)
-        self.labels[node.node_id[:8]], self.pids[node.node_id[:8]] = labels, reap_raylet(node)
+        self.labels[node.node_id[:8]], self.pids[node.node_id[:8]] = labels, start_raylet_reaper(node)
 
     def market(self, member: Mapping[str, str]) -> str:
         return self.labels[member["node"]][MARKET_LABEL]

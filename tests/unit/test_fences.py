@@ -377,7 +377,7 @@ CASES: dict[str, Case] = {
     "a raylet's processes otherwise": (
         local_cluster.RAYLETS,
         {},
-        raises(OLD, lambda: local_cluster.reap_raylet(SimpleNamespace(all_processes={}))),
+        raises(OLD, lambda: local_cluster.start_raylet_reaper(SimpleNamespace(all_processes={}))),
         "says",
     ),
     "sessions gone": (

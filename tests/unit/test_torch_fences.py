@@ -207,7 +207,7 @@ CASES: dict[str, Case] = {
     "distributions validate otherwise": (
         autograd.VALIDATION,
         {"torch.distributions.Distribution._validate_args": GONE},
-        autograd.unvalidated_distributions,
+        autograd.settings_without_distribution_checks,
         [],
     ),
     "hooks of modules kept otherwise": (

@@ -16,7 +16,7 @@ from raypar.model.capture.recorder import Recorder
 from raypar.model.capture.refusal import Refused, user_location
 from raypar.model.capture.tensors_in_values import MappedCall, may_hide_tensors
 from raypar.model.capture.trace_data import Trace
-from raypar.torch_compat.autograd import custom_function_apply, unvalidated_distributions, vmap_implementation
+from raypar.torch_compat.autograd import custom_function_apply, settings_without_distribution_checks, vmap_implementation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,7 +80,7 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
         (base, "apply", classmethod(recorded_apply)),
         (torch.autocast, "__enter__", entered),
         (torch.jit.ScriptFunction, "__call__", called_script),
-        *unvalidated_distributions(),  # to validate reads values, and changes none
+        *settings_without_distribution_checks(),  # to validate reads values, and changes none
         *_changes_of_modules(recorder),
     ]
     for hook in hooks:

@@ -96,7 +96,7 @@ def _restore_attributes(attributes: Attributes) -> None:
         vars(module).clear()
         vars(module).update(former)
         for value, content in containers:
-            put_back(value, content)
+            restore_container(value, content)
 
 
 class _Written(NamedTuple):
@@ -157,7 +157,7 @@ def content_of(container: Container) -> Container:
     return list(list.__iter__(container)) if isinstance(container, list) else set(set.__iter__(container))
 
 
-def put_back(container: Container, content: Container) -> None:
+def restore_container(container: Container, content: Container) -> None:
     """Restore a container's content, if it has changed: the same objects in the same order.
 
     A dict may refuse `update` (diffusers' FrozenDict), and a list of its own class do more in `extend` than to keep elements.

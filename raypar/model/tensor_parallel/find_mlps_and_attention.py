@@ -16,10 +16,10 @@ from torch import nn
 from raypar.model.tensor_parallel.layer_record import LayerRecord, RecordedCall
 from raypar.model.tensor_parallel.styles.head_styles import (
     AttentionStyle,
+    FusedKvStyle,
     HeadsRowStyle,
     HeadsStyle,
     KvHeadsStyle,
-    KvStyle,
     QkvStyle,
     is_plain_attention,
 )
@@ -241,7 +241,7 @@ def _styles_by_heads(reading: Mapping[str, _Heads], rows: frozenset[str]) -> Sty
         if each.parts == 3:
             styles[column] = QkvStyle(heads, key_heads)
         elif each.parts == 2:
-            styles[column] = KvStyle(heads, each.heads)
+            styles[column] = FusedKvStyle(heads, each.heads)
         elif each.heads < heads:
             styles[column] = KvHeadsStyle(heads, each.heads)
         else:

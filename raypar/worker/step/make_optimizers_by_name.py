@@ -19,7 +19,7 @@ from raypar.plan.pieces import Piece
 from raypar.torch_compat.avoid_dynamo_import import without_dynamo
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.checkpoint.manifest import ALL_PARAMETERS
-from raypar.worker.step.optimizer_state import GIVEN, GivenValues
+from raypar.worker.step.optimizer_state import GIVEN, ValuesWhenMade
 
 
 def optimizer_group_of(spec: OptimizerConfig, name: str) -> int:
@@ -96,7 +96,7 @@ def build_optimizer(spec: OptimizerConfig, parameters: Mapping[str, nn.Parameter
         made_group["raypar_base_lr"] = None if lr is None else float(lr)
         if isinstance(lr, Tensor):
             made_group["lr"] = lr.clone()  # `set_learning_rate` writes into it, and the same tensor may be in `defaults`
-    setattr(optimizer, GIVEN, GivenValues.of(optimizer))
+    setattr(optimizer, GIVEN, ValuesWhenMade.of(optimizer))
     return optimizer
 
 

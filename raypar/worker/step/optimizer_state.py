@@ -24,7 +24,7 @@ Value = Tensor | float | int | bool | None
 SHARED_BYTES = 64 << 10
 """The largest tensor that many parameters may share: it is saved as text, and moves with each of them."""
 GIVEN = "raypar_given"
-"""Name of the attribute of an optimizer that holds its `GivenValues`."""
+"""Name of the attribute of an optimizer that holds its `ValuesWhenMade`."""
 _NOT_ATTRIBUTES = ("state", "param_groups", GIVEN)
 
 
@@ -98,8 +98,11 @@ class OptimizerState:
 
 
 @dataclass(frozen=True)
-class GivenValues:
-    """What entries of `param_groups` and attributes held when an optimizer was made (`read_content`)."""
+class ValuesWhenMade:
+    """What entries of `param_groups` and attributes held when an optimizer was made (`read_content`).
+
+    What a step has changed since is saved and moved as state; all else a new optimizer has again.
+    """
 
     groups: tuple[Mapping[str, object], ...]
     """Of each group: key -> what it held."""
@@ -107,9 +110,9 @@ class GivenValues:
     """Name -> what it held."""
 
     @staticmethod
-    def of(optimizer: torch.optim.Optimizer) -> GivenValues:
+    def of(optimizer: torch.optim.Optimizer) -> ValuesWhenMade:
         known = _read_elsewhere(optimizer)
-        return GivenValues(
+        return ValuesWhenMade(
             tuple(
                 {key: read_content(value, known, SHARED_BYTES) for key, value in _entries(group)}
                 for group in optimizer.param_groups

@@ -150,8 +150,8 @@ class KvHeadsStyle(HeadColumnStyle):
 
 
 @dataclass(frozen=True, slots=True)
-class KvStyle(HeadColumnStyle):
-    """Each shard makes the keys and the values that its query heads need."""
+class FusedKvStyle(HeadColumnStyle):
+    """Each shard makes the keys and the values that its query heads need, of one layer that makes both."""
 
     name: ClassVar[str] = "kv"
     summary: ClassVar[str] = "Linear that makes [keys, values]: each cut by heads (kv:8, or kv:8/2 for 2 key heads)"

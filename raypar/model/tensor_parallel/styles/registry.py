@@ -8,10 +8,10 @@ import re
 from raypar.errors import PlanError
 from raypar.model.tensor_parallel.styles.head_styles import (
     AttentionStyle,
+    FusedKvStyle,
     HeadsRowStyle,
     HeadsStyle,
     KvHeadsStyle,
-    KvStyle,
     QkvInterleavedStyle,
     QkvStyle,
 )
@@ -32,7 +32,7 @@ STYLES: dict[str, type[ShardingStyle]] = {
         RowStyle,
         HeadsStyle,
         KvHeadsStyle,
-        KvStyle,
+        FusedKvStyle,
         QkvStyle,
         QkvInterleavedStyle,
         HeadsRowStyle,
