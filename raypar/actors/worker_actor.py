@@ -269,7 +269,7 @@ class WorkerActor:
 
         def copy() -> None:
             core, _ = self._loaded
-            core.save(checkpoint, only_weights=only_weights)
+            core.start_save(checkpoint, only_weights=only_weights)
 
         return self._run_call("saving", lambda: self.generation_guard.save(generation, done, copy))
 

@@ -415,7 +415,7 @@ class WorkerCore:
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
-    def save(self, checkpoint: CheckpointAt, *, only_weights: bool = False) -> None:
+    def start_save(self, checkpoint: CheckpointAt, *, only_weights: bool = False) -> None:
         """Copy this rank's share of the state, and write it in the background; see `save_result`.
 
         `only_weights`: parameters and buffers, without state of the optimizers. Raises `StateNotKeptError` for such state that
@@ -428,7 +428,7 @@ class WorkerCore:
         self._writer.start(checkpoint, f"worker_{self.rank:04d}.safetensors", state)
 
     def save_result(self) -> ShardRecord:
-        """Wait until the file of `save` is written, and describe it. Raises `CheckpointError` if the disk refuses it."""
+        """Wait until the file of `start_save` is written, and describe it. Raises `CheckpointError` if the disk refuses it."""
         return self._writer.result()
 
     def load(self, checkpoint: CheckpointAt) -> None:

@@ -97,7 +97,7 @@ def resumes(state: State, folder: str) -> None:
                 run.step(0), run.step(1)
                 part = checkpoint_files.create_checkpoint(Path(folder), 2)
                 for core in run.cores:
-                    core.save(part)
+                    core.start_save(part)
                 records = [core.save_result() for core in run.cores]
                 path = checkpoint_files.commit_checkpoint(part, records, steps_done=2, contract=contract_of_job(spec))
             with OneProcessRun(spec, plan, "zb-h1", device=second) as run:
@@ -215,7 +215,7 @@ def changes_shards(state: State, model: str, path: list[tuple[int, int, int]], f
             local.step(2 * len(path))
             part = checkpoint_files.create_checkpoint(Path(folder) / f"last-{device.type}", 1)
             for core in local.cores:
-                core.save(part)
+                core.start_save(part)
             records = [core.save_result() for core in local.cores]
             last.append(checkpoint_files.commit_checkpoint(part, records, steps_done=1, contract={}))
     same_tensors(*last)

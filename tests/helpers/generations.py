@@ -76,6 +76,6 @@ class Generations:
     def save(self, root: Path, done: int) -> Path:
         folder = checkpoint_files.create_checkpoint(root, done)
         for worker in self.members:
-            self.bodies[worker].core.save(folder)
+            self.bodies[worker].core.start_save(folder)
         records = [self.bodies[worker].core.save_result() for worker in self.members]
         return checkpoint_files.commit_checkpoint(folder, records, steps_done=done, contract={})

@@ -148,7 +148,7 @@ def _resumed(spec: Job, graph: Graph, folder: Path) -> str:
         for step in range(SAVED_AFTER):
             local.step(step)
         begun = checkpoint_files.create_checkpoint(folder, SAVED_AFTER)
-        local.cores[0].save(begun)
+        local.cores[0].start_save(begun)
         written = [local.cores[0].save_result()]
         path = checkpoint_files.commit_checkpoint(begun, written, steps_done=SAVED_AFTER, contract={})
     with OneProcessRun(spec, ParallelPlan.mesh(dp=2, layers=LAYERS), "1f1b", graph=graph) as local:

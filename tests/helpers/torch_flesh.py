@@ -147,7 +147,7 @@ class TorchFlesh:
         return checkpoint_files.create_checkpoint(Path(self.folder.name), done)
 
     def copy(self, body: ElasticWorker, place: Path) -> dict[int, Any]:
-        body.core.save(place)
+        body.core.start_save(place)
         return {body.core.rank: body.core.save_result()}
 
     def save(self, done: int, place: Path, copies: dict[int, Any]) -> None:

@@ -203,7 +203,7 @@ def save(found: OneProcessRun, root: Path) -> Path:
     """A checkpoint of a run, as the driver makes it."""
     folder = checkpoint_folders.create_checkpoint(root, 1)
     for core in found.cores:
-        core.save(folder)
+        core.start_save(folder)
     records = [core.save_result() for core in found.cores]
     return checkpoint_folders.commit_checkpoint(folder, records, steps_done=1, contract=contract_of_job(found.spec))
 

@@ -32,7 +32,7 @@ def save(local: OneProcessRun, root: Path, done: int) -> Path:
     """What the driver does: all workers write, one commits."""
     folder = checkpoint_files.create_checkpoint(root, done)
     for core in local.cores:
-        core.save(folder)
+        core.start_save(folder)
     records = [core.save_result() for core in local.cores]
     return checkpoint_files.commit_checkpoint(folder, records, steps_done=done, contract=contract_of_job(local.spec))
 
@@ -297,7 +297,7 @@ def test_a_full_disk_is_one_error_and_leaves_the_last_good_checkpoint(tmp_path: 
     monkeypatch.setattr(os, "fsync", full)
     with OneProcessRun(SPEC, ParallelPlan.mesh(layers=LAYERS), "gpipe") as local:
         core = local.cores[0]
-        core.save(folder)
+        core.start_save(folder)
         with pytest.raises(CheckpointError, match="No space left on device") as found:
             core.save_result()
         local.step(0)

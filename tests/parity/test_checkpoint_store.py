@@ -67,7 +67,7 @@ def save(local: OneProcessRun, at: str, done: int) -> str:
     """What the driver and its workers do; locations travel as text."""
     begun = str(checkpoint_files.create_checkpoint(at, done))
     for core in local.cores:
-        core.save(begun)
+        core.start_save(begun)
     records = [core.save_result() for core in local.cores]
     facts = {"steps_done": done, "contract": contract_of_job(local.spec)}
     return str(checkpoint_files.commit_checkpoint(begun, records, **facts))

@@ -75,7 +75,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 def save(local: OneProcessRun, root: Path) -> None:
     aside = checkpoint_files.create_checkpoint(root, SAVED)
     for core in local.cores:
-        core.save(aside)
+        core.start_save(aside)
     records = [core.save_result() for core in local.cores]
     checkpoint_files.commit_checkpoint(aside, records, steps_done=SAVED, contract=contract_of_job(local.spec))
 

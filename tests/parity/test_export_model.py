@@ -70,7 +70,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
             local.step(step)
         folder = checkpoint_files.create_checkpoint(root, 2)
         for core in local.cores:
-            core.save(folder)
+            core.start_save(folder)
         records = [core.save_result() for core in local.cores]
         path = checkpoint_files.commit_checkpoint(folder, records, steps_done=2, contract=contract_of_job(local.spec))
         return path, {name: copies[0].detach().clone() for name, copies in local.parameters().items()}

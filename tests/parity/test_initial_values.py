@@ -230,7 +230,7 @@ def test_checkpoints_hold_buffers_and_those_of_an_older_raypar_are_completed(tmp
         run.step(0)
         folder = checkpoint_files.create_checkpoint(tmp_path, 1)
         for core in run.cores:
-            core.save(folder)
+            core.start_save(folder)
         records = [core.save_result() for core in run.cores]
         path = checkpoint_files.commit_checkpoint(folder, records, steps_done=1, contract=contract_of_job(spec))
     kinds = {(e.name, e.kind) for e in checkpoint_files.load_manifest(path).entries}
@@ -339,7 +339,7 @@ def test_complex_buffers_are_mirrored_exported_and_read_by_init_from(tmp_path):
     with OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
         folder = checkpoint_files.create_checkpoint(tmp_path / "checkpoints", 0)
         for core in run.cores:
-            core.save(folder)
+            core.start_save(folder)
         records = [core.save_result() for core in run.cores]
         path = checkpoint_files.commit_checkpoint(folder, records, steps_done=0, contract=contract_of_job(spec))
     assert main(["export", str(path), "--out", str(tmp_path / "m.safetensors")]) == 0

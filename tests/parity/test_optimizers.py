@@ -299,7 +299,7 @@ def saved(spec: Job, plan: ParallelPlan, folder: Path, disturb=lambda run: None,
         disturb(run)
         begun = checkpoint_files.create_checkpoint(folder, done)
         for core in run.cores:
-            core.save(begun)
+            core.start_save(begun)
         records = [core.save_result() for core in run.cores]
         contract = contract_of_job(spec)
         return checkpoint_files.commit_checkpoint(begun, records, steps_done=done, contract=contract, metrics=metrics)
@@ -482,7 +482,7 @@ def test_a_worker_s_file_that_is_lost_before_the_manifest_is_written_is_missed(t
         run.step(0)
         begun = checkpoint_files.create_checkpoint(tmp_path, 1)
         for core in run.cores:
-            core.save(begun)
+            core.start_save(begun)
         first, second = (core.save_result() for core in run.cores)
         lost = replace(second, entries=tuple(e for e in second.entries if e.kind.kind != "optimizer"))
         path = checkpoint_files.commit_checkpoint(begun, [first, lost], steps_done=1, contract=contract_of_job(job))
@@ -536,10 +536,10 @@ def test_state_that_can_no_longer_be_kept_is_reported_and_the_weights_are_saved_
         assert [any(report.not_kept for report in of_step) for of_step in reports] == [False, False, False, True]
         assert re.match("optimizer state 'factors' of first.weight is a list", reports[3][0].not_kept)
         with pytest.raises(StateNotKeptError, match=r"'factors' of first\.weight is a list"):
-            run.cores[0].save(checkpoint_files.create_checkpoint(tmp_path, 4))
+            run.cores[0].start_save(checkpoint_files.create_checkpoint(tmp_path, 4))
         begun = checkpoint_files.create_checkpoint(tmp_path, 4, only_weights=True)
         for core in run.cores:
-            core.save(begun, only_weights=True)
+            core.start_save(begun, only_weights=True)
         records = [core.save_result() for core in run.cores]
         weights = checkpoint_files.commit_checkpoint(begun, records, steps_done=4, contract={}, only_weights=True)
         found = CheckpointTensors(weights)

@@ -56,7 +56,7 @@ def test_workers_that_change_their_shards_go_on_as_from_a_checkpoint(model, path
                 local.step(step)
             folder = checkpoint_files.create_checkpoint(tmp_path / "local", done + 2)
             for core in local.cores:
-                core.save(folder)
+                core.start_save(folder)
             records = [core.save_result() for core in local.cores]
             there = checkpoint_files.commit_checkpoint(folder, records, steps_done=done + 2, contract={})
         found, want = (

@@ -31,7 +31,7 @@ def save(local: OneProcessRun, root: Path, done: int) -> Path:
     """What the driver does: all workers write, one commits."""
     folder = checkpoint_files.create_checkpoint(root, done)
     for core in local.cores:
-        core.save(folder)
+        core.start_save(folder)
     records = [core.save_result() for core in local.cores]
     return checkpoint_files.commit_checkpoint(folder, records, steps_done=done, contract=contract_of_job(local.spec))
 

@@ -39,7 +39,7 @@ def weights_of(world: World, folder: Path) -> CheckpointTensors:
     bodies = [world.processes[worker].body for worker in world.driver.machine.membership.members]
     for body in bodies:
         assert body.applied() == done
-        body.core.save(begun, only_weights=True)
+        body.core.start_save(begun, only_weights=True)
     records = [body.core.save_result() for body in bodies]
     return CheckpointTensors(
         checkpoint_files.commit_checkpoint(begun, records, steps_done=done, contract={}, only_weights=True)
