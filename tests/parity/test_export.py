@@ -83,6 +83,23 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_exported_is_replaced_by_the
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000015"]
 
 
+def test_an_export_that_is_slower_than_the_run_saves_says_so(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    steps, call = iter(range(15, 500)), checkpoint_files.checkpoint_weights_hash
+
+    def called(checkpoint: Any) -> Any:
+        save(run, next(steps))
+        checkpoint_files.remove_old_checkpoints(run.checkpoints, 1)
+        return call(checkpoint)
+
+    monkeypatch.setattr("raypar.worker.checkpoint.checkpoint_files.checkpoint_weights_hash", called)
+    assert main(["export", str(run.path), "--out", str(tmp_path / "m.safetensors")]) == 2
+    err = capsys.readouterr().err
+    assert f"run {run.name} trains, and has removed the checkpoint during each of 10 exports: " in err
+    assert "cure: export when it has ended" in err and next(steps) == 25
+
+
 def test_a_damaged_checkpoint_is_skipped_and_that_is_said(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (run.checkpoints / "step_00000010" / "1.safetensors").unlink()
     assert main(["export", str(run.path), "--out", str(tmp_path / "m.pt")]) == 0

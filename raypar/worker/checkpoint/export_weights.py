@@ -62,9 +62,14 @@ def export_checkpoint(
             raise no_usable_checkpoint_error(folder.name, folder.checkpoint_location, skipped, cure)
         try:
             return export(found)
-        except CheckpointError:
-            if not (left and has_saved_another(store, known)):
+        except CheckpointError as error:
+            if not has_saved_another(store, known) or (not left and found.name in store.names()):
                 raise
+            if not left:
+                raise CheckpointError(
+                    f"run {folder.name} trains, and has removed the checkpoint during each of {ATTEMPTS} exports: {error.what}",
+                    cure="export when it has ended; or set checkpoint.keep to more, or checkpoint.every, when it is resumed",
+                ) from error
     raise AssertionError("the last attempt returns or raises")
 
 
