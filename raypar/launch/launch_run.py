@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raypar.errors import ConfigError, InputError, OutOfMemory, UserCodeError
+from raypar.errors import ClusterError, ConfigError, InputError, OutOfMemory, UserCodeError
 from raypar.files.atomic_write import write_text_atomically
 from raypar.job import Job
 from raypar.launch.activity_reporter import ActivityReporter
@@ -55,9 +55,25 @@ def launch_run(choose: PlanChooser, options: LaunchOptions, tell: EventHandler) 
     `tell` gets every event. The first ones (kind `stage`) report the progress of the start-up; those of kind `waiting_for` say
     what is waited for while nothing else is told.
     """
+    _refuse_limits_of_this_machine(options)
     reporter = ActivityReporter(tell)
     with reporter.reporting(), keep_callers_state():
         return _run(choose, options, reporter)
+
+
+def _refuse_limits_of_this_machine(options: LaunchOptions) -> None:
+    """Raise `ClusterError` where no local Ray cluster could run, before PyTorch is loaded: with a low `ulimit -v` that fails
+    anywhere, without a word of the limit."""
+    from raypar.doctor.checks import refuse_unfit_machine
+    from raypar.doctor.gather import read_limits
+
+    try:
+        refuse_unfit_machine({"limits": read_limits()})
+    except ClusterError:
+        from raypar.actors.ray_connection import uses_existing_ray
+
+        if not uses_existing_ray(options.address):
+            raise
 
 
 @contextlib.contextmanager

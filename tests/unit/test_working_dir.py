@@ -2,9 +2,12 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from helpers.tiny_job import write_job
 
 from raypar.actors.removed_working_dir import WorkingDirGuard
 
@@ -89,6 +92,24 @@ def test_no_ray_is_started_where_processes_have_too_little_address_space(monkeyp
     for enough in (-1, 2**32):
         monkeypatch.setattr("resource.getrlimit", lambda which, limit=enough: (limit, -1))
         refuse_unfit_machine({"limits": read_limits()})
+
+
+@pytest.mark.parametrize("limit_kib", [400_000, 1_000_000])
+def test_an_address_space_too_small_for_pytorch_is_one_error(limit_kib: int, tmp_path):
+    """PyTorch ended with 50 lines of `failed to map segment` or `can't start new thread`."""
+    path, resource = (
+        write_job(tmp_path),
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2); ",
+    )
+    code = resource + "from raypar.cli import main; sys.exit(main(['train', sys.argv[2]]))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(limit_kib << 10), str(path)], capture_output=True, text=True, cwd=tmp_path, timeout=100
+    )
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert [line[:40] for line in ended.stderr.splitlines()[-2:]] == [
+        f"error: processes may have {limit_kib / 2**20:.1f} GiB of address"[:40],
+        "  cure: raise or remove that limit (`ulimit -v"[:40],
+    ]
 
 
 def test_a_ray_that_starts_too_late_is_cleared_away_and_started_again(monkeypatch, tmp_path):

@@ -669,7 +669,8 @@ def list_contract_differences(manifest: Manifest, spec: Job) -> list[str]:
     then = _as_written_now({"device": "cpu", **manifest.contract})
     then.pop("code", None)
     if isinstance(then.get("data"), dict):
-        then["data"] = {name: value for name, value in now["data"].items() if name not in ("function", "args")} | then["data"]
+        known = {"function", "args", *then["data"]}
+        then["data"] |= {name: value for name, value in now["data"].items() if name not in known}
     may_change = keys_that_may_change()
     return [
         f"{key} was {_setting(then, key)}, is {_setting(now, key)}"
