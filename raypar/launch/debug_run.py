@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from raypar.job.read_job import load_job, load_job_of_run
 from raypar.launch.chosen_plan import make_custom_schedule_builder, plan_of_job
 from raypar.plan import MicrobatchRouting
+from raypar.plan.wording import count_noun
 from raypar.record.fold import RunView
 from raypar.storage.run_folder import NoSuchRun, RunFolder, cannot_debug_error
 from raypar.user_code.user_code_errors import make_importable
@@ -110,7 +111,8 @@ def open_debug_run(
         place.check_is_reached(steps, len(plan.stages), job.microbatches)
     build = make_custom_schedule_builder(job)
     schedule = build(MicrobatchRouting(plan, job.batching)) if build is not None else job.schedule_name
-    say(f"{plan.world} workers, {len(plan.stages)} stages in one process; schedule {job.schedule_name}")
+    sizes = f"{count_noun(plan.world, 'worker')}, {count_noun(len(plan.stages), 'stage')}"
+    say(f"{sizes} in one process; schedule {job.schedule_name}")
     if (precision := job.precision_in_words) is not None:
         say(precision)
 

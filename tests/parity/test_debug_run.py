@@ -147,3 +147,8 @@ def test_the_cure_of_a_failed_run_names_the_run_to_debug(folder, monkeypatch):
     monkeypatch.delenv(SUBMITTED_VARIABLE)
     folder.job.unlink()
     assert "this run has no job file: that command says what it needs" in cure(NonFiniteError(*raised.value.args), "runs/odd")
+
+
+def test_one_worker_and_one_stage_are_said_so(folder: RunFolder, capsys: pytest.CaptureFixture[str]):
+    main(["debug", "odd", "--steps", "1", "--set", "plan.stages=1"])
+    assert "1 worker, 1 stage in one process" in capsys.readouterr().out
