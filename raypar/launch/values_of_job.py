@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -24,6 +25,9 @@ VALUES = "values of "
 """What the names of these digests begin with; the key of the job follows."""
 WHOLE_BYTES, PIECES, PIECE_BYTES = 4 << 20, 64, 64 << 10
 """Of a larger tensor than this so many pieces count, evenly spread: it may be a mapped file of any size."""
+ITEMS = 4096
+"""Of a longer sequence or mapping so many items count, evenly spread, and its length: a list may be a whole data set. Of a
+larger set only the length counts."""
 MAX_DEPTH = 50
 """Values deeper inside each other do not count."""
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
@@ -86,11 +90,14 @@ class _Values:
         if value is None or isinstance(value, bytes):
             return repr(value).encode()
         if isinstance(value, Mapping):
-            return b"mapping" + b"".join(sorted(self.of(k, depth) + self.of(v, depth) for k, v in value.items()))
+            pairs = sorted(self.of(k, depth) + self.of(v, depth) for k, v in _some(value.items()))
+            return b"mapping %d" % len(value) + b"".join(pairs)
         if isinstance(value, (list, tuple)):
             own = self._attributes(value, depth) if _is_plain_subclass(value) else b""
-            return b"sequence" + b"".join(self.of(part, depth) for part in value) + own
+            return b"sequence %d" % len(value) + b"".join(self.of(part, depth) for part in _some(value)) + own
         if isinstance(value, (set, frozenset)):
+            if len(value) > ITEMS:  # in no order that another process would have
+                return b"set %d" % len(value)
             return b"set" + b"".join(sorted(self.of(part, depth) for part in value))
         if isinstance(value, functools.partial):
             return b"partial" + b"".join(self.of(part, depth) for part in (value.func, value.args, value.keywords))
@@ -117,6 +124,15 @@ class _Values:
         left_out = {"training"} if is_module else set[str]()
         left_out |= {key for key in held if theirs and key[:1] == "_" and key not in _MODULE_PARTS}
         return name + b"".join(k.encode() + b"=" + self.of(v, depth) for k, v in sorted(held.items()) if k not in left_out)
+
+
+def _some(items: Collection[Any]) -> Iterable[Any]:
+    """The items, or `ITEMS` of them, evenly spread, the first and the last one too."""
+    if len(items) <= ITEMS:
+        return items
+    if isinstance(items, Sequence):
+        return [items[number * (len(items) - 1) // (ITEMS - 1)] for number in range(ITEMS)]
+    return itertools.islice(items, 0, None, -(-len(items) // ITEMS))
 
 
 def _attributes_of(value: Any) -> dict[str, Any] | None:

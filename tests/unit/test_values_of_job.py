@@ -11,7 +11,7 @@ from torch import nn
 
 from raypar import Trainer
 from raypar.launch.user_code_digests import describe_code_change
-from raypar.launch.values_of_job import WHOLE_BYTES, values_of_job
+from raypar.launch.values_of_job import ITEMS, WHOLE_BYTES, values_of_job
 
 
 def warmup(steps: Any) -> Callable[[int], float]:
@@ -118,3 +118,28 @@ def test_a_repr_that_raises_is_no_error():
             raise ValueError("no items")
 
     assert given(data=(Held, {"value": [Raises(a=1)]})) == given(data=(Held, {"value": [Raises(a=2)]}))
+
+
+class Counted(list[Any]):
+    """A data set that counts how many of its samples are looked at."""
+
+    looked_at = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        Counted.looked_at += 1
+        return super().__getitem__(index)
+
+
+def test_of_a_long_list_of_samples_some_count_and_its_length(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Counted, "looked_at", 0)
+    samples = Counted({"x": float(number)} for number in range(100_000))
+    before = given(data=samples)
+    assert 0 < Counted.looked_at <= 2 * ITEMS
+    samples[-1] = {"x": -1.0}
+    assert given(data=samples) != before
+    samples[-1] = {"x": 99_999.0}
+    assert given(data=samples) == before != given(data=Counted(samples[:-1]))
+    mapping = {number: float(number) for number in range(100_000)}
+    assert given(loss=functools.partial(scaled, scale=mapping)) != given(
+        loss=functools.partial(scaled, scale={**mapping, -1: 0.0})
+    )
