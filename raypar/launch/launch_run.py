@@ -18,7 +18,7 @@ from raypar.job import Job
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan, idle_replicas_text
 from raypar.launch.launch_options import EventHandler, LaunchOptions
-from raypar.launch.make_run_request import make_run_request
+from raypar.launch.make_run_request import contract_fields, make_run_request
 from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.launch.result import Result
 from raypar.record.events import (
@@ -114,13 +114,15 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
             # A resumed run has its values in the checkpoint; the file may be gone by now.
             job = options.job
             job = with_weights_fingerprint(job) if options.resume is None else job.replace(init_from=None)
+            options = replace(options, job=job)
+            contract = contract_fields(options)
             checked = preflight(job)
             text = f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples"
             _tell_stage(tell, "checked", text)
             chosen = choose(checked)  # if it raises, nothing but the error is worth reading
             for line in (*checked.notes, *chosen.warnings):
                 tell(RunWarning(text=line))
-            return job, chosen, make_run_request(checked, chosen, replace(options, job=job))
+            return job, chosen, make_run_request(checked, chosen, options, contract)
         except UserCodeError as error:
             raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
         except (SystemExit, KeyboardInterrupt) as error:

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 
 def make_run_request(
-    checked: PreflightResult, chosen: ChosenPlan, options: LaunchOptions
+    checked: PreflightResult, chosen: ChosenPlan, options: LaunchOptions, contract: Mapping[str, Any]
 ) -> Callable[[RunFolder, str | None], RunRequest]:
-    """A function that makes the driver's request from the run folder and the address on which workers listen.
+    """A function that makes the driver's request from the run folder and the address on which workers listen. `contract`: the
+    job's `contract_fields`.
 
     Lowers the schedule, so that a bad schedule is refused before anything starts. Raises `ConfigError` or `PlanError`.
     """
@@ -54,7 +55,6 @@ def make_run_request(
     backend.check_plan(spec, checked.graph, chosen.plan, lowered, elastic=spec.elastic is not None)
     pickled_spec = pickle_for_workers(spec.for_workers(), given_parts(spec))
     pickled_callbacks = pickle_for_workers(Callbacks(options.callbacks), {"callbacks": options.callbacks})
-    contract = contract_fields(options)
 
     def request(folder: RunFolder, host: str | None) -> RunRequest:
         return RunRequest(
@@ -88,7 +88,8 @@ def make_run_request(
 
 def contract_fields(options: LaunchOptions) -> dict[str, Any]:
     """The fields of a request that say what the run's checkpoints hold of the job, and what has changed of its code and of the
-    values that its functions hold."""
+    values that its functions hold. To be asked for before anything calls the user's code: a data set may keep what it has read.
+    """
     code = code_of_job(options.job) | values_of_job(options.job)
     changed = describe_code_change(options.former_code, code)
     return {"contract": {**contract_of_job(options.job), CODE: code}, "warnings": () if changed is None else (changed,)}

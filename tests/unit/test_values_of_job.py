@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from raypar import Trainer
+from raypar.launch import launch_run
+from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.user_code_digests import describe_code_change
 from raypar.launch.values_of_job import ITEMS, WHOLE_BYTES, values_of_job
 
@@ -143,3 +145,22 @@ def test_of_a_long_list_of_samples_some_count_and_its_length(monkeypatch: pytest
     assert given(loss=functools.partial(scaled, scale=mapping)) != given(
         loss=functools.partial(scaled, scale={**mapping, -1: 0.0})
     )
+
+
+def test_values_are_read_before_anything_calls_the_users_code(monkeypatch: pytest.MonkeyPatch):
+    """A data set that keeps what it has read would differ at each resume, by the samples that the checks have read."""
+    called: list[str] = []
+
+    class End(Exception):
+        """The checks are not made here."""
+
+    def checks(job: Any) -> None:
+        called.append("checks")
+        raise End
+
+    monkeypatch.setattr(launch_run, "contract_fields", lambda options: called.append("values"))
+    monkeypatch.setattr("raypar.worker.job_preflight.preflight", checks)
+    job = Trainer(model=nn.Linear, loss=scaled, data=Held, steps=1, batch_size=4, microbatches=2).job
+    with pytest.raises(End):
+        launch_run._check_and_plan(None, LaunchOptions(job, make_folder=lambda chosen: None), lambda event: None)  # type: ignore[arg-type, return-value]
+    assert called == ["values", "checks"]
