@@ -78,6 +78,10 @@ def test_a_fact_that_is_not_known_is_told_once_by_the_check_that_needs_it():
 
 def test_a_run_makes_those_checks_of_the_doctor_that_apply_to_it():
     assert {field for check in CHECKS for field in check.facts} == {field.name for field in fields(DoctorFacts)}
+    package = Path(machine.__file__).parents[1]
+    sources = "".join(path.read_text() for room in ("actors", "launch") for path in (package / room).glob("*.py"))
+    handed_over = set(re.findall(r'refuse_unfit_machine\(\{"(\w+)"', sources))
+    assert {fact for check in CHECKS if "run" in check.where for fact in check.facts} == handed_over
     assert [check.name for check in CHECKS if "run" in check.where] == ["address space", "room for logs"]
     little = LimitFacts(100, 100, 10, None, 1 << 30)
     failures = [finding for finding in examine({"limits": little}) if finding.level == "failure"]
