@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop-at",
         metavar="STEP,STAGE,MICROBATCH",
-        help="open pdb just before the instructions of this stage and microbatch in this step; all count from 0",
+        help="open pdb just before the instructions of this stage and microbatch in this step; steps count from 1, as they are "
+        "printed, stages and microbatches from 0",
     )
     parser.add_argument("--order-seed", type=int, default=None, help="interleave the workers in another (seeded) order")
     add_run_dir_argument(parser)
@@ -54,11 +55,11 @@ def run(args: argparse.Namespace) -> int:
                 cure = NON_FINITE_CURE if error.cure.endswith(NON_FINITE_CURE) else error.cure
                 raise NonFiniteError(f"{error.what}\n  first not finite: {first.describe()}", cure) from error
             except bdb.BdbQuit:
-                print(f"left the debugger in step {step}", file=sys.stderr)
+                print(f"left the debugger in step {step + 1}", file=sys.stderr)
                 return 130
             while local.warnings:
                 warn(local.warnings.pop(0))
-            say(f"step {step}: loss {report.loss:.6f}, gradient norm {report.norm:.6f}")
+            say(f"step {step + 1}: loss {report.loss:.6f}, gradient norm {report.norm:.6f}")
             if report.skipped:
                 say(f"  skipped; first not finite: {first.describe()}")
                 first.found = None

@@ -118,7 +118,7 @@ def open_debug_run(
 
     def before(step: int, instruction: object) -> None:
         if place is not None and place.is_at(step, instruction):
-            print(f"step {step}: about to run {instruction}; `up` leads to the interpreter's frame", file=sys.stderr)
+            print(f"step {step + 1}: about to run {instruction}; `up` leads to the interpreter's frame", file=sys.stderr)
             breakpoint()
             guard.accept_environment()  # pdb handles Ctrl-C itself
 

@@ -22,6 +22,7 @@ from raypar.errors import ConfigError
 from raypar.job import Job
 from raypar.model.graph import Graph, Layer
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.wording import count_noun
 from raypar.schedule import registry
 from raypar.schedule.instructions import Instruction, Schedule
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -36,10 +37,13 @@ T = TypeVar("T")
 
 
 class Breakpoint:
-    """Where a debugger shall stop: at the instructions of one stage and microbatch in one step, which count from 0."""
+    """Where a debugger shall stop: at the instructions of one stage and microbatch in one step."""
 
     def __init__(self, text: str) -> None:
-        """`text`: STEP,STAGE,MICROBATCH, of `--stop-at`. Raises `ConfigError` for another form."""
+        """`text`: STEP,STAGE,MICROBATCH, of `--stop-at`: the step from 1, the others from 0.
+
+        Raises `ConfigError` for another form.
+        """
         self.text = text
         """As the user wrote it."""
         try:
@@ -47,20 +51,21 @@ class Breakpoint:
         except ValueError:
             cure = "for example --stop-at 3,1,0"
             raise ConfigError(f"--stop-at {text!r} is not STEP,STAGE,MICROBATCH", cure=cure) from None
-        self.place = (step, stage, microbatch)
-        """(step, stage, microbatch)."""
+        self.place = (step - 1, stage, microbatch)
+        """(step, stage, microbatch), all from 0."""
 
     def check_is_reached(self, steps: range, stages: int, microbatches: int) -> None:
-        """Raise `ConfigError` if a run of these steps with so many stages and microbatches never comes there."""
+        """Raise `ConfigError` if a run of these steps, from 0, with so many stages and microbatches never comes there."""
         if any(at not in there for at, there in zip(self.place, (steps, range(stages), range(microbatches)), strict=True)):
-            which = f"{len(steps)} steps" if steps.start == 0 else f"steps {steps.start} to {steps.stop - 1}"
+            which = count_noun(len(steps), "step") if steps.start == 0 else f"steps {steps.start + 1} to {steps.stop}"
             raise ConfigError(
-                f"--stop-at {self.text} is never reached: {which}, {stages} stages, {microbatches} microbatches",
-                cure="all three count from 0; --steps runs more steps",
+                f"--stop-at {self.text} is never reached: {which}, {count_noun(stages, 'stage')}, "
+                f"{count_noun(microbatches, 'microbatch', 'microbatches')}",
+                cure="steps count from 1, stages and microbatches from 0; --steps runs more steps",
             )
 
     def is_at(self, step: int, instruction: object) -> bool:
-        """Whether this instruction of a step is one of them."""
+        """Whether this instruction of a step, from 0, is one of them."""
         return self.place == (step, getattr(instruction, "stage", None), getattr(instruction, "microbatch", None))
 
 

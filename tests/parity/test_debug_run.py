@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import json
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def test_debug_takes_a_run_by_name_or_folder_and_goes_on_from_its_checkpoint_to_
     out, err = capsys.readouterr()
     losses = [json.loads(line)["loss"] for line in folder.metrics.read_text().splitlines()]
     assert "run odd: from step_00000003, 3 steps are done" in out
-    assert f"step 3: loss {losses[3]:.6f}, " in out and "step 2: " not in out
+    assert f"step 4: loss {losses[3]:.6f}, " in out and "step 3: " not in out
     assert "first not finite: layer 'first' in microbatch 0 of step 5: its input 'x' has NaN (1 of 4 numbers)" in err
     assert f"cure: {NON_FINITE_CURE}\n" in err
 
@@ -95,12 +96,32 @@ def test_a_run_without_a_checkpoint_is_run_from_its_first_step_to_the_one_that_f
     checkpoint_files.discard_checkpoint(folder.checkpoints / "step_00000003")
     assert main(["debug", "odd"]) == 1
     out, err = capsys.readouterr()
-    assert "from its first step" in out and "step 0: loss" in out and "of step 5: its input 'x' has NaN" in err
+    assert (
+        "from its first step" in out
+        and "step 1: loss" in out
+        and "step 0" not in out
+        and "of step 5: its input 'x' has NaN" in err
+    )
 
 
 def test_where_to_stop_is_within_the_steps_that_are_run(folder, capsys):
-    assert main(["debug", "odd", "--stop-at", "2,0,0"]) == 2
-    assert "--stop-at 2,0,0 is never reached: steps 3 to 4, 2 stages, 2 microbatches" in capsys.readouterr().err
+    assert main(["debug", "odd", "--stop-at", "3,0,0"]) == 2
+    err = capsys.readouterr().err
+    assert "--stop-at 3,0,0 is never reached: steps 4 to 5, 2 stages, 2 microbatches" in err
+    assert "cure: steps count from 1, stages and microbatches from 0" in err
+    assert main(["debug", "odd.yaml", "--steps", "1", "--stop-at", "0,0,0", "--set", "plan.stages=1"]) == 2
+    assert "--stop-at 0,0,0 is never reached: 1 step, 1 stage, 2 microbatches" in capsys.readouterr().err
+
+
+def test_where_to_stop_is_the_step_as_printed_and_leaving_the_debugger_names_it(folder, capsys, monkeypatch):
+    def leave() -> None:
+        raise bdb.BdbQuit
+
+    monkeypatch.setattr("builtins.breakpoint", leave)
+    assert main(["debug", "odd.yaml", "--steps", "3", "--stop-at", "2,1,0"]) == 130
+    out, err = capsys.readouterr()
+    assert "step 1: loss" in out and "step 2: loss" not in out
+    assert "step 2: about to run 1F0" in err and "left the debugger in step 2\n" in err
 
 
 def test_a_setting_on_which_the_bits_depend_is_refused_as_at_a_resume(folder, capsys):
