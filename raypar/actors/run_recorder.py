@@ -31,7 +31,7 @@ from raypar.actors.step_timeline_files import write_step_timeline_files
 from raypar.callbacks import Callbacks
 from raypar.elastic.actions import Teardown
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
-from raypar.errors import CheckpointError, RayparError, error_first_line
+from raypar.errors import CheckpointError, NonFiniteError, RayparError, error_first_line
 from raypar.files.atomic_write import replace_file_atomically
 from raypar.files.json_values import Json
 from raypar.files.os_error_cure import cure_of_os_error
@@ -594,7 +594,13 @@ class RunRecorder:
         """Record the end: files, pictures, last callbacks. `step_calls`: calls to workers for steps; None if not counted."""
         steps = teardown.done - self.request.policy.steps_before_run
         calls = None if step_calls is None else step_calls / steps if steps else 0.0
-        event = EndOfRun(end=teardown.end, why=teardown.why, step=teardown.done, driver_calls_per_step=calls)
+        event = EndOfRun(
+            end=teardown.end,
+            why=teardown.why,
+            step=teardown.done,
+            driver_calls_per_step=calls,
+            non_finite=True if isinstance(teardown.error, NonFiniteError) else None,
+        )
         self.metrics.close()
         self.publish_metrics(WorkerCounts(generation=self.telemetry.counts.generation))
         self._save_totals(time.monotonic())

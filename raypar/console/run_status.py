@@ -97,11 +97,13 @@ class RunStatus:
     """(time, line) of the last events, oldest first."""
     earlier_lines: int = 0
     """Number of lines before those of `story`."""
+    ended_non_finite: bool = False
+    """Whether a loss or gradient norm that is not finite has ended the run."""
 
     def facts(self) -> dict[str, Json]:
         """The status as data, for `--json`."""
-        facts = asdict(self)
-        return facts if self.earlier_lines else {key: value for key, value in facts.items() if key != "earlier_lines"}
+        rare = ("earlier_lines", "ended_non_finite")
+        return {key: value for key, value in asdict(self).items() if value or key not in rare}
 
 
 def build_run_status(
@@ -121,13 +123,12 @@ def build_run_status(
 
     `gone`: nodes of the local Ray cluster whose raylet does not run any more; `resumable`: there is a checkpoint.
     """
-    told, last = members or {}, view.last_step
+    told, last, validation = members or {}, view.last_step, view.validation
     speed, ended = view.recent_speed(now), view.ended(members)
     phase = "ended" if ended else str(members["phase"]) if members else "running" if last else "starting"
     heard_s = max((at for at in (view.last_s, told.get("time")) if at), default=None)
     why = str(ended.why or ended.end) if ended else str(told.get("why") or "")
     story, earlier = view.story.summary()
-    validation = view.validation
     return RunStatus(
         run=run,
         path=path,
@@ -163,6 +164,7 @@ def build_run_status(
         survived=view.faults,
         story=tuple((one.time, one.summary) for one in story),
         earlier_lines=earlier,
+        ended_non_finite=bool(ended and ended.non_finite),
     )
 
 
@@ -222,7 +224,11 @@ def format_status(status: RunStatus) -> str:
     rows: list[tuple[str, str]] = []
     was = ", when it was last heard of" if status.silent_s is not None else ""
     if status.silent_s is not None or status.end in ("stopped", "interrupted", "failed"):
-        rows.append(("next", resume_advice(status.resume, submitted=status.submitted)))
+        advice = resume_advice(status.resume, submitted=status.submitted)
+        if status.ended_non_finite:  # the same step has the same numbers again
+            debug = "JOB" if status.submitted else resume_argument(status.path)
+            advice = f"`raypar debug {debug}` names the first layer with a NaN or an infinite number; then {advice}"
+        rows.append(("next", advice))
     if status.samples_per_s is not None:
         time_of_step, median = format_step_times(status)
         of = "mean of the last " + count_noun(status.speed_steps, "step") if status.speed_steps > 1 else "the last step"

@@ -311,6 +311,8 @@ class EndOfRun(Event):
     """Steps done."""
     error: Anything = None
     """The pickled error of a failed run, for the command that started it."""
+    non_finite: Flag | None = None
+    """Whether a loss or gradient norm that is not finite has ended the run; only in events.jsonl."""
 
     def line(self) -> str:
         why = self.why or self.text

@@ -379,6 +379,8 @@ def test_a_failure_in_a_worker_ends_the_run_with_one_error_and_leaves_nothing(fa
     if fault == "nan":
         (folder,) = tmp_path.iterdir()
         assert f"cure: `raypar debug {folder}` names the first layer" in str(caught.value)
+        assert main(["status", str(folder)]) == 0
+        assert f"next     `raypar debug {folder}` names the first layer with a NaN" in capfd.readouterr().out
         assert main(["debug", str(folder)]) == 1
         assert "first not finite: layer 'layer3' in microbatch 1 of step 3: its output" in capfd.readouterr().err
     else:

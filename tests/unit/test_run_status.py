@@ -322,6 +322,25 @@ def test_a_run_that_ended_early_says_how_to_go_on(end):
     assert ("  next     `raypar submit` anew: there is no checkpoint to go on from" in lines) == (end != "done")
 
 
+@pytest.mark.parametrize(
+    ("facts", "advice"),
+    [
+        ({"resumable": True}, "`raypar debug tiny` {names}; then `raypar resume tiny` goes on from the last checkpoint"),
+        ({}, "`raypar debug tiny` {names}; then `raypar train` anew: there is no checkpoint to go on from"),
+        (
+            {"cluster": {"kind": "joined", "nodes": [], "submitted": True}},
+            "`raypar debug JOB` {names}; then `raypar submit` anew: there is no checkpoint to go on from",
+        ),
+    ],
+    ids=["checkpoint", "none", "submitted"],
+)
+def test_a_run_that_a_nan_has_ended_is_to_be_debugged_first_as_a_resumption_comes_to_the_same_step(facts, advice):
+    why = "step 52: loss nan, gradient norm nan"
+    ended = {"kind": "end", "end": "failed", "why": why, "step": 51, "time": 1006.0, "non_finite": True}
+    lines = format_status(of(events=[ended], **facts)).splitlines()
+    assert "  next     " + advice.format(names="names the first layer with a NaN or an infinite number") in lines
+
+
 def test_the_command_reads_a_folder_and_a_line_cut_off_by_a_crash_is_told(tmp_path, capsys):
     folder = RunFolder.create(tmp_path, "tiny")
     folder.job.write_text("steps: 200\n")
