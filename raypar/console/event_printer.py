@@ -206,7 +206,7 @@ class EventPrinter:
             return 0
         done, validation = self.view.steps, self.view.last_validation
         part = f" in the last {count_noun(done.count, 'step')}" if 0 < done.count < result.done else ""
-        lines = [f"{result.why}: {result.done} steps, {self.speed()}{part}"]
+        lines = [f"{result.why}: {count_noun(result.done, 'step')}, {self.speed()}{part}"]
         if done.skipped:
             lines.append(f"skipped {done.skipped} of {count_noun(done.count, 'step')}: loss or gradient norm not finite")
         if self.view.faults is not None:

@@ -24,7 +24,9 @@ _RUN = re.compile(
     r"the run is called (?P<run>\S+); its folder is (?P<path>.+)$"
     r"|^\[1/\d+\] run (?P<again>\S+) found in (?P<found>.+): \d+ steps( |$)"
 )
-_END = re.compile(r"^stopped (?:after (?P<step>\d+) steps|before training began) .*|^.*: (?P<done>\d+) steps, .*samples/s.*$")
+_END = re.compile(
+    r"^stopped (?:after (?P<step>[\d,]+) steps?|before training began) .*|^.*: (?P<done>[\d,]+) steps?, .*samples/s.*$"
+)
 _ERROR = re.compile(r"^error: (.*\S)")
 _WAITING = re.compile(r"^ *(waiting for (?:\d+ more workers?|\d+ CPUs?|run )\b.*)$")
 """Lines about the cluster's room; those about what started workers do are a part of the start."""
@@ -123,7 +125,7 @@ def read_log_facts(log: str) -> LogFacts:
         elif found := _END.match(line):
             facts |= {"end": printable(line.strip()), "waiting": None}
             if number := found["step"] or found["done"]:
-                facts["step"] = int(number)
+                facts["step"] = int(number.replace(",", ""))
         elif found := _WAITING.match(line):
             facts["waiting"] = printable(found[1])
         elif found := _ERROR.match(line):

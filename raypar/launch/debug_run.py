@@ -85,7 +85,7 @@ def find_start_in_run(
         return DebugStart(job, failed=failed)
     manifest = load_manifest(checkpoint)
     check_contract(manifest, job)
-    say(f"run {folder.name}: from {checkpoint.name}, {manifest.steps_done} steps are done")
+    say(f"run {folder.name}: from {checkpoint.name}, {count_noun(manifest.steps_done, 'step is', 'steps are')} done")
     return DebugStart(job.replace(init_from=None), checkpoint, manifest.steps_done, failed)
 
 

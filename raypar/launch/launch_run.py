@@ -21,6 +21,7 @@ from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.make_run_request import contract_fields, make_run_request
 from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.launch.result import Result
+from raypar.plan.wording import count_noun
 from raypar.record.events import (
     EndOfRun,
     Event,
@@ -302,7 +303,7 @@ def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler, on_answe
 def describe_end(result: Result) -> str:
     """How a run has ended, and its last checkpoint: `done after 40 steps, the checkpoint ... is whole`."""
     saved = f", the checkpoint {result.checkpoint_path} is whole" if result.checkpoint_path else ""
-    return f"{result.end} after {result.done} steps{saved}"
+    return f"{result.end} after {count_noun(result.done, 'step')}{saved}"
 
 
 def _tell_stage(tell: EventHandler, stage: str, text: str, run: str | None = None) -> None:

@@ -15,6 +15,7 @@ from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_envir
 from raypar.files.untrusted_files import shorten
 from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.launch.submitted_job_printer import RESUBMIT_ADVICE
+from raypar.plan.wording import count_noun
 from raypar.record.folder import ERROR
 from raypar.storage.filesystems import call_within, open_filesystem
 from raypar.storage.folder_download import has_document, has_run, upload_document
@@ -65,7 +66,7 @@ class Result:
         shown = ("loss", "validation_loss", "lr", "norm")
         numbers = [f"{key} {value:.6g}" for key in shown if isinstance(value := self.metrics.get(key), (int, float))]
         lines = {
-            f"Result of a run, {self.end} after {self.done:,} steps": self.why or "no reason was recorded",
+            f"Result of a run, {self.end} after {count_noun(self.done, 'step')}": self.why or "no reason was recorded",
             "metrics": ", ".join(numbers),
             "history": f"{len(self.history):,} steps and validations (result.history, result.metrics_dataframe)",
             "folder": self.path,
@@ -203,10 +204,10 @@ def raise_run_failure(result: Result) -> None:
         if isinstance(result.error, RayparError):
             result.error.exit_code = RayparError.exit_code  # the run had begun: failed, even where the input was bad
             raise result.error
-        raise RayparError(f"the run failed after {result.done} steps: {result.why}") from result.error
+        raise RayparError(f"the run failed after {count_noun(result.done, 'step')}: {result.why}") from result.error
     if result.end == "deposed":
         raise RayparError(
-            f"another driver has taken this run over after {result.done} steps: {result.why}",
+            f"another driver has taken this run over after {count_noun(result.done, 'step')}: {result.why}",
             cure=f"follow the run with raypar status {result.handle}",
         )
     if result.end == "interrupted":
@@ -220,7 +221,7 @@ def raise_run_failure(result: Result) -> None:
         if not result.history:  # no step was reported
             raise before_training_error(result.why, describe_what_is_left(result), cure)
         at = f"the checkpoint {result.checkpoint_path} can be resumed" if result.checkpoint_path else "there is no checkpoint"
-        raise Interrupted(f"stopped after {result.done} steps ({result.why}): {at}", cure=cure)
+        raise Interrupted(f"stopped after {count_noun(result.done, 'step')} ({result.why}): {at}", cure=cure)
 
 
 def describe_what_is_left(result: Result) -> str:

@@ -28,6 +28,7 @@ from raypar.launch.client_storage_session import (
 from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
+from raypar.plan.wording import count_noun
 from raypar.record.events import EndOfRun, ResumeNotice, Resumption, RunWarning
 from raypar.record.fold import RunView
 from raypar.record.folder import ERROR
@@ -208,7 +209,7 @@ def prepare_resumed_run(
                 tell(RunWarning(text=line))
         return choose(checked)
 
-    text = f"from {checkpoint.name}: {manifest.steps_done} steps are done"
+    text = f"from {checkpoint.name}: {count_noun(manifest.steps_done, 'step is', 'steps are')} done"
     if changed := list_changed_shard_settings(manifest, spec):
         text += f"; with another {' and '.join(changed)}, on which the bits depend where the plan has shards"
     if line := describe_edition_change(manifest):

@@ -58,6 +58,9 @@ def test_what_a_log_says():
     assert facts.step == 83 and facts.end == STOPPED
     facts = read_log_facts(LOG + STEPS + "all steps done: 160 steps, 310 samples/s\nweights sha256 12\n")
     assert facts.step == 160 and facts.end == "all steps done: 160 steps, 310 samples/s"
+    for done, number in (("1 step", 1), ("1,024 steps", 1024)):
+        for end in (f"stopped after {done} (SIGTERM): there is no checkpoint", f"all steps done: {done}, 310 samples/s"):
+            assert (read_log_facts(f"{LOG}{end}\n").step, read_log_facts(f"{LOG}{end}\n").end) == (number, end)
     waiting = "waiting for 3 more workers: the cluster has a place for 1 of 4"
     assert read_log_facts(f"{LOG}{waiting}\n").waiting == waiting
     assert read_log_facts(f"{LOG}{waiting}\n{STEPS}").waiting is None

@@ -229,6 +229,7 @@ def test_the_speed_at_the_end_says_of_how_many_steps_it_is_if_not_of_all():
         return next(line for line in out.getvalue().splitlines() if line.startswith("all steps are done"))
 
     assert last_line(2).endswith("all steps are done: 2 steps, 80 samples/s")
+    assert last_line(1).endswith("all steps are done: 1 step, 80 samples/s")
     assert last_line(200).endswith("200 steps, 80 samples/s in the last 2 steps")
 
 

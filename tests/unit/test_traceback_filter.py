@@ -15,6 +15,7 @@ from helpers import tiny_job
 import raypar
 from raypar.console.event_printer import EventPrinter
 from raypar.errors import ConfigError, InputError, Interrupted, PlanError, RayparError, UserCodeError, error_first_line
+from raypar.launch.launch_run import describe_end
 from raypar.launch.result import Result, raise_run_failure
 from raypar.user_code.traceback_filter import filter_traceback_text, is_raypar_file, is_user_file
 from raypar.user_code.user_code_errors import error_text
@@ -159,6 +160,20 @@ def test_an_interrupted_run_without_a_job_file_is_resumed_from_python(tmp_path: 
     with pytest.raises(Interrupted) as found:
         raise_run_failure(stopped)
     assert found.value.cure == f"raypar resume {tmp_path}"
+
+
+@pytest.mark.parametrize(("done", "said"), [(1, "after 1 step"), (1024, "after 1,024 steps")])
+def test_the_ends_of_runs_count_their_steps(done: int, said: str, tmp_path: Path):
+    def told(end: str) -> str:
+        with pytest.raises(RayparError) as found:
+            raise_run_failure(Result({}, str(tmp_path), end, done, why="Ctrl-C", history=[{"step": done}]))
+        return found.value.what
+
+    assert told("interrupted") == f"stopped {said} (Ctrl-C): there is no checkpoint"
+    assert told("failed") == f"the run failed {said}: Ctrl-C"
+    assert told("deposed") == f"another driver has taken this run over {said}: Ctrl-C"
+    ended = Result({}, "runs/x", "done", done)
+    assert describe_end(ended) == f"done {said}" and f"Result of a run, done {said}: " in repr(ended)
 
 
 def test_a_printed_result_does_not_hold_the_whole_history():
