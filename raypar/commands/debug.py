@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         find_debug_start(args.job, args.run_dir, args.overrides, say, warn) as start,
         open_debug_run(start, start.steps(args.steps), args.stop_at, args.order_seed, say) as local,
     ):
-        first = FirstNonFinite(stage for core in local.cores for stage in core.stages.values())
+        first = FirstNonFinite(local)
         for step in start.steps(args.steps):
             try:
                 report = local.step(step)[0]

@@ -5,7 +5,7 @@ It is the executable specification of a run: `raypar debug` steps through it, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -22,18 +22,21 @@ from raypar.errors import ConfigError
 from raypar.job import Job
 from raypar.model.graph import Graph, Layer
 from raypar.plan import MicrobatchRouting, ParallelPlan
-from raypar.plan.wording import count_noun
+from raypar.plan.wording import count_noun, word_form
 from raypar.schedule import registry
 from raypar.schedule.instructions import Instruction, Schedule
+from raypar.worker.microbatch_loader import MicrobatchLoader, SamplePosition
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerFunction, PassContext
-from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_tensors import LayerTensors
 from raypar.worker.step.optimizer_state import Value, read_optimizer_state
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore, merge_validation_losses
 
 T = TypeVar("T")
+
+MOST_SAMPLES = 5
+"""How many samples with numbers that are not finite are named."""
 
 
 class Breakpoint:
@@ -204,18 +207,29 @@ class FirstNonFinite:
     found: str | None = None
     """The first NaN or infinite number: layer, microbatch, step and tensor, as text; None while there is none."""
 
-    def __init__(self, stages: Iterable[Stage]) -> None:
-        for stage in stages:
-            for layer in stage.layers:
-                layer.call = self._watched(layer.layer, layer.call)
+    def __init__(self, run: OneProcessRun) -> None:
+        """Watches the layers of a run from its next step on."""
+        for core in run.cores:
+            for stage in core.stages.values():
+                for layer in stage.layers:
+                    layer.call = self._watched(layer.layer, layer.call, core.loader, stage.batch_fields)
 
-    def _watched(self, layer: Layer, call: LayerFunction) -> LayerFunction:
-        """The layer's call, which checks its inputs, parameters and outputs, with hooks that check the outputs' gradients."""
+    def _watched(
+        self, layer: Layer, call: LayerFunction, loader: MicrobatchLoader | None, fields: Collection[str]
+    ) -> LayerFunction:
+        """The layer's call, which checks its inputs, parameters and outputs, with hooks that check the outputs' gradients.
+
+        `loader` reads the `fields` of the batch, whose samples are named.
+        """
 
         def watched(forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             place = f"layer {layer.name!r} in microbatch {forward_pass.microbatch} of step {forward_pass.step + 1}"
             for name, value in zip(layer.inputs, inputs, strict=True):
+                before = self.found
                 self._look(value, f"{place}: its input {name!r} has {{}}")
+                if before is None and self.found is not None and loader is not None and name in fields:
+                    samples = loader.sample_positions(forward_pass.step, forward_pass.microbatch)
+                    self.found += f", in {name_samples_not_finite(value, samples)} (field {name!r})"
             for name, value in weights.module.named_parameters():
                 self._look(value, f"{place}: its parameter {name!r} has {{}}")
             returned = call(forward_pass, weights, inputs)
@@ -244,3 +258,14 @@ class FirstNonFinite:
             self.found
             or "the loss, a parameter's gradient or the gradient norm (what layers are given, hold and return is finite)"
         )
+
+
+def name_samples_not_finite(rows: Tensor, samples: Sequence[SamplePosition]) -> str:
+    """The ids of the samples whose rows have NaN or infinite numbers: `samples 17, 201`, the first few of them.
+
+    `rows` [samples, ...]: a field of a microbatch; `samples`: its (epoch, id).
+    """
+    is_odd = (~rows.isfinite()).reshape(len(samples), -1).any(dim=1).tolist()
+    ids = [str(one) for (_, one), odd in zip(samples, is_odd, strict=True) if odd]
+    more = len(ids) - MOST_SAMPLES
+    return f"{word_form(ids, 'sample', 'samples')} {', '.join(ids[:MOST_SAMPLES])}" + f" and {more} more" * (more > 0)

@@ -88,7 +88,9 @@ def test_debug_takes_a_run_by_name_or_folder_and_goes_on_from_its_checkpoint_to_
     losses = [json.loads(line)["loss"] for line in folder.metrics.read_text().splitlines()]
     assert "run odd: from step_00000003, 3 steps are done" in out
     assert f"step 4: loss {losses[3]:.6f}, " in out and "step 3: " not in out
-    assert "first not finite: layer 'first' in microbatch 0 of step 5: its input 'x' has NaN (1 of 4 numbers)" in err
+    (bad,) = [i for i, (x, _) in enumerate(load_job("odd.yaml").data.call()) if x.isnan().any()]
+    place = "first not finite: layer 'first' in microbatch 0 of step 5"
+    assert f"{place}: its input 'x' has NaN (1 of 4 numbers), in sample {bad} (field 'x')\n" in err
     assert f"cure: {NON_FINITE_CURE}\n" in err
 
 

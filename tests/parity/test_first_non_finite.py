@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from raypar.cli import main
+from raypar.worker.microbatch_loader import SampleOrder
+from raypar.worker.run_in_one_process import name_samples_not_finite
 
 MODEL = """
 import torch
@@ -45,7 +48,10 @@ def loss(output, target):
 @pytest.mark.parametrize(
     ("kind", "place"),
     [
-        ("sample", "layer 'first' in microbatch 0 of step 1: its input 'x' has NaN (2 of 4 numbers)"),
+        (
+            "sample",
+            "layer 'first' in microbatch 0 of step 1: its input 'x' has NaN (2 of 4 numbers), in samples {ids} (field 'x')\n",
+        ),
         ("weight", "layer 'second' in microbatch 0 of step 1: its parameter 'bias' has infinite numbers (1 of 2 numbers)"),
         ("value", "layer 'odd' in microbatch 0 of step 1: its output 'odd.out' has NaN (4 of 4 numbers)"),
         (
@@ -72,7 +78,21 @@ optimizer: {{function: "torch.optim:SGD", args: {{lr: 0.1}}}}
 plan: {{stages: 2}}
 """
     )
+    place = place.replace("{ids}", ", ".join(str(one) for _, one in SampleOrder(seed=0, size=8).ids(0, 2)))
     assert main(["debug", str(tmp_path / "job.yaml")]) == 1
     assert f"first not finite: {place}" in capsys.readouterr().err
     assert main(["debug", str(tmp_path / "job.yaml"), "--set", "non_finite=skip"]) == 0
     assert f"skipped; first not finite: {place}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("odd", "named"),
+    [([1], "sample 71"), ([0, 3], "samples 70, 73"), (range(7), "samples 70, 71, 72, 73, 74 and 2 more")],
+    ids=["one", "two", "many"],
+)
+@pytest.mark.parametrize("shape", [(7,), (7, 2, 3)], ids=["numbers", "tensors"])
+def test_samples_are_named_by_their_ids_in_the_order_of_their_rows(odd, named: str, shape: tuple[int, ...]):
+    rows = torch.ones(shape)
+    for row in odd:
+        rows[row] = float("-inf")
+    assert name_samples_not_finite(rows, [(1, 70 + row) for row in range(7)]) == named
