@@ -24,6 +24,7 @@ from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.run_state import Due, RunState
 from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import CheckpointError, StateNotKeptError
+from raypar.plan.wording import count_noun
 
 MAX_OPEN_STEPS = 2
 """The most steps that a worker has been called for and has not finished: one runs, one waits."""
@@ -162,7 +163,7 @@ def end_if_saved(m: RunState) -> Phase | None:
     if request is not None:
         return m.end_run("interrupted" if request.interrupt else "stopped", request.reason)
     if done < m.policy.job_steps:
-        return m.end_run("stopped", f"asked to stop after {done} steps")
+        return m.end_run("stopped", f"asked to stop after {count_noun(done, 'step')}")
     return m.end_run("done", f"all {done} steps are done")
 
 

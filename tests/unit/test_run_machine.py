@@ -98,6 +98,16 @@ def test_stop_at_step_ends_with_a_checkpoint_and_without_the_last_validation():
     assert commit(machine, 1) == [StartCheckpoint(2)]
 
 
+@pytest.mark.parametrize(("stop_at", "said"), [(1, "1 step"), (2, "2 steps")])
+def test_a_run_that_stops_at_a_step_says_after_how_many(stop_at: int, said: str):
+    machine = RunMachine(RunPolicy(workers=2, job_steps=100, stop_at=stop_at))
+    do(machine, WorkersReady())
+    for step in range(stop_at):
+        commit(machine, step)
+    do(machine, AllWorkersCopiedState(stop_at))
+    assert do(machine, CheckpointSaved(stop_at)) == [Teardown("stopped", f"asked to stop after {said}", stop_at)]
+
+
 def test_a_finished_job_that_is_resumed_ends_without_training_or_saving_again():
     machine = RunMachine(RunPolicy(workers=2, job_steps=5, steps_before_run=5, validates=True, validate_every=5))
     assert do(machine, WorkersReady()) == [Teardown("done", "all 5 steps are done", 5)]
