@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from raypar.errors import ConfigError
-from raypar.job import Job
+from raypar.files.json_values import Json
+from raypar.job import FunctionConfig, Job
 from raypar.job.contract import CODE, contract_of_job
 from raypar.launch.chosen_plan import ChosenPlan
 from raypar.launch.launch_options import LaunchOptions
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def make_run_request(
-    checked: PreflightResult, chosen: ChosenPlan, options: LaunchOptions, contract: Mapping[str, Any]
+    checked: PreflightResult, chosen: ChosenPlan, options: LaunchOptions, contract: ContractFields
 ) -> Callable[[RunFolder, str | None], RunRequest]:
     """A function that makes the driver's request from the run folder and the address on which workers listen. `contract`: the
     job's `contract_fields`.
@@ -86,7 +87,24 @@ def make_run_request(
     return request
 
 
-def contract_fields(options: LaunchOptions) -> dict[str, Any]:
+class ContractFields(TypedDict):
+    """Those of a request that `contract_fields` makes."""
+
+    contract: dict[str, Json]
+    warnings: tuple[str, ...]
+
+
+class StorageFields(TypedDict, total=False):
+    """Those of a request that `storage_fields` makes."""
+
+    resume: str | None
+    filesystems: Mapping[str, bytes]
+    storage: str
+    lease_owner: str
+    lease_in_ray: bool
+
+
+def contract_fields(options: LaunchOptions) -> ContractFields:
     """The fields of a request that say what the run's checkpoints hold of the job, and what has changed of its code and of the
     values that its functions hold. To be asked for before anything calls the user's code: a data set may keep what it has read.
     """
@@ -95,18 +113,20 @@ def contract_fields(options: LaunchOptions) -> dict[str, Any]:
     return {"contract": {**contract_of_job(options.job), CODE: code}, "warnings": () if changed is None else (changed,)}
 
 
-def storage_fields(folder: RunFolder, options: LaunchOptions) -> dict[str, Any]:
+def storage_fields(folder: RunFolder, options: LaunchOptions) -> StorageFields:
     """The fields of a request that say where the run and the checkpoint to load lie, and how other processes reach them."""
     resume = options.resume.absolute_location() if options.resume is not None else None
     place, weights = folder.shared, options.job.init_from.path if options.job.init_from is not None else ""
-    return {
+    found: StorageFields = {
         "resume": resume,
         "filesystems": pickle_registered_filesystems([folder.place, resume or "", weights]),
-        **({"storage": str(place.uri), "lease_owner": place.owner, "lease_in_ray": place.lease_in_ray} if place else {}),
     }
+    if place:
+        found |= {"storage": str(place.uri), "lease_owner": place.owner, "lease_in_ray": place.lease_in_ray}
+    return found
 
 
-def given_parts(spec: Job) -> dict[str, Any]:
+def given_parts(spec: Job) -> dict[str, FunctionConfig | None]:
     """Key of a job -> what the user gave for it, of those that may be objects."""
     parts = {"model": spec.model, "loss": spec.loss, "data": spec.data, "optimizer": spec.optimizer}
     return {**parts, "lr_schedule": spec.lr_schedule, "validation": spec.validation}

@@ -11,15 +11,17 @@ import hashlib
 import itertools
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeVar
 
 from raypar.errors import ConfigError
 from raypar.job import FunctionConfig, Job
 from raypar.job.callable_text import without_addresses
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
+
+T = TypeVar("T")
 
 VALUES = "values of "
 """What the names of these digests begin with; the key of the job follows."""
@@ -104,7 +106,11 @@ class _Values:
         if isinstance(value, MethodType):
             return b"method" + self.of(value.__func__, depth) + self.of(value.__self__, depth)
         if isinstance(value, FunctionType):
-            held = [*_closure(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            held = [
+                *(cell.cell_contents if _is_assigned(cell) else None for cell in value.__closure__ or ()),
+                *(value.__defaults__ or ()),
+                *(value.__kwdefaults__ or {}).values(),
+            ]
             return b"function" + b"".join(self.of(part, depth) for part in held)
         if isinstance(value, (type, ModuleType, BuiltinFunctionType)):
             return b"code"
@@ -126,7 +132,7 @@ class _Values:
         return name + b"".join(k.encode() + b"=" + self.of(v, depth) for k, v in sorted(held.items()) if k not in left_out)
 
 
-def _some(items: Collection[Any]) -> Iterable[Any]:
+def _some(items: Collection[T]) -> Iterable[T]:
     """The items, or `ITEMS` of them, evenly spread, the first and the last one too."""
     if len(items) <= ITEMS:
         return items
@@ -148,16 +154,15 @@ def _as_names(slots: str | Iterable[str]) -> Iterable[str]:
     return (slots,) if isinstance(slots, str) else slots
 
 
-def _closure(function: FunctionType) -> Iterator[Any]:
-    """The values of a function's closure that are there."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            yield None
+def _is_assigned(cell: CellType) -> bool:
+    """Whether a variable of a closure has a value yet."""
+    try:
+        return bool(cell.cell_contents is not cell)
+    except ValueError:
+        return False
 
 
-def _is_plain_subclass(value: Any) -> bool:
+def _is_plain_subclass(value: list[T] | tuple[T, ...]) -> bool:
     """Whether a list or tuple is one of a class of its own with attributes."""
     return type(value) not in (list, tuple) and bool(getattr(value, "__dict__", None))
 

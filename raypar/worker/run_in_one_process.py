@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -170,9 +170,9 @@ class OneProcessRun:
                     found.setdefault(name, []).append(buffer)
         return found
 
-    def _collect(self, read: Callable[[Tensor], Any]) -> dict[str, list[Any]]:
+    def _collect(self, read: Callable[[Tensor], T]) -> dict[str, list[T]]:
         """Parameter -> what `read` returns for it on every worker that has it."""
-        found: dict[str, list[Any]] = {}
+        found: dict[str, list[T]] = {}
         for core in self.cores:
             for stage in core.stages.values():
                 for name, parameter in stage.parameters.items():
