@@ -64,10 +64,12 @@ def filtering_ray_lines() -> Iterator[None]:
     def print_filtered(data: Any, *args: Any, **rest: Any) -> None:
         try:
             shown = _without_death_notices(data)
-            if shown is not None and str(shown["pid"]).isdigit():  # a worker's
-                lines = repeated[bool(shown["is_err"])].shown(shown["lines"], (shown["ip"], shown["pid"]), time.monotonic())
+            if shown is not None and str(shown.get("pid")).isdigit():  # a worker's
+                lines = repeated[bool(shown.get("is_err"))].shown(
+                    shown["lines"], (shown.get("ip"), shown["pid"]), time.monotonic()
+                )
                 shown = {**shown, "lines": lines} if lines else None
-            print_count(bool(data["is_err"]))
+            print_count(bool(data.get("is_err")))
         except API_CHANGED as error:
             PRINTING.warn_of_unexpected_answer(error)
             shown = data

@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 from ray._private import worker as ray_worker
 
-from raypar.ray_compat.printed_lines import filtering_ray_lines
+from raypar.ray_compat.printed_lines import PRINTING, filtering_ray_lines
 from raypar.ray_compat.worker_line_dedup import COUNT_S, MOST_LINES, SAME_S, RepeatedWorkerLines
 
 WARNING = ["[transformers] Model config: bos_token_id must be within the vocabulary", '  warnings.warn("a warning")']
@@ -88,3 +88,13 @@ def test_what_ray_prints_of_workers_goes_through_it(monkeypatch: pytest.MonkeyPa
     assert printed == [("7", WARNING), ("8", WARNING), ("raylet", WARNING), ("raylet", WARNING)]
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"not shown: 2 lines of 1 worker{SAME}\n")
+
+
+def test_what_ray_prints_without_an_address_is_shown(monkeypatch: pytest.MonkeyPatch):
+    """Ray itself takes a process without one."""
+    monkeypatch.setattr(type(PRINTING), "warn_of_unexpected_answer", lambda *_: pytest.fail("it is no unexpected answer"))
+    printed: list[list[str]] = []
+    monkeypatch.setattr(ray_worker, "print_to_stdstream", lambda data, ignore_prefix: printed.append(data["lines"]))
+    with filtering_ray_lines():
+        ray_worker.print_to_stdstream({"pid": "7", "lines": ["a line"]}, ignore_prefix=False)
+    assert printed == [["a line"]]
