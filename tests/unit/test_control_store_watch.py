@@ -150,7 +150,8 @@ def test_without_a_watch_and_with_one_a_call_returns_and_raises_as_it_would_itse
 def test_a_driver_is_told_to_end_even_if_the_store_is_given_up_while_it_is_being_removed(lost_before, monkeypatch):
     told: list[str] = []
     driver = SimpleNamespace(leave_without_control_store=SimpleNamespace(remote=told.append))
-    monkeypatch.setattr(driver_client, "ray", SimpleNamespace(kill=blocks, wait=lambda calls, timeout: (calls, [])))
+    monkeypatch.setattr(driver_client, "ray", SimpleNamespace(wait=lambda calls, timeout: (calls, [])))
+    monkeypatch.setattr(driver_client, "kill_actor", blocks)
     with watch_control_store("10.0.0.7:6379", probe=answers(True, False), **FAST) as watch:
         until_s = time.monotonic() + DEADLINE_S
         while lost_before and not watch.is_lost and time.monotonic() < until_s:
