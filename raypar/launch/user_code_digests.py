@@ -38,8 +38,11 @@ def code_of_job(spec: Job) -> dict[str, str]:
 
 
 def describe_code_change(then: Json, now: Mapping[str, str]) -> str | None:
-    """One line that says what of a job's code has changed; None if nothing has. `then`: as the checkpoint has it; None in those
-    of a raypar that kept no digests, about which nothing is said, nor of values of which only one of both has a digest."""
+    """One line that says what of a job's code, and of the values that its functions hold, has changed; None if nothing has.
+
+    `then`: as the checkpoint has it; None in those of a raypar that kept no digests, about which nothing is said, nor of values
+    of which only one of both has a digest.
+    """
     if not isinstance(then, Mapping):
         return None
     parts = []
@@ -54,9 +57,12 @@ def describe_code_change(then: Json, now: Mapping[str, str]) -> str | None:
     if not parts:
         return None
     more = f" and {len(parts) - 10} more" if len(parts) > 10 else ""
+    only_values = all(part.startswith(VALUES) for part in parts)
+    changed, word = ("values that the job's functions hold have", "values") if only_values else ("the job's code has", "code")
     return (
-        f"the job's code has changed since the checkpoint: {', '.join(parts[:10])}{more}; the run goes on with the code of "
-        "now, so that its results are those of an undisturbed run neither of the former code nor of this one"
+        f"{changed} changed since the checkpoint: {', '.join(parts[:10])}{more}; the run goes on with the {word} of "
+        f"now, so that its results are those of an undisturbed run neither of the former {word} nor of "
+        f"{'these' if only_values else 'this one'}"
     )
 
 
