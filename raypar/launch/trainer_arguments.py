@@ -288,7 +288,7 @@ def _function_for(key: str, value: Any) -> Any:
     if isinstance(value, str) or callable(value):
         return value
     if key in ("data", "validation") and not isinstance(value, (tuple, Mapping)) and _is_data(value):
-        from raypar.worker.microbatch_loader import require_map_style
+        from raypar.worker.data.user_dataset import require_map_style
 
         require_map_style(value, key)
         return Given(value)

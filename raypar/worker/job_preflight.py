@@ -56,8 +56,10 @@ from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_cast_parameters import check_cast_parameters, line_about_cast_parameters
 from raypar.worker.check_layers_with_numbers import check_layers_with_numbers, check_shards_with_numbers
 from raypar.worker.check_loss import MOST_LOSS_NUMBERS, check_sum_and_count, line_about_mixed_samples, random_output
+from raypar.worker.data.sample_order import SampleOrder
+from raypar.worker.data.sample_reader import WHERE_FIELDS_ARE_NAMED, SampleReader
+from raypar.worker.data.user_dataset import make_dataset
 from raypar.worker.measure_profile import read_microbatches
-from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, SampleOrder, SampleReader, make_dataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import cure_of_buffer_writes, refuse_input_writes
 from raypar.worker.stage.loss import make_loss_function

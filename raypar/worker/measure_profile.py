@@ -29,8 +29,10 @@ from raypar.plan.state_bytes import StateBytes
 from raypar.planner.model_profile import ActivationEdge, KeptStorages, LayerProfile, LinkProfile, ModelProfile
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.check_state_between_microbatches import check_layer_recomputes
+from raypar.worker.data.microbatch_loader import MicrobatchLoader
+from raypar.worker.data.sample_order import SampleOrder
+from raypar.worker.data.user_dataset import make_dataset
 from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, forward_first_microbatch, random_gradients
-from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
 from raypar.worker.process.thread_activity import thread_cpu_wait_s
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.loss import make_loss_function

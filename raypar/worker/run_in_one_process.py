@@ -25,7 +25,8 @@ from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.wording import count_noun, word_form
 from raypar.schedule import registry
 from raypar.schedule.instructions import Instruction, Schedule
-from raypar.worker.microbatch_loader import MicrobatchLoader, SamplePosition
+from raypar.worker.data.microbatch_loader import MicrobatchLoader
+from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerFunction, PassContext
 from raypar.worker.stage.stage_tensors import LayerTensors

@@ -29,7 +29,9 @@ from raypar.schedule.instructions import Schedule
 from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
 from raypar.worker.autocast_precisions import autocast_of
-from raypar.worker.microbatch_loader import SampleOrder, SamplePosition, SampleReader, make_dataset
+from raypar.worker.data.sample_order import SampleOrder, SamplePosition
+from raypar.worker.data.sample_reader import SampleReader
+from raypar.worker.data.user_dataset import make_dataset
 from raypar.worker.pretrained.initial_values import WeightsFromFile, weights_from_file
 
 __all__ = ["ProgramAssignment", "make_layer_graph", "make_validation_batching", "make_worker_assignments"]

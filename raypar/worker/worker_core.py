@@ -30,7 +30,9 @@ from raypar.plan.pieces import AdoptDescription, Digest
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Instruction
 from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
-from raypar.worker.microbatch_loader import BatchSource, MapStyleDataset, MicrobatchLoader, SampleOrder, make_dataset
+from raypar.worker.data.microbatch_loader import BatchSource, MicrobatchLoader
+from raypar.worker.data.sample_order import SampleOrder
+from raypar.worker.data.user_dataset import MapStyleDataset, make_dataset
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource
 from raypar.worker.process.memory_in_use import memory_in_use

@@ -18,8 +18,10 @@ from torch import Tensor
 from raypar.comm.local_transport import LocalMesh, LocalTransport
 from raypar.elastic import actions as do
 from raypar.plan.pieces import Piece, subtract_pieces
+from raypar.worker.data.sample_order import SampleOrder, SamplePosition
+from raypar.worker.data.sample_reader import SampleReader
+from raypar.worker.data.user_dataset import make_dataset
 from raypar.worker.elastic_worker import ElasticWorker
-from raypar.worker.microbatch_loader import SampleOrder, SamplePosition, SampleReader, make_dataset
 from raypar.worker.step.message_tags import state_tag
 from raypar.worker.worker_core import WorkerCore
 

@@ -21,7 +21,10 @@ from raypar.errors import ConfigError, DataError, UserCodeError
 from raypar.job import DataConfig
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
-from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, SampleReader, make_dataset
+from raypar.worker.data.microbatch_loader import MicrobatchLoader
+from raypar.worker.data.sample_order import SampleOrder
+from raypar.worker.data.sample_reader import SampleReader
+from raypar.worker.data.user_dataset import make_dataset
 
 ALL = ("x", "noise", "draw", "id")
 CUT = Microbatches(3, 0, 7)
@@ -119,7 +122,7 @@ def test_what_is_read_ahead_is_the_same_is_bounded_and_fails_only_when_it_is_ask
     for microbatch in range(3):
         assert all(same(ahead.get(1, microbatch), expected(1, microbatch)) for _ in range(2))
     assert set(reads.values()) == {1} and not ahead._kept
-    monkeypatch.setattr("raypar.worker.microbatch_loader.AHEAD_BYTES", 1)
+    monkeypatch.setattr("raypar.worker.data.microbatch_loader.AHEAD_BYTES", 1)
     ahead.read_ahead(2, [0, 1, 2])
     assert list(ahead._kept) == [(2, 0)]
     broken = loader(Of([{"x": 1.0}] * 3 + [{}] * 4), fields=("x",))
@@ -284,7 +287,8 @@ PARENT = """
 import sys, time
 from helpers.data_cases import Leaves
 from raypar.plan.microbatches import Microbatches
-from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder
+from raypar.worker.data.microbatch_loader import MicrobatchLoader
+from raypar.worker.data.sample_order import SampleOrder
 from raypar.job import DataConfig
 if __name__ == "__main__":
     folder = sys.argv[1]

@@ -16,7 +16,7 @@ from raypar.job.read_job import load_job
 from raypar.launch import Result, raise_run_failure
 from raypar.launch.ray_job_resubmission import SUBMITTED_VARIABLE
 from raypar.storage.run_folder import RunFolder
-from raypar.worker.microbatch_loader import SampleOrder
+from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.step.step_commit import NON_FINITE_CURE
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raypar.cli import main
-from raypar.worker.microbatch_loader import SampleOrder
+from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.run_in_one_process import name_samples_not_finite
 
 MODEL = """

@@ -29,7 +29,7 @@ from raypar.launch import start_new_run
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result
 from raypar.trainer import Trainer
-from raypar.worker.microbatch_loader import make_dataset
+from raypar.worker.data.user_dataset import make_dataset
 
 ROOT = Path(__file__).parents[2]
 FULL: dict[str, Any] = {

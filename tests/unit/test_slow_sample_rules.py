@@ -15,7 +15,8 @@ from raypar.elastic.phases import Phase
 from raypar.job import DataConfig
 from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import Microbatches
-from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder
+from raypar.worker.data.microbatch_loader import MicrobatchLoader
+from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.process.thread_activity import reads_samples
 
 READS = frozenset({0})

@@ -110,8 +110,8 @@ READ = "def _sample():\n    index = 17\n    wait()\ndef _wait():\n    _sample()\
 
 
 @pytest.mark.parametrize("file, code, words", [
-    ("raypar/worker/microbatch_loader.py", READ, "reading sample 17"),
-    ("raypar/worker/microbatch_loader.py", READ.replace("    index = 17\n", ""), "reading sample"),
+    ("raypar/worker/data/sample_reader.py", READ, "reading sample 17"),
+    ("raypar/worker/data/sample_reader.py", READ.replace("    index = 17\n", ""), "reading sample"),
     ("raypar/comm/transport.py", "def wait_named(): wait()\nrun = wait_named", WAITING_FOR_WORKERS),
     ("somewhere/else.py", READ, None),
     (
@@ -146,7 +146,7 @@ def test_a_command_says_what_it_is_doing_unless_it_or_the_driver_has_told_someth
     reporter = ActivityReporter(told.append, patience_s=0.2)
     read = {"sleep": time.sleep, "reporter": reporter}
     code = "def _sample(times, act):\n    index = 17\n    for _ in range(times):\n        sleep(0.05)\n        act()"
-    exec(compile(code, str(PACKAGE / "worker/microbatch_loader.py"), "exec"), read)
+    exec(compile(code, str(PACKAGE / "worker/data/sample_reader.py"), "exec"), read)
     with reporter.reporting():
         read["_sample"](10, reporter.note_driver_answer)
         read["_sample"](10, lambda: reporter(STEP))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU
-from raypar.worker.microbatch_loader import BatchSource
+from raypar.worker.data.microbatch_loader import BatchSource
 
 GPU_WORKER_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 """Variables that a GPU worker's process is started with. Without the first, the order of cuBLAS's sums may depend on what else

@@ -4,7 +4,7 @@ Which code ran earlier in a process depends on the plan, so results must not dep
 Every call of users' code therefore begins in the same state: after each call the state is compared and restored, and a line
 tells the user what was left changed, and by what. What cannot be restored (tensors made in inference mode) is an error.
 Generators are not compared: they are seeded before every call (`worker.process.gpu_setup.make_seeder`,
-`worker.microbatch_loader.SampleReader`).
+`worker.data.sample_reader.SampleReader`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import canonical_names
 from raypar.torch_compat.autograd import has_gradient_hooks, share_hooks, share_hooks_of_leaf
 from raypar.torch_compat.modules import caches_of
-from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED
+from raypar.worker.data.sample_reader import WHERE_FIELDS_ARE_NAMED
 
 Hook = Callable[[Tensor | None], None]
 """Called with the gradient of a value once it is complete. Returns None, so autograd goes on with the very gradient."""

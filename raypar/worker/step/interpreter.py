@@ -44,7 +44,7 @@ from raypar.schedule.instructions import (
     Role,
     Send,
 )
-from raypar.worker.microbatch_loader import BatchSource
+from raypar.worker.data.microbatch_loader import BatchSource
 from raypar.worker.stage.stage import Batch, Stage
 from raypar.worker.step.message_tags import bundle_tag
 from raypar.worker.step.step_commit import InstructionSpan, StepCommit

@@ -1,0 +1,157 @@
+"""Reads samples by id, each seeded by its place, and collates their fields into tensors (rule 1)."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from raypar.errors import DataError, UserCodeError
+from raypar.plan.seeds import seed_of
+from raypar.user_code.user_code_errors import error_text, reraise_ctrl_c
+from raypar.worker.data.sample_order import SamplePosition
+from raypar.worker.data.user_dataset import MapStyleDataset
+from raypar.worker.process.torch_state_guard import TorchStateGuard
+
+FIELD_NAMES = ("x", "y", "z")
+"""Names of a tuple sample's fields, unless `data.names` gives others."""
+
+INPUT_NAMES = ("input_ids", "pixel_values", "inputs", "input", "image", "images", "img", "features", "tokens", "text", "x")
+TARGET_NAMES = ("labels", "label", "targets", "target", "y")
+"""What fields for the first layer, and for the loss, are often called; to guess them in messages."""
+WHERE_FIELDS_ARE_NAMED = (
+    "name the fields there are: data.input and data.target, for tuples data.names (from Python keys of the dict data=)"
+)
+"""Cure of errors about fields of samples."""
+
+
+def name_fields_cure(fields: Collection[str]) -> str:
+    """The cure of errors about fields of samples, with the fields that a sample has, if it has two or more."""
+    others = [name for name in fields if name not in TARGET_NAMES]
+    target = next((name for name in TARGET_NAMES if name in fields), others[-1] if len(others) > 1 else None)
+    first = next((name for name in INPUT_NAMES if name in others), next(iter(others), None))
+    if first is None or target is None or first == target:
+        return WHERE_FIELDS_ARE_NAMED
+    return f'set data.input: {first}, data.target: {target} (from Python data={{"function": ..., "input": "{first}", ' + (
+        f'"target": "{target}"}}), or which of the fields the first layer and the loss read'
+    )
+
+
+@dataclass(frozen=True)
+class SampleReader:
+    """Reads the samples of one microbatch and stacks the fields asked for. Works in any process."""
+
+    dataset: MapStyleDataset
+    """The user's data set."""
+    names: tuple[str, ...]
+    """Names of the fields of tuple samples; empty: `FIELD_NAMES`."""
+    fields: tuple[str, ...]
+    """The fields to stack."""
+    seed: int
+    """The job's seed."""
+    guard: TorchStateGuard | None = None
+    """Restores process state that a sample leaves changed, so that the next one does not depend on it."""
+
+    def read(self, places: Sequence[SamplePosition]) -> dict[str, Tensor]:
+        """Read samples: field -> [samples, ...], in fresh memory. Leaves python, numpy and torch seeded by the last sample."""
+        columns: list[list[Tensor]] = [[] for _ in self.fields]
+        # Who promises to draw no random numbers need not have them seeded; it does not change a bit.
+        seeded = not getattr(self.dataset, "raypar_thread_safe", False)
+        for place in places:
+            sample = self._sample(place, seeded=seeded)
+            for column, name in zip(columns, self.fields, strict=True):
+                column.append(self._tensor(sample, name, place[1]))
+        return {name: self._stack(name, column, places) for name, column in zip(self.fields, columns, strict=True)}
+
+    def field_names(self, place: SamplePosition) -> tuple[str, ...]:
+        """Names of the fields of a sample. Leaves python, numpy and torch seeded by it."""
+        sample = self._sample(place, seeded=True)
+        if isinstance(sample, Mapping):
+            return tuple(map(str, sample))
+        return (self.names or FIELD_NAMES)[: len(sample) if isinstance(sample, (tuple, list)) else 1]
+
+    def _sample(self, place: SamplePosition, *, seeded: bool) -> Any:
+        """One sample, as the data set gives it. `seeded`: seed the generators first."""
+        epoch, index = place
+        if seeded:
+            here = seed_of(self.seed, "sample", epoch, index) % 2**32
+            random.seed(here)
+            numpy.random.seed(here)
+            # The CPU's share of torch.manual_seed, which takes 65 us: it visits every kind of device.
+            torch.default_generator.manual_seed(here)
+        try:
+            sample = self.dataset[index]
+        except BaseException as error:  # some classes of libraries are no Exception
+            reraise_ctrl_c(error)
+            size, more, cure = self._size(), "", f"read it by itself: dataset[{index}]"
+            if size is not None and (isinstance(error, IndexError) or (isinstance(error, KeyError) and error.args == (index,))):
+                more = f"\n  its length is {size:,}, so samples 0 to {size - 1:,} are read"
+                cure += "; " + (
+                    "if there are fewer samples, let __len__ return their number"
+                    if index < size
+                    else "the length was larger when the run began: let __len__ return the same in every process"
+                )
+            raise UserCodeError(
+                f"sample {index} (epoch {epoch}): the data set raised {error_text(error)}{more}\n{traceback.format_exc()}",
+                cure=cure,
+            ) from error
+        if self.guard is not None:
+            self.guard.check("the data set's __getitem__")
+        return sample
+
+    def _size(self) -> int | None:
+        """Number of samples, as the data set tells it; None where it does not."""
+        try:
+            return len(self.dataset)
+        except BaseException as error:  # some classes of libraries are no Exception
+            reraise_ctrl_c(error)
+            return None
+
+    def _tensor(self, sample: Any, name: str, index: int) -> Tensor:
+        if isinstance(sample, Mapping):
+            found: Mapping[str, Any] = sample
+        else:
+            values = sample if isinstance(sample, (tuple, list)) else (sample,)
+            names = self.names or FIELD_NAMES
+            if len(values) > len(names):
+                raise DataError(
+                    f"sample {index} has {len(values)} fields, but names for {len(names)}: {', '.join(names)}",
+                    cure=f"name all {len(values)} in data.names, or return a dict",
+                )
+            found = dict(zip(names, values, strict=False))
+        if name not in found:
+            raise DataError(
+                f"sample {index} has no field {name!r}, only {', '.join(map(str, found)) or 'none at all'}",
+                cure=name_fields_cure([str(each) for each in found]) if isinstance(sample, Mapping) else WHERE_FIELDS_ARE_NAMED,
+            )
+        value = found[name]
+        if isinstance(value, Tensor):
+            return value.detach()
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"sample {index}, field {name!r}: a {type(value).__name__} cannot be made a tensor: {error}",
+                cure="return tensors, arrays or numbers",
+            ) from error
+
+    @staticmethod
+    def _stack(name: str, column: list[Tensor], places: Sequence[SamplePosition]) -> Tensor:
+        kinds = [(tuple(value.shape), value.dtype) for value in column]
+        if kinds.count(kinds[0]) != len(kinds):
+            usual = Counter(kinds).most_common(1)[0][0]
+            odd, (epoch, index) = next((k, p) for k, p in zip(kinds, places, strict=True) if k != usual)
+            other = next(p[1] for k, p in zip(kinds, places, strict=True) if k == usual)
+            raise DataError(
+                f"sample {index} (epoch {epoch}), field {name!r}: expected shape {usual[0]} {usual[1]} as in sample {other} "
+                f"of the same microbatch, found shape {odd[0]} {odd[1]}",
+                cure="pad or crop samples to one shape, and give every sample the same dtype",
+            )
+        return torch.stack(column)
