@@ -21,6 +21,7 @@ from raypar.job import (
     TrackerConfig,
 )
 from raypar.job.read_job import check_run_arguments, load_job
+from raypar.launch.brief_signature import with_brief_signature
 from raypar.launch.launch_options import EventHandler
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result, raise_run_failure
@@ -48,73 +49,23 @@ DEFAULTS = {name: info.default for name, info in Job.model_fields.items()}
 
 
 class Trainer:
-    """Trains a PyTorch model on Ray, divided over workers as `plan` says; the results are those of one process, bit for bit.
+    """Trains a PyTorch model on Ray, over workers as `plan` says, with the results of one process, bit for bit.
 
         result = raypar.Trainer(
-            model=Net,                                        # a class or function that gives an nn.Module
-            loss=torch.nn.functional.mse_loss,                # (output, target) -> the mean, or (sum, count)
-            data=torch.utils.data.TensorDataset(x, y),        # a map-style data set
-            optimizer=(torch.optim.AdamW, {"lr": 1e-3}),
-            steps=100, batch_size=64, microbatches=8,
-            plan={"stages": 2, "replicas": 2},                # four workers
-        ).fit()
-        print(result.metrics["loss"], result.checkpoint)
+            model=Net, loss=torch.nn.functional.mse_loss, data=torch.utils.data.TensorDataset(x, y),
+            optimizer=(torch.optim.AdamW, {"lr": 1e-3}), steps=100, batch_size=64, microbatches=8,
+            plan={"stages": 2, "replicas": 2}).fit()  # four workers
 
-    Arguments (the keys of a job file, with the same meaning, defaults and checks; all by name):
-
-    - what is trained: model, loss, data, optimizer, lr_schedule, clip_norm, init_from, init, deferred_init, dtype,
-      precision, seed
+    Arguments, by name. Each is explained in examples/guides/reference.md; `raypar job --schema` has the keys of a job.
+    - what is trained: model, loss, data, optimizer, lr_schedule, clip_norm, init, init_from, deferred_init, seed
+    - how it is computed: dtype, precision, reduction, non_finite, device, threads
     - for how long: steps, batch_size, microbatches, virtual_replicas, max_time_s, early_stopping, stop_at_step
-    - on which workers: plan, schedule, workers, device, threads, placement, address, local_nodes, wait_for_workers_s, reduction
-    - workers that come and go: elastic
-    - what is kept and shown: name, run_dir, checkpoint, validation, callbacks, trackers, trace_every, non_finite,
-      price_per_worker_hour; resume_from_checkpoint
-    - Ray Train's own, in their place: scaling_config, run_config, checkpoint_config
-
-    What each is: examples/guides/reference.md. A section of a job file is a dict here: `checkpoint.every: 50` is
-    `checkpoint={"every": 50}`. In place of `"module:name"` a function may be given itself, or as a pair (either of those, dict
-    of keyword arguments):
-
-    - `model()`: an `nn.Module`, a list of blocks or a `Graph`; training begins with the values it gives its parameters; also a
-      small model that is built already, which is taken with its values; `{"function": ..., "units": [patterns]}` names the
-      modules that run whole, for a module that is no `nn.Sequential`;
-    - `loss(output, target)`: a scalar, or (sum, count); also a loss module without parameters (`nn.CrossEntropyLoss()`) or the
-      class of one; `"model"`: the model's own loss;
-    - `data()`: a map-style data set, or the data set itself; `{"function": any of these, "input": "ids", "target": "labels"}`
-      names the fields of dict samples that the first layer and the loss read. `validation` likewise, with the same fields;
-    - `optimizer`: a class of `torch.optim`; `lr_schedule(step)`: factor on its learning rates;
-    - `callbacks`: objects of classes derived from `raypar.Callback`, or functions that make them.
-
-    `plan`: {"stages": pipeline parallel, "replicas": data parallel, "shards": tensor parallel (not ZeRO or FSDP)}, "auto", or a
-    `ParallelPlan`, whose schedule is `schedule`. Only shards and their styles change the results. Without `plan` there is one
-    worker, or with `workers` the planner's choice.
-    `elastic`: True, or a dict: workers may die, hang, join or be drained. `placement`: on which nodes of a cluster they may be.
-
-    These arguments are no part of the job:
-
-    - `workers`: the most workers to use, by default one per processor of this machine; with "auto" only as many as help;
-    - `address`: the Ray cluster to join; `local_nodes`: nodes of the local Ray cluster that is started when there is none;
-    - `stop_at_step`: number of steps after which the run saves and stops;
-    - `resume_from_checkpoint`: a result's `checkpoint`, or the path of a checkpoint or of a run, whose last one is taken.
-      Training continues after its steps, in a new run folder, under the plan given here;
-    - `scaling_config`, `run_config`, `checkpoint_config`: Ray Train's. They may say the number of workers, the device, the
-      name, the folder of runs, and how many checkpoints are kept.
-
-    Raises `ConfigError` or `PlanError`, which say what is wrong and, below, what cures it.
+    - on which workers: plan, schedule, elastic, workers, placement, wait_for_workers_s, address, local_nodes
+    - what is kept: name, run_dir, checkpoint, resume_from_checkpoint
+    - what is watched: validation, callbacks, trackers, trace_every, price_per_worker_hour
+    - of Ray Train: scaling_config, run_config, checkpoint_config
+    A function is given itself, as "module:name" or as (function, {argument: value}); a section of a job file as a dict.
     """
-
-    job: Job
-    """The job, checked."""
-    workers: int | None
-    """The most workers to use; None: one per processor of this machine."""
-    address: str | None
-    """The Ray cluster to join."""
-    local_nodes: int
-    """Nodes of the local Ray cluster that is started without an `address`."""
-    stop_at_step: int | None
-    """Number of steps after which the run saves and stops."""
-    resume_from_checkpoint: Any
-    """The checkpoint to resume from, as given; None: a new run."""
 
     @without_raypar_frames
     @with_checked_argument_names
@@ -171,6 +122,7 @@ class Trainer:
         self._set_attributes(*job_from_trainer_arguments({name: value for name, value in given.items() if name != "self"}))
 
     @classmethod
+    @with_brief_signature
     @without_raypar_frames
     def from_yaml(
         cls,
@@ -183,10 +135,7 @@ class Trainer:
         stop_at_step: int | None = None,
         resume_from_checkpoint: Any = None,
     ) -> Self:
-        """The trainer of a job file, after overrides such as `"plan.stages=4"`, as `raypar train --set` has them.
-
-        Its functions are imported from the current folder. Raises `ConfigError` or `PlanError`.
-        """
+        """The trainer of a job file, after overrides such as `"plan.stages=4"`. Raises `ConfigError` or `PlanError`."""
         run_arguments = {
             "workers": workers,
             "address": address,
@@ -204,16 +153,25 @@ class Trainer:
     if not TYPE_CHECKING:  # a type checker would take any attribute to be there
 
         def __getattr__(self, name: str) -> Any:
-            """Only for attributes that there are not. Raises `AttributeError`."""
+            # Only for attributes that there are not. A docstring would take a line of `help`.
             hint = "; fit() trains, and returns the result" if not name.startswith("_") else ""
             raise AttributeError(f"Trainer has no attribute {name!r}{hint}")
 
     def _set_attributes(self, job: Job, run_arguments: Mapping[str, Any]) -> None:
         """`run_arguments`: by name, with those that are attributes here. Raises `ConfigError` for a `run_dir` URI."""
         choose_lasting_run_dir(job.run_dir)
-        self.job, self.workers, self.address = job, run_arguments["workers"], run_arguments["address"]
-        self.local_nodes, self.stop_at_step = run_arguments["local_nodes"], run_arguments["stop_at_step"]
-        self.resume_from_checkpoint = run_arguments["resume_from_checkpoint"]
+        self.job: Job = job
+        """The job, checked."""
+        self.workers: int | None = run_arguments["workers"]
+        """The most workers to use; None: one per processor of this machine."""
+        self.address: str | None = run_arguments["address"]
+        """The Ray cluster to join."""
+        self.local_nodes: int = run_arguments["local_nodes"]
+        """Nodes of the local Ray cluster that is started without an `address`."""
+        self.stop_at_step: int | None = run_arguments["stop_at_step"]
+        """Number of steps after which the run saves and stops."""
+        self.resume_from_checkpoint: Any = run_arguments["resume_from_checkpoint"]
+        """The checkpoint to resume from, as given; None: a new run."""
 
     @without_raypar_frames
     def to_yaml(self) -> str:
@@ -224,12 +182,8 @@ class Trainer:
     @ends_script_if_unhandled
     @stopped_before_training()
     def fit(self, *, verbose: bool | Literal["brief"] = True) -> Result:
-        """Train to the end. Raises the error of a failed run, and `RayparError` if nothing could be started.
-
-        Ctrl-C or SIGTERM saves and raises `Interrupted`, which ends a script that does not catch it with exit code 130.
-
-        `verbose`: True prints what happens, and at the end the checkpoint, what can be done next, and the weights' hash;
-        "brief" prints a few lines, each with the run's name, for many runs side by side; False prints nothing.
+        """Train to the end; raises the error of a failed run. Ctrl-C or SIGTERM saves and raises `Interrupted` (exit 130).
+        `verbose`: False prints nothing, "brief" a few lines, each with the run's name, for many runs side by side.
         """
         from raypar.console.event_printer import BriefEventPrinter, EventPrinter
         from raypar.launch.launch_options import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial

@@ -25,6 +25,7 @@ from raypar.job import (
 )
 from raypar.job.callable_text import find_unstable_argument
 from raypar.job.read_job import RUN_ARGUMENTS, job_from_argument_tree
+from raypar.launch.brief_signature import BriefSignature
 from raypar.launch.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, ImpliedSetting, settings_from_ray_train
 from raypar.plan import ParallelPlan
 
@@ -75,9 +76,10 @@ def with_checked_argument_names(init: Callable[P, None]) -> Callable[P, None]:
             raise _error_of_names(given)
         init(*positional, **given)
 
-    # For `help`, which has all types and defaults in one line; `__init__.__annotations__` has the types.
+    # Without types, for notebooks, whose tooltips show all arguments; `__init__.__annotations__` has the types.
     bare = [parameter.replace(annotation=parameter.empty) for parameter in parameters.values()]
-    checked.__signature__ = signature.replace(parameters=bare, return_annotation=signature.empty)  # type: ignore[attr-defined]
+    checked.__signature__ = BriefSignature(bare)  # type: ignore[attr-defined]
+    checked.__doc__ = ""  # without one, `help` shows that of `object.__init__`
     return checked
 
 
