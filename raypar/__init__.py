@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "Trainer": "raypar.trainer",
+    "load": "raypar.launch.load_model",
     "Result": "raypar.launch.result",
     "Callback": "raypar.callbacks",
     "EarlyStopping": "raypar.callbacks",

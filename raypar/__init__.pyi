@@ -9,6 +9,7 @@ from raypar.callbacks import Stop as Stop
 from raypar.callbacks import ValidationInfo as ValidationInfo
 from raypar.errors import RayparError as RayparError
 from raypar.job import Job as Job
+from raypar.launch.load_model import load as load
 from raypar.launch.result import Result as Result
 from raypar.model.graph import Graph as Graph
 from raypar.model.graph import Layer as Layer

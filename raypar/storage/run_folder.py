@@ -158,6 +158,16 @@ def cannot_debug_error(folder: RunFolder) -> ConfigError:
     )
 
 
+def cannot_make_model_error(folder: RunFolder) -> ConfigError:
+    """The error of `raypar.load` for a run without job.yaml."""
+    why, named = _why_run_has_no_job(folder)
+    give = f"give the function that makes the model: raypar.load({folder.place!r}, model=Net)"
+    return ConfigError(
+        f"run {folder.place} has no job.yaml, which would say how its model is made: {why}",
+        cure=f"{give}; for runs that need no such argument, {named}" if named else give,
+    )
+
+
 def _why_run_has_no_job(folder: RunFolder) -> tuple[str, str]:
     """Why a run has no job.yaml, and what gives the next run one; the latter is empty if the run does not say why."""
     with contextlib.suppress(ConfigError):  # there is no such file

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ModelError, RayparError, UserCodeError
-from raypar.job import Job
+from raypar.job import FunctionConfig, Job
 from raypar.model.capture.module_graph import ModuleCapture, refuse_parameters_in_no_unit, set_captured_buffers
 from raypar.model.capture.sequential import capture_layer_graph, replace_builds_by_skeletons, state_in
 from raypar.model.deferred_init import OperationRecording, Undeferrable, run_with_deferred_init
@@ -195,22 +195,27 @@ _FOREIGN_TORCHVISION_CURE = (
 
 
 def _call_model(spec: Job) -> Any:
-    """What the user's model function returns. Raises `UserCodeError` if it raises, `ModelError` if it returns None."""
+    """What the job's model function returns; see `call_model_function`."""
+    return call_model_function(spec.model)
+
+
+def call_model_function(model: FunctionConfig) -> Any:
+    """What a user's model function returns. Raises `UserCodeError` if it raises, `ModelError` if it returns None."""
     try:
-        made = spec.model.call("model.args")
+        made = model.call("model.args")
     except RayparError:
         raise
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)
         frames = traceback.format_exc()
         raise UserCodeError(
-            f"the model function {spec.model.label} raised {error_text(error)}\n{frames}",
+            f"the model function {model.label} raised {error_text(error)}\n{frames}",
             cure=_FOREIGN_TORCHVISION_CURE
             if "operator torchvision::" in frames
             else cure_for_known_error(error) or "the last lines above are where it did; it is called with model.args",
         ) from error
     if made is None:
-        raise ModelError(f"the model function {spec.model.label} returned None", cure="return an nn.Module, layers or a Graph")
+        raise ModelError(f"the model function {model.label} returned None", cure="return an nn.Module, layers or a Graph")
     return made
 
 

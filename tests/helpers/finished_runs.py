@@ -1,0 +1,45 @@
+"""Finished runs as their folders have them, made in this process: a job is trained on a plan, and its checkpoint is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from helpers import checkpoint_folders
+from torch import Tensor
+
+from raypar.errors import ConfigError
+from raypar.job import Job
+from raypar.job.contract import contract_of_job
+from raypar.plan import ParallelPlan
+from raypar.storage.run_folder import RunFolder
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_assignments import make_layer_graph
+
+
+def train_into_folder(job: Job, run_dir: Path, *, steps: int | None = None, **mesh: Any) -> tuple[Path, dict[str, Tensor]]:
+    """(the run's folder, its parameters) after all steps on a plan of stages, replicas and shards as `mesh` says.
+
+    A run whose job no file can name has no job.yaml, as one that was started from Python.
+    """
+    folder = RunFolder.create(run_dir, job.name)
+    try:
+        folder.job.write_text(job.to_yaml())
+    except ConfigError as error:
+        folder.why_no_job.write_text(error.what)
+    graph = make_layer_graph(job)
+    done = job.steps if steps is None else steps
+    with OneProcessRun(job, ParallelPlan.mesh(layers=len(graph.layers), **mesh), "1f1b", graph=graph) as local:
+        for step in range(done):
+            local.step(step)
+        save(local, folder.checkpoints, done)
+        return folder.path, {name: copies[0].detach().clone() for name, copies in local.parameters().items()}
+
+
+def save(local: OneProcessRun, checkpoints: Path, done: int) -> Path:
+    """A checkpoint of the workers' state; returns its folder."""
+    begun = checkpoint_folders.create_checkpoint(checkpoints, done)
+    for core in local.cores:
+        core.start_save(begun)
+    records = [core.save_result() for core in local.cores]
+    return checkpoint_folders.commit_checkpoint(begun, records, steps_done=done, contract=contract_of_job(local.spec))
