@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar
 import ray
 
 from raypar.actors.messages import CallFailure, RunRequest, WorkerHello
-from raypar.elastic.generation_guard import WorkerStatus
+from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.plan.microbatches import VoteResult
 from raypar.plan.pieces import AdoptDescription
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from raypar.actors.plan_cache import PlanCache
 from raypar.elastic import events as on
-from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.plan.microbatches import VoteResult
 
 Report = dict[str, Any]

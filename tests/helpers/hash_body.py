@@ -195,7 +195,7 @@ class Mesh:
 
 @dataclass
 class HashBody:
-    """See `raypar.elastic.generation_guard.WorkerTrainingBackend`."""
+    """See `raypar.elastic.worker_protocol.WorkerTrainingBackend`."""
 
     job: Job
     worker: int

@@ -220,7 +220,7 @@ def test_a_driver_starts_without_torch_and_with_all_of_raypar_that_pickles_need(
     needs = {
         "raypar.callbacks",
         "raypar.plan.microbatches",
-        "raypar.elastic.generation_guard",
+        "raypar.elastic.worker_protocol",
         "raypar.worker.checkpoint.checkpoint_files",
         "raypar.errors",
     }

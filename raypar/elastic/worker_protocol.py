@@ -1,4 +1,4 @@
-"""The guard in front of one worker: it refuses calls of old generations and reports the worker's status.
+"""What the driver and a worker say to each other: the guard that refuses calls of old generations, and the worker's status.
 
 One rule keeps the generations apart: a worker obeys no call of a generation older than the newest one that it knows of.
 `enter_generation` may be called at any moment, from another thread; all other calls come one after the other.
