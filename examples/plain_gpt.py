@@ -71,6 +71,9 @@ def check_model(job, model):
         refuse("the model has dropout", "set it to 0, or compare two plans by `raypar train`")
     if isinstance(job.get("model"), dict) and job["model"].get("buffers", "refuse") != "refuse":
         refuse("the job has model.buffers", "leave it out, or compare two plans by `raypar train`")
+    order = job["data"] if isinstance(job.get("data"), dict) else {}
+    for key in {"shuffle", "drop_last"} & set(order):
+        refuse(f"the job has data.{key}", "leave it out, or compare two plans by `raypar train`")
     defaults = {"init_from": None, "init": "model", "dtype": "float32", "reduction": "canonical", "device": "cpu", "threads": 1}
     for key, default in defaults.items():
         if job.get(key, default) != default:

@@ -130,8 +130,8 @@ class LossConfig(FunctionConfig):
     """`module:name` of the function or class; from Python also the callable itself; or `model`."""
 
 
-class DataConfig(FunctionConfig):
-    """The map-style data set of a job, and how its samples become the model's input and the loss's target."""
+class SamplesConfig(FunctionConfig):
+    """A map-style data set, and how its samples become the model's input and the loss's target."""
 
     input: str | None = None
     """The field of a sample that the first layer of a sequential model reads; None: `x`. (A module with a forward of its own
@@ -145,7 +145,25 @@ class DataConfig(FunctionConfig):
     loads them."""
 
 
-class ValidationConfig(DataConfig):
+class DataConfig(SamplesConfig):
+    """The map-style data set of a job, how its samples become the model's input and the loss's target, and their order."""
+
+    shuffle: bool | Literal["indexed"] = True
+    """The order of an epoch's samples. `true`: a new one in each epoch, by `torch.randperm`, which makes a list of all samples
+    in every worker. `indexed`: likewise a new one, of which each entry is computed by itself, without time or memory that
+    grow with the data set: for more than ten million samples. `false`: always 0, 1, 2, ..."""
+    drop_last: bool = False
+    """Whether an epoch ends with its last whole batch, leaving out the samples beyond; else these begin another batch."""
+
+    @field_validator("shuffle", mode="before")
+    @classmethod
+    def _order(cls, value: T) -> T:
+        if not (isinstance(value, bool) or value == "indexed"):
+            raise ValueError("true, false or indexed")
+        return value
+
+
+class ValidationConfig(SamplesConfig):
     """The data set for validation, and when it is used."""
 
     every: NonNegativeInt = 0

@@ -19,8 +19,8 @@ _LOADING = "CPU processes that read samples ahead are data.processes"
 _LOOP = "raypar runs the loop: give `model`, `loss`, `data` and `optimizer`"
 _OPTIMIZER = "it is an argument of the optimizer: a key of optimizer.args, such as optimizer.args.lr"
 _ORDER = (
-    "the samples of `data` are shuffled anew in every epoch, in an order that depends on `seed` alone; another order, or a "
-    "sampler of your own, is not supported yet"
+    "the order of an epoch's samples is data.shuffle: shuffled anew in every epoch, in an order that depends on `seed` alone, "
+    "or as they are; a sampler of your own is not supported yet"
 )
 _PLAN = "the parallel plan is `plan`: plan.stages (pipeline), plan.replicas (data) and plan.shards (tensor parallel)"
 _PRECISION = "parameters are float32 or float64 (`dtype`); mixed precision is precision.compute"
@@ -82,11 +82,10 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "datamodule data_module",
     "fields of samples are stacked; a function that collates them is not supported yet: pad in the data set that `data` gives, "
     "or in a wrapper around it": "data_collator collate_fn collate collator collation",
-    _ORDER: "sampler batch_sampler train_sampler shuffle shuffled group_by_length use_distributed_sampler replace_sampler_ddp "
+    _ORDER: "sampler batch_sampler train_sampler shuffled group_by_length use_distributed_sampler replace_sampler_ddp "
     "use_seedable_sampler split_batches even_batches dispatch_batches",
-    "no sample is dropped: each step reads batch_size samples, the last of an epoch and the first of the next one": (
-        "drop_last dataloader_drop_last"
-    ),
+    "each step reads batch_size samples, the last of an epoch and the first of the next one; data.drop_last ends an epoch with "
+    "its last whole batch": "dataloader_drop_last",
     _LOADING: "dataloader_num_workers prefetch_factor pin_memory dataloader_pin_memory persistent_workers",
     "samples are drawn with seeds of their own, made from `seed`: nothing in a data set need be seeded": "worker_init_fn "
     "generator seed_everything set_seed",

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from raypar.job.function_section import DataConfig, FunctionConfig
+from raypar.job.function_section import FunctionConfig, SamplesConfig
 from raypar.job.job import Job
 from raypar.job.read_job import RunArguments
 from raypar.job.section import PathText
@@ -72,7 +72,7 @@ def _kinds(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
         yield f"Sequence[{' | '.join(inside)}]"
     elif isinstance(annotation, type) and issubclass(annotation, FunctionConfig):
         yield "FunctionArgument"
-        if issubclass(annotation, DataConfig):
+        if issubclass(annotation, SamplesConfig):
             yield "SampleSource"
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         first = next(iter(annotation.model_fields.values()))

@@ -108,7 +108,7 @@ def preflight(spec: Job) -> PreflightResult:
         dataset = make_dataset(spec.data)
         samples = len(dataset)
         with preserve_random_state():
-            (first,) = SampleOrder(spec.seed, samples).ids(0, 1)
+            (first,) = SampleOrder.of_job(spec, samples).ids(0, 1)
             names = SampleReader(dataset, spec.data.names, (), spec.seed).field_names(first)
     if spec.steps < 1:
         raise ConfigError(f"steps is {spec.steps}", cure="set steps >= 1")
@@ -182,6 +182,8 @@ def _code_of_class(kind: Callable[..., Any]) -> tuple[Hashable, ...]:
     return str(inspect.signature(kind)), *functions
 
 
+MANY_SAMPLES = 10**7
+"""Data sets with more samples are told of `data.shuffle: indexed`."""
 MASKED_LABEL = -100
 """The label that PyTorch's cross-entropy leaves out, unless it is told another one."""
 
@@ -196,6 +198,12 @@ def _notes_about_data(spec: Job, graph: Graph, names: Sequence[str], batch: Mapp
         lines.append(
             f"batch_size is {spec.batch_size}, and the data set has {count_noun(samples, 'sample')}: each step takes "
             f"some of them more than once, as if it were repeated\n  cure: set batch_size <= {samples}, or give more data"
+        )
+    if samples > MANY_SAMPLES and spec.data.shuffle is True:
+        lines.append(
+            f"the data set has {samples:,} samples, whose order is a list that every worker makes in each epoch: "
+            f"about {samples * 78e-9:.1f} s and {samples * 8 / 2**20:,.0f} MiB\n  cure: set data.shuffle: indexed, which "
+            "computes each entry by itself (another order, so other results)"
         )
     unread = [name for name in names if name not in {*graph.batch_fields, target}]
     if unread:

@@ -106,7 +106,7 @@ def read_microbatches_of_steps(spec: Job, graph: Graph, places: Sequence[tuple[i
     with guard.watching("the data set function"):
         dataset = make_dataset(spec.data)
     fields = tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
-    order = SampleOrder(spec.seed, len(dataset))
+    order = SampleOrder.of_job(spec, len(dataset))
     loader = MicrobatchLoader(dataset, spec.data, order, spec.batching, seed=spec.seed, fields=fields, guard=guard)
     try:
         for step in dict.fromkeys(step for step, _ in places):

@@ -237,7 +237,7 @@ def module_capture_of_job(spec: Job, guard: CallGuard) -> ModuleCapture:
         return SampleReader(dataset, spec.data.names, (), spec.seed)
 
     def positions() -> list[SamplePosition]:
-        order = SampleOrder(spec.seed, len(reader().dataset))
+        order = SampleOrder.of_job(spec, len(reader().dataset))
         return order.ids(0, len(spec.batching.samples(0)))
 
     def fields() -> tuple[str, ...]:

@@ -317,7 +317,8 @@ class WorkerCore:
         if not fields:
             return None
         dataset = self.dataset(data)
-        order = SampleOrder(self.spec.seed, len(dataset), shuffle=training)
+        size = len(dataset)
+        order = SampleOrder.of_job(self.spec, size) if training else SampleOrder(self.spec.seed, size, shuffle=False)
         readers = sum(bool(stage.batch_fields) for stage in self.stages.values())
         loader = MicrobatchLoader(
             dataset, data, order, batching, seed=self.spec.seed, fields=fields, readers=readers, guard=self.guard

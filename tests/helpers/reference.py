@@ -242,12 +242,38 @@ def train(graph: Graph, spec: Job) -> Result:
     return result
 
 
+def permuted_index(x: int, size: int, key: int) -> int:
+    """Rule 1, `shuffle: indexed`: one number at a time, in Python's integers."""
+
+    def mixed(z: int) -> int:
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    a = math.isqrt(size - 1) + 1
+    while True:
+        pair = list(divmod(x, a))
+        for number in range(8):
+            round_key = mixed((key + (number + 1) * 0x9E3779B97F4A7C15) % 2**64)
+            side = number % 2
+            pair[side] = (pair[side] + mixed((pair[1 - side] + round_key) % 2**64) % a) % a
+        x = pair[0] * a + pair[1]
+        if x < size:
+            return x
+
+
 def samples(data: Any, spec: Job, start: int, stop: int) -> dict[str, Tensor]:
     rows = []
+    used = len(data) // spec.batch_size * spec.batch_size if spec.data.drop_last else len(data)
     for place in range(start, stop):
-        epoch, entry = divmod(place, len(data))
-        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed_of(spec.seed, "epoch", epoch)))
-        index = int(order[entry])
+        epoch, entry = divmod(place, used)
+        here = seed_of(spec.seed, "epoch", epoch)
+        if spec.data.shuffle == "indexed":
+            index = permuted_index(entry, len(data), here)
+        elif spec.data.shuffle:
+            index = int(torch.randperm(len(data), generator=torch.Generator().manual_seed(here))[entry])
+        else:
+            index = entry
         here = seed_of(spec.seed, "sample", epoch, index) % 2**32
         random.seed(here)
         numpy.random.seed(here)

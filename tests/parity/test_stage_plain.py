@@ -83,6 +83,7 @@ def tied():
         (dropping, {}, "has dropout"),
         (tied, {}, "share parameters"),
         (torch.nn.Sequential, {"init_from": "w"}, "has init_from"),
+        (torch.nn.Sequential, {"data": {"function": "m:d", "shuffle": "indexed"}}, "has data.shuffle"),
         (torch.nn.Sequential, {"model": {"function": "m:f", "buffers": "last"}}, "has model.buffers"),
     ],
 )

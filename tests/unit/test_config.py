@@ -371,7 +371,7 @@ def test_a_name_of_another_framework_gets_advice_of_its_own(setting, cure):
 
 FOREIGN = """
 torchrun: nproc_per_node=plan.stages nnodes=plan.stages rdzv_endpoint=`address` master_addr=`address`
-    local_rank=`address` max_restarts=`elastic` sampler=shuffled shuffle=`seed` drop_last=dropped collate_fn=pad
+    local_rank=`address` max_restarts=`elastic` sampler=shuffled collate_fn=pad
     persistent_workers=data.processes worker_init_fn=seeds find_unused_parameters=plan.replicas
     grad_scaler=precision.compute
 transformers: args=batch_size compute_metrics=`validation` data_collator=pad train_dataset=`data`
@@ -379,7 +379,7 @@ transformers: args=batch_size compute_metrics=`validation` data_collator=pad tra
     num_train_epochs=`steps` per_device_train_batch_size=batch_size per_device_eval_batch_size=validation.samples
     logging_steps=metrics.jsonl eval_strategy=validation.every save_strategy=checkpoint.every
     load_best_model_at_end=early_stopping torch_compile=yet label_smoothing_factor=loss.args group_by_length=shuffled
-    dataloader_drop_last=dropped push_to_hub=export peft_config=get_peft_model label_names=data.target
+    dataloader_drop_last=data.drop_last push_to_hub=export peft_config=get_peft_model label_names=data.target
     full_determinism=`seed` deepspeed=plan.stages
 lightning: strategy=plan.replicas accelerator=`device` max_epochs=`steps` fast_dev_run=Subset
     limit_val_batches=validation.samples check_val_every_n_epoch=validation.every log_every_n_steps=metrics.jsonl
@@ -404,7 +404,7 @@ def test_a_word_of_another_framework_gets_its_sentence_wherever_it_is_written(na
 
 @pytest.mark.parametrize(
     "key",
-    ["data.shufle", "data.schedules_", "compute_metric_", "optimizer.schedul", "evry", "model.input_names", "data.sample_"],
+    ["data.stages_", "data.schedules_", "compute_metric_", "optimizer.schedul", "evry", "model.input_names", "data.sample_"],
 )
 def test_a_key_of_another_section_is_not_suggested_because_it_looks_like_it(key: str):
     with pytest.raises(ConfigError) as caught:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+import numpy
 import torch
 from torch import Tensor
 
 from raypar.errors import DataError
+from raypar.job import Job
 from raypar.plan.seeds import seed_of
+from raypar.worker.data.indexed_permutation import permuted
 
 SamplePosition = tuple[int, int]
 """(epoch, sample id)."""
@@ -21,26 +26,51 @@ class SampleOrder:
     seed: int
     """The job's seed."""
     size: int
-    """Samples in an epoch."""
-    shuffle: bool = True
-    """Whether each epoch has an order of its own; else every epoch is 0, 1, 2, ..."""
+    """Samples of the data set."""
+    shuffle: bool | Literal["indexed"] = True
+    """Whether each epoch has an order of its own, and how it is computed (`data.shuffle`); False: each is 0, 1, 2, ..."""
+    whole_batches_of: int = 1
+    """With `data.drop_last` the samples of a batch: an epoch ends with its last whole batch. 1: it has every sample."""
     _permutations: dict[int, Tensor] = field(default_factory=dict, repr=False)
     """Epoch -> its order, of the epochs used last."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise DataError(f"a data set of {self.size} samples", cure="give it at least one")
+        if self.epoch_length < 1:
+            raise DataError(
+                f"data.drop_last leaves out batches that are not whole, and the data set has {self.size:,} samples for a "
+                f"batch_size of {self.whole_batches_of:,}",
+                cure=f"set batch_size <= {self.size:,}, or leave data.drop_last out",
+            )
+
+    @staticmethod
+    def of_job(spec: Job, size: int) -> SampleOrder:
+        """The order of a job's training data, of `size` samples. Raises `DataError` for a data set without a whole batch."""
+        return SampleOrder(spec.seed, size, spec.data.shuffle, spec.batch_size if spec.data.drop_last else 1)
+
+    @property
+    def epoch_length(self) -> int:
+        """Positions of the stream that an epoch has."""
+        return self.size // self.whole_batches_of * self.whole_batches_of
 
     def ids(self, start: int, stop: int) -> list[SamplePosition]:
         """(epoch, id) of stream positions [start, stop)."""
         found: list[SamplePosition] = []
         while start < stop:
-            epoch, first = divmod(start, self.size)
-            last = min(self.size, first + stop - start)
-            entries = self._order(epoch)[first:last].tolist() if self.shuffle else range(first, last)
-            found += [(epoch, entry) for entry in entries]
+            epoch, first = divmod(start, self.epoch_length)
+            last = min(self.epoch_length, first + stop - start)
+            found += [(epoch, entry) for entry in self._entries(epoch, first, last)]
             start += last - first
         return found
+
+    def _entries(self, epoch: int, first: int, last: int) -> Sequence[int]:
+        """The ids at places [first, last) of an epoch."""
+        if self.shuffle == "indexed":
+            places = numpy.arange(first, last)
+            entries: list[int] = permuted(places, self.size, seed_of(self.seed, "epoch", epoch)).tolist()
+            return entries
+        return self._order(epoch)[first:last].tolist() if self.shuffle else range(first, last)
 
     def _order(self, epoch: int) -> Tensor:
         """The order of one epoch's samples; kept for two epochs, because a step may reach from one into the next."""
