@@ -1,6 +1,7 @@
-"""`raypar job --schema`: prints the JSON schema of job files, with which an editor completes and checks them.
+"""`raypar job --schema` prints the JSON schema of job files: each key with its type, default and meaning.
 
-Write it beside your job files, and name it in the first line of each, for editors with a YAML language server:
+With it an editor completes keys, shows what they mean, and underlines misspelt keys and wrong types. For editors with a YAML
+language server write it beside your job files, and name it in the first line of each:
 
     raypar job --schema > job.schema.json
     # yaml-language-server: $schema=job.schema.json
@@ -13,7 +14,9 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar job`."""
-    parser.add_argument("--schema", action="store_true", required=True, help="print the JSON schema of job files")
+    parser.add_argument(
+        "--schema", action="store_true", required=True, help="print the JSON schema, for editors and validators"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -71,12 +71,12 @@ def _section(key: str, section: type[BaseModel]) -> Iterator[Schema]:
     yield {
         "type": "object",
         "description": section_docstring(section),
+        "additionalProperties": False,  # first: validators go by this order, and a misspelt key may be the required one
         "properties": {
             name: {"description": key_docstring(section, name).replace("*none*", "none"), **_value(prefix + name, info)}
             for name, info in section.model_fields.items()
         },
         "required": [name for name, info in section.model_fields.items() if info.is_required()],
-        "additionalProperties": False,
     }
 
 
@@ -86,12 +86,48 @@ def _value(key: str, info: FieldInfo) -> Schema:
     default = info.default
     if default is None and key not in NEVER_EMPTY:
         found.append({"type": "null"})
-    one: Schema = (
-        {"anyOf": found} if len(found) > 1 else {name: part for name, part in found[0].items() if name != "description"}
-    )
+    one = {name: part for name, part in _any_of(found).items() if name != "description"}
     if info.is_required() or default is None:
         return one
     return {**one, "default": to_plain_values(default)[0] if isinstance(default, BaseModel) else _plain(default)}
+
+
+def _any_of(found: Sequence[Schema]) -> Schema:
+    """The schema of what is right by one of several, of which one at most is of a section.
+
+    `anyOf` of a section and its short forms would let validators say of a misspelt key in it that no alternative fits. So the
+    section's keys stand outside of the condition: every validator names the key that is wrong.
+    """
+    if len(found) == 1:
+        return found[0]
+    section = next((one for one in found if "properties" in one), None)
+    if section is None:
+        return {"anyOf": [*found]}
+    others = [one for one in found if one is not section]
+    values = [value for one in others for value in _short_values(one)]
+    return {
+        **section,
+        "type": list(dict.fromkeys(_type_name(one) for one in found)),
+        "if": {"not": {"type": section["type"]}},
+        "then": others[0] if len(others) == 1 else {"anyOf": others},
+        **({"examples": values} if values else {}),  # editors complete values by these; of a `then` they read no values
+    }
+
+
+def _short_values(schema: Schema) -> list[Any]:
+    """The values that a schema without alternatives allows, where it names them."""
+    if schema.get("type") == "boolean":
+        return [True, False]
+    return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
+
+
+def _type_name(schema: Schema) -> str:
+    """The type that a schema without alternatives asks for. Raises `TypeError` for values of other types than text."""
+    if "type" in schema:
+        return str(schema["type"])
+    if not all(isinstance(value, str) for value in _short_values(schema)):
+        raise TypeError(f"no type for the values of {schema}")
+    return "string"
 
 
 def _plain(default: Any) -> Any:
@@ -117,8 +153,7 @@ def _alternatives(key: str, annotation: Any, metadata: Sequence[Any] = ()) -> It
     elif origin is Literal:
         yield {"enum": list(args)}
     elif origin is tuple:
-        items = list(_alternatives(key, args[0]))
-        yield {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}}
+        yield {"type": "array", "items": _any_of([*_alternatives(key, args[0])])}
     elif origin is dict:
         yield {"type": "object", "additionalProperties": {"type": "string"}} if args[1] is str else {"type": "object"}
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -163,7 +163,55 @@ def test_the_schema_and_raypar_agree_on_every_key(key: str):
 @pytest.mark.parametrize("path", [(), *(path for path, _ in walk_sections(Job))], ids=".".join)
 def test_an_unknown_key_is_found_in_every_section(path: tuple[str, ...]):
     tree = set_key(".".join((*path, "unheard_of")), 1)
-    assert not accepted(tree) and errors(tree) != []
+    assert not accepted(tree) and errors(tree) == ["Additional properties are not allowed ('unheard_of' was unexpected)"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_first_error_of_a_validator_names_a_misspelt_key_and_where_it_is(key: str):
+    """Also where the section has a short form, and where the key is required: then a second error says that it is missing."""
+    *above, last = key.split(".")
+    tree = set_key(f"{key}q", 1)
+    here = tree
+    for part in above:
+        here = here[part]
+        here = here[0] if isinstance(here, list) else here
+    here.pop(last, None)
+    first, *more = CHECK.iter_errors(tree)
+    assert first.message == f"Additional properties are not allowed ('{last}q' was unexpected)"
+    assert [part for part in first.absolute_path if part != 0] == above
+    assert [error.message for error in more] in ([], [f"'{last}' is a required property"])
+
+
+@pytest.mark.parametrize(
+    "key, value, says",
+    [
+        ("plan", 2, "2 is not of type 'string', 'object'"),
+        ("plan", "auot", "'auot' is not one of ['auto']"),
+        ("optimizer", "SGD", "'SGD' does not match"),
+        ("elastic", "yes", "'yes' is not of type 'boolean', 'object'"),
+        ("plan.stages", "two", "'two' is not of type 'integer'"),
+        ("trackers", [{"tracker": "tensorbord"}], "'tensorbord' is not one of ['tensorboard', 'wandb', 'mlflow']"),
+    ],
+)
+def test_the_first_error_of_a_wrong_value_says_what_would_be_right(key: str, value: Any, says: str):
+    assert errors(set_key(key, value))[0].startswith(says)
+
+
+@pytest.mark.parametrize("key, values", [("plan", ["auto"]), ("elastic", [True, False]), ("loss", ["model"])])
+def test_editors_complete_the_short_form_of_a_section(key: str, values: list[Any]):
+    assert SCHEMA["properties"][key]["examples"] == values
+
+
+def test_no_section_is_one_of_several_alternatives():
+    """Structure: what names a misspelt key is outside of `anyOf`."""
+
+    def alternatives(schema: Any) -> Iterator[Any]:
+        for name, part in schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ():
+            if name == "anyOf":
+                yield from part
+            yield from alternatives(part)
+
+    assert [one for one in alternatives(SCHEMA) if "properties" in one] == []
 
 
 def test_every_key_says_what_it_is_and_has_its_default():
@@ -189,3 +237,16 @@ def test_no_schema_is_left_of_keys_that_are_gone():
 def test_the_command_prints_it(capsys):
     assert main(["job", "--schema"]) == 0
     assert json.loads(capsys.readouterr().out) == SCHEMA
+
+
+def test_the_help_of_the_command_says_what_the_schema_is_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["job", "--help"])
+    text = capsys.readouterr().out
+    for part in (
+        "`raypar job --schema` prints",
+        "an editor completes keys",
+        "raypar job --schema > job.schema.json",
+        "  --schema ",
+    ):
+        assert part in text
