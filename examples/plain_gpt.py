@@ -41,6 +41,20 @@ def sample(data, seed, epoch, index):
     return data[index]
 
 
+def seeded_collate(entry):
+    if not isinstance(entry, dict) or not entry.get("collate"):
+        return None
+    call = function(entry["collate"])
+    made = call() if isinstance(call.func, type) else call  # of a class one object, which is called
+
+    def collate(samples, seed, step, microbatch):
+        here = seed_of(seed, "collate", step, microbatch) % 2**32
+        random.seed(here), numpy.random.seed(here), torch.manual_seed(here)
+        return made(samples)
+
+    return collate
+
+
 def add(a, b):  # an empty block is skipped
     return b if a is None else a if b is None else [x + y for x, y in zip(a, b, strict=True)]
 
@@ -87,6 +101,7 @@ def train(job):
     model = function(job["model"])()
     check_model(job, model)
     data, loss_of = function(job["data"])(), function(job["loss"])
+    collate = seeded_collate(job["data"])
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = function(job.get("optimizer") or "torch.optim:AdamW")(parameters)
     getattr(optimizer, "train", lambda: None)()  # those that average weights have two modes
@@ -109,9 +124,10 @@ def train(job):
                 places = range(step * batch + microbatch * batch // m, step * batch + (microbatch + 1) * batch // m)
                 where = [divmod(place, len(data)) for place in places]
                 samples = [sample(data, seed, epoch, order(epoch)[entry]) for epoch, entry in where]
-                if not isinstance(samples[0], tuple) or len(samples[0]) != 2:
-                    refuse("a sample is no pair (x, y)", "let the data set return pairs of tensors")
-                x, y = (torch.stack(field) for field in zip(*samples, strict=True))
+                batch = collate(samples, seed, step, microbatch) if collate else samples[0]
+                if not isinstance(batch, tuple) or len(batch) != 2:
+                    refuse("a sample or batch is no pair (x, y)", "let data set and collate return pairs of tensors")
+                x, y = batch if collate else (torch.stack(field) for field in zip(*samples, strict=True))
                 with computing_in(job.get("precision")):
                     found = loss_of(model(x), y)
                 if not isinstance(found, tuple):

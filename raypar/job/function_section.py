@@ -140,6 +140,9 @@ class SamplesConfig(FunctionConfig):
     """The field of a sample that the loss gets as its target; None: `y`."""
     names: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Names of the fields of a sample that is a tuple; empty: `x`, `y`, `z`."""
+    collate: FunctionConfig | None = None
+    """The function that makes a batch of a list of samples, called once for each microbatch: a `collate_fn`, or a class of such
+    objects, as `transformers` has them. None: the values of each field are stacked."""
     processes: Annotated[NonNegativeInt, Field(le=MAX_WORKERS), WORKERS] = 0
     """Processes of each worker that load samples ahead of the steps, like a `DataLoader`'s `num_workers`; 0: the worker itself
     loads them."""

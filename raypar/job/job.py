@@ -279,12 +279,18 @@ class Job(Section):
 
     @property
     def validation_data(self) -> DataConfig:
-        """The data of `validation`, which must be given; samples have the fields of `data` unless it names them."""
+        """The data of `validation`, which must be given; samples have the fields of `data` and are collated as those, unless it
+        says otherwise."""
         own, data = self.validation, self.data
         assert own is not None
-        names, first, target = own.names or data.names, own.input or data.input, own.target or data.target
         return DataConfig.model_construct(
-            function=own.function, args=own.args, names=names, input=first, target=target, processes=own.processes
+            function=own.function,
+            args=own.args,
+            names=own.names or data.names,
+            input=own.input or data.input,
+            target=own.target or data.target,
+            collate=own.collate or data.collate,
+            processes=own.processes,
         )
 
     @property

@@ -80,8 +80,7 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     _DATA: "datasets dataset train_dataset train_dataloader train_dataloaders dataloader dataloaders train_data training_data "
     "eval_dataset val_dataloader val_dataloaders valid_dataset val_dataset val_data validation_data eval_data test_dataset "
     "datamodule data_module",
-    "fields of samples are stacked; a function that collates them is not supported yet: pad in the data set that `data` gives, "
-    "or in a wrapper around it": "data_collator collate_fn collate collator collation",
+    "the function or class that makes a batch of samples is data.collate": "data_collator collate_fn collator collation",
     _ORDER: "sampler batch_sampler train_sampler shuffled group_by_length use_distributed_sampler replace_sampler_ddp "
     "use_seedable_sampler split_batches even_batches dispatch_batches",
     "each step reads batch_size samples, the last of an epoch and the first of the next one; data.drop_last ends an epoch with "

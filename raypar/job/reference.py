@@ -198,7 +198,7 @@ def _section_in_words(key: str, section: type[BaseModel]) -> str:
     if info.is_required():
         (short,) = _words(f"{key}.{first}", info.annotation, info.metadata) if first != "tracker" else (f"its `{first}`",)
         short = f", or just {short}"
-    return f"[section](#{key}){short}"
+    return f"[section](#{key.replace('.', '')}){short}"  # as pages make anchors of headings
 
 
 def _limits(whole: bool, metadata: Sequence[Any]) -> str:

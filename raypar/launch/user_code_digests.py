@@ -32,7 +32,7 @@ PACKAGE = "package "
 def code_of_job(spec: Job) -> dict[str, str]:
     """Name of a file, a script's function or a package -> digest or version, of the code on which the job's results depend."""
     found = _Code()
-    for ref in (spec.model, spec.loss, spec.data, spec.optimizer, *filter(None, [spec.lr_schedule])):
+    for ref in (spec.model, spec.loss, spec.data, spec.optimizer, *filter(None, [spec.data.collate, spec.lr_schedule])):
         found.follow_ref(ref)
     return dict(sorted(found.digests.items()))
 

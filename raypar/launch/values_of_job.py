@@ -43,8 +43,8 @@ def values_of_job(spec: Job) -> dict[str, str]:
     sequence is a tuple or a list.
     """
     found: dict[str, str] = {}
-    for key in ("model", "loss", "data", "optimizer", "lr_schedule"):
-        ref = getattr(spec, key)
+    parts = {key: getattr(spec, key) for key in ("model", "loss", "data", "optimizer", "lr_schedule")}
+    for key, ref in {**parts, "data.collate": spec.data.collate}.items():
         if ref is not None:
             found[VALUES + key] = _Values(with_tensors=key != "model").of([_function_of(ref), ref.args]).hex()
     return found

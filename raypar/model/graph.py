@@ -83,6 +83,8 @@ class Graph:
     rebuild_output: Callable[..., Any] | None = None
     """`rebuild_output(*values)` makes what is given to the loss (a tuple, a dict, an object) of the values of `outputs`. It
     runs where the loss does, and counts as a part of it."""
+    batch_names: tuple[str, ...] = ()
+    """Set by raypar: the fields of the batch with which a model was captured, also those that it does not read."""
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]

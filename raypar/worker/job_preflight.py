@@ -58,7 +58,7 @@ from raypar.worker.check_layers_with_numbers import check_layers_with_numbers, c
 from raypar.worker.check_loss import MOST_LOSS_NUMBERS, check_sum_and_count, line_about_mixed_samples, random_output
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.sample_reader import WHERE_FIELDS_ARE_NAMED, SampleReader
-from raypar.worker.data.user_dataset import make_dataset
+from raypar.worker.data.user_dataset import MapStyleDataset, make_dataset
 from raypar.worker.measure_profile import read_microbatches
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import cure_of_buffer_writes, refuse_input_writes
@@ -107,9 +107,7 @@ def preflight(spec: Job) -> PreflightResult:
     with guard.watching("the job's data"):
         dataset = make_dataset(spec.data)
         samples = len(dataset)
-        with preserve_random_state():
-            (first,) = SampleOrder.of_job(spec, samples).ids(0, 1)
-            names = SampleReader(dataset, spec.data.names, (), spec.seed).field_names(first)
+        names = _check_first_microbatch(spec, graph, dataset)
     if spec.steps < 1:
         raise ConfigError(f"steps is {spec.steps}", cure="set steps >= 1")
     (batch,) = read_microbatches(spec, graph, [0])
@@ -141,6 +139,17 @@ def preflight(spec: Job) -> PreflightResult:
     )
     notes = (*of_values, *of_data, *(line for line in more if line is not None))
     return PreflightResult(graph, samples, validation, batch, trial, notes)
+
+
+def _check_first_microbatch(spec: Job, graph: Graph, dataset: MapStyleDataset) -> tuple[str, ...]:
+    """The fields of the first microbatch. Raises `DataError` for a `data.collate` whose result depends on the process."""
+    reader = SampleReader.of(dataset, spec.data, spec.seed)
+    places = SampleOrder.of_job(spec, len(dataset)).ids(0, len(spec.batching.samples(0)))
+    with preserve_random_state():
+        if reader.collation is not None:
+            read = tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
+            reader.collation.refuse_dependence_on_process(reader.samples(places), [index for _, index in places], (0, 0), read)
+        return reader.field_names(places)
 
 
 _TRIALS: dict[tuple[Hashable, ...], OptimizerTrial] = {}
@@ -205,8 +214,9 @@ def _notes_about_data(spec: Job, graph: Graph, names: Sequence[str], batch: Mapp
             f"about {samples * 78e-9:.1f} s and {samples * 8 / 2**20:,.0f} MiB\n  cure: set data.shuffle: indexed, which "
             "computes each entry by itself (another order, so other results)"
         )
-    unread = [name for name in names if name not in {*graph.batch_fields, target}]
-    if unread:
+    read = {*graph.batch_fields, target}
+    unread = [name for name in names if name not in read]
+    if unread and read <= set(names):  # else by another name: those of a named tuple, x, y
         lines.append(f"neither the model nor the loss reads these fields of the samples: {', '.join(unread)}")
     labels = batch.get(target)
     if spec.loss.is_loss_of_model and labels is not None and bool((labels == MASKED_LABEL).any()):

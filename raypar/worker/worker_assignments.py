@@ -230,22 +230,24 @@ def _values_again(spec: Job) -> Mapping[str, Tensor]:
 def module_capture_of_job(spec: Job, guard: CallGuard) -> ModuleCapture:
     """What the job says about a model that is captured. Its first microbatch is read when it is asked for."""
 
+    calls = "the data set's __getitem__" + (" or data.collate" if spec.data.collate is not None else "")
+
     @cache
     def reader() -> SampleReader:
         with guard("the data set function"):
             dataset = make_dataset(spec.data)
-        return SampleReader(dataset, spec.data.names, (), spec.seed)
+            return SampleReader.of(dataset, spec.data, spec.seed)
 
     def positions() -> list[SamplePosition]:
         order = SampleOrder.of_job(spec, len(reader().dataset))
         return order.ids(0, len(spec.batching.samples(0)))
 
     def fields() -> tuple[str, ...]:
-        with preserve_random_state(), guard("the data set's __getitem__"):
-            return reader().field_names(positions()[0])
+        with preserve_random_state(), guard(calls):
+            return reader().field_names(positions(), also=(spec.data.input or "x", spec.loss_target_name))
 
     def read(names: Sequence[str]) -> Mapping[str, Tensor]:
-        with preserve_random_state(), guard("the data set's __getitem__"):
+        with preserve_random_state(), guard(calls):
             return replace(reader(), fields=tuple(names)).read(positions())
 
     autocast = autocast_of(spec.precision)

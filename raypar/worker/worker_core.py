@@ -321,7 +321,15 @@ class WorkerCore:
         order = SampleOrder.of_job(self.spec, size) if training else SampleOrder(self.spec.seed, size, shuffle=False)
         readers = sum(bool(stage.batch_fields) for stage in self.stages.values())
         loader = MicrobatchLoader(
-            dataset, data, order, batching, seed=self.spec.seed, fields=fields, readers=readers, guard=self.guard
+            dataset,
+            data,
+            order,
+            batching,
+            seed=self.spec.seed,
+            fields=fields,
+            readers=readers,
+            guard=self.guard,
+            batch_names=self.graph.batch_names if training else (),
         )
         self._loaders.append(loader)
         return loader

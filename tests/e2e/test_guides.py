@@ -28,7 +28,7 @@ from helpers.moto_s3 import ENVIRONMENT, fake_s3
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 900.0
-SHORT = ("your_own_model", "reading_the_swimlane")
+SHORT = ("your_own_model", "your_data", "reading_the_swimlane")
 """Guides whose `bash` blocks run in the default suite too.
 
 Of `your_own_model.md` these make the data and plan the job, which checks all of its code as the start of a run does. Training

@@ -305,6 +305,8 @@ def _loss(
     else:
         with computing_in(spec):
             found = spec.loss.partial()(output, target)
+    if isinstance(found, tuple):
+        return found[0], float(found[1])
     return (found.float() if found.dtype == torch.bfloat16 else found) * float(len(target)), float(len(target))
 
 

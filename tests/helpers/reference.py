@@ -279,5 +279,31 @@ def samples(data: Any, spec: Job, start: int, stop: int) -> dict[str, Tensor]:
         numpy.random.seed(here)
         torch.manual_seed(here)
         row = data[index]
-        rows.append(row if isinstance(row, dict) else dict(zip("xyz", row, strict=False)))
+        rows.append(row if spec.data.collate or isinstance(row, dict) else dict(zip("xyz", row, strict=False)))
+    if spec.data.collate is not None:
+        microbatch = next(
+            m for m in range(spec.microbatches) if m * spec.batch_size // spec.microbatches == start % spec.batch_size
+        )
+        return collated(rows, spec, start // spec.batch_size, microbatch)
     return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
+
+
+def collated(rows: list[Any], spec: Job, step: int, microbatch: int) -> dict[str, Tensor]:
+    """Rule 1: the user's own collation, seeded by its place."""
+    function = spec.data.collate.resolve()
+    collate = function(**spec.data.collate.args) if isinstance(function, type) else spec.data.collate.partial()
+    here = seed_of(spec.seed, "collate", step, microbatch) % 2**32
+    random.seed(here)
+    numpy.random.seed(here)
+    torch.manual_seed(here)
+    made = collate(rows)
+    fields = made if hasattr(made, "items") else dict(zip("xyz", made, strict=False))
+    return {key: torch.as_tensor(value) for key, value in flat("", fields) if not isinstance(value, (str, list))}
+
+
+def flat(prefix: str, fields: Any) -> list[tuple[str, Any]]:
+    return [
+        pair
+        for key, value in fields.items()
+        for pair in (flat(f"{prefix}{key}.", value) if hasattr(value, "items") else [(prefix + key, value)])
+    ]

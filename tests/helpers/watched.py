@@ -63,9 +63,9 @@ class WatchedDataset:
 class WatchedReader(SampleReader):
     """Ties a microbatch to the samples that the data set gave for it."""
 
-    def read(self, places: Sequence[SamplePosition]) -> dict[str, Tensor]:
+    def read(self, places: Sequence[SamplePosition], at: tuple[int, int] = (0, 0)) -> dict[str, Tensor]:
         before = len(self.dataset.asked)
-        batch = Batch(super().read(places))
+        batch = Batch(super().read(places, at))
         batch.ids = [(epoch, index) for (epoch, _), index in zip(places, self.dataset.asked[before:], strict=True)]
         return batch
 

@@ -117,7 +117,9 @@ def test_what_is_read_ahead_is_the_same_is_bounded_and_fails_only_when_it_is_ask
     ahead = loader(Noisy(13), readers=2)
     reads = Counter()
     read = type(ahead._reader).read
-    monkeypatch.setattr(type(ahead._reader), "read", lambda self, places: reads.update([tuple(places)]) or read(self, places))
+    monkeypatch.setattr(
+        type(ahead._reader), "read", lambda self, places, at: reads.update([tuple(places)]) or read(self, places, at)
+    )
     ahead.read_ahead(1, [0, 1, 2])
     for microbatch in range(3):
         assert all(same(ahead.get(1, microbatch), expected(1, microbatch)) for _ in range(2))

@@ -33,9 +33,9 @@ batch_size: 8
 microbatches: 4
 model: {function: m:layers}
 loss: {function: m:loss}
-data: {function: m:text}
+data: {function: m:text, collate: {function: m:collate}}
 lr_schedule: {function: m:lr}
-validation: {function: m:text, every: 1}
+validation: {function: m:text, every: 1, collate: {function: m:collate}}
 optimizer: {function: "torch.optim:SGD"}
 plan: {}
 elastic: {}

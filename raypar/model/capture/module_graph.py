@@ -69,9 +69,8 @@ def capture_module_graph(made: nn.Module, initial: InitialValues, request: Modul
     ((_, skeleton),) = make_skeletons([("", made)])
     _refuse_names(skeleton)
     _refuse_own_train(skeleton)
-    inputs = choose_forward_inputs(
-        skeleton, request.fields(), input=request.input, target=request.target, wants_loss=request.wants_loss
-    )
+    names = request.fields()
+    inputs = choose_forward_inputs(skeleton, names, input=request.input, target=request.target, wants_loss=request.wants_loss)
     buffers = dict(initial.stream([name for name, _ in skeleton.named_buffers()], request.dtype))
     batch = request.read(inputs.fields)
     cache = trace_module(
@@ -96,6 +95,7 @@ def capture_module_graph(made: nn.Module, initial: InitialValues, request: Modul
         outputs=() if bare else (*dict.fromkeys(cut.outputs), *((cut.form_output,) if cut.returns_numbers else ())),
         rebuild_output=None if bare else _OutputBuilder(cache),
         aliases=find_aliases(skeleton, layers, ties),
+        batch_names=names,
     )
 
 

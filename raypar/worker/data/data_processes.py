@@ -14,6 +14,7 @@ from torch import Tensor
 
 from raypar.errors import RayparError
 from raypar.job import DataConfig
+from raypar.worker.data.collate import MicrobatchPlace
 from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.data.user_dataset import make_dataset
@@ -28,7 +29,7 @@ _reader: SampleReader | RayparError | None = None
 """Of this data process; an error when the data set could not be made."""
 
 
-def start_data_process(spec: DataConfig, fields: tuple[str, ...], seed: int) -> None:
+def start_data_process(spec: DataConfig, fields: tuple[str, ...], seed: int, batch_names: tuple[str, ...] = ()) -> None:
     """Runs once in every data process: makes the data set, and sees to it that the process ends with its parent."""
     global _reader
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
@@ -43,7 +44,7 @@ def start_data_process(spec: DataConfig, fields: tuple[str, ...], seed: int) -> 
     try:
         with guard.watching(f"the data set function {spec.label}"):
             dataset = make_dataset(spec)
-        _reader = SampleReader(dataset, spec.names, fields, seed, guard)
+            _reader = SampleReader.of(dataset, spec, seed, fields, guard=guard, batch_names=batch_names)
     except RayparError as error:
         _reader = error
 
@@ -53,11 +54,12 @@ def _follow(sentinel: int) -> None:
     os._exit(1)
 
 
-def read_in_data_process(places: list[SamplePosition]) -> Answer:
+def read_in_data_process(places: list[SamplePosition], at: MicrobatchPlace) -> Answer:
+    """Read the samples of the microbatch `at`."""
     if isinstance(_reader, RayparError):
         raise _reader
     assert _reader is not None and _reader.guard is not None, "_start runs first"
-    packed = _pack(_reader.read(places))
+    packed = _pack(_reader.read(places, at))
     _reader.guard.check_all("the data set's __getitem__")
     return packed, _reader.guard.lines()
 

@@ -43,7 +43,8 @@ class MicrobatchLoader:
 
     `batching.batch_size` samples a step; `fields`: which to collate; `readers`: how many times a step's microbatch is asked for
     (stages of one worker that read batch fields), so that it is read once and let go after its last use. `guard`: gets lines
-    about process state that samples leave changed, here or in the data processes.
+    about process state that samples leave changed, here or in the data processes. `batch_names`: the fields of every batch that
+    `data.collate` makes; empty: not known.
     """
 
     _spec: DataConfig
@@ -56,6 +57,8 @@ class MicrobatchLoader:
     """The job's seed."""
     _fields: tuple[str, ...]
     """The fields that are collated."""
+    _batch_names: tuple[str, ...]
+    """All fields of every batch that `data.collate` makes; empty: not known."""
     _readers: int
     """How many times each microbatch is asked for."""
     _timeout_s: float
@@ -83,12 +86,14 @@ class MicrobatchLoader:
         readers: int = 1,
         timeout_s: float = READ_TIMEOUT_S,
         guard: TorchStateGuard | None = None,
+        batch_names: Sequence[str] = (),
     ) -> None:
         dataset_size(dataset, spec.label)
         self._spec, self._order, self._batching = spec, order, batching
         self._seed, self._fields, self._readers, self._timeout_s = seed, tuple(fields), readers, timeout_s
         self._guard = guard
-        self._reader = SampleReader(dataset, spec.names, self._fields, seed, guard)
+        self._batch_names = tuple(batch_names)
+        self._reader = SampleReader.of(dataset, spec, seed, self._fields, guard=guard, batch_names=batch_names)
         self._pool, self._pending, self._kept = None, {}, {}
 
     def sample_positions(self, step: int, microbatch: int) -> list[SamplePosition]:
@@ -106,7 +111,7 @@ class MicrobatchLoader:
         for microbatch in microbatches:
             key = (step, microbatch)
             if key not in self._pending and key not in self._kept:
-                self._pending[key] = self._submit(self.sample_positions(*key))
+                self._pending[key] = self._submit(self.sample_positions(*key), key)
 
     def read_ahead(self, step: int, microbatches: Sequence[int]) -> None:
         """Read these microbatches now, up to about `AHEAD_BYTES`, while the step waits for others. `get` raises the errors."""
@@ -115,7 +120,7 @@ class MicrobatchLoader:
             if room <= 0:
                 return
             try:
-                batch = self._reader.read(self.sample_positions(*key))
+                batch = self._reader.read(self.sample_positions(*key), key)
             except RayparError:
                 return
             self._kept[key] = batch, self._readers
@@ -130,7 +135,7 @@ class MicrobatchLoader:
         batch, left = self._kept.pop(key, (None, self._readers))
         if batch is None:
             places = self.sample_positions(step, microbatch)
-            batch = self._wait(key, places) if self._spec.processes else self._reader.read(places)
+            batch = self._wait(key, places) if self._spec.processes else self._reader.read(places, key)
         if left > 1:
             self._kept[key] = (batch, left - 1)
         return batch
@@ -147,21 +152,21 @@ class MicrobatchLoader:
             for process in processes:
                 process.terminate()
 
-    def _submit(self, places: list[SamplePosition]) -> Future[Answer]:
+    def _submit(self, places: list[SamplePosition], key: tuple[int, int]) -> Future[Answer]:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 self._spec.processes,
                 multiprocessing.get_context("spawn"),
                 initializer=start_data_process,
-                initargs=(self._spec, self._fields, self._seed),
+                initargs=(self._spec, self._fields, self._seed, self._batch_names),
             )
         try:
-            return self._pool.submit(read_in_data_process, places)
+            return self._pool.submit(read_in_data_process, places, key)
         except BrokenProcessPool as error:
             raise self._died(error) from error
 
     def _wait(self, key: tuple[int, int], places: list[SamplePosition]) -> dict[str, Tensor]:
-        future = self._pending.pop(key, None) or self._submit(places)
+        future = self._pending.pop(key, None) or self._submit(places, key)
         where = f"step {key[0] + 1}, microbatch {key[1]} (samples {_ids(places)})"
         try:
             packed, left = future.result(self._timeout_s)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from raypar.errors import DataError, UserCodeError
+from raypar.job import DataConfig
 from raypar.plan.seeds import seed_of
 from raypar.user_code.user_code_errors import error_text, reraise_ctrl_c
+from raypar.worker.data.batch_fields import flatten_fields, top_values, value_at
+from raypar.worker.data.collate import Collation, MicrobatchPlace, make_collation
 from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.user_dataset import MapStyleDataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
-
-FIELD_NAMES = ("x", "y", "z")
-"""Names of a tuple sample's fields, unless `data.names` gives others."""
 
 INPUT_NAMES = ("input_ids", "pixel_values", "inputs", "input", "image", "images", "img", "features", "tokens", "text", "x")
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
@@ -46,36 +46,77 @@ def name_fields_cure(fields: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Reads the samples of one microbatch and stacks the fields asked for. Works in any process."""
+    """Reads the samples of one microbatch and makes a batch of the fields asked for. Works in any process."""
 
     dataset: MapStyleDataset
     """The user's data set."""
     names: tuple[str, ...]
     """Names of the fields of tuple samples; empty: `FIELD_NAMES`."""
     fields: tuple[str, ...]
-    """The fields to stack."""
+    """The fields of the batch."""
     seed: int
     """The job's seed."""
     guard: TorchStateGuard | None = None
     """Restores process state that a sample leaves changed, so that the next one does not depend on it."""
+    collation: Collation | None = None
+    """The job's own collation; None: each field's values are stacked."""
 
-    def read(self, places: Sequence[SamplePosition]) -> dict[str, Tensor]:
-        """Read samples: field -> [samples, ...], in fresh memory. Leaves python, numpy and torch seeded by the last sample."""
+    @classmethod
+    def of(
+        cls,
+        dataset: MapStyleDataset,
+        spec: DataConfig,
+        seed: int,
+        fields: Sequence[str] = (),
+        *,
+        guard: TorchStateGuard | None = None,
+        batch_names: Sequence[str] = (),
+    ) -> SampleReader:
+        """A reader as the job's `data` says. `batch_names`: the fields of every collated batch; empty: not known.
+
+        Raises as `make_collation` does.
+        """
+        collation = make_collation(spec, seed, expected=batch_names, guard=guard)
+        return cls(dataset, spec.names, tuple(fields), seed, guard, collation)
+
+    def read(self, places: Sequence[SamplePosition], at: MicrobatchPlace = (0, 0)) -> dict[str, Tensor]:
+        """Read samples: field -> [samples, ...], in fresh memory. `at`: the microbatch that they are.
+
+        Leaves python, numpy and torch seeded by the last sample, or by the collation.
+        """
+        if self.collation is not None:
+            ids = [index for _, index in places]
+            return self.collation.tensors(self.collation.values(self.samples(places), ids, at), self.fields, ids, at)
         columns: list[list[Tensor]] = [[] for _ in self.fields]
-        # Who promises to draw no random numbers need not have them seeded; it does not change a bit.
-        seeded = not getattr(self.dataset, "raypar_thread_safe", False)
         for place in places:
-            sample = self._sample(place, seeded=seeded)
+            sample = self._sample(place, seeded=self._seeded)
             for column, name in zip(columns, self.fields, strict=True):
                 column.append(self._tensor(sample, name, place[1]))
         return {name: self._stack(name, column, places) for name, column in zip(self.fields, columns, strict=True)}
 
-    def field_names(self, place: SamplePosition) -> tuple[str, ...]:
-        """Names of the fields of a sample. Leaves python, numpy and torch seeded by it."""
-        sample = self._sample(place, seeded=True)
-        if isinstance(sample, Mapping):
-            return tuple(map(str, sample))
-        return (self.names or FIELD_NAMES)[: len(sample) if isinstance(sample, (tuple, list)) else 1]
+    def samples(self, places: Sequence[SamplePosition]) -> list[object]:
+        """The samples at these places, as the data set gives them. Leaves python, numpy and torch seeded by the last one."""
+        return [self._sample(place, seeded=self._seeded) for place in places]
+
+    def field_names(
+        self, places: Sequence[SamplePosition], at: MicrobatchPlace = (0, 0), *, also: Collection[str] = ()
+    ) -> tuple[str, ...]:
+        """Names of the fields of the microbatch `at`, whose samples are at `places`; without a collation of its first sample.
+
+        `also`: names to add if they are other names of these, as `x` of a named tuple's first field. Leaves generators seeded.
+        """
+        if self.collation is not None:
+            ids = [index for _, index in places]
+            return tuple(self.collation.values(self.samples(places), ids, at))
+        sample, what = self._sample(places[0], seeded=True), f"sample {places[0][1]}"
+        found = tuple(flatten_fields(sample, self.names, what, _is_one_tensor))
+        return found + tuple(name for name in also if name not in found and name in top_values(sample, self.names, what))
+
+    @property
+    def _seeded(self) -> bool:
+        """Whether generators are seeded before each sample: who promises to draw no random numbers need not have them seeded;
+        it does not change a bit."""
+        return not getattr(self.dataset, "raypar_thread_safe", False)
 
     def _sample(self, place: SamplePosition, *, seeded: bool) -> Any:
         """One sample, as the data set gives it. `seeded`: seed the generators first."""
@@ -115,23 +156,17 @@ class SampleReader:
             return None
 
     def _tensor(self, sample: Any, name: str, index: int) -> Tensor:
-        if isinstance(sample, Mapping):
-            found: Mapping[str, Any] = sample
-        else:
-            values = sample if isinstance(sample, (tuple, list)) else (sample,)
-            names = self.names or FIELD_NAMES
-            if len(values) > len(names):
-                raise DataError(
-                    f"sample {index} has {len(values)} fields, but names for {len(names)}: {', '.join(names)}",
-                    cure=f"name all {len(values)} in data.names, or return a dict",
-                )
-            found = dict(zip(names, values, strict=False))
-        if name not in found:
+        found = sample if isinstance(sample, Mapping) else top_values(sample, self.names, f"sample {index}")
+        try:
+            value = found[name] if name in found else value_at(found, name)
+        except KeyError:
+            inside = [
+                each for each in flatten_fields(sample, self.names, f"sample {index}", _is_one_tensor) if each not in found
+            ]
             raise DataError(
-                f"sample {index} has no field {name!r}, only {', '.join(map(str, found)) or 'none at all'}",
+                f"sample {index} has no field {name!r}, only {', '.join(map(str, (*found, *inside))) or 'none at all'}",
                 cure=name_fields_cure([str(each) for each in found]) if isinstance(sample, Mapping) else WHERE_FIELDS_ARE_NAMED,
-            )
-        value = found[name]
+            ) from None
         if isinstance(value, Tensor):
             return value.detach()
         try:
@@ -155,3 +190,14 @@ class SampleReader:
                 cure="pad or crop samples to one shape, and give every sample the same dtype",
             )
         return torch.stack(column)
+
+
+def _is_one_tensor(value: object) -> bool:
+    """Whether a tuple or list of tensors is one value, because PyTorch makes one tensor of it: each has one number."""
+    if not isinstance(value, (tuple, list)):
+        return False
+    try:
+        torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
