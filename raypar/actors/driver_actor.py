@@ -50,7 +50,6 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError, RayparError
 from raypar.fences.fence import send_warnings_to
-from raypar.plan.ownership import Ownership
 from raypar.ray_compat.settings import BLOCKING_GET_VARIABLE
 from raypar.record.events import (
     EndOfRun,
@@ -189,10 +188,8 @@ class DriverActor:
         """Make the run machine and the objects that carry out what it decides; the request is known now."""
         journal, feed, tasks = self.journal, self.feed, self.tasks
         self.loop, self.request = asyncio.get_running_loop(), request
-        self.machine = machine = RunMachine(
-            request.policy, plan=request.plan, held_pieces=lambda plan: Ownership(plan, request.outline).held
-        )
         self.plans = plans = PlanCache(request)
+        self.machine = machine = RunMachine(request.policy, plan=request.plan, held_pieces=plans.held_pieces)
         register_pickled_filesystems(request.filesystems)
         self.storage_session = DriverStorageSession(request) if request.storage else None
         self.pool = pool = WorkerPool(credential, request.placement, request.environment, request.filesystems)

@@ -24,8 +24,9 @@ from raypar.elastic import events as on
 from raypar.elastic.mirror import assign_buddies
 from raypar.elastic.replica_digests import InitialDigestCheck
 from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.seating import plans_after_one_loss
 from raypar.elastic.user_messages import plain_failure_text
-from raypar.errors import WorkerLost
+from raypar.errors import PlanError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import same_state_keys
 from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand
@@ -68,6 +69,8 @@ class GenerationChange:
     """The schedule of the last generation reported to the user."""
     reported_plan: ParallelPlan | None = None
     """The plan of that generation."""
+    prepared: int = 0
+    """The newest generation for whose losses plans have been prepared."""
 
     def claim_generation(self, action: do.ClaimGeneration, reason: str) -> None:
         """Claim a generation in the journal; posts `GenerationClaimed`. Does not wait for callbacks, which may take long."""
@@ -114,15 +117,20 @@ class GenerationChange:
         self.tasks.spawn(self._choose_plan(action.generation, action.workers))
 
     async def _choose_plan(self, generation: int, workers: int) -> None:
-        """Choose the plan.
+        self.tasks.post(await asyncio.to_thread(self._chosen_plan, generation, workers, self.machine.membership.plan))
+
+    def _chosen_plan(self, generation: int, workers: int, now: ParallelPlan | None) -> on.PlanChosen:
+        """The best plan for up to `workers` workers, with the predicted step times of this plan and of `now`. Slow.
 
         A larger plan is lowered here already, while training continues, which shortens the pause of the move to it.
         """
-        now = self.machine.membership.plan
-        chosen = await asyncio.to_thread(self.plans.choose, generation, workers, now)
-        if chosen.plan is not None and now is not None and chosen.plan.world > now.world:
-            await asyncio.to_thread(self.plans.assignments, chosen.plan)
-        self.tasks.post(chosen)
+        plans, found = self.plans, self.plans.find(workers)
+        if isinstance(found, PlanError):
+            return on.PlanChosen(generation, None, found.what)
+        now_s = plans.predicted_step_s(now) if now is not None else 0.0
+        if now is not None and found.world > now.world:
+            plans.assignments(found)
+        return on.PlanChosen(generation, found, "", plans.predicted_step_s(found), now_s)
 
     def adopt_plan(self, order: do.AdoptPlan, reason: str) -> None:
         """Lower the plan; have every worker connect, exchange state and build its stages. Posts `PlanAdopted` of each."""
@@ -201,9 +209,10 @@ class GenerationChange:
         self.reported_plan = order.plan
         self.side_effects.note(GenerationStart(**told, **membership_event_text.generation_facts(order, schedule)))
         self.side_effects.aside(self.recorder.write_plan_file, order.plan, schedule)
-        self.tasks.spawn(self._search_next_plan(len(order.members)))
 
-    async def _search_next_plan(self, workers: int) -> None:
-        """Search the plan for one worker less before it is needed."""
-        if workers > 1:
-            await asyncio.to_thread(self.plans.prepare, workers - 1)
+    def prepare_for_loss(self) -> None:
+        """Compute in the background what the loss of one worker would need, once in a generation: a recovery waits for it."""
+        who = self.machine.membership
+        if self.request.policy.elastic and self.prepared != who.generation and who.plan is not None and who.plan.world > 1:
+            self.prepared = who.generation
+            self.tasks.spawn(asyncio.to_thread(self.plans.prepare, who.plan, plans_after_one_loss(self.machine)))

@@ -1,14 +1,20 @@
-"""The plans of a run, each computed once, with their schedules, assignments and predicted times."""
+"""The plans of a run, each computed once, with their schedules, assignments, pieces of state and predicted times.
+
+What the loss of one worker needs is computed while all is well (`PlanCache.prepare`), so that a recovery looks it up.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 from raypar.actors.messages import RunRequest
-from raypar.elastic import events as on
-from raypar.errors import PlanError
+from raypar.errors import PlanError, RayparError
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.ownership import Ownership
+from raypar.plan.pieces import Piece
 from raypar.plan.wording import count_noun
 from raypar.planner.memory_sheet import out_of_memory_advice
 from raypar.planner.plan_search import predict_step, reachable_shard_counts, search_plans
@@ -27,18 +33,15 @@ class PlanCache:
         self._found: dict[int, ParallelPlan | PlanError] = {request.plan.world: request.plan}
         """Number of workers -> plan, or why there is none; the job's own number has the job's own plan."""
         self._assignments: dict[ParallelPlan, tuple[ProgramAssignment, ...]] = {}
-        """The plan that was prepared last -> its assignments."""
+        """Plan -> its assignments; `prepare` drops those that neither the present plan nor the loss of one worker needs."""
+        self._held: dict[ParallelPlan, tuple[tuple[Piece, ...], ...]] = {}
+        """Plan -> `held_pieces`, of the same plans."""
+        self._step_s: dict[ParallelPlan, float] = {}
+        """Plan -> `predicted_step_s`."""
         self._passes: dict[ParallelPlan, tuple[int, ...]] = {}
         """Plan -> `passes`."""
         self._lock = threading.Lock()
         """Held while a plan is looked up or searched."""
-
-    def choose(self, generation: int, workers: int, now: ParallelPlan | None) -> on.PlanChosen:
-        """The best plan for up to `workers` workers, with the predicted step times of this plan and of `now`."""
-        found = self._for(workers)
-        if isinstance(found, PlanError):
-            return on.PlanChosen(generation, None, found.what)
-        return on.PlanChosen(generation, found, "", self._step_s(found), self._step_s(now) if now is not None else 0.0)
 
     def first(self, workers: int, memory_bytes: int | None) -> ParallelPlan | None:
         """The plan with which a run begins on `workers` workers with `memory_bytes` of memory each; None if none fits.
@@ -53,11 +56,29 @@ class PlanCache:
             return None
         return found
 
-    def prepare(self, workers: int) -> None:
-        """Search the plan for `workers` workers before it is needed."""
-        self._for(workers)
+    def prepare(self, now: ParallelPlan, after_loss: Sequence[ParallelPlan]) -> None:
+        """Compute what a run under `now` needs once it loses a worker: the plan for one worker less, and programs and pieces.
 
-    def _for(self, workers: int) -> ParallelPlan | PlanError:
+        `after_loss`: the plans with which the run would go on without a search. A plan that cannot be made is left to the
+        recovery that needs it, which reports why.
+        """
+        for plan in after_loss:
+            self.schedule(plan)  # before the search, which may choose another one for the same plan
+        found = self.find(now.world - 1)
+        plans = [*after_loss] if isinstance(found, PlanError) else [*after_loss, found]
+        for plan in plans:
+            with contextlib.suppress(RayparError):
+                self.assignments(plan)
+                self.held_pieces(plan)
+        for plan in (now, *plans[len(after_loss) :]):
+            with contextlib.suppress(RayparError):
+                self.predicted_step_s(plan)
+        for other in [plan for plan in (*self._assignments, *self._held) if plan not in (now, *plans)]:
+            self._assignments.pop(other, None)
+            self._held.pop(other, None)
+
+    def find(self, workers: int) -> ParallelPlan | PlanError:
+        """The best plan for up to `workers` workers, or why there is none."""
         with self._lock:
             found = self._found.get(workers)
             if found is None:
@@ -98,10 +119,17 @@ class PlanCache:
         return "the job's own does not fit this plan"
 
     def assignments(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
-        """Every worker's assignment under the plan, by rank. Those of the last plan are kept."""
+        """Every worker's assignment under the plan, by rank."""
         found = self._assignments.get(plan)
         if found is None:
-            self._assignments = {plan: (found := self._lowered(plan))}
+            found = self._assignments[plan] = self._lowered(plan)
+        return found
+
+    def held_pieces(self, plan: ParallelPlan) -> tuple[tuple[Piece, ...], ...]:
+        """By rank: the pieces of state that a worker holds under the plan."""
+        found = self._held.get(plan)
+        if found is None:
+            found = self._held[plan] = tuple(Ownership(plan, self.request.outline).held)
         return found
 
     def _lowered(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
@@ -126,9 +154,11 @@ class PlanCache:
             )
         return self._passes[plan]
 
-    def _step_s(self, plan: ParallelPlan) -> float:
+    def predicted_step_s(self, plan: ParallelPlan) -> float:
         """The predicted time of a step under the plan."""
-        request = self.request
-        made = registry.build_schedule(self.schedule(plan), MicrobatchRouting(plan, request.batching))
-        timeline, _ = predict_step(request.profile, plan, made, request.batching)
-        return timeline.makespan_ms / 1000
+        if plan not in self._step_s:
+            request = self.request
+            made = registry.build_schedule(self.schedule(plan), MicrobatchRouting(plan, request.batching))
+            timeline, _ = predict_step(request.profile, plan, made, request.batching)
+            self._step_s[plan] = timeline.makespan_ms / 1000
+        return self._step_s[plan]

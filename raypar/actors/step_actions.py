@@ -43,7 +43,7 @@ class StepActions:
     feed: EventFeed
     """What the client is told."""
     generations: GenerationChange
-    """Knows the first step of the present generation."""
+    """Knows the first step of the present generation; prepares for the next one."""
     traced_steps: Collection[int]
     """Steps whose instructions are timed."""
     step_calls: int = 0
@@ -74,6 +74,7 @@ class StepActions:
             lambda: self.recorder.record_step(step, reports, fresh=fresh),
             lambda stop: self.side_effects.seen(on.StepEmitted(step, stop)),
         )
+        self.generations.prepare_for_loss()  # after a step: the first one is not delayed
 
     def validate(self, action: do.Validate, reason: str) -> None:
         """Call every worker for a validation pass."""
@@ -114,6 +115,7 @@ class StepActions:
         """Compare a replayed step with its first execution, and tell how far the replay has come."""
         self._check_replay(action.step, action.doubted)
         self.feed.tell(ReplayProgress(step=action.step + 1, until=self.machine.progress.journalled))
+        self.generations.prepare_for_loss()
 
     def _check_replay(self, step: int, doubted: bool) -> None:
         """End the run if the step differs; `doubted`: the first execution may have been wrong, so only warn."""

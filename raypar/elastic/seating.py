@@ -93,6 +93,20 @@ def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[in
     return replace(plan, stages=stages), tuple(w for here in replicas for replica in here for w in replica)
 
 
+def plans_after_one_loss(m: RunState) -> tuple[ParallelPlan, ...]:
+    """The plans, each once, with which the run would go on after the loss of one member if no worker were in reserve.
+
+    The loss of a stage's only replica is left out: it needs a new plan.
+    """
+    who = m.membership
+    if who.plan is None:
+        return ()
+    present = [worker for worker in who.members if worker not in who.gone | who.leaving]
+    one_of_each_position = dict(zip((seat.position for seat in who.plan.seats), who.members, strict=True))
+    found = (refill_seats(m, [w for w in present if w != lost]) for lost in one_of_each_position.values())
+    return tuple(dict.fromkeys(plan for plan, _ in filter(None, found)))
+
+
 def _members_by_place(
     plan: ParallelPlan, members: tuple[int, ...], usable: Collection[int]
 ) -> dict[tuple[int, int], list[int]]:

@@ -57,8 +57,8 @@ def told(now: ParallelPlan, then: ParallelPlan) -> GenerationStart:
 
 @pytest.mark.parametrize("workers, shards", [(1, 1), (2, 2), (3, 2)])
 def test_a_plan_for_fewer_workers_keeps_the_shards_as_long_as_there_are_workers_for_them(workers, shards):
-    chosen = plans_of(FOUR).choose(2, workers, FOUR).plan
-    assert chosen is not None and {stage.shards for stage in chosen.stages} == {shards}
+    found = plans_of(FOUR).find(workers)
+    assert isinstance(found, ParallelPlan) and {stage.shards for stage in found.stages} == {shards}
 
 
 def test_other_shards_than_before_are_told_with_the_generation():
@@ -138,5 +138,5 @@ def test_a_run_may_fall_to_fewer_shards_on_any_cluster(kind, monkeypatch, tmp_pa
     launch_run.launch_run(
         lambda checked: choose_plan(spec, checked, lambda layers: plan, "1f1b", 4), options, lambda event: None
     )
-    chosen = PlanCache(requests[0]).choose(2, 3, plan)
-    assert chosen.plan is not None and {stage.shards for stage in chosen.plan.stages} == {2}, chosen.why
+    found = PlanCache(requests[0]).find(3)
+    assert isinstance(found, ParallelPlan) and {stage.shards for stage in found.stages} == {2}, found

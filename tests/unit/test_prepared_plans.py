@@ -1,0 +1,107 @@
+"""What the loss of one worker needs is computed before the loss, so that a recovery looks it up."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from raypar.actors import plan_cache
+from raypar.actors.plan_cache import PlanCache
+from raypar.elastic.actions import AdoptPlan, ChoosePlan
+from raypar.elastic.events import CallFailed, GenerationClaimed, WorkersReady, WorkerStatusReported
+from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.seating import plans_after_one_loss
+from raypar.elastic.worker_protocol import WorkerStatus
+from raypar.errors import ScheduleError, WorkerLost
+from raypar.plan import Microbatches, ParallelPlan
+from raypar.plan.stage_connections import ModelOutline
+from raypar.planner.model_profile import LayerProfile, ModelProfile
+
+LAYERS = 4
+OUTLINE = ModelOutline(
+    tuple((f"l{i}", ("x" if i == 0 else f"v{i - 1}",), (f"v{i}",)) for i in range(LAYERS)),
+    elements=tuple({f"l{i}.w": 8} for i in range(LAYERS)),
+    loss_inputs=(f"v{LAYERS - 1}",),
+)
+PLANS = [
+    ParallelPlan.mesh(dp=2, pp=2, layers=LAYERS),
+    ParallelPlan.mesh(dp=3, pp=2, layers=LAYERS),
+    ParallelPlan.mesh(dp=4, layers=LAYERS),
+    ParallelPlan.mesh(pp=4, layers=LAYERS),
+    ParallelPlan.of((2, 1), layers=LAYERS),
+]
+
+
+def plans(plan: ParallelPlan) -> PlanCache:
+    sizes = {"activation_bytes": 1000, "output_bytes": 100, "parameter_bytes": 1000, "optimizer_bytes": 2000}
+    profile = ModelProfile(tuple(LayerProfile(f"l{i}", 1.0, 2.0, 1.0, 1.0, **sizes) for i in range(LAYERS)))
+    given = {"profile": profile, "outline": OUTLINE, "batching": Microbatches(8), "validation_batching": None}
+    return PlanCache(SimpleNamespace(plan=plan, schedule_name="1f1b", **given))
+
+
+def machine_of(plan: ParallelPlan) -> RunMachine:
+    """A machine whose workers hold no state, so that none can be lost."""
+    policy = RunPolicy(workers=plan.world, job_steps=9, elastic=True, grow=False)
+    return RunMachine(policy, plan=plan, held_pieces=lambda plan: ((),) * plan.world)
+
+
+def actions_after_loss(machine: RunMachine, lost: int) -> list:
+    others = [worker for worker in machine.membership.members if worker != lost]
+    events = [
+        WorkersReady(),
+        CallFailed("lost", WorkerLost(f"worker {lost} died"), lost),
+        GenerationClaimed(2, True),
+        *(WorkerStatusReported(2, WorkerStatus(worker, 0)) for worker in others),
+    ]
+    return [decision.action for event in events for decision in machine.handle(event, 0.0)]
+
+
+@pytest.mark.parametrize("plan", [*PLANS, ParallelPlan.of((2, 2), (2, 1), layers=LAYERS)], ids=lambda plan: plan.describe())
+def test_each_plan_that_a_loss_leads_to_without_a_search_is_named_before(plan):
+    named = plans_after_one_loss(machine_of(plan))
+    followed = set()
+    for lost in range(plan.world):
+        actions = actions_after_loss(machine_of(plan), lost)
+        orders = [action for action in actions if isinstance(action, AdoptPlan)]
+        assert orders or any(isinstance(action, ChoosePlan) for action in actions)
+        followed |= {order.plan for order in orders}
+    assert set(named) == followed and len(named) == len(followed)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.describe())
+def test_after_the_preparation_a_recovery_computes_no_plan_program_or_pieces(plan, monkeypatch):
+    cache = plans(plan)
+    machine = machine_of(plan)
+    cache.prepare(plan, plans_after_one_loss(machine))
+    for name in ("search_plans", "assign_programs_to_ranks", "predict_step", "Ownership"):
+        monkeypatch.setattr(plan_cache, name, None)
+    searched = cache.find(plan.world - 1)
+    assert isinstance(searched, ParallelPlan)
+    for found in (searched, *plans_after_one_loss(machine)):
+        assert len(cache.assignments(found)) == len(cache.held_pieces(found)) == found.world
+    assert cache.predicted_step_s(searched) > 0 and cache.predicted_step_s(plan) > 0
+
+
+def test_the_preparation_keeps_the_jobs_schedule_and_nothing_of_plans_that_are_over():
+    first, then = PLANS[1], PLANS[0]
+    cache = plans(first)
+    cache.prepare(first, plans_after_one_loss(machine_of(first)))
+    former = set(cache._assignments)
+    now = plans_after_one_loss(machine_of(then))
+    cache.prepare(then, now)
+    assert {cache.schedule(plan) for plan in now} == {"1f1b"}
+    assert set(cache._assignments) == set(cache._held) == {*now, cache.find(then.world - 1)}
+    assert former - set(cache._assignments)
+
+
+def test_a_plan_that_cannot_be_lowered_is_left_to_the_recovery_that_needs_it(monkeypatch):
+    def refuse(*given, **named):
+        raise ScheduleError("it would not run", cure="another plan")
+
+    plan = PLANS[0]
+    cache = plans(plan)
+    after = plans_after_one_loss(machine_of(plan))
+    monkeypatch.setattr(plan_cache, "assign_programs_to_ranks", refuse)
+    cache.prepare(plan, after)
+    with pytest.raises(ScheduleError, match="would not run"):
+        cache.assignments(after[0])
