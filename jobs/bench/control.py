@@ -25,7 +25,7 @@ from raypar.actors import driver_client
 from raypar.actors.driver_actor import DriverActor
 from raypar.comm.transport import CommunicationLedger, run_routine
 from raypar.job import Job
-from raypar.launch.chosen_plan import choose_plan
+from raypar.launch.choose_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
 from raypar.plan import MicrobatchRouting, ParallelPlan

@@ -39,7 +39,7 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import events as on
 from raypar.elastic.phases import Phase
 from raypar.job import CheckpointConfig, Job
-from raypar.launch.chosen_plan import choose_plan
+from raypar.launch.choose_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
 from raypar.launch.make_run_request import make_run_request

@@ -49,7 +49,7 @@ from raypar.ray_compat.local_cluster import (
     without_ray_failure_handler,
     without_ray_sigterm_handler,
 )
-from raypar.ray_compat.printed_lines import filtering_ray_lines, without_autoscaler_lines
+from raypar.ray_compat.ray_log_filter import filtering_ray_lines, without_autoscaler_lines
 from raypar.ray_compat.settings import (
     NICENESS,
     NOT_RECORDED,

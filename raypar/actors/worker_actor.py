@@ -157,7 +157,7 @@ class WorkerActor:
             from raypar.worker.backend import make_backend
             from raypar.worker.elastic_worker import ElasticWorker
             from raypar.worker.process.torch_state_guard import TorchStateGuard
-            from raypar.worker.warm_up import warm_up_process
+            from raypar.worker.process_warm_up import warm_up_process
             from raypar.worker.worker_core import WorkerCore
 
         keep_freed_memory()

@@ -15,7 +15,7 @@ from raypar.files.json_values import Json
 from raypar.record.events import StepRecord, is_finite_number
 from raypar.record.fold import ACTIVE_PHASES, RunView
 from raypar.record.totals import read_totals
-from raypar.storage.new_run_lines import RunFollower
+from raypar.storage.follow_run_files import RunFollower
 from raypar.storage.run_folder import RunFolder
 
 FIRST_BYTES = 8 << 20

@@ -15,7 +15,7 @@ from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_envir
 from raypar.files.untrusted_files import printable
 from raypar.record.events import Event, StepRecord, UnreadableLines, ValidationRecord, is_finite_number
 from raypar.record.story import Narrator
-from raypar.storage.new_run_lines import RunFollower
+from raypar.storage.follow_run_files import RunFollower
 from raypar.storage.run_folder import RunFolder, resume_argument
 from raypar.storage.run_lease import is_held
 from raypar.storage.s3_lease_store import s3_lease_store

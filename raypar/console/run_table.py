@@ -17,7 +17,7 @@ from raypar.files.untrusted_files import explain_read_errors, shorten
 from raypar.plan.wording import align_columns
 from raypar.record.events import format_duration, is_finite_number
 from raypar.record.fold import RunView
-from raypar.storage.new_run_lines import RunFollower
+from raypar.storage.follow_run_files import RunFollower
 from raypar.storage.run_folder import RunFolder, check_local_path, parse_storage_location, resume_argument
 
 if TYPE_CHECKING:

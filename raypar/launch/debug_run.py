@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypar.job.read_job import load_job, load_job_of_run
-from raypar.launch.chosen_plan import make_custom_schedule_builder, plan_of_job
+from raypar.launch.choose_plan import make_custom_schedule_builder, plan_of_job
 from raypar.plan import MicrobatchRouting
 from raypar.plan.wording import count_noun
 from raypar.record.fold import RunView

@@ -17,7 +17,7 @@ from raypar.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from raypar.job import Job
-    from raypar.launch.chosen_plan import ChosenPlan
+    from raypar.launch.choose_plan import ChosenPlan
     from raypar.storage.checkpoint_store import CheckpointRef
 
 EventHandler = Callable[[Event], None]

@@ -16,7 +16,7 @@ from raypar.errors import ClusterError, ConfigError, InputError, OutOfMemory, Us
 from raypar.files.atomic_write import write_text_atomically
 from raypar.job import Job
 from raypar.launch.activity_reporter import ActivityReporter
-from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan, idle_replicas_text
+from raypar.launch.choose_plan import ChosenPlan, PlanChooser, describe_chosen_plan, idle_replicas_text
 from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.make_run_request import contract_fields, make_run_request
 from raypar.launch.ray_job_resubmission import is_submitted_job

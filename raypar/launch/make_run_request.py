@@ -10,7 +10,7 @@ from raypar.errors import ConfigError
 from raypar.files.json_values import Json
 from raypar.job import FunctionConfig, Job
 from raypar.job.contract import CODE, contract_of_job
-from raypar.launch.chosen_plan import ChosenPlan
+from raypar.launch.choose_plan import ChosenPlan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.user_code_digests import code_of_job, describe_code_change
 from raypar.launch.values_of_job import values_of_job

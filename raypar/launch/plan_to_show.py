@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypar.errors import ConfigError
-from raypar.launch.chosen_plan import make_custom_schedule_builder, plan_of_job
+from raypar.launch.choose_plan import make_custom_schedule_builder, plan_of_job
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.recomputation import resolve_recomputed_layers
 from raypar.plan.wording import count_noun

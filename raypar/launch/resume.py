@@ -19,15 +19,15 @@ from raypar.files.untrusted_files import explain_read_errors, repr_text
 from raypar.job import Job
 from raypar.job.contract import CODE
 from raypar.launch.activity_reporter import ActivityReporter
-from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
-from raypar.launch.client_storage_session import (
+from raypar.launch.choose_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
+from raypar.launch.launch_options import EventHandler, LaunchOptions
+from raypar.launch.launch_run import launch_run
+from raypar.launch.result import Result
+from raypar.launch.run_on_storage import (
     names_of_checkpoints,
     refuse_new_checkpoints,
     resumed_run_on_storage,
 )
-from raypar.launch.launch_options import EventHandler, LaunchOptions
-from raypar.launch.launch_run import launch_run
-from raypar.launch.result import Result
 from raypar.plan.wording import count_noun
 from raypar.record.events import EndOfRun, ResumeNotice, Resumption, RunWarning
 from raypar.record.fold import RunView

@@ -10,12 +10,12 @@ from raypar.callbacks import callbacks_from_job
 from raypar.errors import ConfigError
 from raypar.files.redact_secrets import find_secrets_in_job, redact_certain_secrets, secrets_of_environment
 from raypar.files.safe_yaml import parse_yaml
-from raypar.launch.chosen_plan import ChosenPlan, make_plan_chooser, plan_json
-from raypar.launch.client_storage_session import new_run_on_storage
+from raypar.launch.choose_plan import ChosenPlan, make_plan_chooser, plan_json
 from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
 from raypar.launch.resume import find_checkpoint, prepare_resumed_run
+from raypar.launch.run_on_storage import new_run_on_storage
 from raypar.record.events import Note, RunWarning
 from raypar.storage.run_folder import RunFolder, check_run_dir_is_writable, parse_storage_location
 from raypar.storage.s3_lease_store import check_run_dir_on_storage

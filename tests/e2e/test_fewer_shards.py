@@ -18,7 +18,7 @@ from raypar.elastic import actions as do
 from raypar.errors import ModelError
 from raypar.job import ElasticConfig, Job, ModelConfig
 from raypar.launch import launch_run
-from raypar.launch.chosen_plan import choose_plan
+from raypar.launch.choose_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.result import Result
 from raypar.plan import Microbatches, ParallelPlan

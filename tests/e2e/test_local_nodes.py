@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypar.actors.ray_connection import connect_ray
 from raypar.cli import main
 from raypar.ray_compat.nodes import list_draining_nodes
-from raypar.ray_compat.printed_lines import filtering_ray_lines
+from raypar.ray_compat.ray_log_filter import filtering_ray_lines
 from raypar.storage.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]

@@ -29,8 +29,8 @@ from raypar.cli import main
 from raypar.errors import ConfigError, LeaseLostError
 from raypar.job.read_job import load_job
 from raypar.launch import train_job_in_new_folder
-from raypar.launch.client_storage_session import resumed_run_on_storage
 from raypar.launch.resume import find_checkpoint
+from raypar.launch.run_on_storage import resumed_run_on_storage
 from raypar.record.events import DriverLoss, Event, SavedCheckpoint
 from raypar.storage.checkpoint_store import open_checkpoint_store
 from raypar.storage.run_folder import RunFolder

@@ -39,7 +39,7 @@ from raypar.errors import (
 from raypar.job.contract import contract_of_job
 from raypar.job.read_job import load_job
 from raypar.launch import Result
-from raypar.launch.client_storage_session import new_run_on_storage, resumed_run_on_storage
+from raypar.launch.run_on_storage import new_run_on_storage, resumed_run_on_storage
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.run_folder import RunFolder
 from raypar.storage.run_lease import Lease

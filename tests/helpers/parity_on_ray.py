@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from helpers.parity import STEPS, Layout, expected
 
-from raypar.launch.chosen_plan import choose_plan
+from raypar.launch.choose_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
 from raypar.storage.run_folder import RunFolder

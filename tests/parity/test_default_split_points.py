@@ -12,7 +12,7 @@ from examples import gpt
 from raypar.cli import main
 from raypar.job import Job, ModelConfig
 from raypar.job.read_job import parse_job
-from raypar.launch.chosen_plan import ChosenPlan, choose_plan, describe_chosen_plan, make_plan_chooser, plan_json
+from raypar.launch.choose_plan import ChosenPlan, choose_plan, describe_chosen_plan, make_plan_chooser, plan_json
 from raypar.planner.candidate_plans import enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, ModelProfile
 from raypar.planner.plan_search import evaluate_candidate

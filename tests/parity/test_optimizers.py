@@ -17,7 +17,7 @@ from raypar.comm.buffer_pool import BufferPool
 from raypar.errors import CheckpointError, ConfigError, StateNotKeptError
 from raypar.job import FunctionConfig, Job, LossConfig, OptimizerConfig
 from raypar.job.contract import contract_of_job
-from raypar.launch.chosen_plan import choose_plan
+from raypar.launch.choose_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.resume import prepare_resumed_run
 from raypar.model.python_state import read_content

@@ -16,7 +16,7 @@ from raypar import Trainer
 from raypar.errors import ConfigError, PlanError, UserCodeError
 from raypar.job import Job, LossConfig, ModelConfig, PlanConfig
 from raypar.job.plain_values import to_plain_values
-from raypar.launch.chosen_plan import choose_plan, describe_chosen_plan, plan_json
+from raypar.launch.choose_plan import choose_plan, describe_chosen_plan, plan_json
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.worker.job_preflight import preflight

@@ -11,7 +11,7 @@ from examples import gpt
 from raypar.errors import ConfigError, InputError, ModelError, PlanError
 from raypar.job import Job, ModelConfig, OptimizerConfig, PlanConfig
 from raypar.job.read_job import parse_job
-from raypar.launch.chosen_plan import choose_plan
+from raypar.launch.choose_plan import choose_plan
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.worker.job_preflight import preflight
 from raypar.worker.step.optimizer_trial import OptimizerKind, OptimizerTrial, try_optimizer

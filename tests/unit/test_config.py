@@ -17,7 +17,7 @@ from raypar.job.contract import contract_of_job
 from raypar.job.keys_of_other_frameworks import ADVICE
 from raypar.job.read_job import load_job, parse_job, parse_plan_section
 from raypar.job.validation_errors import dotted_keys
-from raypar.launch import chosen_plan
+from raypar.launch import choose_plan
 from raypar.storage.run_folder import RunFolder, check_run_dir_is_writable
 from raypar.worker.autocast_precisions import autocast_of
 
@@ -263,9 +263,9 @@ def test_too_few_layers_for_the_stages():
 def test_a_planner_gets_no_more_workers_than_there_are_processors_unless_they_are_asked_for(asked, most, monkeypatch):
     given = []
     monkeypatch.setattr(Job, "usable_processors", 3)
-    monkeypatch.setattr(chosen_plan, "choose_plan", lambda spec, checked, make, name, workers: given.append(workers))
+    monkeypatch.setattr(choose_plan, "choose_plan", lambda spec, checked, make, name, workers: given.append(workers))
     job = parse_job(SMALL, ["plan=auto"])
-    chosen_plan.make_plan_chooser(job, asked)(None)
+    choose_plan.make_plan_chooser(job, asked)(None)
     assert given == [most]
 
 

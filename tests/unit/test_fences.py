@@ -31,7 +31,7 @@ from raypar.ray_compat import (
     key_value_store,
     local_cluster,
     nodes,
-    printed_lines,
+    ray_log_filter,
     settings,
 )
 
@@ -238,7 +238,7 @@ def printed(data) -> list:
     seen: list = []
     before, worker.print_to_stdstream = worker.print_to_stdstream, lambda data, ignore_prefix: seen.append(data)
     try:
-        with printed_lines.filtering_ray_lines():
+        with ray_log_filter.filtering_ray_lines():
             worker.print_to_stdstream(data, ignore_prefix=False)
     finally:
         worker.print_to_stdstream = before
@@ -430,16 +430,16 @@ CASES: dict[str, Case] = {
     ),
     "the farewell gone": (local_cluster.EXIT, {"ray._private.worker.shutdown": GONE}, local_cluster.forget_ray_at_exit, None),
     "printing gone": (
-        printed_lines.PRINTING,
+        ray_log_filter.PRINTING,
         {"ray._private.worker.print_to_stdstream": GONE},
-        entered(printed_lines.filtering_ray_lines),
+        entered(ray_log_filter.filtering_ray_lines),
         "went on",
     ),
-    "printing otherwise": (printed_lines.PRINTING, {}, lambda: printed(("raylet", "a line")), [("raylet", "a line")]),
+    "printing otherwise": (ray_log_filter.PRINTING, {}, lambda: printed(("raylet", "a line")), [("raylet", "a line")]),
     "the autoscaler's lines renamed": (
-        printed_lines.EVENTS,
+        ray_log_filter.EVENTS,
         {"ray._private.ray_constants.AUTOSCALER_EVENTS": GONE},
-        entered(printed_lines.without_autoscaler_lines),
+        entered(ray_log_filter.without_autoscaler_lines),
         "went on",
     ),
     "ids of groups gone": (
@@ -571,7 +571,7 @@ def test_ray_knows_the_settings_that_raypar_gives_it():
         settings.BLOCKING_GET_VARIABLE,
         settings.SUBMITTED_VARIABLE,
         actor_errors.THRESHOLD_VARIABLE,
-        printed_lines.EVENTS_VARIABLE,
+        ray_log_filter.EVENTS_VARIABLE,
         authentication.MODE_VARIABLE,
     }
     root = Path(ray.__file__).parent

@@ -15,7 +15,7 @@ from raypar.draw.swimlane_svg import swimlane_svg
 from raypar.draw.text_grid import text_grid
 from raypar.errors import ConfigError
 from raypar.job import Job
-from raypar.launch.chosen_plan import idle_replicas_text
+from raypar.launch.choose_plan import idle_replicas_text
 from raypar.launch.plan_as_dict import plan_as_dict, whole_bytes_on_shards
 from raypar.launch.plan_to_show import refuse_no_profile
 from raypar.plan import Microbatches, ParallelPlan

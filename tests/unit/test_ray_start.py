@@ -30,7 +30,7 @@ from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 from raypar.ray_compat.autoscaler import autoscaler_has_node_types
 from raypar.ray_compat.local_cluster import without_idle_ray_processes
-from raypar.ray_compat.printed_lines import without_autoscaler_lines
+from raypar.ray_compat.ray_log_filter import without_autoscaler_lines
 
 
 @pytest.mark.parametrize("error", [Exception("The current node timed out during startup. This\ncould"), OSError("no memory")])

@@ -21,7 +21,7 @@ from raypar.files.find_writing_process import describe_process, oldest_process
 from raypar.launch.stop_run import stop_local_run
 from raypar.launch.submit_to_job_server import make_entrypoint, make_runtime_env, submission_error
 from raypar.record.events import StartupStage
-from raypar.storage.new_run_lines import NewLines
+from raypar.storage.follow_run_files import NewLines
 from raypar.storage.run_folder import RunFolder
 
 JOB = """

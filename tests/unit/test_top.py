@@ -177,15 +177,15 @@ def test_a_look_reads_only_what_is_new_and_the_first_one_only_the_end_of_a_long_
     monkeypatch.setattr(live_run, "FIRST_BYTES", 4000)
     read: list[int] = []
 
-    from raypar.storage import new_run_lines
+    from raypar.storage import follow_run_files
 
-    whole = new_run_lines.read_events
+    whole = follow_run_files.read_events
 
     def counted(name: str, stream: Any) -> Any:
         read.append(len(stream.getvalue()))
         return whole(name, stream)
 
-    monkeypatch.setattr(new_run_lines, "read_events", counted)
+    monkeypatch.setattr(follow_run_files, "read_events", counted)
     look = follow_run_folder(run_folder)
     first = look()
     assert sum(read) < 6000 < run_folder.metrics.stat().st_size and first.first_step > 30

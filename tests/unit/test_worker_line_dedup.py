@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 from ray._private import worker as ray_worker
 
-from raypar.ray_compat.printed_lines import PRINTING, filtering_ray_lines
+from raypar.ray_compat.ray_log_filter import PRINTING, filtering_ray_lines
 from raypar.ray_compat.worker_line_dedup import COUNT_S, MOST_LINES, SAME_S, RepeatedWorkerLines
 
 WARNING = ["[transformers] Model config: bos_token_id must be within the vocabulary", '  warnings.warn("a warning")']

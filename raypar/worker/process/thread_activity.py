@@ -53,7 +53,7 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/worker/checkpoint/checkpoint_files.py", "commit_checkpoint", "committing the checkpoint"),
     ("raypar/worker/checkpoint/checkpoint_files.py", "checkpoint_weights_hash", "computing the hash of all weights"),
     ("raypar/launch/launch_run.py", "generate_text_with_checkpoint", "generating the sample text"),
-    ("raypar/worker/warm_up.py", "warm_up_process", "warming up"),
+    ("raypar/worker/process_warm_up.py", "warm_up_process", "warming up"),
     ("raypar/comm/tcp/rendezvous.py", "connect", "connecting to the other workers"),
     ("raypar/comm/nccl/connect.py", "connect_nccl", "setting up NCCL"),
     ("raypar/comm/transport.py", "wait_named", WAITING_FOR_WORKERS),
