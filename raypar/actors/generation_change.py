@@ -108,7 +108,7 @@ class GenerationChange:
         keep_reports = self.reports.keep_reports_from_status
         for number in order.workers:
             ref = self.pool.workers[number].apply_kept_gradients.remote(order.generation, order.step, order.vote_result)
-            self.calls.call(
+            self.calls.post_answer(
                 number, order.generation, ref, lambda _, status: on.KeptGradientsApplied(order.generation, keep_reports(status))
             )
 
@@ -190,7 +190,7 @@ class GenerationChange:
             ref = self.pool.workers[number].adopt.remote(
                 order.generation, pickle.dumps(part), coordinate, addresses, request.start_deadline_s
             )
-            self.calls.call(number, order.generation, ref, adopted)
+            self.calls.post_answer(number, order.generation, ref, adopted)
 
     def report_first_step(self, found: do.ReportFirstStepAfterRecovery, reason: str) -> None:
         """Report the new generation to the user: its first step is committed."""

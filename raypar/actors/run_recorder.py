@@ -145,7 +145,7 @@ class RunRecorder:
         """By rank: the node of the worker in that seat."""
         self._last_loss_and_norm: dict[str, Json] = {}
         """Loss and norm of the last step, for a checkpoint's manifest."""
-        self._checkpoint_store = open_checkpoint_store(run.checkpoint_location)
+        self._checkpoint_store = open_checkpoint_store(run.checkpoint_store_location)
         """Where the run's checkpoints are."""
         self.last_checkpoint: CheckpointRef | None = None
         """The last checkpoint."""
@@ -199,7 +199,7 @@ class RunRecorder:
         for record in records[-RETOLD:]:
             again: Event = replace(record, time=None)
             if isinstance(record, StepRecord):
-                eta_s = (self.request.policy.end - record.step) * statistics.median(self._step_seconds)
+                eta_s = (self.request.policy.end_step - record.step) * statistics.median(self._step_seconds)
                 count, bubble = (0.0 if x is None or math.isnan(x) else x for x in (record.count, record.bubble))
                 again = replace(record, time=None, eta_s=eta_s, count=count, bubble=bubble)
             self._new_events.append(again)
@@ -354,7 +354,7 @@ class RunRecorder:
         stop, own = self._call("on_step", _without_kind(record))
         record = replace(record, more=own)
         self._write(record)
-        left = request.policy.end - step - 1
+        left = request.policy.end_step - step - 1
         self._new_events.append(replace(record, eta_s=left * statistics.median(self._step_seconds)))
         not_kept = next((what for report in reports.values() if (what := report.get("not_kept"))), None)
         return stop or not_kept

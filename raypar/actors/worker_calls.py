@@ -90,13 +90,13 @@ class WorkerCalls:
             self._asked.subtract(list(refs))
         for number, ref, answer in zip(refs, refs.values(), answers, strict=True):
             if answer is UNANSWERED:
-                self.call(number, generation, ref, event)
+                self.post_answer(number, generation, ref, event)
             elif isinstance(answer, Raised):
                 self._post(number, generation, self._failure(describe_seat(seats, number), answer.error), event)
             else:
                 self._post(number, generation, answer, event)
 
-    def call(
+    def post_answer(
         self, number: int, generation: int, ref: PendingAnswer[T | CallFailure], event: Callable[[int, T], on.RunEvent]
     ) -> None:
         """Post `event(number, answer)` when the call is answered, or `CallFailed` of that generation when it fails."""
@@ -109,7 +109,7 @@ class WorkerCalls:
         ask: Callable[[], PendingAnswer[T | CallFailure]],
         event: Callable[[int, T], on.RunEvent],
     ) -> None:
-        """Like `call`, but repeats the call while its answer is lost (`AnswerLost`). So it may be executed twice."""
+        """Like `post_answer`, but repeats the call while its answer is lost (`AnswerLost`). So it may be executed twice."""
         self._await_in_background(self._answer(number, generation, ask, event, repeats=True))
 
     def _await_in_background(self, answering: Coroutine[None, None, None]) -> None:

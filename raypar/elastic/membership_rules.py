@@ -120,7 +120,7 @@ def judge_larger_plan(m: RunState, event: PlanChosen) -> Phase | None:
     if event.plan is None or event.plan.world <= len(who.members):
         note_declined_capacity(m)
         return None
-    left = m.policy.end - m.progress.committed
+    left = m.policy.end_step - m.progress.committed
     # Predictions give the ratio of the two plans' step times; the present step time is measured.
     left_s = left * usual_step_s(m)
     gain_s = left_s * (1 - event.step_s / event.now_s) if event.now_s else 0.0

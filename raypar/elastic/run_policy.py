@@ -108,7 +108,7 @@ class RunPolicy:
     """Whether a straggler is asked to leave if another worker can replace it."""
 
     @property
-    def end(self) -> int:
+    def end_step(self) -> int:
         """The number of steps after which this run ends by itself."""
         return self.job_steps if self.stop_at is None else min(self.stop_at, self.job_steps)
 

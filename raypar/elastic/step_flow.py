@@ -68,7 +68,7 @@ def let_open_steps_end(m: RunState) -> Phase | None:
 
 def get_final_step_count(m: RunState) -> int:
     """The number of steps after which the run ends, as far as it is known now."""
-    return m.policy.end if m.stopping.stop_step is None else m.stopping.stop_step
+    return m.policy.end_step if m.stopping.stop_step is None else m.stopping.stop_step
 
 
 def find_next_save_or_validation(m: RunState) -> int:
@@ -93,7 +93,7 @@ def list_due_saves_and_validations(m: RunState, done: int) -> deque[Due]:
     """
     policy, due, stop_at = m.policy, deque[Due](), m.stopping.stop_step
     cut_short = stop_at is not None and done >= stop_at and done < policy.job_steps
-    ends = cut_short or done >= policy.end
+    ends = cut_short or done >= policy.end_step
     save_now = policy.save_every and done % policy.save_every == 0
     save_last = ends and (policy.save_at_end or done < policy.job_steps)
     if done not in (m.progress.saved, m.progress.saving) and (save_now or save_last):

@@ -77,7 +77,7 @@ def find_start_in_run(
     job = load_job_of_run(folder.job, folder.place_of(folder.job), overrides)
     view = RunView.of(folder.read_timeline())
     failed = view.last_step.step if view.last_step is not None else 0  # counts from 1 in files
-    checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_location, below=job.steps)
+    checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_store_location, below=job.steps)
     for line in skipped:
         warn(line)
     if checkpoint is None:

@@ -75,7 +75,7 @@ def make_run_request(
             profile=chosen.profile.with_outline(outline),
             validation_batching=lowered[0].validation_microbatches,
             listen_host=host,
-            traced_steps=choose_traced_steps(policy.steps_before_run, policy.end, spec.trace_every),
+            traced_steps=choose_traced_steps(policy.steps_before_run, policy.end_step, spec.trace_every),
             placement=replace(spec.placement.to_constraints(), gpus=backend.gpus_per_worker),
             environment=backend.environment,
             orphan_timeout_s=options.orphan_timeout_s,

@@ -95,7 +95,7 @@ def can_be_resumed(job: Job, folder: RunFolder) -> tuple[RunFolder | None, str]:
     """The run's folder if `job` can go on with the run, else None with the reason; see `find_unfinished_run`."""
     from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint, list_contract_differences, load_manifest
 
-    checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_location)
+    checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_store_location)
     if checkpoint is None:
         lacks = f"has no checkpoint that is whole ({'; '.join(skipped)})" if skipped else "has no checkpoint"
         return None, f"run {folder.name} in {folder.place} {lacks}: a new run begins"

@@ -139,7 +139,7 @@ class Result:
         return pandas.DataFrame(self.history)
 
 
-def name_run_to_debug(result: Result) -> None:
+def put_run_name_into_cure(result: Result) -> None:
     """Name the run in the cure of its error where that says `raypar debug JOB`: workers do not know how the run is called.
 
     A submitted job keeps the words: its run's code is removed with it, and the user has the job file.
@@ -199,7 +199,7 @@ def raise_run_failure(result: Result) -> None:
     The error shows no frames of raypar; `error.txt` in the run folder has the full traceback.
     """
     if result.end == "failed":
-        name_run_to_debug(result)
+        put_run_name_into_cure(result)
         keep_full_error(result)
         if isinstance(result.error, RayparError):
             result.error.exit_code = RayparError.exit_code  # the run had begun: failed, even where the input was bad

@@ -224,11 +224,11 @@ def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> Checkpo
     from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint, no_usable_checkpoint_error
 
     with ActivityReporter(tell).reporting():
-        checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_location)
+        checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_store_location)
     for line in skipped:
         tell(RunWarning(text=line))
     if checkpoint is None:
-        raise no_usable_checkpoint_error(folder.name, folder.checkpoint_location, skipped, "train it again")
+        raise no_usable_checkpoint_error(folder.name, folder.checkpoint_store_location, skipped, "train it again")
     return checkpoint
 
 

@@ -194,7 +194,7 @@ def names_of_checkpoints(folder: RunFolder) -> set[str]:
     """The names of the run's checkpoints. Raises `CheckpointError`."""
     from raypar.storage.checkpoint_store import open_checkpoint_store
 
-    return set(open_checkpoint_store(folder.checkpoint_location).names())
+    return set(open_checkpoint_store(folder.checkpoint_store_location).names())
 
 
 def refuse_new_checkpoints(folder: RunFolder, before: set[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypar.plan import GradientRelay, StageConnections, StageEdge
-from raypar.schedule.instructions import INPUT_GRADIENTS, VALUES, Bundle, Compute, MessageKind, letter_of_maker
+from raypar.schedule.instructions import INPUT_GRADIENTS, VALUES, Bundle, Compute, MessageKind, letter_of_producer
 
 StageResult = tuple[str, int, int]
 """(name of what was made or is kept, stage, microbatch)."""
@@ -32,7 +32,7 @@ def message_routes(crossing: StageConnections) -> list[MessageRoute]:
 def name_maker_of_result(result: StageResult) -> str:
     """The instruction that gives a result as text, such as `1F0`; `B` if both B and I give it."""
     what, stage, microbatch = result
-    return f"{stage}{letter_of_maker(what)}{microbatch}"
+    return f"{stage}{letter_of_producer(what)}{microbatch}"
 
 
 class DataFlow:

@@ -408,6 +408,6 @@ def drawing_style(kind: type[Instruction]) -> DrawingStyle:
     return kind.drawing
 
 
-def letter_of_maker(what: str) -> str:
+def letter_of_producer(what: str) -> str:
     """Letter of the first class of instructions that makes or allocates `what`."""
     return next(letter for letter, kind in INSTRUCTIONS.items() if what in kind.results)

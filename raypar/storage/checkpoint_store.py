@@ -50,7 +50,7 @@ class CheckpointStore(Protocol):
     Errors of the storage are `CheckpointError`s that name the location.
     """
 
-    def location(self, name: str, file: str = "") -> str:
+    def checkpoint_location(self, name: str, file: str = "") -> str:
         """The text of a checkpoint's location, or of a file's in it: in messages, and for `open_checkpoint`."""
 
     def absolute_location(self, name: str) -> str:
@@ -100,11 +100,11 @@ class CheckpointRef:
     """Its name there."""
 
     def __str__(self) -> str:
-        return self.store.location(self.name)
+        return self.store.checkpoint_location(self.name)
 
     def file_location(self, file: str) -> str:
         """The text of a file's location."""
-        return self.store.location(self.name, file)
+        return self.store.checkpoint_location(self.name, file)
 
     def absolute_location(self) -> str:
         """See `CheckpointStore.absolute_location`."""
@@ -153,7 +153,7 @@ class LocalCheckpointStore:
     root: Path
     """The folder that holds the checkpoints' folders."""
 
-    def location(self, name: str, file: str = "") -> str:
+    def checkpoint_location(self, name: str, file: str = "") -> str:
         """See `CheckpointStore`."""
         return str(self.root / name / file)
 

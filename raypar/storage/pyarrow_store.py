@@ -98,13 +98,13 @@ class PyarrowStore:
     last_file: str = "manifest.json"
     """The file that is written last: a checkpoint that has it is whole."""
 
-    def location(self, name: str, file: str = "") -> str:
+    def checkpoint_location(self, name: str, file: str = "") -> str:
         """See `CheckpointStore`."""
         return str(self.uri.child(name, file))
 
     def absolute_location(self, name: str) -> str:
         """See `CheckpointStore`."""
-        return self.location(name)
+        return self.checkpoint_location(name)
 
     def names(self) -> list[str]:
         """See `CheckpointStore`. Only whole checkpoints are listed."""
@@ -116,7 +116,7 @@ class PyarrowStore:
         begun = f"{name}@{uuid.uuid4().hex[:12]}"
         filesystem, path = self._at(begun)
         if not is_object_store(filesystem):
-            with storage_errors(f"cannot write {self.location(name)}", cure=WRITE_CURE):
+            with storage_errors(f"cannot write {self.checkpoint_location(name)}", cure=WRITE_CURE):
                 filesystem.create_dir(path, recursive=True)
         return begun
 
@@ -137,7 +137,7 @@ class PyarrowStore:
     def commit(self, begun: str, name: str, last_file: str, content: bytes) -> None:
         """See `CheckpointStore`."""
         filesystem, path = self._at(name, last_file)
-        with storage_errors(f"cannot write {self.location(name, last_file)}", cure=WRITE_CURE):
+        with storage_errors(f"cannot write {self.checkpoint_location(name, last_file)}", cure=WRITE_CURE):
             write_atomically(filesystem, path, io.BytesIO(content), len(content))
         attempt = _BEGUN.fullmatch(begun)
         with contextlib.suppress(OSError, ValueError):  # leftovers do no harm
@@ -150,7 +150,7 @@ class PyarrowStore:
         from pyarrow.fs import FileType
 
         filesystem, path = self._at(name, file)
-        with storage_errors(f"cannot read {self.location(name, file)}"):
+        with storage_errors(f"cannot read {self.checkpoint_location(name, file)}"):
             return filesystem.get_file_info(path).type is not FileType.NotFound
 
     def read(self, name: str, file: str, *, limit: int, cure: str) -> bytes:
@@ -158,10 +158,11 @@ class PyarrowStore:
         with self.open(name, file, cure=cure) as opened:
             if opened.nbytes > limit:
                 raise CheckpointError(
-                    f"{shorten(self.location(name, file))} has {opened.nbytes:,} bytes, more than the {limit:,} that are read",
+                    f"{shorten(self.checkpoint_location(name, file))} has {opened.nbytes:,} bytes, "
+                    f"more than the {limit:,} that are read",
                     cure=cure,
                 )
-            with storage_errors(f"cannot read {self.location(name, file)}", cure=cure):
+            with storage_errors(f"cannot read {self.checkpoint_location(name, file)}", cure=cure):
                 return bytes(opened.stream.read(limit))
 
     @contextlib.contextmanager
@@ -170,7 +171,7 @@ class PyarrowStore:
         from pyarrow.fs import FileType
 
         filesystem, path = self._at(name, file)
-        what = f"cannot read {shorten(self.location(name, file))}"
+        what = f"cannot read {shorten(self.checkpoint_location(name, file))}"
         with storage_errors(what, cure=cure):
             info = filesystem.get_file_info(path)
             if info.type is not FileType.File:

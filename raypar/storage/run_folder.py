@@ -267,7 +267,7 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     @property
-    def checkpoint_location(self) -> str:
+    def checkpoint_store_location(self) -> str:
         """The location of the run's checkpoints, for `open_checkpoint_store`; a relative path may look like a URL (`ab:/r`)."""
         if self.shared is not None:
             return str(self.shared.uri.child(CHECKPOINTS))
@@ -276,7 +276,9 @@ class RunFolder:
 
     def list_checkpoints(self) -> list[str]:
         """The names of the run's checkpoints, whole or not, by step. Raises `CheckpointError` if they cannot be listed."""
-        return sorted(name for name in open_checkpoint_store(self.checkpoint_location).names() if name.startswith("step_"))
+        return sorted(
+            name for name in open_checkpoint_store(self.checkpoint_store_location).names() if name.startswith("step_")
+        )
 
     @staticmethod
     def create(run_dir: str | Path, name: str) -> RunFolder:

@@ -197,7 +197,7 @@ def leave_dispatch_modes(value: int) -> None:
         c.pop_dispatch_mode()
 
 
-def leave_saved_tensors_hooks() -> None:
+def pop_all_saved_tensors_hooks() -> None:
     """Leave all `saved_tensors_hooks` of this thread."""
     c = SAVED_TENSORS.find()
     while c is not None and saved_tensors_hooks() is not None:

@@ -139,7 +139,7 @@ def test_the_standin_has_the_other_operations_and_dtypes_too(code):
                 raw.reduce(value.data_ptr(), root.data_ptr(), 4, code, operation, 1, number)
                 raw.bcast(root.data_ptr(), 4, code, 1, number)
             for stream in streams:
-                stream.device_stream.record_event().wait(lambda: None)
+                stream.device_stream.record_event().make_stream_wait(lambda: None)
             assert [out.tolist() for out in (*outs, *roots)] == [expected] * 4, operation
 
 
@@ -154,7 +154,7 @@ def test_nccls_own_sum_of_three_has_other_bits_than_rank_order_and_the_transport
         for stream, flat in zip(streams, flats, strict=True):
             stream.communicator.all_reduce(flat.data_ptr(), flat.numel(), flat.dtype, stream.device_stream.cuda_stream)
         for stream in streams:
-            stream.device_stream.record_event().wait(lambda: None)
+            stream.device_stream.record_event().make_stream_wait(lambda: None)
         assert torch.equal(flats[0], flats[1]) and torch.allclose(flats[0], want) and not torch.equal(flats[0], want)
 
 

@@ -223,7 +223,7 @@ def test_a_run_on_shared_storage_is_read_and_resumed_by_its_uri_with_the_bits_of
             local.step(step)
             rest = {"time": 1.0, "norm": 1.0, "count": 8.0, "seconds": 0.1, "samples_per_s": 80.0, "bubble": 0.0}
             folder.append_line(folder.metrics, {**rest, "step": step + 1, "loss": whole.losses[step][1]})
-        begun = checkpoint_files.create_checkpoint(folder.checkpoint_location, 4)
+        begun = checkpoint_files.create_checkpoint(folder.checkpoint_store_location, 4)
         local.cores[0].start_save(begun)
         facts = {"steps_done": 4, "contract": contract_of_job(local.spec)}
         checkpoint_files.commit_checkpoint(begun, [local.cores[0].save_result()], **facts)

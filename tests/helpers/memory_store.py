@@ -42,11 +42,11 @@ class MemoryStore:
     begun: int = 0
     """Number of checkpoints ever begun."""
 
-    def location(self, name: str, file: str = "") -> str:
+    def checkpoint_location(self, name: str, file: str = "") -> str:
         return "/".join([self.at, name, *([file] if file else [])])
 
     def absolute_location(self, name: str) -> str:
-        return self.location(name)
+        return self.checkpoint_location(name)
 
     def names(self) -> list[str]:
         return list(self.committed)
@@ -78,13 +78,13 @@ class MemoryStore:
     def read(self, name: str, file: str, *, limit: int, cure: str) -> bytes:
         with self.open(name, file, cure=cure) as opened:
             if opened.nbytes > limit:
-                raise CheckpointError(f"{self.location(name, file)} has {opened.nbytes:,} bytes", cure=cure)
+                raise CheckpointError(f"{self.checkpoint_location(name, file)} has {opened.nbytes:,} bytes", cure=cure)
             return opened.content
 
     @contextlib.contextmanager
     def open(self, name: str, file: str, *, cure: str) -> Iterator[MemoryFile]:
         if not self.has_file(name, file):
-            raise CheckpointError(f"cannot read {self.location(name, file)}: there is no such object", cure=cure)
+            raise CheckpointError(f"cannot read {self.checkpoint_location(name, file)}: there is no such object", cure=cure)
         content = self.objects[self._key(name, file)]
         yield MemoryFile(content, io.BytesIO(content))
 

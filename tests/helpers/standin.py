@@ -162,8 +162,8 @@ class HostEvent:
         """See `StreamEvent.query`."""
         return self.stream is None or self.stream.completed >= self._enqueued
 
-    def wait(self, check: Callable[[], object]) -> None:
-        """See `StreamEvent.wait`: the host computes by itself, so it waits."""
+    def make_stream_wait(self, check: Callable[[], object]) -> None:
+        """See `StreamEvent.make_stream_wait`: the host computes by itself, so it waits."""
         while not self.query():
             check()
             os.sched_yield()
@@ -202,7 +202,7 @@ class HostStream:
     def wait_event(self, event: Any) -> None:
         """See `Stream.wait_event`."""
         if event.stream is not None and event.stream is not self:
-            self.run(lambda: event.wait(lambda: None))
+            self.run(lambda: event.make_stream_wait(lambda: None))
 
     def run(self, work: Callable[[], object]) -> None:
         """See `Stream.run`."""

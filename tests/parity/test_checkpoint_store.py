@@ -121,7 +121,7 @@ def test_initial_weights_are_read_from_memory_by_slices(memory):
 
 def test_a_runs_checkpoints_lie_where_its_folder_says(memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The recorder writes there, and whoever resumes or shows the run looks there."""
-    monkeypatch.setattr(RunFolder, "checkpoint_location", property(lambda folder: f"memory://bucket/{folder.name}"))
+    monkeypatch.setattr(RunFolder, "checkpoint_store_location", property(lambda folder: f"memory://bucket/{folder.name}"))
     folder = RunFolder.create(tmp_path, "mine")
     recorder = RunRecorder(
         SimpleNamespace(folder=str(folder.path), contract={}, job=SimpleNamespace(checkpoint=CheckpointConfig(keep=1)))
@@ -151,7 +151,7 @@ def test_what_is_begun_is_not_seen_before_it_is_committed(store: CheckpointStore
 def test_a_checkpoint_takes_the_place_of_one_with_its_name(store: CheckpointStore):
     assert commit(store, 1, 1.0) == commit(store, 1, 2.0)
     assert store.names() == ["step_00000001"] and not store.leftovers()
-    found = checkpoint_files.read_checkpoint_state(store.location("step_00000001"))
+    found = checkpoint_files.read_checkpoint_state(store.checkpoint_location("step_00000001"))
     assert torch.equal(found["w"][PARAMETER], torch.full((3,), 2.0))
 
 
@@ -184,7 +184,7 @@ def test_what_lies_in_a_store_is_checked_as_in_a_folder(store: CheckpointStore):
     with pytest.raises(CheckpointError, match="it was truncated"):
         checkpoint_files.read_checkpoint_state(last)
     with pytest.raises(CheckpointError, match="cannot read"):
-        checkpoint_files.load_manifest(store.location("step_00000007"))
+        checkpoint_files.load_manifest(store.checkpoint_location("step_00000007"))
 
 
 def test_a_storage_that_is_not_there_is_refused_by_name():
@@ -200,7 +200,7 @@ def test_a_relative_folder_that_looks_like_a_url_is_a_folder(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     folder = RunFolder(Path("ab:") / "r")
     folder.checkpoints.mkdir(parents=True)
-    assert open_checkpoint_store(folder.checkpoint_location).names() == []
+    assert open_checkpoint_store(folder.checkpoint_store_location).names() == []
     assert not has_checkpoints(folder)
     named = open_checkpoint("./ab:/r/checkpoints/step_00000005")
     assert named.name == "step_00000005" and not named.has_file("manifest.json")

@@ -51,7 +51,7 @@ def test_a_call_whose_connection_broke_is_aborted_and_only_the_call_of_a_dead_wo
 
     async def run():
         scene = Scene(error)
-        scene.calls.call(0, 2, scene.answer(), lambda number, answer: Tick())
+        scene.calls.post_answer(0, 2, scene.answer(), lambda number, answer: Tick())
         await scene.until_posted()
         (found,) = scene.posted
         assert isinstance(found, CallFailed) and (found.kind, found.worker, found.generation) == (kind, 0, generation)

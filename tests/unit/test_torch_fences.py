@@ -262,7 +262,7 @@ CASES: dict[str, Case] = {
     "hooks on saved tensors gone": (
         process_state.SAVED_TENSORS,
         {"torch._C._autograd._pop_saved_tensors_default_hooks": GONE},
-        process_state.leave_saved_tensors_hooks,
+        process_state.pop_all_saved_tensors_hooks,
         None,
     ),
     "deterministic gone": (

@@ -45,7 +45,7 @@ class StreamEvent(Protocol):
     def query(self) -> bool:
         """Whether the stream has passed this point; never blocks."""
 
-    def wait(self, check: Callable[[], object]) -> None:
+    def make_stream_wait(self, check: Callable[[], object]) -> None:
         """Work that the caller gives to its current stream from here on runs after this event; the host goes on.
 
         On host memory the calling thread itself is the stream: then the host waits, and calls `check` meanwhile, which raises
@@ -115,8 +115,8 @@ class CudaEvent:
         """See `StreamEvent.query`."""
         return bool(self.event.query())
 
-    def wait(self, check: Callable[[], object]) -> None:
-        """See `StreamEvent.wait`."""
+    def make_stream_wait(self, check: Callable[[], object]) -> None:
+        """See `StreamEvent.make_stream_wait`."""
         self.event.wait(torch.cuda.current_stream(self._device))
 
 

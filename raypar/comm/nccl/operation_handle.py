@@ -55,7 +55,7 @@ class PolledHandle(ABC):
 
     @abstractmethod
     def order_current_stream(self, check: Callable[[], object]) -> None:
-        """Make the caller's current stream wait for all of a launched operation. `check`: see `StreamEvent.wait`."""
+        """Make the caller's current stream wait for all of a launched operation (`StreamEvent.make_stream_wait`)."""
 
     @abstractmethod
     def received(self) -> list[Tensor]:
@@ -164,7 +164,7 @@ class NcclHandle(PolledHandle):
     def order_current_stream(self, check: Callable[[], object]) -> None:
         """See `PolledHandle.order_current_stream`."""
         if self._event is not None and not self._finished:
-            self._event.wait(check)
+            self._event.make_stream_wait(check)
 
     def received(self) -> list[Tensor]:
         """See `PolledHandle.received`."""

@@ -91,8 +91,8 @@ class HostMessageEvent:
         """See `StreamEvent.query`. When the message is lost, its handle has failed before."""
         return self._sending is None or self._sending.settled
 
-    def wait(self, check: Callable[[], object]) -> None:
-        """See `StreamEvent.wait`: only the host uses the memory, after `query`."""
+    def make_stream_wait(self, check: Callable[[], object]) -> None:
+        """See `StreamEvent.make_stream_wait`: only the host uses the memory, after `query`."""
 
 
 ARRIVED = HostMessageEvent(None)
@@ -216,8 +216,8 @@ class Mailbox:
             handle.kept = (out, came)
             assert handle.writable_event is not None
             if handle.peers[0] == self._owner.rank or not self._owner.device.owns(came):
-                handle.writable_event.wait(self._owner.check_alive)
-                event.wait(self._owner.check_alive)
+                handle.writable_event.make_stream_wait(self._owner.check_alive)
+                event.make_stream_wait(self._owner.check_alive)
                 with torch.no_grad():
                     out.copy_(came)
                 event = self._owner.device.record_event()

@@ -44,7 +44,7 @@ def export_checkpoint(
     if given.has_file(MANIFEST):
         return export(verify_checkpoint(given).checkpoint)
     with RunFolder.open_for_reading(run, run_dir, with_job=False, last_bytes=0) as folder:
-        store = open_checkpoint_store(folder.checkpoint_location)
+        store = open_checkpoint_store(folder.checkpoint_store_location)
         there = folder.list_checkpoints() if step is not None else []
     if step is not None:
         if checkpoint_name(step) not in there:
@@ -59,7 +59,7 @@ def export_checkpoint(
             warn(line)
         if found is None:
             cure = "train it with checkpoint.at_end, or set checkpoint.every"
-            raise no_usable_checkpoint_error(folder.name, folder.checkpoint_location, skipped, cure)
+            raise no_usable_checkpoint_error(folder.name, folder.checkpoint_store_location, skipped, cure)
         try:
             return export(found)
         except CheckpointError as error:

@@ -207,7 +207,7 @@ def _set_function_modes(value: int) -> None:
 
 def _set_saved_tensors_hooks(value: bool) -> None:
     assert not value, "no hooks are entered between calls"
-    process_state.leave_saved_tensors_hooks()
+    process_state.pop_all_saved_tensors_hooks()
 
 
 def _set_precisions(value: tuple[str, ...]) -> None:
