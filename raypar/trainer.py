@@ -59,7 +59,7 @@ class Trainer:
     Arguments, by name. Each is explained in examples/guides/reference.md; `raypar job --schema` has the keys of a job.
     - what is trained: model, loss, data, optimizer, lr_schedule, clip_norm, init, init_from, deferred_init, seed
     - how it is computed: dtype, precision, reduction, non_finite, device, threads
-    - for how long: steps, batch_size, microbatches, virtual_replicas, max_time_s, early_stopping, stop_at_step
+    - for how long: steps or epochs, batch_size, microbatches, virtual_replicas, max_time_s, early_stopping, stop_at_step
     - on which workers: plan, schedule, elastic, workers, placement, wait_for_workers_s, address, local_nodes
     - what is kept: name, run_dir, checkpoint, resume_from_checkpoint
     - what is watched: validation, callbacks, trackers, trace_every, price_per_worker_hour
@@ -76,12 +76,13 @@ class Trainer:
         model: FunctionArgument,
         loss: FunctionArgument,
         data: FunctionArgument | SampleSource,
-        steps: int,
         batch_size: int,
         microbatches: int,
         optimizer: FunctionArgument = DEFAULTS["optimizer"],
         name: str = "run",
         seed: int = 0,
+        steps: int | None = None,
+        epochs: float | None = None,
         virtual_replicas: int = 0,
         lr_schedule: FunctionArgument | None = None,
         clip_norm: float | None = None,
@@ -187,6 +188,7 @@ class Trainer:
         """
         from raypar.console.event_printer import BriefEventPrinter, EventPrinter
         from raypar.launch.launch_options import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
+        from raypar.launch.steps_of_epochs import epochs_in_words, with_steps_of_epochs
         from raypar.plan.wording import count_noun
         from raypar.record.events import StartupStage
 
@@ -201,9 +203,12 @@ class Trainer:
         elif verbose:
             console = EventPrinter(steps=self.job.steps)
         tell: EventHandler = console or (lambda event: None)
-        tell(StartupStage(stage="read", text=f"job {name}: {count_noun(self.job.steps, 'step')}"))
+        job = with_steps_of_epochs(self.job, tell)
+        if isinstance(console, EventPrinter):
+            console.steps = job.steps
+        tell(StartupStage(stage="read", text=f"job {name}: {count_noun(job.steps, 'step')}{epochs_in_words(job)}"))
         result = train_job_in_new_folder(
-            self.job.model_copy(update={"name": name, "run_dir": str(run_dir)}),
+            job.model_copy(update={"name": name, "run_dir": str(run_dir)}),
             tell,
             stop_at_step=self.stop_at_step,
             address=self.address,

@@ -35,6 +35,7 @@ def resume(args: argparse.Namespace) -> int:
     from raypar.job.read_job import load_job_of_run
     from raypar.launch import raise_run_failure, resume_job
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
+    from raypar.launch.steps_of_epochs import epochs_in_words, with_steps_of_epochs
     from raypar.record.events import StartupStage
     from raypar.storage.run_folder import RunFolder
 
@@ -43,7 +44,13 @@ def resume(args: argparse.Namespace) -> int:
         job = load_job_of_run(folder.job, folder.place_of(folder.job), args.overrides)
         console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out)
         console.add_earlier(folder.read_timeline())
-        console(StartupStage(stage="read", text=f"run {folder.name} found in {folder.place}: {job.steps} steps"))
+        job = with_steps_of_epochs(job, console)
+        console.steps = job.steps
+        console(
+            StartupStage(
+                stage="read", text=f"run {folder.name} found in {folder.place}: {job.steps} steps{epochs_in_words(job)}"
+            )
+        )
         result = resume_job(
             job, folder, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raypar.console.read_run_folder import read_job_numbers, read_status
+from raypar.console.read_run_folder import read_job_numbers, read_job_step_count, read_status
 from raypar.console.run_status import RunStatus
 from raypar.files.json_values import Json
 from raypar.record.events import StepRecord, is_finite_number
@@ -78,7 +78,8 @@ def follow_run_folder(folder: RunFolder) -> Callable[[], LiveView]:
             follower = RunFollower(folder, FIRST_BYTES)
             follower.read()
         now = time.time()
-        status = read_status(folder, follower.view, job.get("steps"), now, with_places=False)
+        steps = read_job_step_count(folder) if "epochs" in job else job.get("steps")  # epochs: known once it runs
+        status = read_status(folder, follower.view, steps, now, with_places=False)
         totals = folder.read_document(folder.totals, damaged=True)
         return build_live_view(follower.view, status, totals, now, job.get("price_per_worker_hour"))
 

@@ -72,21 +72,22 @@ def read_job_values(folder: RunFolder) -> Mapping[str, Any] | None:
 
 
 def read_job_step_count(folder: RunFolder) -> int | None:
-    """The run's number of steps, from job.yaml; without one, as of a job with functions that have no names, from members.json.
+    """The run's number of steps, from job.yaml; without one, as of a job with functions that have no names, or whose file gives
+    epochs, from members.json.
 
     None if neither says. Raises `ConfigError` as `read_job_values`.
     """
     job = read_job_values(folder)
-    if job is None:
+    if job is None or "epochs" in job:
         return (folder.read_document(folder.members, damaged=True) or {}).get("steps")
     steps = job.get("steps")
     return steps if type(steps) is int else None
 
 
 def read_job_numbers(folder: RunFolder) -> dict[str, Any]:
-    """`steps` and `price_per_worker_hour` of job.yaml, if it has them. Raises `ConfigError` as `read_job_values`."""
+    """`steps`, `epochs` and `price_per_worker_hour` of job.yaml, if it has them. Raises `ConfigError` as `read_job_values`."""
     job = read_job_values(folder) or {}
-    kinds = {"steps": (int,), "price_per_worker_hour": (int, float)}
+    kinds = {"steps": (int,), "epochs": (int, float), "price_per_worker_hour": (int, float)}
     given = {key: job[key] for key, kind in kinds.items() if type(job.get(key)) in kind}
     return {key: value for key, value in given.items() if abs(value) < LARGEST_NUMBER}
 

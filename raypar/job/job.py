@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -20,6 +23,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from raypar.errors import ConfigError, PlanError
 from raypar.files.safe_yaml import dump_yaml, parse_yaml
@@ -38,6 +42,8 @@ from raypar.record.events import MAX_STEPS
 
 T = TypeVar("T")
 
+_NO_LENGTH = object()
+"""Stands for `steps` where a job gives neither steps nor epochs."""
 JOB_BYTES = 1 << 20
 """Size limit of a job file."""
 MAX_SAMPLES = 2**24
@@ -104,8 +110,11 @@ class Job(Section):
     """Name of the run and of its folder. A job file without it has the name of the file."""
     seed: Annotated[int, BITS] = 0
     """Seed of all random numbers of the job."""
-    steps: Annotated[PositiveInt, Field(le=MAX_STEPS), WORKERS]
-    """Number of optimizer steps of the whole run."""
+    steps: Annotated[PositiveInt, Field(le=MAX_STEPS), WORKERS] = None  # type: ignore[assignment]  # until epochs are counted
+    """Number of optimizer steps of the whole run. Either it or `epochs` is given."""
+    epochs: Annotated[Annotated[PositiveFloat, Field(allow_inf_nan=False)] | None, CLIENT] = None
+    """Number of passes over `data`, in place of `steps`: so many steps of `batch_size` samples as reach them, parts of epochs
+    too; with `data.drop_last` an epoch is its whole batches."""
     batch_size: Annotated[PositiveInt, Field(le=MAX_SAMPLES), BITS]
     """Samples of one step, over all workers (the global batch size)."""
     microbatches: Annotated[Parts, BITS]
@@ -186,6 +195,22 @@ class Job(Section):
 
     _source_dir: Path = PrivateAttr(default_factory=Path.cwd)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_length(cls, tree: T) -> T | dict[str, Any]:
+        """`tree` with a mark in the place of `steps` if there are neither steps nor epochs."""
+        if not isinstance(tree, Mapping) or tree.get("steps") is not None:
+            return tree
+        rest = {key: value for key, value in tree.items() if key != "steps"}
+        return rest if tree.get("epochs") is not None else {**rest, "steps": _NO_LENGTH}
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _steps(cls, value: T) -> T:
+        if value is _NO_LENGTH:
+            raise PydanticCustomError("missing", "Field required")
+        return value
+
     @field_validator("name")
     @classmethod
     def _usable_as_folder(cls, name: str) -> str:
@@ -196,6 +221,11 @@ class Job(Section):
     @model_validator(mode="after")
     def _fits(self) -> Job:
         self.batching  # noqa: B018  raises PlanError when the microbatches do not fit the batch
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError(
+                f"steps is {self.steps} and epochs is {self.epochs:g}, and either of them is the length of the run",
+                cure="leave one of them out",
+            )
         if self.precision is not None and self.precision.compute is not None and self.dtype != "float32":
             raise ConfigError(
                 f"precision.compute is {self.precision.compute}, but dtype is {self.dtype}, which autocast leaves as it is",
@@ -262,6 +292,19 @@ class Job(Section):
         """How the samples of a step are divided into microbatches, and these into blocks. Raises `PlanError`."""
         return Microbatches(self.microbatches, self.virtual_replicas, self.batch_size)
 
+    def steps_of_epochs(self, samples: int) -> int:
+        """The number of steps that `epochs` of so many samples are. Raises `ConfigError` for none, and for too many."""
+        assert self.epochs is not None
+        epochs, per_epoch = Fraction(str(self.epochs)), Fraction(samples, self.batch_size)
+        steps = math.ceil(epochs * (math.floor(per_epoch) if self.data.drop_last else per_epoch))
+        if not 1 <= steps <= MAX_STEPS:
+            raise ConfigError(
+                f"epochs is {self.epochs:g}, of {samples:,} samples in batches of {self.batch_size:,}: {steps:,} steps",
+                cure=f"give epochs of 1 to {MAX_STEPS:,} steps"
+                + (", a smaller batch_size, or leave data.drop_last out" if steps < 1 else ""),
+            )
+        return steps
+
     @property
     def styles(self) -> tuple[tuple[str, str], ...]:
         """(pattern of layer names, style), the first match counts; for stages with shards only."""
@@ -318,7 +361,7 @@ class Job(Section):
         """
         from raypar.job.plain_values import to_plain_values
 
-        tree, unwritable = to_plain_values(self)
+        tree, unwritable = to_plain_values(self if self.epochs is None else self.replace(steps=None))
         if unwritable:
             raise ConfigError(
                 f"the job cannot be written as a job file: {'; '.join(unwritable)}",

@@ -28,7 +28,7 @@ _RECOMPUTE = "which layers are computed again (activation checkpointing) is plan
 _REPLICAS = "data parallelism is plan.replicas"
 _RESOURCES = "a worker takes `threads` processors, or one GPU with `device`; which nodes it may be on is `placement`"
 _SHARDED_STATE = "state that replicas share out (ZeRO, FSDP) is not supported yet; plan.stages and plan.shards divide a model"
-_STEPS = "the length of a run is `steps`; one epoch is the number of samples divided by batch_size"
+_STEPS = "the length of a run is `steps`, or `epochs`: passes over `data`"
 _STOPPING = "a run whose validation loss falls no more is ended by early_stopping; its patience is early_stopping.patience"
 _TRACKING = "experiment trackers are `trackers`: tensorboard, wandb or mlflow"
 _WEIGHT_AVERAGE = (
@@ -102,7 +102,7 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     _ACCUMULATION: "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches grad_accum num_microbatches "
     "micro_batches per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu global_batch_size "
     "train_batch_size batch bs gradient_accumulation_plugin auto_find_batch_size",
-    _STEPS: "epochs epoch num_epochs n_epochs max_epochs num_train_epochs max_steps num_steps train_iters iterations min_steps",
+    _STEPS: "epoch num_epochs n_epochs max_epochs num_train_epochs max_steps num_steps train_iters iterations min_steps",
     "the longest time that a run may take is max_time_s": "max_time time_limit max_train_time",
     "the loss function is `loss`": "loss_fn criterion loss_function compute_loss compute_loss_func",
     "it is an argument of the loss function: a key of loss.args": "label_smoothing label_smoothing_factor ignore_index "

@@ -150,6 +150,9 @@ def job_from_argument_tree(tree: Mapping[str, Any]) -> Job:
     return job
 
 
+_LENGTHS = {"steps": "epochs", "epochs": "steps"}
+
+
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     """Set one key by `a.b=c`. The short form of a section (`module:name`, a path, `plan: auto`, `elastic: true`) is written out
     if a key inside it is set."""
@@ -158,6 +161,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not all(parts):
         raise ConfigError(f"override {override!r} is not key=value", cure="for example --set plan.stages=4")
     value = parse_yaml(text, f"--set {override}")
+    if parts[0] in _LENGTHS:  # either of them is the length of a run
+        tree.pop(_LENGTHS[parts[0]], None)
     here: Any = tree
     model: type[BaseModel] | None = Job  # the section that `here` is; None among values that have no section
     for index, part in enumerate(parts):

@@ -47,7 +47,7 @@ SCHEMA_OF_KEY: dict[str, tuple[Schema, ...]] = {
 """Key -> what it accepts, where neither its annotation nor a validator of `SCHEMA_OF_VALIDATOR` says it."""
 SHORT_FORMS: dict[str, tuple[Schema, ...]] = {"elastic": ({"type": "boolean"},)}
 """Key of a section -> what may stand in the section's place, beside the value of its first key (see `_section`)."""
-NEVER_EMPTY = {"elastic"}
+NEVER_EMPTY = {"elastic", "steps"}
 """Keys that may be left out of a job file, but not be written without a value."""
 
 
@@ -55,7 +55,9 @@ def make_schema() -> Schema:
     """The schema of a job file. Unknown keys and wrong types are errors by it; keys have their docstrings and defaults."""
     (schema,) = _section("", Job)
     del schema["properties"]["name"]["default"]  # a job file has another: its own name
-    return {"$schema": DIALECT, "title": "A job of raypar", **schema}
+    epochs = {"required": ["epochs"], "properties": {"epochs": {"type": "number"}}}
+    length = {"if": epochs, "then": {"not": {"required": ["steps"]}}, "else": {"required": ["steps"]}}
+    return {"$schema": DIALECT, "title": "A job of raypar", **schema, **length}
 
 
 def _section(key: str, section: type[BaseModel]) -> Iterator[Schema]:

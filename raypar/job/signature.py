@@ -45,6 +45,7 @@ def _is_function(info: FieldInfo) -> bool:
 def _parameter(name: str, info: FieldInfo) -> str:
     """`seed: int = 0`."""
     kinds = [*_kinds(info.annotation, info.metadata), *([MORE[name]] if name in MORE else [])]
+    kinds += ["None"] if info.default is None and kinds != ["Any"] and "None" not in kinds else []
     kinds.sort(key=lambda kind: kind == "None")
     text = f"{name}: {' | '.join(kinds)}"
     if info.is_required():

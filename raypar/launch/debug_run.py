@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from raypar.job.read_job import load_job, load_job_of_run
 from raypar.launch.choose_plan import make_custom_schedule_builder, plan_of_job
+from raypar.launch.steps_of_epochs import with_steps_of_epochs
 from raypar.plan import MicrobatchRouting
 from raypar.plan.wording import count_noun
 from raypar.record.fold import RunView
@@ -52,7 +53,7 @@ def find_debug_start(
 ) -> Iterator[DebugStart]:
     """Gives the block what to run: a job file, or the run that `given` names under `run_dir`. Raises `ConfigError`."""
     if is_job_file(given):
-        yield DebugStart(load_job(given, overrides))
+        yield DebugStart(with_steps_of_epochs(load_job(given, overrides), lambda event: None))
         return
     try:
         with RunFolder.open_for_reading(given, run_dir, with_job=False) as folder:
@@ -74,7 +75,7 @@ def find_start_in_run(
 
     if not os.path.lexists(folder.job):
         raise cannot_debug_error(folder)
-    job = load_job_of_run(folder.job, folder.place_of(folder.job), overrides)
+    job = with_steps_of_epochs(load_job_of_run(folder.job, folder.place_of(folder.job), overrides), lambda event: None)
     view = RunView.of(folder.read_timeline())
     failed = view.last_step.step if view.last_step is not None else 0  # counts from 1 in files
     checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_store_location, below=job.steps)

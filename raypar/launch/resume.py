@@ -28,6 +28,7 @@ from raypar.launch.run_on_storage import (
     refuse_new_checkpoints,
     resumed_run_on_storage,
 )
+from raypar.launch.steps_of_epochs import with_steps_of_epochs
 from raypar.plan.wording import count_noun
 from raypar.record.events import EndOfRun, ResumeNotice, Resumption, RunWarning
 from raypar.record.fold import RunView
@@ -113,6 +114,7 @@ def resume_job(
     Raises `CheckpointError` if there is no such checkpoint, `ConfigError` or `ClusterError` if the run is under way.
     """
     make_importable(job.source_dir)
+    job = with_steps_of_epochs(job, tell)
     resumption = list[Resumption]()
 
     def rewind_folder(chosen: ChosenPlan) -> RunFolder:
@@ -192,11 +194,12 @@ def prepare_resumed_run(
     if manifest.steps_done >= min(spec.steps, options.stop_at_step or spec.steps):
         stop, more = options.stop_at_step, 2 * max(spec.steps, manifest.steps_done)
         raises_stop = stop is not None and manifest.steps_done < spec.steps
+        longer = f"steps={more}" if spec.epochs is None else f"epochs={2 * spec.epochs:g}"
         raise CheckpointError(
             f"checkpoint {checkpoint}: {manifest.steps_done} of {stop if raises_stop else spec.steps} steps already done",
             cure="raise the step to stop at (--stop-at-step; from Python stop_at_step), or leave it out"
             if raises_stop
-            else f"raise steps (--set steps={more}; from Python steps={more})",
+            else f"raise {longer.partition('=')[0]} (--set {longer}; from Python {longer})",
         )
 
     def check_and_choose(checked: PreflightResult) -> ChosenPlan:

@@ -16,6 +16,7 @@ from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
 from raypar.launch.resume import find_checkpoint, prepare_resumed_run
 from raypar.launch.run_on_storage import new_run_on_storage
+from raypar.launch.steps_of_epochs import with_steps_of_epochs
 from raypar.record.events import Note, RunWarning
 from raypar.storage.run_folder import RunFolder, check_run_dir_is_writable, parse_storage_location
 from raypar.storage.s3_lease_store import check_run_dir_on_storage
@@ -53,6 +54,7 @@ def train_job_in_new_folder(
     `resume_from`: what `find_checkpoint` takes; training continues after its steps.
     """
     make_importable(job.source_dir)
+    job = with_steps_of_epochs(job, tell)
     shared = parse_storage_location(job.run_dir, "run_dir")
     if shared is not None:
         check_run_dir_on_storage(shared)

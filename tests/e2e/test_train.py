@@ -179,10 +179,12 @@ def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_whe
         assert told in words, told
     assert "not recorded" not in words and "://" not in shown
 
-    other = ["--set", "plan={stages: 2}", "--stop-at-step", "5"]
+    other = ["--set", "plan={stages: 2}", "--set", "epochs=4", "--stop-at-step", "5"]
     assert main(["train", str(tmp_path / "tiny.yaml"), *first_run.settings, *other]) == 0
-    assert hash_in(capfd.readouterr().out) != first
+    out = capfd.readouterr().out
+    assert hash_in(out) != first and ": 12 steps (4 epochs)" in out
     run = str(tmp_path / "runs/tiny-2")
+    assert main(["status", run]) == 0 and "5 of 12" in capfd.readouterr().out
     assert main(["resume", run, "--set", "plan={stages: 1}"]) == 0
     assert hash_in(capfd.readouterr().out) == first
     assert [m["step"] for m in lines(Path(run) / "metrics.jsonl") if "loss" in m] == list(range(1, 13))
@@ -191,7 +193,8 @@ def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_whe
     assert main(["resume", run, "--set", "seed=4", "--set", "steps=20"]) == 2
     assert "seed was 3, is 4" in capfd.readouterr().err
     assert main(["resume", run]) == 2
-    assert "12 of 12 steps already done" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "12 of 12 steps already done" in said and "raise epochs (--set epochs=8" in said
 
 
 def test_a_layout_on_ray_gives_the_bits_of_one_process(tmp_path):

@@ -65,7 +65,7 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ({"elastic": {"min_worker": 2}}, r"unknown key elastic.min_worker: did you mean elastic.min_workers\?"),
         ({"init_from": {"a": torch.zeros(1)}}, r"init_from is a state_dict with 1 entries.*\n.*save_file"),
         ({"num_workers": 2}, r"unknown argument num_workers\n.*plan.stages x plan.replicas"),
-        ({"epochs": 2}, r"unknown argument epochs\n.*`steps`"),
+        ({"num_epochs": 2}, r"unknown argument num_epochs\n.*`steps`"),
         ({"elastic": {"min_workers": 0}}, r"elastic.min_workers: expected greater than 0, got 0"),
         ({"elastic": {"mirror": "on"}}, r"elastic.mirror: expected auto, off, or a number of steps, got 'on'"),
         ({"reduction": "foo"}, r"reduction: expected 'canonical' or 'fast', got 'foo' .*\n.*correct the argument reduction"),
@@ -271,10 +271,17 @@ def test_the_cure_of_a_finished_checkpoint_is_more_steps_than_it_has_done(monkey
     monkeypatch.setattr(checkpoint_files, "load_manifest", lambda path: SimpleNamespace(steps_done=225))
     monkeypatch.setattr(checkpoint_files, "check_contract", lambda manifest, spec: None)
     with pytest.raises(CheckpointError, match="225 of 10 steps already done") as x:
-        prepare_resumed_run(Path("c"), SimpleNamespace(stop_at_step=None, job=SimpleNamespace(steps=10)), None, None)
+        prepare_resumed_run(
+            Path("c"), SimpleNamespace(stop_at_step=None, job=SimpleNamespace(steps=10, epochs=None)), None, None
+        )
     assert "--set steps=450" in x.value.cure
+    with pytest.raises(CheckpointError, match="225 of 10 steps already done") as x:
+        prepare_resumed_run(
+            Path("c"), SimpleNamespace(stop_at_step=None, job=SimpleNamespace(steps=10, epochs=1.5)), None, None
+        )
+    assert "--set epochs=3;" in x.value.cure and "steps=" not in x.value.cure
     with pytest.raises(CheckpointError, match="225 of 5 steps already done") as x:
-        prepare_resumed_run(Path("c"), SimpleNamespace(stop_at_step=5, job=SimpleNamespace(steps=400)), None, None)
+        prepare_resumed_run(Path("c"), SimpleNamespace(stop_at_step=5, job=SimpleNamespace(steps=400, epochs=2)), None, None)
     assert "--stop-at-step" in x.value.cure and "--set" not in x.value.cure
 
 

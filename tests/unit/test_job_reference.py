@@ -44,7 +44,8 @@ def test_every_key_and_every_argument_has_a_row_with_its_meaning():
 @pytest.mark.parametrize(
     "key, kind, default",
     [
-        ("steps", "integer from 1 to 1,000,000,000", "*required*"),
+        ("steps", "integer from 1 to 1,000,000,000", "*none*"),
+        ("batch_size", "integer from 1 to 16,777,216", "*required*"),
         ("plan.chunks", "integer from 1 to 65,536", "*none*"),
         ("clip_norm", "number > 0", "*none*"),
         ("elastic.straggler_times", "number > 1", "`1.5`"),

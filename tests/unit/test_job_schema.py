@@ -102,6 +102,8 @@ def set_key(key: str, value: Any) -> dict[str, Any]:
     for part in path:
         here = here[part]
         here = here[0] if isinstance(here, list) else here
+    if key == "epochs" and value is not None:
+        del tree["steps"]
     here[last] = value
     return tree
 
@@ -137,8 +139,9 @@ def test_a_misspelt_key_and_a_wrong_type_are_found():
         ("clip_norm", 0, "0 is not valid under any of the given schemas"),
     ):
         assert says in " ".join(errors({**tree, key: value}))
+    assert errors({**tree, "epochs": 2}) != []
     del tree["steps"]
-    assert errors(tree) == ["'steps' is a required property"]
+    assert errors(tree) == ["'steps' is a required property"] and errors({**tree, "epochs": 2}) == []
 
 
 def test_the_job_with_every_section_is_right():
@@ -216,7 +219,10 @@ def test_no_section_is_one_of_several_alternatives():
 
 def test_every_key_says_what_it_is_and_has_its_default():
     found = SCHEMA["properties"]
-    assert found["steps"]["description"] == "Number of optimizer steps of the whole run." and "default" not in found["steps"]
+    assert (
+        found["steps"]["description"] == ("Number of optimizer steps of the whole run. Either it or `epochs` is given.")
+        and "default" not in found["steps"]
+    )
     assert found["reduction"]["default"] == "canonical"
 
 

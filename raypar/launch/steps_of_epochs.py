@@ -1,0 +1,33 @@
+"""Counts the steps of a job whose length is given in epochs, before anything else is made of it."""
+
+from __future__ import annotations
+
+from raypar.job import Job
+from raypar.launch.activity_reporter import ActivityReporter
+from raypar.launch.launch_options import EventHandler
+from raypar.user_code.user_code_errors import make_importable
+
+
+def with_steps_of_epochs(job: Job, tell: EventHandler) -> Job:
+    """The job with its number of steps. Where it gives `epochs`, its data set is made, and asked for its length.
+
+    Raises what makes no data set of `data`, and `ConfigError` for epochs of no whole step, or of too many steps.
+    """
+    if job.epochs is None or job.steps is not None:
+        return job
+    from raypar.launch.launch_run import keep_callers_state
+    from raypar.worker.data.user_dataset import dataset_size, make_dataset
+    from raypar.worker.process.torch_state_guard import TorchStateGuard
+
+    make_importable(job.source_dir)
+    with ActivityReporter(tell).reporting(), keep_callers_state():
+        guard = TorchStateGuard(job.threads)
+        guard.establish()
+        with guard.watching("the job's data"):
+            size = dataset_size(make_dataset(job.data), job.data.label)
+    return job.replace(steps=job.steps_of_epochs(size))
+
+
+def epochs_in_words(job: Job) -> str:
+    """What stands behind a job's number of steps: ` (3 epochs)`; nothing where it gives steps."""
+    return "" if job.epochs is None else f" ({job.epochs:g} epoch{'' if job.epochs == 1 else 's'})"
