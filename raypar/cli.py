@@ -45,7 +45,7 @@ COMMANDS = {
     "report": "a run as one HTML file, to be read without raypar",
     "doctor": "whether this machine, and a cluster, are fit for raypar, with cures",
     "drain": "announce that a node will leave: runs move their work off it",
-    "export": "the whole model of a run as one file",
+    "export": "the whole model of a run as one file, or a folder for from_pretrained",
     "prepare": "a memory-mapped token file from a text",
     "debug": "the whole plan of a job or a run in one process, with breakpoints",
 }

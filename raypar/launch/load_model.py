@@ -62,9 +62,14 @@ def load(
 
 
 def load_trained_module(
-    run: str | os.PathLike[str], run_dir: str | os.PathLike[str], step: int | None, model: Any, warn: Callable[[str], None]
+    run: str | os.PathLike[str],
+    run_dir: str | os.PathLike[str],
+    step: int | None,
+    model: Any,
+    warn: Callable[[str], None],
+    note: Callable[[CheckpointRef], None] = lambda checkpoint: None,
 ) -> nn.Module:
-    """See `load`. `warn` gets a line for each checkpoint that is skipped."""
+    """See `load`. `warn` gets a line for each checkpoint that is skipped, `note` the checkpoint that is read."""
     from raypar.worker.checkpoint.checkpoint_files import load_manifest
     from raypar.worker.checkpoint.export_weights import export_checkpoint
     from raypar.worker.trained_module import make_trained_module
@@ -77,7 +82,9 @@ def load_trained_module(
 
     def make(checkpoint: CheckpointRef) -> nn.Module:
         seed = load_manifest(checkpoint).contract.get("seed", 0)
-        return make_trained_module(chosen, seed if isinstance(seed, int) else 0, checkpoint)
+        made = make_trained_module(chosen, seed if isinstance(seed, int) else 0, checkpoint)
+        note(checkpoint)
+        return made
 
     with keep_callers_state():
         return export_checkpoint(os.fspath(run), os.fspath(run_dir), step, make, warn)

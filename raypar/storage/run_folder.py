@@ -161,7 +161,7 @@ def cannot_debug_error(folder: RunFolder) -> ConfigError:
 def cannot_make_model_error(folder: RunFolder) -> ConfigError:
     """The error of `raypar.load` for a run without job.yaml."""
     why, named = _why_run_has_no_job(folder)
-    give = f"give the function that makes the model: raypar.load({folder.place!r}, model=Net)"
+    give = f"give the function that makes the model: raypar.load({folder.place!r}, model=Net), or --model module:name"
     return ConfigError(
         f"run {folder.place} has no job.yaml, which would say how its model is made: {why}",
         cure=f"{give}; for runs that need no such argument, {named}" if named else give,

@@ -581,10 +581,13 @@ def _read(
 
 
 class CheckpointTensors(Mapping[str, "Tensor"]):
-    """The parameters of a checkpoint (or, with `kinds`, buffers too), each read when it is asked for."""
+    """The parameters of a checkpoint (or, with `kinds`, buffers too), each read when it is asked for.
 
-    def __init__(self, checkpoint: CheckpointAt, kinds: Collection[StateKey] = (PARAMETER,)) -> None:
-        self._manifest = load_manifest(checkpoint)
+    `dtype`: torch's name of the dtype to which floating-point tensors are cast; None: they stay as they are.
+    """
+
+    def __init__(self, checkpoint: CheckpointAt, kinds: Collection[StateKey] = (PARAMETER,), dtype: str | None = None) -> None:
+        self._manifest, self._dtype = load_manifest(checkpoint), dtype
         self._headers: dict[str, tuple[Hashable, SafetensorsHeader]] = {}
         self._entries: dict[str, list[ManifestEntry]] = {}
         for entry in self._manifest.entries:
@@ -592,12 +595,19 @@ class CheckpointTensors(Mapping[str, "Tensor"]):
                 self._entries.setdefault(entry.name, []).append(entry)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = _read(self._manifest, self._entries[name], headers=self._headers)[name][self._entries[name][0].kind]
-        return tensor
+        import torch
+
+        entry = self._entries[name][0]
+        tensor: Tensor = _read(self._manifest, self._entries[name], headers=self._headers)[name][entry.kind]
+        return tensor.to(getattr(torch, self._dtype_of(entry)))
+
+    def _dtype_of(self, entry: ManifestEntry) -> str:
+        """torch's name of the dtype in which a tensor is given."""
+        return self._dtype if self._dtype is not None and "float" in entry.dtype else entry.dtype
 
     def specs(self) -> list[tuple[str, str, Sequence[int]]]:
         """(name, dtype, shape) of each, for `write_safetensors`; nothing is read for it."""
-        return [(name, entries[0].dtype, entries[0].shape) for name, entries in self._entries.items()]
+        return [(name, self._dtype_of(entries[0]), entries[0].shape) for name, entries in self._entries.items()]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
