@@ -124,10 +124,10 @@ def train(job):
                 places = range(step * batch + microbatch * batch // m, step * batch + (microbatch + 1) * batch // m)
                 where = [divmod(place, len(data)) for place in places]
                 samples = [sample(data, seed, epoch, order(epoch)[entry]) for epoch, entry in where]
-                batch = collate(samples, seed, step, microbatch) if collate else samples[0]
-                if not isinstance(batch, tuple) or len(batch) != 2:
+                fields = collate(samples, seed, step, microbatch) if collate else samples[0]
+                if not isinstance(fields, tuple) or len(fields) != 2:
                     refuse("a sample or batch is no pair (x, y)", "let data set and collate return pairs of tensors")
-                x, y = batch if collate else (torch.stack(field) for field in zip(*samples, strict=True))
+                x, y = fields if collate else (torch.stack(field) for field in zip(*samples, strict=True))
                 with computing_in(job.get("precision")):
                     found = loss_of(model(x), y)
                 if not isinstance(found, tuple):
