@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from raypar.errors import ClusterError, ConfigError
 from raypar.files.find_writing_process import find_writing_process
@@ -25,16 +25,20 @@ from raypar.storage.storage_uri import StorageUri
 if TYPE_CHECKING:
     from raypar.storage.run_lease import LeaseStore
 
-POLL_LOCAL_S = 0.2
-"""How often the run's lock is looked at."""
-SAY_LOCAL_S = 2.0
-"""Time between two lines about the wait for a run of this machine."""
-POLL_STORAGE_S = 1.0
-"""Time between two reads of the lease."""
-SAY_STORAGE_S = 5.0
-"""Time between two lines about the wait for a run on storage."""
-POLL_JOB_S, SAY_JOB_S = 0.3, 2.0
-"""How often a submitted job that was asked to stop is looked at, and how often a line says so."""
+T = TypeVar("T")
+
+
+class WaitTimes(NamedTuple):
+    """How often a wait for the end of a run looks at it and speaks."""
+
+    poll_s: float
+    """Time from one look to the next."""
+    say_s: float
+    """Time from one line to the next."""
+
+
+LOCAL, STORAGE, JOB = WaitTimes(0.2, 2.0), WaitTimes(1.0, 5.0), WaitTimes(0.3, 2.0)
+"""For a run of this machine, whose lock is looked at; on storage, whose lease is read; for a submitted job."""
 
 
 def stop_local_run(folder: RunFolder, wait_s: float, say: Callable[[str], None]) -> bool:
@@ -58,18 +62,14 @@ def stop_local_run(folder: RunFolder, wait_s: float, say: Callable[[str], None])
         raise ConfigError(
             f"process {pid}, which trains in {folder.path}, belongs to somebody else", cure="ask who started it"
         ) from None
-    began_s = told_s = time.monotonic()
-    while folder.is_locked():
-        now = time.monotonic()
-        if now - began_s > wait_s:
-            raise ClusterError(
-                f"run {folder.name} (process {pid}) was asked to save and end, and has not within {wait_s:.0f} s",
-                cure=f"`raypar status {folder.path}` says what it does; the same command again ends it at once, without saving",
-            )
-        if now - told_s >= SAY_LOCAL_S:
-            told_s = now
-            say(f"waiting for run {folder.name} (process {pid}) to finish its step and save, for {now - began_s:.0f} s so far")
-        time.sleep(POLL_LOCAL_S)
+
+    def late(_: bool) -> ClusterError:
+        return ClusterError(
+            f"run {folder.name} (process {pid}) was asked to save and end, and has not within {wait_s:.0f} s",
+            cure=f"`raypar status {folder.path}` says what it does; the same command again ends it at once, without saving",
+        )
+
+    _wait_for_end(f"run {folder.name} (process {pid})", folder.is_locked, lambda locked: not locked, late, wait_s, LOCAL, say)
     return True
 
 
@@ -89,20 +89,18 @@ def stop_run_on_storage(uri: StorageUri, wait_s: float, say: Callable[[str], Non
     if held is None:
         return False
     say(f"asked {shorten(held.lease.holder)} to save and end; it reads the request within {RENEW_S:.0f} s")
-    began_s = told_s = time.monotonic()
-    while (found := store.read()) is not None and is_held(found) and found.lease.owner == held.lease.owner:
-        now_s = time.monotonic()
-        if now_s - began_s > wait_s:
-            raise ClusterError(
-                f"run {uri.name} ({shorten(found.lease.holder)}) was asked to save and end, and has not ended within "
-                f"{wait_s:.0f} s",
-                cure=f"`raypar status {shlex.quote(str(uri))}` says what it does; a second Ctrl-C where it was started ends it "
-                "at once, without saving",
-            )
-        if now_s - told_s >= SAY_STORAGE_S:
-            told_s = now_s
-            say(f"waiting for run {uri.name} to finish its step and save, for {now_s - began_s:.0f} s so far")
-        time.sleep(POLL_STORAGE_S)
+
+    def is_over(found: FoundLease | None) -> bool:
+        return found is None or not is_held(found) or found.lease.owner != held.lease.owner
+
+    def late(_: FoundLease | None) -> ClusterError:
+        return ClusterError(
+            f"run {uri.name} ({shorten(held.lease.holder)}) was asked to save and end, and has not ended within {wait_s:.0f} s",
+            cure=f"`raypar status {shlex.quote(str(uri))}` says what it does; a second Ctrl-C where it was started ends it at "
+            "once, without saving",
+        )
+
+    _wait_for_end(f"run {uri.name}", store.read, is_over, late, wait_s, STORAGE, say)
     return True
 
 
@@ -155,19 +153,37 @@ def stop_cluster_job(server: JobServer, job: ClusterJob, wait_s: float, say: Cal
 
 def wait_for_job_end(server: JobServer, submission_id: str, wait_s: float, say: Callable[[str], None]) -> ClusterJob:
     """The job, once it has ended after it was asked to stop. Raises `ClusterError` after `wait_s`."""
+
+    def late(job: ClusterJob) -> ClusterError:
+        return ClusterError(
+            f"job {submission_id} was asked to save and end, and is still {job.state} after {wait_s:.0f} s",
+            cure=f"`raypar logs {submission_id}` says what it does; Ray kills it after RAY_JOB_STOP_WAIT_TIME_S, which "
+            "`raypar submit` sets to 120 unless you have set another",
+        )
+
+    def look() -> ClusterJob:
+        return parse_ray_job_record(server.job(submission_id))
+
+    return _wait_for_end(f"job {submission_id}", look, lambda job: job.over, late, wait_s, JOB, say)
+
+
+def _wait_for_end(
+    what: str,
+    look: Callable[[], T],
+    is_over: Callable[[T], bool],
+    late: Callable[[T], ClusterError],
+    wait_s: float,
+    times: WaitTimes,
+    say: Callable[[str], None],
+) -> T:
+    """What `look` finds of a run that was asked to stop, once it has ended. Raises what `late` makes of it after `wait_s`."""
     began_s = told_s = time.monotonic()
-    while True:
-        job = parse_ray_job_record(server.job(submission_id))
-        waited_s = time.monotonic() - began_s
-        if job.over:
-            return job
-        if waited_s > wait_s:
-            raise ClusterError(
-                f"job {submission_id} was asked to save and end, and is still {job.state} after {wait_s:.0f} s",
-                cure=f"`raypar logs {submission_id}` says what it does; Ray kills it after RAY_JOB_STOP_WAIT_TIME_S, which "
-                "`raypar submit` sets to 120 unless you have set another",
-            )
-        if time.monotonic() - told_s >= SAY_JOB_S:
-            told_s = time.monotonic()
-            say(f"waiting for job {submission_id} to finish its step and save, for {waited_s:.0f} s so far")
-        time.sleep(POLL_JOB_S)
+    while not is_over(found := look()):
+        now_s = time.monotonic()
+        if now_s - began_s > wait_s:
+            raise late(found)
+        if now_s - told_s >= times.say_s:
+            told_s = now_s
+            say(f"waiting for {what} to finish its step and save, for {now_s - began_s:.0f} s so far")
+        time.sleep(times.poll_s)
+    return found
