@@ -556,6 +556,11 @@ def read_content(value: Any, known: Mapping[int, Content] | None = None, most_by
     return _Reader(known or {}, most_bytes).read(value)
 
 
+def is_same_content(one: Content, other: Content) -> bool:
+    """Whether two results of `read_content` are equal; in time that grows with their size, also where values share others."""
+    return _are_equal(one, other, {})
+
+
 def _of_modules(modules: Mapping[int, tuple[str, nn.Module]]) -> dict[int, Content]:
     """`id` of modules, their parameters and buffers -> what stands for them."""
     known: dict[int, Content] = {key: ("module", name) for key, (name, _) in modules.items()}

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 import raypar
 from raypar.actors.step_reports import merge_reports
-from raypar.errors import ConfigError, PlanError
+from raypar.errors import ConfigError, PlanError, StateNotKeptError
 from raypar.job import OptimizerConfig
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece
@@ -111,6 +112,27 @@ def test_state_goes_by_name_and_survives_another_grouping_of_layers():
 class Closing(torch.optim.SGD):
     def step(self, closure):
         return super().step(closure)
+
+
+class SharingLists(torch.optim.SGD):
+    """Keeps a list that holds another twice, which holds another twice, ...: 2 ** 24 ways lead to the last."""
+
+    def __init__(self, params, **more):
+        super().__init__(params, **more)
+        self.last = self.kept = [0]
+        for _ in range(24):
+            self.kept = [self.kept, self.kept]
+
+
+def test_lists_of_an_optimizer_that_share_others_are_compared_once():
+    named = parameters()
+    optimizer = build_optimizer(spec(SharingLists, lr=0.1), named)
+    start = time.process_time()
+    assert read_optimizer_state(optimizer).attributes == {}
+    assert time.process_time() - start < 0.5
+    optimizer.last[0] = 7
+    with pytest.raises(StateNotKeptError, match="'(kept|last)', an attribute of the optimizer, which a step has changed"):
+        read_optimizer_state(optimizer)
 
 
 @pytest.mark.parametrize(

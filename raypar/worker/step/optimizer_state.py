@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import CheckpointError, RayparError, StateNotKeptError, with_article
-from raypar.model.python_state import Content, PythonState, read_content
+from raypar.model.python_state import Content, PythonState, is_same_content, read_content
 from raypar.worker.checkpoint.manifest import ALL_PARAMETERS, DTYPES
 from raypar.worker.checkpoint.safetensors_header import MAX_ELEMENTS
 from raypar.worker.checkpoint.state_key import ATTRIBUTE, GROUP, NOT_KEPT, OPTIMIZER, StateKey, why_unusable_name
@@ -87,7 +87,7 @@ class OptimizerState:
                 mine = found[place[1]]
                 theirs, other = shared.setdefault(place, mine), first.setdefault(place, name)
                 for entry in sorted({*mine, *theirs}):
-                    if read_content(mine.get(entry)) != read_content(theirs.get(entry)):
+                    if not is_same_content(read_content(mine.get(entry)), read_content(theirs.get(entry))):
                         raise RayparError(
                             f"{other} and {name} come with unequal {entry!r}, which they share: "
                             f"{theirs.get(entry)} and {mine.get(entry)}",
@@ -104,9 +104,9 @@ class ValuesWhenMade:
     What a step has changed since is saved and moved as state; all else a new optimizer has again.
     """
 
-    groups: tuple[Mapping[str, object], ...]
+    groups: tuple[Mapping[str, Content], ...]
     """Of each group: key -> what it held."""
-    attributes: Mapping[str, object]
+    attributes: Mapping[str, Content]
     """Name -> what it held."""
 
     @staticmethod
@@ -187,7 +187,7 @@ def copied(state: OptimizerState) -> OptimizerState:
 
 
 def _changed(
-    now: Iterable[tuple[str, Any]], given: Mapping[str, object], known: Mapping[int, Content], what: str
+    now: Iterable[tuple[str, Any]], given: Mapping[str, Content], known: Mapping[int, Content], what: str
 ) -> dict[str, Value]:
     """The values that hold something else than those given. Raises `StateNotKeptError` for what cannot be kept."""
     found: dict[str, Value] = {}
@@ -195,7 +195,7 @@ def _changed(
     for name in given.keys() - present.keys():
         raise _cannot_keep(f"{name!r}{what}", "removed")
     for name, value in present.items():
-        if name in given and read_content(value, known, SHARED_BYTES) == given[name]:
+        if name in given and is_same_content(read_content(value, known, SHARED_BYTES), given[name]):
             continue
         why = why_unusable_name(name) or why_not_kept(value)
         if why is None and isinstance(value, Tensor) and value.nbytes > SHARED_BYTES:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import CheckpointError, ConfigError, RayparError, UserCodeError
 from raypar.job import OptimizerConfig
-from raypar.model.python_state import read_content
+from raypar.model.python_state import is_same_content, read_content
 from raypar.model.random_state import RandomState
 from raypar.plan.seeds import seed_of
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
@@ -203,5 +203,5 @@ def _shown(value: object) -> str:
 def _same(a: object, b: object) -> bool:
     """Whether two tensors of one dtype have equal numbers, NaN too, or two other values are the same."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return bool(read_content(a) == read_content(b))
+        return is_same_content(read_content(a), read_content(b))
     return a.dtype == b.dtype and a.shape == b.shape and same_bits(a, b)
