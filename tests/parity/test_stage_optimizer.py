@@ -131,7 +131,7 @@ def test_lists_of_an_optimizer_that_share_others_are_compared_once():
     assert read_optimizer_state(optimizer).attributes == {}
     assert time.process_time() - start < 0.5
     optimizer.last[0] = 7
-    with pytest.raises(StateNotKeptError, match="'(kept|last)', an attribute of the optimizer, which a step has changed"):
+    with pytest.raises(StateNotKeptError, match=r"'(kept|last)', an attribute of the optimizer, which a step has changed"):
         read_optimizer_state(optimizer)
 
 
