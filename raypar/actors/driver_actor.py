@@ -28,7 +28,7 @@ from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.members_file_text import MembersFileText
-from raypar.actors.membership_actions import MembershipActions
+from raypar.actors.membership_actions import KernelOomKills, MembershipActions
 from raypar.actors.messages import RunRequest, pickle_error_for_client
 from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.metrics_publishing_loop import MetricsPublishingLoop
@@ -221,7 +221,8 @@ class DriverActor:
         self.steps = StepActions(
             machine, calls, reports, journal, recorder, side_effects, tasks, feed, generations, request.traced_steps
         )
-        self.members = MembershipActions(request, pool, registry, journal, calls, side_effects, tasks)
+        memory_kills = KernelOomKills() if request.on_one_machine else None
+        self.members = MembershipActions(request, pool, registry, journal, calls, side_effects, tasks, memory_kills)
         self.shutdown = DriverShutdown(
             machine,
             journal,
@@ -345,8 +346,7 @@ class DriverActor:
             while self.machine.phase is not Phase.OVER:
                 posted = await self.queue.get()
                 event = await posted if isinstance(posted, asyncio.Future) else posted
-                if isinstance(event, on.CallFailed):
-                    self.members.note_failure(event)
+                self.members.note_event(event)
                 for decision in self.machine.handle(event, time.monotonic()):
                     self.actions[type(decision.action)](decision.action, decision.reason)
                 self._write_members_file()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -68,8 +68,8 @@ class MembershipActions:
     """Shows events and writes them to events.jsonl."""
     tasks: BackgroundTasks
     """Work beside the event loop."""
-    memory_kills: KernelOomKills = field(default_factory=KernelOomKills)
-    """Processes that the kernel has ended because memory is short."""
+    memory_kills: KernelOomKills | None
+    """Processes that the kernel has ended because memory is short; None if not all workers are on this machine."""
 
     def start_workers(self, action: do.StartWorkers, reason: str) -> None:
         """Start further workers under numbers which no other workers ever get."""
@@ -124,9 +124,9 @@ class MembershipActions:
         )
         self.side_effects.note(event)
 
-    def note_failure(self, event: on.CallFailed) -> None:
-        """Report the worker whose death has failed a call, and remove what is left of it."""
-        if event.kind == "lost" and event.worker is not None:
+    def note_event(self, event: on.RunEvent) -> None:
+        """Report the worker whose death has failed a call, if that is the event, and remove what is left of it."""
+        if isinstance(event, on.CallFailed) and event.kind == "lost" and event.worker is not None:
             self._report_lost_worker(event.worker, error_first_line(event.error), isinstance(event.error, NodeLost))
             self._look_for_memory_kills()
 
@@ -146,7 +146,7 @@ class MembershipActions:
 
         Its memory would be taken from those that still live, of which one may have the last copy of some state.
         """
-        if not self.request.on_one_machine or not (killed := self.memory_kills.new()):
+        if self.memory_kills is None or not (killed := self.memory_kills.new()):
             return
         self.registry.avoid_nodes({*self.registry.node_of_worker.values(), ray.get_runtime_context().get_node_id()})
         processes = "a process" if killed == 1 else f"{killed} processes"

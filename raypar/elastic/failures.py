@@ -13,9 +13,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from raypar.elastic.actions import AbortGroups, ClaimGeneration
+from raypar.elastic.actions import AbortGroups, ClaimGeneration, ReportFirstStepAfterRecovery
 from raypar.elastic.desired_capacity import retry_pause_s
-from raypar.elastic.events import CallFailed, FailureKind
+from raypar.elastic.events import CallFailed, FailureKind, Tick
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RecoveryState, RunState
 from raypar.elastic.state_sources import find_only_holders
@@ -180,6 +180,17 @@ def begin_recovery(m: RunState, why: str, *, counts: bool = True, symptom: bool 
     return Phase.CLAIMING
 
 
+def end_recovery(m: RunState, step: int) -> None:
+    """If `step` is the first committed step after a recovery, report it: the failures before it are settled."""
+    p, health, now_s = m.progress, m.health, m.timer.now_s
+    if health.disturbed_at_s is None:
+        return
+    since_s = health.disturbed_at_s if p.last_commit_s is None else p.last_commit_s
+    m.decide(ReportFirstStepAfterRecovery(step, now_s - since_s, max(0, p.journalled - step)), "training goes on")
+    health.disturbed_at_s = None
+    health.failures.clear()
+
+
 def claim_generation(m: RunState) -> None:
     """Ask the journal whether this driver may go on with the next generation."""
     m.timer.limit(m.policy.claim_s)
@@ -256,3 +267,40 @@ def tear_down(m: RunState) -> None:
     m.health.silent_since_s.clear()
     assert m.ending is not None, "a rule led to OVER without `end_run`"
     m.decide(m.ending, m.ending.why)
+
+
+# -- the rules ----------------------------------------------------------------------------------------------------------------
+
+
+def handle_failure(m: RunState, event: CallFailed) -> Phase | None:
+    """Recover without the worker in an elastic run, if only to save after Ctrl-C; errors of user code or raypar end it."""
+    return recover_from_failure(m, event) if can_recover(m, event) else fail_run(m, event)
+
+
+def fail_run_while_aborting(m: RunState, event: CallFailed) -> Phase | None:
+    """Fail the run, which is being interrupted: there is no time for a recovery."""
+    return fail_run(m, event)
+
+
+def handle_failure_at_end(m: RunState, event: CallFailed) -> Phase | None:
+    """Recover from a failure after the last step, or fail the run once a checkpoint that is being written is complete.
+
+    A worker that dies then loses only its share of the checkpoint; if others hold that state, they write it again.
+    """
+    if can_recover(m, event):
+        return recover_from_failure(m, event)
+    if m.progress.saving is None or event.kind == "user":
+        return fail_run(m, event)
+    m.health.failures.append(event)
+    return Phase.FAILING
+
+
+def note_further_failure(m: RunState, event: CallFailed) -> Phase | None:
+    """Record a further failure: a consequence of the first one, or its cause."""
+    m.health.failures.append(event)
+    return end_run_once_cause_is_known(m)
+
+
+def check_failure_deadline(m: RunState, event: Tick) -> Phase | None:
+    """End the run with the failures so far if no other cause has shown up in time."""
+    return end_run_once_cause_is_known(m)

@@ -151,10 +151,8 @@ def start_generation(m: RunState, order: AdoptPlan) -> Phase:
     trained = who.members
     who.plan, who.members = order.plan, order.members
     who.had_seat.update(trained, order.members)
-    warn_of_changed_shard_counts(m, order)
     who.spares = (who.spares | set(m.recovery.statuses)) - set(who.members) - who.leaving - who.gone
     p.issued = p.committed = order.done
-    m.mirror.begin()
     m.trust.doubt, m.health.waited_s = "", 0.0
     m.trust.tainted -= set(who.members)
     m.planned.reason = m.planned.plan = None
@@ -164,7 +162,7 @@ def start_generation(m: RunState, order: AdoptPlan) -> Phase:
     m.planned.ask_at_s = m.timer.now_s if who.spares else None
     m.planned.declined_at_s = None
     m.hiring.useful = m.hiring.useful if m.hiring.useful_is_final else None
-    _dismiss_leaving_workers(m, trained)
+    begin_generation(m, trained)
     if stopping.request is not None and (stopping.stop_step is None or stopping.interrupted):
         stopping.stop_step = max(p.committed, p.emitted)
     if m.recovery.not_kept:  # no step can be made from here; after a roll-back the weights are older than what people saw
@@ -173,8 +171,18 @@ def start_generation(m: RunState, order: AdoptPlan) -> Phase:
     if stopping.abandon_at_s is not None and p.committed < p.emitted:
         return end_run_between_generations(m)  # emitted steps would have to be replayed before the state can be saved
     stopping.abandon_at_s = None
-    begin_straggler_watch(m)
     return Phase.RUNNING
+
+
+def begin_generation(m: RunState, trained: tuple[int, ...] = ()) -> None:
+    """Begin what each generation begins anew, also the first: mirror, comparison of speeds, numbers of shards, who leaves.
+
+    `trained`: the members of the former generation.
+    """
+    m.mirror.begin()
+    warn_of_changed_shard_counts(m)
+    _dismiss_leaving_workers(m, trained)
+    begin_straggler_watch(m)
 
 
 def _dismiss_leaving_workers(m: RunState, trained: tuple[int, ...]) -> None:
@@ -192,12 +200,13 @@ def _dismiss_leaving_workers(m: RunState, trained: tuple[int, ...]) -> None:
             mark_worker_lost(m, worker)
 
 
-def warn_of_changed_shard_counts(m: RunState, order: AdoptPlan) -> None:
+def warn_of_changed_shard_counts(m: RunState) -> None:
     """Warn about replayed steps whose shard count changed; their losses may differ from those already reported."""
-    others = m.replay.begin(order.done, order.plan.shards_by_layer, m.progress.journalled)
+    plan, done = m.membership.plan, m.progress.committed
+    others = m.replay.begin(done, plan.shards_by_layer, m.progress.journalled) if plan is not None else ()
     if others:
         doubted = m.trust.doubted_steps
-        m.trust.doubted_steps = range(min(doubted.start, others.start), others.stop) if doubted.stop > order.done else others
+        m.trust.doubted_steps = range(min(doubted.start, others.start), others.stop) if doubted.stop > done else others
         text = f"steps {others.start + 1} to {others.stop} are executed again with other shards: losses may differ a little"
         m.decide(WarnUser(text), "a sum's order depends on the number of shards")
 

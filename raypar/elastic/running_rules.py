@@ -30,21 +30,15 @@ from raypar.elastic.events import (
     ValidationReported,
     WorkersReady,
 )
-from raypar.elastic.failures import (
-    begin_recovery,
-    can_recover,
-    end_run_once_cause_is_known,
-    fail_run,
-    recover_from_failure,
-)
+from raypar.elastic.failures import begin_recovery, end_run_once_cause_is_known, fail_run, recover_from_failure
 from raypar.elastic.membership_rules import (
     ask_for_larger_plan,
-    begin_straggler_watch,
     check_stragglers,
     give_up_larger_plan,
     seat_on_demand_workers,
 )
 from raypar.elastic.phases import Phase, UnexpectedEvent
+from raypar.elastic.plan_rules import begin_generation
 from raypar.elastic.replica_digests import compare_replica_digests, end_run_after_too_many_doubts
 from raypar.elastic.run_state import RunState
 from raypar.elastic.silent_worker_rules import check_silent_worker_wait, waits_for_silent_workers
@@ -83,9 +77,7 @@ def note_first_workers(m: RunState, event: FirstWorkersPlaced) -> None:
 
 def start_training(m: RunState, event: WorkersReady) -> Phase:
     """Issue the first steps, or end at once when nothing is left to do."""
-    for worker in sorted(m.membership.leaving):
-        m.planned.reason = f"worker {worker} leaves"
-    begin_straggler_watch(m)
+    begin_generation(m)
     return Phase.RUNNING
 
 
@@ -323,43 +315,6 @@ def stop_after_save_or_validation(m: RunState, event: StopRequested) -> None:
         stopping.request = event
         if event.interrupt and m.phase is Phase.VALIDATING:
             m.timer.limit(event.grace_s)
-
-
-# -- failures ----------------------------------------------------------------------------------------------------------------
-
-
-def handle_failure(m: RunState, event: CallFailed) -> Phase | None:
-    """Recover without the worker in an elastic run, if only to save after Ctrl-C; errors of user code or raypar end it."""
-    return recover_from_failure(m, event) if can_recover(m, event) else fail_run(m, event)
-
-
-def fail_run_while_aborting(m: RunState, event: CallFailed) -> Phase | None:
-    """Fail the run, which is being interrupted: there is no time for a recovery."""
-    return fail_run(m, event)
-
-
-def handle_failure_at_end(m: RunState, event: CallFailed) -> Phase | None:
-    """Recover from a failure after the last step, or fail the run once a checkpoint that is being written is complete.
-
-    A worker that dies then loses only its share of the checkpoint; if others hold that state, they write it again.
-    """
-    if can_recover(m, event):
-        return recover_from_failure(m, event)
-    if m.progress.saving is None or event.kind == "user":
-        return fail_run(m, event)
-    m.health.failures.append(event)
-    return Phase.FAILING
-
-
-def note_further_failure(m: RunState, event: CallFailed) -> Phase | None:
-    """Record a further failure: a consequence of the first one, or its cause."""
-    m.health.failures.append(event)
-    return end_run_once_cause_is_known(m)
-
-
-def check_failure_deadline(m: RunState, event: Tick) -> Phase | None:
-    """End the run with the failures so far if no other cause has shown up in time."""
-    return end_run_once_cause_is_known(m)
 
 
 # -- aborted steps -----------------------------------------------------------------------------------------------------------

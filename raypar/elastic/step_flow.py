@@ -11,7 +11,6 @@ from collections import deque
 
 from raypar.elastic.actions import (
     CompareReplayedStep,
-    ReportFirstStepAfterRecovery,
     RunStep,
     StartCheckpoint,
     Validate,
@@ -19,7 +18,7 @@ from raypar.elastic.actions import (
     WriteJournal,
 )
 from raypar.elastic.events import StepEmitted, StopRequested
-from raypar.elastic.failures import begin_recovery, is_caused_by_worker_loss
+from raypar.elastic.failures import begin_recovery, end_recovery, is_caused_by_worker_loss
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.run_state import Due, RunState
 from raypar.elastic.worker_hiring import start_missing_workers
@@ -239,11 +238,7 @@ def commit_step(m: RunState, step: int) -> None:
         health.deaths.clear()
         health.next_step_least_limit_s = 0.0
     m.timer.since_s, health.slow_sample_from_s = now_s, None
-    if health.disturbed_at_s is not None:
-        since_s = health.disturbed_at_s if p.last_commit_s is None else p.last_commit_s
-        m.decide(ReportFirstStepAfterRecovery(step, now_s - since_s, max(0, p.journalled - step)), "training goes on")
-        health.disturbed_at_s = None
-        health.failures.clear()
+    end_recovery(m, step)
     p.last_commit_s = now_s
     start_missing_workers(m)
     if step < p.journalled:

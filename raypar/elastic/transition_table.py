@@ -113,7 +113,7 @@ ROWS: tuple[TransitionRow, ...] = (
         WorkersReady, [P.STARTING], running_rules.start_training, [P.RUNNING, P.FLUSHING, P.SAVING, P.CLAIMING, P.OVER]
     ),
     make_transition_row(DriverFailover, [P.STARTING], recovery_rules.take_over_run, [P.CLAIMING]),
-    make_transition_row(CallFailed, [P.STARTING], running_rules.handle_failure, [P.CLAIMING, P.FAILING, P.OVER]),
+    make_transition_row(CallFailed, [P.STARTING], failures.handle_failure, [P.CLAIMING, P.FAILING, P.OVER]),
     make_transition_row(StopRequested, [P.STARTING], running_rules.stop_before_start, [P.OVER]),
     make_transition_row(DrainRequested, [P.STARTING], membership_rules.drain_before_start),
     make_transition_row(Tick, [P.STARTING], running_rules.check_silent_workers_at_start, [P.OVER]),
@@ -131,7 +131,7 @@ ROWS: tuple[TransitionRow, ...] = (
         [P.RUNNING, P.VALIDATING, P.SAVING, P.ENDING, P.CLAIMING, P.OVER],
     ),
     make_transition_row(
-        CallFailed, [*TRAINING, P.VALIDATING, P.SAVING], running_rules.handle_failure, [P.CLAIMING, P.FAILING, P.OVER]
+        CallFailed, [*TRAINING, P.VALIDATING, P.SAVING], failures.handle_failure, [P.CLAIMING, P.FAILING, P.OVER]
     ),
     make_transition_row(StacksReported, TRAINING, running_rules.fail_run_on_hung_workers, [P.FAILING, P.OVER]),
     make_transition_row(StopRequested, TRAINING, running_rules.stop_after_open_steps, [P.FLUSHING]),
@@ -161,7 +161,7 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(CheckpointFailed, [P.ENDING], running_rules.report_failed_checkpoint, [P.CLAIMING, P.OVER]),
     make_transition_row(CheckpointFailed, [P.FAILING], running_rules.report_failed_checkpoint, [P.OVER]),
     make_transition_row(StopRequested, [P.VALIDATING, P.SAVING, P.ENDING], running_rules.stop_after_save_or_validation),
-    make_transition_row(CallFailed, [P.ENDING], running_rules.handle_failure_at_end, [P.CLAIMING, P.FAILING, P.OVER]),
+    make_transition_row(CallFailed, [P.ENDING], failures.handle_failure_at_end, [P.CLAIMING, P.FAILING, P.OVER]),
     make_transition_row(
         Tick, [P.VALIDATING], running_rules.check_save_or_validation_deadline, [P.ABORTING, P.CLAIMING, P.FAILING, P.OVER]
     ),
@@ -174,10 +174,10 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(
         StepEmitted, [P.ABORTING], running_rules.count_emitted_step_while_aborting, [P.SAVING, P.ENDING, P.OVER]
     ),
-    make_transition_row(CallFailed, [P.ABORTING], running_rules.fail_run_while_aborting, [P.FAILING, P.OVER]),
+    make_transition_row(CallFailed, [P.ABORTING], failures.fail_run_while_aborting, [P.FAILING, P.OVER]),
     make_transition_row(Tick, [P.ABORTING], running_rules.check_abort_deadline, [P.CLAIMING, P.OVER]),
-    make_transition_row(CallFailed, [P.FAILING], running_rules.note_further_failure, [P.OVER]),
-    make_transition_row(Tick, [P.FAILING], running_rules.check_failure_deadline, [P.OVER]),
+    make_transition_row(CallFailed, [P.FAILING], failures.note_further_failure, [P.OVER]),
+    make_transition_row(Tick, [P.FAILING], failures.check_failure_deadline, [P.OVER]),
     # From one generation to the next.
     make_transition_row(GenerationClaimed, [P.CLAIMING], recovery_rules.handle_claim, [P.STANDING, P.WAITING, P.OVER]),
     make_transition_row(WorkerStatusReported, [P.STANDING], recovery_rules.count_worker_status, [P.SETTLING, *PLANNED]),

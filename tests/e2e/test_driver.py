@@ -252,13 +252,12 @@ def test_after_the_kernel_has_ended_workers_for_lack_of_memory_none_is_started_f
     told, nodes = [], set()
     members = make_with(
         membership_actions.MembershipActions,
-        memory_kills=SimpleNamespace(new=lambda: killed),
-        request=SimpleNamespace(on_one_machine=on_one_machine),
+        memory_kills=SimpleNamespace(new=lambda: killed) if on_one_machine else None,
         registry=SimpleNamespace(node_of_worker={1: "other"}, avoid_nodes=nodes.update),
         side_effects=SimpleNamespace(note=lambda event: told.append(event.text)),
         pool=SimpleNamespace(workers={}),
     )
-    members.note_failure(CallFailed("lost", WorkerLost("gone"), 1))
+    members.note_event(CallFailed("lost", WorkerLost("gone"), 1))
     assert nodes == avoided
     assert [text.splitlines()[0] for text in told] == [
         "the kernel has ended 2 processes of this machine because memory is short: no worker is started for 90 s or more"

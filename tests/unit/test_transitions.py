@@ -11,7 +11,7 @@ from helpers.transitions import declared_transitions, record_transitions
 from test_recovery_rules import WHOLE, do, layout, lost
 from test_run_machine import World as RandomWorld
 
-from raypar.elastic import membership_rules, plan_rules, recovery_rules, running_rules, silent_worker_rules
+from raypar.elastic import failures, membership_rules, plan_rules, recovery_rules, running_rules, silent_worker_rules
 from raypar.elastic.events import (
     AllWorkersCopiedState,
     CallFailed,
@@ -564,7 +564,7 @@ def calls(function):
 
 def test_no_rule_calls_another_rule_and_none_starts_the_work_of_a_phase():
     """A rule returns the next phase; what that phase begins with is the table's. Steps are issued within a phase too."""
-    modules = (membership_rules, plan_rules, recovery_rules, running_rules, silent_worker_rules)
+    modules = (failures, membership_rules, plan_rules, recovery_rules, running_rules, silent_worker_rules)
     rules = {row.rule: next(vars(module)[row.rule] for module in modules if row.rule in vars(module)) for row in ROWS}
     works = {work.__name__: work for work in ON_ENTER.values()}
     tails = (rules.keys() | works.keys()) - {"issue_steps"}
