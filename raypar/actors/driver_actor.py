@@ -212,11 +212,24 @@ class DriverActor:
         pool, registry, recorder, side_effects = self.pool, self.registry, self.recorder, self.side_effects
         failures, calls, tasks, feed = self.failures, self.calls, self.tasks, self.feed
         reports = StepReports(machine, plans)
-        self.startup = DriverStartup(
-            request, machine, journal, plans, pool, registry, recorder, side_effects, reports, failures, calls, tasks, feed
-        )
         generations = GenerationChange(
             request, machine, journal, plans, pool, registry, recorder, side_effects, reports, failures, calls, tasks
+        )
+        self.startup = DriverStartup(
+            request,
+            machine,
+            journal,
+            plans,
+            pool,
+            registry,
+            recorder,
+            side_effects,
+            reports,
+            failures,
+            calls,
+            generations,
+            tasks,
+            feed,
         )
         self.steps = StepActions(
             machine, calls, reports, journal, recorder, side_effects, tasks, feed, generations, request.traced_steps

@@ -17,6 +17,7 @@ from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.cluster_info import NodeResources, list_live_node_resources, memory_per_worker
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.first_placement import FirstPlacement, make_groups
+from raypar.actors.generation_change import GenerationChange
 from raypar.actors.messages import CallFailure, RunRequest, WorkerHello
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.run_recorder import RunRecorder
@@ -27,17 +28,15 @@ from raypar.actors.worker_calls import WorkerCalls
 from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_pool import WorkerPool, remove_leftover_placement_groups
 from raypar.actors.worker_registry import WorkerRegistry
+from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.desired_capacity import StartLimits, least_workers_at_start
-from raypar.elastic.mirror import assign_buddies
 from raypar.elastic.placement_constraints import match_labels
 from raypar.elastic.replica_digests import InitialDigestCheck
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.seating import WorkerPlaces, spread_replicas_over_nodes
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
-from raypar.plan.ownership import same_state_keys
-from raypar.plan.pieces import AdoptPlanCommand
 from raypar.plan.wording import count_noun, format_worker_numbers
 from raypar.record.events import DriverLoss, Note, RunStart, RunWarning, StagesBuilt, Wait
 from raypar.schedule.program_assignment import ProgramAssignment
@@ -72,6 +71,8 @@ class DriverStartup:
     """Makes the events about workers that have failed."""
     calls: WorkerCalls
     """Calls to workers, whose answers become events."""
+    generations: GenerationChange
+    """Has workers adopt their parts of a plan."""
     tasks: BackgroundTasks
     """Work beside the event loop."""
     feed: EventFeed
@@ -106,22 +107,9 @@ class DriverStartup:
         await asyncio.to_thread(self.journal.record, MembershipRecord(1, plan, members, schedule))
         if len(hellos) < plan.world:
             return None
-        addresses = [hellos[number].address for number in members]
-        deadline_s, done = request.start_deadline_s, request.policy.steps_before_run
-        ranks = {number: rank for rank, number in enumerate(members)}
-        keepers = assign_buddies([nodes[number] for number in members], same_state_keys(self.machine.held_pieces(plan)))
-        assignments = await asyncio.to_thread(self._assignments, plan)
-
-        def part(rank: int) -> bytes:
-            begins = request.resume is None
-            command = AdoptPlanCommand(assignments[rank], ranks, done, (), request.resume, begins, mirror_keepers=keepers)
-            return pickle.dumps(command)
-
-        described = await self._everybody(
-            members,
-            lambda number, w: w.adopt.remote(1, part(ranks[number]), plan.coordinate(ranks[number]), addresses, deadline_s),
-            "build its stages",
-        )
+        order = do.AdoptPlan(1, plan, members, (), request.policy.steps_before_run, (), from_checkpoint=True)
+        adopt = self.generations.make_adopt_call(order, await asyncio.to_thread(self._assignments, plan))
+        described = await self._everybody(members, adopt, "build its stages")
         if len(described) < plan.world:
             return None
         initial = InitialDigestCheck()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raypar.actors import membership_event_text
+from raypar.actors.actor_handles import PendingAnswer, WorkerHandle
 from raypar.actors.background_tasks import BackgroundTasks
-from raypar.actors.messages import RunRequest
+from raypar.actors.messages import CallFailure, RunRequest
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
@@ -31,6 +33,7 @@ from raypar.plan import ParallelPlan
 from raypar.plan.ownership import same_state_keys
 from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand
 from raypar.record.events import GenerationStart, Recovery
+from raypar.schedule.program_assignment import ProgramAssignment
 
 
 @dataclass
@@ -150,15 +153,10 @@ class GenerationChange:
             if number not in self.pool.workers:
                 self.failures.post("lost", WorkerLost(f"worker {number} is gone"), number)
                 return
-        ranks = {number: rank for rank, number in enumerate(workers)}
-        addresses = [self.registry.hellos[number].address for number in workers]
-        nodes = [self.registry.hellos[number].node for number in order.members]
-        keepers = assign_buddies(nodes, same_state_keys(self.machine.held_pieces(plan)))
-        load = None
-        if order.from_checkpoint and order.done:
-            load = str(self.recorder.last_checkpoint or request.resume)
         self.last_order = order
-        self.side_effects.aside(self.recorder.note_generation, plan, [node[:8] for node in nodes])
+        self.side_effects.aside(
+            self.recorder.note_generation, plan, [self.registry.hellos[number].node[:8] for number in order.members]
+        )
         text = (
             f"generation {order.generation}: {membership_event_text.describe_generation(order)}; {plain_failure_text(reason)}"
         )
@@ -174,7 +172,29 @@ class GenerationChange:
                 else on.PlanAdopted(number, order.generation, not_kept)
             )
 
-        for rank, number in enumerate(workers):
+        call = self.make_adopt_call(order, assignments)
+        for number in workers:
+            self.calls.post_answer(number, order.generation, call(number, self.pool.workers[number]), adopted)
+
+    def make_adopt_call(
+        self, order: do.AdoptPlan, assignments: Sequence[ProgramAssignment]
+    ) -> Callable[[int, WorkerHandle], PendingAnswer[AdoptDescription | CallFailure | None]]:
+        """The call with which a worker adopts its part of `order`: of the first plan of a run, as of any later one.
+
+        `assignments`: by rank. The state is initial, or comes from a checkpoint or from memory (`order.moves`).
+        """
+        request, plan = self.request, order.plan
+        workers = (*order.members, *order.seatless_sources)
+        ranks = {number: rank for rank, number in enumerate(workers)}
+        addresses = [self.registry.hellos[number].address for number in workers]
+        nodes = [self.registry.hellos[number].node for number in order.members]
+        keepers = assign_buddies(nodes, same_state_keys(self.machine.held_pieces(plan)))
+        load = None
+        if order.from_checkpoint and (order.done or request.resume is not None):
+            load = str(self.recorder.last_checkpoint or request.resume)
+
+        def call(number: int, worker: WorkerHandle) -> PendingAnswer[AdoptDescription | CallFailure | None]:
+            rank = ranks[number]
             seated = rank < plan.world
             part = AdoptPlanCommand(
                 assignments[rank] if seated else None,
@@ -182,15 +202,14 @@ class GenerationChange:
                 order.done,
                 order.moves,
                 load,
-                run_begins=order.from_checkpoint and not order.done,
+                run_begins=order.from_checkpoint and load is None,
                 from_mirror=order.from_mirror,
                 mirror_keepers=keepers,
             )
             coordinate = plan.coordinate(rank) if seated else f"worker {number}"
-            ref = self.pool.workers[number].adopt.remote(
-                order.generation, pickle.dumps(part), coordinate, addresses, request.start_deadline_s
-            )
-            self.calls.post_answer(number, order.generation, ref, adopted)
+            return worker.adopt.remote(order.generation, pickle.dumps(part), coordinate, addresses, request.start_deadline_s)
+
+        return call
 
     def report_first_step(self, found: do.ReportFirstStepAfterRecovery, reason: str) -> None:
         """Report the new generation to the user: its first step is committed."""

@@ -53,7 +53,7 @@ class MetricsPublisher:
 
     def _publish(self, telemetry: RunTelemetry, durations: list[float]) -> None:
         """Set Ray's metrics to the present values. Raises what Ray raises."""
-        shown = set()
+        gauges: dict[tuple[str, Labels], float] = {}
         for name, labels, value in telemetry.values(self.job_steps, self.price):
             metric, tags = self._metrics[name], {"run": self.run, **dict(labels)}
             if name.endswith("_total"):
@@ -64,12 +64,11 @@ class MetricsPublisher:
                     metric.inc(value - (before or 0.0), tags=tags)
                 self._given[name, labels] = max(value, before or 0.0)
             else:
-                metric.set(value, tags=tags)
-                if labels:
-                    shown.add((name, labels))
-        for name, labels in self._shown - shown:  # the seat does not exist any more
-            self._metrics[name].set(0.0, tags={"run": self.run, **dict(labels)})
-        self._shown = shown
+                gauges[name, labels] = value
+        before_or_now = {**dict.fromkeys(self._shown, 0.0), **gauges}  # 0 for seats that do not exist any more
+        for (name, labels), value in before_or_now.items():
+            self._metrics[name].set(value, tags={"run": self.run, **dict(labels)})
+        self._shown = {(name, labels) for name, labels in gauges if labels}
         for seconds in durations:
             self._metrics["raypar_step_duration_seconds"].observe(seconds, tags={"run": self.run})
 
