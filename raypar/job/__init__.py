@@ -9,6 +9,7 @@ from raypar.job.function_section import FunctionConfig as FunctionConfig
 from raypar.job.function_section import LossConfig as LossConfig
 from raypar.job.function_section import ModelConfig as ModelConfig
 from raypar.job.function_section import OptimizerConfig as OptimizerConfig
+from raypar.job.function_section import PadConfig as PadConfig
 from raypar.job.function_section import ValidationConfig as ValidationConfig
 from raypar.job.init_from_section import InitFromConfig as InitFromConfig
 from raypar.job.job import CheckpointConfig as CheckpointConfig

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, NonNegativeInt, PlainValidator, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PlainValidator, PositiveInt, field_validator, model_validator
 
 from raypar.errors import ConfigError, with_article
 from raypar.files.untrusted_files import shorten
@@ -130,6 +130,31 @@ class LossConfig(FunctionConfig):
     """`module:name` of the function or class; from Python also the callable itself; or `model`."""
 
 
+class PadConfig(Section):
+    """How samples of unequal length become a batch: dimension 0 of their fields is padded at its end, to the longest of the
+    microbatch, or farther."""
+
+    to: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = ()
+    """Lengths, ascending: a microbatch has the first of them in which its longest sample fits. A longer sample is an error."""
+    multiple: PositiveInt = 1
+    """A microbatch has the next multiple of this number."""
+    fields: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """The fields that are padded; empty: all that have dimensions."""
+    value: dict[str, int | float] = {}
+    """Field -> the number that it is padded with. Without it 0; in the target -100, which cross-entropy leaves out."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> PadConfig:
+        if list(self.to) != sorted(set(self.to)):
+            raise ConfigError(f"pad.to is {list(self.to)}", cure="give lengths that rise: to: [64, 128, 256]")
+        if self.to and self.multiple > 1:
+            raise ConfigError(
+                f"pad has to: {list(self.to)} and multiple: {self.multiple}, and a batch has one length",
+                cure="give one of them",
+            )
+        return self
+
+
 class SamplesConfig(FunctionConfig):
     """A map-style data set, and how its samples become the model's input and the loss's target."""
 
@@ -143,6 +168,8 @@ class SamplesConfig(FunctionConfig):
     collate: FunctionConfig | None = None
     """The function that makes a batch of a list of samples, called once for each microbatch: a `collate_fn`, or a class of such
     objects, as `transformers` has them. None: the values of each field are stacked."""
+    pad: PadConfig | None = None
+    """How fields of unequal length are padded where there is no `collate`; None: they must be of one length."""
     processes: Annotated[NonNegativeInt, Field(le=MAX_WORKERS), WORKERS] = 0
     """Processes of each worker that load samples ahead of the steps, like a `DataLoader`'s `num_workers`; 0: the worker itself
     loads them."""

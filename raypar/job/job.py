@@ -321,18 +321,25 @@ class Job(Section):
         return self.data.target or ("labels" if self.loss.is_loss_of_model else "y")
 
     @property
+    def training_data(self) -> DataConfig:
+        """The data of training, with the name of the target where `data.pad` needs it."""
+        return self.data if self.data.pad is None else self.data.replace(target=self.loss_target_name)
+
+    @property
     def validation_data(self) -> DataConfig:
         """The data of `validation`, which must be given; samples have the fields of `data` and are collated as those, unless it
         says otherwise."""
         own, data = self.validation, self.data
         assert own is not None
+        own_batches = own.collate is not None or own.pad is not None
         return DataConfig.model_construct(
             function=own.function,
             args=own.args,
             names=own.names or data.names,
             input=own.input or data.input,
-            target=own.target or data.target,
-            collate=own.collate or data.collate,
+            target=own.target or self.training_data.target,
+            collate=own.collate if own_batches else data.collate,
+            pad=own.pad if own_batches else data.pad,
             processes=own.processes,
         )
 

@@ -180,7 +180,7 @@ def _words(key: str, annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[
         (item,) = _words(key, args[0])
         yield f"list, each item: {item}" if "section" in item else f"list of {item}"
     elif origin is dict:
-        yield "mapping of text to text" if args[1] is str else "mapping"
+        yield {str: "mapping of text to text", int | float: "mapping of text to number"}.get(args[1], "mapping")
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield _section_in_words(key, annotation)
     elif annotation in (int, float):

@@ -157,7 +157,8 @@ def _alternatives(key: str, annotation: Any, metadata: Sequence[Any] = ()) -> It
     elif origin is tuple:
         yield {"type": "array", "items": _any_of([*_alternatives(key, args[0])])}
     elif origin is dict:
-        yield {"type": "object", "additionalProperties": {"type": "string"}} if args[1] is str else {"type": "object"}
+        kind = {str: {"type": "string"}, int | float: {"type": "number"}}.get(args[1])
+        yield {"type": "object", "additionalProperties": kind} if kind else {"type": "object"}
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield from _section(key, annotation)
     elif annotation in (int, float):

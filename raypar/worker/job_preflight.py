@@ -56,6 +56,7 @@ from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_cast_parameters import check_cast_parameters, line_about_cast_parameters
 from raypar.worker.check_layers_with_numbers import check_layers_with_numbers, check_shards_with_numbers
 from raypar.worker.check_loss import MOST_LOSS_NUMBERS, check_sum_and_count, line_about_mixed_samples, random_output
+from raypar.worker.data.padding import MASKED_LABEL
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.sample_reader import WHERE_FIELDS_ARE_NAMED, SampleReader
 from raypar.worker.data.user_dataset import MapStyleDataset, make_dataset
@@ -143,11 +144,13 @@ def preflight(spec: Job) -> PreflightResult:
 
 def _check_first_microbatch(spec: Job, graph: Graph, dataset: MapStyleDataset) -> tuple[str, ...]:
     """The fields of the first microbatch. Raises `DataError` for a `data.collate` whose result depends on the process."""
-    reader = SampleReader.of(dataset, spec.data, spec.seed)
+    reader = SampleReader.of(dataset, spec.training_data, spec.seed)
     places = SampleOrder.of_job(spec, len(dataset)).ids(0, len(spec.batching.samples(0)))
+    read = tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
+    if reader.padding is not None:
+        reader.padding.check_known_lengths(dataset, len(dataset), read)
     with preserve_random_state():
         if reader.collation is not None:
-            read = tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
             reader.collation.refuse_dependence_on_process(reader.samples(places), [index for _, index in places], (0, 0), read)
         return reader.field_names(places)
 
@@ -193,8 +196,6 @@ def _code_of_class(kind: Callable[..., Any]) -> tuple[Hashable, ...]:
 
 MANY_SAMPLES = 10**7
 """Data sets with more samples are told of `data.shuffle: indexed`."""
-MASKED_LABEL = -100
-"""The label that PyTorch's cross-entropy leaves out, unless it is told another one."""
 
 
 def _notes_about_data(spec: Job, graph: Graph, names: Sequence[str], batch: Mapping[str, Tensor], samples: int) -> list[str]:

@@ -107,7 +107,7 @@ def read_microbatches_of_steps(spec: Job, graph: Graph, places: Sequence[tuple[i
         dataset = make_dataset(spec.data)
     fields = tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
     order = SampleOrder.of_job(spec, len(dataset))
-    loader = MicrobatchLoader(dataset, spec.data, order, spec.batching, seed=spec.seed, fields=fields, guard=guard)
+    loader = MicrobatchLoader(dataset, spec.training_data, order, spec.batching, seed=spec.seed, fields=fields, guard=guard)
     try:
         for step in dict.fromkeys(step for step, _ in places):
             loader.prefetch(step, [microbatch for each, microbatch in places if each == step])

@@ -236,7 +236,7 @@ def module_capture_of_job(spec: Job, guard: CallGuard) -> ModuleCapture:
     def reader() -> SampleReader:
         with guard("the data set function"):
             dataset = make_dataset(spec.data)
-            return SampleReader.of(dataset, spec.data, spec.seed)
+            return SampleReader.of(dataset, spec.training_data, spec.seed)
 
     def positions() -> list[SamplePosition]:
         order = SampleOrder.of_job(spec, len(reader().dataset))

@@ -255,7 +255,7 @@ class WorkerCore:
             Interpreter, rank=self.rank, links=links, stages=self.stages, transport=transport, step_commit=self.step_commit
         )
         self._own_microbatches = self._microbatches(routing)
-        self.loader = self._make_loader(self.spec.data, self.spec.batching, training=True)
+        self.loader = self._make_loader(self.spec.training_data, self.spec.batching, training=True)
         self.step_commit.while_votes_arrive = self._read_ahead
         self.interpreter = build(
             routing=routing, batch_sources=self._batch_sources(self.loader), cost_ms=cost_ms, before_compute=before_compute

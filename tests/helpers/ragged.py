@@ -102,3 +102,27 @@ def next_word(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The sum over words that count, and how many they are."""
     lost = nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")
     return lost, (labels != -100).sum()
+
+
+class Masked(Sentences):
+    """Sentences with a mask, without titles."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        return {"ids": sample["ids"], "mask": [1] * len(sample["ids"]), "labels": sample["labels"]}
+
+
+class Plain(nn.Module):
+    """Layers that shards can divide, and no mask."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, width)) for _ in range(3))
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x).cumsum(1)
+        return self.head(x)

@@ -285,7 +285,18 @@ def samples(data: Any, spec: Job, start: int, stop: int) -> dict[str, Tensor]:
             m for m in range(spec.microbatches) if m * spec.batch_size // spec.microbatches == start % spec.batch_size
         )
         return collated(rows, spec, start // spec.batch_size, microbatch)
+    if spec.data.pad is not None:
+        return {key: padded(spec, key, [list(row[key]) for row in rows]) for key in rows[0]}
     return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
+
+
+def padded(spec: Job, key: str, rows: list[list[int]]) -> Tensor:
+    """Rule 1, `data.pad`: lists of whole numbers."""
+    most = max(map(len, rows))
+    while most not in (spec.data.pad.to or range(spec.data.pad.multiple, 10**6, spec.data.pad.multiple)):
+        most += 1
+    value = spec.data.pad.value.get(key, -100 if key == spec.data.target else 0)
+    return torch.tensor([row + [value] * (most - len(row)) for row in rows])
 
 
 def collated(rows: list[Any], spec: Job, step: int, microbatch: int) -> dict[str, Tensor]:

@@ -33,9 +33,9 @@ batch_size: 8
 microbatches: 4
 model: {function: m:layers}
 loss: {function: m:loss}
-data: {function: m:text, collate: {function: m:collate}}
+data: {function: m:text, collate: {function: m:collate}, pad: {}}
 lr_schedule: {function: m:lr}
-validation: {function: m:text, every: 1, collate: {function: m:collate}}
+validation: {function: m:text, every: 1, collate: {function: m:collate}, pad: {}}
 optimizer: {function: "torch.optim:SGD"}
 plan: {}
 elastic: {}

@@ -13,12 +13,13 @@ import numpy
 import torch
 from torch import Tensor
 
-from raypar.errors import DataError, UserCodeError
+from raypar.errors import ConfigError, DataError, UserCodeError
 from raypar.job import DataConfig
 from raypar.plan.seeds import seed_of
 from raypar.user_code.user_code_errors import error_text, reraise_ctrl_c
 from raypar.worker.data.batch_fields import flatten_fields, top_values, value_at
 from raypar.worker.data.collate import Collation, MicrobatchPlace, make_collation
+from raypar.worker.data.padding import Padding
 from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.user_dataset import MapStyleDataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -60,6 +61,8 @@ class SampleReader:
     """Restores process state that a sample leaves changed, so that the next one does not depend on it."""
     collation: Collation | None = None
     """The job's own collation; None: each field's values are stacked."""
+    padding: Padding | None = None
+    """How values of unequal length are stacked; None: they must be of one length."""
 
     @classmethod
     def of(
@@ -76,8 +79,16 @@ class SampleReader:
 
         Raises as `make_collation` does.
         """
-        collation = make_collation(spec, seed, expected=batch_names, guard=guard)
-        return cls(dataset, spec.names, tuple(fields), seed, guard, collation)
+        collation, padding = make_collation(spec, seed, expected=batch_names, guard=guard), None
+        if spec.pad is not None:
+            if collation is not None:
+                raise ConfigError(
+                    f"data has pad, and collate {collation.label}, which makes batches of its own",
+                    cure="pad in the collate function, or leave one of them out",
+                )
+            assert spec.target is not None, "Job.training_data names it"
+            padding = Padding(spec.pad, spec.target, spec.names)
+        return cls(dataset, spec.names, tuple(fields), seed, guard, collation, padding)
 
     def read(self, places: Sequence[SamplePosition], at: MicrobatchPlace = (0, 0)) -> dict[str, Tensor]:
         """Read samples: field -> [samples, ...], in fresh memory. `at`: the microbatch that they are.
@@ -92,7 +103,7 @@ class SampleReader:
             sample = self._sample(place, seeded=self._seeded)
             for column, name in zip(columns, self.fields, strict=True):
                 column.append(self._tensor(sample, name, place[1]))
-        return {name: self._stack(name, column, places) for name, column in zip(self.fields, columns, strict=True)}
+        return {name: self._batch(name, column, places) for name, column in zip(self.fields, columns, strict=True)}
 
     def samples(self, places: Sequence[SamplePosition]) -> list[object]:
         """The samples at these places, as the data set gives them. Leaves python, numpy and torch seeded by the last one."""
@@ -177,17 +188,25 @@ class SampleReader:
                 cure="return tensors, arrays or numbers",
             ) from error
 
+    def _batch(self, name: str, column: list[Tensor], places: Sequence[SamplePosition]) -> Tensor:
+        if self.padding is not None and self.padding.pads(name, column[0]):
+            return self.padding.stack(name, column, places)
+        return self._stack(name, column, places)
+
     @staticmethod
     def _stack(name: str, column: list[Tensor], places: Sequence[SamplePosition]) -> Tensor:
         kinds = [(tuple(value.shape), value.dtype) for value in column]
         if kinds.count(kinds[0]) != len(kinds):
             usual = Counter(kinds).most_common(1)[0][0]
             odd, (epoch, index) = next((k, p) for k, p in zip(kinds, places, strict=True) if k != usual)
+            cure = "pad or crop samples to one shape, and give every sample the same dtype"
+            if all(k[0][1:] == kinds[0][0][1:] and k[0] and k[1] == kinds[0][1] for k in kinds):
+                cure += "; or let data.pad do it: {multiple: 64}, or a list of lengths: {to: [64, 128, 256]}"
             other = next(p[1] for k, p in zip(kinds, places, strict=True) if k == usual)
             raise DataError(
                 f"sample {index} (epoch {epoch}), field {name!r}: expected shape {usual[0]} {usual[1]} as in sample {other} "
                 f"of the same microbatch, found shape {odd[0]} {odd[1]}",
-                cure="pad or crop samples to one shape, and give every sample the same dtype",
+                cure=cure,
             )
         return torch.stack(column)
 
