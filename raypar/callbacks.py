@@ -96,7 +96,7 @@ class ValidationInfo:
     seconds: float
     """Time of the pass."""
     metrics: Mapping[str, Json] = field(default_factory=dict, repr=False)
-    """All of the pass's metrics."""
+    """All of the pass's metrics: the values above, and those that the job names, as `validation_NAME`."""
 
 
 @dataclass(frozen=True)
@@ -387,8 +387,9 @@ class Tracker(Callback):
         self.log(info.step, _numbers(info.metrics))
 
     def on_validation(self, info: ValidationInfo) -> None:
-        """Send the validation loss only: seconds and count of a validation would mix with those of steps."""
-        self.log(info.step, {"validation_loss": info.validation_loss})
+        """Send the validation loss and the job's metrics: seconds and count of a validation would mix with those of steps."""
+        own = {name: value for name, value in _numbers(info.metrics).items() if name not in ("count", "seconds")}
+        self.log(info.step, {**own, "validation_loss": info.validation_loss})
 
 
 def _numbers(metrics: Mapping[str, Json]) -> dict[str, float]:

@@ -29,6 +29,7 @@ from raypar.launch.start_new_run import train_job_in_new_folder
 from raypar.launch.trainer_arguments import (
     Arguments,
     FunctionArgument,
+    MetricObject,
     SampleSource,
     check_workers,
     defaults_to_auto_plan,
@@ -62,7 +63,7 @@ class Trainer:
     - for how long: steps or epochs, batch_size, microbatches, virtual_replicas, max_time_s, early_stopping, stop_at_step
     - on which workers: plan, schedule, elastic, workers, placement, wait_for_workers_s, address, local_nodes
     - what is kept: name, run_dir, checkpoint, resume_from_checkpoint
-    - what is watched: validation, callbacks, trackers, trace_every, price_per_worker_hour
+    - what is watched: validation, metrics, callbacks, trackers, trace_every, price_per_worker_hour
     - of Ray Train: scaling_config, run_config, checkpoint_config
     A function is given itself, as "module:name" or as (function, {argument: value}); a section of a job file as a dict.
     """
@@ -87,6 +88,7 @@ class Trainer:
         lr_schedule: FunctionArgument | None = None,
         clip_norm: float | None = None,
         validation: FunctionArgument | SampleSource | None = None,
+        metrics: Mapping[str, FunctionArgument | MetricObject] = {},
         plan: Literal["auto"] | Arguments | PlanConfig | ParallelPlan = DEFAULTS["plan"],
         elastic: Arguments | ElasticConfig | bool | None = None,
         placement: Arguments | PlacementConfig = DEFAULTS["placement"],

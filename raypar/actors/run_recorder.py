@@ -36,6 +36,7 @@ from raypar.files.atomic_write import replace_file_atomically
 from raypar.files.json_values import Json
 from raypar.files.os_error_cure import cure_of_os_error
 from raypar.files.redact_secrets import secrets_of_environment, without_certain_secrets
+from raypar.job.metrics_section import VALIDATION
 from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import mean_loss
 from raypar.plan.wording import word_form
@@ -391,16 +392,17 @@ class RunRecorder:
         )
 
     def record_validation(self, done: int, reports: Sequence[Report]) -> str | None:
-        """Write the validation loss and call its callbacks; the reason to stop, if a callback gave one.
+        """Write the validation loss and the job's metrics, and call the callbacks; the reason to stop, if one gave one.
 
         The loss is the sum over the microbatches, in their order, divided by the count.
         """
         losses = {m: pair for report in reports for m, pair in report["losses"].items()}
         loss, count = mean_loss(losses)
         seconds = max(r["seconds"] for r in reports)
-        record = ValidationRecord(step=done, validation_loss=loss, count=count, seconds=seconds)
+        metrics = {VALIDATION + name: value for report in reports for name, value in report.get("metrics", {}).items()}
+        record = ValidationRecord(step=done, validation_loss=loss, count=count, seconds=seconds, more=metrics)
         stop, own = self._call("on_validation", _without_kind(record))
-        record = replace(record, more=own)
+        record = replace(record, more={**metrics, **own})
         if self.journal is not None:
             self.journal.store_validation(done, _finite({"time": time.time(), **_without_kind(record)}))
         self._write(record)

@@ -104,7 +104,7 @@ class EventPrinter:
             case ReplayProgress():
                 self.replay(event)
             case ValidationRecord():
-                self.line(f"step {event.step}: validation loss {event.validation_loss:.4f}")
+                self.line(event.progress_line())
             case EndOfRun():  # the result says it
                 if self.undrawn is not None:
                     self.progress(self.undrawn, last=True)
@@ -212,7 +212,7 @@ class EventPrinter:
         if self.view.faults is not None:
             lines.append(f"survived: {self.view.faults}")
         if validation is not None:
-            lines.append(f"validation loss {validation.validation_loss:.4f}")
+            lines.append(validation.progress_line().partition(": ")[2])
         if result.sample:
             lines += ["sample:", *("    " + line for line in result.sample.splitlines())]
         if result.picture_path:

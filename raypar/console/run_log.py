@@ -106,7 +106,7 @@ class RunLogFormatter:
     def _text(self, event: Event) -> str | None:
         """The text of an event; None if it has no line."""
         if isinstance(event, ValidationRecord):
-            return f"step {event.step}: validation loss {loss_text(event.validation_loss)}"
+            return event.progress_line()
         if not isinstance(event, StepRecord):
             return self.narrator.line(event)
         at = event.time or 0.0

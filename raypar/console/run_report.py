@@ -15,9 +15,10 @@ from raypar.console.run_status import RunStatus, format_loss
 from raypar.draw.line_chart import ChartSeries, line_chart_svg
 from raypar.draw.throughput_chart import throughput_svg
 from raypar.errors import PlanError
+from raypar.files.untrusted_files import shorten
 from raypar.plan import ParallelPlan, StagePlan
 from raypar.plan.wording import count_noun
-from raypar.record.events import EndOfRun, SavedCheckpoint, format_duration, short_node_id
+from raypar.record.events import EndOfRun, SavedCheckpoint, format_duration, format_metric, short_node_id
 from raypar.record.fold import RunView, StepStatistics, peak_sizes
 from raypar.record.story import StoryLine
 from raypar.record.totals import read_totals
@@ -25,6 +26,9 @@ from raypar.record.totals import read_totals
 Line = Mapping[str, Any]
 """A document of a run folder, or a part of one."""
 LOSS_COLOUR, VALIDATION_COLOUR, LARGEST_COLOUR, SMALLEST_COLOUR = "#2B7BBA", "#D9861A", "#7A4FA3", "#2FA584"
+METRIC_COLOURS = ("#2FA584", "#7A4FA3", "#D9861A", "#2B7BBA", "#B3261E")
+MOST_METRICS = 12
+"""How many metrics have a chart and a number in the summary."""
 FIRST_LINES, LAST_LINES = 60, 240
 """How many of the first and of the last lines of a story are told."""
 MOST_WORKERS, MOST_STAGES = 128, 256
@@ -120,6 +124,7 @@ class RunReport:
     survived: str
     """The faults, counted."""
     loss_chart: str
+    metric_charts: tuple[str, ...]
     throughput_chart: str
     memory_chart: str
     swimlane: str
@@ -164,11 +169,12 @@ def build_run_report(status: RunStatus, files: RunFiles, now: float, clean: Call
         made_at=now,
         started_at=view.started_s,
         facts=tuple(
-            replace(fact, value=text(fact.value), note=text(fact.note))
-            for fact in (*summary_facts(status, files, history.between_starts_s), *training_facts(view))
+            replace(fact, name=text(fact.name), value=text(fact.value), note=text(fact.note))
+            for fact in (*summary_facts(status, files, history.between_starts_s), *metric_facts(view), *training_facts(view))
         ),
         survived=view.faults or "",
         loss_chart=draw_loss(view),
+        metric_charts=tuple(clean(chart) for chart in draw_metrics(view)),
         throughput_chart=throughput_svg(replace(history, marks=marks), title="") if view.steps.count else "",
         memory_chart=draw_memory(view),
         swimlane=files.swimlane or "",
@@ -292,6 +298,27 @@ def _loss_facts(view: RunView) -> list[Fact]:
     return facts
 
 
+def metric_facts(view: RunView) -> list[Fact]:
+    """The last value of each metric of validations, and its range."""
+    facts = []
+    for name, one in list(view.metrics.items())[:MOST_METRICS]:
+        note = "no finite value" if one.least is None else f"at step {one.last_step:,}"
+        if one.least is not None and one.largest is not None and one.least[0] != one.largest[0]:
+            note = (
+                f"least {format_metric(one.least[0])} at step {one.least[1]:,}, "
+                f"largest {format_metric(one.largest[0])} at step {one.largest[1]:,}"
+            )
+        tone = "" if math.isfinite(one.last) else "warn"
+        facts.append(Fact(metric_title(name), format_metric(one.last), note, tone))
+    return facts
+
+
+def metric_title(name: str) -> str:
+    """A metric's name as people read it: `accuracy (validation)`."""
+    short = name.removeprefix("validation_")
+    return f"{shorten(short, 60)} (validation)" if short != name else shorten(name, 60)
+
+
 def format_seconds(seconds: float) -> str:
     """A short time as text: `103 ms`, `2.1 s`."""
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
@@ -327,6 +354,20 @@ def draw_loss(view: RunView) -> str:
         ChartSeries("validation loss", VALIDATION_COLOUR, values, dots=True),
     ]
     return line_chart_svg([one for one in series if one.points], title="loss", x_name="step", y_name="loss")
+
+
+def draw_metrics(view: RunView) -> tuple[str, ...]:
+    """A chart for each metric that has a finite value: each has a scale of its own."""
+    return tuple(
+        line_chart_svg(
+            [ChartSeries(metric_title(name), METRIC_COLOURS[number % len(METRIC_COLOURS)], points, dots=True)],
+            title=metric_title(name),
+            x_name="step",
+            y_name=shorten(name.removeprefix("validation_"), 40),
+        )
+        for number, (name, one) in enumerate(list(view.metrics.items())[:MOST_METRICS])
+        if (points := [(step, value) for step, value in one.finite.points])
+    )
 
 
 def draw_memory(view: RunView) -> str:

@@ -148,6 +148,7 @@ def _sections(report: RunReport) -> list[tuple[str, str, str]]:
     survived = f"<p>Survived: {escape(report.survived)}.</p>" if report.survived else ""
     return [
         ("Loss", "loss", _drawing(report.loss_chart) or nothing),
+        ("Metrics", "metrics", "".join(_drawing(chart) for chart in report.metric_charts)),
         (
             "Throughput and events",
             "throughput",

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.json_values import Json
+from raypar.files.untrusted_files import shorten
 from raypar.plan.parallel_plan import describe_mesh
 from raypar.plan.wording import align_columns, count_noun
-from raypar.record.events import ReplayProgress, format_duration, is_finite_number, seat_without_rank, short_node_id
+from raypar.record.events import (
+    ReplayProgress,
+    format_duration,
+    format_metric,
+    is_finite_number,
+    seat_without_rank,
+    short_node_id,
+)
 from raypar.record.fold import ACTIVE_PHASES, RunView
 from raypar.storage.run_folder import resume_argument
 
@@ -21,6 +30,8 @@ QUIET_S = {"starting": 60.0, "waiting": 45.0}
 """Phase -> a longer limit than `SILENT_S`: torch is loading, or the run waits and says so only twice a minute."""
 STORY_LINES = 12
 """How many of the last events are printed."""
+MOST_METRICS = 12
+"""How many metrics are printed."""
 STATES = {"there": "", "leaving": ", drained: it leaves", "gone": ", gone"}
 """State of a node -> how it is printed."""
 
@@ -99,10 +110,12 @@ class RunStatus:
     """Number of lines before those of `story`."""
     ended_non_finite: bool = False
     """Whether a loss or gradient norm that is not finite has ended the run."""
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    """Name -> value of what the last validation has measured beside the loss; None for one that is not finite."""
 
     def facts(self) -> dict[str, Json]:
         """The status as data, for `--json`."""
-        rare = ("earlier_lines", "ended_non_finite")
+        rare = ("earlier_lines", "ended_non_finite", "metrics")
         return {key: value for key, value in asdict(self).items() if value or key not in rare}
 
 
@@ -124,11 +137,10 @@ def build_run_status(
     `gone`: nodes of the local Ray cluster whose raylet does not run any more; `resumable`: there is a checkpoint.
     """
     told, last, validation = members or {}, view.last_step, view.validation
-    speed, ended = view.recent_speed(now), view.ended(members)
+    speed, ended, (story, earlier) = view.recent_speed(now), view.ended(members), view.story.summary()
     phase = "ended" if ended else str(members["phase"]) if members else "running" if last else "starting"
     heard_s = max((at for at in (view.last_s, told.get("time")) if at), default=None)
     why = str(ended.why or ended.end) if ended else str(told.get("why") or "")
-    story, earlier = view.story.summary()
     return RunStatus(
         run=run,
         path=path,
@@ -140,7 +152,7 @@ def build_run_status(
         step_s=speed.median_s,
         mean_step_s=speed.mean_s,
         speed_steps=speed.steps,
-        loss=last.loss if last is not None and is_finite_number(last.loss) else None,
+        loss=finite_or_none(last.loss if last is not None else None),
         first_loss=view.steps.first_loss,
         non_finite_losses=view.steps.non_finite,
         skipped_steps=view.steps.skipped,
@@ -165,7 +177,13 @@ def build_run_status(
         story=tuple((one.time, one.summary) for one in story),
         earlier_lines=earlier,
         ended_non_finite=bool(ended and ended.non_finite),
+        metrics={name: finite_or_none(one.last) for name, one in view.metrics.items()},
     )
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """The value; None for one that is not finite."""
+    return value if value is not None and is_finite_number(value) else None
 
 
 def format_losses(status: RunStatus) -> str | None:
@@ -182,6 +200,17 @@ def format_losses(status: RunStatus) -> str | None:
     if status.validation_loss is not None:
         text += f"; in validation {format_loss(status.validation_loss)} after step {status.validation_step}"
     return text
+
+
+def format_metrics(status: RunStatus) -> str | None:
+    """What the last validation has measured beside the loss, as text: `accuracy 0.8125, f1 0.7741`; None without metrics."""
+    shown = list(status.metrics.items())[:MOST_METRICS]
+    named = (
+        f"{shorten(name.removeprefix('validation_'), 40)} {format_metric(math.nan if value is None else value)}"
+        for name, value in shown
+    )
+    more = len(status.metrics) - len(shown)
+    return ", ".join(named) + f" and {more} more" * (more > 0) or None
 
 
 def format_loss(value: float) -> str:
@@ -237,6 +266,8 @@ def format_status(status: RunStatus) -> str:
         )
     if (losses := format_losses(status)) is not None:
         rows.append(("loss", losses))
+    if (metrics := format_metrics(status)) is not None:
+        rows.append(("metrics", metrics))
     if status.plan:
         computing = f", computing in {status.precision}" if status.precision else ""
         rows.append(("plan", status.plan + (f", schedule {status.schedule}" if status.schedule else "") + computing))

@@ -17,5 +17,6 @@ from raypar.job.job import EarlyStoppingConfig as EarlyStoppingConfig
 from raypar.job.job import Job as Job
 from raypar.job.job import PrecisionConfig as PrecisionConfig
 from raypar.job.job import TrackerConfig as TrackerConfig
+from raypar.job.metrics_section import MetricConfig as MetricConfig
 from raypar.job.placement_section import PlacementConfig as PlacementConfig
 from raypar.job.plan_section import PlanConfig as PlanConfig

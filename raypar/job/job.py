@@ -31,6 +31,7 @@ from raypar.job.elastic_section import ElasticConfig, switch
 from raypar.job.function_section import DataConfig, FunctionConfig, LossConfig, ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.job.init_from_section import InitFromConfig
 from raypar.job.key import BITS, CLIENT, DRIVER, WORKERS, project
+from raypar.job.metrics_section import MetricConfig, check_metric_names
 from raypar.job.placement_section import PlacementConfig
 from raypar.job.plan_section import PlanConfig
 from raypar.job.section import MAX_PARTS, MAX_WORKERS, Parts, PathText, Section
@@ -139,6 +140,9 @@ class Job(Section):
     """Largest norm of the whole gradient, as in `clip_grad_norm_`; None: it is not clipped."""
     validation: Annotated[ValidationConfig | None, WORKERS] = None
     """The validation data; None: no validation."""
+    metrics: Annotated[dict[str, MetricConfig], WORKERS] = {}
+    """Name -> metric, which is computed in every validation: a function, a class or, from Python, an object. Its values are
+    called `validation_NAME`."""
     plan: Annotated[
         Annotated[Literal["auto"], Tag(AUTO)] | Annotated[PlanConfig, Tag(GIVEN)],
         Discriminator(lambda value: AUTO if isinstance(value, str) else GIVEN),
@@ -230,6 +234,12 @@ class Job(Section):
             raise ConfigError(
                 f"precision.compute is {self.precision.compute}, but dtype is {self.dtype}, which autocast leaves as it is",
                 cure="set dtype: float32, or leave precision out",
+            )
+        check_metric_names(self.metrics)
+        if self.metrics and self.validation is None:
+            raise ConfigError(
+                f"metrics ({', '.join(self.metrics)}) are computed in validation, which the job does not have",
+                cure="set validation, or leave metrics out",
             )
         if self.early_stopping is not None and (self.validation is None or not self.validation.every):
             raise ConfigError(

@@ -9,8 +9,8 @@ _CLUSTER = "the Ray cluster to join is `address`; raypar connects the workers it
 _DATA = "the training data is `data`, and what a run validates on is `validation`; raypar makes the batches"
 _DEVICE = "the kind of device is `device`: cpu or gpu"
 _EVALUATION = (
-    "a run validates by its loss only (`validation`); other figures are computed from exported weights, or by one of "
-    "`callbacks` whenever a checkpoint was saved"
+    "what validations compute beside the loss is `metrics`: a function of (output, target) that returns (sum, count), or an "
+    "object such as those of torchmetrics, for each name"
 )
 _INITIAL_WEIGHTS = "weights to begin with are init_from: a file, or a folder of Hugging Face"
 _KEEPING = "the newest checkpoint.keep checkpoints are kept"
@@ -135,7 +135,7 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "a run has the same results each time; they depend on `seed`, and not on the plan": "deterministic "
     "use_deterministic_algorithms full_determinism",
     # evaluation, checkpoints, what is printed
-    _EVALUATION: "compute_metrics metrics eval_metrics metric preprocess_logits_for_metrics evaluator evaluation",
+    _EVALUATION: "compute_metrics eval_metrics metric preprocess_logits_for_metrics evaluator evaluation",
     "validation takes place every validation.every steps": "eval_steps eval_interval val_check_interval evaluation_strategy "
     "eval_strategy check_val_every_n_epoch eval_every validate_every_n_steps",
     f"{_STOPPING}; the best checkpoint is not kept, but {_KEEPING.removesuffix(' are kept')}": "load_best_model_at_end "

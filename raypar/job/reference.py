@@ -50,6 +50,7 @@ TRAINER_ALSO_TAKES: dict[str, str] = {
     "loss": "the function itself; a loss module without parameters, such as `nn.CrossEntropyLoss()`; a pair",
     "data": "the data set itself (anything with `__len__` and `__getitem__`); a function that makes it; a pair",
     "validation": "as `data`",
+    "metrics": "of each name the function or class itself; an object with `update`, `compute` and `reset`; a pair",
     "optimizer": "the class itself; a pair such as `(torch.optim.SGD, {'lr': 0.1})`",
     "lr_schedule": "the function itself; a pair",
     "plan": "a `raypar.ParallelPlan`, whose schedule is the argument `schedule`",
@@ -180,7 +181,9 @@ def _words(key: str, annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[
         (item,) = _words(key, args[0])
         yield f"list, each item: {item}" if "section" in item else f"list of {item}"
     elif origin is dict:
-        yield {str: "mapping of text to text", int | float: "mapping of text to number"}.get(args[1], "mapping")
+        named = {str: "mapping of text to text", int | float: "mapping of text to number"}
+        of_sections = isinstance(args[1], type) and issubclass(args[1], BaseModel)
+        yield f"mapping of text to {_section_in_words(key, args[1])}" if of_sections else named.get(args[1], "mapping")
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield _section_in_words(key, annotation)
     elif annotation in (int, float):

@@ -158,6 +158,8 @@ def _alternatives(key: str, annotation: Any, metadata: Sequence[Any] = ()) -> It
         yield {"type": "array", "items": _any_of([*_alternatives(key, args[0])])}
     elif origin is dict:
         kind = {str: {"type": "string"}, int | float: {"type": "number"}}.get(args[1])
+        if isinstance(args[1], type) and issubclass(args[1], BaseModel):
+            kind = _any_of([*_section(key, args[1])])
         yield {"type": "object", "additionalProperties": kind} if kind else {"type": "object"}
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield from _section(key, annotation)

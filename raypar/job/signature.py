@@ -68,6 +68,8 @@ def _kinds(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
             yield from _kinds(inner)
     elif origin is Literal:
         yield f"Literal[{', '.join(json.dumps(value) for value in args)}]"
+    elif origin is dict and isinstance(args[1], type) and issubclass(args[1], FunctionConfig):
+        yield "Mapping[str, FunctionArgument | MetricObject]"
     elif origin is tuple:
         inside = ["Callback", *_kinds(args[0])] if args[0] is FunctionConfig else _kinds(args[0])
         yield f"Sequence[{' | '.join(inside)}]"

@@ -286,7 +286,7 @@ def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler, on_answe
                 result.metrics.update(facts)
                 result.history.append(facts)
             case ValidationRecord():
-                result.metrics["validation_loss"] = event.validation_loss
+                result.metrics.update(event.more, validation_loss=event.validation_loss)
                 result.history.append(facts)
             case SavedCheckpoint():
                 result.checkpoint_path = event.path

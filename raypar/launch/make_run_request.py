@@ -129,8 +129,9 @@ def storage_fields(folder: RunFolder, options: LaunchOptions) -> StorageFields:
 def given_parts(spec: Job) -> dict[str, FunctionConfig | None]:
     """Key of a job -> what the user gave for it, of those that may be objects."""
     parts = {"model": spec.model, "loss": spec.loss, "data": spec.data, "optimizer": spec.optimizer}
-    collate = {"data.collate": spec.data.collate} if spec.data.collate is not None else {}
-    return {**collate, **parts, "lr_schedule": spec.lr_schedule, "validation": spec.validation}
+    more = {"data.collate": spec.data.collate} if spec.data.collate is not None else {}
+    more |= {f"metrics.{name}": metric for name, metric in spec.metrics.items()}
+    return {**more, **parts, "lr_schedule": spec.lr_schedule, "validation": spec.validation}
 
 
 def pickle_for_workers(value: Any, parts: Mapping[str, Any]) -> bytes:

@@ -39,7 +39,7 @@ class Result:
     """What `fit` returns: the fields of `ray.train.Result`, and the history of the run."""
 
     metrics: dict[str, Json]
-    """The metrics of the last step, with the last `validation_loss`."""
+    """The metrics of the last step, with the last `validation_loss` and the job's metrics then, as `validation_NAME`."""
     path: str
     """The run folder, or the URI of the run's place on shared storage."""
     end: str
@@ -64,7 +64,8 @@ class Result:
     def __repr__(self) -> str:
         """The end of the run in at most ten lines."""
         shown = ("loss", "validation_loss", "lr", "norm")
-        numbers = [f"{key} {value:.6g}" for key in shown if isinstance(value := self.metrics.get(key), (int, float))]
+        own = [key for key in self.metrics if key.startswith("validation_") and key not in shown]
+        numbers = [f"{key} {value:.6g}" for key in (*shown, *own) if isinstance(value := self.metrics.get(key), (int, float))]
         lines = {
             f"Result of a run, {self.end} after {count_noun(self.done, 'step')}": self.why or "no reason was recorded",
             "metrics": ", ".join(numbers),

@@ -48,6 +48,16 @@ class SampleSource(Protocol):
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
+class MetricObject(Protocol):
+    """An object that measures, as those of torchmetrics."""
+
+    def update(self, output: Any, target: Any, /) -> None: ...
+
+    def compute(self) -> Any: ...
+
+    def reset(self) -> None: ...
+
+
 FUNCTIONS: dict[str, type[FunctionConfig]] = {
     "model": ModelConfig,
     "loss": LossConfig,
@@ -148,6 +158,8 @@ def _as_job_tree(given: Arguments) -> dict[str, Any]:
             tree[name] = plan_section(value, given.get("schedule"))
         elif name == "callbacks":
             tree[name] = _callback_sections(value)
+        elif name == "metrics" and isinstance(value, Mapping):
+            tree[name] = {key: metric_section(one) for key, one in value.items()}
         elif isinstance(value, os.PathLike) and name not in RUN_ARGUMENTS:
             tree[name] = os.fspath(value)
         else:
@@ -191,6 +203,22 @@ def _callback_sections(given: Any) -> Any:
         check_callbacks(given)  # one callback alone, or its class: raises an error of its own
     given = [_with_unpacked_pair("a callback", one) if isinstance(one, Mapping) else one for one in given]
     return [one if _makes_callback(one) else {"function": Given(check_callbacks([one])[0])} for one in given]
+
+
+def metric_section(value: T) -> T | dict[str, Any]:
+    """One of the section `metrics`: a metric object, in the place of a function or inside a section, is wrapped in a function
+    that returns it."""
+    if isinstance(value, Mapping):
+        section = _with_unpacked_pair("a metric", value)
+        return {**section, "function": _function_of_metric(section["function"])} if "function" in section else section
+    made = _function_of_metric(value)
+    return {"function": made} if made is not value else value
+
+
+def _function_of_metric(value: T) -> T | Given:
+    """What stands for a metric: an object with `update` and `compute` is given by a function."""
+    is_object = hasattr(value, "update") and hasattr(value, "compute") and not isinstance(value, (type, Mapping))
+    return Given(value) if is_object else value
 
 
 def _makes_callback(value: Any) -> bool:

@@ -366,7 +366,7 @@ class StepRecord(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRecord(Event):
-    """A validation: a line of metrics.jsonl, where it has no kind. `more`: the metrics of callbacks."""
+    """A validation: a line of metrics.jsonl, where it has no kind. `more`: the job's metrics, and those of callbacks."""
 
     kind = "validation"
     step: FirstStepIsOne
@@ -377,6 +377,17 @@ class ValidationRecord(Event):
     """Number of samples or tokens over which the loss is averaged."""
     seconds: Seconds | None = None
     """Duration of the validation."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Name -> number of what was measured beside the loss; NaN for what the file has as null."""
+        numbers = {name: math.nan if value is None else value for name, value in self.more.items()}
+        return {name: float(value) for name, value in numbers.items() if isinstance(value, (int, float)) and is_real(value)}
+
+    def progress_line(self) -> str:
+        """The line for people: `step 50: validation loss 1.9021, accuracy 0.8125`."""
+        numbers = [f"{name.removeprefix('validation_')} {format_metric(value)}" for name, value in self.metrics.items()]
+        return ", ".join([f"step {self.step}: validation loss {self.validation_loss:.4f}", *numbers])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -783,6 +794,13 @@ def seat_without_rank(coordinate: str) -> str:
 def short_node_id(node: Json) -> str:
     """The first 8 characters of a node's id: enough for `raypar drain`."""
     return str(node)[:8]
+
+
+def format_metric(value: float) -> str:
+    """The value of a metric as text: `0.8125`, `1.2e-05`, `312`, `nan`."""
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e9:
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def format_duration(seconds: float) -> str:

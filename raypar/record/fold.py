@@ -34,7 +34,7 @@ from raypar.record.events import (
     short_node_id,
 )
 from raypar.record.history import HistoryFold
-from raypar.record.series import PointSeries, ValueSample
+from raypar.record.series import MetricSeries, PointSeries, ValueSample
 from raypar.record.story import Story
 from raypar.record.totals import RunTotals
 
@@ -44,6 +44,8 @@ ACTIVE_PHASES = ("starting", "running", "recovering", "waiting")
 """Phases of a run that has not ended."""
 MOST_UNKNOWN_FIELDS = 20
 """Number of unknown fields that are reported, at most."""
+MOST_METRICS = 64
+"""Number of metrics whose values are kept, at most."""
 MOST_NODES = 4096
 """Number of drained nodes that are remembered; a run with more of them may count one twice."""
 
@@ -135,6 +137,8 @@ class RunView:
         """The last validation."""
         self.best_validation: ValidationRecord | StepRecord | None = None
         """The one with the least loss."""
+        self.metrics: dict[str, MetricSeries] = {}
+        """Name -> values of what validations have measured beside the loss, of the first `MOST_METRICS` names."""
         self.peaks: tuple[PointSeries, PointSeries] = PointSeries(), PointSeries()
         """(step, bytes) of the largest and of the smallest worker's peak memory."""
         self.several_workers = False
@@ -197,6 +201,7 @@ class RunView:
                     return
                 self._validation_s, self.last_validation = event.time, event
                 self._add_validation(event)
+                self._add_metrics(event.step, event.metrics)
             case UnreadableLines():
                 self.story.add(event)
                 return
@@ -246,6 +251,11 @@ class RunView:
         best = self.best_validation.validation_loss if self.best_validation is not None else None
         if best is None or event.validation_loss < best:
             self.best_validation = event
+
+    def _add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if name in self.metrics or len(self.metrics) < MOST_METRICS:
+                self.metrics.setdefault(name, MetricSeries()).add(step, value)
 
     def recent_speed(self, now: float) -> RecentSpeed:
         """The speed of the last steps of the present generation. `now`: Unix time, for steps without one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from raypar.draw.line_chart import downsample_min_max
 
 MOST_POINTS = 8192
@@ -25,6 +27,30 @@ class PointSeries:
         self.points.append(point)
         if len(self.points) > self.most:
             self.points = downsample_min_max(self.points, self.most // 4)
+
+
+class MetricSeries:
+    """The values of one metric over steps."""
+
+    def __init__(self) -> None:
+        self.last = math.nan
+        """The last value, which may be NaN."""
+        self.last_step = 0
+        """The step of the last value."""
+        self.least: tuple[float, int] | None = None
+        """(the least finite value, its first step)."""
+        self.largest: tuple[float, int] | None = None
+        """(the largest finite value, its first step)."""
+        self.finite = PointSeries()
+        """(step, value) of every finite value."""
+
+    def add(self, step: int, value: float) -> None:
+        """Add the next value."""
+        self.last, self.last_step = value, step
+        if math.isfinite(value):
+            self.finite.add((float(step), value))
+            self.least = (value, step) if self.least is None or value < self.least[0] else self.least
+            self.largest = (value, step) if self.largest is None or value > self.largest[0] else self.largest
 
 
 class ValueSample:

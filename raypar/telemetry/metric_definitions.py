@@ -49,6 +49,7 @@ METRIC_DEFINITIONS: tuple[MetricDefinition, ...] = (
     MetricDefinition("raypar_generation", "gauge", "Number of the present generation of workers"),
     MetricDefinition("raypar_loss", "gauge", "Loss of the last step"),
     MetricDefinition("raypar_validation_loss", "gauge", "Loss of the last validation"),
+    MetricDefinition("raypar_metric", "gauge", "Last value of each of the job's metrics, by name", ("metric",)),
     MetricDefinition("raypar_gradient_norm", "gauge", "Norm of the last step's gradient before clipping"),
     MetricDefinition("raypar_learning_rate", "gauge", "Learning rate of the last step, without those of groups of their own"),
     MetricDefinition("raypar_samples_per_second", "gauge", "Samples a second in the last steps, pauses not counted"),

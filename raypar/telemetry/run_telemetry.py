@@ -201,6 +201,7 @@ class RunTelemetry:
                 MetricValue("raypar_communication_bytes_total", (("kind", operation),), count)
                 for operation, count in sorted(totals.sent_bytes.items())
             ),
+            *(MetricValue("raypar_metric", (("metric", name),), one.last) for name, one in self.view.metrics.items()),
             *self._seat_values(),
         ]
 

@@ -38,7 +38,7 @@ def check_sum_and_count(spec: Job, graph: Graph, values: Mapping[str, Tensor], t
     with preserve_random_state(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first microbatch shows them
         wrong = [random_output(x[places].shape, x.dtype) for x in outputs]
-        half_right = [_moved_to_target(x, target) for x in wrong]
+        half_right = [move_half_to_target(x, target) for x in wrong]
         loss = graph.loss_of_values(make_loss_function(spec.loss))
         try:
             found = [loss(*wrong, target), loss(*half_right, target), loss(*(torch.cat([x, x]) for x in (*half_right, target)))]
@@ -74,7 +74,7 @@ def random_output(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.rand(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
 
 
-def _moved_to_target(output: Tensor, target: Tensor) -> Tensor:
+def move_half_to_target(output: Tensor, target: Tensor) -> Tensor:
     """The output with half of its samples moved to their targets, where the two shapes show how; else unchanged."""
     moved, half = output.clone(), slice((len(output) + 1) // 2)
     if target.shape == output.shape:

@@ -61,6 +61,7 @@ from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.sample_reader import WHERE_FIELDS_ARE_NAMED, SampleReader
 from raypar.worker.data.user_dataset import MapStyleDataset, make_dataset
 from raypar.worker.measure_profile import read_microbatches
+from raypar.worker.metrics.metric_trial import try_metrics
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import cure_of_buffer_writes, refuse_input_writes
 from raypar.worker.stage.loss import make_loss_function
@@ -124,6 +125,8 @@ def preflight(spec: Job) -> PreflightResult:
         with guard.watching("the job's data"):
             size = len(make_dataset(spec.validation_data, "validation"))
         validation = min(size, spec.validation.samples or size)
+    with guard.watching("the job's metrics"):
+        of_metrics = try_metrics(spec, graph, validation)
     of_values = graph.initial_values.notes if graph.initial_values is not None else ()
     if trial is None and parameter_shapes(graph):
         not_compared = (
@@ -138,7 +141,7 @@ def preflight(spec: Job) -> PreflightResult:
         line_about_parameters_added_by_layer(graph),
         line_about_evaluation_mode(graph),
     )
-    notes = (*of_values, *of_data, *(line for line in more if line is not None))
+    notes = (*of_values, *of_data, *of_metrics, *(line for line in more if line is not None))
     return PreflightResult(graph, samples, validation, batch, trial, notes)
 
 

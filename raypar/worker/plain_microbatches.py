@@ -47,6 +47,7 @@ def with_few_microbatches(spec: Job, few: int) -> Job:
         clip_norm=None,
         lr_schedule=None,
         validation=None,
+        metrics={},
         non_finite="skip",
         device="cpu",
         optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.0}),

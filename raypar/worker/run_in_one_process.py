@@ -92,6 +92,8 @@ class OneProcessRun:
     """Lets the workers take turns."""
     cores: list[WorkerCore]
     """The workers, by rank."""
+    metrics: dict[str, float]
+    """Name -> value of the job's metrics in the last validation."""
 
     def __init__(
         self,
@@ -117,7 +119,7 @@ class OneProcessRun:
         order = (
             registry.build_schedule(schedule, MicrobatchRouting(plan, spec.batching)) if isinstance(schedule, str) else schedule
         )
-        self.warnings = []
+        self.warnings, self.metrics = [], {}
         self.mesh = LocalMesh(plan.world)
         self.scheduler = CooperativeScheduler(seed)
         samples = 0
@@ -138,6 +140,7 @@ class OneProcessRun:
         """Run one validation pass; returns its loss."""
         reports = self._run([core.validation_routine(step) for core in self.cores])
         self._keep_warnings(reports)
+        self.metrics = {name: value for report in reports for name, value in report.metrics.items()}
         return merge_validation_losses(reports)
 
     def _keep_warnings(self, reports: Sequence[StepReport | ValidationReport]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -22,6 +22,7 @@ from raypar.model.capture.module_graph import lines_about_repeated_traces
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
 from raypar.model.layer_skeletons import SkeletonCopier, make_model_outline
+from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.microbatches import mean_loss
@@ -32,9 +33,12 @@ from raypar.schedule.instructions import Instruction
 from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
 from raypar.worker.data.microbatch_loader import BatchSource, MicrobatchLoader
 from raypar.worker.data.sample_order import SampleOrder
+from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.data.user_dataset import MapStyleDataset, make_dataset
+from raypar.worker.metrics.metric import make_metrics
+from raypar.worker.metrics.stage_metrics import StageMetrics
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
-from raypar.worker.process.gpu_setup import DeviceBatchSource
+from raypar.worker.process.gpu_setup import DeviceBatchSource, make_seeder
 from raypar.worker.process.memory_in_use import memory_in_use
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage
@@ -104,6 +108,8 @@ class ValidationReport:
     """Microbatch -> (sum, count), of the microbatches whose last stage ran here."""
     seconds: float
     """How long the pass took."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Name -> value of the job's metrics over all microbatches, from the worker that has merged them; empty from others."""
     warnings: StateWarnings = ()
     """As in `StepReport`."""
 
@@ -263,9 +269,37 @@ class WorkerCore:
         self.validation_interpreter = None
         if self.assignment.validation_microbatches is not None and self.spec.validation is not None:
             validation = MicrobatchRouting(plan, self.assignment.validation_microbatches)
-            self.validation_loader = self._make_loader(self.spec.validation_data, validation.microbatches, training=False)
+            more = self._add_metrics(validation.microbatches)
+            self.validation_loader = self._make_loader(
+                self.spec.validation_data, validation.microbatches, training=False, more=more
+            )
             self._own_validation_microbatches = self._microbatches(validation)
             self.validation_interpreter = build(routing=validation, batch_sources=self._batch_sources(self.validation_loader))
+
+    def _add_metrics(self, batching: Microbatches) -> tuple[str, ...]:
+        """Give the last stage the job's metrics, if it is here; returns the fields of a batch that they may read."""
+        last = self.stages.get(len(self.assignment.plan.stages) - 1)
+        if last is None or not self.spec.metrics:
+            return ()
+        with self.guard.watching("the modules of the metrics"):
+            metrics = make_metrics(self.spec.metrics)
+        last.metrics = StageMetrics(
+            metrics,
+            graph=self.graph,
+            target=self.spec.loss_target_name,
+            seed=self.spec.seed,
+            coordinate=last.coordinate,
+            shard=last.shard,
+            guard=self.guard,
+            seed_generators=make_seeder(self.device),
+        )
+        measures = last.shard is None or last.shard.group.shard == 0
+        if not measures or not any(metric.needs_batch for metric in metrics.values()):
+            return ()
+        data = self.spec.validation_data
+        with preserve_random_state():
+            reader = SampleReader.of(self.dataset(data), data, self.spec.seed, guard=self.guard)
+            return reader.field_names([(0, index) for index in batching.samples(0)])
 
     def _microbatches(self, routing: MicrobatchRouting) -> list[int]:
         """The microbatches that this worker runs, ascending."""
@@ -311,9 +345,11 @@ class WorkerCore:
                 self._datasets[key] = make_dataset(spec)
         return self._datasets[key]
 
-    def _make_loader(self, data: DataConfig, batching: Microbatches, *, training: bool) -> MicrobatchLoader | None:
-        """A loader of the batch fields that this worker's stages read; None if they read none."""
-        fields = tuple(dict.fromkeys(f for stage in self.stages.values() for f in stage.batch_fields))
+    def _make_loader(
+        self, data: DataConfig, batching: Microbatches, *, training: bool, more: Sequence[str] = ()
+    ) -> MicrobatchLoader | None:
+        """A loader of the batch fields that this worker's stages read, and of `more`; None if they read none."""
+        fields = tuple(dict.fromkeys([*(f for stage in self.stages.values() for f in stage.batch_fields), *more]))
         if not fields:
             return None
         dataset = self.dataset(data)
@@ -342,7 +378,8 @@ class WorkerCore:
     def _batch_sources(self, loader: MicrobatchLoader | None) -> dict[int, BatchSource | None]:
         """Stage -> source of its batches, on the worker's device; None for a stage that reads none."""
         source = DeviceBatchSource(loader, self.device) if loader is not None and self.device != CPU else loader
-        return {index: source if stage.batch_fields else None for index, stage in self.stages.items()}
+        reads = {index: stage.batch_fields or stage.metrics is not None for index, stage in self.stages.items()}
+        return {index: source if read else None for index, read in reads.items()}
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -409,9 +446,21 @@ class WorkerCore:
         if self.validation_loader is not None:
             self.validation_loader.prefetch(0, self._own_validation_microbatches)
         yield from self.validation_interpreter.run_validation_pass(self.assignment.validation_program, step)
+        metrics = (yield from self._merged_metrics(step)) if self.spec.metrics else {}
         losses = {m: (float(s), float(c)) for stage in self.stages.values() for m, (s, c) in stage.losses.items()}
         self.guard.check_all(f"a layer, the loss or the data set, in the validation after {step} steps,")
-        return ValidationReport(self.rank, step, losses, (time.perf_counter_ns() - start) / 1e9, self._lines_for_user())
+        seconds = (time.perf_counter_ns() - start) / 1e9
+        return ValidationReport(self.rank, step, losses, seconds, metrics, self._lines_for_user())
+
+    def _merged_metrics(self, step: int) -> Routine[dict[str, float]]:
+        """The metrics of the pass under way, if this worker merges them."""
+        plan = self.assignment.plan
+        last = len(plan.stages) - 1
+        measuring = self.stages[last].metrics if last in self.stages else None
+        if measuring is None or self.transport is None:
+            return {}
+        states = yield from measuring.gather(step, last, plan.replica_ranks(last, 0), self.transport)
+        return measuring.compute(states)
 
     def _lines_for_user(self) -> StateWarnings:
         """The lines that have not been reported yet: state that users' code left changed, a model that is traced often, and

@@ -374,7 +374,7 @@ torchrun: nproc_per_node=plan.stages nnodes=plan.stages rdzv_endpoint=`address` 
     local_rank=`address` max_restarts=`elastic` sampler=shuffled collate_fn=data.collate
     persistent_workers=data.processes worker_init_fn=seeds find_unused_parameters=plan.replicas
     grad_scaler=precision.compute
-transformers: args=batch_size compute_metrics=`validation` data_collator=data.collate train_dataset=`data`
+transformers: args=batch_size compute_metrics=`metrics` data_collator=data.collate train_dataset=`data`
     eval_dataset=`validation` tokenizer=tokenizes processing_class=tokenizes optimizers=`optimizer` optim=`optimizer`
     num_train_epochs=`steps` per_device_train_batch_size=batch_size per_device_eval_batch_size=validation.samples
     logging_steps=metrics.jsonl eval_strategy=validation.every save_strategy=checkpoint.every

@@ -141,7 +141,9 @@ def leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
     for key, value in tree.items():
         here = ".".join((*path, str(key)))
         yield here
-        if isinstance(value, dict) and not here.endswith((".args", ".styles", ".rename", "label_selector")):
+        if here == "metrics":
+            yield from (f"metrics.{inner}" for one in value.values() if isinstance(one, dict) for inner in one)
+        elif isinstance(value, dict) and not here.endswith((".args", ".styles", ".rename", "label_selector")):
             yield from leaves(value, (*path, str(key)))
 
 
@@ -157,7 +159,7 @@ def test_keys_in_yaml_are_keys_of_a_job(page: Path):
 def test_keys_in_the_text_are_keys_of_a_job(page: Path):
     sections = {key.partition(".")[0] for key in KEYS if "." in key}
     named = re.findall(r"`([a-z_]+\.[a-z_]+)(?:[:=] [^`]*)?`", prose(page))
-    files = {"plan.json"}
+    files = {"plan.json", "metrics.jsonl"}
     assert [key for key in named if key.partition(".")[0] in sections and key not in KEYS | files] == []
 
 

@@ -57,6 +57,7 @@ FULL: dict[str, Any] = {
     "checkpoint": {"every": 2},
     "init_from": {"path": "weights.safetensors", "rename": {"a": "b"}},
     "early_stopping": {"patience": 2},
+    "metrics": {"accuracy": {"function": "m:accuracy", "args": {"top": 1}}},
     "callbacks": [{"function": "m:Log", "args": {}}],
     "trackers": [{"tracker": "tensorboard"}],
 }
@@ -84,12 +85,13 @@ VALUES: tuple[Any, ...] = (
 
 
 def paths(model: Any = Job, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of all keys in a job's tree; an item of a list has the number 0."""
+    """The paths of all keys in a job's tree; an item of a list has the number 0, one of a mapping a name."""
     found = []
+    items = {"callbacks": (0,), "trackers": (0,), "metrics": ("accuracy",)}
     for name, info in model.model_fields.items():
         found.append((*above, name))
         for inner in section_types(info.annotation):
-            found += paths(inner, (*above, name, *((0,) if name in ("callbacks", "trackers") else ())))
+            found += paths(inner, (*above, name, *items.get(name, ())))
     return found
 
 
@@ -221,6 +223,10 @@ def test_the_signature_has_the_names_defaults_and_types_of_the_model():
             assert {typing.get_origin(one) for one in taken} == {typing.get_origin(typing.Sequence[Any])}
             taken = {part for one in taken for item in typing.get_args(one) for part in stripped(item)}
             wanted = {typing.get_args(one)[0] for one in wanted}
+        if name == "metrics":  # a mapping, likewise
+            assert {typing.get_origin(one) for one in taken} == {typing.get_origin(typing.Mapping[str, Any])}
+            taken = {part for one in taken for part in stripped(typing.get_args(one)[1])}
+            wanted = {typing.get_args(one)[1] for one in wanted}
         classes = [one for one in taken if isinstance(one, type) and not getattr(one, "_is_protocol", False)]
         for one in wanted:
             assert one in taken or (isinstance(one, type) and any(issubclass(one, c) for c in classes)), (name, one, taken)
@@ -320,7 +326,8 @@ def test_a_job_written_out_is_read_as_the_same_job(seed: int):
     }
     tree = {"model": "m:layers", "loss": "m:loss", "data": "m:text", **kept}
     if "validation" not in tree:
-        tree.pop("early_stopping", None)
+        for needing in ("early_stopping", "metrics"):
+            tree.pop(needing, None)
     tree["model"] = {"function": "m:layers", "args": {chance.choice(TEXTS): random_value(chance) for _ in range(4)}}
     tree["run_dir"] = chance.choice([text for text in TEXTS if text])
     job = Trainer(**tree).job

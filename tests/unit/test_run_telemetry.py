@@ -328,8 +328,9 @@ def test_every_value_has_a_definition_with_its_labels():
     telemetry = of_plan(ParallelPlan.mesh(dp=4))
     telemetry.advance(0.0, FOUR)
     telemetry.add_step(line(1), 4.0, {0: {"ledger": {"send": {"sent": 3}}, "memory": {"rss": 3}}})
-    telemetry.view.apply(ValidationRecord(step=1, validation_loss=1.0))
+    telemetry.view.apply(ValidationRecord(step=1, validation_loss=1.0, more={"validation_f1": 0.5, "told_by": "a callback"}))
     found = telemetry.values(100, 1.0)
+    assert ("raypar_metric", (("metric", "validation_f1"),), 0.5) in found
     assert {name for name, _, _ in found} == {one.name for one in METRIC_DEFINITIONS if one.kind != "histogram"}
     for name, labels, _ in found:
         assert tuple(key for key, _ in labels) == DEFINITION_BY_NAME[name].labels

@@ -233,3 +233,20 @@ def sharded_loss(
         return found
 
     return run
+
+
+def gather_outputs(values: Sequence[Tensor], names: Sequence[str], group: ShardGroup) -> list[Tensor]:
+    """The model's outputs, those whole that the last forward pass left cut over the shards (logits). All shards call it."""
+    found = []
+    for name, value in zip(names, values, strict=True):
+        part = group.output_layouts.get(name)
+        if part is not None:
+            even = even_ranges_by_shard(part.size, group.size)
+            if part.ranges != even[group.shard]:
+                raise ModelError(
+                    f"a metric reads {name!r}, which is cut along dim {part.dim} into parts of {part.axis}",
+                    cure="give the output layer the style gathered (plan.styles)",
+                )
+            value = group.gather_and_concat(value, part.dim, even, f"the parts of {name!r}, for metrics,")
+        found.append(value)
+    return found

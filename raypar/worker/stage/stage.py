@@ -22,6 +22,7 @@ from raypar.model.tensor_parallel.weight_gradient_memory import GradientReusePol
 from raypar.plan import MicrobatchRouting
 from raypar.torch_compat.autograd import has_gradient_hooks
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
+from raypar.worker.metrics.stage_metrics import StageMetrics
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.backward import DeferredGradients, LayerBackwardHooks, run_autograd_backward, sum_deferred_gradients
 from raypar.worker.stage.buffer_updates import BufferUpdates
@@ -167,6 +168,8 @@ class Stage:
     buffer_updates: Mapping[str, BufferUpdates]
     """Layer name -> what forward has written into its buffers in the step under way; layers that write none are left out."""
 
+    metrics: StageMetrics | None = None
+    """Measures the microbatches of validations where the stage has the last layer and the job has metrics."""
     step: int = -1
     """The step under way, from 0; -1 before the first."""
     losses: dict[int, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
@@ -386,6 +389,8 @@ class Stage:
                 values.update(zip(layer.layer.outputs, outputs, strict=True))
             if self.loss is not None:
                 self.losses[microbatch] = self.loss(forward_pass, values)
+            if self.metrics is not None:
+                self.metrics.measure(forward_pass, values, batch)
         return {name: values[name].detach() for name in self.values.outgoing}
 
     # -- backward ------------------------------------------------------------------------------------------------------

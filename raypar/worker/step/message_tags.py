@@ -67,6 +67,11 @@ def buffers_tag(step: int, stage: int) -> int:
     return _tag(step, _KINDS["buffers"], stage, stage, 0, 0)
 
 
+def metrics_tag(step: int, stage: int) -> int:
+    """Tag of the states of metrics that one replica of the last stage has measured in one pass."""
+    return _tag(step, _KINDS["buffers"], stage, stage, 0, 1)
+
+
 def state_tag(index: int) -> int:
     """Tag of the `index`-th tensor of the state that one worker hands to another when a generation begins."""
     return _tag(0, _KINDS["state"], 0, 0, index, 0)

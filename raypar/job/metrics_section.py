@@ -1,0 +1,45 @@
+"""The metrics of a job: functions and objects that measure the model's output, and their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+
+from raypar.errors import ConfigError
+from raypar.job.function_section import FunctionConfig
+from raypar.record.events import StepRecord, ValidationRecord
+
+METRIC_NAME = r"[A-Za-z_][\w.-]{0,59}"
+"""What the name of a metric must be, as a regular expression."""
+VALIDATION = "validation_"
+"""What the names of values of validations begin with, as in `validation_loss`."""
+TAKEN = frozenset(one.name for record in (StepRecord, ValidationRecord) for one in fields(record)) | {"kind"}
+"""Names of the series that every run has."""
+
+
+class MetricConfig(FunctionConfig):
+    """A metric: a function of (output, batch) or (output, target) that returns (sum, count) or a tensor that adds up; or a
+    class whose objects have `update(output, target)`, `compute`, `reset` and `merge_state`, as those of torchmetrics."""
+
+    exact: bool = True
+    """Whether the merged states of microbatches must give the bits of one object that is updated in order. `false`: a metric
+    that does not is used all the same, and the run says that it is not exact."""
+
+
+def check_metric_names(metrics: Mapping[str, MetricConfig]) -> None:
+    """Raises `ConfigError` for the name of a metric that is none, or that another series of the run has."""
+    for name in metrics:
+        if re.fullmatch(METRIC_NAME, name) is None:
+            raise ConfigError(
+                f"metrics: {name!r} is no name of a metric",
+                cure="at most 60 letters, digits, '_', '.' and '-', the first one a letter or '_'",
+            )
+        taken = next((one for one in (name, VALIDATION + name) if one in TAKEN), None)
+        if taken is not None:
+            raise ConfigError(f"metrics: {name!r} takes the name of {taken}, which every run has", cure="give it another name")
+        if name.startswith(VALIDATION) and name.removeprefix(VALIDATION) in metrics:
+            raise ConfigError(
+                f"metrics: {name!r} takes the name of {name.removeprefix(VALIDATION)!r} in validation",
+                cure="give it another name",
+            )

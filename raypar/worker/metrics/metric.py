@@ -1,0 +1,287 @@
+"""One metric: what it measures of a microbatch, and the value that the states of all microbatches make."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from raypar.errors import ConfigError, UserCodeError, with_article
+from raypar.job import MetricConfig
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.worker.data.sample_reader import TARGET_NAMES
+
+State = Mapping[str, object]
+"""What a metric has measured of one microbatch: values that can be pickled, their tensors in host memory."""
+Batch = Mapping[str, Tensor]
+"""The fields of one microbatch, collated."""
+MOST_VALUES = 100
+"""Most values that one metric may have."""
+
+
+class Metric(Protocol):
+    """A metric of a job, which measures each microbatch by itself."""
+
+    name: str
+    """Its name among the job's metrics."""
+    needs_batch: bool
+    """Whether it reads other fields of the batch than the target."""
+
+    def measure(self, output: object, batch: Batch, target: Tensor) -> State:
+        """The state after this one microbatch. Raises what the user's code raises, and `UserCodeError` for what it returns."""
+
+    def compute(self, states: Sequence[State]) -> object:
+        """The value that the states of microbatches, in their order, make; likewise."""
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------------
+
+
+class FunctionMetric:
+    """A function of (output, batch) or (output, target) that returns (sum, count) or one tensor that adds up.
+
+    Sums are made in float64, of integers in int64, in the order of microbatches, as the loss's (rule 8 of the numerics
+    contract). The value of (sum, count) is sum / count, NaN where nothing counts.
+    """
+
+    def __init__(self, name: str, function: Callable[..., object]) -> None:
+        self.name = name
+        self.needs_batch = not _takes_target(function)
+        self._function = function
+
+    def measure(self, output: object, batch: Batch, target: Tensor) -> State:
+        """See `Metric`."""
+        found = self._function(output, batch if self.needs_batch else target)
+        parts = found if isinstance(found, tuple) and len(found) == 2 else (found,)
+        return {"parts": tuple(self._summand(part) for part in parts)}
+
+    @staticmethod
+    def parts(state: State) -> tuple[Tensor, ...]:
+        """What a state adds: (sum, count), or one tensor."""
+        return cast("tuple[Tensor, ...]", state["parts"])
+
+    def compute(self, states: Sequence[State]) -> object:
+        """See `Metric`."""
+        totals: list[Tensor] = []
+        for parts in map(self.parts, states):
+            if totals and [part.shape for part in parts] != [total.shape for total in totals]:
+                shapes = (" and ".join(str(list(part.shape)) for part in those) for those in (totals, parts))
+                raise UserCodeError(
+                    f"metric {self.name!r} returned {next(shapes)} for one microbatch and {next(shapes)} for another",
+                    cure="return numbers of the same shape for every microbatch, whatever its size",
+                )
+            totals = [a + b for a, b in zip(totals, parts, strict=True)] if totals else list(parts)
+        if len(totals) == 1:
+            return totals[0]
+        total, count = (each.double() for each in totals)
+        return torch.where(count == 0, math.nan, total / count)
+
+    def _summand(self, value: object) -> Tensor:
+        """What is added up: a tensor in host memory, float64 or int64. Raises `UserCodeError` for what is no number."""
+        if isinstance(value, Real):
+            return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+        if isinstance(value, Tensor) and not value.is_complex() and value.numel() <= MOST_VALUES:
+            value = value.detach().cpu()
+            return value.double() if value.is_floating_point() else value.long()
+        given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else with_article(type(value).__name__)
+        raise UserCodeError(
+            f"metric {self.name!r} returned {given}",
+            cure=f"return (sum, count), or one tensor that adds up over microbatches, of at most {MOST_VALUES} numbers; or "
+            "give an object with update, compute, reset and merge_state",
+        )
+
+
+def _takes_target(function: Callable[..., object]) -> bool:
+    """Whether the function's second parameter has a name of targets: it gets the target in the place of the batch."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a function of C that does not say
+        return False
+    return len(names) > 1 and names[1] in TARGET_NAMES
+
+
+# -- objects -----------------------------------------------------------------------------------------------------------------
+
+
+class MetricObject(Protocol):
+    """An object that measures: it takes microbatches one after the other, and computes a value of all."""
+
+    def update(self, output: object, target: Tensor, /) -> object:
+        """Take one microbatch."""
+
+    def compute(self) -> object:
+        """The value of all that it has taken."""
+
+    def reset(self) -> object:
+        """Forget all."""
+
+
+class MergeableObject(MetricObject, Protocol):
+    """One that another's state can be added to."""
+
+    def merge_state(self, other: object, /) -> object:
+        """Add the state of an object that has taken what comes after."""
+
+
+class TorchmetricsObject(MetricObject, Protocol):
+    """One of torchmetrics: its states by name, and its own rule of how two of them are reduced to one."""
+
+    _defaults: Mapping[str, object]
+    _update_count: int
+
+    def _reduce_states(self, incoming_state: Mapping[str, object], /) -> None: ...
+
+
+def _is_of_torchmetrics(one: object) -> bool:
+    return all(hasattr(one, name) for name in ("_defaults", "_update_count", "_reduce_states"))
+
+
+class ObjectMetric:
+    """An object with `update(output, target)`, `compute` and `reset`. Each microbatch is taken by a copy of its own.
+
+    States are merged by the object's own rule: `merge_state(other)`, or of torchmetrics' objects what each state says of its
+    reduction over processes (`dist_reduce_fx`).
+    """
+
+    needs_batch = False
+
+    def __init__(self, name: str, made: MetricObject) -> None:
+        """Raises `ConfigError` for an object whose states cannot be merged."""
+        self.name = name
+        self._made = made
+        if not _is_of_torchmetrics(made) and not (hasattr(made, "merge_state") and hasattr(made, "__dict__")):
+            raise ConfigError(
+                f"metric {name!r} ({type(made).__name__}) has no merge_state: each microbatch is measured by itself, and the "
+                "states of all are merged",
+                cure="give it a method merge_state(other) that adds the state of another one, or give a function that returns "
+                "(sum, count)",
+            )
+
+    def measure(self, output: object, batch: Batch, target: Tensor) -> State:
+        """See `Metric`."""
+        one = self.new()
+        if target.device.type != "cpu" and hasattr(one, "to"):
+            one = one.to(target.device)
+        one.update(output, target)
+        if _is_of_torchmetrics(one):
+            of_library = cast("TorchmetricsObject", one)
+            names = (*of_library._defaults, "_update_count")
+            return {name: _in_host_memory(getattr(one, name)) for name in names}
+        return {name: _in_host_memory(value) for name, value in vars(one).items()}
+
+    def compute(self, states: Sequence[State]) -> object:
+        """See `Metric`."""
+        merged, *others = (self._with_state(state) for state in states)
+        for later in others:
+            if _is_of_torchmetrics(merged):
+                merged = _reduce(cast("TorchmetricsObject", merged), cast("TorchmetricsObject", later))
+            else:
+                cast("MergeableObject", merged).merge_state(later)
+        return merged.compute()
+
+    def new(self) -> MetricObject:
+        """A copy that has taken nothing."""
+        one = copy.deepcopy(self._made)
+        one.reset()
+        return one
+
+    def _with_state(self, state: State) -> MetricObject:
+        one = self.new()
+        for name, value in state.items():
+            setattr(one, name, value)
+        return one
+
+
+def _reduce(first: TorchmetricsObject, later: TorchmetricsObject) -> TorchmetricsObject:
+    """The object of both. Of lists, what comes in is put before what is there."""
+    later._update_count += first._update_count  # by which a state that is a mean is divided
+    later._reduce_states({name: getattr(first, name) for name in first._defaults})
+    return later
+
+
+def _in_host_memory(value: object) -> object:
+    """A copy whose tensors are in host memory, each in memory of its own: a view would be pickled with all that it is of."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    if type(value) in (list, tuple):
+        parts = [_in_host_memory(each) for each in cast("Sequence[object]", value)]
+        return parts if isinstance(value, list) else tuple(parts)
+    if type(value) is dict:
+        return {name: _in_host_memory(each) for name, each in value.items()}
+    return value
+
+
+# -- both --------------------------------------------------------------------------------------------------------------------
+
+
+def make_metrics(configs: Mapping[str, MetricConfig]) -> dict[str, Metric]:
+    """The metrics of a job by name. Raises `ConfigError`."""
+    return {name: make_metric(name, ref) for name, ref in configs.items()}
+
+
+def make_metric(name: str, ref: MetricConfig) -> Metric:
+    """The metric that a function, a class, or a function that makes an object stands for. Raises `ConfigError`."""
+    given = ref.resolve()
+    if isinstance(given, type) or _makes_object(given, ref.args):
+        try:
+            made = ref.call(f"metrics.{name}.args")
+        except ConfigError:
+            raise
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
+            raise ConfigError(
+                f"metric {name!r}: {ref.label} refused its arguments: {error_text(error)}",
+                cure=f"compare metrics.{name}.args with its signature",
+            ) from error
+    else:
+        made = ref.partial()
+    if all(callable(getattr(made, method, None)) for method in ("update", "compute", "reset")):
+        return ObjectMetric(name, cast("MetricObject", made))
+    if not callable(made):
+        raise ConfigError(
+            f"metric {name!r} is {with_article(type(made).__name__)}",
+            cure="give a function of (output, batch) or (output, target), or an object with update, compute, reset and "
+            "merge_state",
+        )
+    return FunctionMetric(name, made)
+
+
+def _makes_object(function: Callable[..., object], args: Mapping[str, object]) -> bool:
+    """Whether a function needs nothing but `args`: one that measures needs the output and the target too."""
+    try:
+        inspect.signature(function).bind(**args)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def values_by_name(name: str, value: object) -> dict[str, float]:
+    """The numbers of a metric's value: one under its own name, those of a mapping or vector as `name/key`.
+
+    Raises `UserCodeError` for a value that is none of these.
+    """
+    if isinstance(value, Mapping):
+        parts = [(str(key), each) for key, each in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts = [(str(place), each) for place, each in enumerate(value)]
+    elif isinstance(value, Tensor) and value.dim() == 1 and value.numel() != 1:
+        parts = [(str(place), each) for place, each in enumerate(value.tolist())]
+    else:
+        try:
+            return {name: float(cast("float", value))}
+        except (TypeError, ValueError, RuntimeError):
+            shape = getattr(value, "shape", None)
+            given = f"{type(value).__name__} {list(shape)}" if shape is not None else type(value).__name__
+            raise UserCodeError(
+                f"metric {name!r} has the value {with_article(given)}",
+                cure="compute a number, a vector of numbers, or a dict of them",
+            ) from None
+    if len(parts) > MOST_VALUES:
+        raise UserCodeError(f"metric {name!r} has {len(parts):,} values", cure=f"compute at most {MOST_VALUES}")
+    return {full: number for key, each in parts for full, number in values_by_name(f"{name}/{key}", each).items()}

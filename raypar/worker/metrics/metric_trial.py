@@ -1,0 +1,168 @@
+"""Tries a job's metrics before the run, on microbatches of its validation that the model with its initial values computes.
+
+What is found: code that raises; a function that returns a mean, which would be added up; an object whose merged states give
+another value than one object that takes the microbatches one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raypar.errors import ConfigError
+from raypar.job import Job
+from raypar.model.graph import Graph
+from raypar.model.random_state import preserve_random_state
+from raypar.plan import ParallelPlan
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.worker.check_loss import move_half_to_target
+from raypar.worker.metrics.metric import Batch, FunctionMetric, Metric, ObjectMetric, State, values_by_name
+from raypar.worker.plain_microbatches import MICROBATCHES, NotCompared, refuse_large_models, with_few_microbatches
+from raypar.worker.run_in_one_process import OneProcessRun
+
+
+class _Measured(NamedTuple):
+    """What a metric was given of one microbatch."""
+
+    output: object
+    batch: Batch
+    target: Tensor
+
+
+class _Recorded:
+    """A metric that keeps what it is given."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric, self.name, self.needs_batch = metric, metric.name, metric.needs_batch
+        self.given: list[_Measured] = []
+        self.states: list[State] = []
+
+    def measure(self, output: object, batch: Batch, target: Tensor) -> State:
+        self.given.append(_Measured(output, batch, target))
+        self.states.append(self.metric.measure(output, batch, target))
+        return self.states[-1]
+
+    def compute(self, states: Sequence[State]) -> object:
+        return 0.0  # merging is tried afterwards
+
+
+def try_metrics(spec: Job, graph: Graph, samples: int) -> tuple[str, ...]:
+    """Lines for the user about metrics that are not exact, or could not be tried. `samples`: of a validation.
+
+    Raises `ConfigError` for a metric that would give another value than one process with one object, and what metrics raise.
+    """
+    if not spec.metrics or spec.validation is None or not samples:
+        return ()
+    try:
+        refuse_large_models(spec, graph)
+    except NotCompared as found:
+        names = ", ".join(spec.metrics)
+        return (
+            f"the metrics ({names}) were not tried before the run: {found}; what is wrong with them the first validation says",
+        )
+    with preserve_random_state(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first validation shows them
+        recorded = _record(spec, graph, samples)
+        lines = [_check(one, exact=spec.metrics[name].exact) for name, one in recorded.items()]
+    return tuple(line for line in lines if line is not None)
+
+
+def _record(spec: Job, graph: Graph, samples: int) -> dict[str, _Recorded]:
+    """Each metric with what it was given of at most `MICROBATCHES` microbatches, and measured."""
+    assert spec.validation is not None
+    size = -(-spec.batch_size // spec.microbatches)
+    few = with_few_microbatches(spec, 1).replace(
+        batch_size=size, validation=spec.validation.replace(samples=min(samples, MICROBATCHES * size)), metrics=spec.metrics
+    )
+    with OneProcessRun(few, ParallelPlan.mesh(layers=len(graph.layers)), "1f1b", graph=graph) as run:
+        measuring = run.cores[0].stages[0].metrics
+        assert measuring is not None
+        recorded = {name: _Recorded(metric) for name, metric in measuring.metrics.items()}
+        measuring.metrics.update(recorded)
+        run.validate(0)
+    return recorded
+
+
+def _check(one: _Recorded, *, exact: bool) -> str | None:
+    """A line for the user, if there is something to be said. Raises `ConfigError`."""
+    metric = one.metric
+    if isinstance(metric, FunctionMetric):
+        for given in one.given:
+            _refuse_means(metric, given)
+    if isinstance(metric, ObjectMetric):
+        return _compare_with_one_object(metric, one, exact=exact)
+    return None
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------------
+
+
+def _refuse_means(metric: FunctionMetric, given: _Measured) -> None:
+    """Raises `ConfigError` if what the function returns, or the sum in it, is the same for the samples twice: a mean, say."""
+    output, target = given.output, given.target
+    if not isinstance(output, Tensor) or not output.dim() or not target.dim() or len(output) != len(target):
+        return
+    for tried in (output, move_half_to_target(output, target)):
+        twice = {name: torch.cat([field, field]) if field.dim() else field for name, field in given.batch.items()}
+        try:
+            once, double = (
+                [_numbers(part) for part in metric.parts(metric.measure(*those))]
+                for those in ((tried, given.batch, target), (torch.cat([tried, tried]), twice, torch.cat([target, target])))
+            )
+        except USER_CODE_ERRORS as error:  # perhaps because of the number of samples, or outputs that no model gives
+            reraise_ctrl_c(error)
+            return
+        # (mean, 1) weighs every microbatch alike, as a loss that returns it does.
+        if any(once[0]) and once[0] == double[0] and (len(once) == 1 or once[1] != double[1]):
+            shown = ", ".join(f"{number:.6g}" for number in once[0][:3])
+            raise ConfigError(
+                f"metric {metric.name!r} returned {shown} for {len(target)} samples and for the same samples twice, so it is a "
+                "mean, and would be added up over microbatches",
+                cure="return (sum, count): the sum over samples or tokens, and how many they are",
+            )
+
+
+def _numbers(part: Tensor) -> list[float]:
+    return [float(number) for number in part.reshape(-1)]
+
+
+# -- objects -----------------------------------------------------------------------------------------------------------------
+
+
+def _compare_with_one_object(metric: ObjectMetric, one: _Recorded, *, exact: bool) -> str | None:
+    """A line for the user about a metric that is not exact and may be so. Raises `ConfigError` for one that may not."""
+    in_order = metric.new()
+    for given in one.given:
+        in_order.update(given.output, given.target)
+    wanted = values_by_name(metric.name, in_order.compute())
+    count = len(one.states)
+    try:
+        merged = values_by_name(metric.name, metric.compute(one.states))
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        raise ConfigError(
+            f"metric {metric.name!r}: the states of {count} microbatches cannot be merged: {error_text(error)}",
+            cure="take another metric, or give the object a merge_state of its own, or a function that returns (sum, count)",
+        ) from error
+    name = next((name for name in wanted if not _same_bits(wanted[name], merged.get(name))), None)
+    if name is None:
+        return None
+    difference = (
+        f"of {count} microbatches merged states give {merged.get(name)!r}, and one object updated in order {wanted[name]!r}"
+    )
+    if exact:
+        raise ConfigError(
+            f"metric {name!r} would depend on how states are merged: {difference}",
+            cure=f"take another metric, or accept the difference with metrics.{metric.name}.exact: false",
+        )
+    return f"metric {name!r} is not exact: {difference}"
+
+
+def _same_bits(a: float, b: float | None) -> bool:
+    """Whether two numbers are the same; NaN is as NaN."""
+    return b is not None and (a == b or (math.isnan(a) and math.isnan(b)))

@@ -1,0 +1,400 @@
+"""Metrics of validations are those of one process that measures one microbatch after the other, whatever the layout."""
+
+import importlib.util
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from helpers import metrics, ugly_models
+from helpers.parity import Layout
+from helpers.shard_grid import Cell
+from torch import Tensor, nn
+
+from raypar.comm.buffer_pool import CPU
+from raypar.errors import ConfigError, RayparError, UserCodeError
+from raypar.job import DataConfig, LossConfig, MetricConfig, ModelConfig, ValidationConfig
+from raypar.model.graph import Graph
+from raypar.plan import ParallelPlan
+from raypar.plan.seeds import seed_of
+from raypar.worker.job_preflight import preflight
+from raypar.worker.metrics.metric import make_metric, values_by_name
+from raypar.worker.process.gpu_setup import make_seeder
+from raypar.worker.run_in_one_process import OneProcessRun
+
+SAMPLES = 13
+ALL: dict[str, MetricConfig] = {
+    "accuracy": MetricConfig(function=metrics.accuracy),
+    "certainty": MetricConfig(function=metrics.certainty),
+    "energy": MetricConfig(function=metrics.energy),
+    "by_place": MetricConfig(function=metrics.by_place),
+    "dropped": MetricConfig(function=metrics.dropped),
+    "median": MetricConfig(function=metrics.Median, args={"scale": 2.0}),
+    "library": MetricConfig(function=metrics.LikeTorchmetrics),
+}
+LAYOUTS = [
+    Layout("tangled", "1f1b", (1,), 4),
+    Layout("tangled", "1f1b", (2, 2), 4),
+    Layout("tangled", "1f1b", (3,), 4),
+    Layout("tangled", "gpipe", (1, 2, 3, 1), 4),
+    Layout("tangled", "gpipe", (2, 3), 4),
+    Layout("tangled", "interleaved", (2, 2), 4, chunks=2),
+    Layout("tangled", "zb-v", (2, 2), 4),
+    Layout("tangled", "zb-h1", (1, 1, 1, 1), 4),
+    Layout("tangled", "1f1b", (4,), 4),
+    Layout("tangled", "1f1b", (2, 2), 4, blocks=1),
+]
+
+
+def with_metrics(job: Any, names: Any = ALL, **changes: Any) -> Any:
+    validation = ValidationConfig(function=job.data.function, args=job.data.args, samples=SAMPLES)
+    return job.replace(validation=validation, metrics={name: ALL[name] for name in names}, **changes)
+
+
+def outputs_of_one_process(job: Any, layout: Layout) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """(output, fields) of each microbatch of the validation, before the first step, by the layers themselves in a row."""
+    with OneProcessRun(job, Layout(layout.model, "1f1b", (1,), 4).plan, "1f1b", graph=layout.graph) as run:
+        seen: list[tuple[Tensor, dict[str, Tensor]]] = []
+        stage = run.cores[0].stages[0]
+        loss = stage.loss
+
+        def keep(forward_pass: Any, values: Any) -> Any:
+            seen.append((values["logits"].clone(), {name: values[name].clone() for name in ("x", "y")}))
+            return loss(forward_pass, values)
+
+        stage.loss = keep  # type: ignore[assignment]
+        run.validate(0)
+    return seen
+
+
+def expected(job: Any, layout: Layout) -> dict[str, float]:
+    """The values by a loop: sums in float64, objects that take one microbatch after the other."""
+    found: dict[str, float] = {}
+    outputs = outputs_of_one_process(job, layout)
+    assert sum(len(fields["y"]) for _, fields in outputs) == SAMPLES and len(outputs) == 5
+    seed = make_seeder(CPU)
+    for name, ref in job.metrics.items():
+        made = ref.resolve()
+        if isinstance(made, type):
+            one = made(**ref.args)
+            for output, fields in outputs:
+                one.update(output, fields["y"])
+            found |= values_by_name(name, one.compute())
+            continue
+        total, count = 0, 0
+        for microbatch, (output, fields) in enumerate(outputs):
+            seed(seed_of(job.seed, "metric", microbatch, name))
+            returned = made(output, fields if name == "certainty" else fields["y"])
+            parts = returned if isinstance(returned, tuple) else (returned, 0)
+            total, count = total + torch.as_tensor(parts[0]).double(), count + torch.as_tensor(parts[1]).double()
+        found |= values_by_name(name, total / count if name != "energy" else total)
+    return found
+
+
+WANTED: dict[str, float] = {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_has_the_values_of_one_process_of_exactly_the_samples_there_are(layout: Layout):
+    job = with_metrics(layout.job)
+    WANTED.update({} if WANTED else expected(job, layout))
+    with OneProcessRun(job, layout.plan, layout.schedule, graph=layout.graph, seed=3) as run:
+        run.validate(0)
+    assert list(run.metrics) == list(WANTED)
+    assert torch.equal(torch.tensor([*run.metrics.values()]).double(), torch.tensor([*WANTED.values()]).double())
+    assert {"accuracy", "by_place/1", "median/last", "library/0"} <= set(WANTED)
+    assert all(math.isfinite(value) for value in WANTED.values())
+
+
+def on_tokens(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Reads every logit, so that a part of them is not enough."""
+    return output.double().logsumexp(-1).sum() + output[..., -1].sum(), target.numel()
+
+
+SHARDED = [
+    Cell("gpt", "1f1b", (1,), (2,), 5),
+    Cell("gpt", "1f1b", (2, 1), (2, 2), 5),
+    Cell("llama", "zb-h1", (1, 1), (1, 3), 5, True),
+    Cell("gpt", "gpipe", (1, 2), (2, 3), 4),
+]
+
+
+@pytest.mark.parametrize("cell", SHARDED, ids=str)
+def test_logits_that_are_cut_over_shards_are_gathered_for_metrics(cell: Cell):
+    """The metric gets what one process gets whose layers are cut the same way: the whole logits."""
+    job = cell.job.replace(
+        validation=ValidationConfig(function=cell.job.data.function, args=cell.job.data.args, samples=9),
+        metrics={"tokens": MetricConfig(function=on_tokens), "median": MetricConfig(function=metrics.Median)},
+    )
+    parts: dict[tuple[int, int], Tensor] = {}
+    targets: dict[int, Tensor] = {}
+    with OneProcessRun(job, cell.plan, cell.schedule, graph=cell.graph) as run:
+        for core in run.cores:
+            for stage in core.stages.values():
+                if stage.loss is not None:
+                    stage.loss = kept_parts(stage.loss, stage.shard, parts, targets)  # type: ignore[assignment]
+        run.validate(0)
+    whole = [torch.cat([parts[m, shard] for shard in range(cell.shards[-1])], -1) for m in sorted(targets)]
+    median, total, count = metrics.Median(), 0.0, 0
+    for m, logits in enumerate(whole):
+        median.update(logits, targets[m])
+        added, tokens = on_tokens(logits, targets[m])
+        total, count = total + float(added), count + tokens
+    assert run.metrics == {"tokens": total / count, **values_by_name("median", median.compute())}
+    assert sum(len(target) for target in targets.values()) == 9
+
+
+def kept_parts(loss: Any, shard: Any, parts: dict[tuple[int, int], Tensor], targets: dict[int, Tensor]) -> Any:
+    """The loss, which keeps the shard's part of the logits, and the target, of each microbatch."""
+
+    def call(forward_pass: Any, values: Any) -> Any:
+        assert loss.inputs[0] in shard.group.output_layouts, "the logits are whole: the case is none"
+        parts[forward_pass.microbatch, shard.group.shard] = values[loss.inputs[0]].clone()
+        targets[forward_pass.microbatch] = values[loss.target].clone()
+        return loss(forward_pass, values)
+
+    return call
+
+
+def train(job: Any, layout: Layout) -> list[Any]:
+    found: list[Any] = []
+    with OneProcessRun(job, layout.plan, layout.schedule, graph=layout.graph) as run:
+        for step in range(2):
+            found += [run.step(step)[0].loss, run.validate(step + 1)]
+        found += [copy.clone() for copies in run.parameters().values() for copy in copies]
+    return found
+
+
+def test_metrics_change_no_bit_of_losses_and_weights():
+    layout = LAYOUTS[1]
+    plain, measured = (train(with_metrics(layout.job, names), layout) for names in ((), ALL))
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, measured, strict=True))
+
+
+@pytest.mark.parametrize("names, messages", [((), 0), (ALL, 1)], ids=["none", "all"])
+def test_without_metrics_there_is_no_message_no_call_and_nothing_more_is_read(names: Any, messages: int, monkeypatch: Any):
+    """With them each other replica of the last stage sends one."""
+    layout, job = LAYOUTS[1], with_metrics(LAYOUTS[1].job, names)
+    monkeypatch.setattr("raypar.worker.worker_core.make_metrics", make_metrics_if(bool(names)))
+    with OneProcessRun(job, layout.plan, layout.schedule, graph=layout.graph) as run:
+        counted = [count_sends(transport) for transport in run.mesh.transports]
+        run.validate(0)
+        fields = {name for core in run.cores if core.validation_loader for name in core.validation_loader._fields}
+        assert all(core.loader is None or set(core.loader._fields) <= {"x", "y"} for core in run.cores)
+    assert sum(len(sent) for sent in counted) == messages
+    assert fields == {"x", "y"}
+    assert bool(run.metrics) == bool(names)
+
+
+def make_metrics_if(allowed: bool) -> Any:
+    from raypar.worker.metrics.metric import make_metrics
+
+    def make(configs: Any) -> Any:
+        assert allowed, "metrics are made though the job has none"
+        return make_metrics(configs)
+
+    return make
+
+
+def count_sends(transport: Any) -> list[int]:
+    """The tags of messages in host memory that no stage receives as values."""
+    sent: list[int] = []
+    send = transport.send
+
+    def listened(tensor: Tensor, *, to: int, tag: int, keep_layout: bool = False) -> Any:
+        if tensor.dtype == torch.uint8:
+            sent.append(tag)
+        return send(tensor, to=to, tag=tag, keep_layout=keep_layout)
+
+    transport.send = listened
+    return sent
+
+
+class Named(torch.utils.data.Dataset[Any]):
+    """Samples with a field that neither the model nor the loss reads."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.full((4,), float(index)), "y": torch.tensor(float(index)), "group": torch.tensor(index % 2)}
+
+
+def in_group_one(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    return (output.squeeze(-1) * batch["group"]).sum(), batch["group"].sum()
+
+
+def of_named(**given: Any) -> Any:
+    return ugly_models.job("plain", microbatches=2).replace(
+        model=ModelConfig(function=lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))),
+        data=DataConfig(function=Named),
+        loss=LossConfig(function=ugly_models.mean_loss),
+        validation=ValidationConfig(function=Named),
+        **given,
+    )
+
+
+def test_a_metric_gets_every_field_of_the_batch_and_only_its_worker_reads_them():
+    job = of_named(metrics={"ones": MetricConfig(function=in_group_one)})
+    found = []
+    for plan in (ParallelPlan.mesh(layers=2), ParallelPlan.mesh(pp=2, dp=2, layers=2)):
+        with OneProcessRun(job, plan, "1f1b") as run:
+            run.validate(0)
+            found.append(run.metrics)
+            read = [core.validation_loader._fields for core in run.cores if core.validation_loader is not None]
+    assert found[0] == found[1] and found[0]["ones"] != 0
+    assert sorted(map(sorted, read)) == [["group", "x", "y"], ["group", "x", "y"], ["x"], ["x"]]
+
+
+def several() -> Graph:
+    from test_outputs import pair
+
+    return pair()
+
+
+def test_an_output_of_several_values_is_rebuilt_for_metrics_as_for_the_loss():
+    from test_outputs import loss_of_two
+
+    job = ugly_models.job("plain", microbatches=3).replace(
+        model=ModelConfig(function=several),
+        loss=LossConfig(function=loss_of_two),
+        metrics={"gap": MetricConfig(function=lambda output, target: ((output[0] - output[1]).sum(), len(target)))},
+    )
+    job = job.replace(validation=ValidationConfig(function=job.data.function, args=job.data.args, samples=6))
+    found = []
+    for stages in (1, 4):
+        with OneProcessRun(job, ParallelPlan.mesh(pp=stages, layers=4), "1f1b") as run:
+            run.validate(0)
+            found.append(run.metrics)
+    assert found[0] == found[1] and found[0]["gap"]
+
+
+# -- what is wrong -----------------------------------------------------------------------------------------------------------
+
+
+def raises(output: Tensor, target: Tensor) -> Any:
+    raise ValueError("no such class")
+
+
+def writes(output: Tensor, target: Tensor) -> Any:
+    return output.zero_().sum(), 1
+
+
+def leaves_gradients_on(output: Tensor, target: Tensor) -> Any:
+    torch.set_grad_enabled(True)
+    return output.sum(), 1
+
+
+def text(output: Tensor, target: Tensor) -> Any:
+    return "0.5"
+
+
+def other_shapes(output: Tensor, target: Tensor) -> Any:
+    return output.flatten()[: len(target)].double(), len(target)
+
+
+@pytest.mark.parametrize(
+    "function, says",
+    [
+        (raises, r"metric 'm' raised ValueError: no such class\n  at stage 1, replica 0, step 0, microbatch 0"),
+        (writes, r"metric 'm' writes into the output or the batch, at stage 1, replica 0, step 0, microbatch 0"),
+        (text, r"metric 'm' returned a str, at stage 1, replica 0, step 0, microbatch 0"),
+        (other_shapes, r"metric 'm' returned \[2\] and \[\] for one microbatch and \[3\] and \[\] for another"),
+    ],
+)
+def test_a_metric_that_is_wrong_is_named_with_its_microbatch(function: Any, says: str):
+    layout = Layout("tangled", "1f1b", (1, 1), 4)
+    job = with_metrics(layout.job).replace(metrics={"m": MetricConfig(function=function)})
+    with OneProcessRun(job, layout.plan, "1f1b", graph=layout.graph) as run, pytest.raises(UserCodeError, match=says):
+        run.validate(0)
+
+
+def test_process_state_that_a_metric_leaves_changed_is_put_back():
+    layout = LAYOUTS[1]
+    job = with_metrics(layout.job).replace(metrics={"m": MetricConfig(function=leaves_gradients_on)})
+    with OneProcessRun(job, layout.plan, "1f1b", graph=layout.graph) as run:
+        run.validate(0)
+    assert any("metric 'm'" in line for line in run.warnings)
+
+
+def test_nothing_that_counts_is_nan_and_not_fatal():
+    layout = LAYOUTS[1]
+    job = with_metrics(layout.job).replace(metrics={"m": MetricConfig(function=lambda output, target: (0, 0))})
+    with OneProcessRun(job, layout.plan, "1f1b", graph=layout.graph) as run:
+        run.validate(0)
+    assert math.isnan(run.metrics["m"])
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output.argmax(-1) == target).double().mean()
+
+
+def mean_and_count(output: Tensor, target: Tensor) -> Any:
+    return output.square().mean(), target.numel()
+
+
+def job_of(ref: MetricConfig) -> Any:
+    return with_metrics(ugly_models.job("tangled", microbatches=4)).replace(metrics={"m": ref})
+
+
+@pytest.mark.parametrize(
+    "ref, says",
+    [
+        (MetricConfig(function=mean), r"metric 'm' returned .* twice, so it is a mean, .*\n  cure: return \(sum"),
+        (MetricConfig(function=mean_and_count), r"metric 'm' returned .* so it is a mean"),
+        (MetricConfig(function=metrics.LastOnly), r"metric 'm/first' would depend on how states are merged: of 3 microbatches"),
+        (MetricConfig(function=metrics.CannotMerge), r"metric 'm' \(CannotMerge\) has no merge_state"),
+        (MetricConfig(function=metrics.Median, args={"scales": 1}), r"metrics\.m\.args"),
+        (MetricConfig(function=raises), r"metric 'm' raised ValueError: no such class"),
+        (MetricConfig(function="helpers.metrics:nowhere"), r"cannot import 'helpers.metrics:nowhere'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_metric_is_said_before_the_run(ref: MetricConfig, says: str):
+    with pytest.raises(RayparError, match=re.compile(says, re.DOTALL)):
+        preflight(job_of(ref))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_metrics_that_are_right_pass_the_trial_without_a_word(name: str):
+    assert preflight(job_of(ALL[name])).notes == ()
+
+
+def test_a_metric_that_is_not_exact_may_be_allowed_and_is_named():
+    (line,) = preflight(job_of(MetricConfig(function=metrics.LastOnly, exact=False))).notes
+    assert line.startswith("metric 'm/first' is not exact: of 3 microbatches merged states give")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
+def test_objects_of_torchmetrics_are_exact_or_refused():
+    import torchmetrics
+    from torchmetrics.classification import MulticlassF1Score
+
+    class F1(MulticlassF1Score):
+        def update(self, output: Tensor, target: Tensor) -> None:
+            super().update(output.flatten(0, 1), target.flatten())
+
+    class Running(torchmetrics.aggregation.RunningMean):
+        def update(self, output: Tensor, target: Tensor) -> None:
+            super().update(output.mean())
+
+    assert preflight(job_of(MetricConfig(function=F1, args={"num_classes": ugly_models.VOCAB}))).notes == ()
+    with pytest.raises(ConfigError, match="metric 'm' would depend on how states are merged"):
+        preflight(job_of(MetricConfig(function=Running, args={"window": 2})))
+
+
+def test_values_of_a_metric_are_numbers_under_names():
+    assert values_by_name("m", 3) == values_by_name("m", torch.tensor([3.0])) == {"m": 3.0}
+    assert values_by_name("m", {"a": torch.tensor([1.0, 2.0]), "b": 0.5}) == {"m/a/0": 1.0, "m/a/1": 2.0, "m/b": 0.5}
+    with pytest.raises(UserCodeError, match=r"metric 'm' has the value a Tensor \[2, 2\]"):
+        values_by_name("m", torch.zeros(2, 2))
+    with pytest.raises(UserCodeError, match="metric 'm' has 101 values"):
+        values_by_name("m", [0.0] * 101)
+
+
+def test_a_function_without_parameters_makes_the_object():
+    def make() -> metrics.Median:
+        return metrics.Median(3.0)
+
+    made = make_metric("m", MetricConfig(function=make))
+    assert type(made).__name__ == "ObjectMetric" and made.new().scale == 3.0

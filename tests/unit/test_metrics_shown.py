@@ -1,0 +1,180 @@
+"""Where the values of metrics are seen: lines, status, report with its charts, trackers, and files of older releases."""
+
+import io
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers.recorded_runs import view_of
+from test_run_report import BEGAN, EVENTS, step_line
+
+from raypar.actors.run_recorder import RunRecorder
+from raypar.callbacks import Callback, Callbacks, EarlyStopping, Tracker
+from raypar.console.event_printer import EventPrinter
+from raypar.console.run_log import RunLogFormatter
+from raypar.console.run_report import RunFiles, build_run_report
+from raypar.console.run_report_html import run_report_html
+from raypar.console.run_status import build_run_status, format_status
+from raypar.errors import ConfigError, UserCodeError
+from raypar.job import Job
+from raypar.launch.result import Result
+from raypar.record.events import ValidationRecord, format_metric, parse_metrics
+from raypar.record.fold import MOST_METRICS
+
+
+def validated(step: int, **metrics: Any) -> dict[str, Any]:
+    at = {"time": BEGAN + 0.5 * step + 0.1, "step": step, "validation_loss": 2.0 / step, "count": 10.0, "seconds": 0.1}
+    return at | {f"validation_{name}": value for name, value in metrics.items()}
+
+
+LINES = [
+    *(step_line(step) for step in range(1, 5)),
+    validated(4, accuracy=0.25, f1=None),
+    *(step_line(step) for step in range(5, 9)),
+    validated(8, accuracy=0.5, f1=0.125, note="a text of a callback"),
+]
+
+
+def status_of(lines: list[dict[str, Any]]) -> Any:
+    return build_run_status(
+        "r", "runs/r", view_of(lines, EVENTS), steps=8, plan=None, members=None, cluster=None, now=BEGAN + 30
+    )
+
+
+def test_the_view_has_the_values_of_each_metric_and_what_is_not_finite():
+    view = view_of(LINES, EVENTS)
+    assert list(view.metrics) == ["validation_accuracy", "validation_f1"]
+    accuracy, f1 = view.metrics.values()
+    assert accuracy.finite.points == [(4.0, 0.25), (8.0, 0.5)] and f1.finite.points == [(8.0, 0.125)]
+    assert (accuracy.least, accuracy.largest, accuracy.last, accuracy.last_step) == ((0.25, 4), (0.5, 8), 0.5, 8)
+    assert math.isnan(view_of(LINES[:5]).metrics["validation_f1"].last)
+
+
+def test_of_very_many_metrics_the_first_are_kept():
+    view = view_of([step_line(1), validated(1, **{f"m{number}": 1.0 for number in range(1000)})])
+    assert len(view.metrics) == MOST_METRICS
+
+
+def test_the_status_names_them():
+    status = status_of(LINES)
+    assert "  metrics  accuracy 0.5000, f1 0.1250\n" in format_status(status)
+    assert status.facts()["metrics"] == {"validation_accuracy": 0.5, "validation_f1": 0.125}
+    assert status_of(LINES[:5]).metrics["validation_f1"] is None
+    without = status_of([step_line(1), validated(1)])
+    assert "metrics" not in without.facts() and "metrics" not in format_status(without)
+
+
+def test_the_report_has_a_chart_of_each_and_a_number():
+    def page(lines: list[dict[str, Any]]) -> str:
+        files = RunFiles(view_of(lines, EVENTS), None, None, None, None)
+        return run_report_html(build_run_report(status_of(lines), files, BEGAN + 30))
+
+    shown = page(LINES)
+    assert '<section id="metrics"><h2>Metrics</h2>' in shown and shown.count("<title>accuracy (validation)</title>") == 1
+    assert "least 0.2500 at step 4, largest 0.5000 at step 8" in shown
+    assert 'id="metrics"' not in page([step_line(1), validated(1)])
+    hostile = page([step_line(1), validated(1, **{"<script>": 0.5})])
+    assert "<script>" not in hostile and "&lt;script&gt;" in hostile
+
+
+def test_a_validation_is_one_line_with_its_metrics():
+    record = parse_metrics(LINES[-1])
+    assert isinstance(record, ValidationRecord)
+    assert record.progress_line() == "step 8: validation loss 0.2500, accuracy 0.5000, f1 0.1250"
+    out = io.StringIO()
+    printer = EventPrinter(steps=8, out=out)
+    printer(record)
+    printer.finish(Result({}, "runs/r", "done", 8, "all 8 steps are done"))
+    first, *rest = out.getvalue().splitlines()
+    assert first == record.progress_line() and "validation loss 0.2500, accuracy 0.5000, f1 0.1250" in rest
+    assert RunLogFormatter(8).lines([record])[0].endswith(record.progress_line())
+    assert parse_metrics(LINES[4]).progress_line().endswith("accuracy 0.2500, f1 nan")
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(0.8125, "0.8125"), (312.0, "312"), (1234567.0, "1,234,567"), (1.2e-5, "1.2e-05"), (1e20, "1e+20"), (math.inf, "inf")],
+)
+def test_numbers_are_short(value: float, text: str):
+    assert format_metric(value) == text
+
+
+class Heard(Callback):
+    """Keeps what it is told, and adds a metric of its own."""
+
+    def __init__(self, own: str) -> None:
+        self.own, self.told = own, []
+
+    def on_validation(self, info: Any) -> Any:
+        self.told.append(dict(info.metrics))
+        return {self.own: 1}
+
+
+class Log(Tracker):
+    """Keeps what it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Any] = []
+
+    def log(self, step: int, metrics: Any) -> None:
+        self.sent.append((step, dict(metrics)))
+
+
+def record_validation(folder: Path, callbacks: list[Callback], **metrics: float) -> RunRecorder:
+    recorder = RunRecorder(SimpleNamespace(folder=folder))  # type: ignore[arg-type]
+    recorder.callbacks = Callbacks(callbacks)
+    merging = {"losses": {1: (1.0, 2.0)}, "seconds": 0.1, "metrics": metrics}
+    recorder.record_validation(4, [{"losses": {0: (3.0, 2.0)}, "seconds": 0.2, "metrics": {}}, merging])
+    return recorder
+
+
+def test_names_reach_callbacks_trackers_the_file_and_the_client(tmp_path: Path):
+    heard, log = Heard("of_callback"), Log()
+    recorder = record_validation(tmp_path, [heard, log], accuracy=0.75, f1=math.nan)
+    (event,) = recorder.new_events()
+    assert heard.told[0]["validation_accuracy"] == 0.75 and math.isnan(heard.told[0]["validation_f1"])
+    (step, sent), *_ = log.sent
+    assert step == 4 and set(sent) == {"validation_loss", "validation_accuracy", "validation_f1"}
+    assert isinstance(event, ValidationRecord) and dict(event.more)["of_callback"] == 1
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (line["validation_loss"], line["validation_accuracy"], line["validation_f1"]) == (1.0, 0.75, None)
+    assert recorder.telemetry.view.metrics["validation_accuracy"].last == 0.75
+
+
+def test_a_callback_cannot_take_the_name_of_a_metric(tmp_path: Path):
+    with pytest.raises(UserCodeError, match="metric 'validation_accuracy' is one of the run's own"):
+        record_validation(tmp_path, [Heard("validation_accuracy")], accuracy=0.75)
+
+
+def test_a_run_may_stop_early_on_a_metric(tmp_path: Path):
+    stopping = EarlyStopping(patience=1, metric="validation_error")
+    record_validation(tmp_path, [stopping], error=0.5)
+    assert stopping.best == 0.5
+
+
+SMALL = {"steps": 1, "batch_size": 2, "microbatches": 1, "model": "m:model", "loss": "m:loss", "data": "m:data"}
+
+
+@pytest.mark.parametrize(
+    "metrics, says",
+    [
+        ({"loss": "m:f"}, r"metrics: 'loss' takes the name of loss, which every run has\n  cure: give it another name"),
+        ({"lr": "m:f"}, "metrics: 'lr' takes the name of lr"),
+        ({"validation_loss": "m:f"}, "metrics: 'validation_loss' takes the name of validation_loss"),
+        ({"a": "m:f", "validation_a": "m:f"}, "metrics: 'validation_a' takes the name of 'a' in validation"),
+        ({"a/b": "m:f"}, r"metrics: 'a/b' is no name of a metric\n  cure: at most 60 letters"),
+        ({"": "m:f"}, "metrics: '' is no name of a metric"),
+    ],
+)
+def test_names_that_cannot_be_are_refused(metrics: dict[str, str], says: str):
+    with pytest.raises(ConfigError, match=says):
+        Job(**SMALL, validation="m:data", metrics=metrics)
+
+
+def test_metrics_that_nobody_would_compute_are_refused():
+    with pytest.raises(ConfigError, match=r"metrics \(a\) are computed in validation, which the job does not have"):
+        Job(**SMALL, metrics={"a": "m:f"})
