@@ -9,6 +9,7 @@ contract (raypar/NUMERICS.md): blocks of microbatches, the addition tree, one sc
 import argparse
 import hashlib
 import importlib
+import inspect
 import math
 import random
 import sys
@@ -85,6 +86,8 @@ def check_model(job, model):
         refuse("the model has dropout", "set it to 0, or compare two plans by `raypar train`")
     if isinstance(job.get("model"), dict) and job["model"].get("buffers", "refuse") != "refuse":
         refuse("the job has model.buffers", "leave it out, or compare two plans by `raypar train`")
+    if "job.steps" in str(job.get("lr_schedule")):
+        refuse("the lr_schedule has the argument job.steps", "write the number of steps")
     order = job["data"] if isinstance(job.get("data"), dict) else {}
     for key in {"shuffle", "drop_last"} & set(order):
         refuse(f"the job has data.{key}", "leave it out, or compare two plans by `raypar train`")
@@ -107,6 +110,7 @@ def train(job):
     getattr(optimizer, "train", lambda: None)()  # those that average weights have two modes
     base_lr = optimizer.defaults["lr"]
     lr_factor = function(job["lr_schedule"]) if job.get("lr_schedule") else lambda step: 1.0
+    scheduler = lr_factor(optimizer) if "optimizer" in inspect.signature(lr_factor).parameters else None
     orders = {}
 
     def order(epoch):
@@ -147,9 +151,11 @@ def train(job):
             parameter.grad = gradient.mul_(factor)
         here = seed_of(seed, "optimizer", step)
         random.seed(here % 2**32), numpy.random.seed(here % 2**32), torch.manual_seed(here)
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if scheduler is None else ():
             group["lr"] = base_lr * lr_factor(step)
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
         if step % 10 == 0 or step + 1 == job["steps"]:
             print(f"step {step} loss {total / count:.4f} norm {norm:.4f}", flush=True)
     return model

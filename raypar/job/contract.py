@@ -47,6 +47,7 @@ have the contract that they had before there were any."""
 
 FORMS: dict[str, Callable[[Job], Json]] = {
     "virtual_replicas": lambda job: job.batching.blocks,
+    "lr_schedule": lambda job: _form(job.scheduled, "lr_schedule"),
     "plan.styles": lambda job: [list(pair) for pair in job.styles],
 }
 """Keys whose value in a contract is not the job's own."""

@@ -45,6 +45,8 @@ T = TypeVar("T")
 
 _NO_LENGTH = object()
 """Stands for `steps` where a job gives neither steps nor epochs."""
+STEPS_OF_JOB = "job.steps"
+"""Stands for the number of steps among the arguments of `lr_schedule`."""
 JOB_BYTES = 1 << 20
 """Size limit of a job file."""
 MAX_SAMPLES = 2**24
@@ -135,7 +137,9 @@ class Job(Section):
     optimizer: Annotated[OptimizerConfig, BITS] = OptimizerConfig.model_construct(function="torch.optim:AdamW")
     """The optimizer: a class of `torch.optim` or your own, with its arguments."""
     lr_schedule: Annotated[FunctionConfig | None, BITS] = None
-    """A function of the step (from 0) that returns the factor on all learning rates; None: 1."""
+    """A function of the step (from 0) that returns the factor on all learning rates; or a scheduler of
+    `torch.optim.lr_scheduler` or `transformers`, or a function of the optimizer that makes one, which makes one step after each
+    step of the optimizer. Among `args` the text `job.steps` stands for the number of steps. None: the factor is 1."""
     clip_norm: Annotated[PositiveFloat | None, BITS] = None
     """Largest norm of the whole gradient, as in `clip_grad_norm_`; None: it is not clipped."""
     validation: Annotated[ValidationConfig | None, WORKERS] = None
@@ -334,6 +338,19 @@ class Job(Section):
     def training_data(self) -> DataConfig:
         """The data of training, with the name of the target where `data.pad` needs it."""
         return self.data if self.data.pad is None else self.data.replace(target=self.loss_target_name)
+
+    @property
+    def scheduled(self) -> FunctionConfig | None:
+        """`lr_schedule` with the number of steps in the place of `job.steps` among its arguments."""
+        ref = self.lr_schedule
+        if ref is None or STEPS_OF_JOB not in [value for value in ref.args.values() if isinstance(value, str)]:
+            return ref
+        return ref.replace(
+            args={
+                key: self.steps if isinstance(value, str) and value == STEPS_OF_JOB else value
+                for key, value in ref.args.items()
+            }
+        )
 
     @property
     def validation_data(self) -> DataConfig:

@@ -112,8 +112,8 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     ),
     _OPTIMIZER: "lr learning_rate weight_decay betas adam_beta1 adam_beta2 adam_epsilon eps momentum nesterov",
     "groups of parameters with arguments of their own are optimizer.groups": "param_groups parameter_groups",
-    "a function of the step that returns the factor on the learning rates is lr_schedule": "scheduler lr_scheduler "
-    "lr_scheduler_type lr_scheduler_kwargs schedulers warmup_steps warmup_ratio lr_decay",
+    "a scheduler, or a function of the step that returns the factor on the learning rates, is lr_schedule": "lr_scheduler "
+    "scheduler lr_scheduler_type lr_scheduler_kwargs schedulers warmup_steps warmup_ratio lr_decay",
     "the largest norm of the whole gradient is clip_norm": "max_grad_norm gradient_clip_val gradient_clipping clip_grad "
     "grad_clip clip_grad_norm",
     "gradients are clipped by their norm (clip_norm); by value is not supported yet": "gradient_clip_algorithm clip_value "

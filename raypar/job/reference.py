@@ -52,7 +52,7 @@ TRAINER_ALSO_TAKES: dict[str, str] = {
     "validation": "as `data`",
     "metrics": "of each name the function or class itself; an object with `update`, `compute` and `reset`; a pair",
     "optimizer": "the class itself; a pair such as `(torch.optim.SGD, {'lr': 0.1})`",
-    "lr_schedule": "the function itself; a pair",
+    "lr_schedule": "the function or class itself; a pair such as `(StepLR, {'step_size': 100})`",
     "plan": "a `raypar.ParallelPlan`, whose schedule is the argument `schedule`",
     "callbacks": "objects of classes derived from `raypar.Callback`; functions that make them; pairs",
     "init_from": "a `pathlib.Path`",

@@ -309,11 +309,12 @@ def _function_for(key: str, value: Any) -> Any:
             cure=f"give a function that makes that argument itself, or the class of it a __repr__ that says what it holds: "
             f"{key}=a function, or (function, {{...}})",
         )
-    if (hasattr(value, "last_epoch") and hasattr(value, "optimizer")) or _is_scheduler_class(value):
+    if hasattr(value, "last_epoch") and hasattr(value, "optimizer"):
+        name = type(value).__name__
         raise ConfigError(
-            f"{key} is {with_article(getattr(value, '__name__', type(value).__name__))}, which counts its steps itself",
-            cure="give a function of the step, from 0, that returns the factor on the learning rates: "
-            "lr_schedule=lambda step: min(1, (step + 1) / 100)",
+            f"{key} is {with_article(name)} of an optimizer that is made already",
+            cure=f"give its class with its arguments, lr_schedule=({name}, {{...}}), or a function of the optimizer that "
+            "makes it",
         )
     if isinstance(value, str) or callable(value):
         return value
@@ -327,11 +328,6 @@ def _function_for(key: str, value: Any) -> Any:
         cure = f"give its class, which every worker calls with the parameters that it holds: optimizer=({name}, {{'lr': ...}})"
         raise ConfigError(f"{key} is {with_article(name)}", cure=cure)
     return value
-
-
-def _is_scheduler_class(value: Any) -> bool:
-    """Whether `value` is one of PyTorch's classes of learning rate schedulers."""
-    return isinstance(value, type) and value.__module__.startswith("torch.optim.lr_scheduler")
 
 
 def _is_data(value: Any) -> bool:

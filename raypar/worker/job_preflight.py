@@ -65,6 +65,7 @@ from raypar.worker.metrics.metric_trial import try_metrics
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import cure_of_buffer_writes, refuse_input_writes
 from raypar.worker.stage.loss import make_loss_function
+from raypar.worker.step.learning_rates import check_scheduler, is_scheduler
 from raypar.worker.step.make_optimizers_by_name import check_optimizer_groups
 from raypar.worker.step.optimizer_trial import OptimizerTrial, try_optimizer
 from raypar.worker.worker_assignments import make_layer_graph
@@ -98,12 +99,15 @@ def preflight(spec: Job) -> PreflightResult:
     with guard.watching("the job's code"):
         make_loss_function(spec.loss)
         spec.optimizer.resolve()
-        if spec.lr_schedule is not None:
-            _check_lr_schedule(spec.lr_schedule)
+        if spec.scheduled is not None and not is_scheduler(spec.scheduled):
+            _check_lr_schedule(spec.scheduled)
         graph = make_layer_graph(spec, guard.watching)
     check_optimizer_groups(spec.optimizer, parameter_shapes(graph))
     with guard.watching("the job's optimizer"):
         trial = try_optimizer_of_job(spec, graph)
+    if trial is not None and spec.scheduled is not None and is_scheduler(spec.scheduled):
+        with guard.watching(f"the lr_schedule {spec.scheduled.label}"):
+            check_scheduler(spec, graph, min(spec.steps, SCHEDULED_STEPS))
     check_running_statistics(spec, graph)
     _check_written_buffers(spec, graph)
     with guard.watching("the job's data"):
@@ -197,6 +201,8 @@ def _code_of_class(kind: Callable[..., Any]) -> tuple[Hashable, ...]:
     return str(inspect.signature(kind)), *functions
 
 
+SCHEDULED_STEPS = 10_000
+"""Through so many steps at most a scheduler is run before the job begins."""
 MANY_SAMPLES = 10**7
 """Data sets with more samples are told of `data.shuffle: indexed`."""
 

@@ -41,6 +41,7 @@ from raypar.worker.stage.stage import Stage, StageLayer, StageValues
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage.stage_tensors import StageTensors
+from raypar.worker.step.learning_rates import LearningRates
 from raypar.worker.step.make_optimizers_by_name import build_optimizer, select_owned_parameters
 from raypar.worker.step.step_commit import AnyGradientReduction, StepCommit
 from raypar.worker.worker_assignments import ProgramAssignment
@@ -346,13 +347,6 @@ class StageBuilder:
         )
         return StageShard(group, self.layout(group.size))
 
-    def build_lr_factor(self) -> Callable[[int], float]:
-        """Step -> factor on the learning rates."""
-        if self.spec.lr_schedule is None:
-            return _constant_factor
-        with self.guard.watching(f"the module of the lr_schedule {self.spec.lr_schedule.label}"):
-            return self.spec.lr_schedule.partial()
-
     def build_optimizers(self, stages: Mapping[int, Stage]) -> dict[int, torch.optim.Optimizer]:
         """Stage -> optimizer of the parameters that this rank trains there; a stage without any has no optimizer."""
         pieces = self.ownership.pieces(self.transport.rank, "optimizer")
@@ -377,9 +371,8 @@ class StageBuilder:
             for index, stage in stages.items()
         }
 
-    def build_step_commit(self, stages: Mapping[int, Stage]) -> StepCommit:
-        """The `StepCommit` that ends the steps of these stages."""
-        lr_factor, optimizers = self.build_lr_factor(), self.build_optimizers(stages)
+    def build_step_commit(self, stages: Mapping[int, Stage], rates: LearningRates) -> StepCommit:
+        """The `StepCommit` that ends the steps of these stages. `rates`: the learning rates of all steps."""
         return StepCommit(
             rank=self.transport.rank,
             graph=self.graph,
@@ -387,16 +380,12 @@ class StageBuilder:
             ties=self.assignment.crossing.ties,
             stages=stages,
             reductions=self.build_reductions(stages),
-            optimizers=optimizers,
+            optimizers=self.build_optimizers(stages),
             transport=self.transport,
             spec=self.spec,
-            lr_factor=lr_factor,
+            rates=rates,
             layout=self.layout,
             ownership=self.ownership,
             guard=self.guard,
             seed_generators=make_seeder(self.device),
         )
-
-
-def _constant_factor(step: int) -> float:
-    return 1.0

@@ -45,6 +45,7 @@ from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import StageBuilder
 from raypar.worker.state.checkpoint_snapshot import CheckpointWriter, restore_from_checkpoint, take_snapshot
 from raypar.worker.step.interpreter import Interpreter, StageLinks
+from raypar.worker.step.learning_rates import LearningRates, make_learning_rates
 from raypar.worker.step.optimizer_state import OptimizerState, read_optimizer_state
 from raypar.worker.step.step_commit import InstructionSpan, StepCommit
 from raypar.worker.worker_assignments import ProgramAssignment, make_layer_graph
@@ -230,7 +231,7 @@ class WorkerCore:
         )
         self.not_moved = None
         self.stages, digests = builder.build_stages(values, unfilled=load is not None)
-        self.step_commit = builder.build_step_commit(self.stages)
+        self.step_commit = builder.build_step_commit(self.stages, self.learning_rates)
         self._build_interpreters(builder.routing, transport, cost_ms, before_compute)
         # Stages and what hangs on their tensors hold each other in circles, and Python's collector skips what is frozen.
         for stage in former:
@@ -326,6 +327,13 @@ class WorkerCore:
         """Which rank of a plan keeps which piece of the job's state."""
         shards = {stage.shards for stage in plan.stages if stage.shards > 1}
         return Ownership(plan, replace(self._outline, shardings={count: self.layout(count).cuts for count in shards}))
+
+    @cached_property
+    def learning_rates(self) -> LearningRates:
+        """The learning rates of all steps. They outlive plans: a scheduler is run from the first step on."""
+        label = self.spec.lr_schedule.label if self.spec.lr_schedule is not None else "none"
+        with self.guard.watching(f"the module of the lr_schedule {label}"):
+            return make_learning_rates(self.spec, self.graph)
 
     @cached_property
     def _outline(self) -> ModelOutline:

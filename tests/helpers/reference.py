@@ -10,6 +10,7 @@ import contextlib
 import copy
 import fnmatch
 import hashlib
+import inspect
 import math
 import random
 from collections import Counter
@@ -162,6 +163,8 @@ def train(graph: Graph, spec: Job) -> Result:
     if hasattr(optimizer, "train"):
         optimizer.train()
     base = [group.get("lr") for group in optimizer.param_groups]
+    schedule = spec.lr_schedule.partial() if spec.lr_schedule else None
+    scheduler = schedule(optimizer) if schedule and next(iter(inspect.signature(schedule).parameters)) == "optimizer" else None
 
     data, loss_fn = spec.data.call(), spec.loss.partial()
     m, batch, blocks = spec.microbatches, spec.batch_size, spec.batching.blocks
@@ -227,11 +230,13 @@ def train(graph: Graph, spec: Job) -> Result:
         torch.manual_seed(here)
         random.seed(here % 2**32)
         numpy.random.seed(here % 2**32)
-        factor = spec.lr_schedule.partial()(step) if spec.lr_schedule else 1.0
+        factor = schedule(step) if schedule and scheduler is None else 1.0
         for group, lr in zip(optimizer.param_groups, base, strict=True):
-            if lr is not None:
+            if lr is not None and scheduler is None:
                 group["lr"] = lr * factor
         optimizer.step()
+        if scheduler is not None:  # rule 8: the plain loop
+            scheduler.step()
         others.end_step()
         result.losses.append(sum(s for s, _ in losses) / count)
         result.norms.append(norm)

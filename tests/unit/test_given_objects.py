@@ -180,10 +180,12 @@ def test_help_begins_with_what_a_trainer_is_an_example_and_its_arguments_in_grou
     lines = [part for line in text for part in (textwrap.wrap(line, 130) or [""])]
     screen = "\n".join(lines[:45])
     assert "Trains a PyTorch model on Ray" in screen and ").fit()" in screen and "Trainer(" in screen
-    grouped = screen[screen.index("- what is trained:") : screen.index("reference.md")]
+    grouped = screen[screen.index("- what is trained:") : screen.index("A function is given itself")]
     assert set(re.findall(r"\w+", grouped)) >= set(inspect.signature(Trainer).parameters)
     assert max(map(len, text)) < 1500, "the signature has no types"
-    assert typing.get_type_hints(Trainer.__init__, vars(raypar.trainer) | {"Callback": raypar.Callback})["steps"] is int
+    assert (
+        typing.get_type_hints(Trainer.__init__, vars(raypar.trainer) | {"Callback": raypar.Callback})["epochs"] == float | None
+    )
 
 
 def test_a_result_is_shown_in_ten_lines():
@@ -225,8 +227,7 @@ def test_a_result_is_shown_in_ten_lines():
         ({"optimizer": ("SGD", {"lr": 0.1})}, "optimizer.function: expected module:name", 'write "torch.optim:SGD"'),
         ({"loss": "mse"}, "loss.function: expected module:name", 'write "torch.nn.functional:mse_loss"'),
         ({"loss": "CrossEntropyLoss"}, "loss.function: expected", 'write "torch.nn.functional:cross_entropy"'),
-        ({"lr_schedule": torch.optim.lr_scheduler.StepLR}, "lr_schedule is a StepLR", "function of the step"),
-        ({"lr_schedule": SCHEDULER}, "lr_schedule is a StepLR, which counts its steps", "function of the step"),
+        ({"lr_schedule": SCHEDULER}, "lr_schedule is a StepLR of an optimizer that is made already", "(StepLR, {...})"),
         ({"checkpoint": 50}, "checkpoint: expected keys and values", 'for checkpoint.every write {"every": 50}'),
         ({"plan": 4}, "plan: expected keys and values", 'for plan.replicas write {"replicas": 4}'),
     ],

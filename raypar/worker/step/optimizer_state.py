@@ -157,6 +157,7 @@ def read_optimizer_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
     groups: dict[str, dict[str, Value]] = {}
     for group, were in zip(optimizer.param_groups, given.groups, strict=True):
         what = f" of the optimizer group {group['raypar_pattern']!r}, which a step has changed,"
+        were = {key: value for key, value in were.items() if _may_be_state(group, key)}
         groups[group["raypar_pattern"]] = _changed(_entries(group), were, known, what)
     attributes = _changed(
         _attributes(optimizer), given.attributes, known, ", an attribute of the optimizer, which a step has changed,"
@@ -261,9 +262,9 @@ def _entries(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _may_be_state(group: Mapping[str, Any], key: object) -> bool:
-    """Whether an entry of a group is not raypar's: neither its parameters nor the learning rate that the job sets."""
-    job_sets_lr = group.get("raypar_base_lr") is not None
-    return key != "params" and not str(key).startswith("raypar_") and not (key == "lr" and job_sets_lr)
+    """Whether an entry of a group is not raypar's: neither its parameters nor what the job's lr_schedule sets in every step."""
+    job_sets = key in group.get("raypar_scheduled", ()) or (key == "lr" and group.get("raypar_base_lr") is not None)
+    return key != "params" and not str(key).startswith("raypar_") and not job_sets
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:

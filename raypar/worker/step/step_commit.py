@@ -33,7 +33,7 @@ from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_sq
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage, fold_gradients
 from raypar.worker.step.buffer_exchange import exchange_buffer_updates
-from raypar.worker.step.make_optimizers_by_name import read_learning_rate, set_learning_rate
+from raypar.worker.step.learning_rates import LearningRates
 from raypar.worker.step.message_tags import vote_tag
 from raypar.worker.step.tied_gradients import TiedGradientExchange
 
@@ -99,8 +99,8 @@ class StepCommit:
     """Connects the workers; may connect some without a seat, too."""
     spec: Job
     """The job."""
-    lr_factor: Callable[[int], float]
-    """Step -> factor on the learning rates."""
+    rates: LearningRates
+    """The learning rates by step."""
     layout: Callable[[int], TensorParallelLayout]
     """How the model is cut over so many shards."""
     ownership: Ownership
@@ -313,9 +313,7 @@ class StepCommit:
             for optimizer in self.optimizers.values():
                 self.seed_generators(seed_of(self.spec.seed, "optimizer", self.step))
                 with self._user_code("lr_schedule"):
-                    lr_factor = self.lr_factor(self.step)
-                    set_learning_rate(optimizer, lr_factor)
-                self.learning_rate = read_learning_rate(optimizer, lr_factor)
+                    self.learning_rate = self.rates.set(optimizer, self.step)
                 self.guard.check("the lr_schedule", compare_everything=True)
                 with self._user_code(f"the optimizer {type(optimizer).__name__}"):
                     optimizer.step()

@@ -1,0 +1,275 @@
+"""The learning rates of a job's steps: a factor by step, or what a scheduler gives a dummy optimizer (rule 8)."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from raypar.errors import ConfigError, RayparError, UserCodeError, with_article
+from raypar.job import FunctionConfig, Job
+from raypar.job.callable_text import argument_refusal
+from raypar.model.graph import Graph
+from raypar.model.layer_skeletons import frozen_parameters, parameter_shapes
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.worker.step.make_optimizers_by_name import (
+    build_optimizer,
+    optimizer_group_of,
+    read_learning_rate,
+    set_learning_rate,
+)
+
+RECENT = 64
+"""Steps whose values are kept: a step that runs again asks for them again."""
+
+Entry = object
+"""An entry of a group of parameters: a number, or a tuple of them, such as `betas`."""
+EntriesByGroup = Mapping[str, Mapping[str, Entry]]
+"""Pattern of a group -> key -> its entry."""
+
+
+class LearningRates(Protocol):
+    """The learning rates of a job, by step."""
+
+    def set(self, optimizer: torch.optim.Optimizer, step: int) -> float | None:
+        """Set what all groups have in a step, from 0. Returns the learning rate of parameters in no group of their own, or
+        None for an optimizer without one. Raises what users' code raises."""
+
+
+class FactorRates:
+    """The learning rates that the optimizer was made with, times a function of the step."""
+
+    def __init__(self, factor: Callable[[int], float]) -> None:
+        self._factor = factor
+
+    def set(self, optimizer: torch.optim.Optimizer, step: int) -> float | None:
+        factor = self._factor(step)
+        set_learning_rate(optimizer, factor)
+        return read_learning_rate(optimizer, factor)
+
+
+class SchedulerRates:
+    """What the plain loop `optimizer.step(); scheduler.step()` has in each step: learning rates, and momenta if they change.
+
+    A scheduler counts its calls, so it is run from the first step on, on an optimizer of the job's class with one small
+    parameter in each of the job's groups. What the groups of that one hold before step n is a pure function of n.
+    """
+
+    _spec: Job
+    """The job."""
+    _dims: Mapping[str, int]
+    """Qualified name of each trained parameter of the whole model -> its number of dimensions."""
+    _optimizer: torch.optim.Optimizer
+    """The dummy."""
+    _scheduler: LRScheduler
+    """The scheduler, of the dummy."""
+    _first: EntriesByGroup
+    """What the dummy's groups held before the scheduler was made."""
+    _changed: set[tuple[str, str]]
+    """(pattern, key) of the entries that the scheduler has changed up to now, and of all learning rates."""
+    _place: int
+    """How many steps the scheduler has made."""
+    _recent: dict[int, EntriesByGroup]
+    """Step -> what the dummy's groups hold in it, of the last steps."""
+
+    def __init__(self, spec: Job, dims: Mapping[str, int]) -> None:
+        """Raises `ConfigError` or `UserCodeError` for a scheduler that cannot be made, or needs metrics."""
+        self._spec, self._dims, self._changed = spec, dims, set()
+        self._begin()
+
+    def set(self, optimizer: torch.optim.Optimizer, step: int) -> float | None:
+        values = self.at(step)
+        for group in optimizer.param_groups:
+            for key, value in values[group["raypar_pattern"]].items():
+                if isinstance(group.get(key), Tensor) and isinstance(value, (int, float)):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+            group["raypar_scheduled"] = tuple(values[group["raypar_pattern"]])
+        *_, last = values.values()
+        lr = last.get("lr")
+        return float(lr) if isinstance(lr, (int, float)) else None
+
+    def at(self, step: int) -> EntriesByGroup:
+        """What the scheduler sets in a step, from 0: also what it changes later only, and may have changed already when a step
+        runs again. The groups are in the job's order, that of all other parameters last."""
+        if step not in self._recent and step < self._place:
+            self._begin()
+        while self._place < step:
+            self._optimizer.step()
+            self._scheduler.step()
+            self._place += 1
+            if self._place > step - RECENT:
+                self._note()
+        for old in [place for place in self._recent if place <= self._place - RECENT]:
+            del self._recent[old]
+        return {
+            pattern: {key: value for key, value in entries.items() if (pattern, key) in self._changed}
+            for pattern, entries in self._recent[step].items()
+        }
+
+    def _begin(self) -> None:
+        """Make optimizer and scheduler, ready for step 0."""
+        ref = self._spec.scheduled
+        assert ref is not None
+        first: dict[int, str] = {}
+        for name in self._dims:
+            first.setdefault(optimizer_group_of(self._spec.optimizer, name), name)
+        dtype: torch.dtype = getattr(torch, self._spec.dtype)
+        small = {name: nn.Parameter(torch.zeros((1,) * self._dims[name], dtype=dtype)) for name in first.values()}
+        self._optimizer = build_optimizer(self._spec.optimizer, small)
+        vars(self._optimizer)["step"] = types.MethodType(_no_step, self._optimizer)
+        self._first = _entries(self._optimizer)
+        self._place, self._recent = 0, {}
+        self._scheduler = _make_scheduler(ref, self._optimizer)
+        self._note()
+
+    def _note(self) -> None:
+        """Keep what the dummy's groups hold now as the values of the step."""
+        now = _entries(self._optimizer)
+        for pattern, entries in self._first.items():
+            for key, value in entries.items():
+                if key == "lr" or now[pattern][key] != value:
+                    self._changed.add((pattern, key))
+        self._recent[self._place] = now
+
+
+def make_learning_rates(spec: Job, graph: Graph) -> LearningRates:
+    """The learning rates of a job for its model. Raises `ConfigError` or `UserCodeError` if a scheduler cannot be made."""
+    ref = spec.scheduled
+    if ref is None:
+        return FactorRates(_constant_factor)
+    if not is_scheduler(ref):
+        return FactorRates(ref.partial())
+    frozen = frozen_parameters(graph)
+    dims = {name: len(shape) for name, shape in parameter_shapes(graph).items() if name not in frozen}
+    return SchedulerRates(spec, dims) if dims else FactorRates(_constant_factor)
+
+
+def is_scheduler(ref: FunctionConfig) -> bool:
+    """Whether an lr_schedule is a scheduler, or a function that makes one, and not a function of the step.
+
+    It is a class of PyTorch's schedulers, or its first parameter that `args` does not give is an optimizer, by name or type.
+    """
+    made = ref.resolve()
+    if isinstance(made, type) and issubclass(made, (LRScheduler, ReduceLROnPlateau)):
+        return True
+    try:
+        parameters = list(inspect.signature(made).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    first = next((one for one in parameters if one.name not in ref.args), None)
+    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        return False
+    return first.name == "optimizer" or "Optimizer" in str(getattr(first.annotation, "__name__", first.annotation))
+
+
+def check_scheduler(spec: Job, graph: Graph, steps: int) -> None:
+    """Run a scheduler through the first steps of the job, twice.
+
+    Raises `ConfigError` for one that is not the same again, `UserCodeError` for what it raises.
+    """
+    ref = spec.scheduled
+    assert ref is not None
+    one, other = make_learning_rates(spec, graph), make_learning_rates(spec, graph)
+    assert isinstance(one, SchedulerRates) and isinstance(other, SchedulerRates)
+    for step in range(steps):
+        try:
+            found, again = one.at(step), other.at(step)
+        except RayparError:
+            raise
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
+            raise UserCodeError(
+                f"lr_schedule {ref.label} raised {error_text(error)}\n  on its way to step {step + 1} of {spec.steps}",
+                cure="give it a schedule of as many steps as the run has (job.steps among lr_schedule.args stands for them)",
+            ) from error
+        if found != again:
+            raise ConfigError(
+                f"lr_schedule {ref.label} is not the same when it is made again: in step {step + 1} it has {dict(found)}, then "
+                f"{dict(again)}",
+                cure="give a scheduler that depends on its arguments and the number of its calls only",
+            )
+
+
+def _make_scheduler(ref: FunctionConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The scheduler that `ref` makes of the dummy. Raises `ConfigError` for one that needs metrics, or wrong arguments, and
+    `UserCodeError` for what it raises."""
+    function: Callable[..., object] = ref.resolve()
+    if isinstance(function, type) and issubclass(function, ReduceLROnPlateau):
+        raise _error_of_metrics(ref.label)
+    parameter = next((name for name in inspect.signature(function).parameters if name not in ref.args), "optimizer")
+    given = {**ref.args, parameter: optimizer}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those about the order of calls, which is right here
+            made = function(**given)
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        raised_inside = error.__traceback__ is None or error.__traceback__.tb_next is not None
+        refusal = None if raised_inside else argument_refusal(function, given, ref.label, "lr_schedule.args")
+        if refusal is not None:
+            raise refusal from None
+        raise UserCodeError(
+            f"lr_schedule {ref.label}, made for an optimizer with the job's groups and one small parameter in each, raised "
+            f"{error_text(error)}\n{traceback.format_exc()}",
+            cure="it gets the optimizer and lr_schedule.args; a scheduler of other schedulers is made by a function of the "
+            "optimizer; one that needs the parameters themselves is not supported: give a function of the step",
+        ) from error
+    if isinstance(made, ReduceLROnPlateau) or (callable(step := getattr(made, "step", None)) and _needs_arguments(step)):
+        raise _error_of_metrics(f"{ref.label} ({type(made).__name__})")
+    if not callable(getattr(made, "step", None)):
+        raise ConfigError(
+            f"lr_schedule {ref.label} returned {with_article(type(made).__name__)} for an optimizer, which is no scheduler",
+            cure="return an object of torch.optim.lr_scheduler; or give a function whose only parameter without a default is "
+            "the step, which returns the factor on the learning rates",
+        )
+    return made  # type: ignore[return-value]  # whatever has a `step` that can be called
+
+
+def _needs_arguments(step: Callable[..., object]) -> bool:
+    """Whether a scheduler's `step` cannot be called without arguments."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(
+        one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        for one in parameters
+    )
+
+
+def _error_of_metrics(what: str) -> ConfigError:
+    return ConfigError(
+        f"lr_schedule {what} needs a metric in each of its steps, and learning rates are a function of the step here",
+        cure="give a schedule that needs none, such as torch.optim.lr_scheduler:CosineAnnealingLR; or end the run where the "
+        "validation loss falls no more (early_stopping)",
+    )
+
+
+def _entries(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Entry]]:
+    """Pattern -> key -> entry, of the options of the optimizer's groups; of a tensor its number."""
+    return {
+        group["raypar_pattern"]: {
+            key: value.item() if isinstance(value, Tensor) else copy.copy(value)
+            for key, value in group.items()
+            if key in optimizer.defaults and not (isinstance(value, Tensor) and value.numel() != 1)
+        }
+        for group in optimizer.param_groups
+    }
+
+
+def _no_step(optimizer: torch.optim.Optimizer) -> None:
+    """The step of the dummy, which schedulers count."""
+
+
+def _constant_factor(step: int) -> float:
+    return 1.0
