@@ -77,6 +77,32 @@ def refuse(what, cure):
     raise SystemExit(f"error: {what}, which this page does not compute as raypar does\n  cure: {cure}")
 
 
+NEEDED = ["steps", "batch_size", "microbatches", "model", "loss", "data"]
+KNOWN = {  # keys that are computed here or change no result; of other sections than these no key is read
+    "": [
+        *NEEDED, "name", "seed", "virtual_replicas", "optimizer", "lr_schedule", "clip_norm", "validation", "plan", "elastic",
+        "placement", "checkpoint", "run_dir", "reduction", "dtype", "precision", "init", "deferred_init", "init_from", "device",
+        "threads", "non_finite", "max_time_s", "callbacks", "trackers", "wait_for_workers_s", "trace_every",
+        "price_per_worker_hour",
+    ],
+    "model": ["function", "args", "units", "buffers"],
+    "loss": ["function", "args"],
+    "data": ["function", "args", "input", "target", "names", "collate", "processes"],
+    "optimizer": ["function", "args"],
+    "lr_schedule": ["function", "args"],
+    "precision": ["compute"],
+}  # fmt: skip
+
+
+def check_keys(job):
+    sections = {"": job, **{name: job[name] for name in KNOWN if isinstance(job.get(name), dict)}}
+    unknown = [f"{name}.{key}".lstrip(".") for name, of in sections.items() for key in of if key not in KNOWN[name]]
+    if unknown:
+        refuse(f"the job has {', '.join(unknown)}", "correct the spelling, leave it out, or compare two plans instead")
+    if missing := [key for key in NEEDED if key not in job]:
+        raise SystemExit(f"error: the job has no {', '.join(missing)}\n  cure: add it, or --set {missing[0]}=...")
+
+
 def check_model(job, model):
     if not isinstance(model, torch.nn.Sequential):
         refuse("the model is no nn.Sequential", "let its function return one, or compare two plans by `raypar train`")
@@ -88,9 +114,6 @@ def check_model(job, model):
         refuse("the job has model.buffers", "leave it out, or compare two plans by `raypar train`")
     if "job.steps" in str(job.get("lr_schedule")):
         refuse("the lr_schedule has the argument job.steps", "write the number of steps")
-    order = job["data"] if isinstance(job.get("data"), dict) else {}
-    for key in {"shuffle", "drop_last"} & set(order):
-        refuse(f"the job has data.{key}", "leave it out, or compare two plans by `raypar train`")
     defaults = {"init_from": None, "init": "model", "dtype": "float32", "reduction": "canonical", "device": "cpu", "threads": 1}
     for key, default in defaults.items():
         if job.get(key, default) != default:
@@ -98,6 +121,7 @@ def check_model(job, model):
 
 
 def train(job):
+    check_keys(job)
     seed, batch, m = job.get("seed", 0), job["batch_size"], job["microbatches"]
     blocks = job.get("virtual_replicas") or min(m, 16)
     random.seed(seed), numpy.random.seed(seed % 2**32), torch.manual_seed(seed)

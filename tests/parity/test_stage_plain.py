@@ -1,14 +1,19 @@
 """The one page that imports no raypar has the bits of the workers, also where blocks are empty or a microbatch is ragged."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from examples import plain_gpt
 from raypar.job import DataConfig, FunctionConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PrecisionConfig
+from raypar.job.validation_errors import dotted_keys
 from raypar.plan import ParallelPlan
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 
+ROOT = Path(__file__).parents[2]
 SIZES = {"width": 16, "depth": 2, "heads": 2, "context": 16}
 
 
@@ -83,7 +88,6 @@ def tied():
         (dropping, {}, "has dropout"),
         (tied, {}, "share parameters"),
         (torch.nn.Sequential, {"init_from": "w"}, "has init_from"),
-        (torch.nn.Sequential, {"data": {"function": "m:d", "shuffle": "indexed"}}, "has data.shuffle"),
         (torch.nn.Sequential, {"model": {"function": "m:f", "buffers": "last"}}, "has model.buffers"),
     ],
 )
@@ -91,3 +95,39 @@ def test_plain_gpt_refuses_what_it_would_compute_otherwise(model, more, what):
     with pytest.raises(SystemExit, match=what) as refused:
         plain_gpt.check_model(more, model())
     assert str(refused.value).count("\n") == 1 and "cure: " in str(refused.value)
+
+
+SMALLEST = {"steps": 1, "batch_size": 1, "microbatches": 1, "model": "m:f", "loss": "m:f", "data": {"function": "m:f"}}
+
+
+@pytest.mark.parametrize(
+    "more, what",
+    [
+        ({"stpes": 1}, "the job has stpes, which"),
+        ({"sede": 1, "optimizer": {"function": "m:f", "arsg": {}}}, "the job has sede, optimizer.arsg, which"),
+        ({"data": {"function": "m:d", "shuffle": "indexed"}}, "the job has data.shuffle, which"),
+        ({"optimizer": {"function": "m:f", "groups": []}}, "the job has optimizer.groups, which"),
+        ({"early_stopping": {"patience": 1}}, "the job has early_stopping, which"),
+        ({"epochs": 2}, "the job has epochs, which"),
+    ],
+)
+def test_plain_gpt_refuses_keys_that_it_does_not_know(more, what):
+    with pytest.raises(SystemExit, match=re.escape(what)) as refused:
+        plain_gpt.train(SMALLEST | more)
+    assert str(refused.value).count("\n") == 1 and "cure: " in str(refused.value)
+
+
+def test_plain_gpt_names_the_keys_that_are_missing():
+    with pytest.raises(SystemExit, match=r"^error: the job has no batch_size, loss\n  cure: add it, or --set batch_size="):
+        plain_gpt.train({key: value for key, value in SMALLEST.items() if key not in ("batch_size", "loss")})
+
+
+def test_every_key_that_plain_gpt_knows_is_one_of_a_job():
+    keys = {*dotted_keys(Job)}
+    known = {f"{section}.{key}".lstrip(".") for section, of in plain_gpt.KNOWN.items() for key in of}
+    assert known <= keys, known - keys
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_plain_gpt_knows_the_keys_of_the_example_jobs(path):
+    plain_gpt.check_keys(plain_gpt.read_job(path, []))
