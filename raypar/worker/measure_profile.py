@@ -26,6 +26,7 @@ from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import StateKind
 from raypar.plan.state_bytes import StateBytes
+from raypar.plan.wording import count_noun
 from raypar.planner.model_profile import ActivationEdge, KeptStorages, LayerProfile, LinkProfile, ModelProfile
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.check_state_between_microbatches import check_layer_recomputes
@@ -108,12 +109,19 @@ def read_microbatches_of_steps(spec: Job, graph: Graph, places: Sequence[tuple[i
     fields = tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
     order = SampleOrder.of_job(spec, len(dataset))
     loader = MicrobatchLoader(dataset, spec.training_data, order, spec.batching, seed=spec.seed, fields=fields, guard=guard)
+    samples = sum(len(spec.batching.samples(microbatch)) for _, microbatch in places)
+    what = f"{count_noun(samples, 'sample')} of {count_noun(len(places), 'microbatch', 'microbatches')}"
     try:
-        for step in dict.fromkeys(step for step, _ in places):
-            loader.prefetch(step, [microbatch for each, microbatch in places if each == step])
-        return [loader.get(step, microbatch) for step, microbatch in places]
+        return _load_before_run(loader, places, what)
     finally:
         loader.close()
+
+
+def _load_before_run(loader: MicrobatchLoader, places: Sequence[tuple[int, int]], what: str) -> list[Mapping[str, Tensor]]:
+    """`what`: how many samples that are, in words, which the user is told if it takes long (`thread_activity.PURPOSES`)."""
+    for step in dict.fromkeys(step for step, _ in places):
+        loader.prefetch(step, [microbatch for each, microbatch in places if each == step])
+    return [loader.get(step, microbatch) for step, microbatch in places]
 
 
 BytesByTensor = dict[StateKind, dict[str, int]]

@@ -5,6 +5,7 @@ import asyncio
 import gc
 import io
 import json
+import re
 import threading
 import time
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers.partial_objects import make_with
 
 import raypar
@@ -24,7 +26,9 @@ from raypar.elastic.run_state import StepTimes
 from raypar.elastic.user_messages import WaitAnnouncer, describe_waited_workers
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.record.events import ActivityNotice, Note, StepRecord
-from raypar.worker.process.thread_activity import ACTIVITIES, WAITING_FOR_WORKERS, describe_thread_activity
+from raypar.worker.measure_profile import read_microbatches
+from raypar.worker.process.thread_activity import ACTIVITIES, PURPOSES, WAITING_FOR_WORKERS, describe_thread_activity
+from raypar.worker.worker_assignments import make_layer_graph
 
 STEP = StepRecord(step=1, seconds=1.0, samples_per_s=8.0)
 
@@ -79,7 +83,7 @@ def test_the_seconds_are_those_of_the_silence_and_not_of_what_is_done_now():
     assert announcer.due_line("making the data set", 9.0, 0.0) == "no news for 9 s; now making the data set"
 
 
-@pytest.mark.parametrize("file, function, words", [row for row in ACTIVITIES if row[0].startswith("raypar/")])
+@pytest.mark.parametrize("file, function, words", [row for row in (*ACTIVITIES, *PURPOSES) if row[0].startswith("raypar/")])
 def test_every_activity_is_that_of_a_function_there_is_with_the_variables_it_names(file, function, words):
     found = [
         node
@@ -107,6 +111,33 @@ def blocked(file: str, code: str, **more: object) -> tuple[threading.Thread, thr
 
 
 READ = "def _sample():\n    index = 17\n    wait()\ndef _wait():\n    _sample()\nrun = _wait"
+
+
+def test_a_slow_data_set_is_told_with_the_number_of_samples_that_are_read_before_the_run():
+    class Slow(list):
+        def __getitem__(self, index):
+            if not over.is_set():
+                inside.set()
+                over.wait(20)
+            return torch.ones(4), torch.ones(1)
+
+    over, inside = threading.Event(), threading.Event()
+    job = raypar.Trainer(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 1)),
+        loss=torch.nn.functional.mse_loss,
+        data=lambda: Slow(range(100)),
+        steps=1,
+        batch_size=17,
+        microbatches=4,
+    ).job
+    graph = make_layer_graph(job)
+    thread = threading.Thread(target=read_microbatches, args=(job, graph, [0, 3]), daemon=True)
+    thread.start()
+    assert inside.wait(20)
+    told = describe_thread_activity(thread.ident)
+    over.set()
+    thread.join(20)
+    assert re.fullmatch(r"reading sample \d+ \(read before the run: 9 samples of 2 microbatches\)", told or ""), told
 
 
 @pytest.mark.parametrize("file, code, words", [

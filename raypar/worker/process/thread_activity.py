@@ -64,6 +64,11 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
 )
 """(file, function, activity of a thread that executes the function, with the function's variables in braces)."""
 
+PURPOSES: tuple[tuple[str, str, str], ...] = (
+    ("raypar/worker/measure_profile.py", "_load_before_run", " (read before the run: {what})"),
+)
+"""The same of functions that say for what an activity further in is; their words are added."""
+
 COMPUTING = {"raypar/worker/stage/layer_call.py", "raypar/worker/stage/backward.py"}
 """Files whose activities count only if no frame further out has one: a layer is also computed while it is measured."""
 
@@ -84,16 +89,21 @@ def reads_samples(thread: int) -> bool:
 
 def describe_activity(frame: FrameType | None) -> str | None:
     """What the thread with this innermost frame is doing."""
+    found: str | None = None
     computing: str | None = None
     while frame is not None:
         code = frame.f_code
-        for file, function, words in ACTIVITIES:
+        for file, function, words in ACTIVITIES if found is None else PURPOSES:
             if code.co_name == function and code.co_filename.replace(os.sep, "/").endswith(f"/{file}"):
-                if file not in COMPUTING:
-                    return _fill_in(words, frame)
-                computing = computing or _fill_in(words, frame)
+                if found is not None:
+                    return found + _fill_in(words, frame)
+                if file in COMPUTING:
+                    computing = computing or _fill_in(words, frame)
+                else:
+                    found = _fill_in(words, frame)
+                break
         frame = frame.f_back
-    return computing
+    return found or computing
 
 
 def _fill_in(words: str, frame: FrameType) -> str:
