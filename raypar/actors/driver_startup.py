@@ -90,8 +90,7 @@ class DriverStartup:
             self.pool.start_worker(number, request.spec, request.listen_host, request.orphan_timeout_s)
         hellos: dict[int, WorkerHello] = await self._everybody(members, lambda number, w: w.hello.remote(False), "start")
         for number, hello in hellos.items():
-            self.registry.add_started_worker(number, hello)
-            await asyncio.to_thread(self.journal.store_hello, number, hello)
+            await self.registry.admit(number, hello)
         nodes = self.registry.nodes_of_workers(hellos)
         pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
         text = f"{count_noun(len(hellos), 'worker')} on {count_noun(len(set(nodes.values())), 'node')}: pids {pids}"

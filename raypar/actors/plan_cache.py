@@ -73,9 +73,9 @@ class PlanCache:
         for plan in (now, *plans[len(after_loss) :]):
             with contextlib.suppress(RayparError):
                 self.predicted_step_s(plan)
-        for other in [plan for plan in (*self._assignments, *self._held) if plan not in (now, *plans)]:
-            self._assignments.pop(other, None)
-            self._held.pop(other, None)
+        needed = (now, *plans)
+        self._assignments = {plan: self._assignments[plan] for plan in needed if plan in self._assignments}
+        self._held = {plan: self._held[plan] for plan in needed if plan in self._held}
 
     def find(self, workers: int) -> ParallelPlan | PlanError:
         """The best plan for up to `workers` workers, or why there is none."""

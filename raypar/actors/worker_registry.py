@@ -130,6 +130,11 @@ class WorkerRegistry:
         self._answered_s[number] = time.monotonic()
         self.liveness.hold(number, hello.liveness_address)
 
+    async def admit(self, number: int, hello: WorkerHello) -> None:
+        """Add a worker that has started, a first one or a later one, and store its hello for a new driver."""
+        await asyncio.to_thread(self.journal.store_hello, number, hello)
+        self.add_started_worker(number, hello)
+
     def nodes_of_workers(self, numbers: Iterable[int]) -> dict[int, str]:
         """Worker -> node, of those workers that have started."""
         return {n: self.hellos[n].node for n in numbers if n in self.hellos}
@@ -194,8 +199,7 @@ class WorkerRegistry:
         if isinstance(hello, CallFailure):
             self.give_up_start(number, hello.error)
             return
-        await asyncio.to_thread(self.journal.store_hello, number, hello)
-        self.add_started_worker(number, hello)
+        await self.admit(number, hello)
         self.note(
             WorkerJoin(
                 text=f"worker {number} has started on node {hello.node[:8]} (pid {hello.pid})",
