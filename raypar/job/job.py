@@ -367,6 +367,7 @@ class Job(Section):
             target=own.target or self.training_data.target,
             collate=own.collate if own_batches else data.collate,
             pad=own.pad if own_batches else data.pad,
+            shuffle=False,
             processes=own.processes,
         )
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -151,6 +152,8 @@ def _as_job_tree(given: Arguments) -> dict[str, Any]:
     """The arguments in the form of a job file, without those that have their default."""
     tree: dict[str, Any] = {}
     for name, value in given.items():
+        if name in ("data", "validation"):
+            value = _with_data_loader_taken_apart(name, value, given.get("batch_size"))
         if name in FUNCTIONS:
             if value is not None or name not in ("lr_schedule", "validation"):
                 tree[name] = function_section(name, value)
@@ -166,6 +169,35 @@ def _as_job_tree(given: Arguments) -> dict[str, Any]:
             tree[name] = dict(value) if isinstance(value, Mapping) else value
     defaults = {name: info.default for name, info in Job.model_fields.items() if name not in FUNCTIONS}
     return {name: value for name, value in tree.items() if name not in defaults or not _same(value, defaults[name])}
+
+
+def _with_data_loader_taken_apart(key: str, value: Any, batch_size: int | None) -> Any:
+    """The section of a `DataLoader`, or of one in the place of a section's function; anything else unchanged.
+
+    Keys that the section has are as it says. Raises `ConfigError` for a loader with parts that no key stands for, and for one
+    whose batches are not of `batch_size`; those of validation have any size.
+    """
+    if "torch" not in sys.modules:
+        return value  # there is no loader
+    section = dict(value) if isinstance(value, Mapping) else {"function": value}
+    from raypar.worker.data.data_loader_parts import check_batch_size, data_loader_parts, is_data_loader
+
+    if not is_data_loader(section.get("function")):
+        return value
+    parts = data_loader_parts(section["function"], key)
+    section["function"] = parts.dataset
+    if parts.collate is not None and not {"collate", "pad"} & set(section):
+        section["collate"] = {"function": parts.collate}
+    section.setdefault("processes", parts.processes)
+    if key == "data":
+        if isinstance(batch_size, int):
+            check_batch_size(parts, batch_size, key)
+        section = {"shuffle": parts.shuffle, "drop_last": parts.drop_last} | section
+    elif parts.drop_last:
+        raise ConfigError(
+            "validation is a DataLoader with drop_last=True, and a validation reads every sample", cure="leave drop_last out"
+        )
+    return section
 
 
 def _same(value: T, default: T) -> bool:

@@ -111,7 +111,7 @@ def preflight(spec: Job) -> PreflightResult:
     check_running_statistics(spec, graph)
     _check_written_buffers(spec, graph)
     with guard.watching("the job's data"):
-        dataset = make_dataset(spec.data)
+        dataset = make_dataset(spec.data, batch_size=spec.batch_size)
         samples = len(dataset)
         names = _check_first_microbatch(spec, graph, dataset)
     if spec.steps < 1:

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-from raypar.errors import DataError, RayparError, UserCodeError
+from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
 from raypar.job import DataConfig, FunctionConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
@@ -281,3 +281,15 @@ def test_the_check_before_a_run_sees_the_collated_batch():
     found = preflight(job(ragged.longest))
     assert found.batch.keys() == {"ids", "mask", "labels"} and found.batch["ids"].dim() == 2
     assert any("reads these fields of the samples: title" in line for line in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("data", "collate", "says"),
+    [
+        (lambda: Sentences(), None, r"data has processes: 1, and they cannot be given .*<lambda>: .*\n  cure: put functions"),
+        (Sentences, lambda samples: ragged.longest(samples), r"cannot be given Sentences and collate <lambda>: "),
+    ],
+)
+def test_functions_that_data_processes_cannot_import_are_named(data: Any, collate: Any, says: str):
+    with pytest.raises(ConfigError, match=says):
+        loader(collate, data, ("ids",), processes=1).get(0, 0)

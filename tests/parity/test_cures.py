@@ -261,29 +261,6 @@ def test_what_other_frameworks_take_in_the_place_of_an_argument_is_told_its_form
     assert cure in refused(**given)
 
 
-SAMPLES = GIVEN["data"]
-
-
-@pytest.mark.parametrize("built", [True, False], ids=["object", "function"])
-@pytest.mark.parametrize(
-    "given, more",
-    [
-        ({"shuffle": True}, ""),
-        (
-            {"sampler": torch.utils.data.WeightedRandomSampler([1.0] * 4, 4)},
-            "; its WeightedRandomSampler is not used: samples are shuffled anew in every epoch, by `seed`",
-        ),
-        ({"collate_fn": list}, "; its collate_fn is not used: fields of samples are stacked, so pad them in the data set"),
-    ],
-)
-def test_of_a_data_loader_the_data_set_is_asked_for_and_what_it_adds_is_said_to_have_no_effect(given, more, built):
-    loader = torch.utils.data.DataLoader(SAMPLES, batch_size=2, **given)
-    said = refused(data=loader if built else lambda: loader)
-    what, _, cure = said.partition(" | ")
-    assert what.endswith("is a DataLoader")
-    assert cure == f"give the data set in it (data=loader.dataset): raypar makes the batches, of batch_size= samples each{more}"
-
-
 def test_a_model_that_is_all_frozen_is_said_to_train_nothing():
     for model in (nn.Sequential(nn.Linear(2, 2)), Plain()):
         model.requires_grad_(False)

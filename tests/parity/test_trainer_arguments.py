@@ -56,7 +56,10 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
             {"loss": object()},
             r"loss: expected module:name, or keys and values .*, got <object .*\n.*the function itself, or a pair",
         ),
-        ({"data": DataLoader([1, 2])}, r"data is a DataLoader\n.*data=loader\.dataset"),
+        (
+            {"data": DataLoader([1, 2], 3)},
+            r"data is a DataLoader with batch_size 3, and the job's batch_size is \d+\n.*, or None",
+        ),
         (
             {"optimizer": torch.optim.AdamW(nn.Linear(1, 1).parameters())},
             r"optimizer is an AdamW\n.*its class.*optimizer=\(AdamW, \{'lr': \.\.\.\}\)",

@@ -7,6 +7,7 @@ compute), or ahead of time in CPU processes of their own. Both give the same bit
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -18,6 +19,7 @@ from torch import Tensor
 from raypar.errors import ConfigError, RayparError, UserCodeError
 from raypar.job import DataConfig
 from raypar.plan.microbatches import Microbatches
+from raypar.user_code.user_code_errors import error_text
 from raypar.worker.data.data_processes import Answer, read_in_data_process, start_data_process, unpack
 from raypar.worker.data.sample_order import SampleOrder, SamplePosition
 from raypar.worker.data.sample_reader import SampleReader
@@ -164,6 +166,14 @@ class MicrobatchLoader:
             return self._pool.submit(read_in_data_process, places, key)
         except BrokenProcessPool as error:
             raise self._died(error) from error
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises for what it cannot take along
+            self.close()
+            raise ConfigError(
+                f"data has processes: {self._spec.processes}, and they cannot be given {self._spec.label}"
+                + (f" and collate {self._spec.collate.label}" if self._spec.collate is not None else "")
+                + f": {error_text(error)}",
+                cure="put functions and classes into a module that the processes can import, or set data.processes: 0",
+            ) from error
 
     def _wait(self, key: tuple[int, int], places: list[SamplePosition]) -> dict[str, Tensor]:
         future = self._pending.pop(key, None) or self._submit(places, key)

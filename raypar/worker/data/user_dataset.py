@@ -6,11 +6,16 @@ import traceback
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from raypar.errors import ConfigError, DataError, RayparError, UserCodeError, with_article
+from raypar.errors import DataError, RayparError, UserCodeError, with_article
 from raypar.job import DataConfig
 from raypar.user_code.user_code_errors import error_text, reraise_ctrl_c
+from raypar.worker.data.data_loader_parts import (
+    check_batch_size,
+    check_job_says_the_same,
+    data_loader_parts,
+    is_data_loader,
+)
 
 
 class MapStyleDataset(Protocol):
@@ -23,10 +28,11 @@ class MapStyleDataset(Protocol):
         """A sample: a mapping, a tuple or list, or one tensor or number."""
 
 
-def make_dataset(spec: DataConfig, key: str = "data") -> Any:
-    """Call the user's data set function. Raises `UserCodeError` if it raises, `DataError` if samples cannot be read by id.
+def make_dataset(spec: DataConfig, key: str = "data", *, batch_size: int | None = None) -> Any:
+    """Call the user's data set function; of a `DataLoader` that it returns the data set is taken.
 
-    `key`: the job's key of the data, for messages.
+    Raises `UserCodeError` if it raises, `DataError` if samples cannot be read by id, `ConfigError` for a `DataLoader` that says
+    otherwise than the job. `key`: the job's key of the data; `batch_size`: the job's, compared with a loader's.
     """
     try:
         dataset = spec.call(f"{key}.args")
@@ -38,6 +44,12 @@ def make_dataset(spec: DataConfig, key: str = "data") -> Any:
             f"the data set function {spec.label} raised {error_text(error)}\n{traceback.format_exc()}",
             cure=f"run it by itself with {key}.args",
         ) from error
+    if is_data_loader(dataset):
+        parts = data_loader_parts(dataset, f"{key}: what the function {spec.label} returned")
+        check_job_says_the_same(parts, spec, key)
+        if batch_size is not None:
+            check_batch_size(parts, batch_size, f"{key}: what the function {spec.label} returned")
+        dataset = parts.dataset
     dataset_size(dataset, spec.label)
     return dataset
 
@@ -49,8 +61,6 @@ def require_map_style(dataset: Any, what: str) -> None:
             f"{what} is {with_article(type(dataset).__name__)}, whose [0] is a column, not a sample",
             cure="give a list of samples: frame.to_dict('records'), or torch.utils.data.TensorDataset(inputs, targets)",
         )
-    if hasattr(dataset, "dataset") and hasattr(dataset, "batch_sampler"):
-        raise _error_of_data_loader(dataset, what)
     iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # has a __getitem__ that only raises
     if iterable or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         listed = "dataset.take_all() is such a list" if hasattr(dataset, "take_all") else "an iterable one can be listed first"
@@ -59,21 +69,6 @@ def require_map_style(dataset: Any, what: str) -> None:
             cure="give a map-style data set, with __len__ and __getitem__, such as a list of samples; "
             f"{listed}, or saved to files",
         )
-
-
-def _error_of_data_loader(loader: torch.utils.data.DataLoader[Tensor], what: str) -> ConfigError:
-    """The error for a `DataLoader`, which names what of it has no effect here."""
-    own: list[str] = []
-    usual = torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler
-    if type(loader.sampler) not in usual and not isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        own.append(f"its {type(loader.sampler).__name__} is not used: samples are shuffled anew in every epoch, by `seed`")
-    if loader.collate_fn is not torch.utils.data.default_collate and loader.batch_sampler is not None:
-        own.append("its collate_fn is not used: fields of samples are stacked, so pad them in the data set")
-    return ConfigError(
-        f"{what} is {with_article(type(loader).__name__)}",
-        cure="give the data set in it (data=loader.dataset): raypar makes the batches, of batch_size= samples each"
-        + "".join(f"; {line}" for line in own),
-    )
 
 
 def dataset_size(dataset: Any, label: str = "") -> int:

@@ -1,0 +1,108 @@
+"""Takes a `DataLoader` apart: each part is a key of a job, and what has no key is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data._utils.collate import default_convert
+
+from raypar.errors import ConfigError, with_article
+from raypar.job import DataConfig
+
+
+@dataclass(frozen=True)
+class DataLoaderParts:
+    """What a `DataLoader` says about data."""
+
+    dataset: Any
+    """Its data set."""
+    collate: Callable[..., Any] | None
+    """Its own collate function; None: PyTorch's, in whose place raypar's stacks fields."""
+    shuffle: bool
+    """Whether its samples are shuffled."""
+    drop_last: bool
+    """Whether it leaves out a batch that is not whole."""
+    batch_size: int | None
+    """Samples of a batch; None: it makes none."""
+    processes: int
+    """Its `num_workers`."""
+
+
+def is_data_loader(value: object) -> bool:
+    """Whether a value is a `DataLoader`, also one of another library that is used in its place."""
+    return hasattr(value, "dataset") and hasattr(value, "batch_sampler") and not isinstance(value, type)
+
+
+def data_loader_parts(loader: Any, what: str) -> DataLoaderParts:
+    """The parts of a `DataLoader` (`what`, for messages). Raises `ConfigError` for those that no key of a job stands for."""
+    name, batch_sampler = f"{what} is {with_article(type(loader).__name__)}", loader.batch_sampler
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        raise ConfigError(
+            f"{name} of {with_article(type(loader.dataset).__name__)}, which cannot be read by sample id",
+            cure="give a loader of a map-style data set, with __len__ and __getitem__",
+        )
+    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+        raise _no_key(name, f"batch_sampler, {with_article(type(batch_sampler).__name__)}", "batches are cut from data.shuffle")
+    batches = loader if batch_sampler is None else batch_sampler  # a loader that is given one has none of its settings itself
+    sampler = batches.sampler
+    if type(sampler) not in (SequentialSampler, RandomSampler):
+        raise _no_key(name, f"sampler, {with_article(type(sampler).__name__)}", _ORDER)
+    if isinstance(sampler, RandomSampler):
+        if sampler.replacement or sampler.num_samples != len(loader.dataset):
+            raise _no_key(name, f"sampler, of {sampler.num_samples:,} of {len(loader.dataset):,} samples", _ORDER)
+        if sampler.generator is not None:
+            raise _no_key(name, "generator", "the order follows from `seed`")
+    if loader.worker_init_fn is not None:
+        raise _no_key(name, "worker_init_fn", "each sample is read with generators that are seeded for it")
+    usual = (torch.utils.data.default_collate, default_convert)
+    return DataLoaderParts(
+        dataset=loader.dataset,
+        collate=None if loader.collate_fn in usual else loader.collate_fn,
+        shuffle=isinstance(sampler, RandomSampler),
+        drop_last=bool(batches.drop_last),
+        batch_size=batches.batch_size,
+        processes=loader.num_workers,
+    )
+
+
+_ORDER = "the order is data.shuffle: true, false or indexed"
+
+
+def _no_key(name: str, part: str, instead: str) -> ConfigError:
+    return ConfigError(f"{name} with its own {part}, which raypar does not use", cure=f"leave it out: {instead}")
+
+
+def check_batch_size(parts: DataLoaderParts, batch_size: int, what: str) -> None:
+    """Raise `ConfigError` for a `DataLoader` (`what`) whose batches have another size than those of the job."""
+    if parts.batch_size not in (None, batch_size):
+        raise ConfigError(
+            f"{what} is a DataLoader with batch_size {parts.batch_size:,}, and the job's batch_size is {batch_size:,}",
+            cure=f"give it batch_size={batch_size}, or None; or give the data set in it (loader.dataset)",
+        )
+
+
+def check_job_says_the_same(parts: DataLoaderParts, spec: DataConfig, key: str) -> None:
+    """Raise `ConfigError` for a `DataLoader` that a job's function returns, if the job's own keys say otherwise: workers and
+    checkpoints know these only. `key`: the job's key of the data."""
+    name = f"{key}: the function {spec.label} returned a DataLoader"
+    if parts.collate is not None and spec.collate is None:
+        label = getattr(parts.collate, "__qualname__", type(parts.collate).__name__)
+        raise ConfigError(
+            f"{name} with the collate_fn {label}", cure=f"name it in the job, {key}.collate: module:{label}, or leave it out"
+        )
+    if not parts.shuffle and spec.shuffle is not False:
+        raise ConfigError(
+            f"{name} that does not shuffle, and {key}.shuffle is {str(spec.shuffle).lower()}",
+            cure=f"set {key}.shuffle: false, or give the loader shuffle=True",
+        )
+    if parts.drop_last and not spec.drop_last:
+        raise ConfigError(
+            f"{name} with drop_last=True, and {key}.drop_last is false"
+            if key == "data"
+            else f"{name} with drop_last=True, and a validation reads every sample",
+            cure=f"set {key}.drop_last: true, or leave drop_last out" if key == "data" else "leave drop_last out",
+        )

@@ -1,0 +1,162 @@
+"""A `DataLoader` in the place of a data set is taken apart: its parts are keys of the job, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import ragged
+from helpers.captured_jobs import check_run, graph_of
+from helpers.ragged import Masked, Reader, Sentences, next_word
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+
+import raypar
+from raypar.errors import RayparError
+from raypar.job import Job
+from raypar.plan import ParallelPlan
+from raypar.worker.job_preflight import preflight
+
+
+def trainer(data: Any, **more: Any) -> raypar.Trainer:
+    return raypar.Trainer(
+        **{
+            "name": "given",
+            "model": Reader,
+            "loss": next_word,
+            "data": data,
+            "optimizer": ("torch.optim:SGD", {"lr": 0.1}),
+            "steps": 2,
+            "batch_size": 8,
+            "microbatches": 4,
+        }
+        | more
+    )
+
+
+def section(loader: DataLoader[Any], **keys: Any) -> dict[str, Any]:
+    return {"function": loader, "target": "labels", **keys}
+
+
+def test_a_loader_trains_as_its_parts_do():
+    loader = DataLoader(Sentences(), batch_size=8, collate_fn=ragged.noisy, drop_last=True, pin_memory=False)
+    job = trainer(section(loader)).job
+    plain = trainer(
+        {"function": Sentences, "target": "labels", "collate": ragged.noisy, "shuffle": False, "drop_last": True}
+    ).job
+    assert job.data.replace(function=Sentences) == plain.data and job.data.function() is loader.dataset
+    check_run(job, ParallelPlan.mesh(pp=2, dp=2, layers=len(graph_of(job).layers)), "1f1b")
+
+
+def test_what_the_loader_says_is_in_the_job():
+    data = Masked()
+    data_of = lambda loader, **keys: trainer(section(loader, **keys)).job.data  # noqa: E731
+    assert (data_of(DataLoader(data, 8)).shuffle, data_of(DataLoader(data, 8, shuffle=True)).shuffle) == (False, True)
+    assert (data_of(DataLoader(data, 8)).drop_last, data_of(DataLoader(data, 8, drop_last=True)).drop_last) == (False, True)
+    assert data_of(DataLoader(data, 8)).collate is None and data_of(DataLoader(data, None)).collate is None
+    assert data_of(DataLoader(data, 8, num_workers=3)).processes == 3
+    own = {"processes": 0, "shuffle": "indexed", "pad": {"multiple": 4}}
+    kept = data_of(DataLoader(data, 8, num_workers=3, collate_fn=ragged.longest), **own)
+    assert (kept.processes, kept.shuffle, kept.collate) == (0, "indexed", None)
+    validated = trainer(
+        section(DataLoader(data, 8)), validation=DataLoader(data, 3, shuffle=True, collate_fn=ragged.longest)
+    ).job
+    assert validated.validation is not None and validated.validation.collate is not None
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter([1, 2])
+
+
+LOADERS = {
+    "another size": (
+        lambda: DataLoader(Masked(), 4),
+        r"data is a DataLoader with batch_size 4, and the job's batch_size is 8\n  cure: give it batch",
+    ),
+    "weights": (
+        lambda: DataLoader(Masked(), 8, sampler=WeightedRandomSampler([1.0] * 23, 23)),
+        r"data is a DataLoader with its own sampler, a Weighted",
+    ),
+    "a subset": (
+        lambda: DataLoader(Masked(), 8, sampler=SubsetRandomSampler(range(4))),
+        r"its own sampler, a SubsetRandomSampler, which raypar does not use\n  cure: leave it out: the order is data.shuffle",
+    ),
+    "with replacement": (
+        lambda: DataLoader(Masked(), 8, sampler=torch.utils.data.RandomSampler(Masked(), num_samples=5)),
+        r"its own sampler, of 5 of 23 samples",
+    ),
+    "a batch sampler": (lambda: DataLoader(Masked(), batch_sampler=[[0, 1], [2, 3]]), r"its own batch_sampler, a list, which"),
+    "a generator": (
+        lambda: DataLoader(Masked(), 8, shuffle=True, generator=torch.Generator()),
+        r"its own generator, which .*\n  cure: leave it out: the order follows from `seed`",
+    ),
+    "worker_init_fn": (lambda: DataLoader(Masked(), 8, worker_init_fn=print), r"its own worker_init_fn, which"),
+    "a stream": (lambda: DataLoader(Stream(), 8), r"is a DataLoader of a Stream, which cannot be read by sample id"),
+}
+
+
+@pytest.mark.parametrize(("make", "says"), LOADERS.values(), ids=LOADERS)
+def test_what_no_key_stands_for_is_refused_by_name(make: Any, says: str):
+    with pytest.raises(RayparError, match=says):
+        trainer(section(make()))
+
+
+def test_a_batch_sampler_as_pytorch_makes_it_is_taken():
+    loader = DataLoader(Masked(), batch_sampler=BatchSampler(SequentialSampler(Masked()), 8, True))
+    with pytest.raises(RayparError, match="batch_size"):
+        trainer(section(loader), batch_size=12)
+
+
+FUNCTIONS = {
+    "shuffles not": (
+        lambda: DataLoader(Sentences(), 8, collate_fn=ragged.longest),
+        {"collate": ragged.longest},
+        r"the function .* returned a DataLoader that does not shuffle, and data.shuffle is true",
+    ),
+    "collates": (
+        lambda: DataLoader(Sentences(), 8, True, collate_fn=ragged.longest),
+        {},
+        r"with the collate_fn longest\n  cure: name it in the job, data.collate: module:longest",
+    ),
+    "drops": (
+        lambda: DataLoader(Masked(), 8, True, drop_last=True),
+        {"pad": {}},
+        r"with drop_last=True, and data.drop_last is false",
+    ),
+    "another size": (
+        lambda: DataLoader(Masked(), 4, True),
+        {"pad": {}},
+        r"is a DataLoader with batch_size 4, and the job's batch_size is 8",
+    ),
+    "a sampler": (
+        lambda: DataLoader(Masked(), 4, sampler=SubsetRandomSampler(range(4))),
+        {"pad": {}},
+        r"with its own sampler, a SubsetRandomSampler",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "keys", "says"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_function_may_return_a_loader_that_says_what_the_job_says(function: Any, keys: dict[str, Any], says: str):
+    with pytest.raises(RayparError, match=says):
+        preflight(trainer({"function": function, "target": "labels", **keys}).job)
+
+
+def agreeing() -> DataLoader[Any]:
+    return DataLoader(Sentences(), 8, collate_fn=ragged.longest, num_workers=2)
+
+
+def test_and_its_data_set_is_trained_on():
+    job: Job = trainer(
+        {"function": agreeing, "target": "labels", "collate": ragged.longest, "shuffle": False},
+        validation={"function": agreeing, "target": "labels"},
+    ).job
+    assert preflight(job).samples == preflight(job).validation_samples == 23
+
+
+def test_a_validation_that_would_leave_samples_out_is_refused():
+    with pytest.raises(
+        RayparError, match="validation is a DataLoader with drop_last=True, and a validation reads every sample"
+    ):
+        trainer(Masked(), validation=DataLoader(Masked(), 8, drop_last=True))
