@@ -190,8 +190,7 @@ class Trainer:
         """
         from raypar.console.event_printer import BriefEventPrinter, EventPrinter
         from raypar.launch.launch_options import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
-        from raypar.launch.steps_of_epochs import epochs_in_words, with_steps_of_epochs
-        from raypar.plan.wording import count_noun
+        from raypar.launch.steps_of_epochs import length_in_words, with_steps_of_epochs
         from raypar.record.events import StartupStage
 
         if isinstance(verbose, str) and verbose != "brief":
@@ -208,7 +207,7 @@ class Trainer:
         job = with_steps_of_epochs(self.job, tell)
         if isinstance(console, EventPrinter):
             console.steps = job.steps
-        tell(StartupStage(stage="read", text=f"job {name}: {count_noun(job.steps, 'step')}{epochs_in_words(job)}"))
+        tell(StartupStage(stage="read", text=f"job {name}: {length_in_words(job)}"))
         result = train_job_in_new_folder(
             job.model_copy(update={"name": name, "run_dir": str(run_dir)}),
             tell,

@@ -17,6 +17,7 @@ from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import RayparError, StateNotKeptError, error_first_line
+from raypar.plan.wording import after_steps
 
 if TYPE_CHECKING:
     from raypar.worker.checkpoint.checkpoint_files import ShardRecord
@@ -83,7 +84,7 @@ class CheckpointTask:
         """Save parameters and buffers, because the optimizer has state that cannot be saved; the error with where they are."""
         generation, recorder = self.machine.membership.generation, self.recorder
         workers = {n: self.pool.workers[n] for n in self.machine.membership.members if n in self.pool.workers}
-        what = f"the state after {done} steps cannot be saved: {error.what}"
+        what = f"the state {after_steps(done)} cannot be saved: {error.what}"
         try:
             begun = await asyncio.to_thread(recorder.checkpoint_begin, done, only_weights=True)
             asked = [self.calls.ask(n, w.save.remote(generation, done, str(begun), True)) for n, w in workers.items()]

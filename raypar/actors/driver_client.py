@@ -35,6 +35,7 @@ from raypar.actors.worker_pool import remove_leftover_placement_groups, run_name
 from raypar.elastic.actions import EndKind
 from raypar.errors import ActiveError, ClusterError, OutlivedError, OutOfMemory, RayparError, WorkerLost, error_first_line
 from raypar.fences.fence import warnings_sent_to
+from raypar.plan.wording import after_steps
 from raypar.ray_compat.actor_errors import KILL_CURE, memory_monitor_kill_error, memory_shortage_here
 from raypar.record.events import Event, RunWarning, StopRequest, read_event
 from raypar.storage.run_folder import resume_argument
@@ -175,7 +176,7 @@ def refuse_active_run(run: str) -> None:
     remove_run_from_cluster(driver, run)
     raise OutlivedError(
         f"run {run!r} was still active on this cluster, without a client for {alone_s:.0f} s; now it has ended, "
-        f"after {ends[0]['done']} steps",
+        + after_steps(ends[0]["done"]),
         cure="run the same command again: it resumes from the last checkpoint",
     )
 
@@ -268,7 +269,7 @@ class RunFollower:
             return "begin the run anew (it has no checkpoint yet, from which `raypar resume` would go on)"
         place = self.request.storage or os.path.relpath(self.request.folder)
         place = self.request.folder if place.startswith("..") else place
-        return f"`raypar resume {resume_argument(place)}` goes on from the run's last checkpoint, after {saved} steps"
+        return f"`raypar resume {resume_argument(place)}` goes on from the run's last checkpoint, {after_steps(saved)}"
 
     def _poll_until_end(self) -> RunEnd:
         """Poll until an event says how the run ended."""

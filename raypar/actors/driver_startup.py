@@ -258,7 +258,7 @@ class DriverStartup:
             await asyncio.to_thread(self.journal.count_worker_numbers), *(n + 1 for n in (*workers, *pending, *record.members))
         )
         found = len(workers) - len(starting)
-        text = f"the driver was lost; a new one has found {found} workers and goes on after step {seen.steps}"
+        text = f"the driver was lost; a new one has found {count_noun(found, 'worker')} and goes on after step {seen.steps}"
         self.side_effects.note(DriverLoss(text=text, generation=generation, step=seen.steps))
         for rank, number in enumerate(record.members):
             if number not in workers and number not in seen.lost:

@@ -12,7 +12,7 @@ from raypar.elastic.actions import AdoptPlan, ReportStraggler
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.json_values import Json
 from raypar.plan import ParallelPlan
-from raypar.plan.wording import count_noun
+from raypar.plan.wording import after_steps, count_noun
 from raypar.record.events import WorkerLoss
 
 
@@ -67,11 +67,11 @@ def describe_generation(order: AdoptPlan) -> str:
     moved = sum(move.piece.size for move in order.moves)
     state = f"{moved:,} parameters and their optimizer state move"
     if order.from_checkpoint:
-        where = f"from the checkpoint after {order.done} steps" if order.done else "from the initial weights"
+        where = f"from the checkpoint {after_steps(order.done)}" if order.done else "from the initial weights"
         state = f"no copy is left in memory, so all begin again {where}"
     elif order.from_mirror:
-        state = f"the last copy was lost, so all go back to the mirror's cut after {order.done} steps; {state}"
-    return f"{len(order.members)} workers, {order.plan.describe()}; {state}"
+        state = f"the last copy was lost, so all go back to the mirror's cut {after_steps(order.done)}; {state}"
+    return f"{count_noun(len(order.members), 'worker')}, {order.plan.describe()}; {state}"
 
 
 def generation_facts(order: AdoptPlan, schedule: str) -> GenerationFacts:
@@ -99,8 +99,8 @@ def format_shards(plan: ParallelPlan) -> str:
 
 def recovery_finished_text(order: AdoptPlan, seconds: float, again: int) -> str:
     """The line for the user when a new generation has committed its first step. `again`: steps to replay, reported before."""
-    text = f"training goes on with {len(order.members)} workers, {order.plan.describe()}, after {seconds:.2f} s"
-    return f"{text}; {again} steps are executed again" if again else text
+    text = f"training goes on with {count_noun(len(order.members), 'worker')}, {order.plan.describe()}, after {seconds:.2f} s"
+    return f"{text}; {count_noun(again, 'step')} {'is' if again == 1 else 'are'} executed again" if again else text
 
 
 def worker_lost_event(coordinate: str, worker_facts: WorkerFacts, why: str) -> WorkerLoss:
@@ -124,5 +124,5 @@ def straggler_text(found: ReportStraggler, coordinate: str, worker_facts: Worker
     like = "in its first steps" if found.alone else "its replicas"
     if found.recovered:
         return f"{at} is as fast as {like} again"
-    text = f"{at} takes {found.slowdown:.1f} times as long as {like} for {found.steps} steps"
+    text = f"{at} takes {found.slowdown:.1f} times as long as {like} for {count_noun(found.steps, 'step')}"
     return f"{text}; it is asked to leave" if found.leaves else text

@@ -32,6 +32,7 @@ from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, ex
 from raypar.fences.fence import send_warnings_to
 from raypar.plan.microbatches import VoteResult
 from raypar.plan.pieces import AdoptDescription
+from raypar.plan.wording import after_steps
 from raypar.storage.filesystems import register_pickled_filesystems
 from raypar.user_code.user_code_errors import error_text
 from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity, reads_samples, thread_cpu_wait_s
@@ -247,7 +248,7 @@ class WorkerActor:
 
         core, _ = self._loaded
         return self._run_call(
-            f"in the validation after {done} steps",
+            f"in the validation {after_steps(done)}",
             lambda: vars(run_routine(self.generation_guard.validate(generation), core.step_timeout_s)),
         )
 
@@ -341,7 +342,7 @@ class WorkerActor:
     def stacks(self) -> str:
         """The stacks of raypar's threads as text."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        texts = [f"{self.doing}, after {self._done} steps"]
+        texts = [f"{self.doing}, {after_steps(self._done)}"]
         for ident, frame in sys._current_frames().items():
             name = names.get(ident, "a thread")
             lines = traceback.format_stack(frame)

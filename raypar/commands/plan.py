@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.job.read_job import load_job
     from raypar.launch.plan_as_dict import shown_plan_as_dict
     from raypar.launch.plan_to_show import find_plan_to_show
-    from raypar.launch.steps_of_epochs import epochs_in_words, with_steps_of_epochs
+    from raypar.launch.steps_of_epochs import length_in_words, with_steps_of_epochs
     from raypar.planner.plan_report import plan_report, stage_balance_text
     from raypar.planner.plan_search import predict_step
     from raypar.schedule.data_flow import message_routes
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         plan, found = shown.plan, shown_plan_as_dict(shown, job, graph)
         parts = [plan_as_text(found), job.precision_in_words or ""]
         if job.epochs is not None:
-            parts.append(f"the run has {job.steps:,} steps{epochs_in_words(job)}")
+            parts.append(f"the run has {length_in_words(job)}")
         if shown.profile is not None:
             timeline, _ = predict_step(shown.profile, plan, shown.schedule or shown.name, job.batching)
             parts.append(timeline_text_for_width(timeline, shutil.get_terminal_size((120, 24)).columns) or "")

@@ -35,7 +35,7 @@ def resume(args: argparse.Namespace) -> int:
     from raypar.job.read_job import load_job_of_run
     from raypar.launch import raise_run_failure, resume_job
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
-    from raypar.launch.steps_of_epochs import epochs_in_words, with_steps_of_epochs
+    from raypar.launch.steps_of_epochs import length_in_words, with_steps_of_epochs
     from raypar.record.events import StartupStage
     from raypar.storage.run_folder import RunFolder
 
@@ -46,11 +46,7 @@ def resume(args: argparse.Namespace) -> int:
         console.add_earlier(folder.read_timeline())
         job = with_steps_of_epochs(job, console)
         console.steps = job.steps
-        console(
-            StartupStage(
-                stage="read", text=f"run {folder.name} found in {folder.place}: {job.steps} steps{epochs_in_words(job)}"
-            )
-        )
+        console(StartupStage(stage="read", text=f"run {folder.name} found in {folder.place}: {length_in_words(job)}"))
         result = resume_job(
             job, folder, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
         )

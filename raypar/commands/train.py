@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.launch import raise_run_failure, train_job_in_new_folder
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir, is_submitted_job, unfinished_run
     from raypar.launch.resume import resume_former_run
-    from raypar.launch.steps_of_epochs import epochs_in_words, with_steps_of_epochs
+    from raypar.launch.steps_of_epochs import length_in_words, with_steps_of_epochs
     from raypar.record.events import Note, StartupStage
 
     where = {"stop_at_step": args.stop_at_step, "address": args.address, "local_nodes": args.local_nodes}
@@ -38,9 +38,7 @@ def run(args: argparse.Namespace) -> int:
         console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out)
         job = with_steps_of_epochs(job, console)
         console.steps = job.steps
-        console(
-            StartupStage(stage="read", text=f"job {job.name} read from {args.job}: {job.steps} steps{epochs_in_words(job)}")
-        )
+        console(StartupStage(stage="read", text=f"job {job.name} read from {args.job}: {length_in_words(job)}"))
         with contextlib.ExitStack() as stack:
             former = None
             if is_submitted_job() if args.resume is None else args.resume:

@@ -14,7 +14,7 @@ from raypar.elastic.user_messages import plain_failure_text
 from raypar.errors import ConfigError
 from raypar.files.json_values import Json
 from raypar.files.untrusted_files import explain_read_errors, shorten
-from raypar.plan.wording import align_columns
+from raypar.plan.wording import after_steps, align_columns
 from raypar.record.events import format_duration, is_finite_number
 from raypar.record.fold import RunView
 from raypar.storage.follow_run_files import RunFollower
@@ -111,7 +111,7 @@ def read_run_row(run: RunFolder, now: float) -> RunRow:
 def stopped_run_facts(folder: RunFolder, stopped: bool) -> dict[str, Any]:
     """Facts of a run that does not train any more, with a `text` for people. `stopped`: whether it did before."""
     row = read_run_row(folder, time.time())
-    at = f"after {row.step} of {row.steps} steps" if row.steps is not None else f"after {row.step} steps"
+    at = f"after {row.step} of {row.steps} steps" if row.steps is not None else after_steps(row.step or 0)
     text = f"run {folder.name} has ended {at}" if stopped else f"nothing trains run {folder.name}: it is {row.state} {at}"
     saved = folder.list_checkpoints()
     if saved and row.state != "done":

@@ -20,7 +20,7 @@ from raypar.elastic.worker_hiring import desired_capacity_of_run, spares_of_comp
 from raypar.errors import ClusterError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece, pieces_nobody_holds, plan_moves
-from raypar.plan.wording import count_noun, format_worker_numbers
+from raypar.plan.wording import after_steps, count_noun, format_worker_numbers
 
 SLOWEST_PER_S = 2e6
 """Elements, with their optimizer state, that a worker receives in a second at least; for time limits."""
@@ -57,7 +57,7 @@ def request_plan(m: RunState) -> None:
     """Ask the planner for a plan for the workers that are left."""
     usable = len(_usable_workers(m))
     m.timer.limit(m.policy.pass_deadline_s)
-    m.decide(ChoosePlan(m.membership.generation, desired_capacity_of_run(m, usable).seats), f"{usable} workers")
+    m.decide(ChoosePlan(m.membership.generation, desired_capacity_of_run(m, usable).seats), f"{count_noun(usable, 'worker')}")
 
 
 def use_chosen_plan(m: RunState, event: PlanChosen) -> Phase | None:
@@ -98,7 +98,7 @@ def adopt_plan(m: RunState) -> None:
     m.timer.limit(usual_s * max(1, m.health.attempts))
     memory = "the mirror" if order.from_mirror else "the workers that hold it"
     where = "the disk, or made anew," if order.from_checkpoint else memory
-    m.decide(order, f"{len(order.moves)} pieces of state from {where}, after {order.done} steps")
+    m.decide(order, f"{len(order.moves)} pieces of state from {where}, {after_steps(order.done)}")
 
 
 def end_unrecoverable(m: RunState, lost: tuple[Piece, ...]) -> Phase:
@@ -112,7 +112,7 @@ def end_unrecoverable(m: RunState, lost: tuple[Piece, ...]) -> Phase:
         "failed",
         f"the only copies of {len(lost)} pieces of state are lost",
         WorkerLost(
-            f"state after {m.recovery.done} steps is lost: {names}; {held_by}, no mirror and no checkpoint has it",
+            f"state {after_steps(m.recovery.done)} is lost: {names}; {held_by}, no mirror and no checkpoint has it",
             cure=f"start again with {', or with '.join(suggest_settings_to_keep_state(m))}",
         ),
     )

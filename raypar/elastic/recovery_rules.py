@@ -46,7 +46,7 @@ from raypar.elastic.step_flow import record_emitted_step
 from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import ClusterError, error_first_line
 from raypar.plan.microbatches import VoteResult
-from raypar.plan.wording import format_worker_numbers
+from raypar.plan.wording import after_steps, format_worker_numbers
 
 CLAIM_TOLD_S = 5.0
 """Time after which the user is told that the claim of a generation waits for Ray's control store."""
@@ -349,6 +349,6 @@ def note_failed_checkpoint(m: RunState, event: CheckpointFailed) -> None:
     if not is_caused_by_worker_loss(event.error):
         m.progress.save_error = event.error
     m.decide(
-        WarnUser(f"the checkpoint after {event.done} steps was not completed ({error_first_line(event.error)})"),
+        WarnUser(f"the checkpoint {after_steps(event.done)} was not completed ({error_first_line(event.error)})"),
         "training goes on",
     )

@@ -15,7 +15,7 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
 from raypar.errors import ModelError, WorkerLost
 from raypar.plan.pieces import Digest
-from raypar.plan.wording import format_worker_numbers
+from raypar.plan.wording import after_steps, format_worker_numbers
 
 MAX_DOUBTS = 3
 """Roll-backs in a row because of differing digests; after one more the run fails, because it is no accident."""
@@ -79,7 +79,7 @@ def compare_replica_digests(m: RunState, done: int, digests: Mapping[int, Digest
         if wrong
         else f"{format_worker_numbers(unsure)} differs"
     )
-    what = f"silent corruption: the state of {who} after {done} steps"
+    what = f"silent corruption: the state of {who} {after_steps(done)}"
     if m.stopping.interrupted:
         m.decide(WarnUser(f"{what}; what is saved now may be wrong"), "the run is being interrupted")
         return True
@@ -92,7 +92,7 @@ def compare_replica_digests(m: RunState, done: int, digests: Mapping[int, Digest
     m.membership.leaving |= wrong
     if m.trust.doubts <= MAX_DOUBTS:
         m.decide(
-            WarnUser(f"{what}; all go back to the last state that agreed, that after {m.trust.agreed} steps or before"), what
+            WarnUser(f"{what}; all go back to the last state that agreed, that {after_steps(m.trust.agreed)} or before"), what
         )
     return False
 

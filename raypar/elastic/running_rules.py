@@ -54,7 +54,7 @@ from raypar.elastic.step_flow import (
 )
 from raypar.elastic.worker_hiring import desired_capacity_of_run, release_workers, start_workers
 from raypar.errors import CommTimeout, RayparError
-from raypar.plan.wording import format_worker_numbers, word_form
+from raypar.plan.wording import after_steps, format_worker_numbers, word_form
 
 
 def ignore_event(m: RunState, event: RunEvent) -> None:
@@ -226,10 +226,10 @@ def report_failed_checkpoint(m: RunState, event: CheckpointFailed) -> Phase | No
     p = m.progress
     waited_for = m.phase is Phase.SAVING and event.done == p.emitted
     p.saving, p.save_error = None, event.error
-    kept = f"the one after {p.saved} steps stays" if p.saved else "there is none yet"
+    kept = f"the one {after_steps(p.saved)} stays" if p.saved else "there is none yet"
     if p.unsaved_since_s is None:  # else people know
         what, cure = (e.what, e.cure) if isinstance(e := event.error, RayparError) else (str(e), "")
-        text = f"the checkpoint after {event.done} steps could not be written ({what}); {kept}"
+        text = f"the checkpoint {after_steps(event.done)} could not be written ({what}); {kept}"
         m.decide(WarnUser(f"{text}\n  cure: {cure}" if cure else text), "training goes on")
     return choose_due_work(m) if waited_for else continue_after_save(m)
 

@@ -15,7 +15,7 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
 from raypar.elastic.state_sources import TELL_EVERY_S
 from raypar.errors import CommTimeout, WorkerLost
-from raypar.plan.wording import format_worker_numbers, word_form
+from raypar.plan.wording import after_steps, format_worker_numbers, word_form
 
 WAITS_IN = (Phase.STARTING, Phase.RUNNING, Phase.FLUSHING, Phase.VALIDATING, Phase.SAVING, Phase.ENDING)
 ENDED_GRACE_S = 5.0
@@ -87,7 +87,7 @@ def tell_of_silent_worker_wait(m: RunState, workers: Collection[int]) -> None:
     m.health.silence_told_s = m.timer.now_s
     begin_s = min(m.health.silent_since_s[worker] for worker in workers)
     left_s = m.policy.last_copy_wait_s - (m.timer.now_s - begin_s)
-    saved = f"the checkpoint after {m.progress.saved} steps is left" if m.progress.saved else "there is no checkpoint"
+    saved = f"the checkpoint {after_steps(m.progress.saved)} is left" if m.progress.saved else "there is no checkpoint"
     m.decide(
         WarnUser(f"waiting for {describe_silent_workers(workers)}; {left_s:.0f} s left, then the run ends ({saved})"),
         "silence alone is no evidence of a death",

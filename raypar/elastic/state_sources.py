@@ -15,7 +15,7 @@ from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import same_state_keys
 from raypar.plan.pieces import Holdings, Piece, count_shared_elements, pieces_nobody_holds, subtract_pieces
-from raypar.plan.wording import format_worker_numbers, word_form
+from raypar.plan.wording import after_steps, format_worker_numbers, word_form
 
 if TYPE_CHECKING:
     from raypar.elastic.run_state import RunState
@@ -191,7 +191,7 @@ def describe_wait_for_last_copy(m: RunState, holders: Collection[int], unheard: 
     pieces = sorted({piece for worker in holders for piece in held[worker]})
     names = ", ".join(map(str, pieces[:2])) + (f" and {len(pieces) - 2} more" if len(pieces) > 2 else "")
     steps = count_steps_of_answering_workers(m, holders)
-    what = f"{format_worker_numbers(holders)}: no other memory has the state after {steps} steps ({names})"
+    what = f"{format_worker_numbers(holders)}: no other memory has the state {after_steps(steps)} ({names})"
     silent = sorted(set(holders) & set(unheard))
     if not silent:
         answers = word_form(holders, "it answers", "they answer")
@@ -204,6 +204,6 @@ def describe_failed_wait(m: RunState, holders: Collection[int]) -> str:
     """The clause about what happens if the wait for the holders of a last copy ends in vain."""
     saved = get_trusted_checkpoint_step(m)
     if saved is not None:
-        return f"then all go back to the checkpoint after {saved} steps"
+        return f"then all go back to the checkpoint {after_steps(saved)}"
     durable = can_restore_from_disk_or_start(m, count_steps_of_answering_workers(m, holders))
     return "then all begin again" if durable else "then the run is lost"

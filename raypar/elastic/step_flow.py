@@ -23,7 +23,7 @@ from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.run_state import Due, RunState
 from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import CheckpointError, StateNotKeptError
-from raypar.plan.wording import count_noun
+from raypar.plan.wording import after_steps, count_noun
 
 MAX_OPEN_STEPS = 2
 """The most steps that a worker has been called for and has not finished: one runs, one waits."""
@@ -123,7 +123,7 @@ def choose_due_work(m: RunState) -> Phase:
 def begin_validation(m: RunState) -> None:
     """Have the workers run a validation pass."""
     m.timer.limit(m.policy.pass_deadline_s)
-    m.decide(Validate(m.progress.ends_at), f"{m.progress.ends_at} steps are done")
+    m.decide(Validate(m.progress.ends_at), f"it is due {after_steps(m.progress.ends_at)}")
 
 
 def begin_due_checkpoint(m: RunState) -> None:
@@ -142,7 +142,7 @@ def wait_for_last_checkpoint(m: RunState) -> Phase | None:
 def begin_checkpoint(m: RunState) -> None:
     """Begin a checkpoint. Only one is written at a time."""
     done = m.progress.saving = m.progress.ends_at
-    m.decide(StartCheckpoint(done), f"a checkpoint is due after {done} steps")
+    m.decide(StartCheckpoint(done), f"a checkpoint is due {after_steps(done)}")
 
 
 def end_if_saved(m: RunState) -> Phase | None:
@@ -157,13 +157,20 @@ def end_if_saved(m: RunState) -> Phase | None:
             return begin_recovery(m, "a worker was lost with its share of the last checkpoint; the others hold the state")
         if wait_for_disk(m):
             return None
-        kept = f"the checkpoint after {p.saved} steps is good" if p.saved else "there is no earlier checkpoint"
+        kept = f"the checkpoint {after_steps(p.saved)} is good" if p.saved else "there is no earlier checkpoint"
         return m.end_run("failed", f"the last checkpoint could not be written; {kept}", explain_unsaved_state(m, p.save_error))
     if request is not None:
         return m.end_run("interrupted" if request.interrupt else "stopped", request.reason)
     if done < m.policy.job_steps:
         return m.end_run("stopped", f"asked to stop after {count_noun(done, 'step')}")
-    return m.end_run("done", f"all {done} steps are done")
+    return m.end_run("done", "the only step is done" if done == 1 else f"all {count_noun(done, 'step')} are done")
+
+
+def describe_lost_steps(lost: int, done: int) -> str:
+    """`all 3 steps are lost`, `1 of 2 steps is lost`. `lost`: from 1 to `done`."""
+    if lost < done:
+        return f"{lost} of {done} steps {'is' if lost == 1 else 'are'} lost"
+    return "the only step is lost" if done == 1 else f"all {count_noun(done, 'step')} are lost"
 
 
 def explain_unsaved_state(m: RunState, error: Exception) -> Exception:
@@ -173,9 +180,9 @@ def explain_unsaved_state(m: RunState, error: Exception) -> Exception:
     p = m.progress
     what, cure = (error.what, error.cure) if isinstance(error, CheckpointError) else (str(error), "free disk space")
     saved = p.saved or m.policy.steps_before_run
-    lost = f"{p.emitted - saved} of {p.emitted} steps are lost" if saved else f"all {p.emitted} steps are lost"
+    lost = describe_lost_steps(p.emitted - saved, p.emitted)
     tried = f" within {m.policy.save_wait_s:.0f} s" if p.unsaved_since_s is not None and not m.stopping.interrupted else ""
-    resume = f"; then `raypar resume` goes on from the checkpoint after {saved} steps" if saved else ""
+    resume = f"; then `raypar resume` goes on from the checkpoint {after_steps(saved)}" if saved else ""
     made = CheckpointError(f"the last checkpoint could not be written{tried}, and {lost}: {what}", cure=f"{cure}{resume}")
     made.__cause__ = error
     return made
@@ -196,7 +203,7 @@ def wait_for_disk(m: RunState) -> bool:
     if p.unsaved_since_s is None or minutes[0] != minutes[1]:  # again every minute
         m.decide(
             WarnUser(
-                f"the state after {p.emitted} steps is in the workers' memory only: it is saved as soon as its checkpoint can "
+                f"the state {after_steps(p.emitted)} is in the workers' memory only: it is saved as soon as its checkpoint can "
                 f"be written, which is tried every {m.policy.save_retry_s:.0f} s; {left_s:.0f} s left, then the run ends "
                 f"without it ({describe_last_checkpoint(m)})\n  cure: free disk space, or make the run folder writable"
             ),

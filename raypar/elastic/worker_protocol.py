@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from raypar.errors import GroupAborted, RayparError
 from raypar.plan.microbatches import VoteResult
 from raypar.plan.pieces import Digest, Piece
+from raypar.plan.wording import after_steps
 
 T = TypeVar("T")
 Routine = Generator[Any, Any, T]
@@ -175,8 +176,8 @@ class GenerationGuard:
         """Call `copy` if the state has had exactly `done` steps; a driver that was stopped may ask for an older state."""
         self._admit(generation)
         if generation != self.generation or self.backend.applied() != done:
-            what = f"worker {self.worker} holds the state after {self.backend.applied()} steps of generation {self.generation}"
-            raise GroupAborted(f"{what}, not after {done} steps of {generation}", cure="the next checkpoint will be complete")
+            what = f"worker {self.worker} holds the state {after_steps(self.backend.applied())} of generation {self.generation}"
+            raise GroupAborted(f"{what}, not {after_steps(done)} of {generation}", cure="the next checkpoint will be complete")
         return copy()
 
     def adopt(self, generation: int, order: Any) -> Routine[None]:

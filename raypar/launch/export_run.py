@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from raypar.errors import CheckpointError, ConfigError, ModelError, RayparError, with_article
 from raypar.files.os_error_cure import cure_of_os_error
 from raypar.launch.load_model import load_trained_module
+from raypar.plan.wording import after_steps
 from raypar.storage.run_folder import check_local_path, parse_storage_location
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
@@ -91,7 +92,7 @@ def export_to_file(request: ExportRequest, warn: Callable[[str], None]) -> list[
         size = (
             write_to_folder(out, tensors, manifest.ties) if shared is None else write_to_storage(shared, tensors, manifest.ties)
         )
-        text = f"{len(tensors)} tensors after {manifest.steps_done} steps in {request.out} ({size / 2**20:.1f} MiB)"
+        text = f"{len(tensors)} tensors {after_steps(manifest.steps_done)} in {request.out} ({size / 2**20:.1f} MiB)"
         return [text, weights_line(checkpoint, request.dtype)]
 
     return export_checkpoint(request.run, request.run_dir, request.step, export, warn)

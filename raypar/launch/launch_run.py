@@ -118,8 +118,8 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
             options = replace(options, job=job)
             contract = contract_fields(options)
             checked = preflight(job)
-            text = f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples"
-            _tell_stage(tell, "checked", text)
+            layers, samples = count_noun(len(checked.graph.layers), "layer"), count_noun(checked.samples, "sample")
+            _tell_stage(tell, "checked", f"model and data checked: {layers}, {samples}")
             chosen = choose(checked)  # if it raises, nothing but the error is worth reading
             for line in (*checked.notes, *chosen.warnings):
                 tell(RunWarning(text=line))

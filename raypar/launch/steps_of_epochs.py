@@ -5,6 +5,7 @@ from __future__ import annotations
 from raypar.job import Job
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.launch_options import EventHandler
+from raypar.plan.wording import count_noun
 from raypar.user_code.user_code_errors import make_importable
 
 
@@ -28,6 +29,7 @@ def with_steps_of_epochs(job: Job, tell: EventHandler) -> Job:
     return job.replace(steps=job.steps_of_epochs(size))
 
 
-def epochs_in_words(job: Job) -> str:
-    """What stands behind a job's number of steps: ` (3 epochs)`; nothing where it gives steps."""
-    return "" if job.epochs is None else f" ({job.epochs:g} epoch{'' if job.epochs == 1 else 's'})"
+def length_in_words(job: Job) -> str:
+    """The length of a job's run: `300 steps (3 epochs)`, or `300 steps` where the job gives steps."""
+    steps = count_noun(job.steps, "step")
+    return steps if job.epochs is None else f"{steps} ({count_noun(f'{job.epochs:g}', 'epoch')})"

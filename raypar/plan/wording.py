@@ -15,6 +15,11 @@ def count_noun(number: int | str, noun: str, plural: str | None = None) -> str:
     return f"{shown} {noun if shown == '1' else plural or noun + 's'}"
 
 
+def after_steps(done: int) -> str:
+    """`after 1 step`, `after 1,024 steps`: which state of a run something is."""
+    return f"after {count_noun(done, 'step')}"
+
+
 def format_worker_numbers(workers: Collection[int]) -> str:
     """`worker 5` or `workers 3, 5`, the lowest number first."""
     return f"{word_form(workers, 'worker', 'workers')} {', '.join(map(str, sorted(workers)))}"

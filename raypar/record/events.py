@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.json_values import Json
 from raypar.files.untrusted_files import shorten
-from raypar.plan.wording import count_noun
+from raypar.plan.wording import after_steps, count_noun
 
 # -- types of fields, with the range of valid values -----------------------------------------------------------------------
 
@@ -547,8 +547,8 @@ class Straggler(_TextEvent, _WorkerEvent):
 # -- generations -----------------------------------------------------------------------------------------------------------
 
 STATE_SOURCES = {
-    "cut": "the last copy of something was lost: all go back to the mirror's cut after {step} steps",
-    "checkpoint": "no memory has all of the state any more: all begin again from the checkpoint after {step} steps",
+    "cut": "the last copy of something was lost: all go back to the mirror's cut {after_steps}",
+    "checkpoint": "no memory has all of the state any more: all begin again from the checkpoint {after_steps}",
     "beginning": "no memory has all of the state any more: all begin again from the initial weights",
 }
 """`state` of a new generation, unless it is live -> the text about it in the line."""
@@ -589,7 +589,7 @@ class Recovery(_TextEvent, _Generation):
         plan = f" = {self.plan}" if self.plan else ""
         text = f"trying generation {self.generation}: {count_noun(len(self.workers), 'worker')}{plan}"
         if self.state in STATE_SOURCES:
-            text += f"; {STATE_SOURCES[self.state].format(step=self.step or 0)}"
+            text += f"; {STATE_SOURCES[self.state].format(after_steps=after_steps(self.step or 0))}"
         elif self.moved_elements:
             text += f"; {count_noun(self.moved_elements, 'parameter')} and their optimizer state move"
         return text

@@ -21,6 +21,7 @@ from raypar.model.layer_skeletons import state_shapes
 from raypar.plan.microbatches import VoteResult
 from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand, Digest, Piece, merge_pieces
 from raypar.plan.shard_ranges import TensorCut
+from raypar.plan.wording import after_steps
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.required_communicators import device_to_device_rank_pairs
 from raypar.worker.state.mirror import Mirror
@@ -202,7 +203,7 @@ class ElasticWorker:
             shape, whole = partial(self._shape, name), partial(self._whole, name)
             made = assemble_parameter(base.get(name, ()), place, size, shape, whole, self.core.device)
             if made is None:
-                what = f"worker {self.worker} lacks elements of {name} of the state after {part.steps_done} steps"
+                what = f"worker {self.worker} lacks elements of {name} of the state {after_steps(part.steps_done)}"
                 raise RayparError(what, cure="report this: the pieces that it holds and was sent do not cover them")
             kept, writable = made
             found[name] = kept if writable else {**kept, PARAMETER: kept[PARAMETER].clone()}

@@ -29,6 +29,7 @@ from raypar.plan.microbatches import mean_loss
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import AdoptDescription, Digest
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.plan.wording import after_steps
 from raypar.schedule.instructions import Instruction
 from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
 from raypar.worker.data.microbatch_loader import BatchSource, MicrobatchLoader
@@ -456,7 +457,7 @@ class WorkerCore:
         yield from self.validation_interpreter.run_validation_pass(self.assignment.validation_program, step)
         metrics = (yield from self._merged_metrics(step)) if self.spec.metrics else {}
         losses = {m: (float(s), float(c)) for stage in self.stages.values() for m, (s, c) in stage.losses.items()}
-        self.guard.check_all(f"a layer, the loss or the data set, in the validation after {step} steps,")
+        self.guard.check_all(f"a layer, the loss or the data set, in the validation {after_steps(step)},")
         seconds = (time.perf_counter_ns() - start) / 1e9
         return ValidationReport(self.rank, step, losses, seconds, metrics, self._lines_for_user())
 

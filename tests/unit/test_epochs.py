@@ -12,7 +12,7 @@ from raypar.errors import ConfigError, UserCodeError
 from raypar.job import Job
 from raypar.job.contract import contract_of_job
 from raypar.job.read_job import parse_job
-from raypar.launch.steps_of_epochs import epochs_in_words, with_steps_of_epochs
+from raypar.launch.steps_of_epochs import length_in_words, with_steps_of_epochs
 from raypar.storage.run_folder import RunFolder
 
 TEXT = "{model: m:f, loss: m:l, data: test_epochs:samples, batch_size: 32, microbatches: 2, name: a, "
@@ -122,5 +122,7 @@ def test_a_runs_job_file_has_the_epochs_and_its_status_the_steps(tmp_path: Path)
 
 
 def test_it_is_said_in_words():
-    assert epochs_in_words(counted(job("epochs: 3"))) == " (3 epochs)" and epochs_in_words(job("steps: 3")) == ""
-    assert epochs_in_words(job("epochs: 1")) == " (1 epoch)" and epochs_in_words(job("epochs: 0.5")) == " (0.5 epochs)"
+    assert length_in_words(counted(job("epochs: 3"))).endswith(" (3 epochs)") and length_in_words(job("steps: 3")) == "3 steps"
+    assert length_in_words(job("steps: 1")) == "1 step"
+    assert length_in_words(counted(job("epochs: 1"))).endswith(" (1 epoch)")
+    assert length_in_words(counted(job("epochs: 0.5"))).endswith(" (0.5 epochs)")

@@ -79,7 +79,7 @@ def test_the_run_ends_when_its_last_checkpoint_is_complete():
     do(machine, WorkersReady())
     assert commit(machine, 0) == [StartCheckpoint(1)]
     assert do(machine, AllWorkersCopiedState(1)) == []
-    assert do(machine, CheckpointSaved(1)) == [Teardown("done", "all 1 steps are done", 1)]
+    assert do(machine, CheckpointSaved(1)) == [Teardown("done", "the only step is done", 1)]
 
 
 def test_a_stop_asked_for_in_a_callback_ends_the_run_after_exactly_one_more_step():
@@ -268,7 +268,7 @@ def unsaved(when: str, **policy) -> RunMachine:
         do(machine, AllWorkersCopiedState(1), 1.0)
     failed, waits = do(machine, FULL, 2.0)
     assert "could not be written" in failed.text
-    assert waits.text.startswith("the state after 1 steps is in the workers' memory only: it is saved as soon as")
+    assert waits.text.startswith("the state after 1 step is in the workers' memory only: it is saved as soon as")
     assert "300 s left" in waits.text and "nothing is saved" in waits.text and "cure: free disk space" in waits.text
     return machine
 
@@ -285,7 +285,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_waits_for_the_disk_and_is
         assert do(machine, FULL, now_s) == [], "people know"
     assert do(machine, Tick(), 42.0) == [StartCheckpoint(1)]
     do(machine, AllWorkersCopiedState(1), 42.1)
-    assert do(machine, CheckpointSaved(1), 42.2) == [Teardown("done", "all 1 steps are done", 1)]
+    assert do(machine, CheckpointSaved(1), 42.2) == [Teardown("done", "the only step is done", 1)]
 
 
 def test_a_checkpoint_that_fails_is_told_with_the_cure_in_its_own_line():
@@ -294,7 +294,7 @@ def test_a_checkpoint_that_fails_is_told_with_the_cure_in_its_own_line():
     commit(machine, 0)
     do(machine, AllWorkersCopiedState(1))
     told, *_ = do(machine, CheckpointFailed(1, CheckpointError("cannot write c: No space left", "free disk space")))
-    text = "the checkpoint after 1 steps could not be written (cannot write c: No space left); there is none yet"
+    text = "the checkpoint after 1 step could not be written (cannot write c: No space left); there is none yet"
     assert told == WarnUser(f"{text}\n  cure: free disk space")
 
 
@@ -311,7 +311,7 @@ def test_a_run_whose_last_checkpoint_fails_for_five_minutes_has_failed():
     assert {type(action) for _, action in told} == {StartCheckpoint, WarnUser, Teardown}
     at_s, teardown = told[-1]
     assert 300.0 <= at_s <= 315.0 and teardown.end == "failed" and "no earlier checkpoint" in teardown.why
-    text = "the last checkpoint could not be written within 300 s, and all 1 steps are lost: no space left on device"
+    text = "the last checkpoint could not be written within 300 s, and the only step is lost: no space left on device"
     assert (teardown.error.what, teardown.error.cure, teardown.error.__cause__) == (text, "free disk space", FULL.error)
 
 
@@ -325,9 +325,9 @@ def test_the_error_of_a_run_that_was_not_saved_says_what_is_lost_and_from_where_
     commit(machine, 1)
     _, teardown = do(machine, CheckpointFailed(2, CheckpointError("cannot write c: read-only", "make it writable")))
     assert (
-        teardown.error.what == "the last checkpoint could not be written, and 1 of 2 steps are lost: cannot write c: read-only"
+        teardown.error.what == "the last checkpoint could not be written, and 1 of 2 steps is lost: cannot write c: read-only"
     )
-    assert teardown.error.cure == "make it writable; then `raypar resume` goes on from the checkpoint after 1 steps"
+    assert teardown.error.cure == "make it writable; then `raypar resume` goes on from the checkpoint after 1 step"
     lease = LeaseLostError("another process has the lease")
     machine = RunMachine(RunPolicy(workers=2, job_steps=1, save_wait_s=0.0))
     do(machine, WorkersReady())

@@ -54,4 +54,4 @@ def test_where_the_room_does_not_do_the_error_names_the_folder_and_how_the_run_g
         follow(Driver([step(1), checkpoint], ActorDiedError()))
     assert f"died before it had reported step 2: {tmp_path.parent} has 0 KiB left" in lost.value.what
     assert "callbacks" not in lost.value.cure and lost.value.cure.startswith("free disk space there, or set TMPDIR")
-    assert "`raypar resume /r/tiny` goes on from the run's last checkpoint, after 1 steps" in lost.value.cure
+    assert "`raypar resume /r/tiny` goes on from the run's last checkpoint, after 1 step" in lost.value.cure

@@ -29,6 +29,7 @@ from raypar.job import Job
 from raypar.job.callable_text import shorten_contract_text
 from raypar.job.contract import CODE, CONTRACT_EDITION, contract_of_job, keys_that_may_change
 from raypar.plan.shard_ranges import IndexRanges
+from raypar.plan.wording import after_steps
 from raypar.storage.checkpoint_store import (
     CheckpointRef,
     CheckpointStore,
@@ -273,7 +274,7 @@ def commit_checkpoint(
         parse_manifest({key: value for key, value in json.loads(text).items() if key != "sha256"}, final)
     except ValueError as error:
         raise CheckpointError(
-            f"the state after {steps_done} steps makes no checkpoint that could be read: {shorten(str(error), 600)}",
+            f"the state {after_steps(steps_done)} makes no checkpoint that could be read: {shorten(str(error), 600)}",
             cure="report this",
         ) from error
     begun.store.commit(begun.name, final.name, MANIFEST, text.encode())

@@ -11,6 +11,7 @@ from typing import BinaryIO, TypeVar, cast
 
 from raypar.errors import CheckpointError
 from raypar.files.os_error_cure import cure_of_os_error
+from raypar.plan.wording import after_steps
 from raypar.storage.checkpoint_store import CheckpointRef, CheckpointStore, open_checkpoint, open_checkpoint_store
 from raypar.storage.pyarrow_store import open_for_writing
 from raypar.storage.run_folder import RunFolder
@@ -48,7 +49,9 @@ def export_checkpoint(
         there = folder.list_checkpoints() if step is not None else []
     if step is not None:
         if checkpoint_name(step) not in there:
-            raise CheckpointError(f"run {folder.name} has no checkpoint after {step} steps", cure=f"it has: {', '.join(there)}")
+            raise CheckpointError(
+                f"run {folder.name} has no checkpoint {after_steps(step)}", cure=f"it has: {', '.join(there)}"
+            )
         return export(verify_checkpoint(CheckpointRef(store, checkpoint_name(step))).checkpoint)
     for left in reversed(range(ATTEMPTS)):
         known = set(store.names())

@@ -21,6 +21,7 @@ from raypar.errors import RayparError, UserCodeError
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.build_shard_modules import gather_outputs
 from raypar.plan.seeds import seed_of
+from raypar.plan.wording import after_steps
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.metrics.metric import Batch, Metric, State, values_by_name
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -103,7 +104,7 @@ class StageMetrics:
         awaited: list[tuple[int, Handle]] = [(rank, transport.recv(None, source=rank, tag=tag)) for rank in ranks[1:]]
         for rank, handle in awaited:
             if not handle.done():
-                yield RoutineWait(handle, f"the states of metrics of rank {rank} after {step} steps")
+                yield RoutineWait(handle, f"the states of metrics of rank {rank} {after_steps(step)}")
             states |= pickle.loads(handle.tensor().numpy().tobytes())
         return states
 

@@ -15,6 +15,7 @@ from raypar.job import OptimizerConfig
 from raypar.model.python_state import is_same_content, read_content
 from raypar.model.random_state import RandomState
 from raypar.plan.seeds import seed_of
+from raypar.plan.wording import after_steps
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.process.gpu_setup import make_seeder
 from raypar.worker.stage.buffer_updates import same_bits
@@ -129,7 +130,7 @@ class TriedOptimizer:
         try:
             return read_optimizer_state(self.optimizer)
         except CheckpointError as error:
-            more = f" after {self.steps} steps" if self.steps > WARMUP else ""
+            more = f" {after_steps(self.steps)}" if self.steps > WARMUP else ""
             raise ConfigError(f"{self.label}{more}: {error.what}", cure=error.cure) from error
 
     def check_code(self, changed: Sequence[str]) -> None:
@@ -145,7 +146,7 @@ class TriedOptimizer:
         """Raises `ConfigError` if `resumed`, which was saved and loaded, has not trained as this one did."""
         if (difference := describe_difference(self, resumed, "undisturbed", "saved and loaded")) is not None:
             raise ConfigError(
-                f"{self.label} trains differently once its state was saved and loaded (after {saved_after} steps): "
+                f"{self.label} trains differently once its state was saved and loaded ({after_steps(saved_after)}): "
                 f"{difference}. It keeps state that is neither in optimizer.state[p], nor a number or tensor in param_groups "
                 "or an attribute",
                 cure=_CURE_OF_STATE,
