@@ -89,6 +89,7 @@ class Trainer:
         clip_norm: float | None = None,
         validation: FunctionArgument | SampleSource | None = None,
         metrics: Mapping[str, FunctionArgument | MetricObject] = {},
+        metrics_every: int = 0,
         plan: Literal["auto"] | Arguments | PlanConfig | ParallelPlan = DEFAULTS["plan"],
         elastic: Arguments | ElasticConfig | bool | None = None,
         placement: Arguments | PlacementConfig = DEFAULTS["placement"],
@@ -202,7 +203,7 @@ class Trainer:
         if verbose == "brief":
             console = BriefEventPrinter(name, secrets_of_environment(os.environ))
         elif verbose:
-            console = EventPrinter(steps=self.job.steps)
+            console = EventPrinter(steps=self.job.steps, metrics=self.job.metrics)
         tell: EventHandler = console or (lambda event: None)
         job = with_steps_of_epochs(self.job, tell)
         if isinstance(console, EventPrinter):

@@ -352,8 +352,10 @@ class RunRecorder:
         self.telemetry.add_step(record, now, reports)
         if brief["skipped"]:
             self._warn_of_skipped_step(record)
+        if not longest:
+            self._warn_of_lost_metrics(step + 1)
         stop, own = self._call("on_step", _without_kind(record))
-        record = replace(record, more=own)
+        record = replace(record, more={**record.more, **own})
         self._write(record)
         left = request.policy.end_step - step - 1
         self._new_events.append(replace(record, eta_s=left * statistics.median(self._step_seconds)))
@@ -376,6 +378,7 @@ class RunRecorder:
             busy_shares=brief.get("busy_shares", []) if longest else [],
             peak_rss_bytes=brief["peak_rss_bytes"] if longest else [],
             skipped=True if brief["skipped"] else None,
+            more=brief.get("metrics", {}),
         )
 
     def _warn_of_skipped_step(self, record: StepRecord) -> None:
@@ -390,6 +393,15 @@ class RunRecorder:
             f"{debug} names the first layer with such a number; if it happens often, lower the learning rate or look at these "
             "samples; non_finite: stop ends the run instead",
         )
+
+    def _warn_of_lost_metrics(self, step: int) -> None:
+        """Warn if the metrics of a step (from 1) are lost with the report of the worker that has computed them."""
+        every = self.request.job.metrics_every
+        if every and step % every == 0:
+            cure = (
+                f"the next ones are those of step {step + every}; a validation is run again, so that its metrics are not lost"
+            )
+            self._warn(f"the metrics of step {step} are lost with a worker, though the step itself is not", cure)
 
     def record_validation(self, done: int, reports: Sequence[Report]) -> str | None:
         """Write the validation loss and the job's metrics, and call the callbacks; the reason to stop, if one gave one.

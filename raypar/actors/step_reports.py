@@ -116,6 +116,7 @@ def merge_reports(reports: Mapping[int, Report]) -> Report:
     if "workers" in one:  # a report that this function has made
         return {key: value for key, value in one.items() if key not in ("spans", "ledger")}
     longest = max(r["seconds"] for r in reports.values())
+    metrics = {name: value for r in reports.values() for name, value in r.get("metrics", {}).items()}
     return {
         **{key: one[key] for key in ("loss", "norm", "count", "skipped")},
         "lr": next((lr for r in reports.values() if (lr := r.get("lr")) is not None), None),
@@ -124,6 +125,7 @@ def merge_reports(reports: Mapping[int, Report]) -> Report:
         "busy_shares": [round(reports[rank]["busy_seconds"] / longest, 3) for rank in sorted(reports)] if longest else [],
         "peak_rss_bytes": [reports[rank]["peak_rss_bytes"] for rank in sorted(reports)],
         "workers": len(reports),
+        **({"metrics": metrics} if metrics else {}),
     }
 
 

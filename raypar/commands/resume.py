@@ -42,7 +42,7 @@ def resume(args: argparse.Namespace) -> int:
     with json_stdout(args.json) as out, contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open_for_reading(args.run, choose_lasting_run_dir(args.run_dir)))
         job = load_job_of_run(folder.job, folder.place_of(folder.job), args.overrides)
-        console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out)
+        console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out, metrics=job.metrics)
         console.add_earlier(folder.read_timeline())
         job = with_steps_of_epochs(job, console)
         console.steps = job.steps

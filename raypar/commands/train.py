@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     with json_stdout(args.json) as out:
         job = load_job(args.job, args.overrides)
         job = job.model_copy(update={"run_dir": str(choose_lasting_run_dir(job.run_dir))})
-        console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out)
+        console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out, metrics=job.metrics)
         job = with_steps_of_epochs(job, console)
         console.steps = job.steps
         console(StartupStage(stage="read", text=f"job {job.name} read from {args.job}: {length_in_words(job)}"))

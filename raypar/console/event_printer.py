@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
@@ -25,6 +25,7 @@ from raypar.record.events import (
     StepRecord,
     ValidationRecord,
     format_duration,
+    format_metric,
 )
 from raypar.record.fold import RunView, speed_of
 from raypar.record.story import Narrator
@@ -36,6 +37,8 @@ STAGES = ("read", "checked", "planned", "connected", "started", "built")
 """The stages of the start-up, in order."""
 EVERY_S = 10.0
 """How often a progress line is printed where the output is not a terminal."""
+MOST_METRICS = 3
+"""How many metrics are in the progress line."""
 REDRAW_S = 0.1
 """How often the progress line is redrawn on a terminal."""
 
@@ -43,7 +46,17 @@ REDRAW_S = 0.1
 class EventPrinter:
     """Prints the events of a run; call it with each event. On a terminal the progress line is redrawn in place."""
 
-    def __init__(self, *, steps: int, as_json: bool = False, start_s: float | None = None, out: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        steps: int,
+        as_json: bool = False,
+        start_s: float | None = None,
+        out: TextIO | None = None,
+        metrics: Collection[str] = (),
+    ) -> None:
+        """`metrics`: names of the job's metrics, whose last values in training are in the progress line."""
+        self.metrics = tuple(metrics)[:MOST_METRICS]
         self.out = out or sys.stdout
         """Where lines are printed."""
         self.start_s = time.monotonic() if start_s is None else start_s
@@ -146,8 +159,10 @@ class EventPrinter:
         rates = self.view.steps.learning_rates
         changed = event.lr is not None and rates is not None and event.lr != rates[0]  # by a schedule
         lr = f"  lr {event.lr:.3g}" if changed else ""
+        last_values = [(name, self.view.metrics[name].last) for name in self.metrics if name in self.view.metrics]
+        metrics = "".join(f"  {name} {format_metric(value)}" for name, value in last_values)
         text = (
-            f"step {event.step}/{self.steps}  loss {event.loss:.4f}{lr}  {speed}  bubble {100 * bubble:.0f} %  "
+            f"step {event.step}/{self.steps}  loss {event.loss:.4f}{metrics}{lr}  {speed}  bubble {100 * bubble:.0f} %  "
             f"ETA {format_duration(event.eta_s or 0.0)}{self.members}{skipped}"
         )
         self.draw(text)

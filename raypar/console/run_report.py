@@ -27,6 +27,8 @@ Line = Mapping[str, Any]
 """A document of a run folder, or a part of one."""
 LOSS_COLOUR, VALIDATION_COLOUR, LARGEST_COLOUR, SMALLEST_COLOUR = "#2B7BBA", "#D9861A", "#7A4FA3", "#2FA584"
 METRIC_COLOURS = ("#2FA584", "#7A4FA3", "#D9861A", "#2B7BBA", "#B3261E")
+FEW_POINTS = 80
+"""A metric with more values in training than this is drawn faintly, with its mean as the line."""
 MOST_METRICS = 12
 """How many metrics have a chart and a number in the summary."""
 FIRST_LINES, LAST_LINES = 60, 240
@@ -357,17 +359,25 @@ def draw_loss(view: RunView) -> str:
 
 
 def draw_metrics(view: RunView) -> tuple[str, ...]:
-    """A chart for each metric that has a finite value: each has a scale of its own."""
-    return tuple(
-        line_chart_svg(
-            [ChartSeries(metric_title(name), METRIC_COLOURS[number % len(METRIC_COLOURS)], points, dots=True)],
-            title=metric_title(name),
-            x_name="step",
-            y_name=shorten(name.removeprefix("validation_"), 40),
-        )
-        for number, (name, one) in enumerate(list(view.metrics.items())[:MOST_METRICS])
-        if (points := [(step, value) for step, value in one.finite.points])
-    )
+    """A chart for each metric that has a finite value, with its values in training and in validation."""
+    names = list(dict.fromkeys(name.removeprefix("validation_") for name in view.metrics))[:MOST_METRICS]
+    charts = []
+    for number, name in enumerate(names):
+        both = [(full, view.metrics[full].finite.points) for full in (name, f"validation_{name}") if full in view.metrics]
+        series = [
+            ChartSeries(
+                metric_title(full),
+                METRIC_COLOURS[(number + place) % len(METRIC_COLOURS)],
+                [(step, value) for step, value in points],
+                noisy=full == name and len(points) > FEW_POINTS,
+                dots=True,
+            )
+            for place, (full, points) in enumerate(both)
+            if points
+        ]
+        if series:
+            charts.append(line_chart_svg(series, title=shorten(name, 60), x_name="step", y_name=shorten(name, 40)))
+    return tuple(charts)
 
 
 def draw_memory(view: RunView) -> str:

@@ -111,7 +111,7 @@ class RunStatus:
     ended_non_finite: bool = False
     """Whether a loss or gradient norm that is not finite has ended the run."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-    """Name -> value of what the last validation has measured beside the loss; None for one that is not finite."""
+    """Name -> last value of what steps and validations have measured beside the loss; None for one that is not finite."""
 
     def facts(self) -> dict[str, Json]:
         """The status as data, for `--json`."""
@@ -203,10 +203,11 @@ def format_losses(status: RunStatus) -> str | None:
 
 
 def format_metrics(status: RunStatus) -> str | None:
-    """What the last validation has measured beside the loss, as text: `accuracy 0.8125, f1 0.7741`; None without metrics."""
+    """The last values of metrics as text: `accuracy 0.8125, f1 0.7741`; None without metrics."""
     shown = list(status.metrics.items())[:MOST_METRICS]
     named = (
-        f"{shorten(name.removeprefix('validation_'), 40)} {format_metric(math.nan if value is None else value)}"
+        f"{shorten(short if (short := name.removeprefix('validation_')) not in status.metrics else name, 40)} "
+        f"{format_metric(math.nan if value is None else value)}"
         for name, value in shown
     )
     more = len(status.metrics) - len(shown)

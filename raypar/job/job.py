@@ -30,7 +30,7 @@ from raypar.files.safe_yaml import dump_yaml, parse_yaml
 from raypar.job.elastic_section import ElasticConfig, switch
 from raypar.job.function_section import DataConfig, FunctionConfig, LossConfig, ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.job.init_from_section import InitFromConfig
-from raypar.job.key import BITS, CLIENT, DRIVER, WORKERS, project
+from raypar.job.key import BITS, CLIENT, DRIVER, WORKERS, WORKERS_AND_DRIVER, project
 from raypar.job.metrics_section import MetricConfig, check_metric_names
 from raypar.job.placement_section import PlacementConfig
 from raypar.job.plan_section import PlanConfig
@@ -147,6 +147,9 @@ class Job(Section):
     metrics: Annotated[dict[str, MetricConfig], WORKERS] = {}
     """Name -> metric, which is computed in every validation: a function, a class or, from Python, an object. Its values are
     called `validation_NAME`."""
+    metrics_every: Annotated[NonNegativeInt, WORKERS_AND_DRIVER] = 0
+    """Every how many steps the metrics are computed in training too, of the samples of the step, as the model is before its
+    update; their values are called `NAME`. 0: in validations only."""
     plan: Annotated[
         Annotated[Literal["auto"], Tag(AUTO)] | Annotated[PlanConfig, Tag(GIVEN)],
         Discriminator(lambda value: AUTO if isinstance(value, str) else GIVEN),
@@ -240,10 +243,14 @@ class Job(Section):
                 cure="set dtype: float32, or leave precision out",
             )
         check_metric_names(self.metrics)
-        if self.metrics and self.validation is None:
+        if self.metrics and self.validation is None and not self.metrics_every:
             raise ConfigError(
-                f"metrics ({', '.join(self.metrics)}) are computed in validation, which the job does not have",
-                cure="set validation, or leave metrics out",
+                f"metrics ({', '.join(self.metrics)}) are computed in validations, which the job does not have",
+                cure="set validation, or metrics_every: 1 for metrics of every step in training, or leave metrics out",
+            )
+        if self.metrics_every and not self.metrics:
+            raise ConfigError(
+                f"metrics_every is {self.metrics_every}, and the job has no metrics", cure="set metrics, or leave it out"
             )
         if self.early_stopping is not None and (self.validation is None or not self.validation.every):
             raise ConfigError(

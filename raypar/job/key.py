@@ -41,6 +41,8 @@ WORKERS = Key(for_workers=True)
 """What workers need, and no bits depend on."""
 DRIVER = Key(for_driver=True)
 """What the driver needs."""
+WORKERS_AND_DRIVER = Key(for_workers=True, for_driver=True)
+"""What workers and the driver need, and no bits depend on."""
 CLIENT = Key()
 """What only the process needs that starts the run."""
 

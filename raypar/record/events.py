@@ -75,6 +75,12 @@ def is_mapping_of(check: Check) -> Check:
     return lambda value: isinstance(value, dict) and all(is_text(key) and check(each) for key, each in value.items())
 
 
+def numbers_in(values: Mapping[str, Json]) -> dict[str, float]:
+    """The values that are numbers; NaN for null."""
+    numbers = {name: math.nan if value is None else value for name, value in values.items()}
+    return {name: float(value) for name, value in numbers.items() if isinstance(value, (int, float)) and is_real(value)}
+
+
 def is_finite_number(value: Any) -> bool:
     """Whether a value is a finite number. Run folders have null or NaN for other numbers."""
     try:
@@ -326,7 +332,7 @@ class EndOfRun(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord(Event):
-    """A committed step: a line of metrics.jsonl, where it has no kind. `more`: the metrics of callbacks."""
+    """A committed step: a line of metrics.jsonl, where it has no kind. `more`: the job's metrics, and those of callbacks."""
 
     kind = "step"
     step: FirstStepIsOne
@@ -363,6 +369,11 @@ class StepRecord(Event):
         """Samples of the step."""
         return self.samples_per_s * self.seconds
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Name -> number of what was measured beside the loss; NaN for what the file has as null."""
+        return numbers_in(self.more)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRecord(Event):
@@ -381,8 +392,7 @@ class ValidationRecord(Event):
     @property
     def metrics(self) -> dict[str, float]:
         """Name -> number of what was measured beside the loss; NaN for what the file has as null."""
-        numbers = {name: math.nan if value is None else value for name, value in self.more.items()}
-        return {name: float(value) for name, value in numbers.items() if isinstance(value, (int, float)) and is_real(value)}
+        return numbers_in(self.more)
 
     def progress_line(self) -> str:
         """The line for people: `step 50: validation loss 1.9021, accuracy 0.8125`."""

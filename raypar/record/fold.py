@@ -138,7 +138,7 @@ class RunView:
         self.best_validation: ValidationRecord | StepRecord | None = None
         """The one with the least loss."""
         self.metrics: dict[str, MetricSeries] = {}
-        """Name -> values of what validations have measured beside the loss, of the first `MOST_METRICS` names."""
+        """Name -> values of what steps and validations have measured beside the loss, of the first `MOST_METRICS` names."""
         self.peaks: tuple[PointSeries, PointSeries] = PointSeries(), PointSeries()
         """(step, bytes) of the largest and of the smallest worker's peak memory."""
         self.several_workers = False
@@ -242,6 +242,8 @@ class RunView:
                     series.add((float(step.step), size))
         if step.validation_loss is not None:
             self._add_validation(step)
+        if step.more:
+            self._add_metrics(step.step, step.metrics)
         return True
 
     def _add_validation(self, event: ValidationRecord | StepRecord) -> None:

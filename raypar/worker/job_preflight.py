@@ -130,7 +130,7 @@ def preflight(spec: Job) -> PreflightResult:
             size = len(make_dataset(spec.validation_data, "validation"))
         validation = min(size, spec.validation.samples or size)
     with guard.watching("the job's metrics"):
-        of_metrics = try_metrics(spec, graph, validation)
+        of_metrics = try_metrics(spec, graph, validation or samples)
     of_values = graph.initial_values.notes if graph.initial_values is not None else ()
     if trial is None and parameter_shapes(graph):
         not_compared = (

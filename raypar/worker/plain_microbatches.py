@@ -48,6 +48,7 @@ def with_few_microbatches(spec: Job, few: int) -> Job:
         lr_schedule=None,
         validation=None,
         metrics={},
+        metrics_every=0,
         non_finite="skip",
         device="cpu",
         optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.0}),

@@ -93,7 +93,7 @@ class OneProcessRun:
     cores: list[WorkerCore]
     """The workers, by rank."""
     metrics: dict[str, float]
-    """Name -> value of the job's metrics in the last validation."""
+    """Name -> value of the job's metrics in the last step or validation."""
 
     def __init__(
         self,
@@ -134,6 +134,7 @@ class OneProcessRun:
         """Run one step on every worker; returns their reports by rank."""
         reports = self._run([core.routine(step, trace=trace) for core in self.cores])
         self._keep_warnings(reports)
+        self.metrics = {name: value for report in reports for name, value in report.metrics.items()}
         return reports
 
     def validate(self, step: int) -> float:

@@ -96,6 +96,9 @@ class StepReport:
     """Process state that users' code has left changed since the last report (`TorchStateGuard.lines`)."""
     not_kept: str = ""
     """What optimizer state can no longer be saved, and why; looked for after 1, 2, 4, 8, ... steps, and where it is copied."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Name -> value of the job's metrics over the step's microbatches, every `metrics_every` steps, from the worker that
+    computes them; else empty."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +266,9 @@ class WorkerCore:
             Interpreter, rank=self.rank, links=links, stages=self.stages, transport=transport, step_commit=self.step_commit
         )
         self._own_microbatches = self._microbatches(routing)
-        self.loader = self._make_loader(self.spec.training_data, self.spec.batching, training=True)
+        metrics = self._add_metrics()
+        fields = self._all_fields(self.spec.training_data, self.spec.batching) if metrics and self.spec.metrics_every else ()
+        self.loader = self._make_loader(self.spec.training_data, self.spec.batching, training=True, more=fields)
         self.step_commit.while_votes_arrive = self._read_ahead
         self.interpreter = build(
             routing=routing, batch_sources=self._batch_sources(self.loader), cost_ms=cost_ms, before_compute=before_compute
@@ -271,18 +276,17 @@ class WorkerCore:
         self.validation_interpreter = None
         if self.assignment.validation_microbatches is not None and self.spec.validation is not None:
             validation = MicrobatchRouting(plan, self.assignment.validation_microbatches)
-            more = self._add_metrics(validation.microbatches)
-            self.validation_loader = self._make_loader(
-                self.spec.validation_data, validation.microbatches, training=False, more=more
-            )
+            data, batching = self.spec.validation_data, validation.microbatches
+            fields = self._all_fields(data, batching) if metrics else ()
+            self.validation_loader = self._make_loader(data, batching, training=False, more=fields)
             self._own_validation_microbatches = self._microbatches(validation)
             self.validation_interpreter = build(routing=validation, batch_sources=self._batch_sources(self.validation_loader))
 
-    def _add_metrics(self, batching: Microbatches) -> tuple[str, ...]:
-        """Give the last stage the job's metrics, if it is here; returns the fields of a batch that they may read."""
-        last = self.stages.get(len(self.assignment.plan.stages) - 1)
+    def _add_metrics(self) -> bool:
+        """Give the last stage the job's metrics, if it is here. True if they may read any field of this worker's batches."""
+        last = self._last_stage
         if last is None or not self.spec.metrics:
-            return ()
+            return False
         with self.guard.watching("the modules of the metrics"):
             metrics = make_metrics(self.spec.metrics)
         last.metrics = StageMetrics(
@@ -294,14 +298,21 @@ class WorkerCore:
             shard=last.shard,
             guard=self.guard,
             seed_generators=make_seeder(self.device),
+            every=self.spec.metrics_every,
         )
         measures = last.shard is None or last.shard.group.shard == 0
-        if not measures or not any(metric.needs_batch for metric in metrics.values()):
-            return ()
-        data = self.spec.validation_data
+        return measures and any(metric.needs_batch for metric in metrics.values())
+
+    def _all_fields(self, data: DataConfig, batching: Microbatches) -> tuple[str, ...]:
+        """All fields of the batches of `data`."""
         with preserve_random_state():
             reader = SampleReader.of(self.dataset(data), data, self.spec.seed, guard=self.guard)
             return reader.field_names([(0, index) for index in batching.samples(0)])
+
+    @property
+    def _last_stage(self) -> Stage | None:
+        """The stage with the last layer, if it is here."""
+        return self.stages.get(len(self.assignment.plan.stages) - 1)
 
     def _microbatches(self, routing: MicrobatchRouting) -> list[int]:
         """The microbatches that this worker runs, ascending."""
@@ -399,8 +410,11 @@ class WorkerCore:
             self.loader.prefetch(step, self._own_microbatches)
             if step + 1 < self.spec.steps:
                 self.loader.prefetch(step + 1, self._own_microbatches)
+        measured = self.spec.metrics_every > 0 and (step + 1) % self.spec.metrics_every == 0
+        self.step_commit.gather_metrics = partial(self._gather_metrics, step) if measured else None
         start = time.perf_counter_ns()
         yield from self.interpreter.run(self.assignment.program, step, trace=trace)
+        metrics = self._compute_metrics() if measured else {}
         end = time.perf_counter_ns()
         outcome = self.step_commit.outcome
         assert outcome is not None and self.transport is not None
@@ -424,6 +438,7 @@ class WorkerCore:
             memory=memory_in_use(self.device) if sampled else {},
             warnings=self._lines_for_user(),
             not_kept="" if (step + 1) & step else self.why_not_kept(),
+            metrics=metrics,
         )
 
     def optimizer_state(self, index: int) -> OptimizerState:
@@ -452,24 +467,30 @@ class WorkerCore:
         start = time.perf_counter_ns()
         for stage in self.stages.values():
             stage.losses.clear()
+            if stage.metrics is not None:
+                stage.metrics.begin()
         if self.validation_loader is not None:
             self.validation_loader.prefetch(0, self._own_validation_microbatches)
         yield from self.validation_interpreter.run_validation_pass(self.assignment.validation_program, step)
-        metrics = (yield from self._merged_metrics(step)) if self.spec.metrics else {}
+        if self.spec.metrics:
+            yield from self._gather_metrics(step)
         losses = {m: (float(s), float(c)) for stage in self.stages.values() for m, (s, c) in stage.losses.items()}
+        metrics = self._compute_metrics()
         self.guard.check_all(f"a layer, the loss or the data set, in the validation {after_steps(step)},")
         seconds = (time.perf_counter_ns() - start) / 1e9
         return ValidationReport(self.rank, step, losses, seconds, metrics, self._lines_for_user())
 
-    def _merged_metrics(self, step: int) -> Routine[dict[str, float]]:
-        """The metrics of the pass under way, if this worker merges them."""
-        plan = self.assignment.plan
-        last = len(plan.stages) - 1
-        measuring = self.stages[last].metrics if last in self.stages else None
-        if measuring is None or self.transport is None:
-            return {}
-        states = yield from measuring.gather(step, last, plan.replica_ranks(last, 0), self.transport)
-        return measuring.compute(states)
+    def _gather_metrics(self, step: int) -> Routine[None]:
+        """Bring what was measured in the pass under way to the worker that computes the metrics."""
+        plan, last = self.assignment.plan, self._last_stage
+        if last is not None and last.metrics is not None and self.transport is not None:
+            index = len(plan.stages) - 1
+            yield from last.metrics.gather(step, index, plan.replica_ranks(index, 0), self.transport)
+
+    def _compute_metrics(self) -> dict[str, float]:
+        """The metrics of the pass under way, if this worker computes them."""
+        last = self._last_stage
+        return last.metrics.compute() if last is not None and last.metrics is not None else {}
 
     def _lines_for_user(self) -> StateWarnings:
         """The lines that have not been reported yet: state that users' code left changed, a model that is traced often, and

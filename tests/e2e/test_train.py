@@ -469,17 +469,28 @@ def test_metrics_of_a_run_are_those_of_one_process(tmp_path, monkeypatch, capsys
     """On two stages with two replicas of each, one of which merges the states of both."""
     monkeypatch.chdir(Path(__file__).parents[1])
     metrics = "metrics={near: helpers.metrics:energy, middle: {function: helpers.metrics:Median, args: {scale: 2.0}}}"
-    words = ["steps=4", "validation.every=2", "plan.stages=2", "plan.replicas=2", "checkpoint.at_end=false", metrics]
+    words = [
+        "steps=4",
+        "validation.every=2",
+        "plan.stages=2",
+        "plan.replicas=2",
+        "checkpoint.at_end=false",
+        "metrics_every=4",
+        metrics,
+    ]
     job, events = load_job(write_job(tmp_path), words), []
     result = train_job_in_new_folder(job, events.append)
     with OneProcessRun(job, job.to_plan(4), "1f1b") as run:
         for step in range(4):
             run.step(step)
+        measured = run.metrics
         run.validate(4)
         wanted = {f"validation_{name}": value for name, value in run.metrics.items()}
     assert set(wanted) == {"validation_near", *(f"validation_middle/{name}" for name in ("median", "first", "last"))}
     assert {name: result.metrics[name] for name in wanted} == wanted
     assert {name: result.history[-1][name] for name in wanted} == wanted
+    assert [set(line) & {"near"} for line in result.history if "loss" in line] == [set(), set(), set(), {"near"}]
+    assert {name: result.metrics[name] for name in measured} == measured
     validations = [event for event in events if isinstance(event, ValidationRecord)]
     assert [event.step for event in validations] == [2, 4] and validations[1].metrics == wanted
     assert main(["status", result.path]) == 0

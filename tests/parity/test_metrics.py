@@ -172,6 +172,111 @@ def test_metrics_change_no_bit_of_losses_and_weights():
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, measured, strict=True))
 
 
+# -- in training -------------------------------------------------------------------------------------------------------------
+
+MEASURED: dict[str, float] = {}
+
+
+def outputs_of_second_step(job: Any, layout: Layout) -> list[tuple[Tensor, Tensor]]:
+    """(output, target) of each microbatch of the second step, by the layers themselves in a row."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    with OneProcessRun(job, Layout(layout.model, "1f1b", (1,), 4).plan, "1f1b", graph=layout.graph) as run:
+        run.step(0)
+        stage = run.cores[0].stages[0]
+        loss = stage.loss
+
+        def keep(forward_pass: Any, values: Any) -> Any:
+            seen.append((values["logits"].detach().clone(), values["y"].clone()))
+            return loss(forward_pass, values)
+
+        stage.loss = keep  # type: ignore[assignment]
+        run.step(1)
+    return seen
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_second_step_of_training_is_measured_as_one_process_would(layout: Layout):
+    job = layout.job.replace(metrics=ALL, metrics_every=2)
+    if not MEASURED:
+        median, right, tokens = metrics.Median(2.0), 0, 0
+        for output, target in outputs_of_second_step(layout.job, layout):
+            median.update(output, target)
+            added, count = metrics.accuracy(output, target)
+            right, tokens = right + int(added), tokens + count
+        MEASURED.update(accuracy=right / tokens, **values_by_name("median", median.compute()))
+    with OneProcessRun(job, layout.plan, layout.schedule, graph=layout.graph, seed=3) as run:
+        assert run.step(0)[0].metrics == {} == run.metrics
+        reports = run.step(1)
+        found, first = run.metrics, reports[0].loss
+        run.step(2)
+        assert run.metrics == {}
+    assert {name: found[name] for name in MEASURED} == MEASURED
+    assert set(found) == set(WANTED or found) and sum(bool(report.metrics) for report in reports) == 1
+    with OneProcessRun(layout.job, layout.plan, layout.schedule, graph=layout.graph) as plain:
+        plain.step(0)
+        assert plain.step(1)[0].loss == first
+
+
+@pytest.mark.parametrize("schedule, replicas", [("1f1b", (2, 2)), ("zb-h1", (1, 1, 1))])
+def test_measuring_in_training_changes_no_bit_of_it_and_costs_nothing_in_other_steps(schedule: str, replicas: Any):
+    layout = Layout("tangled", schedule, replicas, 4)
+    found = []
+    for every in (0, 1):
+        job = layout.job.replace(metrics=ALL if every else {}, metrics_every=every)
+        with OneProcessRun(job, layout.plan, schedule, graph=layout.graph) as run:
+            counted = [count_sends(transport) for transport in run.mesh.transports]
+            losses = [run.step(step)[0].loss for step in range(3)]
+            state = [copy.clone() for copies in run.parameters().values() for copy in copies]
+        found.append((losses, state))
+        assert sum(map(len, counted)) == (3 * (replicas[-1] - 1) if every else 0)
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_logits_that_are_cut_are_gathered_in_training_in_measured_steps_only():
+    cell = SHARDED[1]
+    job = cell.job.replace(metrics={"tokens": MetricConfig(function=on_tokens)}, metrics_every=2)
+    gathers = []
+    with OneProcessRun(job, cell.plan, cell.schedule, graph=cell.graph) as run:
+        for core in run.cores:
+            for stage in core.stages.values():
+                if stage.loss is not None and stage.shard is not None:
+                    stage.shard.group.gather_and_concat = counted_calls(stage.shard.group.gather_and_concat, gathers)
+        run.step(0)
+        assert gathers == []
+        run.step(1)
+    assert len(gathers) == 5 * 2 and math.isfinite(run.metrics["tokens"])
+
+
+def counted_calls(call: Any, calls: list[str]) -> Any:
+    def counted(*given: Any) -> Any:
+        calls.append(given[-1])
+        return call(*given)
+
+    return counted
+
+
+def test_a_recomputed_layer_is_measured_once():
+    layout = Layout("tangled", "1f1b", (1, 1), 4)
+    plan = ParallelPlan.mesh(pp=2, layers=9, recompute=range(9))
+    found = []
+    for each in (layout.plan, plan):
+        with OneProcessRun(layout.job.replace(metrics=ALL, metrics_every=1), each, "1f1b", graph=layout.graph) as run:
+            run.step(0)
+            found.append(run.metrics)
+    assert found[0] == found[1]
+
+
+def test_metrics_of_training_alone_are_tried_before_the_run_too():
+    job = ugly_models.job("tangled", microbatches=4).replace(metrics_every=1)
+    assert preflight(job.replace(metrics=ALL)).notes == ()
+    with pytest.raises(ConfigError, match=r"metric 'm' returned .* so it is a mean"):
+        preflight(job.replace(metrics={"m": MetricConfig(function=mean)}))
+
+
+# -- without metrics ---------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("names, messages", [((), 0), (ALL, 1)], ids=["none", "all"])
 def test_without_metrics_there_is_no_message_no_call_and_nothing_more_is_read(names: Any, messages: int, monkeypatch: Any):
     """With them each other replica of the last stage sends one."""

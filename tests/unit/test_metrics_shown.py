@@ -12,6 +12,7 @@ from helpers.recorded_runs import view_of
 from test_run_report import BEGAN, EVENTS, step_line
 
 from raypar.actors.run_recorder import RunRecorder
+from raypar.actors.step_reports import reconstruct_lost_report
 from raypar.callbacks import Callback, Callbacks, EarlyStopping, Tracker
 from raypar.console.event_printer import EventPrinter
 from raypar.console.run_log import RunLogFormatter
@@ -21,7 +22,8 @@ from raypar.console.run_status import build_run_status, format_status
 from raypar.errors import ConfigError, UserCodeError
 from raypar.job import Job
 from raypar.launch.result import Result
-from raypar.record.events import ValidationRecord, format_metric, parse_metrics
+from raypar.plan.microbatches import VoteResult
+from raypar.record.events import RunWarning, ValidationRecord, format_metric, parse_metrics
 from raypar.record.fold import MOST_METRICS
 
 
@@ -73,7 +75,7 @@ def test_the_report_has_a_chart_of_each_and_a_number():
         return run_report_html(build_run_report(status_of(lines), files, BEGAN + 30))
 
     shown = page(LINES)
-    assert '<section id="metrics"><h2>Metrics</h2>' in shown and shown.count("<title>accuracy (validation)</title>") == 1
+    assert '<section id="metrics"><h2>Metrics</h2>' in shown and shown.count("<title>accuracy</title>") == 1
     assert "least 0.2500 at step 4, largest 0.5000 at step 8" in shown
     assert 'id="metrics"' not in page([step_line(1), validated(1)])
     hostile = page([step_line(1), validated(1, **{"<script>": 0.5})])
@@ -176,5 +178,59 @@ def test_names_that_cannot_be_are_refused(metrics: dict[str, str], says: str):
 
 
 def test_metrics_that_nobody_would_compute_are_refused():
-    with pytest.raises(ConfigError, match=r"metrics \(a\) are computed in validation, which the job does not have"):
+    with pytest.raises(ConfigError, match=r"metrics \(a\) are computed in validations, which the job does not have"):
         Job(**SMALL, metrics={"a": "m:f"})
+
+
+def test_metrics_every_without_metrics_is_refused():
+    with pytest.raises(ConfigError, match="metrics_every is 2, and the job has no metrics"):
+        Job(**SMALL, metrics_every=2)
+    assert Job(**SMALL, metrics={"a": "m:f"}, metrics_every=2).metrics_every == 2
+
+
+def report_of(loss: float, **more: Any) -> dict[str, Any]:
+    times = {"seconds": 0.5, "busy_seconds": 0.2, "peak_rss_bytes": 1, "spans": [], "ledger": {}}
+    return {"loss": loss, "norm": 1.0, "count": 4.0, "skipped": False, **times, **more}
+
+
+def step_recorder(folder: Path, every: int) -> RunRecorder:
+    policy = SimpleNamespace(end_step=9, steps_before_run=0)
+    request = SimpleNamespace(
+        folder=folder, policy=policy, batching=SimpleNamespace(batch_size=4), traced_steps=(), plan=SimpleNamespace(world=2)
+    )
+    request.job = SimpleNamespace(metrics_every=every)
+    recorder = RunRecorder(request)  # type: ignore[arg-type]
+    recorder.restart_step_timer()
+    return recorder
+
+
+def test_metrics_of_a_step_are_in_its_line_and_in_the_progress_line(tmp_path: Path):
+    recorder = step_recorder(tmp_path, 1)
+    recorder.record_step(0, {0: report_of(2.0), 1: report_of(2.0, metrics={"accuracy": 0.25, "f1": math.nan})})
+    (event,) = recorder.new_events()
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (line["accuracy"], line["f1"]) == (0.25, None) and event.metrics["accuracy"] == 0.25
+    assert recorder.telemetry.view.metrics["accuracy"].last == 0.25
+    out = io.StringIO()
+    EventPrinter(steps=9, out=out, metrics=["accuracy", "other"])(event)
+    assert "step 1/9  loss 2.0000  accuracy 0.2500  8 samples/s" in out.getvalue()
+
+
+@pytest.mark.parametrize("every, told", [(0, 0), (2, 1), (3, 0)])
+def test_metrics_that_are_lost_with_a_worker_are_said(tmp_path: Path, every: int, told: int):
+    """The report of the second step is what another worker knows of its vote."""
+    recorder = step_recorder(tmp_path, every)
+    recorder.record_step(1, {0: reconstruct_lost_report(VoteResult(2.0, 4.0, 1.0, 0.25, skipped=False))})
+    lines = [event.text for event in recorder.new_events() if isinstance(event, RunWarning)]
+    assert len(lines) == told and all(line.startswith("the metrics of step 2 are lost with a worker") for line in lines)
+
+
+def test_the_chart_of_a_metric_has_training_and_validation():
+    lines = [{**step_line(step), "accuracy": step / 10} for step in range(1, 9)]
+    view = view_of([*lines, validated(8, accuracy=0.5)], EVENTS)
+    files = RunFiles(view, None, None, None, None)
+    page = run_report_html(build_run_report(status_of([*lines, validated(8, accuracy=0.5)]), files, BEGAN + 30))
+    assert page.count("<title>accuracy</title>") == 1 and "accuracy (validation)" in page
+    assert "metrics  accuracy 0.8000, validation_accuracy 0.5000" in format_status(
+        status_of([*lines, validated(8, accuracy=0.5)])
+    )

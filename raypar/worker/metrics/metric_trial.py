@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ConfigError
-from raypar.job import Job
+from raypar.job import Job, ValidationConfig
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
@@ -52,11 +52,11 @@ class _Recorded:
 
 
 def try_metrics(spec: Job, graph: Graph, samples: int) -> tuple[str, ...]:
-    """Lines for the user about metrics that are not exact, or could not be tried. `samples`: of a validation.
+    """Lines for the user about metrics that are not exact, or could not be tried. `samples`: of a validation, or of an epoch.
 
     Raises `ConfigError` for a metric that would give another value than one process with one object, and what metrics raise.
     """
-    if not spec.metrics or spec.validation is None or not samples:
+    if not spec.metrics:
         return ()
     try:
         refuse_large_models(spec, graph)
@@ -74,11 +74,11 @@ def try_metrics(spec: Job, graph: Graph, samples: int) -> tuple[str, ...]:
 
 def _record(spec: Job, graph: Graph, samples: int) -> dict[str, _Recorded]:
     """Each metric with what it was given of at most `MICROBATCHES` microbatches, and measured."""
-    assert spec.validation is not None
-    size = -(-spec.batch_size // spec.microbatches)
-    few = with_few_microbatches(spec, 1).replace(
-        batch_size=size, validation=spec.validation.replace(samples=min(samples, MICROBATCHES * size)), metrics=spec.metrics
-    )
+    size, data = -(-spec.batch_size // spec.microbatches), spec.training_data
+    keys = [name for name in ValidationConfig.model_fields if name in type(data).model_fields]
+    tried = spec.validation or ValidationConfig.model_construct(**{name: getattr(data, name) for name in keys})
+    tried = tried.replace(samples=min(samples, MICROBATCHES * size), processes=0)
+    few = with_few_microbatches(spec, 1).replace(batch_size=size, validation=tried, metrics=spec.metrics)
     with OneProcessRun(few, ParallelPlan.mesh(layers=len(graph.layers)), "1f1b", graph=graph) as run:
         measuring = run.cores[0].stages[0].metrics
         assert measuring is not None

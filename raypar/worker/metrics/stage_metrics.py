@@ -54,20 +54,30 @@ class StageMetrics:
         shard: StageShard | None,
         guard: TorchStateGuard,
         seed_generators: Callable[[int], None],
+        every: int = 0,
     ) -> None:
-        """`target`: the name of the target, as the loss's; `shard`: which shard of the stage this is. The first measures."""
-        self.metrics, self.states = dict(metrics), {}
+        """`target`: the name of the target, as the loss's; `shard`: which shard of the stage this is. The first measures.
+        `every`: every how many steps of training."""
+        self.metrics, self.states, self._gathered = dict(metrics), {}, States()
         self._graph, self._target, self._seed = graph, target, seed
         self._coordinate, self._shard, self._guard = coordinate, shard, guard
-        self._seed_generators = seed_generators
+        self._seed_generators, self._every = seed_generators, every
+
+    def begin(self) -> None:
+        """Begin a step or a validation: forget what one that was broken off has left."""
+        self.states, self._gathered = {}, {}
+
+    def are_due(self, step: int) -> bool:
+        """Whether a step of training, from 0, is measured."""
+        return self._every > 0 and (step + 1) % self._every == 0
 
     def measure(self, forward_pass: PassContext, values: Mapping[str, Tensor], batch: Batch) -> None:
         """Measure one microbatch, without gradients. `values`: all values of the stage; `batch`: the fields that were read.
 
         An output that is cut over shards is gathered. Raises `UserCodeError`, which names the metric and the microbatch.
         """
-        read = [values[name] for name in self._graph.loss_inputs]
-        target = require_value(values, self._target, "a metric")
+        read = [values[name].detach() for name in self._graph.loss_inputs]
+        target = require_value(values, self._target, "a metric").detach()
         if self._shard is not None:
             read = gather_outputs(read, self._graph.loss_inputs, self._shard.group)
             if self._shard.group.shard:
@@ -87,29 +97,33 @@ class StageMetrics:
                     cure="compute with new tensors (no in-place operations), or clone them first",
                 )
 
-    def gather(self, step: int, stage: int, ranks: Sequence[int], transport: Transport) -> Routine[States]:
-        """The states of all microbatches at the first of `ranks`, the workers that measure; empty at the others.
+    def gather(self, step: int, stage: int, ranks: Sequence[int], transport: Transport) -> Routine[None]:
+        """Bring the states of all microbatches to the first of `ranks`, the workers that measure, for `compute`.
 
         `step`: number of steps that are done; `stage`: the last stage. One message from each other worker, in host memory.
         """
         root, states, tag = ranks[0], self.states, metrics_tag(step, stage)
         self.states = {}
         if transport.rank not in ranks:
-            return {}
+            return
         if transport.rank != root:
             sent = transport.send(_pack(states), to=root, tag=tag)
             if not sent.done():
                 yield RoutineWait(sent, "the states of metrics to be taken")
-            return {}
+            return
         awaited: list[tuple[int, Handle]] = [(rank, transport.recv(None, source=rank, tag=tag)) for rank in ranks[1:]]
         for rank, handle in awaited:
             if not handle.done():
                 yield RoutineWait(handle, f"the states of metrics of rank {rank} {after_steps(step)}")
             states |= pickle.loads(handle.tensor().numpy().tobytes())
-        return states
+        self._gathered = states
 
-    def compute(self, states: States) -> dict[str, float]:
-        """Name -> value, of the states of all microbatches, merged in their order; empty for none. Raises `UserCodeError`."""
+    def compute(self) -> dict[str, float]:
+        """Name -> value, of the gathered states of all microbatches, merged in their order; empty on workers that have none.
+
+        Raises `UserCodeError`.
+        """
+        states, self._gathered = self._gathered, {}
         found: dict[str, float] = {}
         for name, metric in self.metrics.items() if states else ():
             self._seed_generators(seed_of(self._seed, "metric", name))

@@ -169,7 +169,7 @@ class Stage:
     """Layer name -> what forward has written into its buffers in the step under way; layers that write none are left out."""
 
     metrics: StageMetrics | None = None
-    """Measures the microbatches of validations where the stage has the last layer and the job has metrics."""
+    """Measures microbatches where the stage has the last layer and the job has metrics."""
     step: int = -1
     """The step under way, from 0; -1 before the first."""
     losses: dict[int, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
@@ -251,6 +251,8 @@ class Stage:
         """Begin a step: forget the last one. Gradients of parameters (`.grad`) are no longer valid."""
         self.step = step
         self.losses.clear()
+        if self.metrics is not None:
+            self.metrics.begin()
         self._live.clear()
         for updates in self.buffer_updates.values():
             updates.begin_step()
@@ -326,6 +328,9 @@ class Stage:
             live.loss, count = self.loss(forward_pass.saving_to(saved), values)
             live.drop(saved)
             self.losses[microbatch] = (live.loss.detach(), count)
+            if self.metrics is not None and self.metrics.are_due(self.step):
+                with torch.no_grad():
+                    self.metrics.measure(forward_pass, values, batch)
         live.kept_inputs = {name: _without_graph(values[name]) for name in recomputation.inputs}
         if self.shard is not None and recomputation.positions:
             live.value_layouts = dict(self.shard.group.value_layouts)

@@ -112,6 +112,8 @@ class StepCommit:
 
     while_votes_arrive: Callable[[int], None] | None = None
     """Called with the number of the next step while the votes of other workers are on their way: reads its samples."""
+    gather_metrics: Callable[[], Routine[None]] | None = None
+    """A routine to complete before this worker votes in a step whose metrics are measured; None: none is."""
     before_vote: Callable[[], Routine[None]] | None = None
     """A routine to complete before this worker votes (the mirror's exchange of copies)."""
     outcome: VoteResult | None = None
@@ -234,6 +236,8 @@ class StepCommit:
         assert not missing, f"the program has no exchange of the buffers that stages {missing} write"
         self._settled = yield from self._settle()
         self.can_apply_late = True
+        if self.gather_metrics is not None:
+            yield from self.gather_metrics()
         if self.before_vote is not None:
             yield from self.before_vote()
         mine = self._ballot(self._settled)
