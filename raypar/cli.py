@@ -46,6 +46,7 @@ COMMANDS = {
     "doctor": "whether this machine, and a cluster, are fit for raypar, with cures",
     "drain": "announce that a node will leave: runs move their work off it",
     "export": "the whole model of a run as one file, or a folder for from_pretrained",
+    "evaluate": "the validation loss of a run's weights, over any data set",
     "prepare": "a memory-mapped token file from a text",
     "debug": "the whole plan of a job or a run in one process, with breakpoints",
 }

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypar.errors import ConfigError
+from raypar.files.json_values import Json
 from raypar.files.redact_secrets import secrets_of_environment
 from raypar.files.untrusted_files import repr_text
 from raypar.job import (
@@ -25,6 +26,7 @@ from raypar.launch.brief_signature import with_brief_signature
 from raypar.launch.launch_options import EventHandler
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result, raise_run_failure
+from raypar.launch.resume import find_checkpoint
 from raypar.launch.start_new_run import train_job_in_new_folder
 from raypar.launch.trainer_arguments import (
     Arguments,
@@ -224,3 +226,31 @@ class Trainer:
         elif console is not None:
             console.finish(result)
         return result
+
+    @without_raypar_frames
+    def evaluate(
+        self, run: Any = None, *, data: SampleSource | None = None, batch_size: int | None = None, verbose: bool = True
+    ) -> dict[str, Json]:
+        """The validation loss of trained weights, `validation_loss`, with `count` and `seconds`; raises as `fit`.
+        `run`: a result's `checkpoint`, or the path of a run or checkpoint (else `resume_from_checkpoint`). `data`: in place of
+        `validation`. `batch_size`: samples in the model at once (else as in training). On the plan given here.
+        """
+        from raypar.launch.evaluate_run import evaluate_checkpoint
+        from raypar.launch.forward_run import Cluster
+        from raypar.launch.trainer_arguments import validation_argument
+
+        tell = self._printer(verbose)
+        return evaluate_checkpoint(
+            self.job,
+            find_checkpoint(self.resume_from_checkpoint if run is None else run, tell),
+            validation_argument(data),
+            tell,
+            Cluster(self.address, self.local_nodes, self.workers),
+            batch_size=batch_size,
+        )
+
+    def _printer(self, verbose: bool) -> EventHandler:
+        """Prints the events of a run, or nothing."""
+        from raypar.console.event_printer import EventPrinter
+
+        return EventPrinter(steps=0) if verbose else lambda event: None

@@ -114,7 +114,7 @@ def start_driver(request: RunRequest) -> DriverHandle:
                 namespace=run_namespace(request.run),
                 lifetime="detached",
                 num_cpus=0,
-                max_restarts=-1 if request.policy.elastic else 0,
+                max_restarts=-1 if request.policy.elastic and not request.policy.forward_passes else 0,
                 max_concurrency=100,
                 scheduling_strategy=home,  # beside the client, not on a node that may be the one to go
             )

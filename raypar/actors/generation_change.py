@@ -202,6 +202,7 @@ class GenerationChange:
                 order.done,
                 order.moves,
                 load,
+                only_weights=bool(self.request.policy.forward_passes),
                 run_begins=order.from_checkpoint and load is None,
                 from_mirror=order.from_mirror,
                 mirror_keepers=keepers,

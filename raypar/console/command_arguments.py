@@ -38,6 +38,11 @@ def add_resume_argument(parser: argparse.ArgumentParser, first: str = "", second
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `train` and `resume` share."""
     parser.add_argument("--stop-at-step", type=int, metavar="K", help="stop after K steps with a checkpoint, to be resumed")
+    add_cluster_arguments(parser)
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add where workers are found, and `--json`."""
     parser.add_argument("--address", help="join the Ray cluster there (default: RAY_ADDRESS, else a local Ray cluster)")
     parser.add_argument(
         "--local-nodes",
@@ -47,6 +52,16 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         help="start the local Ray cluster with N nodes on this machine, each of which may be killed or drained (default 1)",
     )
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
+
+
+def add_forward_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what commands share that pass data through a trained model."""
+    parser.add_argument("run", help="a run's name under --run-dir, or the path or URI of a run or of one checkpoint")
+    parser.add_argument("--step", type=int, help="the checkpoint after so many steps (default: the last that is whole)")
+    parser.add_argument("--batch-size", type=count, metavar="N", help="samples in the model at once (default: as in training)")
+    add_set_argument(parser, ", such as plan.stages=1")
+    add_run_dir_argument(parser)
+    add_cluster_arguments(parser)
 
 
 def add_run_folder_arguments(parser: argparse.ArgumentParser) -> None:

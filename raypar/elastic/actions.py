@@ -45,6 +45,8 @@ class Validate:
 
     done: int
     """Steps before the pass."""
+    number: int = 0
+    """Which of the run's forward passes it is, from 0; 0 for a validation of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class EmitValidation:
 
     done: int
     """Steps before the validation."""
+    number: int = 0
+    """As in `Validate`."""
 
 
 @dataclass(frozen=True, slots=True)

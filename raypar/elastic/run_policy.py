@@ -25,6 +25,9 @@ class RunPolicy:
     """Steps between two checkpoints; 0: only at the end."""
     save_at_end: bool = True
     """Whether a finished job is saved. A run that is stopped is always saved."""
+    forward_passes: int = 0
+    """Number of forward passes that the run makes, over one part of a data set after the other, in the place of training; it
+    begins and ends after `job_steps` steps, and saves nothing. 0: the run trains."""
     stop_at: int | None = None
     """Number of steps of the job after which the run ends early, without the last validation; None: it does not."""
 

@@ -153,6 +153,8 @@ class RunProgress:
     """When that checkpoint is begun again; None while it is being written."""
     validated: int | None = None
     """Steps of the last complete validation pass."""
+    passes: int = 0
+    """Forward passes that are made, of a run that makes nothing else (`RunPolicy.forward_passes`)."""
     due: deque[Due] = field(default_factory=deque)
     """Work that is still to be done at the present flush point, in order."""
     reports: dict[int, set[int]] = field(default_factory=dict)

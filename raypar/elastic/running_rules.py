@@ -191,10 +191,14 @@ def count_validation(m: RunState, event: ValidationReported) -> None:
         return
     p.answers.add(event.worker)
     if len(p.answers) == len(m.membership.members):
-        p.validated = event.done
+        p.validated, number = event.done, p.passes
+        if m.policy.forward_passes:
+            p.passes += 1
+            m.health.attempts = 0
+            m.health.deaths.clear()
         if not m.stopping.interrupted:
             m.timer.deadline_s = None  # callbacks may take as long as they like
-        m.decide(EmitValidation(event.done), "all workers have validated")
+        m.decide(EmitValidation(event.done, number), "all workers have validated")
 
 
 def finish_validation(m: RunState, event: ValidationEmitted) -> Phase:
@@ -351,7 +355,7 @@ def save_if_all_at_same_step(m: RunState) -> Phase | None:
         return None
     p.issued = p.committed = p.served_flush_point = m.stopping.stop_step = p.emitted
     p.reports.clear()
-    p.due = deque(["end"] if p.emitted in (p.saved, p.saving) else ["save", "end"])
+    p.due = deque(["end"] if m.policy.forward_passes or p.emitted in (p.saved, p.saving) else ["save", "end"])
     return choose_due_work(m)
 
 

@@ -91,6 +91,9 @@ def list_due_saves_and_validations(m: RunState, done: int) -> deque[Due]:
     Saving comes first: a failure in a validation, or in a callback after it, must not lose the training.
     """
     policy, due, stop_at = m.policy, deque[Due](), m.stopping.stop_step
+    if policy.forward_passes:
+        left = m.progress.passes < policy.forward_passes and m.stopping.request is None
+        return deque(["validate"] if left else ["end"])
     cut_short = stop_at is not None and done >= stop_at and done < policy.job_steps
     ends = cut_short or done >= policy.end_step
     save_now = policy.save_every and done % policy.save_every == 0
@@ -113,7 +116,7 @@ def choose_due_work(m: RunState) -> Phase:
     done = p.ends_at
     if not p.due and m.stopping.request is not None and m.stopping.stop_step is None:
         m.stopping.stop_step = done
-        p.due = deque(["end"] if done in (p.saved, p.saving) else ["save", "end"])
+        p.due = deque(["end"] if m.policy.forward_passes or done in (p.saved, p.saving) else ["save", "end"])
     if not p.due:
         return Phase.RUNNING
     p.answers = set()
@@ -123,7 +126,7 @@ def choose_due_work(m: RunState) -> Phase:
 def begin_validation(m: RunState) -> None:
     """Have the workers run a validation pass."""
     m.timer.limit(m.policy.pass_deadline_s)
-    m.decide(Validate(m.progress.ends_at), f"it is due {after_steps(m.progress.ends_at)}")
+    m.decide(Validate(m.progress.ends_at, m.progress.passes), f"it is due {after_steps(m.progress.ends_at)}")
 
 
 def begin_due_checkpoint(m: RunState) -> None:
@@ -161,6 +164,8 @@ def end_if_saved(m: RunState) -> Phase | None:
         return m.end_run("failed", f"the last checkpoint could not be written; {kept}", explain_unsaved_state(m, p.save_error))
     if request is not None:
         return m.end_run("interrupted" if request.interrupt else "stopped", request.reason)
+    if m.policy.forward_passes:
+        return m.end_run("done", f"all of {count_noun(m.policy.forward_passes, 'pass', 'passes')} are made")
     if done < m.policy.job_steps:
         return m.end_run("stopped", f"asked to stop after {count_noun(done, 'step')}")
     return m.end_run("done", "the only step is done" if done == 1 else f"all {count_noun(done, 'step')} are done")

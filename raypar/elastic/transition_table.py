@@ -107,10 +107,13 @@ def all_phases_except(*phases: Phase) -> tuple[Phase, ...]:
 
 
 ROWS: tuple[TransitionRow, ...] = (
-    # The start. A drained worker makes a new generation necessary at once; a job of no steps is only saved.
+    # The start. A drained worker makes a new generation necessary at once; a job of no steps is only saved, or validated.
     make_transition_row(FirstWorkersPlaced, [P.STARTING], running_rules.note_first_workers),
     make_transition_row(
-        WorkersReady, [P.STARTING], running_rules.start_training, [P.RUNNING, P.FLUSHING, P.SAVING, P.CLAIMING, P.OVER]
+        WorkersReady,
+        [P.STARTING],
+        running_rules.start_training,
+        [P.RUNNING, P.FLUSHING, P.SAVING, P.VALIDATING, P.CLAIMING, P.OVER],
     ),
     make_transition_row(DriverFailover, [P.STARTING], recovery_rules.take_over_run, [P.CLAIMING]),
     make_transition_row(CallFailed, [P.STARTING], failures.handle_failure, [P.CLAIMING, P.FAILING, P.OVER]),

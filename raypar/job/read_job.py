@@ -13,6 +13,7 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from raypar.errors import ConfigError, PlanError
 from raypar.files.safe_yaml import parse_yaml
 from raypar.files.untrusted_files import read_limited_text, repr_text, shorten
+from raypar.job.function_section import ValidationConfig
 from raypar.job.job import JOB_BYTES, RUN_NAME_CURE, Job, is_run_name
 from raypar.job.plan_section import PlanConfig
 from raypar.job.section import Section, Workers
@@ -121,6 +122,20 @@ def parse_plan_section(given: Mapping[str, Any]) -> PlanConfig:
         return PlanConfig.model_validate(dict(given))
     except ValidationError as error:
         raise config_error(error.errors(), ("plan",), Job) from None
+
+
+def parse_data_argument(text: str) -> ValidationConfig:
+    """The data set that `--data` names: `module:name`, or the keys of `validation` as YAML. Raises `ConfigError`."""
+    given = parse_yaml(text, "--data") if text.lstrip().startswith("{") else text
+    return parse_validation_section(given)
+
+
+def parse_validation_section(given: object) -> ValidationConfig:
+    """The section `validation` of a job by itself, checked. Raises `ConfigError`."""
+    try:
+        return ValidationConfig.model_validate(given)
+    except ValidationError as error:
+        raise config_error(error.errors(), ("validation",), Job) from None
 
 
 def check_run_arguments(given: Mapping[str, Any]) -> None:

@@ -40,6 +40,8 @@ class LaunchOptions:
     """Steps that are done in the checkpoint to resume from."""
     former_code: Json = None
     """The job's code as that checkpoint has it (`code_of_job`); None if it has none, and for a new run."""
+    forward_passes: int = 0
+    """Number of forward passes that the run makes in the place of training; 0: it trains."""
     stop_at_step: int | None = None
     """Number of steps after which the run saves and stops, to be resumed."""
     callbacks: tuple[Callback, ...] = ()

@@ -96,7 +96,7 @@ def _run(choose: PlanChooser, options: LaunchOptions, tell: ActivityReporter) ->
         tell(RunWarning(text=idle))
     with contextlib.ExitStack() as after:
         result = _connect_and_follow(chosen, make_request, options, tell, after)
-        if result.end in ("done", "stopped") and result.checkpoint_path is not None:
+        if result.end in ("done", "stopped") and result.checkpoint_path is not None and not options.forward_passes:
             from raypar.worker.checkpoint.checkpoint_files import checkpoint_weights_hash
 
             result.weights_sha256 = checkpoint_weights_hash(result.checkpoint_path)
@@ -121,7 +121,7 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
             layers, samples = count_noun(len(checked.graph.layers), "layer"), count_noun(checked.samples, "sample")
             _tell_stage(tell, "checked", f"model and data checked: {layers}, {samples}")
             chosen = choose(checked)  # if it raises, nothing but the error is worth reading
-            for line in (*checked.notes, *chosen.warnings):
+            for line in (*(checked.notes if not options.forward_passes else ()), *chosen.warnings):
                 tell(RunWarning(text=line))
             return job, chosen, make_run_request(checked, chosen, options, contract)
         except UserCodeError as error:

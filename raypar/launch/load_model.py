@@ -95,7 +95,7 @@ def read_model_of_run(run: str | os.PathLike[str], run_dir: str | os.PathLike[st
 
     Raises `ConfigError`.
     """
-    place = _run_of_checkpoint(os.fspath(run))
+    place = run_of_checkpoint(os.fspath(run))
     try:
         with RunFolder.open_for_reading(place or os.fspath(run), os.fspath(run_dir), with_job=False, last_bytes=0) as folder:
             if not os.path.lexists(folder.job):
@@ -112,7 +112,7 @@ def read_model_of_run(run: str | os.PathLike[str], run_dir: str | os.PathLike[st
     return job.model
 
 
-def _run_of_checkpoint(given: str) -> str | None:
+def run_of_checkpoint(given: str) -> str | None:
     """The place of the run that has the checkpoint at `given`; None if there is no checkpoint."""
     from raypar.worker.checkpoint.checkpoint_files import MANIFEST
 

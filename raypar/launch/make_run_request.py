@@ -191,6 +191,7 @@ def build_run_machine_policy(plan: ParallelPlan, options: LaunchOptions, deadlin
         on_demand=job.placement.on_demand,
         job_steps=job.steps,
         steps_before_run=options.steps_done,
+        forward_passes=options.forward_passes,
         validates=job.validation is not None,
         validate_every=job.validation.every if job.validation is not None else 0,
         save_every=job.checkpoint.every,

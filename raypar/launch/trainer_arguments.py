@@ -25,7 +25,7 @@ from raypar.job import (
     ValidationConfig,
 )
 from raypar.job.callable_text import find_unstable_argument
-from raypar.job.read_job import RUN_ARGUMENTS, job_from_argument_tree
+from raypar.job.read_job import RUN_ARGUMENTS, job_from_argument_tree, parse_validation_section
 from raypar.launch.brief_signature import BriefSignature
 from raypar.launch.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, ImpliedSetting, settings_from_ray_train
 from raypar.plan import ParallelPlan
@@ -305,6 +305,13 @@ def function_section(key: str, value: T) -> T | FunctionConfig | dict[str, Any]:
         if key == "loss":
             _check_loss(section)
     return section
+
+
+def validation_argument(data: Any) -> ValidationConfig | None:
+    """The section `validation` for a data set in any form that `Trainer` takes; None for None. Raises `ConfigError`."""
+    if data is None:
+        return None
+    return parse_validation_section(function_section("validation", data))
 
 
 def _with_unpacked_pair(key: str, section: Arguments) -> dict[str, Any]:

@@ -155,6 +155,8 @@ class AdoptPlanCommand:
     """All moves of state in this generation, including those between other workers."""
     checkpoint_folder: str | None = None
     """Folder of the checkpoint from which the state is read; None: from memory, or initial values."""
+    only_weights: bool = False
+    """Whether parameters and buffers are read from the checkpoint, and no state of optimizers."""
     run_begins: bool = False
     """Whether the run begins, so that all state has its initial values."""
     from_mirror: bool = False

@@ -158,6 +158,16 @@ def cannot_debug_error(folder: RunFolder) -> ConfigError:
     )
 
 
+def cannot_evaluate_error(folder: RunFolder) -> ConfigError:
+    """The error of commands that pass data through a run's model, for a run without job.yaml."""
+    why, named = _why_run_has_no_job(folder)
+    give = f"from Python, with the same arguments: Trainer(...).evaluate({folder.place!r})"
+    return ConfigError(
+        f"run {folder.place} has no job.yaml, which would say how its model and data are made: {why}",
+        cure=f"{give}; for runs that commands can evaluate, {named}" if named else give,
+    )
+
+
 def cannot_make_model_error(folder: RunFolder) -> ConfigError:
     """The error of `raypar.load` for a run without job.yaml."""
     why, named = _why_run_has_no_job(folder)

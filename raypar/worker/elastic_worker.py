@@ -150,7 +150,9 @@ class ElasticWorker:
         if not (part.run_begins or part.checkpoint_folder):
             state = self._assemble_state(part, transport.rank, base)
             values = {name: kept[PARAMETER] for name, kept in state.items()}
-        self.adopt_description = self.core.adopt(part.assignment, transport, values=values, load=part.checkpoint_folder or None)
+        self.adopt_description = self.core.adopt(
+            part.assignment, transport, values=values, load=part.checkpoint_folder or None, only_weights=part.only_weights
+        )
         self.core.release_initial_values()
         if not (part.run_begins or part.checkpoint_folder):
             for index, optimizer in self.core.step_commit.optimizers.items():

@@ -206,12 +206,13 @@ class WorkerCore:
         before_compute: Callable[[int, Instruction], None] | None = None,
         values: Mapping[str, Tensor] | None = None,
         load: CheckpointAt | None = None,
+        only_weights: bool = False,
     ) -> AdoptDescription:
         """Build this rank's stages, optimizers, reductions and loaders. Returns a description for the driver.
 
         `values`: tensors of all parameters (canonical names) and buffers, which the stages make their own; `load`: a checkpoint
-        to read them from, with the optimizers' state. With neither, stages begin with the initial values, and the description
-        contains digests of these. `cost_ms`, `before_compute`: see `Interpreter`.
+        to read them from, with the optimizers' state unless `only_weights` is set. With neither, stages begin with the initial
+        values, and the description contains digests of these. `cost_ms`, `before_compute`: see `Interpreter`.
         """
         self.take_layouts_from_assignment(assignment)
         self.guard.establish()
@@ -243,7 +244,7 @@ class WorkerCore:
         for reduction in reductions:
             vars(reduction).clear()
         if load is not None:
-            self.load(load)
+            self.load(load, only_weights=only_weights)
         return {
             "rank": self.rank,
             "parameters": {name: tuple(p.shape) for s in self.stages.values() for name, p in s.parameters.items()},
@@ -521,11 +522,11 @@ class WorkerCore:
         """Wait until the file of `start_save` is written, and describe it. Raises `CheckpointError` if the disk refuses it."""
         return self._writer.result()
 
-    def load(self, checkpoint: CheckpointAt) -> None:
-        """Put a checkpoint's state into the stages. Raises `CheckpointError`."""
-        restore_from_checkpoint(
-            checkpoint, self.stages, self.step_commit.optimizers, initial_values_of(self.graph, self.spec.seed)
-        )
+    def load(self, checkpoint: CheckpointAt, *, only_weights: bool = False) -> None:
+        """Put a checkpoint's state into the stages and, unless `only_weights` is set, the optimizers. Raises
+        `CheckpointError`."""
+        optimizers = {} if only_weights else self.step_commit.optimizers
+        restore_from_checkpoint(checkpoint, self.stages, optimizers, initial_values_of(self.graph, self.spec.seed))
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

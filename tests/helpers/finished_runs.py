@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
 
-def train_into_folder(job: Job, run_dir: Path, *, steps: int | None = None, **mesh: Any) -> tuple[Path, dict[str, Tensor]]:
+def train_into_folder(
+    job: Job, run_dir: Path, then: Callable[[OneProcessRun], None] = lambda run: None, **mesh: Any
+) -> tuple[Path, dict[str, Tensor]]:
     """(the run's folder, its parameters) after all steps on a plan of stages, replicas and shards as `mesh` says.
+
+    `then` is called with the run at its end.
 
     A run whose job no file can name has no job.yaml, as one that was started from Python.
     """
@@ -28,11 +33,11 @@ def train_into_folder(job: Job, run_dir: Path, *, steps: int | None = None, **me
     except ConfigError as error:
         folder.why_no_job.write_text(error.what)
     graph = make_layer_graph(job)
-    done = job.steps if steps is None else steps
     with OneProcessRun(job, ParallelPlan.mesh(layers=len(graph.layers), **mesh), "1f1b", graph=graph) as local:
-        for step in range(done):
+        for step in range(job.steps):
             local.step(step)
-        save(local, folder.checkpoints, done)
+        save(local, folder.checkpoints, job.steps)
+        then(local)
         return folder.path, {name: copies[0].detach().clone() for name, copies in local.parameters().items()}
 
 

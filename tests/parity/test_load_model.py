@@ -16,6 +16,9 @@ import raypar
 from raypar.errors import CheckpointError, ConfigError, ModelError
 from raypar.job import Job
 from raypar.model.graph import Graph, Layer
+from raypar.plan import ParallelPlan
+from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
 
@@ -85,7 +88,8 @@ def graph(*, skips: bool = False) -> Graph:
 
 def job_of(model: Any, **given: Any) -> Job:
     job = {"loss": loss, "data": Pairs, "steps": 2, "batch_size": 8, "microbatches": 2, "seed": 3}
-    return raypar.Trainer(model=model, optimizer=("torch.optim:SGD", {"lr": 0.1}), **(job | given)).job
+    job |= {"optimizer": ("torch.optim:SGD", {"lr": 0.1})}
+    return raypar.Trainer(model=model, **(job | given)).job
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
@@ -252,3 +256,23 @@ def test_what_is_no_module_is_refused(tmp_path: Path):
         raypar.load("nothing", run_dir=tmp_path)
     with pytest.raises(ConfigError, match="the run is 3, not a path"):
         raypar.load(3)
+
+
+def test_workers_that_train_nothing_read_weights_without_state_of_the_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    job = job_of(Net, optimizer=("torch.optim:AdamW", {"lr": 0.1}))
+    path, parameters = train_into_folder(job, tmp_path, pp=2)
+    checkpoint, read = path / "checkpoints" / "step_00000002", list[str]()
+    found = checkpoint_files._read
+    monkeypatch.setattr(
+        checkpoint_files,
+        "_read",
+        lambda m, entries, *more, **how: read.extend(e.kind.kind for e in entries) or found(m, entries, *more, **how),
+    )
+    with OneProcessRun(job, ParallelPlan.mesh(pp=2, layers=len(make_layer_graph(job).layers)), "1f1b") as local:
+        for core in local.cores:
+            core.load(checkpoint, only_weights=True)
+        assert all(torch.equal(each, parameters[name]) for name, copies in local.parameters().items() for each in copies)
+        assert not any(state for copies in local.optimizer_state().values() for state in copies)
+    assert set(read) == {"parameter", "buffer", "non-persistent buffer"}

@@ -179,6 +179,11 @@ SCENES = {
     "a worker was drained before the first step": (lambda: sent(start(), DrainRequested(1, "")), [WorkersReady()], P.CLAIMING),
     "a resumed job of one more step": (lambda: start(steps_before_run=8), [WorkersReady()], P.FLUSHING),
     "a finished job": (lambda: start(steps_before_run=9), [WorkersReady()], P.OVER),
+    "forward passes over what a finished job has trained": (
+        lambda: start(steps_before_run=9, forward_passes=2),
+        [WorkersReady()],
+        P.VALIDATING,
+    ),
     "a connection breaks at the start": (lambda: not_elastic(P.STARTING), [broke(1)], P.FAILING),
     "a worker dies at the start": (lambda: arrive(P.STARTING), [lost(1)], P.CLAIMING),
     "user code fails at the start": (lambda: arrive(P.STARTING), [MISTAKE], P.OVER),

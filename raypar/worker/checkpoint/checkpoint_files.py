@@ -467,12 +467,17 @@ def no_usable_checkpoint_error(run: str, location: str, skipped: Sequence[str], 
 
 
 def read_checkpoint_state(
-    checkpoint: CheckpointAt, names: Collection[str] | None = None, take: Callable[[str, Tensor], Tensor] | None = None
+    checkpoint: CheckpointAt,
+    names: Collection[str] | None = None,
+    take: Callable[[str, Tensor], Tensor] | None = None,
+    *,
+    only_weights: bool = False,
 ) -> dict[str, dict[StateKey, Any]]:
     """Read unsharded state of parameters: name -> {PARAMETER: tensor, optimizer_key("exp_avg"): tensor, ...}.
 
     `names`: of the parameters to read; None: all. `take(name, tensor)`: the part to keep of each tensor; one tensor is held
-    whole at a time. Raises `CheckpointError` for names that are not there, missing slices and damaged files.
+    whole at a time. `only_weights`: without the optimizer's state. Raises `CheckpointError` for names that are not there,
+    missing slices and damaged files.
     """
     manifest = load_manifest(checkpoint)
     wanted = set(manifest.shapes if names is None else names)
@@ -483,7 +488,7 @@ def read_checkpoint_state(
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
             cure="use a checkpoint of this model",
         )
-    kinds = (PARAMETER.kind, OPTIMIZER)
+    kinds = (PARAMETER.kind,) if only_weights else (PARAMETER.kind, OPTIMIZER)
     return _read(manifest, [e for e in manifest.entries if e.name in wanted and e.kind.kind in kinds], take)
 
 

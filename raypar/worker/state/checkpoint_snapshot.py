@@ -117,12 +117,15 @@ def restore_from_checkpoint(
 ) -> None:
     """Read a checkpoint's state into these stages and optimizers, and only what they hold. Raises `CheckpointError`.
 
-    `initial`: values of buffers that the checkpoint lacks; an older raypar saved persistent buffers only.
+    Without `optimizers` no state of optimizers is read. `initial`: values of buffers that the checkpoint lacks; an older raypar
+    saved persistent buffers only.
     """
-    check_kept_state(load_manifest(checkpoint))
+    if optimizers:
+        check_kept_state(load_manifest(checkpoint))
     names = {name for stage in stages.values() for name in stage.parameters}
     shards = [stage.shard for stage in stages.values()]  # those of one worker cut a parameter alike
-    found = read_checkpoint_state(checkpoint, names, shards[0].part if shards and shards[0] is not None else None)
+    take = shards[0].part if shards and shards[0] is not None else None
+    found = read_checkpoint_state(checkpoint, names, take, only_weights=not optimizers)
     shared = read_shared_state(checkpoint)
     wanted = {name: tensor.dtype for stage in stages.values() for name, tensor in stage.buffers.items()}
     buffers = read_checkpoint_buffers(checkpoint, wanted)

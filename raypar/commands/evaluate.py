@@ -1,0 +1,43 @@
+"""`raypar evaluate RUN`: the validation loss of a run's trained weights, over its validation data or another data set."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from raypar.console.command_arguments import add_forward_arguments
+from raypar.user_code.interrupts_outside_training import stopped_before_training
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `raypar evaluate`."""
+    add_forward_arguments(parser)
+    parser.add_argument(
+        "--data",
+        metavar="MODULE:NAME",
+        help="the data set: its function, or a section `validation` as YAML, {function: ..., args: {...}} (default: the job's)",
+    )
+
+
+@stopped_before_training()
+def run(args: argparse.Namespace) -> int:
+    """Print the loss; exit code 0."""
+    start = time.monotonic()
+    from raypar.console.event_printer import EventPrinter
+    from raypar.console.json_stdout import json_stdout
+    from raypar.job.read_job import parse_data_argument
+    from raypar.launch.evaluate_run import evaluate_checkpoint
+    from raypar.launch.forward_run import Cluster, find_trained_run
+    from raypar.record.events import StartupStage
+
+    with json_stdout(args.json) as out:
+        console = EventPrinter(steps=0, as_json=args.json, start_s=start, out=out)
+        data = parse_data_argument(args.data) if args.data is not None else None
+        found = find_trained_run(args.run, args.run_dir, args.step, args.overrides, console)
+        console(StartupStage(stage="read", text=f"checkpoint {found.checkpoint}"))
+        facts = evaluate_checkpoint(
+            found.job, found.checkpoint, data, console, Cluster(args.address, args.local_nodes), batch_size=args.batch_size
+        )
+        if not args.json:
+            print(f"loss {facts['validation_loss']!r} over {facts['count']:,g} counted, {facts['seconds']:.2f} s", file=out)
+    return 0
