@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import traceback
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from raypar.worker.data.batch_fields import flatten_fields, top_values, value_at
 from raypar.worker.data.collate import Collation, MicrobatchPlace, make_collation
 from raypar.worker.data.padding import Padding
 from raypar.worker.data.sample_order import SamplePosition
-from raypar.worker.data.user_dataset import MapStyleDataset
+from raypar.worker.data.user_dataset import MapStyleDataset, reads_by_list
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 
 INPUT_NAMES = ("input_ids", "pixel_values", "inputs", "input", "image", "images", "img", "features", "tokens", "text", "x")
@@ -99,15 +99,29 @@ class SampleReader:
             ids = [index for _, index in places]
             return self.collation.tensors(self.collation.values(self.samples(places), ids, at), self.fields, ids, at)
         columns: list[list[Tensor]] = [[] for _ in self.fields]
-        for place in places:
-            sample = self._sample(place, seeded=self._seeded)
+        for place, sample in zip(places, self._samples(places), strict=True):
             for column, name in zip(columns, self.fields, strict=True):
                 column.append(self._tensor(sample, name, place[1]))
         return {name: self._batch(name, column, places) for name, column in zip(self.fields, columns, strict=True)}
 
     def samples(self, places: Sequence[SamplePosition]) -> list[object]:
         """The samples at these places, as the data set gives them. Leaves python, numpy and torch seeded by the last one."""
-        return [self._sample(place, seeded=self._seeded) for place in places]
+        return list(self._samples(places))
+
+    def _samples(self, places: Sequence[SamplePosition]) -> Iterator[Any]:
+        """The samples at these places one after the other, or read all at once where that gives the same ones."""
+        if len(places) > 1 and reads_by_list(self.dataset):
+            try:
+                found = self.dataset.__getitems__([index for _, index in places])  # type: ignore[attr-defined]
+            except BaseException as error:  # some classes of libraries are no Exception
+                reraise_ctrl_c(error)  # else the error comes again from the sample that raises it
+            else:
+                if self.guard is not None:
+                    self.guard.check("the data set's __getitems__")
+                yield from found
+                return
+        for place in places:
+            yield self._sample(place, seeded=self._seeded)
 
     def field_names(
         self, places: Sequence[SamplePosition], at: MicrobatchPlace = (0, 0), *, also: Collection[str] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from typing import Any, Protocol
 
@@ -69,6 +70,17 @@ def require_map_style(dataset: Any, what: str) -> None:
             cure="give a map-style data set, with __len__ and __getitem__, such as a list of samples; "
             f"{listed}, or saved to files",
         )
+
+
+def reads_by_list(dataset: object) -> bool:
+    """Whether samples are read by a list of ids: of a `datasets.Dataset` that gives plain Python values, which draws no random
+    numbers, and gives the same values so. Its transforms may draw some, and NumPy's format has other types in a list."""
+    library = sys.modules.get("datasets")
+    kind = getattr(library, "Dataset", None)
+    if not isinstance(kind, type) or not isinstance(dataset, kind):
+        return False
+    chosen = getattr(dataset, "format", None)
+    return isinstance(chosen, dict) and chosen.get("type") in (None, "python")
 
 
 def dataset_size(dataset: Any, label: str = "") -> int:
