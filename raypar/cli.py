@@ -76,7 +76,8 @@ class _Parser(argparse.ArgumentParser):
         _, lacking, names = message.partition("the following arguments are required: ")
         if lacking:
             words = [name if name.startswith("-") else name.upper() for name in names.split(", ")]
-            takes = [f"{word} ..." if word.startswith("-") else word for word in words]
+            flags = {option for action in self._actions if action.nargs == 0 for option in action.option_strings}
+            takes = [f"{word} ..." if word.startswith("-") and word not in flags else word for word in words]
             cure = f"`{self.prog} {' '.join(takes)}`; {cure}"
         _, found, unknown = message.partition("unrecognized arguments: ")
         if found:

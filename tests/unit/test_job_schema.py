@@ -246,6 +246,11 @@ def test_the_command_prints_it(capsys):
     assert json.loads(capsys.readouterr().out) == SCHEMA
 
 
+def test_the_command_without_the_flag_names_it_as_it_is_written(capsys):
+    assert main(["job"]) == 2
+    assert "cure: `raypar job --schema`; `raypar job --help`" in capsys.readouterr().err
+
+
 def test_the_help_of_the_command_says_what_the_schema_is_for(capsys):
     with pytest.raises(SystemExit):
         main(["job", "--help"])
