@@ -188,6 +188,25 @@ def drive_routine(routine: Routine[T], do: Callable[[RoutineWait | RoutineWork],
             failed = error
 
 
+def interleave_with_routine(routine: Routine[T], between: Callable[[], None]) -> Routine[T]:
+    """The same routine, with a call of `between` before each of its waits and computations.
+
+    An error of a wait is raised inside `routine`, as `drive_routine` does.
+    """
+    failed: Exception | None = None
+    while True:
+        try:
+            operation = next(routine) if failed is None else routine.throw(failed)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        failed = None
+        between()
+        try:
+            yield operation
+        except Exception as error:
+            failed = error
+
+
 def generation_over_error(reason: str) -> GroupAborted:
     """The error of every call on a transport that was aborted or closed for this reason."""
     return GroupAborted(reason, cure="this generation is over; connect the next one")

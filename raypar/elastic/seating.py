@@ -102,8 +102,10 @@ def plans_after_one_loss(m: RunState) -> tuple[ParallelPlan, ...]:
     if who.plan is None:
         return ()
     present = [worker for worker in who.members if worker not in who.gone | who.leaving]
+    replicas = {stage.position: stage.replicas for stage in who.plan.stages}
     one_of_each_position = dict(zip((seat.position for seat in who.plan.seats), who.members, strict=True))
-    found = (refill_seats(m, [w for w in present if w != lost]) for lost in one_of_each_position.values())
+    losses = [worker for position, worker in one_of_each_position.items() if replicas[position] > 1]
+    found = (refill_seats(m, [w for w in present if w != lost]) for lost in losses)
     return tuple(dict.fromkeys(plan for plan, _ in filter(None, found)))
 
 

@@ -16,18 +16,20 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import BufferPool
-from raypar.comm.transport import Handle, Routine, RoutineWait, Transport
+from raypar.comm.transport import Handle, Routine, RoutineWait, Transport, interleave_with_routine
 from raypar.errors import CommError
 from raypar.plan.pieces import Digest, Piece
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey
 from raypar.worker.step.message_tags import mirror_tag
+
+T = TypeVar("T")
 
 CHUNKS = 64
 """About how many messages a copy is sent in; a step has about as many moments at which a message can be sent."""
@@ -203,20 +205,9 @@ class Mirror:
                 self._open = None  # aborted just now: the next generation takes a snapshot at once
         self._seconds += time.perf_counter() - start
 
-    def run_beside_exchange(self, routine: Routine[Any]) -> Routine[Any]:
-        """Run `routine`, and advance the exchange wherever it waits or is about to compute."""
-        failed: Exception | None = None
-        while True:
-            try:
-                operation = next(routine) if failed is None else routine.throw(failed)
-            except StopIteration as end:
-                return end.value
-            failed = None
-            self.poll()
-            try:
-                yield operation
-            except Exception as error:
-                failed = error
+    def run_beside_exchange(self, routine: Routine[T]) -> Routine[T]:
+        """`routine`, with the exchange advanced wherever it waits or is about to compute."""
+        return interleave_with_routine(routine, self.poll)
 
     def poll(self) -> None:
         """Advance the exchange of copies as far as possible without waiting."""
