@@ -13,7 +13,7 @@ from raypar.errors import ConfigError, with_article
 from raypar.files.untrusted_files import shorten
 from raypar.job.callable_text import argument_refusal, shorten_contract_text, stable_callable_label
 from raypar.job.key import BITS, WORKERS
-from raypar.job.section import MAX_WORKERS, Section
+from raypar.job.section import MAX_WORKERS, Parts, Section
 from raypar.job.value_names import is_importable_name
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
@@ -156,7 +156,7 @@ class PadConfig(Section):
 
 
 class SamplesConfig(FunctionConfig):
-    """A map-style data set, and how its samples become the model's input and the loss's target."""
+    """A data set, map-style or iterable, and how its samples become the model's input and the loss's target."""
 
     input: str | None = None
     """The field of a sample that the first layer of a sequential model reads; None: `x`. (A module with a forward of its own
@@ -170,13 +170,18 @@ class SamplesConfig(FunctionConfig):
     objects, as `transformers` has them. None: the values of each field are stacked."""
     pad: PadConfig | None = None
     """How fields of unequal length are padded where there is no `collate`; None: they must be of one length."""
+    streams: Parts | None = None
+    """As how many streams an iterable data set is read, each as the worker of a PyTorch `DataLoader` would see it: microbatch m
+    has samples of stream m modulo `streams`. None: one for each microbatch, where the data set divides itself by
+    `torch.utils.data.get_worker_info()`; else, and in validation, one."""
     processes: Annotated[NonNegativeInt, Field(le=MAX_WORKERS), WORKERS] = 0
     """Processes of each worker that load samples ahead of the steps, like a `DataLoader`'s `num_workers`; 0: the worker itself
     loads them."""
 
 
 class DataConfig(SamplesConfig):
-    """The map-style data set of a job, how its samples become the model's input and the loss's target, and their order."""
+    """The data set of a job, map-style or iterable, what of its samples is the model's input and the loss's target, and their
+    order."""
 
     shuffle: bool | Literal["indexed"] = True
     """The order of an epoch's samples. `true`: a new one in each epoch, by `torch.randperm`, which makes a list of all samples
@@ -184,6 +189,9 @@ class DataConfig(SamplesConfig):
     grow with the data set: for more than ten million samples. `false`: always 0, 1, 2, ..."""
     drop_last: bool = False
     """Whether an epoch ends with its last whole batch, leaving out the samples beyond; else these begin another batch."""
+    shuffle_window: NonNegativeInt = 0
+    """Of an iterable data set: this many samples of a stream at a time are read and given in a random order. 0: the data set's
+    own order."""
 
     @field_validator("shuffle", mode="before")
     @classmethod

@@ -375,8 +375,14 @@ class Job(Section):
             collate=own.collate if own_batches else data.collate,
             pad=own.pad if own_batches else data.pad,
             shuffle=False,
+            streams=own.streams,
             processes=own.processes,
         )
+
+    @property
+    def reads_streams(self) -> bool:
+        """Whether some data is read as streams, by the workers of the first stage alone. Known once `data.streams` is."""
+        return self.data.streams is not None or (self.validation is not None and self.validation.streams is not None)
 
     @property
     def precision_in_words(self) -> str | None:

@@ -89,6 +89,7 @@ def choose_plan(
     from raypar.worker.job_preflight import check_model_can_shard
     from raypar.worker.measure_profile import profile_job
 
+    spec = checked.job
     fixed = plan(len(checked.graph.layers)) if plan is not None else None
     warnings: tuple[str, ...] = ()
     if fixed is not None:

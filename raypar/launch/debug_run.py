@@ -71,7 +71,12 @@ def find_start_in_run(
     folder: RunFolder, overrides: Sequence[str], say: Callable[[str], None], warn: Callable[[str], None]
 ) -> DebugStart:
     """Where to begin in a run: its last whole checkpoint that has steps left. Raises `ConfigError`, `CheckpointError`."""
-    from raypar.worker.checkpoint.checkpoint_files import check_contract, latest_usable_checkpoint, load_manifest
+    from raypar.worker.checkpoint.checkpoint_files import (
+        check_contract,
+        latest_usable_checkpoint,
+        load_manifest,
+        with_streams_of,
+    )
 
     if not os.path.lexists(folder.job):
         raise cannot_debug_error(folder)
@@ -87,7 +92,7 @@ def find_start_in_run(
     manifest = load_manifest(checkpoint)
     check_contract(manifest, job)
     say(f"run {folder.name}: from {checkpoint.name}, {count_noun(manifest.steps_done, 'step is', 'steps are')} done")
-    return DebugStart(job.replace(init_from=None), checkpoint, manifest.steps_done, failed)
+    return DebugStart(with_streams_of(manifest, job).replace(init_from=None), checkpoint, manifest.steps_done, failed)
 
 
 @contextlib.contextmanager
@@ -98,6 +103,7 @@ def open_debug_run(
 
     Raises `ConfigError` for a place that the run does not reach, and whatever is wrong with the job.
     """
+    from raypar.worker.data.resolve_streams import resolve_streams
     from raypar.worker.process.torch_state_guard import TorchStateGuard
     from raypar.worker.run_in_one_process import Breakpoint, OneProcessRun
     from raypar.worker.worker_assignments import make_layer_graph
@@ -105,6 +111,8 @@ def open_debug_run(
     job, place = start.job, Breakpoint(stop_at) if stop_at is not None else None
     make_importable(job.source_dir)
     guard = TorchStateGuard(job.threads)
+    with guard.watching("the job's data"):
+        job = resolve_streams(job).job
     with guard.watching(f"the model function {job.model.label}"):
         graph = make_layer_graph(job)
     plan = plan_of_job(job, graph)

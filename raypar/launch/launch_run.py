@@ -18,7 +18,7 @@ from raypar.job import Job
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.choose_plan import ChosenPlan, PlanChooser, describe_chosen_plan, idle_replicas_text
 from raypar.launch.launch_options import EventHandler, LaunchOptions
-from raypar.launch.make_run_request import contract_fields, make_run_request
+from raypar.launch.make_run_request import contract_fields, make_run_request, with_contract_of
 from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.launch.result import Result
 from raypar.plan.wording import count_noun
@@ -118,8 +118,12 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
             options = replace(options, job=job)
             contract = contract_fields(options)
             checked = preflight(job)
-            layers, samples = count_noun(len(checked.graph.layers), "layer"), count_noun(checked.samples, "sample")
-            _tell_stage(tell, "checked", f"model and data checked: {layers}, {samples}")
+            if checked.job is not job:  # what was found out of its data is part of what its checkpoints say
+                job = checked.job
+                options, contract = replace(options, job=job), with_contract_of(contract, job)
+            layers, streams = count_noun(len(checked.graph.layers), "layer"), job.data.streams
+            data = count_noun(checked.samples, "sample") if streams is None else count_noun(streams, "stream")
+            _tell_stage(tell, "checked", f"model and data checked: {layers}, {data}")
             chosen = choose(checked)  # if it raises, nothing but the error is worth reading
             for line in (*(checked.notes if not options.forward_passes else ()), *chosen.warnings):
                 tell(RunWarning(text=line))

@@ -113,6 +113,11 @@ def contract_fields(options: LaunchOptions) -> ContractFields:
     return {"contract": {**contract_of_job(options.job), CODE: code}, "warnings": () if changed is None else (changed,)}
 
 
+def with_contract_of(contract: ContractFields, job: Job) -> ContractFields:
+    """The fields with the contract of `job`, of which the checks before the run have found out more."""
+    return {**contract, "contract": {**contract_of_job(job), CODE: contract["contract"][CODE]}}
+
+
 def storage_fields(folder: RunFolder, options: LaunchOptions) -> StorageFields:
     """The fields of a request that say where the run and the checkpoint to load lie, and how other processes reach them."""
     resume = options.resume.absolute_location() if options.resume is not None else None

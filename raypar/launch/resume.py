@@ -187,6 +187,7 @@ def prepare_resumed_run(
         describe_edition_change,
         list_changed_shard_settings,
         load_manifest,
+        with_streams_of,
     )
 
     manifest, spec = load_manifest(checkpoint), options.job
@@ -201,6 +202,8 @@ def prepare_resumed_run(
             if raises_stop
             else f"raise {longer.partition('=')[0]} (--set {longer}; from Python {longer})",
         )
+
+    spec = with_streams_of(manifest, spec)
 
     def check_and_choose(checked: PreflightResult) -> ChosenPlan:
         from raypar.model.layer_skeletons import parameter_shapes
@@ -219,7 +222,7 @@ def prepare_resumed_run(
         tell(RunWarning(text=line))
     tell(ResumeNotice(text=text, step=manifest.steps_done))
     code = manifest.contract.get(CODE)
-    return replace(options, resume=checkpoint, steps_done=manifest.steps_done, former_code=code), check_and_choose
+    return replace(options, job=spec, resume=checkpoint, steps_done=manifest.steps_done, former_code=code), check_and_choose
 
 
 def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> CheckpointRef:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raypar.errors import ConfigError
 from raypar.job import Job
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.launch_options import EventHandler
@@ -17,7 +18,7 @@ def with_steps_of_epochs(job: Job, tell: EventHandler) -> Job:
     if job.epochs is None or job.steps is not None:
         return job
     from raypar.launch.launch_run import keep_callers_state
-    from raypar.worker.data.user_dataset import dataset_size, make_dataset
+    from raypar.worker.data.user_dataset import dataset_size, is_stream, make_dataset
     from raypar.worker.process.torch_state_guard import TorchStateGuard
 
     make_importable(job.source_dir)
@@ -25,7 +26,13 @@ def with_steps_of_epochs(job: Job, tell: EventHandler) -> Job:
         guard = TorchStateGuard(job.threads)
         guard.establish()
         with guard.watching("the job's data"):
-            size = dataset_size(make_dataset(job.data), job.data.label)
+            dataset = make_dataset(job.data)
+            if is_stream(dataset):
+                raise ConfigError(
+                    f"epochs is {job.epochs:g}, and data set {job.data.label} is iterable: its samples are not counted",
+                    cure=f"set steps in the place of epochs: samples x {job.epochs:g} / {job.batch_size}",
+                )
+            size = dataset_size(dataset, job.data.label)
     return job.replace(steps=job.steps_of_epochs(size))
 
 

@@ -41,12 +41,16 @@ FunctionArgument = str | Callable[..., Any] | tuple[str | Callable[..., Any], Ar
 """A function: `"module:name"`, the callable itself, a pair with its keyword arguments, or a section as a job file has it."""
 
 
-class SampleSource(Protocol):
+class MapStyleSource(Protocol):
     """A map-style data set."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: Any, /) -> Any: ...
+
+
+SampleSource = MapStyleSource | Iterable[object]
+"""A data set, map-style or iterable."""
 
 
 class MetricObject(Protocol):
@@ -358,8 +362,10 @@ def _function_for(key: str, value: Any) -> Any:
     if isinstance(value, str) or callable(value):
         return value
     if key in ("data", "validation") and not isinstance(value, (tuple, Mapping)) and _is_data(value):
-        from raypar.worker.data.user_dataset import require_map_style
+        from raypar.worker.data.user_dataset import is_stream, require_map_style
 
+        if is_stream(value) and not hasattr(value, "__next__"):
+            return Given(value)
         require_map_style(value, key)
         return Given(value)
     if key == "optimizer" and hasattr(value, "param_groups"):

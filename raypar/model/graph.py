@@ -7,7 +7,7 @@ that crosses between them (activations, skips, ties) follows from this descripti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -85,6 +85,11 @@ class Graph:
     runs where the loss does, and counts as a part of it."""
     batch_names: tuple[str, ...] = ()
     """Set by raypar: the fields of the batch with which a model was captured, also those that it does not read."""
+    handed_on: tuple[str, ...] = ()
+    """Set by raypar, where data is a stream: the fields of the batch, which the first stage alone reads and hands to the others
+    as values. Empty: each stage reads the fields that its layers and the loss need."""
+    handed_on_to_loss: tuple[str, ...] = ()
+    """Those of `handed_on` that the loss and metrics read: the target, or all of them."""
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]
@@ -151,7 +156,15 @@ class Graph:
     @property
     def values(self) -> tuple[str, ...]:
         """All values, batch fields first, then in the order they are written."""
-        return (*self.batch_fields, *(v for layer in self.layers for v in layer.outputs))
+        fields = dict.fromkeys((*self.batch_fields, *self.handed_on))
+        return (*fields, *(v for layer in self.layers for v in layer.outputs))
+
+    def with_fields_handed_on(self, target: str, *, measured: bool) -> Graph:
+        """The graph for a stream, which is read once: its first stage reads all fields. `target`: of the loss; `measured`:
+        whether metrics read fields, and not the target alone."""
+        targets = (target,) if self.producer(target) is None else ()
+        fields = tuple(dict.fromkeys((*self.batch_fields, *targets)))
+        return replace(self, handed_on=fields, handed_on_to_loss=fields if measured else targets)
 
     @property
     def loss_inputs(self) -> tuple[str, ...]:
@@ -179,7 +192,8 @@ class Graph:
     def consumers(self, value: str) -> tuple[int, ...]:
         """Indices of the layers that read `value`, ascending; the loss comes last, with the number of layers as its index."""
         layers = tuple(i for i, layer in enumerate(self.layers) if value in layer.inputs)
-        return (*layers, len(self.layers)) if value in self.loss_inputs else layers
+        of_loss = value in self.loss_inputs or value in self.handed_on_to_loss
+        return (*layers, len(self.layers)) if of_loss else layers
 
     def reading_layers(self, value: str) -> tuple[int, ...]:
         """Indices of the layers in whose stages `value` is read: the loss runs in the stage of the last layer."""
@@ -190,7 +204,14 @@ class Graph:
         for name in (name for names in self.ties for name in names):
             self.layer_of(name)  # a tie of something that is no parameter is refused
         layers = tuple((x.name, x.inputs, x.outputs) for x in self.layers)
-        return ModelOutline(layers, self.ties, loss_inputs=self.loss_inputs, owners=self.tensor_owners).crossing(plan)
+        return ModelOutline(
+            layers,
+            self.ties,
+            loss_inputs=self.loss_inputs,
+            owners=self.tensor_owners,
+            handed_on=self.handed_on,
+            handed_on_to_loss=self.handed_on_to_loss,
+        ).crossing(plan)
 
     @property
     def tensor_owners(self) -> dict[str, int]:

@@ -274,6 +274,8 @@ def make_model_outline(graph: Graph) -> ModelOutline:
         frozen=frozen_parameters(graph),
         writes_buffers=layers_that_write_buffers(graph),
         loss_inputs=graph.loss_inputs,
+        handed_on=graph.handed_on,
+        handed_on_to_loss=graph.handed_on_to_loss,
     )
 
 

@@ -42,6 +42,13 @@ class StageEdge:
     """Whether gradients of the values are sent back."""
     value_bytes: tuple[int, ...] = ()
     """Bytes of each value; empty: only their sum is known, and each is taken to have an even share of it."""
+    without_gradient: tuple[str, ...] = ()
+    """Those of the values that never have a gradient: fields of the batch."""
+
+    @property
+    def values_with_gradient(self) -> tuple[str, ...]:
+        """The values whose gradients are sent back."""
+        return tuple(value for value in self.values if value not in self.without_gradient) if self.differentiable else ()
 
     def bytes_of(self, values: Sequence[str]) -> int:
         """Bytes of some of the edge's values."""
@@ -121,14 +128,12 @@ def _relays_of(edges: Sequence[StageEdge]) -> tuple[GradientRelay, ...]:
     """The relays of the gradients of all values that have some."""
     consumers: dict[tuple[int, str], list[int]] = {}
     for edge in edges:
-        for value in edge.values if edge.differentiable else ():
+        for value in edge.values_with_gradient:
             consumers.setdefault((edge.src, value), []).append(edge.dst)
     found: dict[tuple[int, int], tuple[list[str], int]] = {}
     for edge in edges:
-        if not edge.differentiable:
-            continue
         takers: dict[int, list[str]] = {}
-        for value in edge.values:
+        for value in edge.values_with_gradient:
             before = [stage for stage in consumers[edge.src, value] if stage < edge.dst]
             takers.setdefault(max(before, default=edge.src), []).append(value)
         for taker, values in takers.items():
@@ -161,6 +166,10 @@ class ModelOutline:
     """Values that the loss reads: the model's output, or those of which it is rebuilt."""
     owners: Mapping[str, int] = field(default_factory=dict)
     """Name of a parameter or buffer -> index of its layer, where the name does not begin with the layer's name."""
+    handed_on: tuple[str, ...] = ()
+    """Fields of the batch that only the first stage reads, and hands to the others (`Graph.handed_on`)."""
+    handed_on_to_loss: tuple[str, ...] = ()
+    """Those of them that the loss and metrics read, in the last stage."""
 
     def crossing(self, plan: ParallelPlan) -> StageConnections:
         """The connections between the stages of a plan of this model. The loss is a consumer in the last stage."""
@@ -169,7 +178,12 @@ class ModelOutline:
         for index, (_, inputs, _) in enumerate(self.layers):
             for value in inputs:
                 readers.setdefault(value, set()).add(stage_of[index])
+        for value in self.handed_on_to_loss:
+            readers.setdefault(value, set()).add(len(plan.stages) - 1)
         values: dict[tuple[int, int], list[str]] = {}
+        for value in self.handed_on:
+            for dst in sorted(readers.get(value, set()) - {0}):
+                values.setdefault((0, dst), []).append(value)
         for index, (_, _, outputs) in enumerate(self.layers):
             for value in outputs:
                 for dst in sorted(readers.get(value, set()) - {stage_of[index]}):
@@ -181,7 +195,10 @@ class ModelOutline:
                 ties.append(TiedParameter(names[0], tuple(stages)))
         writing = {stage_of[index] for index in self.writes_buffers}
         return StageConnections(
-            tuple(StageEdge(src, dst, tuple(v)) for (src, dst), v in sorted(values.items())),
+            tuple(
+                StageEdge(src, dst, tuple(v), without_gradient=tuple(x for x in v if x in self.handed_on))
+                for (src, dst), v in sorted(values.items())
+            ),
             tuple(ties),
             tuple(stage for stage in sorted(writing) if plan.stages[stage].replicas > 1),
         )

@@ -57,8 +57,10 @@ from raypar.worker.check_cast_parameters import check_cast_parameters, line_abou
 from raypar.worker.check_layers_with_numbers import check_layers_with_numbers, check_shards_with_numbers
 from raypar.worker.check_loss import MOST_LOSS_NUMBERS, check_sum_and_count, line_about_mixed_samples, random_output
 from raypar.worker.data.padding import MASKED_LABEL
+from raypar.worker.data.resolve_streams import resolve_streams
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.sample_reader import WHERE_FIELDS_ARE_NAMED, SampleReader
+from raypar.worker.data.stream_loader import first_samples
 from raypar.worker.data.user_dataset import MapStyleDataset, make_dataset
 from raypar.worker.measure_profile import read_microbatches
 from raypar.worker.metrics.metric_trial import try_metrics
@@ -77,8 +79,10 @@ class PreflightResult:
 
     graph: Graph
     """The layer graph of the model."""
+    job: Job
+    """The job, with what was found out of its data: `data.streams` of iterable data."""
     samples: int
-    """Number of training samples."""
+    """Number of training samples; 0 of iterable data."""
     validation_samples: int
     """Number of samples of a validation pass; 0 without validation."""
     batch: Mapping[str, Tensor]
@@ -101,6 +105,9 @@ def preflight(spec: Job) -> PreflightResult:
         spec.optimizer.resolve()
         if spec.scheduled is not None and not is_scheduler(spec.scheduled):
             _check_lr_schedule(spec.scheduled)
+    with guard.watching("the job's data"):
+        spec, dataset, notes_about_streams = resolve_streams(spec)
+    with guard.watching("the job's code"):
         graph = make_layer_graph(spec, guard.watching)
     check_optimizer_groups(spec.optimizer, parameter_shapes(graph))
     with guard.watching("the job's optimizer"):
@@ -111,8 +118,7 @@ def preflight(spec: Job) -> PreflightResult:
     check_running_statistics(spec, graph)
     _check_written_buffers(spec, graph)
     with guard.watching("the job's data"):
-        dataset = make_dataset(spec.data, batch_size=spec.batch_size)
-        samples = len(dataset)
+        samples = len(dataset) if spec.data.streams is None else 0
         names = _check_first_microbatch(spec, graph, dataset)
     if spec.steps < 1:
         raise ConfigError(f"steps is {spec.steps}", cure="set steps >= 1")
@@ -127,10 +133,9 @@ def preflight(spec: Job) -> PreflightResult:
         with guard.watching("the job's layers"):
             check_captured_evaluation(graph, batch)
         with guard.watching("the job's data"):
-            size = len(make_dataset(spec.validation_data, "validation"))
-        validation = min(size, spec.validation.samples or size)
+            validation = _count_validation_samples(spec)
     with guard.watching("the job's metrics"):
-        of_metrics = try_metrics(spec, graph, validation or samples)
+        of_metrics = try_metrics(spec, graph, validation or samples or spec.batch_size)
     of_values = graph.initial_values.notes if graph.initial_values is not None else ()
     if trial is None and parameter_shapes(graph):
         not_compared = (
@@ -145,14 +150,28 @@ def preflight(spec: Job) -> PreflightResult:
         line_about_parameters_added_by_layer(graph),
         line_about_evaluation_mode(graph),
     )
-    notes = (*of_values, *of_data, *of_metrics, *(line for line in more if line is not None))
-    return PreflightResult(graph, samples, validation, batch, trial, notes)
+    notes = (*of_values, *notes_about_streams, *of_data, *of_metrics, *(line for line in more if line is not None))
+    return PreflightResult(graph, spec, samples, validation, batch, trial, notes)
+
+
+def _count_validation_samples(spec: Job) -> int:
+    """How many samples a validation pass has."""
+    assert spec.validation is not None
+    wanted = spec.validation.samples
+    if spec.validation.streams is not None:
+        return wanted
+    size = len(make_dataset(spec.validation_data, "validation"))
+    return min(size, wanted or size)
 
 
 def _check_first_microbatch(spec: Job, graph: Graph, dataset: MapStyleDataset) -> tuple[str, ...]:
     """The fields of the first microbatch. Raises `DataError` for a `data.collate` whose result depends on the process."""
+    if spec.data.streams is not None:
+        dataset = first_samples(spec)
+        places = [(0, index) for index in range(len(dataset))]
+    else:
+        places = SampleOrder.of_job(spec, len(dataset)).ids(0, len(spec.batching.samples(0)))
     reader = SampleReader.of(dataset, spec.training_data, spec.seed)
-    places = SampleOrder.of_job(spec, len(dataset)).ids(0, len(spec.batching.samples(0)))
     read = tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
     if reader.padding is not None:
         reader.padding.check_known_lengths(dataset, len(dataset), read)
@@ -210,10 +229,10 @@ MANY_SAMPLES = 10**7
 def _notes_about_data(spec: Job, graph: Graph, names: Sequence[str], batch: Mapping[str, Tensor], samples: int) -> list[str]:
     """Warnings about the data: batches larger than the data set, fields that nobody reads, masked labels.
 
-    Masked labels matter to a model that takes the mean over the others. `samples`: the size of the data set.
+    Masked labels matter to a model that takes the mean over the others. `samples`: the size of a map-style data set.
     """
     lines, target = [], spec.loss_target_name
-    if spec.batch_size > samples:
+    if samples and spec.batch_size > samples:
         lines.append(
             f"batch_size is {spec.batch_size}, and the data set has {count_noun(samples, 'sample')}: each step takes "
             f"some of them more than once, as if it were repeated\n  cure: set batch_size <= {samples}, or give more data"

@@ -31,8 +31,10 @@ from raypar.planner.model_profile import ActivationEdge, KeptStorages, LayerProf
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.check_state_between_microbatches import check_layer_recomputes
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
+from raypar.worker.data.resolve_streams import resolve_streams
 from raypar.worker.data.sample_order import SampleOrder
-from raypar.worker.data.user_dataset import make_dataset
+from raypar.worker.data.stream_loader import read_stream_microbatches
+from raypar.worker.data.user_dataset import is_stream, make_dataset
 from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, forward_first_microbatch, random_gradients
 from raypar.worker.process.thread_activity import thread_cpu_wait_s
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -104,9 +106,13 @@ def read_microbatches_of_steps(spec: Job, graph: Graph, places: Sequence[tuple[i
     """The fields of microbatches, each given as (step, microbatch), collated."""
     guard = TorchStateGuard(spec.threads)
     guard.establish()
+    fields = tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
     with guard.watching("the data set function"):
         dataset = make_dataset(spec.data)
-    fields = tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
+        if spec.data.streams is None and is_stream(dataset):  # `raypar plan`, which makes no other checks of the data
+            spec = resolve_streams(spec).job
+    if spec.data.streams is not None:
+        return [batch.fields for batch in read_stream_microbatches(spec, fields, places, guard)]
     order = SampleOrder.of_job(spec, len(dataset))
     loader = MicrobatchLoader(dataset, spec.training_data, order, spec.batching, seed=spec.seed, fields=fields, guard=guard)
     samples = sum(len(spec.batching.samples(microbatch)) for _, microbatch in places)
@@ -164,7 +170,7 @@ def profile_layers(
         for kind, sizes_of_kind in of_layer.items():
             state[kind].update(sizes_of_kind)
         sizes.update((name, tensor_nbytes(value)) for name, value in outputs.items())
-    producers = {name: index for index, layer in enumerate(graph.layers) for name in layer.outputs}
+    producers = dict.fromkeys(graph.handed_on, 0) | {name: i for i, layer in enumerate(graph.layers) for name in layer.outputs}
     between = tuple(
         ActivationEdge(producers[name], consumer, size, name)
         for name, size in sizes.items()

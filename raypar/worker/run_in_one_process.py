@@ -27,6 +27,7 @@ from raypar.schedule import registry
 from raypar.schedule.instructions import Instruction, Schedule
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
 from raypar.worker.data.sample_order import SamplePosition
+from raypar.worker.data.stream_loader import StreamLoader
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerFunction, PassContext
 from raypar.worker.stage.stage_tensors import LayerTensors
@@ -220,7 +221,7 @@ class FirstNonFinite:
                     layer.call = self._watched(layer.layer, layer.call, core.loader, stage.batch_fields)
 
     def _watched(
-        self, layer: Layer, call: LayerFunction, loader: MicrobatchLoader | None, fields: Collection[str]
+        self, layer: Layer, call: LayerFunction, loader: MicrobatchLoader | StreamLoader | None, fields: Collection[str]
     ) -> LayerFunction:
         """The layer's call, which checks its inputs, parameters and outputs, with hooks that check the outputs' gradients.
 

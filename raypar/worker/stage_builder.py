@@ -230,6 +230,9 @@ def stage_values(graph: Graph, plan: ParallelPlan, index: int, spec: Job) -> Sta
     fields = set(graph.batch_fields)
     read = [v for layer in layers for v in layer.inputs if v in fields]
     target = [spec.loss_target_name] if here.last == len(graph.layers) else []
+    if graph.handed_on:  # fields are as what the first stage's layers write
+        fields, target, read = set(), [], list(graph.handed_on) if here.first == 0 else []
+        written |= set(read)
     received = [
         v
         for v in graph.values

@@ -29,9 +29,12 @@ from raypar.schedule.instructions import Schedule
 from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
 from raypar.worker.autocast_precisions import autocast_of
+from raypar.worker.data.resolve_streams import resolve_streams
 from raypar.worker.data.sample_order import SampleOrder, SamplePosition
 from raypar.worker.data.sample_reader import SampleReader
-from raypar.worker.data.user_dataset import make_dataset
+from raypar.worker.data.stream_loader import FirstSamples, first_samples
+from raypar.worker.data.user_dataset import is_stream, make_dataset
+from raypar.worker.metrics.metric import make_metrics
 from raypar.worker.pretrained.initial_values import WeightsFromFile, weights_from_file
 
 __all__ = ["ProgramAssignment", "make_layer_graph", "make_validation_batching", "make_worker_assignments"]
@@ -50,7 +53,7 @@ def make_layer_graph_without_values(spec: Job) -> Graph:
             made, recording = _run_deferred(spec, draws=False)
             if not isinstance(made, Graph):
                 graph = _capture(spec, contextlib.nullcontext, made, recording=recording, replaced=replaced)
-                return replace(graph, initial_values=None)
+                return of_job(replace(graph, initial_values=None), spec)
     except (Undeferrable, UserCodeError):
         pass  # with the values it may be possible; an error of the function's own comes again
     return make_layer_graph(spec)
@@ -88,7 +91,15 @@ def make_layer_graph(spec: Job, guard: CallGuard = contextlib.nullcontext) -> Gr
     if spec.init == "by-name":
         of_file = graph.initial_values.names if isinstance(graph.initial_values, WeightsFromFile) else ()
         refuse_parameters_in_no_unit(graph, of_file)
-    return replace(graph, buffer_policy=spec.model.buffers)
+    return of_job(replace(graph, buffer_policy=spec.model.buffers), spec)
+
+
+def of_job(graph: Graph, spec: Job) -> Graph:
+    """The graph with what the job says of its batches: those of streams are read by the first stage alone."""
+    if not spec.reads_streams:
+        return graph
+    measured = any(metric.needs_batch for metric in make_metrics(spec.metrics).values())
+    return graph.with_fields_handed_on(spec.loss_target_name, measured=measured)
 
 
 def _capture(
@@ -236,11 +247,16 @@ def module_capture_of_job(spec: Job, guard: CallGuard) -> ModuleCapture:
     def reader() -> SampleReader:
         with guard("the data set function"):
             dataset = make_dataset(spec.data)
+            if is_stream(dataset):
+                dataset = first_samples(spec if spec.data.streams is not None else resolve_streams(spec).job)
             return SampleReader.of(dataset, spec.training_data, spec.seed)
 
+    @cache
     def positions() -> list[SamplePosition]:
-        order = SampleOrder.of_job(spec, len(reader().dataset))
-        return order.ids(0, len(spec.batching.samples(0)))
+        dataset, size = reader().dataset, len(spec.batching.samples(0))
+        if isinstance(dataset, FirstSamples):
+            return [(0, index) for index in range(size)]
+        return SampleOrder.of_job(spec, len(dataset)).ids(0, size)
 
     def fields() -> tuple[str, ...]:
         with preserve_random_state(), guard(calls):

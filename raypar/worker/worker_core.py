@@ -35,6 +35,7 @@ from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
 from raypar.worker.data.microbatch_loader import BatchSource, MicrobatchLoader
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.sample_reader import SampleReader
+from raypar.worker.data.stream_loader import OpenStreams, StreamLoader
 from raypar.worker.data.user_dataset import MapStyleDataset, make_dataset
 from raypar.worker.metrics.metric import make_metrics
 from raypar.worker.metrics.stage_metrics import StageMetrics
@@ -151,18 +152,20 @@ class WorkerCore:
     """What optimizer state could not be moved here with the present plan: the stages have parameters and buffers only."""
     interpreter: Interpreter
     """Runs training steps."""
-    loader: MicrobatchLoader | None
+    loader: MicrobatchLoader | StreamLoader | None
     """Reads training samples; None if no stage here reads any."""
     validation_interpreter: Interpreter | None
     """Runs validation passes; None if the job has none."""
-    validation_loader: MicrobatchLoader | None
+    validation_loader: MicrobatchLoader | StreamLoader | None
     """Reads validation samples; None if no stage here reads any."""
     _own_microbatches: list[int]
     """Microbatches of a step that this worker runs, ascending."""
     _own_validation_microbatches: list[int]
     """Microbatches of a validation pass that this worker runs, ascending."""
-    _loaders: list[MicrobatchLoader]
+    _loaders: list[MicrobatchLoader | StreamLoader]
     """The loaders of the present plan, to be closed."""
+    _streams: OpenStreams
+    """Readers of the streams of iterable training data, and microbatches that were read; they outlive plans."""
     _datasets: dict[tuple[Hashable, ...], MapStyleDataset]
     """Data set function and arguments -> the data set made; data sets outlive plans."""
     _layouts: dict[int, TensorParallelLayout]
@@ -192,6 +195,7 @@ class WorkerCore:
         self.stages = {}
         self.transport = None
         self._loaders, self._datasets, self._layouts = [], {}, {}
+        self._streams = OpenStreams()
         self._writer = CheckpointWriter()
         self._sampled_ns = 0
 
@@ -266,10 +270,10 @@ class WorkerCore:
         build = partial(
             Interpreter, rank=self.rank, links=links, stages=self.stages, transport=transport, step_commit=self.step_commit
         )
-        self._own_microbatches = self._microbatches(routing)
+        self._own_microbatches = own = self._microbatches(routing)
         metrics = self._add_metrics()
         fields = self._all_fields(self.spec.training_data, self.spec.batching) if metrics and self.spec.metrics_every else ()
-        self.loader = self._make_loader(self.spec.training_data, self.spec.batching, training=True, more=fields)
+        self.loader = self._make_loader(self.spec.training_data, self.spec.batching, own=own, training=True, more=fields)
         self.step_commit.while_votes_arrive = self._read_ahead
         self.interpreter = build(
             routing=routing, batch_sources=self._batch_sources(self.loader), cost_ms=cost_ms, before_compute=before_compute
@@ -279,8 +283,8 @@ class WorkerCore:
             validation = MicrobatchRouting(plan, self.assignment.validation_microbatches)
             data, batching = self.spec.validation_data, validation.microbatches
             fields = self._all_fields(data, batching) if metrics else ()
-            self.validation_loader = self._make_loader(data, batching, training=False, more=fields)
-            self._own_validation_microbatches = self._microbatches(validation)
+            self._own_validation_microbatches = own = self._microbatches(validation)
+            self.validation_loader = self._make_loader(data, batching, own=own, training=False, more=fields)
             self.validation_interpreter = build(routing=validation, batch_sources=self._batch_sources(self.validation_loader))
 
     def _add_metrics(self) -> bool:
@@ -302,7 +306,8 @@ class WorkerCore:
             every=self.spec.metrics_every,
         )
         measures = last.shard is None or last.shard.group.shard == 0
-        return measures and any(metric.needs_batch for metric in metrics.values())
+        reads_batch = any(metric.needs_batch for metric in metrics.values())
+        return measures and reads_batch and not self.graph.handed_on  # streams: the first stage hands fields on
 
     def _all_fields(self, data: DataConfig, batching: Microbatches) -> tuple[str, ...]:
         """All fields of the batches of `data`."""
@@ -367,12 +372,26 @@ class WorkerCore:
         return self._datasets[key]
 
     def _make_loader(
-        self, data: DataConfig, batching: Microbatches, *, training: bool, more: Sequence[str] = ()
-    ) -> MicrobatchLoader | None:
-        """A loader of the batch fields that this worker's stages read, and of `more`; None if they read none."""
+        self, data: DataConfig, batching: Microbatches, *, own: list[int], training: bool, more: Sequence[str] = ()
+    ) -> MicrobatchLoader | StreamLoader | None:
+        """A loader of the batch fields that this worker's stages read, and of `more`; None if they read none. `own`: the
+        microbatches that this worker runs."""
         fields = tuple(dict.fromkeys([*(f for stage in self.stages.values() for f in stage.batch_fields), *more]))
         if not fields:
             return None
+        if data.streams is not None:
+            streams = self._streams if training else None
+            return StreamLoader(
+                data,
+                batching,
+                seed=self.spec.seed,
+                fields=fields,
+                own=own,
+                streams=streams,
+                keeps=training,
+                guard=self.guard,
+                batch_names=self.graph.batch_names if training else (),
+            )
         dataset = self.dataset(data)
         size = len(dataset)
         order = SampleOrder.of_job(self.spec, size) if training else SampleOrder(self.spec.seed, size, shuffle=False)
@@ -396,7 +415,7 @@ class WorkerCore:
         if self.loader is not None and step < self.spec.steps:
             self.loader.read_ahead(step, self._own_microbatches)
 
-    def _batch_sources(self, loader: MicrobatchLoader | None) -> dict[int, BatchSource | None]:
+    def _batch_sources(self, loader: MicrobatchLoader | StreamLoader | None) -> dict[int, BatchSource | None]:
         """Stage -> source of its batches, on the worker's device; None for a stage that reads none."""
         source = DeviceBatchSource(loader, self.device) if loader is not None and self.device != CPU else loader
         reads = {index: stage.batch_fields or stage.metrics is not None for index, stage in self.stages.items()}
@@ -543,6 +562,7 @@ class WorkerCore:
     def close(self) -> None:
         """Release transports, loaders and their processes; idempotent."""
         self._close_loaders()
+        self._streams.close()
         if self.transport is not None:
             self.transport.close()
             self.transport = None

@@ -11,9 +11,11 @@ import copy
 import fnmatch
 import hashlib
 import inspect
+import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +56,8 @@ class Result:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    samples: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
+    """Of streams: (step, microbatch) -> (epoch, index) of its samples."""
 
 
 def tree(sums: list[Any]) -> Any:
@@ -169,6 +173,7 @@ def train(graph: Graph, spec: Job) -> Result:
     data, loss_fn = spec.data.call(), spec.loss.partial()
     m, batch, blocks = spec.microbatches, spec.batch_size, spec.batching.blocks
     result = Result()
+    streams = [stream(spec, k) for k in range(spec.data.streams or 0)]
     others = OtherBuffers(modules, spec.model.buffers)
     for step in range(spec.steps):
         others.begin_step()
@@ -179,9 +184,14 @@ def train(graph: Graph, spec: Job) -> Result:
             for parameter in uses.values():
                 parameter.grad = None
             for microbatch in members:
-                fields = samples(
-                    data, spec, step * batch + microbatch * batch // m, step * batch + (microbatch + 1) * batch // m
-                )
+                first, last = microbatch * batch // m, (microbatch + 1) * batch // m
+                if streams:
+                    read = [next(streams[microbatch % len(streams)]) for _ in range(first, last)]
+                    rows = [row for _, row in read]
+                    fields = collated(rows, spec, step, microbatch) if spec.data.collate else stack(rows, spec)
+                    result.samples[step, microbatch] = [place for place, _ in read]
+                else:
+                    fields = samples(data, spec, step * batch + first, step * batch + last)
                 values = dict(fields)
                 others.begin_microbatch()
                 for layer in graph.layers:
@@ -283,16 +293,13 @@ def samples(data: Any, spec: Job, start: int, stop: int) -> dict[str, Tensor]:
         random.seed(here)
         numpy.random.seed(here)
         torch.manual_seed(here)
-        row = data[index]
-        rows.append(row if spec.data.collate or isinstance(row, dict) else dict(zip("xyz", row, strict=False)))
+        rows.append(data[index])
     if spec.data.collate is not None:
         microbatch = next(
             m for m in range(spec.microbatches) if m * spec.batch_size // spec.microbatches == start % spec.batch_size
         )
         return collated(rows, spec, start // spec.batch_size, microbatch)
-    if spec.data.pad is not None:
-        return {key: padded(spec, key, [list(row[key]) for row in rows]) for key in rows[0]}
-    return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
+    return stack(rows, spec)
 
 
 def padded(spec: Job, key: str, rows: list[list[int]]) -> Tensor:
@@ -323,3 +330,50 @@ def flat(prefix: str, fields: Any) -> list[tuple[str, Any]]:
         for key, value in fields.items()
         for pair in (flat(f"{prefix}{key}.", value) if hasattr(value, "items") else [(prefix + key, value)])
     ]
+
+
+def stack(samples: list[Any], spec: Job) -> dict[str, Tensor]:
+    rows = [row if isinstance(row, dict) else dict(zip("xyz", row, strict=False)) for row in samples]
+    if spec.data.pad is not None:
+        return {key: padded(spec, key, [list(row[key]) for row in rows]) for key in rows[0]}
+    return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
+
+
+def stream(spec: Job, number: int) -> Iterator[tuple[tuple[int, int], Any]]:
+    """Rule 1, streams: ((epoch, index), sample) of one stream, for ever."""
+    from torch.utils.data._utils import worker
+
+    data, window = None, max(1, spec.data.shuffle_window)
+    for epoch in itertools.count():
+        data = spec.data.call() if data is None or hasattr(data, "__next__") else data
+        if hasattr(data, "set_epoch"):
+            data.set_epoch(epoch)
+        iterator, read, part = None, 0, []
+        while True:
+            here = seed_of(spec.seed, "stream", epoch, number, *(() if iterator is None else (read,)))
+            random.seed(here % 2**32)
+            numpy.random.seed(here % 2**32)
+            torch.manual_seed(here % 2**32)
+            worker._worker_info = worker.WorkerInfo(id=number, num_workers=spec.data.streams, seed=here, dataset=data)
+            try:
+                if iterator is None:
+                    iterator = iter(data)
+                    continue
+                part.append(((epoch, read), next(iterator)))
+                read += 1
+            except StopIteration:
+                break
+            finally:
+                worker._worker_info = None
+            if len(part) == window:
+                yield from shuffled(spec, part, epoch, number)
+                part = []
+        yield from shuffled(spec, part, epoch, number)
+
+
+def shuffled(spec: Job, part: list[Any], epoch: int, number: int) -> list[Any]:
+    if spec.data.shuffle_window < 2 or not part:
+        return part
+    here = seed_of(spec.seed, "window", epoch, number, part[0][0][1] // spec.data.shuffle_window)
+    order = torch.randperm(len(part), generator=torch.Generator().manual_seed(here)).tolist()
+    return [part[place] for place in order]

@@ -83,8 +83,8 @@ class WatchedCore(WorkerCore):
             self._datasets[key] = WatchedDataset(make_dataset(spec))
         return self._datasets[key]
 
-    def _make_loader(self, data: Any, batching: Any, *, training: bool) -> Any:
-        loader = super()._make_loader(data, batching, training=training)
+    def _make_loader(self, data: Any, batching: Any, **more: Any) -> Any:
+        loader = super()._make_loader(data, batching, **more)
         if loader is not None:
             fields = {f.name: getattr(loader._reader, f.name) for f in dataclasses.fields(SampleReader)}
             loader._reader = WatchedReader(**fields)

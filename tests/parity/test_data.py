@@ -24,7 +24,7 @@ from raypar.plan.seeds import seed_of
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.sample_reader import SampleReader
-from raypar.worker.data.user_dataset import make_dataset
+from raypar.worker.data.user_dataset import dataset_size, make_dataset
 
 ALL = ("x", "noise", "draw", "id")
 CUT = Microbatches(3, 0, 7)
@@ -179,8 +179,8 @@ BAD = {
         lambda: MicrobatchLoader(Of([]), DataConfig(function=Of), SampleOrder(1, 1), CUT, seed=1, fields=("x",)),
         "is empty",
     ),
-    "an iterable one with a length": (lambda: make_dataset(DataConfig(function=Endless)), "cannot be read by sample id"),
-    "an iterable one": (lambda: make_dataset(DataConfig(function=data_cases.Stream)), "cannot be read by sample id"),
+    "an iterable one with a length": (lambda: loader(Endless(), fields=("x",)), "cannot be read by sample id"),
+    "an iterable one": (lambda: dataset_size(data_cases.Stream()), "cannot be read by sample id"),
     "no samples": (lambda: SampleOrder(1, 0), "a data set of 0 samples"),
 }
 

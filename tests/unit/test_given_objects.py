@@ -114,16 +114,18 @@ def test_what_is_no_map_style_data_set_is_refused_before_anything_starts():
         def iter_batches(self) -> None: ...
         def take_all(self) -> None: ...
 
-    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-        def __iter__(self) -> Any: ...
-
     generator = (one for one in SAMPLES)
-    for given, cure in ((RayData(), "take_all()"), (Stream(), "listed"), (generator, "listed"), (iter([1]), "listed")):
+    for given, cure in ((RayData(), "take_all()"), (generator, "a function"), (iter([1]), "list(data)"), ({1}, "sorted(data)")):
         for key in ("data", "validation"):
             for form in (given, {"function": given, "input": "x"}):
                 with pytest.raises(RayparError, match=f"^{key} is an? .*, which cannot be read by sample id") as found:
                     Trainer(**{**GOOD, key: form})
                 assert cure in found.value.cure
+
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any: ...
+
+    assert isinstance(Trainer(**{**GOOD, "data": Stream()}).job.data.call(), Stream)
     with pytest.raises(RayparError, match=r"^data is a DataLoader\n"):
         Trainer(**{**GOOD, "data": torch.utils.data.DataLoader(SAMPLES)})  # type: ignore[arg-type]
 

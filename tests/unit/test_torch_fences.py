@@ -17,7 +17,7 @@ from helpers.tiny_job import write_job
 from test_fences import GONE, entered, raises, told  # noqa: F401 - the last is a fixture
 from torch import nn
 
-from raypar.errors import ModelError
+from raypar.errors import DataError, ModelError
 from raypar.fences.fence import FENCES, Fence
 from raypar.job.read_job import parse_job
 from raypar.model.tensor_parallel.weight_gradient_memory import KeptGradientMemory
@@ -31,6 +31,7 @@ from raypar.torch_compat import (
     process_state,
     pytree,
     storages,
+    worker_info,
 )
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.backward import run_autograd_backward
@@ -153,6 +154,18 @@ CASES: dict[str, Case] = {
         {"raypar.torch_compat.dispatch.torch": SimpleNamespace(ops=SimpleNamespace(aten=WITHOUT))},
         raises(ModelError, dispatch.OPERATIONS.require),
         "says",
+    ),
+    "the worker that a data set sees renamed": (
+        worker_info.WORKER_INFO,
+        {"torch.utils.data._utils.worker._worker_info": GONE},
+        raises(DataError, lambda: worker_info.seen_as_worker(1, 2, 0, None).__enter__()),
+        "says",
+    ),
+    "the worker that a data set sees is kept otherwise, and there is one": (
+        worker_info.WORKER_INFO,
+        {"torch.utils.data.get_worker_info": lambda: None},
+        lambda: [each for each in map(list, [[1, 2]]) if worker_info.seen_as_worker(0, 1, 0, None).__enter__() is None],
+        [[1, 2]],
     ),
     "storages without address": (
         storages.ADDRESSES,

@@ -687,6 +687,9 @@ def list_contract_differences(manifest: Manifest, spec: Job) -> list[str]:
     if isinstance(then.get("data"), dict):
         known = {"function", "args", *then["data"]}
         then["data"] |= {name: value for name, value in now["data"].items() if name not in known}
+    for section, then_of_it in streams_of(manifest).items():  # found out before the first start, if the job does not say it
+        if isinstance(now.get(section), dict):
+            now[section] = {"streams": then_of_it, **now[section]}
     may_change = keys_that_may_change()
     return [
         f"{key} was {_setting(then, key)}, is {_setting(now, key)}"
@@ -696,6 +699,26 @@ def list_contract_differences(manifest: Manifest, spec: Job) -> list[str]:
         and not _is_same_setting(then.get(key), now.get(key))
         and not (key == "edition" and _edition_of(manifest) < CONTRACT_EDITION)
     ]
+
+
+def streams_of(manifest: Manifest) -> dict[str, int]:
+    """`data` and `validation`, as far as they are iterable -> the number of streams as which they are read."""
+    found = {name: manifest.contract.get(name) for name in ("data", "validation")}
+    return {
+        name: streams
+        for name, section in found.items()
+        if isinstance(section, dict) and isinstance(streams := section.get("streams"), int)
+    }
+
+
+def with_streams_of(manifest: Manifest, spec: Job) -> Job:
+    """The job, read as the numbers of streams that the checkpoint was, where it does not say how many."""
+    found = streams_of(manifest)
+    if spec.data.streams is None and "data" in found:
+        spec = spec.replace(data=spec.data.replace(streams=found["data"]))
+    if spec.validation is not None and spec.validation.streams is None and "validation" in found:
+        spec = spec.replace(validation=spec.validation.replace(streams=found["validation"]))
+    return spec
 
 
 def _setting(contract: Mapping[str, Json], key: str) -> str:

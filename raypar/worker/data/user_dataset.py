@@ -1,4 +1,4 @@
-"""The user's data set: made by the function that the job names, and refused if its samples cannot be read by id."""
+"""The user's data set: made by the function that the job names, read by id or as a stream, and refused if it can be neither."""
 
 from __future__ import annotations
 
@@ -29,11 +29,23 @@ class MapStyleDataset(Protocol):
         """A sample: a mapping, a tuple or list, or one tensor or number."""
 
 
+def is_stream(dataset: object) -> bool:
+    """Whether the samples of a data set can only be read one after the other: it has `__iter__`, and is not map-style."""
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return True  # has a __getitem__ that only raises
+    if is_data_loader(dataset) or hasattr(dataset, "iter_batches"):  # of Ray a data set
+        return False
+    if isinstance(dataset, (set, frozenset)):  # it has no order
+        return False
+    return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
+
+
 def make_dataset(spec: DataConfig, key: str = "data", *, batch_size: int | None = None) -> Any:
     """Call the user's data set function; of a `DataLoader` that it returns the data set is taken.
 
-    Raises `UserCodeError` if it raises, `DataError` if samples cannot be read by id, `ConfigError` for a `DataLoader` that says
-    otherwise than the job. `key`: the job's key of the data; `batch_size`: the job's, compared with a loader's.
+    Its samples are read by id, or it is a stream (`is_stream`). Raises `UserCodeError` if the function raises, `DataError` if
+    samples can be read in neither way, `ConfigError` for a `DataLoader` that says otherwise than the job. `key`: the job's key
+    of the data; `batch_size`: the job's, compared with a loader's.
     """
     try:
         dataset = spec.call(f"{key}.args")
@@ -51,7 +63,8 @@ def make_dataset(spec: DataConfig, key: str = "data", *, batch_size: int | None 
         if batch_size is not None:
             check_batch_size(parts, batch_size, f"{key}: what the function {spec.label} returned")
         dataset = parts.dataset
-    dataset_size(dataset, spec.label)
+    if not is_stream(dataset):
+        dataset_size(dataset, spec.label)
     return dataset
 
 
@@ -62,13 +75,13 @@ def require_map_style(dataset: Any, what: str) -> None:
             f"{what} is {with_article(type(dataset).__name__)}, whose [0] is a column, not a sample",
             cure="give a list of samples: frame.to_dict('records'), or torch.utils.data.TensorDataset(inputs, targets)",
         )
-    iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # has a __getitem__ that only raises
-    if iterable or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        listed = "dataset.take_all() is such a list" if hasattr(dataset, "take_all") else "an iterable one can be listed first"
+    if is_stream(dataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        listed = "sorted(data) is one of a set" if isinstance(dataset, (set, frozenset)) else "list(data) is one"
+        listed = "dataset.take_all() is such a list" if hasattr(dataset, "take_all") else listed
         raise DataError(
             f"{what} is {with_article(type(dataset).__name__)}, which cannot be read by sample id",
-            cure="give a map-style data set, with __len__ and __getitem__, such as a list of samples; "
-            f"{listed}, or saved to files",
+            cure="give a map-style data set, with __len__ and __getitem__, such as a list of samples "
+            f"({listed}), or a function or class that makes an iterable one, with __iter__",
         )
 
 

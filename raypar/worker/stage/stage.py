@@ -330,7 +330,7 @@ class Stage:
             self.losses[microbatch] = (live.loss.detach(), count)
             if self.metrics is not None and self.metrics.are_due(self.step):
                 with torch.no_grad():
-                    self.metrics.measure(forward_pass, values, batch)
+                    self.metrics.measure(forward_pass, values, self._fields(values, batch))
         live.kept_inputs = {name: _without_graph(values[name]) for name in recomputation.inputs}
         if self.shard is not None and recomputation.positions:
             live.value_layouts = dict(self.shard.group.value_layouts)
@@ -395,8 +395,13 @@ class Stage:
             if self.loss is not None:
                 self.losses[microbatch] = self.loss(forward_pass, values)
             if self.metrics is not None:
-                self.metrics.measure(forward_pass, values, batch)
+                self.metrics.measure(forward_pass, values, self._fields(values, batch))
         return {name: values[name].detach() for name in self.values.outgoing}
+
+    def _fields(self, values: Mapping[str, Tensor], batch: Batch) -> Batch:
+        """The fields of the batch that metrics get: those that the first stage has handed on, where it does."""
+        handed_on = {name: values[name] for name in self.graph.handed_on if name in values}
+        return handed_on if self.graph.handed_on else batch
 
     # -- backward ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,229 @@
+"""Makes microbatches of the samples of streams, each of which its worker reads once (raypar/NUMERICS.md, rule 1)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from raypar.errors import RayparError
+from raypar.job import DataConfig, Job
+from raypar.plan.microbatches import Microbatches
+from raypar.worker.data.collate import MicrobatchPlace
+from raypar.worker.data.microbatch_loader import AHEAD_BYTES
+from raypar.worker.data.sample_order import SamplePosition
+from raypar.worker.data.sample_reader import SampleReader
+from raypar.worker.data.stream_positions import StreamPositions
+from raypar.worker.data.stream_reader import StreamReader
+from raypar.worker.data.stream_source import StreamSource
+from raypar.worker.process.torch_state_guard import TorchStateGuard
+
+
+def digest_of_fields(fields: Mapping[str, Tensor]) -> int:
+    """8 bytes of hash of a microbatch: names, dtypes, shapes and numbers of its fields."""
+    found = hashlib.blake2b(digest_size=8)
+    for name in sorted(fields):
+        value = fields[name]
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
+    return int.from_bytes(found.digest(), "little")
+
+
+@dataclass(frozen=True)
+class StreamMicrobatch:
+    """A microbatch that was read."""
+
+    fields: dict[str, Tensor]
+    """Field -> [samples, ...]."""
+    samples: tuple[SamplePosition, ...]
+    """(epoch, index in the epoch) of its samples, in the stream of the microbatch."""
+    digest: int
+    """`digest_of_fields`."""
+
+
+class _Queue:
+    """Samples that were read, as a data set that gives each once: `SampleReader` makes batches of them."""
+
+    raypar_thread_safe = True
+
+    def __init__(self) -> None:
+        self.samples: deque[object] = deque()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> object:
+        return self.samples.popleft()
+
+
+@dataclass
+class OpenStreams:
+    """What a worker keeps of its streams from one plan to the next: readers where they are, and microbatches read ahead."""
+
+    readers: dict[int, StreamReader] = field(default_factory=dict)
+    """Stream -> its reader."""
+    read: dict[tuple[int, int], StreamMicrobatch] = field(default_factory=dict)
+    """(step, microbatch) -> the microbatch, of the step under way and of those read ahead: a step that is executed again
+    needs no reading."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for reader in self.readers.values():
+            reader.close()
+        self.readers.clear()
+        self.read.clear()
+
+
+class StreamLoader:
+    """The microbatches of one iterable data set that a worker computes, by (step, microbatch).
+
+    `own`: the microbatches that this worker runs. Where other workers run some of the same stream, their samples are read too,
+    and dropped. `keeps`: whether microbatches are kept until the next step begins; else each is given once. `fields`,
+    `batch_names`: see `SampleReader.of`.
+    """
+
+    positions: StreamPositions
+    """Which samples of which stream a microbatch has."""
+    _spec: DataConfig
+    """The data set, its fields and the window."""
+    _seed: int
+    """The job's seed."""
+    _own: Sequence[int]
+    """The microbatches of a step that this worker runs, ascending."""
+    _keeps: bool
+    """Whether microbatches are kept until the next step begins."""
+    _guard: TorchStateGuard | None
+    """Restores process state that samples leave changed."""
+    _open: OpenStreams
+    """Readers and microbatches."""
+    _queue: _Queue
+    """The samples of the microbatch that is collated."""
+    _reader: SampleReader
+    """Collates them."""
+
+    def __init__(
+        self,
+        spec: DataConfig,
+        batching: Microbatches,
+        *,
+        seed: int,
+        fields: Sequence[str],
+        own: Collection[int],
+        streams: OpenStreams | None = None,
+        keeps: bool = True,
+        guard: TorchStateGuard | None = None,
+        batch_names: Sequence[str] = (),
+    ) -> None:
+        assert spec.streams is not None, "the checks before a run say how many streams there are"
+        self.positions = StreamPositions(spec.streams, batching)
+        self._spec, self._seed, self._own = spec, seed, sorted(own)
+        self._keeps, self._guard = keeps, guard
+        self._open = streams if streams is not None else OpenStreams()
+        self._queue = _Queue()
+        self._reader = SampleReader.of(self._queue, spec, seed, fields, guard=guard, batch_names=batch_names)
+
+    def get(self, step: int, microbatch: int) -> dict[str, Tensor]:
+        """One microbatch: field -> [samples, ...]. Raises `DataError` or `UserCodeError`."""
+        key, read = (step, microbatch), self._open.read
+        for old in [k for k in read if k[0] < step]:
+            del read[old]
+        if key not in read:
+            self._read_until(step, microbatch)
+        return (read[key] if self._keeps else read.pop(key)).fields
+
+    def prefetch(self, step: int, microbatches: Sequence[int]) -> None:
+        """Nothing: a stream is read where it is needed."""
+
+    def read_ahead(self, step: int, microbatches: Sequence[int]) -> None:
+        """Read these microbatches now, up to about `AHEAD_BYTES`, while the step waits for others. `get` raises the errors."""
+        room = AHEAD_BYTES
+        for key in [(step, microbatch) for microbatch in microbatches if (step, microbatch) not in self._open.read]:
+            if room <= 0:
+                return
+            try:
+                self._read_until(*key)
+            except RayparError:
+                return
+            room -= sum(tensor.nbytes for tensor in self._open.read[key].fields.values())
+
+    def digests(self, step: int) -> dict[int, int]:
+        """Microbatch -> digest, of this worker's microbatches of a step that were read."""
+        return {m: found.digest for (at, m), found in sorted(self._open.read.items()) if at == step}
+
+    def sample_positions(self, step: int, microbatch: int) -> list[SamplePosition]:
+        """(epoch, index) of the samples of a microbatch of the step under way."""
+        found = self._open.read.get((step, microbatch))
+        return list(found.samples) if found is not None else []
+
+    def close(self) -> None:
+        """Nothing: streams outlive plans, and their owner closes them."""
+
+    def _read_until(self, step: int, microbatch: int) -> None:
+        """Read this microbatch, after those of its stream that come before it in the step and that this worker runs too."""
+        before = [m for m in self._own if m <= microbatch and m % self.positions.streams == microbatch % self.positions.streams]
+        for one in before:
+            if (step, one) not in self._open.read and (self._keeps or one == microbatch):
+                self._open.read[step, one] = self._read(step, one)
+
+    def _read(self, step: int, microbatch: int) -> StreamMicrobatch:
+        stream, positions = self.positions.stream_of(microbatch), self.positions.of(step, microbatch)
+        reader = self._open.readers.get(stream)
+        if reader is None:
+            source = StreamSource(self._spec, stream, self.positions.streams, self._seed, self._guard)
+            reader = self._open.readers[stream] = StreamReader(source, self._seed, self._spec.shuffle_window)
+        reader.seek(positions.start)
+        found = [reader.read() for _ in positions]
+        places = [place for place, _ in found]
+        fields = self._collate([sample for _, sample in found], places, (step, microbatch))
+        return StreamMicrobatch(fields, tuple(places), digest_of_fields(fields))
+
+    def _collate(self, samples: Sequence[object], places: Sequence[SamplePosition], at: MicrobatchPlace) -> dict[str, Tensor]:
+        self._queue.samples.extend(samples)
+        try:
+            return self._reader.read(places, at)
+        except RayparError as error:
+            self._queue.samples.clear()
+            stream = self.positions.stream_of(at[1])
+            error.args = (f"stream {stream} of {self.positions.streams}: {error.what}", error.cure)
+            error.what = error.args[0]
+            raise
+
+
+class FirstSamples(list[object]):
+    """The samples of a first microbatch, as a data set."""
+
+
+def first_samples(spec: Job) -> FirstSamples:
+    """The samples of a job's first microbatch."""
+    assert spec.data.streams is not None, "the checks before a run say how many streams there are"
+    reader = StreamReader(StreamSource(spec.data, 0, spec.data.streams, spec.seed), spec.seed, spec.data.shuffle_window)
+    reader.seek(0)
+    found = FirstSamples(reader.read()[1] for _ in spec.batching.samples(0))
+    reader.close()
+    return found
+
+
+def read_stream_microbatches(
+    spec: Job, fields: Sequence[str], places: Sequence[tuple[int, int]], guard: TorchStateGuard | None = None
+) -> list[StreamMicrobatch]:
+    """The microbatches of a job at these (step, microbatch), read here, in order of their places in the streams."""
+    assert spec.data.streams is not None, "the checks before a run say how many streams there are"
+    # A job with fewer microbatches, of a check before the run, reads the first streams only.
+    data = spec.training_data.replace(streams=min(spec.data.streams, spec.microbatches))
+    streams = OpenStreams()
+    loader = StreamLoader(
+        data, spec.batching, seed=spec.seed, fields=fields, own=range(spec.microbatches), streams=streams, guard=guard
+    )
+    try:
+        found = {}
+        for step in sorted({step for step, _ in places}):
+            for microbatch in sorted(m for at, m in places if at == step):
+                loader.get(step, microbatch)
+            found.update(streams.read)
+        return [found[place] for place in places]
+    finally:
+        streams.close()

@@ -1,0 +1,131 @@
+"""Reads one stream of samples from any position on: epoch after epoch, shuffled in windows if the job asks for it (rule 1)."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+
+import torch
+
+from raypar.errors import DataError
+from raypar.plan.seeds import seed_of
+from raypar.worker.data.sample_order import SamplePosition
+from raypar.worker.data.stream_source import StreamSource
+
+
+class StreamReader:
+    """The samples of a stream by position: 0 is the first that it gives, and an epoch that ends is followed by the next one.
+
+    Positions are read forwards; an earlier one than the last is found by reading its epoch again from the beginning.
+    """
+
+    source: StreamSource
+    """The stream's data set."""
+    epoch_starts: list[int]
+    """Epoch -> the position of its first sample, of the epochs that have been found so far."""
+    skipped: int
+    """Samples read in vain so far, to find a place."""
+    _seed: int
+    """The job's seed."""
+    _window: int
+    """Samples that are permuted together; 1: none."""
+    _position: int | None
+    """Position of the sample that is given next; None before the first, and after an error."""
+    _epoch: int
+    """The epoch that is being read."""
+    _read: int
+    """Samples that the epoch has given to windows so far."""
+    _ended: bool
+    """Whether the epoch has given its last sample."""
+    _ahead: deque[tuple[SamplePosition, object]]
+    """The rest of the window under way: ((epoch, index in the epoch), sample)."""
+
+    def __init__(self, source: StreamSource, seed: int, window: int = 0) -> None:
+        self.source, self.epoch_starts, self.skipped = source, [0], 0
+        self._seed, self._window = seed, max(1, window)
+        self._position, self._epoch, self._read, self._ended, self._ahead = None, 0, 0, True, deque()
+
+    def seek(self, position: int) -> None:
+        """Go to a position; samples before it are read and dropped. Raises as `read` does."""
+        if self._position is None or position < self._position:
+            epoch = bisect.bisect_right(self.epoch_starts, position) - 1
+            self._open(epoch)
+            self._position = self.epoch_starts[epoch]
+        if position > self._position:
+            self._skip(position - self._position)
+
+    def read(self) -> tuple[SamplePosition, object]:
+        """((epoch, index in the epoch), sample) at the present position, and go to the next one.
+
+        Raises `UserCodeError` for what the data set raises, `DataError` for an epoch without samples.
+        """
+        assert self._position is not None, "seek comes first"
+        position, self._position = self._position, None
+        if not self._ahead:
+            self._fill(position)
+        self._position = position + 1
+        return self._ahead.popleft()
+
+    def close(self) -> None:
+        """Let go of the data set."""
+        self._position = None
+        self._ahead.clear()
+        self.source.close()
+
+    def _skip(self, count: int) -> None:
+        for _ in range(count):
+            self.read()
+        self.skipped += count
+
+    def _open(self, epoch: int) -> None:
+        self._ahead.clear()
+        self._position = None
+        self.source.begin(epoch)
+        self._epoch, self._read, self._ended = epoch, 0, False
+
+    def _fill(self, position: int) -> None:
+        """Read the window that begins at a position: of the epoch, or of the next one if that has no more samples."""
+        samples = self._read_window()
+        if not samples:
+            if not self._read:
+                raise self._empty_error()
+            self._open(self._epoch + 1)
+            self._note_start(position)
+            samples = self._read_window()
+            if not samples:
+                raise self._empty_error()
+        order = list(range(len(samples)))
+        if self._window > 1:
+            here = seed_of(self._seed, "window", self._epoch, self.source.stream, self._read // self._window)
+            order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(here)).tolist()
+        self._ahead.extend(((self._epoch, self._read + place), samples[place]) for place in order)
+        self._read += len(samples)
+
+    def _read_window(self) -> list[object]:
+        """The next samples of the epoch, as many as a window has; fewer at its end."""
+        samples: list[object] = []
+        while len(samples) < self._window and not self._ended:
+            found = self.source.read()
+            self._ended = not found
+            samples += found
+        return samples
+
+    def _note_start(self, position: int) -> None:
+        """Keep where the epoch begins. Raises `DataError` if it has begun elsewhere before."""
+        if self._epoch == len(self.epoch_starts):
+            self.epoch_starts.append(position)
+        elif self.epoch_starts[self._epoch] != position:
+            raise DataError(
+                f"stream {self.source.stream}: epoch {self._epoch} began with sample {self.epoch_starts[self._epoch]:,} of the "
+                f"stream, and when it was read again with sample {position:,}",
+                cure="let the data set give the same samples each time that an epoch is read",
+            )
+
+    def _empty_error(self) -> DataError:
+        several = self.source.streams > 1
+        return DataError(
+            f"stream {self.source.stream} of {self.source.streams} gave no sample in epoch {self._epoch}",
+            cure=f"set data.streams < {self.source.streams}, or give every stream some samples in each epoch"
+            if several
+            else "let the data set give at least one sample each time that it is iterated",
+        )

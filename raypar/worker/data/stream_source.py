@@ -1,0 +1,173 @@
+"""The user's iterable data set as one of several streams sees it: a data set of its own, begun anew for each epoch (rule 1)."""
+
+from __future__ import annotations
+
+import copy
+import random
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy
+import torch
+
+from raypar.errors import DataError, RayparError, UserCodeError, with_article
+from raypar.job import DataConfig
+from raypar.plan.seeds import seed_of
+from raypar.torch_compat.worker_info import seen_as_worker
+from raypar.user_code.user_code_errors import error_text, reraise_ctrl_c
+from raypar.worker.data.user_dataset import is_stream, make_dataset
+from raypar.worker.process.torch_state_guard import TorchStateGuard
+
+
+class IterableDataset(Protocol):
+    """The user's data set, whose samples can only be read one after the other."""
+
+    def __iter__(self) -> Iterator[object]: ...
+
+
+_in_use: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+"""Data sets of this process that streams have read: each stream needs one of its own, which keeps where it is."""
+_without_weak_references: deque[object] = deque(maxlen=256)
+"""The last of them that cannot be referred to weakly: iterators of Python's own types."""
+
+
+class StreamSource:
+    """One stream of an iterable data set, as worker `stream` of `streams` of a PyTorch `DataLoader` would read it.
+
+    `begin` opens an epoch, `read` gives its samples. Generators of random numbers are seeded before each call of the data set
+    by its place: (epoch, stream), and (epoch, stream, index) for a sample.
+    """
+
+    stream: int
+    """Number of the stream."""
+    streams: int
+    """Number of all streams."""
+    _seeded_as: int
+    """The stream whose seeds are used: the stream's own, unless streams are compared."""
+    _spec: DataConfig
+    """The data set's function and arguments."""
+    _seed: int
+    """The job's seed."""
+    _guard: TorchStateGuard | None
+    """Restores process state that the data set leaves changed."""
+    _dataset: IterableDataset | None
+    """The data set; None before the first epoch. One that is an iterator itself is made anew for each epoch."""
+    _iterator: Iterator[object] | None
+    """Of the epoch under way; None before the first, and after an error."""
+    _epoch: int
+    """The epoch under way."""
+    _index: int
+    """How many samples it has given."""
+    _seeds_samples: bool
+    """Whether generators are seeded before each sample; not for a data set that promises to draw no random numbers."""
+
+    def __init__(
+        self,
+        spec: DataConfig,
+        stream: int,
+        streams: int,
+        seed: int,
+        guard: TorchStateGuard | None = None,
+        *,
+        seeded_as: int | None = None,
+    ) -> None:
+        self.stream, self.streams, self._seeded_as = stream, streams, stream if seeded_as is None else seeded_as
+        self._spec, self._seed, self._guard = spec, seed, guard
+        self._dataset, self._iterator, self._epoch, self._index = None, None, -1, 0
+        self._seeds_samples = True
+
+    def begin(self, epoch: int) -> None:
+        """Open an epoch at its first sample. Raises `UserCodeError` for what the data set raises."""
+        self._iterator = None
+        if self._dataset is None or hasattr(self._dataset, "__next__"):
+            self._dataset = self._make()
+        self._seeds_samples = not getattr(self._dataset, "raypar_thread_safe", False)
+        here = seed_of(self._seed, "stream", epoch, self._seeded_as)
+        self._epoch, self._index = epoch, 0
+        _seed_generators(here)
+        try:
+            with seen_as_worker(self.stream, self.streams, here, self._dataset):
+                if hasattr(self._dataset, "set_epoch"):
+                    self._dataset.set_epoch(epoch)
+                self._iterator = iter(self._dataset)
+        except RayparError:
+            raise
+        except BaseException as error:  # some classes of libraries are no Exception
+            raise self._raised(error, f"the beginning of epoch {epoch}") from error
+        if self._guard is not None:
+            self._guard.check("the data set's __iter__")
+
+    def read(self) -> tuple[object, ...]:
+        """The next sample, alone in a tuple; nothing if the epoch has ended. Raises `UserCodeError`."""
+        assert self._iterator is not None, "no epoch is open"
+        here = seed_of(self._seed, "stream", self._epoch, self._seeded_as, self._index)
+        if self._seeds_samples:
+            _seed_generators(here)
+        iterator, self._iterator = self._iterator, None  # a generator that has raised is over
+        try:
+            with seen_as_worker(self.stream, self.streams, here, self._dataset):
+                sample = next(iterator)
+        except StopIteration:
+            return ()
+        except RayparError:
+            raise
+        except BaseException as error:  # some classes of libraries are no Exception
+            raise self._raised(error, f"sample {self._index} (epoch {self._epoch})") from error
+        if self._guard is not None:
+            self._guard.check("the data set's __iter__")
+        self._iterator = iterator
+        self._index += 1
+        return (sample,)
+
+    def close(self) -> None:
+        """Let go of the data set: generators close their files."""
+        self._iterator, self._dataset, self._epoch = None, None, -1
+
+    def _make(self) -> IterableDataset:
+        """A data set that no other stream reads. Raises `DataError` for one that cannot be had twice."""
+        made: IterableDataset = make_dataset(self._spec)
+        if not is_stream(made):
+            raise DataError(
+                f"data set {self._spec.label} is {with_article(type(made).__name__)}, which is read by sample id, and not as "
+                f"streams (data.streams: {self.streams})",
+                cure="leave data.streams out",
+            )
+        if _in_use.get(id(made)) is made or any(made is one for one in _without_weak_references):
+            if hasattr(made, "__next__"):
+                raise DataError(
+                    f"data set {self._spec.label} is {with_article(type(made).__name__)}, an iterator that is read once, and "
+                    "each stream and epoch begins one",
+                    cure="give the function that makes it: it is called for each stream and epoch",
+                )
+            try:
+                made = copy.deepcopy(made)
+            except BaseException as error:  # some classes of libraries are no Exception
+                reraise_ctrl_c(error)
+                raise DataError(
+                    f"data set {self._spec.label} is one object for all streams, and cannot be copied: {error_text(error)}",
+                    cure="give a function or class that makes a new one at each call",
+                ) from error
+        try:
+            _in_use[id(made)] = made
+        except TypeError:
+            _without_weak_references.append(made)
+        return made
+
+    def _raised(self, error: BaseException, what: str) -> UserCodeError:
+        reraise_ctrl_c(error)
+        return UserCodeError(
+            f"stream {self.stream} of {self.streams}, {what}: "
+            f"the data set raised {error_text(error)}\n{traceback.format_exc()}",
+            cure="read the data set by itself: for sample in data(): ...; its worker is torch.utils.data.get_worker_info()",
+        )
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed the generators of python, numpy and torch (on the CPU alone: `torch.manual_seed` visits every kind of device)."""
+    here = seed % 2**32
+    random.seed(here)
+    numpy.random.seed(here)
+    torch.default_generator.manual_seed(here)
