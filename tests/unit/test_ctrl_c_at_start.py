@@ -61,3 +61,12 @@ def test_a_process_that_ignores_ctrl_c_still_does(tmp_path: Path):
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True
     )
     assert done.stdout.splitlines()[-1] == str(signal.SIG_IGN)
+
+
+def test_little_is_imported_before_the_handler_is_there():
+    """Python itself ends with a traceback until then."""
+    code = "import sys; before = {*sys.modules}; import raypar; print(*sorted({*sys.modules} - before))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, check=True
+    )
+    assert done.stdout.split() == ["__future__", "raypar"]
