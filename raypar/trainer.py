@@ -54,20 +54,17 @@ DEFAULTS = {name: info.default for name, info in Job.model_fields.items()}
 class Trainer:
     """Trains a PyTorch model on Ray, over workers as `plan` says, with the results of one process, bit for bit.
 
-        result = raypar.Trainer(
-            model=Net, loss=torch.nn.functional.mse_loss, data=torch.utils.data.TensorDataset(x, y),
+        result = raypar.Trainer(model=Net, loss=torch.nn.functional.mse_loss, data=torch.utils.data.TensorDataset(x, y),
             optimizer=(torch.optim.AdamW, {"lr": 1e-3}), steps=100, batch_size=64, microbatches=8,
             plan={"stages": 2, "replicas": 2}).fit()  # four workers
 
-    Arguments, by name. Each is explained in examples/guides/reference.md; `raypar job --schema` has the keys of a job.
+    Arguments (reference: examples/guides/reference.md); a function: itself, "module:name" or (function, {arguments}).
     - what is trained: model, loss, data, optimizer, lr_schedule, clip_norm, init, init_from, deferred_init, seed
-    - how it is computed: dtype, precision, reduction, non_finite, device, threads
-    - for how long: steps or epochs, batch_size, microbatches, virtual_replicas, max_time_s, early_stopping, stop_at_step
+    - how it is computed: dtype, precision, reduction, non_finite, device, threads, scaling_config
+    - for how long: steps, epochs, batch_size, microbatches, virtual_replicas, max_time_s, early_stopping, stop_at_step
     - on which workers: plan, schedule, elastic, workers, placement, wait_for_workers_s, address, local_nodes
-    - what is kept: name, run_dir, checkpoint, resume_from_checkpoint
-    - what is watched: validation, metrics, callbacks, trackers, trace_every, price_per_worker_hour
-    - of Ray Train: scaling_config, run_config, checkpoint_config
-    A function is given itself, as "module:name" or as (function, {argument: value}); a section of a job file as a dict.
+    - what is kept: name, run_dir, checkpoint, resume_from_checkpoint, run_config, checkpoint_config
+    - what is watched: validation, metrics, metrics_every, callbacks, trackers, trace_every, price_per_worker_hour
     """
 
     @without_raypar_frames
@@ -227,13 +224,13 @@ class Trainer:
             console.finish(result)
         return result
 
+    @with_brief_signature
     @without_raypar_frames
     def evaluate(
         self, run: Any = None, *, data: SampleSource | None = None, batch_size: int | None = None, verbose: bool = True
     ) -> dict[str, Json]:
-        """The validation loss of trained weights, `validation_loss`, with `count` and `seconds`; raises as `fit`.
-        `run`: a result's `checkpoint`, or the path of a run or checkpoint (else `resume_from_checkpoint`). `data`: in place of
-        `validation`. `batch_size`: samples in the model at once (else as in training). On the plan given here.
+        """`validation_loss`, `count`, `seconds` of trained weights; raises as `fit`. `data`: in place of `validation`.
+        `run`: a checkpoint, or a path (else `resume_from_checkpoint`). `batch_size`: samples in the model at once.
         """
         from raypar.launch.evaluate_run import evaluate_checkpoint
         from raypar.launch.forward_run import Cluster
