@@ -11,6 +11,7 @@ from raypar.job.function_section import ModelConfig as ModelConfig
 from raypar.job.function_section import OptimizerConfig as OptimizerConfig
 from raypar.job.function_section import PadConfig as PadConfig
 from raypar.job.function_section import ValidationConfig as ValidationConfig
+from raypar.job.function_section import WeightsConfig as WeightsConfig
 from raypar.job.init_from_section import InitFromConfig as InitFromConfig
 from raypar.job.job import CheckpointConfig as CheckpointConfig
 from raypar.job.job import EarlyStoppingConfig as EarlyStoppingConfig

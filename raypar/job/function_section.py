@@ -179,6 +179,13 @@ class SamplesConfig(FunctionConfig):
     loads them."""
 
 
+class WeightsConfig(FunctionConfig):
+    """A function of the data set that gives a weight for each sample. An epoch draws as many samples as there are."""
+
+    replacement: bool = True
+    """Whether a sample may be drawn several times in an epoch."""
+
+
 class DataConfig(SamplesConfig):
     """The data set of a job, map-style or iterable, what of its samples is the model's input and the loss's target, and their
     order."""
@@ -192,6 +199,31 @@ class DataConfig(SamplesConfig):
     shuffle_window: NonNegativeInt = 0
     """Of an iterable data set: this many samples of a stream at a time are read and given in a random order. 0: the data set's
     own order."""
+
+    sampler: FunctionConfig | None = None
+    """A function of (dataset, epoch) that gives the ids of the epoch's samples in order, or a class of samplers of PyTorch: the
+    order in place of `shuffle`. It is called with all generators seeded by the epoch, in every worker that reads samples."""
+    weights: WeightsConfig | None = None
+    """Samples are drawn by weight, as by `WeightedRandomSampler`, in place of `shuffle`."""
+    group_by: FunctionConfig | None = None
+    """A function of the data set that gives the length of each sample, such as `raypar.data.lengths:of_field`: samples of
+    similar length come together, as with `group_by_length` of `transformers`, in place of `shuffle`."""
+
+    @property
+    def names_ids(self) -> bool:
+        """Whether a function of the user's decides which samples an epoch has, or their order."""
+        return self.sampler is not None or self.weights is not None or self.group_by is not None
+
+    @model_validator(mode="after")
+    def _one_order(self) -> DataConfig:
+        given = [name for name in ("sampler", "weights", "group_by") if getattr(self, name) is not None]
+        given += ["shuffle"] if self.shuffle is not True else []
+        if len(given) > 1:
+            raise ConfigError(
+                f"data has {' and '.join(given)}, and each of them is the order of an epoch",
+                cure="leave all but one of them out",
+            )
+        return self
 
     @field_validator("shuffle", mode="before")
     @classmethod

@@ -19,8 +19,8 @@ _LOADING = "CPU processes that read samples ahead are data.processes"
 _LOOP = "raypar runs the loop: give `model`, `loss`, `data` and `optimizer`"
 _OPTIMIZER = "it is an argument of the optimizer: a key of optimizer.args, such as optimizer.args.lr"
 _ORDER = (
-    "the order of an epoch's samples is data.shuffle: shuffled anew in every epoch, in an order that depends on `seed` alone, "
-    "or as they are; a sampler of your own is not supported yet"
+    "the order of an epoch's samples is data.shuffle (shuffled anew in every epoch, by `seed` alone, or as they are), or a "
+    "sampler of your own: data.sampler, data.weights, data.group_by"
 )
 _PLAN = "the parallel plan is `plan`: plan.stages (pipeline), plan.replicas (data) and plan.shards (tensor parallel)"
 _PRECISION = "parameters are float32 or float64 (`dtype`); mixed precision is precision.compute"
@@ -81,7 +81,7 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "eval_dataset val_dataloader val_dataloaders valid_dataset val_dataset val_data validation_data eval_data test_dataset "
     "datamodule data_module",
     "the function or class that makes a batch of samples is data.collate": "data_collator collate_fn collator collation",
-    _ORDER: "sampler batch_sampler train_sampler shuffled group_by_length use_distributed_sampler replace_sampler_ddp "
+    _ORDER: "batch_sampler train_sampler shuffled group_by_length use_distributed_sampler replace_sampler_ddp "
     "use_seedable_sampler split_batches even_batches dispatch_batches",
     "each step reads batch_size samples, the last of an epoch and the first of the next one; data.drop_last ends an epoch with "
     "its last whole batch": "dataloader_drop_last",

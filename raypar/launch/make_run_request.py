@@ -13,7 +13,7 @@ from raypar.job.contract import CODE, contract_of_job
 from raypar.launch.choose_plan import ChosenPlan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.user_code_digests import code_of_job, describe_code_change
-from raypar.launch.values_of_job import values_of_job
+from raypar.launch.values_of_job import FUNCTIONS_OF_DATA, values_of_job
 from raypar.storage.filesystems import pickle_registered_filesystems
 from raypar.storage.run_folder import RunFolder
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
@@ -134,7 +134,7 @@ def storage_fields(folder: RunFolder, options: LaunchOptions) -> StorageFields:
 def given_parts(spec: Job) -> dict[str, FunctionConfig | None]:
     """Key of a job -> what the user gave for it, of those that may be objects."""
     parts = {"model": spec.model, "loss": spec.loss, "data": spec.data, "optimizer": spec.optimizer}
-    more = {"data.collate": spec.data.collate} if spec.data.collate is not None else {}
+    more = {f"data.{name}": ref for name in FUNCTIONS_OF_DATA if (ref := getattr(spec.data, name)) is not None}
     more |= {f"metrics.{name}": metric for name, metric in spec.metrics.items()}
     return {**more, **parts, "lr_schedule": spec.lr_schedule, "validation": spec.validation}
 

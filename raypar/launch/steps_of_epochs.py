@@ -18,7 +18,8 @@ def with_steps_of_epochs(job: Job, tell: EventHandler) -> Job:
     if job.epochs is None or job.steps is not None:
         return job
     from raypar.launch.launch_run import keep_callers_state
-    from raypar.worker.data.user_dataset import dataset_size, is_stream, make_dataset
+    from raypar.worker.data.sample_order import SampleOrder
+    from raypar.worker.data.user_dataset import is_stream, make_dataset
     from raypar.worker.process.torch_state_guard import TorchStateGuard
 
     make_importable(job.source_dir)
@@ -32,8 +33,8 @@ def with_steps_of_epochs(job: Job, tell: EventHandler) -> Job:
                     f"epochs is {job.epochs:g}, and data set {job.data.label} is iterable: its samples are not counted",
                     cure=f"set steps in the place of epochs: samples x {job.epochs:g} / {job.batch_size}",
                 )
-            size = dataset_size(dataset, job.data.label)
-    return job.replace(steps=job.steps_of_epochs(size))
+            samples = SampleOrder.of_job(job, dataset, guard).epoch_samples
+    return job.replace(steps=job.steps_of_epochs(samples))
 
 
 def length_in_words(job: Job) -> str:

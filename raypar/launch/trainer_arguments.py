@@ -73,6 +73,8 @@ FUNCTIONS: dict[str, type[FunctionConfig]] = {
 }
 """Arguments that are functions, or objects in their place -> their section of a job."""
 
+OBJECTS_OF_DATA = ("sampler", "weights", "group_by")
+"""Keys of the argument `data` that may be an object in place of a function."""
 P = ParamSpec("P")
 
 
@@ -291,6 +293,8 @@ def function_section(key: str, value: T) -> T | FunctionConfig | dict[str, Any]:
                 + ", ".join(FUNCTIONS[key].model_fields),
             )
         section = _with_unpacked_pair(key, value)
+        if key == "data":
+            section |= {name: Given(section[name]) for name in OBJECTS_OF_DATA if _is_sequence_object(section.get(name))}
     elif key in ("data", "validation") and isinstance(value, tuple) and any(hasattr(part, "shape") for part in value):
         raise ConfigError(
             f"{key} is a tuple of {', '.join(type(part).__name__ for part in value[:4])}, not a data set of samples",
@@ -316,6 +320,12 @@ def validation_argument(data: Any) -> ValidationConfig | None:
     if data is None:
         return None
     return parse_validation_section(function_section("validation", data))
+
+
+def _is_sequence_object(value: Any) -> bool:
+    """Whether a value of `data.sampler`, `weights` or `group_by` is what the function gives itself: a sampler, a tensor, ..."""
+    plain = isinstance(value, (str, list, tuple, Mapping, FunctionConfig)) or callable(value)
+    return not plain and hasattr(type(value), "__iter__")
 
 
 def _with_unpacked_pair(key: str, section: Arguments) -> dict[str, Any]:

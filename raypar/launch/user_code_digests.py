@@ -23,7 +23,7 @@ from typing import Any
 
 from raypar.files.json_values import Json
 from raypar.job import FunctionConfig, Job
-from raypar.launch.values_of_job import VALUES
+from raypar.launch.values_of_job import FUNCTIONS_OF_DATA, VALUES
 
 PACKAGE = "package "
 """What the names of packages begin with; other names are paths below the folder of import, or `script: function`."""
@@ -32,7 +32,8 @@ PACKAGE = "package "
 def code_of_job(spec: Job) -> dict[str, str]:
     """Name of a file, a script's function or a package -> digest or version, of the code on which the job's results depend."""
     found = _Code()
-    for ref in (spec.model, spec.loss, spec.data, spec.optimizer, *filter(None, [spec.data.collate, spec.lr_schedule])):
+    of_data = [getattr(spec.data, name) for name in FUNCTIONS_OF_DATA]
+    for ref in (spec.model, spec.loss, spec.data, spec.optimizer, *filter(None, [*of_data, spec.lr_schedule])):
         found.follow_ref(ref)
     return dict(sorted(found.digests.items()))
 

@@ -36,6 +36,10 @@ _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 """Private attributes of an `nn.Module` that count."""
 
 
+FUNCTIONS_OF_DATA = ("collate", "sampler", "weights", "group_by")
+"""Keys of `data` that are functions."""
+
+
 def values_of_job(spec: Job) -> dict[str, str]:
     """`values of KEY` -> digest, of the job's functions with their arguments.
 
@@ -44,7 +48,7 @@ def values_of_job(spec: Job) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     parts = {key: getattr(spec, key) for key in ("model", "loss", "data", "optimizer", "lr_schedule")}
-    for key, ref in {**parts, "data.collate": spec.data.collate}.items():
+    for key, ref in {**parts, **{f"data.{name}": getattr(spec.data, name) for name in FUNCTIONS_OF_DATA}}.items():
         if ref is not None:
             found[VALUES + key] = _Values(with_tensors=key != "model").of([_function_of(ref), ref.args]).hex()
     return found

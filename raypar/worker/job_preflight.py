@@ -56,6 +56,7 @@ from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_cast_parameters import check_cast_parameters, line_about_cast_parameters
 from raypar.worker.check_layers_with_numbers import check_layers_with_numbers, check_shards_with_numbers
 from raypar.worker.check_loss import MOST_LOSS_NUMBERS, check_sum_and_count, line_about_mixed_samples, random_output
+from raypar.worker.data.epoch_sampler import refuse_chance
 from raypar.worker.data.padding import MASKED_LABEL
 from raypar.worker.data.resolve_streams import resolve_streams
 from raypar.worker.data.sample_order import SampleOrder
@@ -170,7 +171,8 @@ def _check_first_microbatch(spec: Job, graph: Graph, dataset: MapStyleDataset) -
         dataset = first_samples(spec)
         places = [(0, index) for index in range(len(dataset))]
     else:
-        places = SampleOrder.of_job(spec, len(dataset)).ids(0, len(spec.batching.samples(0)))
+        refuse_chance(spec, dataset)
+        places = SampleOrder.of_job(spec, dataset).ids(0, len(spec.batching.samples(0)))
     reader = SampleReader.of(dataset, spec.training_data, spec.seed)
     read = tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
     if reader.padding is not None:
@@ -237,7 +239,7 @@ def _notes_about_data(spec: Job, graph: Graph, names: Sequence[str], batch: Mapp
             f"batch_size is {spec.batch_size}, and the data set has {count_noun(samples, 'sample')}: each step takes "
             f"some of them more than once, as if it were repeated\n  cure: set batch_size <= {samples}, or give more data"
         )
-    if samples > MANY_SAMPLES and spec.data.shuffle is True:
+    if samples > MANY_SAMPLES and spec.data.shuffle is True and not spec.data.names_ids:
         lines.append(
             f"the data set has {samples:,} samples, whose order is a list that every worker makes in each epoch: "
             f"about {samples * 78e-9:.1f} s and {samples * 8 / 2**20:,.0f} MiB\n  cure: set data.shuffle: indexed, which "

@@ -113,7 +113,7 @@ def read_microbatches_of_steps(spec: Job, graph: Graph, places: Sequence[tuple[i
             spec = resolve_streams(spec).job
     if spec.data.streams is not None:
         return [batch.fields for batch in read_stream_microbatches(spec, fields, places, guard)]
-    order = SampleOrder.of_job(spec, len(dataset))
+    order = SampleOrder.of_job(spec, dataset, guard)
     loader = MicrobatchLoader(dataset, spec.training_data, order, spec.batching, seed=spec.seed, fields=fields, guard=guard)
     samples = sum(len(spec.batching.samples(microbatch)) for _, microbatch in places)
     what = f"{count_noun(samples, 'sample')} of {count_noun(len(places), 'microbatch', 'microbatches')}"

@@ -256,7 +256,7 @@ def module_capture_of_job(spec: Job, guard: CallGuard) -> ModuleCapture:
         dataset, size = reader().dataset, len(spec.batching.samples(0))
         if isinstance(dataset, FirstSamples):
             return [(0, index) for index in range(size)]
-        return SampleOrder.of_job(spec, len(dataset)).ids(0, size)
+        return SampleOrder.of_job(spec, dataset).ids(0, size)
 
     def fields() -> tuple[str, ...]:
         with preserve_random_state(), guard(calls):

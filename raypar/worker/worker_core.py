@@ -275,6 +275,7 @@ class WorkerCore:
         fields = self._all_fields(self.spec.training_data, self.spec.batching) if metrics and self.spec.metrics_every else ()
         self.loader = self._make_loader(self.spec.training_data, self.spec.batching, own=own, training=True, more=fields)
         self.step_commit.while_votes_arrive = self._read_ahead
+        self.step_commit.order_digest = self.loader.order_digest if isinstance(self.loader, MicrobatchLoader) else None
         self.interpreter = build(
             routing=routing, batch_sources=self._batch_sources(self.loader), cost_ms=cost_ms, before_compute=before_compute
         )
@@ -393,8 +394,10 @@ class WorkerCore:
                 batch_names=self.graph.batch_names if training else (),
             )
         dataset = self.dataset(data)
-        size = len(dataset)
-        order = SampleOrder.of_job(self.spec, size) if training else SampleOrder(self.spec.seed, size, shuffle=False)
+        if training:
+            order = SampleOrder.of_job(self.spec, dataset, self.guard)
+        else:
+            order = SampleOrder(self.spec.seed, len(dataset), shuffle=False)
         readers = sum(bool(stage.batch_fields) for stage in self.stages.values())
         loader = MicrobatchLoader(
             dataset,

@@ -277,13 +277,35 @@ def permuted_index(x: int, size: int, key: int) -> int:
             return x
 
 
+def ids_of_epoch(data: Any, spec: Job, epoch: int) -> list[int]:
+    """Rule 1, a sampler that is a function of (dataset, epoch), weights and lengths that are functions of the data set."""
+    here = seed_of(spec.seed, "sampler", epoch)
+    generator = torch.Generator().manual_seed(here)
+    if spec.data.weights is not None:
+        weights = torch.as_tensor(spec.data.weights.partial()(data), dtype=torch.float64)
+        return torch.multinomial(weights, len(data), spec.data.weights.replacement, generator=generator).tolist()
+    if spec.data.group_by is not None:
+        from transformers.trainer_pt_utils import get_length_grouped_indices
+
+        return get_length_grouped_indices(list(spec.data.group_by.partial()(data)), spec.batch_size, generator=generator)
+    random.seed(here)
+    numpy.random.seed(here % 2**32)
+    torch.manual_seed(here)
+    assert spec.data.sampler is not None
+    return [int(index) for index in spec.data.sampler.partial()(data, epoch)]
+
+
 def samples(data: Any, spec: Job, start: int, stop: int) -> dict[str, Tensor]:
     rows = []
-    used = len(data) // spec.batch_size * spec.batch_size if spec.data.drop_last else len(data)
+    named = spec.data.sampler or spec.data.weights or spec.data.group_by
+    length = len(ids_of_epoch(data, spec, 0)) if named else len(data)
+    used = length // spec.batch_size * spec.batch_size if spec.data.drop_last else length
     for place in range(start, stop):
         epoch, entry = divmod(place, used)
         here = seed_of(spec.seed, "epoch", epoch)
-        if spec.data.shuffle == "indexed":
+        if named:
+            index = ids_of_epoch(data, spec, epoch)[entry]
+        elif spec.data.shuffle == "indexed":
             index = permuted_index(entry, len(data), here)
         elif spec.data.shuffle:
             index = int(torch.randperm(len(data), generator=torch.Generator().manual_seed(here))[entry])

@@ -223,7 +223,7 @@ class WatchedFlesh(TorchFlesh):
         """Nothing lost, nothing repeated, nothing moved in vain. Raises `AssertionError` with the world's story."""
         spec, tell = self.job.spec, self.world.tell
         record = Record()
-        order = SampleOrder.of_job(spec, len(make_dataset(spec.data)))
+        order = SampleOrder.of_job(spec, make_dataset(spec.data))
         batching, batch = spec.batching, spec.batch_size
         for (generation, step, stage), found in self.reads.items():
             for microbatch, ids in found:

@@ -371,7 +371,7 @@ def test_a_name_of_another_framework_gets_advice_of_its_own(setting, cure):
 
 FOREIGN = """
 torchrun: nproc_per_node=plan.stages nnodes=plan.stages rdzv_endpoint=`address` master_addr=`address`
-    local_rank=`address` max_restarts=`elastic` sampler=shuffled collate_fn=data.collate
+    local_rank=`address` max_restarts=`elastic` collate_fn=data.collate
     persistent_workers=data.processes worker_init_fn=seeds find_unused_parameters=plan.replicas
     grad_scaler=precision.compute
 transformers: args=batch_size compute_metrics=`metrics` data_collator=data.collate train_dataset=`data`
@@ -404,7 +404,7 @@ def test_a_word_of_another_framework_gets_its_sentence_wherever_it_is_written(na
 
 @pytest.mark.parametrize(
     "key",
-    ["data.stages_", "data.schedules_", "compute_metric_", "optimizer.schedul", "evry", "model.input_names", "data.sample_"],
+    ["data.stages_", "data.schedules_", "compute_metric_", "optimizer.schedul", "evry", "model.input_names", "data.keeps_"],
 )
 def test_a_key_of_another_section_is_not_suggested_because_it_looks_like_it(key: str):
     with pytest.raises(ConfigError) as caught:
@@ -437,7 +437,10 @@ OTHER_NAMES = ("num_workers", "optimizer.args.lr", "metrics.jsonl", "torch.utils
 
 def test_advice_about_names_of_other_frameworks_names_keys_that_there_are_and_no_key_needs_it():
     keys = {*dotted_keys(Job), *inspect.signature(raypar.Trainer).parameters}
-    assert {key.rpartition(".")[2] for key in keys} & set(ADVICE) == {"args"}  # an argument of transformers' Trainer
+    assert {key.rpartition(".")[2] for key in keys} & set(ADVICE) == {
+        "args",  # an argument of transformers' Trainer
+        "weights",  # a file of them, where it is no key of `data`
+    }
     assert not set(Job.model_fields) & set(ADVICE)
     for advice in ADVICE.values():
         named = re.findall(r"\b[a-z]+(?:[._][a-z]+)+\b|(?<=`)[a-z]+(?=`)", advice)

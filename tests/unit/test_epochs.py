@@ -8,7 +8,7 @@ import torch
 
 import raypar
 from raypar.console.read_run_folder import read_job_step_count
-from raypar.errors import ConfigError, UserCodeError
+from raypar.errors import ConfigError, DataError, UserCodeError
 from raypar.job import Job
 from raypar.job.contract import contract_of_job
 from raypar.job.read_job import parse_job
@@ -80,6 +80,8 @@ def test_an_override_of_one_takes_the_place_of_the_other():
 def test_epochs_of_no_step_or_of_too_many_are_refused_with_the_numbers():
     few = raypar.Trainer(**GIVEN, data={"function": samples, "args": {"size": 31}, "drop_last": True}, epochs=5).job
     with pytest.raises(ConfigError, match=r"epochs is 5, of 31 samples in batches of 32: 0 steps\n.*leave data.drop_last out"):
+        few.steps_of_epochs(31)
+    with pytest.raises(DataError, match=r"an epoch has 31 samples for a batch_size of 32\n.*leave data.drop_last out"):
         counted(few)
     with pytest.raises(ConfigError, match=r"epochs is 1e\+09, of 1,000 samples in batches of 32: 31,250,000,000 steps\n"):
         counted(job("epochs: 1.0e+9"))

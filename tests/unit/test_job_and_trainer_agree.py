@@ -103,6 +103,8 @@ def with_value(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     tree = copy.deepcopy(FULL)
     if path[:2] == ("loss", path[-1]):
         tree["loss"] = {"function": "m:loss"}
+    if len(path) > 2 and path[1] in ("sampler", "weights", "group_by"):  # there is one of them at most
+        tree["data"][path[1]] = {"function": "m:f"}
     here: Any = tree
     for part in path[:-1]:
         here = here[part]

@@ -99,6 +99,8 @@ def set_key(key: str, value: Any) -> dict[str, Any]:
     """The job with every section, with one key set."""
     tree = copy.deepcopy(WHOLE_TREE)
     *path, last = key.split(".")
+    if len(path) == 2 and path[1] in ("sampler", "weights", "group_by"):  # there is one of them at most
+        tree["data"][path[1]] = {"function": "m:f"}
     here = tree
     for part in path:
         here = here[part]

@@ -69,7 +69,9 @@ def data_loader_parts(loader: Any, what: str) -> DataLoaderParts:
     )
 
 
-_ORDER = "the order is data.shuffle: true, false or indexed"
+_ORDER = (
+    'the order is data.shuffle: true, false or indexed; or give both: {"function": loader.dataset, "sampler": loader.sampler}'
+)
 
 
 def _no_key(name: str, part: str, instead: str) -> ConfigError:
@@ -94,7 +96,7 @@ def check_job_says_the_same(parts: DataLoaderParts, spec: DataConfig, key: str) 
         raise ConfigError(
             f"{name} with the collate_fn {label}", cure=f"name it in the job, {key}.collate: module:{label}, or leave it out"
         )
-    if not parts.shuffle and spec.shuffle is not False:
+    if not parts.shuffle and spec.shuffle is not False and not spec.names_ids:
         raise ConfigError(
             f"{name} that does not shuffle, and {key}.shuffle is {str(spec.shuffle).lower()}",
             cure=f"set {key}.shuffle: false, or give the loader shuffle=True",

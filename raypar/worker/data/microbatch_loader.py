@@ -104,6 +104,10 @@ class MicrobatchLoader:
         start = step * self._batching.batch_size
         return self._order.ids(start + samples.start, start + samples.stop)
 
+    def order_digest(self, step: int) -> int | None:
+        """64 bits over the order of the epochs that a step reaches; None where the order is not the user's."""
+        return self._order.digest(step * self._batching.batch_size, (step + 1) * self._batching.batch_size)
+
     def prefetch(self, step: int, microbatches: Sequence[int]) -> None:
         """Start to read these microbatches in the data processes, if any; those being read already are left alone."""
         if not self._spec.processes:

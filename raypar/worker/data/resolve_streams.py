@@ -88,6 +88,12 @@ def _refuse_keys(data: SamplesConfig, key: str) -> None:
             f"{key}.shuffle is indexed, and data set {data.label} is iterable: its samples have no ids",
             cure=f"set {key}.shuffle_window: how many samples at a time are shuffled",
         )
+    for name in ("sampler", "weights", "group_by"):
+        if getattr(data, name, None) is not None:
+            raise ConfigError(
+                f"data.{name} is given, and data set {data.label} is iterable: its samples have no ids",
+                cure="give a map-style data set, with __len__ and __getitem__; or let the data set itself choose its samples",
+            )
     if getattr(data, "drop_last", False):
         raise ConfigError(
             f"{key}.drop_last is true, and data set {data.label} is iterable: where it ends is known when it has ended",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.comm.transport import Routine, RoutineWait, Transport
-from raypar.errors import NonFiniteError, RayparError, UserCodeError
+from raypar.errors import DataError, NonFiniteError, RayparError, UserCodeError
 from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import canonical_names
@@ -114,6 +114,8 @@ class StepCommit:
     """Called with the number of the next step while the votes of other workers are on their way: reads its samples."""
     gather_metrics: Callable[[], Routine[None]] | None = None
     """A routine to complete before this worker votes in a step whose metrics are measured; None: none is."""
+    order_digest: Callable[[int], int | None] | None = None
+    """Step -> a digest of the order of its samples; None for a worker that reads none."""
     before_vote: Callable[[], Routine[None]] | None = None
     """A routine to complete before this worker votes (the mirror's exchange of copies)."""
     outcome: VoteResult | None = None
@@ -260,7 +262,7 @@ class StepCommit:
 
     def _ballot(self, settled: Mapping[int, Mapping[str, Tensor | None]]) -> Tensor:
         """This worker's vote, float64 [2 + 3 L + 1 + sum(2 + P)]: ready, L losses (microbatch, sum, count), stages (index, P,
-        squares).
+        squares). Where the job has a sampler, three more: whether this worker reads samples, a digest of their order.
 
         The replicas of a stage have the same gradients, so each squares a share of the parameters. Each shard squares the
         elements that it counts. All shards have the same losses, which the first one tells.
@@ -277,6 +279,9 @@ class StepCommit:
             defined = [(name, g) for name in self._counted[index] if (g := gradients[name]) is not None]
             squares = sum_squared_gradients([g if shard is None else shard.counted(name, g) for name, g in defined])
             ballot += [index, len(squares), *squares]
+        if self.spec.data.names_ids:
+            digest = self.order_digest(self.step) if self.order_digest is not None else None
+            ballot += [0.0, 0.0, 0.0] if digest is None else [1.0, float(digest >> 32), float(digest & 0xFFFFFFFF)]
         return torch.tensor(ballot, dtype=torch.float64)
 
     def _count(self, ballots: list[list[float]]) -> None:
@@ -294,11 +299,26 @@ class StepCommit:
                 stage, size = int(next(numbers)), int(next(numbers))
                 mine = squares.setdefault(stage, {}).setdefault(seat.shard, [])
                 mine.extend(next(numbers) for _ in range(size))  # ranks of replicas ascend
+        if self.spec.data.names_ids:
+            self._refuse_unequal_orders(ballots)
         loss, count = mean_loss(losses)
         in_order = [s for stage in sorted(squares) for s in _over_shards(squares[stage])]
         norm, factor = gradient_norm_and_factor(in_order, count, self.spec.clip_norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
         self.outcome = VoteResult(loss, count, norm, factor, skipped=not finite)
+
+    def _refuse_unequal_orders(self, ballots: list[list[float]]) -> None:
+        """Raise `DataError` if workers have other orders of the samples."""
+        read = {rank: tuple(ballot[-2:]) for rank, ballot in enumerate(ballots) if ballot[-3]}
+        for rank, order in read.items():
+            first = min(read)
+            if order != read[first]:
+                raise DataError(
+                    f"step {self.step + 1}: the sampler of `data` gave {self.routing.plan.coordinate(rank)} other ids than "
+                    f"{self.routing.plan.coordinate(first)}",
+                    cure="let it depend on the data set, the epoch and the seeded generators of python, numpy and torch alone: "
+                    "no clock, no order of a set of texts, nothing of the process or the machine",
+                )
 
     # -- apply ---------------------------------------------------------------------------------------------------------
 
