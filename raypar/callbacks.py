@@ -23,7 +23,9 @@ from raypar.files.json_values import Json
 from raypar.files.os_error_cure import cure_of_os_error
 from raypar.files.untrusted_files import repr_text
 from raypar.job.keys_of_other_frameworks import advice_for_callback
+from raypar.job.metrics_section import mode_of
 from raypar.plan.wording import count_noun
+from raypar.record.best_values import is_better, worst_value
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
@@ -299,7 +301,7 @@ def _own_metrics(answer: Mapping[Any, Any], facts: Mapping[str, Json]) -> dict[s
 
 @dataclass
 class EarlyStopping(Callback):
-    """Stops the run when `metric` has not fallen by more than `min_delta` below its best for `patience` values in a row.
+    """Stops the run when `metric` has not become better than its best by more than `min_delta` for `patience` values in a row.
 
     `metric` may belong to a validation (`validation_loss`) or to a step (`loss`), or be added by a callback before this one.
     A resumed run continues the count: earlier values are read from its metrics.jsonl.
@@ -308,13 +310,15 @@ class EarlyStopping(Callback):
     patience: int = 3
     """Values in a row without a new best after which the run stops."""
     min_delta: float = 0.0
-    """How far below the best a value must be to count as a new best."""
+    """By how much a value must be better than the best to count as a new best."""
     metric: str = "validation_loss"
     """Name of the metric."""
-    best: float = math.inf
-    """The lowest value so far."""
+    best: float | None = None
+    """The best value so far; None before the first."""
     waited: int = 0
     """Values since the best."""
+    mode: Literal["min", "max"] = "min"
+    """Whether small or large values are good."""
 
     def on_start(self, info: RunStartInfo) -> None:
         """Catch up with the earlier metrics of a resumed run."""
@@ -339,13 +343,15 @@ class EarlyStopping(Callback):
             return None
         given = metrics[self.metric]
         value = math.nan if given is None else float(given)  # metrics.jsonl has null for what is not finite
-        if value < self.best - self.min_delta:
+        best = worst_value(self.mode) if self.best is None else self.best
+        if is_better(self.mode, value, best, self.min_delta):
             self.best, self.waited = value, 0
             return None
         self.waited += 1
         if self.waited < self.patience:
             return None
-        return Stop(f"{self.metric} {value:.4f} is not below its best {self.best:.4f} for the {self.waited}. time")
+        beyond = "below" if self.mode == "min" else "above"
+        return Stop(f"{self.metric} {value:.4f} is not {beyond} its best {best:.4f} for the {self.waited}. time")
 
 
 # -- trackers ----------------------------------------------------------------------------------------------------------------
@@ -579,7 +585,9 @@ def callbacks_from_job(job: Job) -> tuple[Callback, ...]:
             ) from error
         found.append(check_callback(made, name))
     if job.early_stopping is not None:
-        found.append(EarlyStopping(job.early_stopping.patience, job.early_stopping.min_delta))
+        given = job.early_stopping
+        mode = mode_of(given.metric, given.mode, "early_stopping")
+        found.append(EarlyStopping(given.patience, given.min_delta, given.metric, mode=mode))
     for tracker in job.trackers:
         try:
             found.append(TRACKERS[tracker.tracker](**tracker.args))

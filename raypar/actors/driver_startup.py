@@ -6,7 +6,7 @@ import asyncio
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
@@ -97,6 +97,7 @@ class DriverStartup:
         facts = membership_event_text.training_facts(request.contract)
         first = next((hellos[n].fingerprint for n in members if n in hellos), {})
         facts["fingerprint"] = dict(first)  # of one worker: differences between workers are warnings
+        facts["best"] = [asdict(rule) for rule in request.job.best_rules] or None
         self.side_effects.note(RunStart(text=text, workers=[self.registry.worker_facts(n) for n in members], **facts))
         self.side_effects.aside(recorder.note_generation, plan, [hellos[n].node[:8] for n in members if n in hellos])
         for line in recorder.compare_fingerprints(list(hellos.values())):
@@ -282,4 +283,5 @@ class DriverStartup:
             await asyncio.to_thread(self.journal.useful_workers),
             numbers_given,
             None if seen.last_s is None else max(0.0, time.time() - seen.last_s),
+            seen.best,
         )

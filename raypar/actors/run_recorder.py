@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from raypar.plan.microbatches import mean_loss
 from raypar.plan.wording import word_form
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.plan_report import layers_as_dicts, processors_of_prediction
+from raypar.record.best_values import BestValues
 from raypar.record.events import (
     EndOfRun,
     Event,
@@ -91,6 +92,8 @@ class RecordedProgress:
     """Steps done at the last validation."""
     saved: int | None
     """Steps done at the last checkpoint."""
+    best: int | None
+    """Steps done at the last validation, if a metric is among its best values there."""
     last_s: float | None
     """When the last step was written (Unix time)."""
     lost: frozenset[int] = frozenset()
@@ -138,6 +141,8 @@ class RunRecorder:
         """Whether the plan differs from the picture's, or is not known yet (`note_generation`)."""
         self.callbacks: Callbacks | None = None
         """The user's callbacks; None before `start_callbacks`."""
+        self._best: BestValues | None = None
+        """Which checkpoints are the best; None before the record of former drivers and starts was read for it."""
         self._guard: EnvironmentGuard | None = None
         """Guards the state of the driver's process, where callbacks run."""
         self._with_torch = False
@@ -220,6 +225,7 @@ class RunRecorder:
             outcomes={s.step - 1: (s.loss, s.norm) for s in steps if s.norm is not None and not math.isnan(s.loss + s.norm)},
             validated=validations[-1].step if validations else None,
             saved=saved,
+            best=validations[-1].step if validations and self._best_values(None).is_best(validations[-1].step) else None,
             last_s=steps[-1].time if steps else None,
             lost=frozenset(view.lost_since_start),
             unseen=unseen,
@@ -320,9 +326,20 @@ class RunRecorder:
             self.callbacks = pickle.loads(self.request.callbacks)
         self._warn_of_what_is_left(guard)
         self.restart_step_timer()
+        self._best_values(self.request.policy.steps_before_run)
         self._call(
             "on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.policy.steps_before_run + 1}
         )
+
+    def _best_values(self, last: int | None) -> BestValues:
+        """Which checkpoints are the best, by the record up to step `last` (None: all of it) and what this driver adds to it."""
+        if self._best is None:
+            self._best = BestValues(self.request.job.best_rules)
+            run = self.run_folder
+            for line in run.read_lines(run.metrics) if self._best.rules else ():
+                if last is None or line["step"] <= last:
+                    self._best.add(line["step"], line)
+        return self._best
 
     def record_step(self, step: int, reports: Mapping[int, Report], *, fresh: bool = False) -> str | None:
         """Write the metrics of a committed step and call its callbacks; the reason to stop: a callback's, or state of an
@@ -357,6 +374,8 @@ class RunRecorder:
         stop, own = self._call("on_step", _without_kind(record))
         record = replace(record, more={**record.more, **own})
         self._write(record)
+        if self._best is not None:
+            self._best.add(record.step, _without_kind(record))
         left = request.policy.end_step - step - 1
         self._new_events.append(replace(record, eta_s=left * statistics.median(self._step_seconds)))
         not_kept = next((what for report in reports.values() if (what := report.get("not_kept"))), None)
@@ -403,8 +422,11 @@ class RunRecorder:
             )
             self._warn(f"the metrics of step {step} are lost with a worker, though the step itself is not", cure)
 
-    def record_validation(self, done: int, reports: Sequence[Report]) -> str | None:
-        """Write the validation loss and the job's metrics, and call the callbacks; the reason to stop, if one gave one.
+    def record_validation(self, done: int, reports: Sequence[Report]) -> tuple[str | None, bool]:
+        """Write the validation loss and the job's metrics, and call the callbacks.
+
+        Returns (the reason to stop, if a callback gave one; whether a metric is among its best values, so that the state is to
+        be saved).
 
         The loss is the sum over the microbatches, in their order, divided by the count.
         """
@@ -421,7 +443,7 @@ class RunRecorder:
         self.telemetry.view.apply(record)
         self._last_s = time.monotonic()
         self._new_events.append(record)
-        return stop
+        return stop, self._best is not None and self._best.add(done, _without_kind(record))
 
     def note(self, event: Event) -> None:
         """Write an event to events.jsonl."""
@@ -554,7 +576,10 @@ class RunRecorder:
     def checkpoint_end(self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None]) -> None:
         """Write the manifest, give the checkpoint its name, remove the oldest beyond `keep`. Raises `CheckpointError`."""
         self.last_checkpoint = self._commit(done, begun, records)
-        checkpoint_files.remove_old_checkpoints(self._checkpoint_store, self.request.job.checkpoint.keep)
+        checkpoint_files.remove_old_checkpoints(self._checkpoint_store, self.request.job.checkpoint.keep, self._kept_as_best)
+
+    def _kept_as_best(self, steps: Collection[int]) -> Collection[int]:
+        return self._best.kept(steps) if self._best is not None else ()
 
     def weights_end(self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None]) -> CheckpointRef:
         """The same for weights without state of the optimizer; only the newest are kept. Returns where they are."""

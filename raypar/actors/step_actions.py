@@ -92,7 +92,7 @@ class StepActions:
         done, found = action.done, list(self.reports.validations.values())
         self.side_effects.perform(
             lambda: self.recorder.record_validation(done, found),
-            lambda stop: self.side_effects.seen(on.ValidationEmitted(done, stop)),
+            lambda outcome: self.side_effects.seen(on.ValidationEmitted(done, *outcome)),
         )
 
     def abort_groups(self, action: do.AbortGroups, reason: str) -> None:

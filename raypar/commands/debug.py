@@ -7,7 +7,7 @@ import bdb
 import sys
 from functools import partial
 
-from raypar.console.command_arguments import add_run_dir_argument, add_set_argument
+from raypar.console.command_arguments import add_best_argument, add_run_dir_argument, add_set_argument
 from raypar.errors import NonFiniteError
 
 
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "printed, stages and microbatches from 0",
     )
     parser.add_argument("--order-seed", type=int, default=None, help="interleave the workers in another (seeded) order")
+    add_best_argument(parser)
     add_run_dir_argument(parser)
 
 
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     say, warn = partial(print, flush=True), partial(print, "warning:", file=sys.stderr, flush=True)
     with (
-        find_debug_start(args.job, args.run_dir, args.overrides, say, warn) as start,
+        find_debug_start(args.job, args.run_dir, args.overrides, say, warn, args.best) as start,
         open_debug_run(start, start.steps(args.steps), args.stop_at, args.order_seed, say) as local,
     ):
         first = FirstNonFinite(local)

@@ -9,9 +9,10 @@ import argparse
 import sys
 from functools import partial
 
-from raypar.console.command_arguments import add_run_dir_argument
+from raypar.console.command_arguments import add_best_argument, add_run_dir_argument
 from raypar.errors import ConfigError
 from raypar.launch.export_run import DTYPES, ExportRequest, FolderOptions, export_to_file, export_to_folder
+from raypar.storage.best_checkpoint import find_best_step_of_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="what to write, a path or a URI: .safetensors, or .pt for torch.load; with --format hf a new folder here",
     )
-    parser.add_argument("--step", type=int, help="the checkpoint after so many steps (default: the last that is whole)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="the checkpoint after so many steps (default: the last that is whole)")
+    add_best_argument(which)
     parser.add_argument(
         "--format",
         choices=("file", "hf"),
@@ -47,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     The file has all parameters and persistent buffers, so that `load_state_dict` takes a .pt unchanged. A tied parameter has
     all its names in a .pt. A .safetensors holds each tensor once, under its first name; the metadata map the other names to it.
     """
-    request = ExportRequest(args.run, args.run_dir, args.step, args.out, DTYPES.get(args.dtype))
+    step = args.step if args.best is None else find_best_step_of_run(args.run, args.run_dir, args.best)
+    request = ExportRequest(args.run, args.run_dir, step, args.out, DTYPES.get(args.dtype))
     warn = partial(print, "warning:", file=sys.stderr)
     if args.format == "hf":
         lines = export_to_folder(request, FolderOptions(args.model, args.tokenizer, args.max_shard_size, args.merge), warn)

@@ -74,6 +74,17 @@ def add_run_folder_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_dir_argument(parser)
 
 
+def add_best_argument(parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup) -> None:
+    """Argument `--best`, of commands that take a checkpoint of a run."""
+    parser.add_argument(
+        "--best",
+        nargs="?",
+        const="",
+        metavar="METRIC",
+        help="the best checkpoint by a metric of the run's checkpoint.best (default: the first one)",
+    )
+
+
 def add_run_dir_argument(parser: argparse.ArgumentParser) -> None:
     """Add `--run-dir`, a folder or a URI."""
     parser.add_argument(

@@ -234,6 +234,10 @@ class EventPrinter:
             lines.append(
                 f"picture: {result.picture_path} (the schedule as predicted and as measured; trace.json opens in Perfetto)"
             )
+        if result.best_checkpoint_path:
+            lines.append(
+                f"best checkpoint: {result.best_checkpoint_path}" + (" (result.best_checkpoint)" if in_program else "")
+            )
         if in_program:
             lines += result.advice_in_program
         else:

@@ -110,6 +110,8 @@ class ValidationEmitted:
     """Steps before the validation."""
     stop: str | None = None
     """Why a callback asked to stop; None: none did."""
+    is_best: bool = False
+    """Whether the state is to be saved because a metric is among its best values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,8 @@ class DriverFailover:
     """The number that the next worker gets."""
     idle_s: float | None = None
     """Seconds since the last step was emitted; None: no step was."""
+    best: int | None = None
+    """Steps of the last validation, if the state is to be saved because a metric is among its best values there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def take_over_run(m: RunState, event: DriverFailover) -> Phase:
     who.generation, who.plan, who.members = event.generation, event.plan, event.members
     p.issued = p.committed = p.emitted = p.journalled = event.seen
     p.served_flush_point = event.seen - 1  # what is due there may not have been served
-    p.validated, p.saved = event.validated, event.saved
+    p.validated, p.saved, p.best = event.validated, event.saved, event.best
     hiring.starting, hiring.placed = {*event.starting, *event.pending}, set(event.starting)
     for group in event.groups:
         hiring.note_placement_group(group)

@@ -155,6 +155,8 @@ class RunProgress:
     """Steps of the last complete validation pass."""
     passes: int = 0
     """Forward passes that are made, of a run that makes nothing else (`RunPolicy.forward_passes`)."""
+    best: int | None = None
+    """Steps of the last validation in which a metric was among its best values: that state is saved too."""
     due: deque[Due] = field(default_factory=deque)
     """Work that is still to be done at the present flush point, in order."""
     reports: dict[int, set[int]] = field(default_factory=dict)

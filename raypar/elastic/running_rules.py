@@ -202,7 +202,12 @@ def count_validation(m: RunState, event: ValidationReported) -> None:
 
 
 def finish_validation(m: RunState, event: ValidationEmitted) -> Phase:
-    """Begin the next work that is due; a callback of the validation may have asked to stop."""
+    """Begin the next work that is due; a callback of the validation may have asked to stop, and a best state is saved."""
+    p = m.progress
+    if event.is_best:
+        p.best = event.done
+        if event.done == p.ends_at and event.done not in (p.saved, p.saving) and "save" not in p.due:
+            p.due.appendleft("save")
     if event.stop is not None and m.stopping.request is None:
         m.stopping.request = StopRequested(event.stop)
     return choose_due_work(m)

@@ -98,7 +98,7 @@ def list_due_saves_and_validations(m: RunState, done: int) -> deque[Due]:
     ends = cut_short or done >= policy.end_step
     save_now = policy.save_every and done % policy.save_every == 0
     save_last = ends and (policy.save_at_end or done < policy.job_steps)
-    if done not in (m.progress.saved, m.progress.saving) and (save_now or save_last):
+    if done not in (m.progress.saved, m.progress.saving) and (save_now or save_last or done == m.progress.best):
         due.append("save")
     every = policy.validate_every
     validate_now = (every and done % every == 0) or done == policy.job_steps

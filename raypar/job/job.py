@@ -31,7 +31,7 @@ from raypar.job.elastic_section import ElasticConfig, switch
 from raypar.job.function_section import DataConfig, FunctionConfig, LossConfig, ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.job.init_from_section import InitFromConfig
 from raypar.job.key import BITS, CLIENT, DRIVER, WORKERS, WORKERS_AND_DRIVER, project
-from raypar.job.metrics_section import MetricConfig, check_metric_names
+from raypar.job.metrics_section import VALIDATION, MetricConfig, check_metric_is_computed, check_metric_names, mode_of
 from raypar.job.placement_section import PlacementConfig
 from raypar.job.plan_section import PlanConfig
 from raypar.job.section import MAX_PARTS, MAX_WORKERS, Parts, PathText, Section
@@ -39,6 +39,7 @@ from raypar.job.value_names import AUTO, GIVEN, PrecisionName
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy
+from raypar.record.best_values import BestRule
 from raypar.record.events import MAX_STEPS
 
 T = TypeVar("T")
@@ -64,6 +65,22 @@ def is_run_name(text: str) -> bool:
     return re.fullmatch(RUN_NAME, text) is not None
 
 
+class BestConfig(Section):
+    """Checkpoints that are kept because a metric was best there: `{metric: ..., mode: ..., keep: ...}`, or just its name."""
+
+    metric: Annotated[str, DRIVER]
+    """The metric: `validation_loss`, `validation_NAME` for one of `metrics`, or a number of a training step."""
+    mode: Annotated[Literal["min", "max"] | None, DRIVER] = None
+    """Whether small or large values are good; None: `min` for a name that ends with `loss`."""
+    keep: Annotated[PositiveInt, DRIVER] = 1
+    """How many checkpoints are kept for it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: T) -> T | dict[str, str]:
+        return {"metric": value} if isinstance(value, str) else value
+
+
 class CheckpointConfig(Section):
     """When checkpoints are saved, and how many of them are kept."""
 
@@ -73,15 +90,22 @@ class CheckpointConfig(Section):
     """How many checkpoints are kept: the newest ones."""
     at_end: Annotated[bool, DRIVER] = True
     """Whether a checkpoint is saved at the end of the run."""
+    best: Annotated[tuple[BestConfig, ...], Field(strict=False), DRIVER] = ()
+    """The metrics by which the best checkpoints are kept too, beside the newest ones. A validation with a new best value saves
+    one."""
 
 
 class EarlyStoppingConfig(Section):
-    """When a run stops early: if the validation loss has not fallen by more than `min_delta` for `patience` validations."""
+    """When a run stops early: if a metric has not become better by more than `min_delta` for `patience` values in a row."""
 
     patience: Annotated[PositiveInt, CLIENT] = 3
-    """Validations in a row without a lower loss after which the run stops."""
+    """Values in a row without a new best after which the run stops."""
     min_delta: Annotated[NonNegativeFloat, CLIENT] = 0.0
-    """How much the loss has to fall to count as lower."""
+    """By how much a value has to be better to count as the best."""
+    metric: Annotated[str, CLIENT] = "validation_loss"
+    """The metric: `validation_loss`, `validation_NAME` for one of `metrics`, or a number of training steps."""
+    mode: Annotated[Literal["min", "max"] | None, CLIENT] = None
+    """Whether small or large values are good; None: `min` for a name that ends with `loss`."""
 
 
 class TrackerConfig(Section):
@@ -252,12 +276,41 @@ class Job(Section):
             raise ConfigError(
                 f"metrics_every is {self.metrics_every}, and the job has no metrics", cure="set metrics, or leave it out"
             )
-        if self.early_stopping is not None and (self.validation is None or not self.validation.every):
+        self._check_choices()
+        return self
+
+    def _check_choices(self) -> None:
+        """Raises `ConfigError` for metrics in `early_stopping` and `checkpoint.best` that nobody computes."""
+        stopping = self.early_stopping
+        of_validation = stopping is not None and stopping.metric.startswith(VALIDATION)
+        if of_validation and (self.validation is None or not self.validation.every):
             raise ConfigError(
                 "early_stopping needs validation losses",
                 cure="set validation and validation.every, or leave early_stopping out",
             )
-        return self
+        known = self.series
+        for metric, mode, key in [
+            *([(stopping.metric, stopping.mode, "early_stopping")] if stopping is not None else []),
+            *((best.metric, best.mode, "checkpoint.best") for best in self.checkpoint.best),
+        ]:
+            if not self.callbacks:  # which may add metrics
+                check_metric_is_computed(metric, known, key)
+            mode_of(metric, mode, key)
+
+    @property
+    def series(self) -> frozenset[str]:
+        """The names of all numbers that the run records by step, except for those that callbacks add."""
+        validated = {f"{VALIDATION}{name}" for name in ("loss", *self.metrics)} if self.validation is not None else set()
+        measured = set(self.metrics) if self.metrics_every else set()
+        return frozenset({"loss", "norm", "lr", *validated, *measured})
+
+    @property
+    def best_rules(self) -> list[BestRule]:
+        """By which metrics checkpoints are kept."""
+        return [
+            BestRule(best.metric, mode_of(best.metric, best.mode, "checkpoint.best"), best.keep)
+            for best in self.checkpoint.best
+        ]
 
     @property
     def source_dir(self) -> Path:

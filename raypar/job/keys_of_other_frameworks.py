@@ -29,7 +29,7 @@ _REPLICAS = "data parallelism is plan.replicas"
 _RESOURCES = "a worker takes `threads` processors, or one GPU with `device`; which nodes it may be on is `placement`"
 _SHARDED_STATE = "state that replicas share out (ZeRO, FSDP) is not supported yet; plan.stages and plan.shards divide a model"
 _STEPS = "the length of a run is `steps`, or `epochs`: passes over `data`"
-_STOPPING = "a run whose validation loss falls no more is ended by early_stopping; its patience is early_stopping.patience"
+_STOPPING = "a run whose validation loss, or another metric, is no longer better is ended by early_stopping, with its patience"
 _TRACKING = "experiment trackers are `trackers`: tensorboard, wandb or mlflow"
 _WEIGHT_AVERAGE = (
     "an average of the weights (EMA, SWA) is not supported yet; it can be computed from the newest checkpoint.keep checkpoints"
@@ -135,11 +135,13 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "a run has the same results each time; they depend on `seed`, and not on the plan": "deterministic "
     "use_deterministic_algorithms full_determinism",
     # evaluation, checkpoints, what is printed
-    _EVALUATION: "compute_metrics eval_metrics metric preprocess_logits_for_metrics evaluator evaluation",
+    _EVALUATION: "compute_metrics eval_metrics preprocess_logits_for_metrics evaluator evaluation",
     "validation takes place every validation.every steps": "eval_steps eval_interval val_check_interval evaluation_strategy "
     "eval_strategy check_val_every_n_epoch eval_every validate_every_n_steps",
-    f"{_STOPPING}; the best checkpoint is not kept, but {_KEEPING.removesuffix(' are kept')}": "load_best_model_at_end "
-    "metric_for_best_model greater_is_better monitor checkpoint_score_attribute checkpoint_score_order",
+    "the best checkpoints by a metric are kept by checkpoint.best, a list of {metric: ..., mode: min or max, keep: ...}": (
+        "load_best_model_at_end metric_for_best_model greater_is_better monitor checkpoint_score_attribute "
+        "checkpoint_score_order"
+    ),
     _STOPPING: "early_stop early_stopping_patience earlystopping",
     "checkpoints are saved every checkpoint.every steps": "save_steps save_interval save_every save_strategy save_freq "
     "checkpoint_frequency checkpoint_interval enable_checkpointing",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
+from typing import Literal
 
 from raypar.errors import ConfigError
 from raypar.job.function_section import FunctionConfig
@@ -43,3 +44,22 @@ def check_metric_names(metrics: Mapping[str, MetricConfig]) -> None:
                 f"metrics: {name!r} takes the name of {name.removeprefix(VALIDATION)!r} in validation",
                 cure="give it another name",
             )
+
+
+def mode_of(metric: str, mode: Literal["min", "max"] | None, key: str) -> Literal["min", "max"]:
+    """Whether small or large values of a metric are good. Raises `ConfigError` where neither the job nor the name says it."""
+    if mode is None and not metric.lower().endswith("loss"):
+        raise ConfigError(
+            f"{key} does not say whether small or large values of {metric} are good",
+            cure=f"set mode: max (an accuracy, say) or mode: min (an error) beside metric: {metric}",
+        )
+    return mode or "min"
+
+
+def check_metric_is_computed(metric: str, known: Collection[str], key: str) -> None:
+    """Raises `ConfigError` for a metric that none of the names of series stands for; `name/part` is a part of one."""
+    if metric.partition("/")[0] not in known and metric not in known:
+        raise ConfigError(
+            f"{key} names the metric {metric!r}, which nobody computes",
+            cure=f"it is one of {', '.join(sorted(known))}; metrics of training need metrics_every",
+        )

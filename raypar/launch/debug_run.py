@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raypar.errors import ConfigError
 from raypar.job.read_job import load_job, load_job_of_run
 from raypar.launch.choose_plan import make_custom_schedule_builder, plan_of_job
 from raypar.launch.steps_of_epochs import with_steps_of_epochs
 from raypar.plan import MicrobatchRouting
-from raypar.plan.wording import count_noun
+from raypar.plan.wording import after_steps, count_noun
 from raypar.record.fold import RunView
+from raypar.storage.best_checkpoint import find_best_step
 from raypar.storage.run_folder import NoSuchRun, RunFolder, cannot_debug_error
 from raypar.user_code.user_code_errors import make_importable
 
@@ -49,15 +51,25 @@ class DebugStart:
 
 @contextlib.contextmanager
 def find_debug_start(
-    given: str, run_dir: str, overrides: Sequence[str], say: Callable[[str], None], warn: Callable[[str], None]
+    given: str,
+    run_dir: str,
+    overrides: Sequence[str],
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+    best: str | None = None,
 ) -> Iterator[DebugStart]:
-    """Gives the block what to run: a job file, or the run that `given` names under `run_dir`. Raises `ConfigError`."""
+    """Gives the block what to run: a job file, or the run that `given` names under `run_dir`. Raises `ConfigError`.
+
+    `best`: begin with the best checkpoint of the run by this metric, by its first one if the text is empty.
+    """
     if is_job_file(given):
+        if best is not None:
+            raise ConfigError(f"--best is for a run, and {given} is a job file", cure="leave it out, or name a run")
         yield DebugStart(with_steps_of_epochs(load_job(given, overrides), lambda event: None))
         return
     try:
         with RunFolder.open_for_reading(given, run_dir, with_job=False) as folder:
-            yield find_start_in_run(folder, overrides, say, warn)
+            yield find_start_in_run(folder, overrides, say, warn, best)
     except NoSuchRun as error:
         raise NoSuchRun(error.what, cure=f"{error.cure}; or give a job file, whose name ends in .yaml") from None
 
@@ -68,9 +80,10 @@ def is_job_file(given: str) -> bool:
 
 
 def find_start_in_run(
-    folder: RunFolder, overrides: Sequence[str], say: Callable[[str], None], warn: Callable[[str], None]
+    folder: RunFolder, overrides: Sequence[str], say: Callable[[str], None], warn: Callable[[str], None], best: str | None
 ) -> DebugStart:
-    """Where to begin in a run: its last whole checkpoint that has steps left. Raises `ConfigError`, `CheckpointError`."""
+    """Where to begin in a run: its last whole checkpoint that has steps left, or the best one. Raises `ConfigError`,
+    `CheckpointError`."""
     from raypar.worker.checkpoint.checkpoint_files import (
         check_contract,
         latest_usable_checkpoint,
@@ -83,7 +96,11 @@ def find_start_in_run(
     job = with_steps_of_epochs(load_job_of_run(folder.job, folder.place_of(folder.job), overrides), lambda event: None)
     view = RunView.of(folder.read_timeline())
     failed = view.last_step.step if view.last_step is not None else 0  # counts from 1 in files
-    checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_store_location, below=job.steps)
+    below = job.steps if best is None else find_best_step(folder, best) + 1
+    if below > job.steps:
+        what = f"the best checkpoint of run {folder.name} is its last one, {after_steps(job.steps)}: no steps are left"
+        raise ConfigError(what, cure="leave --best out, or raise steps: --set steps=...")
+    checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_store_location, below=below)
     for line in skipped:
         warn(line)
     if checkpoint is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 import shutil
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raypar.errors import ClusterError, ConfigError, InputError, OutOfMemory, UserCodeError
+from raypar.errors import ClusterError, ConfigError, InputError, OutOfMemory, RayparError, UserCodeError
 from raypar.files.atomic_write import write_text_atomically
 from raypar.job import Job
 from raypar.launch.activity_reporter import ActivityReporter
@@ -35,6 +36,7 @@ from raypar.record.events import (
     ValidationRecord,
     Wait,
 )
+from raypar.storage.checkpoint_store import storage_scheme
 from raypar.storage.run_folder import RunFolder
 from raypar.user_code.interrupts_outside_training import after_the_run
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, recording_ctrl_c, reraise_ctrl_c
@@ -300,8 +302,27 @@ def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler, on_answe
 
     end = follow_run(request, gather, on_answer)
     result.end, result.done, result.why, result.error = end.end, end.done, end.why, end.error
+    if request.job.best_rules:
+        result.best_checkpoint_path = _find_best_checkpoint(result, tell)
     tell(EndOfRun(end=end.end, text=end.why, done=end.done))
     return result
+
+
+def _find_best_checkpoint(result: Result, tell: EventHandler) -> str | None:
+    """Where the best checkpoint of a run is; None if there is none, which is told."""
+    from raypar.storage.best_checkpoint import find_best_step
+    from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint_store
+    from raypar.worker.checkpoint.checkpoint_files import checkpoint_name
+
+    try:
+        place = result.path if storage_scheme(result.path) else os.path.abspath(result.path)
+        with RunFolder.open_for_reading(place, "", with_job=False) as folder:
+            step = find_best_step(folder)
+            store = open_checkpoint_store(folder.checkpoint_store_location)
+            return str(CheckpointRef(store, checkpoint_name(step)))
+    except RayparError as error:
+        tell(RunWarning(text=f"the best checkpoint is not known: {error.what}\n  cure: {error.cure}"))
+        return None
 
 
 def describe_end(result: Result) -> str:

@@ -58,6 +58,8 @@ class Result:
     """Hash of the weights in the last checkpoint, of a run that was not interrupted."""
     sample: str | None = None
     """A text that the trained model generates (`generate_text_with_checkpoint`)."""
+    best_checkpoint_path: str | None = None
+    """Location of the best checkpoint by the first metric of `checkpoint.best`."""
     picture_path: str | None = None
     """The drawing of the predicted and the measured schedule."""
 
@@ -72,6 +74,7 @@ class Result:
             "history": f"{len(self.history):,} steps and validations (result.history, result.metrics_dataframe)",
             "folder": self.path,
             "checkpoint": self.checkpoint_path or "none",
+            "best": self.best_checkpoint_path or "",
             "weights": f"sha256 {self.weights_sha256}" if self.weights_sha256 else "",
             "picture": self.picture_path or "",
             "error": f"{type(self.error).__name__}: {error_first_line(self.error)}" if self.error is not None else "",
@@ -112,15 +115,12 @@ class Result:
     @property
     def checkpoint(self) -> Any:
         """The last checkpoint as a `ray.train.Checkpoint`, or None."""
-        if self.checkpoint_path is None:
-            return None
-        from ray.train import Checkpoint
+        return checkpoint_of_ray(self.checkpoint_path)
 
-        place = parse_storage_location(self.checkpoint_path, "the checkpoint")
-        if place is None:
-            return Checkpoint.from_directory(self.checkpoint_path)
-        filesystem, path = open_filesystem(place)
-        return Checkpoint(path, filesystem)
+    @property
+    def best_checkpoint(self) -> Any:
+        """The best checkpoint, by the first metric of `checkpoint.best`, as a `ray.train.Checkpoint`; None without that key."""
+        return checkpoint_of_ray(self.best_checkpoint_path)
 
     @property
     def filesystem(self) -> FileSystem | None:
@@ -138,6 +138,19 @@ class Result:
         import pandas
 
         return pandas.DataFrame(self.history)
+
+
+def checkpoint_of_ray(location: str | None) -> Any:
+    """The checkpoint at a location as a `ray.train.Checkpoint`; None without one."""
+    if location is None:
+        return None
+    from ray.train import Checkpoint
+
+    place = parse_storage_location(location, "the checkpoint")
+    if place is None:
+        return Checkpoint.from_directory(location)
+    filesystem, path = open_filesystem(place)
+    return Checkpoint(path, filesystem)
 
 
 def put_run_name_into_cure(result: Result) -> None:

@@ -105,6 +105,7 @@ def _is_worker(value: Json) -> bool:
 
 
 Text = Annotated[str, is_text]
+BestRules = Annotated[Sequence[Mapping[str, Any]], is_list_of(lambda value: isinstance(value, dict))]
 Flag = Annotated[bool, is_flag]
 WorkerNumber = Annotated[int, WORKER]
 WorkerNumbers = Annotated[Sequence[int], is_list_of(WORKER)]
@@ -248,6 +249,8 @@ class RunStart(_TextEvent):
     """Samples of a step."""
     microbatches: StepNumber | None = None
     """Microbatches of a step."""
+    best: BestRules | None = None
+    """By which metrics the best checkpoints are kept: metric, mode (min or max) and keep of each."""
     fingerprint: Texts | None = None
     """What results may depend on in one worker: versions, processor, settings."""
 

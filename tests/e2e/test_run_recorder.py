@@ -77,6 +77,7 @@ def test_the_end_that_a_killed_driver_had_decided_on_is_written_once_and_callbac
     diary = tmp_path / "diary"
     callbacks = pickle.dumps(Callbacks((Diary(str(diary)),)))
     request = SimpleNamespace(folder=tmp_path, run="tiny", policy=RunPolicy(workers=1, job_steps=3), callbacks=callbacks)
+    request.job = SimpleNamespace(best_rules=[])
     events = tmp_path / "events.jsonl"
     lines = [
         json.dumps({"kind": kind, "end": "stopped", "time": 0.0}) + "\n" for kind in ("started", "end", "started")

@@ -378,7 +378,7 @@ transformers: args=batch_size compute_metrics=`metrics` data_collator=data.colla
     eval_dataset=`validation` tokenizer=tokenizes processing_class=tokenizes optimizers=`optimizer` optim=`optimizer`
     num_train_epochs=`steps` per_device_train_batch_size=batch_size per_device_eval_batch_size=validation.samples
     logging_steps=metrics.jsonl eval_strategy=validation.every save_strategy=checkpoint.every
-    load_best_model_at_end=early_stopping torch_compile=yet label_smoothing_factor=loss.args group_by_length=shuffled
+    load_best_model_at_end=checkpoint.best torch_compile=yet label_smoothing_factor=loss.args group_by_length=shuffled
     dataloader_drop_last=data.drop_last push_to_hub=export peft_config=get_peft_model label_names=data.target
     full_determinism=`seed` deepspeed=plan.stages
 lightning: strategy=plan.replicas accelerator=`device` max_epochs=`steps` fast_dev_run=Subset
@@ -389,7 +389,7 @@ deepspeed: offload_optimizer=plan.recompute train_micro_batch_size_per_gpu=batch
     steps_per_print=metrics.jsonl moe=plan.shards
 accelerate: mixed_precision=precision.compute split_batches=shuffled even_batches=shuffled log_with=trackers
     project_dir=run_dir
-ray: train_loop_config=runs resources_per_worker=`threads` checkpoint_score_attribute=early_stopping datasets=`data`
+ray: train_loop_config=runs resources_per_worker=`threads` checkpoint_score_attribute=checkpoint.best datasets=`data`
 """
 """Framework -> name there = a word of the advice."""
 

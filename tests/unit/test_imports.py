@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "user_code torch numpy safetensors files data storage",
     "actors": "job worker model elastic planner comm schedule plan record telemetry files storage callbacks errors "
     "fences ray_compat user_code torch numpy ray draw doctor",
-    "job": "plan schedule elastic record.events errors files user_code pydantic yaml",
+    "job": "plan schedule elastic record.events record.best_values errors files user_code pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 

@@ -54,7 +54,7 @@ FULL: dict[str, Any] = {
     "elastic": {"min_workers": 2},
     "placement": {"label_selector": {"market": "spot"}, "on_demand": 1},
     "precision": {"compute": "bf16"},
-    "checkpoint": {"every": 2},
+    "checkpoint": {"every": 2, "best": [{"metric": "validation_accuracy", "mode": "max"}]},
     "init_from": {"path": "weights.safetensors", "rename": {"a": "b"}},
     "early_stopping": {"patience": 2},
     "metrics": {"accuracy": {"function": "m:accuracy", "args": {"top": 1}}},
@@ -87,7 +87,7 @@ VALUES: tuple[Any, ...] = (
 def paths(model: Any = Job, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The paths of all keys in a job's tree; an item of a list has the number 0, one of a mapping a name."""
     found = []
-    items = {"callbacks": (0,), "trackers": (0,), "metrics": ("accuracy",)}
+    items = {"callbacks": (0,), "trackers": (0,), "metrics": ("accuracy",), "best": (0,)}
     for name, info in model.model_fields.items():
         found.append((*above, name))
         for inner in section_types(info.annotation):
@@ -330,6 +330,8 @@ def test_a_job_written_out_is_read_as_the_same_job(seed: int):
     if "validation" not in tree:
         for needing in ("early_stopping", "metrics"):
             tree.pop(needing, None)
+    if "metrics" not in tree:
+        tree.pop("checkpoint", None)
     tree["model"] = {"function": "m:layers", "args": {chance.choice(TEXTS): random_value(chance) for _ in range(4)}}
     tree["run_dir"] = chance.choice([text for text in TEXTS if text])
     job = Trainer(**tree).job

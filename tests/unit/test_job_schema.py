@@ -40,7 +40,7 @@ optimizer: {function: "torch.optim:SGD"}
 plan: {}
 elastic: {}
 placement: {}
-checkpoint: {}
+checkpoint: {best: [{metric: validation_accuracy, mode: max}]}
 precision: {}
 init_from: {path: FILE}
 early_stopping: {}
@@ -75,6 +75,11 @@ OF_OTHER_KEYS: dict[str, list[Any]] = {
     "batch_size": [1, 3],  # there are 4 microbatches
     "validation": [None, "m:f"],  # without `every`, which early_stopping needs
     "validation.every": [0],
+    "metrics": [{}],  # checkpoint.best names one
+    "early_stopping.metric": ["text", "auto", "m:f", "model"],  # which nobody computes
+    "checkpoint.best.metric": ["text", "auto", "m:f", "model"],
+    "checkpoint.best.mode": [None],  # the name of the metric does not say it
+    "checkpoint.best": [["a"]],
     "plan.chunks": [3],  # the schedule has 1
     "plan.cuts": [[1]],  # there is 1 stage
     "plan.warmup": [[]],

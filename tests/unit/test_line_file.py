@@ -78,6 +78,7 @@ class Driver:
         policy = RunPolicy(workers=2, steps_before_run=first, job_steps=last)
         request = SimpleNamespace(folder=folder, run="tiny", policy=policy, plan=PLAN, traced_steps=frozenset())
         request.batching = SimpleNamespace(batch_size=8)
+        request.job = SimpleNamespace(best_rules=[], metrics_every=0)
         self.recorder = RunRecorder(request, self.journal)
         self.recorder.restart_step_timer()
         self.reports = StepReports(RunMachine(policy, plan=PLAN), SimpleNamespace(passes=lambda plan: (4, 4)))

@@ -332,12 +332,17 @@ def remove_other_weights(weights: CheckpointRef) -> None:
             weights.store.remove(name)
 
 
-def remove_old_checkpoints(store: StoreAt, count: int) -> None:
-    """Remove all but the newest `count` checkpoints, and what unfinished ones before them have left."""
+def remove_old_checkpoints(
+    store: StoreAt, count: int, kept: Callable[[Collection[int]], Collection[int]] = lambda steps: ()
+) -> None:
+    """Remove all but the newest `count` checkpoints and those that are `kept` (of the numbers of steps of all), and what
+    unfinished ones before them have left."""
     store = _store(store)
     steps = _steps(store)
-    for _, checkpoint in steps[:-count]:
-        store.remove(checkpoint.name)
+    others = kept([done for done, _ in steps])
+    for done, checkpoint in steps[:-count]:
+        if done not in others:
+            store.remove(checkpoint.name)
     for leftover, name in store.leftovers():
         left = _STEP.fullmatch(name)
         if left is not None and steps and int(left[1]) < steps[-1][0]:
