@@ -24,6 +24,10 @@ CODE = "code"
 """Key under which checkpoints hold the hashes of the job's code beside the contract. It is no setting: a run that is resumed
 with other code says so, and goes on."""
 
+SAMPLES = "samples"
+"""Key under which checkpoints hold the number of training samples beside the contract. It is no setting, but the order of them
+depends on it."""
+
 ALWAYS = frozenset(
     [
         "seed",

@@ -19,7 +19,7 @@ from raypar.job import Job
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.choose_plan import ChosenPlan, PlanChooser, describe_chosen_plan, idle_replicas_text
 from raypar.launch.launch_options import EventHandler, LaunchOptions
-from raypar.launch.make_run_request import contract_fields, make_run_request, with_contract_of
+from raypar.launch.make_run_request import contract_fields, make_run_request, with_contract_of, with_number_of_samples
 from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.launch.result import Result
 from raypar.plan.wording import count_noun
@@ -129,7 +129,7 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
             chosen = choose(checked)  # if it raises, nothing but the error is worth reading
             for line in (*(checked.notes if not options.forward_passes else ()), *chosen.warnings):
                 tell(RunWarning(text=line))
-            return job, chosen, make_run_request(checked, chosen, options, contract)
+            return job, chosen, make_run_request(checked, chosen, options, with_number_of_samples(contract, checked.samples))
         except UserCodeError as error:
             raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
         except (SystemExit, KeyboardInterrupt) as error:

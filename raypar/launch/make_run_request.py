@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from raypar.errors import ConfigError
 from raypar.files.json_values import Json
 from raypar.job import FunctionConfig, Job
-from raypar.job.contract import CODE, contract_of_job
+from raypar.job.contract import CODE, SAMPLES, contract_of_job
 from raypar.launch.choose_plan import ChosenPlan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.user_code_digests import code_of_job, describe_code_change
@@ -116,6 +116,11 @@ def contract_fields(options: LaunchOptions) -> ContractFields:
 def with_contract_of(contract: ContractFields, job: Job) -> ContractFields:
     """The fields with the contract of `job`, of which the checks before the run have found out more."""
     return {**contract, "contract": {**contract_of_job(job), CODE: contract["contract"][CODE]}}
+
+
+def with_number_of_samples(contract: ContractFields, samples: int) -> ContractFields:
+    """The fields, with the number of training samples that the check of the job has found."""
+    return {**contract, "contract": {**contract["contract"], SAMPLES: samples}}
 
 
 def storage_fields(folder: RunFolder, options: LaunchOptions) -> StorageFields:

@@ -184,6 +184,7 @@ def prepare_resumed_run(
     from raypar.worker.checkpoint.checkpoint_files import (
         check_checkpoint_fits_model,
         check_contract,
+        check_number_of_samples,
         describe_edition_change,
         list_changed_shard_settings,
         load_manifest,
@@ -209,6 +210,7 @@ def prepare_resumed_run(
         from raypar.model.layer_skeletons import parameter_shapes
 
         check_checkpoint_fits_model(manifest, parameter_shapes(checked.graph))
+        check_number_of_samples(manifest, checked.samples)
         if checked.optimizer is not None:
             checked.optimizer.keeps.check(manifest)
             if line := checked.optimizer.keeps.describe_missing(manifest):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from raypar.errors import CheckpointError
 from raypar.files.safe_yaml import dump_yaml
 from raypar.job import Job, PrecisionConfig
 from raypar.job.contract import NAMES, contract_of_job, keys_that_may_change
@@ -25,7 +26,7 @@ from raypar.job.validation_errors import dotted_keys
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.make_run_request import contract_fields
 from raypar.trainer import Trainer
-from raypar.worker.checkpoint.checkpoint_files import list_contract_differences
+from raypar.worker.checkpoint.checkpoint_files import check_number_of_samples, list_contract_differences
 
 STORED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/contracts.json").read_text())
 FILES = {name: entry for name, entry in STORED.items() if "job" in entry}
@@ -171,6 +172,29 @@ def test_how_samples_are_used_is_in_the_contract(change: dict[str, Any]):
     assert differences(contract_of_job(other), plain) != []
     assert differences(FILES["the least that a job needs"]["contract"], other) == []  # which says nothing of them
     assert contract_of_job(validated) == contract_of_job(plain)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"collate": "m:pad"}, {"pad": {"multiple": 8}}, {"shuffle": False}, {"drop_last": True}],
+    ids=lambda change: next(iter(change)),
+)
+def test_how_batches_are_made_is_a_difference_whichever_of_job_and_checkpoint_says_it(change: dict[str, Any]):
+    job = FILES["the least that a job needs"]["job"]
+    plain, other = parse_job(dump_yaml(job)), parse_job(dump_yaml({**job, "data": {"function": job["data"], **change}}))
+    for stored, now in ((contract_of_job(plain), other), (contract_of_job(other), plain), (contract(plain), other)):
+        (line,) = differences(stored, now)
+        assert line.startswith("data was ") and repr(next(iter(change))) in line
+
+
+def test_a_checkpoint_of_other_data_is_refused_with_both_numbers_of_samples():
+    job = parse_job(dump_yaml(FILES["the least that a job needs"]["job"]))
+    manifest: Any = SimpleNamespace(contract={**contract_of_job(job), "samples": 1000}, checkpoint="c")
+    assert list_contract_differences(manifest, job) == []
+    check_number_of_samples(manifest, 1000)
+    check_number_of_samples(SimpleNamespace(contract=contract_of_job(job), checkpoint="c"), 7)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"checkpoint c was trained on 1,000 samples, and data gives 1,200: the order"):
+        check_number_of_samples(manifest, 1200)
 
 
 class RoundedPrecision(PrecisionConfig):

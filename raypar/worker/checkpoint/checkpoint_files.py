@@ -27,7 +27,7 @@ from raypar.files.json_values import Json
 from raypar.files.untrusted_files import parse_untrusted_json, repr_text, shorten
 from raypar.job import Job
 from raypar.job.callable_text import shorten_contract_text
-from raypar.job.contract import CODE, CONTRACT_EDITION, contract_of_job, keys_that_may_change
+from raypar.job.contract import ALWAYS, CODE, CONTRACT_EDITION, SAMPLES, contract_of_job, keys_that_may_change
 from raypar.plan.shard_ranges import IndexRanges
 from raypar.plan.wording import after_steps
 from raypar.storage.checkpoint_store import (
@@ -688,10 +688,11 @@ def list_contract_differences(manifest: Manifest, spec: Job) -> list[str]:
     # Checkpoints from before there was a choice say nothing of the device, nor those from before it was kept of how samples
     # are used.
     then = _as_written_now({"device": "cpu", **manifest.contract})
-    then.pop("code", None)
+    then.pop(CODE, None)
+    then.pop(SAMPLES, None)
     if isinstance(then.get("data"), dict):
-        known = {"function", "args", *then["data"]}
-        then["data"] |= {name: value for name, value in now["data"].items() if name not in known}
+        later = {key.removeprefix("data.") for key in ALWAYS if key.startswith("data.")} - then["data"].keys()
+        then["data"] |= {name: value for name, value in now["data"].items() if name in later}
     for section, then_of_it in streams_of(manifest).items():  # found out before the first start, if the job does not say it
         if isinstance(now.get(section), dict):
             now[section] = {"streams": then_of_it, **now[section]}
@@ -775,6 +776,19 @@ def check_contract(manifest: Manifest, spec: Job) -> None:
             f"checkpoint {manifest.checkpoint} belongs to another job: {'; '.join(differences)}",
             cure="resume with these as they were (plan, steps and validation may change); or begin a new run with its weights: "
             f"without resuming, and with init_from={manifest.checkpoint}",
+        )
+
+
+def check_number_of_samples(manifest: Manifest, samples: int) -> None:
+    """Raises `CheckpointError` if the data set has another number of samples than when the checkpoint was written. Those of
+    before that was kept say nothing of it."""
+    then = manifest.contract.get(SAMPLES)
+    if isinstance(then, int) and then != samples:
+        raise CheckpointError(
+            f"checkpoint {manifest.checkpoint} was trained on {then:,} samples, and data gives {samples:,}: the order in which "
+            "samples are read depends on their number",
+            cure="give the data set as it was (data.args); or begin a new run with its weights: without resuming, and with "
+            f"init_from={manifest.checkpoint}",
         )
 
 
