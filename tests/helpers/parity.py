@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from helpers import reference, ugly_models
 
-from raypar.job import Job, PrecisionConfig
+from raypar.job import DataConfig, Job, PrecisionConfig, ValidationConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
@@ -18,6 +18,11 @@ from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
 STEPS = 5
+
+
+def validation_on(data: DataConfig, **more: object) -> ValidationConfig:
+    """A validation on a job's training data: the keys that both sections have."""
+    return ValidationConfig(**{name: value for name, value in data if name in ValidationConfig.model_fields}, **more)
 
 
 def job_of(model: str, microbatches: int, blocks: int, compute: Literal["bf16"] | None) -> Job:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.captured_jobs import check_run, graph_of
 from helpers.captured_stages import capture
+from helpers.parity import validation_on
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -23,7 +24,6 @@ from raypar.job import (
     LossConfig,
     ModelConfig,
     OptimizerConfig,
-    ValidationConfig,
 )
 from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import preflight
@@ -480,7 +480,7 @@ def test_numbers_in_the_output_are_those_of_the_batch(schedule: str, mesh: dict[
 
 def test_numbers_in_the_output_are_those_of_the_batch_in_validation_too():
     data = DataConfig(function=Rows, target="y")
-    job = numbers_job(validation=ValidationConfig(**dict(data), every=1, samples=7))
+    job = numbers_job(validation=validation_on(data, every=1, samples=7))
     checked = preflight(job)
     with OneProcessRun(job, ParallelPlan.mesh(pp=2, layers=4), "1f1b", graph=checked.graph) as run:
         run.step(0)
@@ -519,7 +519,7 @@ def test_another_way_in_evaluation_is_refused_before_the_run_begins(model: type[
     job = numbers_job(model=ModelConfig(function=model), loss=LossConfig(function=loss))
     preflight(job)
     with pytest.raises(ModelError, match="or in evaluation, the forward takes another path") as found:
-        preflight(job.replace(validation=ValidationConfig(**dict(job.data), every=1)))
+        preflight(job.replace(validation=validation_on(job.data, every=1)))
     assert "self.training" in found.value.cure
 
 

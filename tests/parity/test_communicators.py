@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 from helpers import ugly_models
-from helpers.parity import Layout, layouts
+from helpers.parity import Layout, layouts, validation_on
 from helpers.shard_grid import Cell, cells
 
 from raypar.comm.transport import COLLECTIVES, FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
-from raypar.job import PlanConfig, ValidationConfig
+from raypar.job import PlanConfig
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle
 from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
@@ -128,7 +128,7 @@ def test_a_plain_all_reduce_of_gradients_has_other_communicators():
 @pytest.mark.parametrize("layout", CORNERS[:3], ids=str)
 def test_validation_needs_no_pair_of_workers_that_was_not_connected(layout):
     """Its microbatches are cut otherwise, so that other replicas meet."""
-    check(layout, validation=ValidationConfig(**dict(layout.job.data), samples=13))
+    check(layout, validation=validation_on(layout.job.data, samples=13))
 
 
 JOB = ugly_models.job(microbatches=6)

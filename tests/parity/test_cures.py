@@ -239,7 +239,7 @@ def test_of_several_wrong_arguments_each_has_its_cure():
         "steps is missing; batch_size is missing; microbatches is missing; data is missing",
         "  cure: train_dataset: the training data is `data`, and what a run validates on is `validation`; raypar makes the "
         "batches",
-        "        num_train_epochs: the length of a run is `steps`; one epoch is the number of samples divided by batch_size",
+        "        num_train_epochs: the length of a run is `steps`, or `epochs`: passes over `data`",
         "        per_device_train_batch_size, gradient_accumulation_steps: a batch is cut into `microbatches`, whose gradients "
         "are added up; batch_size counts the samples of one step",
         '        loss.function: write "torch.nn.functional:mse_loss"; a function is "module:name", the function itself, '
@@ -325,7 +325,7 @@ def test_a_trainer_trains_by_fit():
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["train", "job.yaml", "--epochs", "3"], "the length of a run is `steps`"),
+        (["train", "job.yaml", "--epochs", "3"], "--set epochs=..."),
         (["train", "job.yaml", "--steps=3"], "--set steps=..."),
         (["run", "job.yaml"], "did you mean train?"),
         (["TRAIN", "job.yaml"], "did you mean train?"),

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import reference, relayed_models, ugly_models
+from helpers.parity import validation_on
 from torch import Tensor, nn
 
 from raypar.errors import ModelError, UserCodeError
-from raypar.job import LossConfig, ModelConfig, ValidationConfig
+from raypar.job import LossConfig, ModelConfig
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import check_layer_shapes
@@ -89,7 +90,7 @@ def test_what_the_loss_reads_crosses_to_the_last_stage():
 
 def test_validation_rebuilds_the_output_too():
     spec = job(pair, loss_of_two)
-    spec = spec.replace(validation=ValidationConfig(**dict(spec.data), every=1, samples=6))
+    spec = spec.replace(validation=validation_on(spec.data, every=1, samples=6))
     found = []
     for cuts in ((), (1, 2)):
         with OneProcessRun(spec, ParallelPlan.mesh(pp=len(cuts) + 1, layers=4, cuts=cuts), "1f1b") as run:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import ugly_models
-from helpers.parity import differences
+from helpers.parity import differences, validation_on
 from helpers.reference import train
 from torch import Tensor, nn
 
 from raypar.errors import UserCodeError
-from raypar.job import Job, LossConfig, ValidationConfig
+from raypar.job import Job, LossConfig
 from raypar.model.graph import Graph, Layer
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.microbatches import TreeNode, covering_nodes, fold_tree
@@ -343,7 +343,7 @@ def test_what_a_constructor_put_into_evaluation_mode_stays_in_it_after_validatio
     def half() -> nn.Sequential:
         return nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5).eval())
 
-    spec = job(2, 2).replace(steps=3, validation=ValidationConfig(**dict(ugly_models.job("plain").data), every=1, samples=4))
+    spec = job(2, 2).replace(steps=3, validation=validation_on(ugly_models.job("plain").data, every=1, samples=4))
     graph = chain(half)
     with OneProcessRun(spec, ParallelPlan.of((1,), layers=2), "1f1b", graph=graph) as run:
         reports = [(run.step(step)[0].loss, run.validate(step))[0] for step in range(3)]
