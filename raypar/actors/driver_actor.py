@@ -35,6 +35,7 @@ from raypar.actors.metrics_publishing_loop import MetricsPublishingLoop
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
+from raypar.actors.sample_journal import SampleJournal, streams_of_contract
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_actions import StepActions
 from raypar.actors.step_reports import StepReports
@@ -202,7 +203,7 @@ class DriverActor:
         )
         machine.membership.nodes, machine.membership.zones = registry.node_of_worker, registry.zone_of_node
         self.calls = WorkerCalls(machine, pool, failures, tasks, registry.hellos)
-        send_warnings_to(self._show_line_of_fence)
+        send_warnings_to(self._show_warning)
         self.members_text = MembersFileText(request)
         self._make_actions()
 
@@ -211,7 +212,7 @@ class DriverActor:
         request, machine, journal, plans = self.request, self.machine, self.journal, self.plans
         pool, registry, recorder, side_effects = self.pool, self.registry, self.recorder, self.side_effects
         failures, calls, tasks, feed = self.failures, self.calls, self.tasks, self.feed
-        reports = StepReports(machine, plans)
+        reports = StepReports(machine, plans, self._sample_journal())
         generations = GenerationChange(
             request, machine, journal, plans, pool, registry, recorder, side_effects, reports, failures, calls, tasks
         )
@@ -251,8 +252,16 @@ class DriverActor:
         checkpoints = CheckpointTask(machine, pool, recorder, side_effects, calls, tasks)
         self.actions = make_action_table(self.steps, checkpoints, self.members, generations, self.shutdown)
 
-    def _show_line_of_fence(self, line: str) -> None:
-        """Show that an API of a library is missing, in whichever thread that was noticed."""
+    def _sample_journal(self) -> SampleJournal | None:
+        """The journal of the samples of streams; None for a map-style data set."""
+        request, streams = self.request, streams_of_contract(self.request.contract)
+        if not streams:
+            return None
+        show = self._show_warning  # from any thread
+        return SampleJournal(self.recorder.run_folder.samples, request.batching, streams, show)
+
+    def _show_warning(self, line: str) -> None:
+        """Show a warning, from whichever thread."""
         self.loop.call_soon_threadsafe(lambda: self.side_effects.note(RunWarning(text=line)))
 
     # -- called by the client ----------------------------------------------------------------------------------------------

@@ -107,6 +107,7 @@ class DriverStartup:
         await asyncio.to_thread(self.journal.record, MembershipRecord(1, plan, members, schedule))
         if len(hellos) < plan.world:
             return None
+        await self._open_samples(request.policy.steps_before_run)
         order = do.AdoptPlan(1, plan, members, (), request.policy.steps_before_run, (), from_checkpoint=True)
         adopt = self.generations.make_adopt_call(order, await asyncio.to_thread(self._assignments, plan))
         described = await self._everybody(members, adopt, "build its stages")
@@ -235,6 +236,12 @@ class DriverStartup:
             )
         return {n: a for n, a in answers.items() if n not in failed}
 
+    async def _open_samples(self, done: int) -> None:
+        """Read what the journal of samples has of the steps that may be executed again, after `done` steps."""
+        samples = self.reports.samples
+        if samples is not None:
+            await self.side_effects.awaited(lambda: samples.open(done))
+
     async def take_over(self, record: MembershipRecord) -> on.RunEvent:
         """Find the workers of the former driver, and how much of the run the user has seen; the event for the run machine."""
         request, recorder = self.request, self.recorder
@@ -253,6 +260,7 @@ class DriverStartup:
         self.plans.schedules[record.plan] = record.schedule
         seen = await self.side_effects.awaited(recorder.take_over)  # in its thread, which alone writes these files
         self.reports.outcomes, self.reports.in_journal = dict(seen.outcomes), dict(seen.unseen)
+        await self._open_samples(min(seen.steps, seen.saved or 0))
         self.feed.pass_on(recorder.new_events())
         generation = await asyncio.to_thread(self.journal.newest_claimed_generation)
         numbers_given = max(

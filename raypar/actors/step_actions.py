@@ -61,8 +61,10 @@ class StepActions:
 
     def write_journal(self, action: do.WriteJournal, reason: str) -> None:
         """Write a committed step to the journal."""
-        step = action.step
+        step, samples = action.step, self.reports.samples
         self.reports.mark_committed(step)
+        if samples is not None:
+            self.side_effects.aside(samples.write, step, samples.record(step))
         facts = {"time": time.time(), **self.reports.merged_report(step)}
         self.side_effects.perform(lambda: self.journal.commit(step, facts), lambda _: on.StepJournalled(step))
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raypar.actors.plan_cache import PlanCache
+from raypar.actors.sample_journal import SampleJournal
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.worker_protocol import WorkerStatus
@@ -23,7 +24,9 @@ KEPT_OUTCOMES = 100_000
 class StepReports:
     """The reports of workers, by step (from 0) and rank."""
 
-    def __init__(self, machine: RunMachine, plans: PlanCache) -> None:
+    def __init__(self, machine: RunMachine, plans: PlanCache, samples: SampleJournal | None = None) -> None:
+        self.samples = samples
+        """The journal of the samples of streams; None for a map-style data set."""
         self.machine = machine
         """Knows the members and the plan."""
         self.plans = plans
@@ -44,6 +47,9 @@ class StepReports:
     def keep_step_report(self, number: int, generation: int, step: int, report: Report) -> on.RunEvent:
         """Keep a worker's report of a step; the event for the run machine."""
         machine, busy_s = self.machine, None
+        read = report.pop("streams", None)
+        if self.samples is not None and read is not None and (different := self.samples.note(step, read)) is not None:
+            return on.CallFailed("user", different)
         if generation == machine.membership.generation:
             rank = machine.membership.members.index(number)
             self._open[step][rank] = report

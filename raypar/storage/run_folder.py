@@ -48,6 +48,7 @@ from raypar.record.folder import (
     MEMBERS,
     METRICS,
     PLAN,
+    SAMPLES,
     SWIMLANE,
     TOTALS,
     TRACE,
@@ -260,6 +261,11 @@ class RunFolder:
     def totals(self) -> Path:
         """What the run has done since its first start (`record.totals`), as JSON; replaced as a whole."""
         return self.path / TOTALS
+
+    @property
+    def samples(self) -> Path:
+        """Digests of the samples of iterable data by step, in bytes (`actors.sample_journal`)."""
+        return self.path / SAMPLES
 
     @property
     def trace(self) -> Path:

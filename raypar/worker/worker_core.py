@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -36,6 +36,7 @@ from raypar.worker.data.microbatch_loader import BatchSource, MicrobatchLoader
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.data.stream_loader import OpenStreams, StreamLoader
+from raypar.worker.data.stream_positions import EpochMark, StreamsRead
 from raypar.worker.data.user_dataset import MapStyleDataset, make_dataset
 from raypar.worker.metrics.metric import make_metrics
 from raypar.worker.metrics.stage_metrics import StageMetrics
@@ -93,6 +94,8 @@ class StepReport:
     """Time that went into the mirror; not part of `seconds`."""
     digest: Digest | None = None
     """Digest of the state after the step, if the mirror copied it and other workers should hold the same."""
+    streams: StreamsRead | None = None
+    """What was read of iterable data."""
     warnings: StateWarnings = ()
     """Process state that users' code has left changed since the last report (`TorchStateGuard.lines`)."""
     not_kept: str = ""
@@ -326,6 +329,10 @@ class WorkerCore:
         replica = routing.plan.seats[self.rank].replica
         return sorted({m for index in self.stages for m in routing.microbatches_of_replica(index, replica)})
 
+    def learn_epochs(self, marks: Mapping[int, Collection[EpochMark]]) -> None:
+        """Take over where epochs of streams begin, which other workers have found. Stream -> epochs."""
+        self._streams.learn(marks)
+
     def release_initial_values(self) -> None:
         """Free the initial values of the whole model, once this worker has its part of the state."""
         if self.graph.initial_values is not None:
@@ -459,6 +466,7 @@ class WorkerCore:
             ledger=self.transport.ledger.as_dict() if trace or sampled else {},
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             memory=memory_in_use(self.device) if sampled else {},
+            streams=self.loader.report(step) if isinstance(self.loader, StreamLoader) else None,
             warnings=self._lines_for_user(),
             not_kept="" if (step + 1) & step else self.why_not_kept(),
             metrics=metrics,

@@ -58,7 +58,7 @@ class Tap:
     def get(self, step: int, microbatch: int) -> Any:
         fields = self.source.get(step, microbatch)
         assert self.core.transport is not None
-        places, digest = self.source.sample_positions(step, microbatch), self.source.digests(step)[microbatch]
+        places, digest = self.source.sample_positions(step, microbatch), self.source.digest(step, microbatch)
         self.flesh.reads[step, microbatch].append((places, digest))
         self.flesh.by_generation[self.core.transport.generation, step].add(microbatch)
         return fields

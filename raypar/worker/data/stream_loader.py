@@ -17,7 +17,7 @@ from raypar.worker.data.collate import MicrobatchPlace
 from raypar.worker.data.microbatch_loader import AHEAD_BYTES
 from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.sample_reader import SampleReader
-from raypar.worker.data.stream_positions import StreamPositions
+from raypar.worker.data.stream_positions import EpochMark, StreamPositions, StreamsRead
 from raypar.worker.data.stream_reader import StreamReader
 from raypar.worker.data.stream_source import StreamSource
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -69,6 +69,17 @@ class OpenStreams:
     read: dict[tuple[int, int], StreamMicrobatch] = field(default_factory=dict)
     """(step, microbatch) -> the microbatch, of the step under way and of those read ahead: a step that is executed again
     needs no reading."""
+    marks: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Stream -> epoch -> position of its first sample, as other workers have found them."""
+    again: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(step, microbatch) -> digest, of microbatches that were read again to find a place, and are to be reported."""
+
+    def learn(self, marks: Mapping[int, Collection[EpochMark]]) -> None:
+        """Take over where epochs begin, which other workers have found. Stream -> epochs."""
+        for stream, epochs in marks.items():
+            self.marks.setdefault(stream, {}).update(epochs)
+            if stream in self.readers:
+                self.readers[stream].epochs.update(epochs)
 
     def close(self) -> None:
         """Let go of everything."""
@@ -150,9 +161,17 @@ class StreamLoader:
                 return
             room -= sum(tensor.nbytes for tensor in self._open.read[key].fields.values())
 
-    def digests(self, step: int) -> dict[int, int]:
-        """Microbatch -> digest, of this worker's microbatches of a step that were read."""
-        return {m: found.digest for (at, m), found in sorted(self._open.read.items()) if at == step}
+    def report(self, step: int) -> StreamsRead:
+        """What was read of a step that is over."""
+        digests = {m: found.digest for (at, m), found in sorted(self._open.read.items()) if at == step}
+        streams = {self.positions.stream_of(m) for m in digests}
+        epochs = {k: self._open.readers[k].epoch_of((step + 1) * self.positions.samples_a_step(k)) for k in sorted(streams)}
+        again, self._open.again = self._open.again, {}
+        return StreamsRead(digests, epochs, again)
+
+    def digest(self, step: int, microbatch: int) -> int:
+        """The digest of a microbatch of the step under way that was read."""
+        return self._open.read[step, microbatch].digest
 
     def sample_positions(self, step: int, microbatch: int) -> list[SamplePosition]:
         """(epoch, index) of the samples of a microbatch of the step under way."""
@@ -170,11 +189,22 @@ class StreamLoader:
                 self._open.read[step, one] = self._read(step, one)
 
     def _read(self, step: int, microbatch: int) -> StreamMicrobatch:
-        stream, positions = self.positions.stream_of(microbatch), self.positions.of(step, microbatch)
+        reader, before = self._reader_of(self.positions.stream_of(microbatch)), self.positions.before(step, microbatch)
+        if reader.is_new and before is not None and self._keeps:  # to see that the stream gives what it has given
+            self._open.again[before] = self._read_from(reader, *before).digest
+        return self._read_from(reader, step, microbatch)
+
+    def _reader_of(self, stream: int) -> StreamReader:
+        """The reader of a stream, made when it is first needed."""
         reader = self._open.readers.get(stream)
         if reader is None:
             source = StreamSource(self._spec, stream, self.positions.streams, self._seed, self._guard)
             reader = self._open.readers[stream] = StreamReader(source, self._seed, self._spec.shuffle_window)
+            reader.epochs.update(self._open.marks.get(stream, {}))
+        return reader
+
+    def _read_from(self, reader: StreamReader, step: int, microbatch: int) -> StreamMicrobatch:
+        positions = self.positions.of(step, microbatch)
         reader.seek(positions.start)
         found = [reader.read() for _ in positions]
         places = [place for place, _ in found]

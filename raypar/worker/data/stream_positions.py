@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from raypar.plan.microbatches import Microbatches
+
+EpochMark = tuple[int, int]
+"""(epoch, position in its stream of its first sample): where a stream can be read from."""
 
 
 @dataclass(frozen=True)
@@ -34,3 +38,21 @@ class StreamPositions:
         before = sum(len(self.batching.samples(m)) for m in range(stream, microbatch, self.streams))
         start = step * self.samples_a_step(stream) + before
         return range(start, start + len(self.batching.samples(microbatch)))
+
+    def before(self, step: int, microbatch: int) -> tuple[int, int] | None:
+        """(step, microbatch) whose samples come right before these in the stream; None at its beginning."""
+        if microbatch >= self.streams:
+            return step, microbatch - self.streams
+        return (step - 1, self.microbatches_of(microbatch)[-1]) if step else None
+
+
+@dataclass(frozen=True)
+class StreamsRead:
+    """What a worker has read of streams in a step, for the run's journal."""
+
+    digests: Mapping[int, int] = field(default_factory=dict)
+    """Microbatch of the step -> digest of its fields."""
+    epochs: Mapping[int, EpochMark] = field(default_factory=dict)
+    """Stream -> the epoch in which it is at the end of the step."""
+    again: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """(step, microbatch) -> digest, of microbatches of other steps that were read again to find a place."""

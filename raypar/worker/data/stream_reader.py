@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
 
 import torch
@@ -10,7 +9,11 @@ import torch
 from raypar.errors import DataError
 from raypar.plan.seeds import seed_of
 from raypar.worker.data.sample_order import SamplePosition
+from raypar.worker.data.stream_positions import EpochMark
 from raypar.worker.data.stream_source import StreamSource
+
+KEPT_EPOCHS = 256
+"""Of so many epochs a reader knows where they begin."""
 
 
 class StreamReader:
@@ -21,8 +24,8 @@ class StreamReader:
 
     source: StreamSource
     """The stream's data set."""
-    epoch_starts: list[int]
-    """Epoch -> the position of its first sample, of the epochs that have been found so far."""
+    epochs: dict[int, int]
+    """Epoch -> the position of its first sample, of the epochs that were found, by this worker or by others."""
     skipped: int
     """Samples read in vain so far, to find a place."""
     _seed: int
@@ -41,18 +44,27 @@ class StreamReader:
     """The rest of the window under way: ((epoch, index in the epoch), sample)."""
 
     def __init__(self, source: StreamSource, seed: int, window: int = 0) -> None:
-        self.source, self.epoch_starts, self.skipped = source, [0], 0
+        self.source, self.epochs, self.skipped = source, {0: 0}, 0
         self._seed, self._window = seed, max(1, window)
         self._position, self._epoch, self._read, self._ended, self._ahead = None, 0, 0, True, deque()
 
     def seek(self, position: int) -> None:
         """Go to a position; samples before it are read and dropped. Raises as `read` does."""
         if self._position is None or position < self._position:
-            epoch = bisect.bisect_right(self.epoch_starts, position) - 1
+            epoch, start = self.epoch_of(position)
             self._open(epoch)
-            self._position = self.epoch_starts[epoch]
+            self._position = start
         if position > self._position:
             self._skip(position - self._position)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was read yet, or what was read last has failed."""
+        return self._position is None
+
+    def epoch_of(self, position: int) -> EpochMark:
+        """The last known epoch that begins at a position or before it."""
+        return max((epoch, start) for epoch, start in self.epochs.items() if start <= position)
 
     def read(self) -> tuple[SamplePosition, object]:
         """((epoch, index in the epoch), sample) at the present position, and go to the next one.
@@ -112,12 +124,13 @@ class StreamReader:
 
     def _note_start(self, position: int) -> None:
         """Keep where the epoch begins. Raises `DataError` if it has begun elsewhere before."""
-        if self._epoch == len(self.epoch_starts):
-            self.epoch_starts.append(position)
-        elif self.epoch_starts[self._epoch] != position:
+        known = self.epochs.setdefault(self._epoch, position)
+        if len(self.epochs) > KEPT_EPOCHS:
+            del self.epochs[min(epoch for epoch in self.epochs if epoch)]
+        if known != position:
             raise DataError(
-                f"stream {self.source.stream}: epoch {self._epoch} began with sample {self.epoch_starts[self._epoch]:,} of the "
-                f"stream, and when it was read again with sample {position:,}",
+                f"stream {self.source.stream}: epoch {self._epoch} began with sample {known:,} of the stream, and when it was "
+                f"read again with sample {position:,}",
                 cure="let the data set give the same samples each time that an epoch is read",
             )
 
