@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 T = TypeVar("T", int, float)
 
@@ -74,7 +74,14 @@ def add_run_folder_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_dir_argument(parser)
 
 
-def add_best_argument(parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup) -> None:
+class TakesArguments(Protocol):
+    """A parser of arguments, or a group of one."""
+
+    @property
+    def add_argument(self) -> Callable[..., object]: ...
+
+
+def add_best_argument(parser: TakesArguments) -> None:
     """Argument `--best`, of commands that take a checkpoint of a run."""
     parser.add_argument(
         "--best",

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
-from torch.utils.data._utils.collate import default_convert
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, default_convert
 
 from raypar.errors import ConfigError, with_article
 from raypar.job import DataConfig

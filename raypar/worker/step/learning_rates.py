@@ -118,12 +118,12 @@ class SchedulerRates:
 
     def _begin(self) -> None:
         """Make optimizer and scheduler, ready for step 0."""
-        ref = self._spec.scheduled
+        spec, ref = self._spec, self._spec.scheduled
         assert ref is not None
         first: dict[int, str] = {}
         for name in self._dims:
-            first.setdefault(optimizer_group_of(self._spec.optimizer, name), name)
-        dtype: torch.dtype = getattr(torch, self._spec.dtype)
+            first.setdefault(optimizer_group_of(spec.optimizer, name), name)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
         small = {name: nn.Parameter(torch.zeros((1,) * self._dims[name], dtype=dtype)) for name in first.values()}
         self._optimizer = build_optimizer(self._spec.optimizer, small)
         vars(self._optimizer)["step"] = types.MethodType(_no_step, self._optimizer)
