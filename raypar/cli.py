@@ -47,6 +47,7 @@ COMMANDS = {
     "drain": "announce that a node will leave: runs move their work off it",
     "export": "the whole model of a run as one file, or a folder for from_pretrained",
     "evaluate": "the validation loss of a run's weights, over any data set",
+    "predict": "the outputs of a run's weights for each sample, as a Parquet file",
     "prepare": "a memory-mapped token file from a text",
     "debug": "the whole plan of a job or a run in one process, with breakpoints",
 }

@@ -43,17 +43,18 @@ from raypar.user_code.interrupts_outside_training import ends_script_if_unhandle
 from raypar.user_code.traceback_filter import without_raypar_frames
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from typing_extensions import Self
 
     from raypar.callbacks import Callback
+    from raypar.launch.forward_run import Cluster
 
 DEFAULTS = {name: info.default for name, info in Job.model_fields.items()}
 """The defaults of a job's keys, which are those of `Trainer`'s arguments."""
 
 
 class Trainer:
-    """Trains a PyTorch model on Ray, over workers as `plan` says, with the results of one process, bit for bit.
-
+    """Trains a PyTorch model on Ray, over workers as `plan` says, with the results of one process, bit for bit:
         result = raypar.Trainer(model=Net, loss=torch.nn.functional.mse_loss, data=torch.utils.data.TensorDataset(x, y),
             optimizer=(torch.optim.AdamW, {"lr": 1e-3}), steps=100, batch_size=64, microbatches=8,
             plan={"stages": 2, "replicas": 2}).fit()  # four workers
@@ -185,9 +186,7 @@ class Trainer:
     @ends_script_if_unhandled
     @stopped_before_training()
     def fit(self, *, verbose: bool | Literal["brief"] = True) -> Result:
-        """Train to the end; raises the error of a failed run. Ctrl-C or SIGTERM saves and raises `Interrupted` (exit 130).
-        `verbose`: False prints nothing, "brief" a few lines, each with the run's name, for many runs side by side.
-        """
+        """Train to the end; raises what fails. Ctrl-C saves and raises `Interrupted`. `verbose`: True, False or "brief"."""
         from raypar.console.event_printer import BriefEventPrinter, EventPrinter
         from raypar.launch.launch_options import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
         from raypar.launch.steps_of_epochs import length_in_words, with_steps_of_epochs
@@ -229,11 +228,8 @@ class Trainer:
     def evaluate(
         self, run: Any = None, *, data: SampleSource | None = None, batch_size: int | None = None, verbose: bool = True
     ) -> dict[str, Json]:
-        """`validation_loss`, `count`, `seconds` of trained weights; raises as `fit`. `data`: in place of `validation`.
-        `run`: a checkpoint, or a path (else `resume_from_checkpoint`). `batch_size`: samples in the model at once.
-        """
+        """{"validation_loss": ..., "count": ...} of the weights of `run`, a checkpoint or a path; `data`: as `validation`."""
         from raypar.launch.evaluate_run import evaluate_checkpoint
-        from raypar.launch.forward_run import Cluster
         from raypar.launch.trainer_arguments import validation_argument
 
         tell = self._printer(verbose)
@@ -242,9 +238,42 @@ class Trainer:
             find_checkpoint(self.resume_from_checkpoint if run is None else run, tell),
             validation_argument(data),
             tell,
-            Cluster(self.address, self.local_nodes, self.workers),
+            self._cluster,
             batch_size=batch_size,
         )
+
+    @with_brief_signature
+    @without_raypar_frames
+    def predict(
+        self,
+        run: Any = None,
+        *,
+        data: SampleSource | None = None,
+        function: FunctionArgument | None = None,
+        out: str | os.PathLike[str] | None = None,
+        batch_size: int | None = None,
+        verbose: bool = True,
+    ) -> dict[str, Tensor]:
+        """Output -> rows in the order of samples, as `evaluate`. `function(output)`: what is kept; `out`: a .parquet file."""
+        from raypar.job.read_job import parse_function_argument
+        from raypar.launch.parquet_file import open_parquet_file
+        from raypar.launch.predict_run import PredictionRequest, RowsInMemory, predict_with_checkpoint
+        from raypar.launch.trainer_arguments import validation_argument
+
+        tell = self._printer(verbose)
+        checkpoint = find_checkpoint(self.resume_from_checkpoint if run is None else run, tell)
+        kept = None if function is None else parse_function_argument(function, "function")
+        request, cluster = PredictionRequest(validation_argument(data), kept, batch_size), self._cluster
+        with RowsInMemory.opened() if out is None else open_parquet_file(out) as rows:
+            predict_with_checkpoint(self.job, checkpoint, request, rows.write, tell, cluster)
+            return rows.columns_in_memory()
+
+    @property
+    def _cluster(self) -> Cluster:
+        """Where workers are found."""
+        from raypar.launch.forward_run import Cluster
+
+        return Cluster(self.address, self.local_nodes, self.workers)
 
     def _printer(self, verbose: bool) -> EventHandler:
         """Prints the events of a run, or nothing."""

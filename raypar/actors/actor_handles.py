@@ -49,7 +49,7 @@ class WorkerHandle(Protocol):
     hello: RemoteMethod[[bool], WorkerHello | CallFailure]
     adopt: RemoteMethod[[int, bytes, str, Sequence[str], float], AdoptDescription | CallFailure | None]
     step: RemoteMethod[[bytes], Report | CallFailure]
-    validate: RemoteMethod[[int, int], Report | CallFailure]
+    validate: RemoteMethod[[int, int, int], Report | CallFailure]
     report_status: RemoteMethod[[int], WorkerStatus | CallFailure]
     apply_kept_gradients: RemoteMethod[[int, int, VoteResult], WorkerStatus | CallFailure]
     save: RemoteMethod[[int, int, str, bool], CallFailure | None]

@@ -58,6 +58,7 @@ from raypar.record.events import (
     text_event,
 )
 from raypar.record.fold import RunView
+from raypar.record.folder import OUTPUTS
 from raypar.record.totals import read_totals
 from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint_store
 from raypar.storage.read_run_lines import Line, jsonl_line_sort_key
@@ -422,14 +423,23 @@ class RunRecorder:
             )
             self._warn(f"the metrics of step {step} are lost with a worker, though the step itself is not", cure)
 
+    def _write_outputs(self, outputs: Mapping[int, bytes]) -> None:
+        """Write a file for each microbatch, whole or not at all."""
+        for microbatch, data in outputs.items():
+            path = self.folder / OUTPUTS / f"{microbatch:012d}"
+            path.parent.mkdir(exist_ok=True)
+            replace_file_atomically(path, data, lasting=False)
+
     def record_validation(self, done: int, reports: Sequence[Report]) -> tuple[str | None, bool]:
         """Write the validation loss and the job's metrics, and call the callbacks.
 
         Returns (the reason to stop, if a callback gave one; whether a metric is among its best values, so that the state is to
         be saved).
 
-        The loss is the sum over the microbatches, in their order, divided by the count.
+        The loss is the sum over the microbatches, in their order, divided by the count. `done`: steps that are done; each pass
+        of a run that makes several counts as one more. The outputs that such a run keeps are written first.
         """
+        self._write_outputs({m: data for report in reports for m, data in report.get("outputs", {}).items()})
         losses = {m: pair for report in reports for m, pair in report["losses"].items()}
         loss, count = mean_loss(losses)
         seconds = max(r["seconds"] for r in reports)

@@ -83,7 +83,7 @@ class StepActions:
         done, generation = action.done, self.machine.membership.generation
         self.reports.validations = {}
         self.calls.call_all(
-            lambda w: w.validate.remote(generation, done),
+            lambda w: w.validate.remote(generation, done, action.number),
             lambda number, report: self.reports.keep_validation_report(
                 number, generation, done, self._show_warnings(number, report)
             ),
@@ -93,7 +93,7 @@ class StepActions:
         """Write the validation loss and call the callbacks."""
         done, found = action.done, list(self.reports.validations.values())
         self.side_effects.perform(
-            lambda: self.recorder.record_validation(done, found),
+            lambda: self.recorder.record_validation(done + action.number, found),
             lambda outcome: self.side_effects.seen(on.ValidationEmitted(done, *outcome)),
         )
 

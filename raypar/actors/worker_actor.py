@@ -242,11 +242,12 @@ class WorkerActor:
         return {**vars(report), "spans": [(s.label, s.start_ns / 1e6, s.end_ns / 1e6) for s in report.spans]}
 
     @ray.method(concurrency_group="step")
-    def validate(self, generation: int, done: int) -> Report | CallFailure:
-        """One validation pass: a `ValidationReport` as a dict, or `CallFailure`."""
+    def validate(self, generation: int, done: int, number: int = 0) -> Report | CallFailure:
+        """One validation pass: a `ValidationReport` as a dict, or `CallFailure`. `number`: see `elastic.actions.Validate`."""
         from raypar.comm.transport import run_routine
 
-        core, _ = self._loaded
+        core, elastic_worker = self._loaded
+        elastic_worker.pass_number = number
         return self._run_call(
             f"in the validation {after_steps(done)}",
             lambda: vars(run_routine(self.generation_guard.validate(generation), core.step_timeout_s)),

@@ -12,11 +12,6 @@ from raypar.user_code.interrupts_outside_training import stopped_before_training
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar evaluate`."""
     add_forward_arguments(parser)
-    parser.add_argument(
-        "--data",
-        metavar="MODULE:NAME",
-        help="the data set: its function, or a section `validation` as YAML, {function: ..., args: {...}} (default: the job's)",
-    )
 
 
 @stopped_before_training()
@@ -26,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.event_printer import EventPrinter
     from raypar.console.json_stdout import json_stdout
     from raypar.job.read_job import parse_data_argument
-    from raypar.launch.evaluate_run import evaluate_checkpoint
+    from raypar.launch.evaluate_run import describe_evaluation, evaluate_checkpoint
     from raypar.launch.forward_run import Cluster, find_trained_run
     from raypar.record.events import StartupStage
 
@@ -39,5 +34,5 @@ def run(args: argparse.Namespace) -> int:
             found.job, found.checkpoint, data, console, Cluster(args.address, args.local_nodes), batch_size=args.batch_size
         )
         if not args.json:
-            print(f"loss {facts['validation_loss']!r} over {facts['count']:,g} counted, {facts['seconds']:.2f} s", file=out)
+            print(describe_evaluation(facts), file=out)
     return 0

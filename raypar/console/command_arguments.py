@@ -58,6 +58,11 @@ def add_forward_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what commands share that pass data through a trained model."""
     parser.add_argument("run", help="a run's name under --run-dir, or the path or URI of a run or of one checkpoint")
     parser.add_argument("--step", type=int, help="the checkpoint after so many steps (default: the last that is whole)")
+    parser.add_argument(
+        "--data",
+        metavar="MODULE:NAME",
+        help="the data set: its function, or a section `validation` as YAML, {function: ..., args: {...}} (default: the job's)",
+    )
     parser.add_argument("--batch-size", type=count, metavar="N", help="samples in the model at once (default: as in training)")
     add_set_argument(parser, ", such as plan.stages=1")
     add_run_dir_argument(parser)

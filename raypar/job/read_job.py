@@ -13,7 +13,7 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from raypar.errors import ConfigError, PlanError
 from raypar.files.safe_yaml import parse_yaml
 from raypar.files.untrusted_files import read_limited_text, repr_text, shorten
-from raypar.job.function_section import ValidationConfig
+from raypar.job.function_section import FunctionConfig, ValidationConfig
 from raypar.job.job import JOB_BYTES, RUN_NAME_CURE, Job, is_run_name
 from raypar.job.plan_section import PlanConfig
 from raypar.job.section import Section, Workers
@@ -128,6 +128,17 @@ def parse_data_argument(text: str) -> ValidationConfig:
     """The data set that `--data` names: `module:name`, or the keys of `validation` as YAML. Raises `ConfigError`."""
     given = parse_yaml(text, "--data") if text.lstrip().startswith("{") else text
     return parse_validation_section(given)
+
+
+def parse_function_argument(given: object, what: str) -> FunctionConfig:
+    """A function with its arguments: `module:name`, a callable, or a pair of it and its arguments. Raises `ConfigError`."""
+    try:
+        return FunctionConfig.model_validate(given)
+    except ValidationError:
+        raise ConfigError(
+            f"{what} is {repr_text(given)}, which names no function",
+            cure="give module:name; from Python also the function itself",
+        ) from None
 
 
 def parse_validation_section(given: object) -> ValidationConfig:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from raypar.errors import ConfigError, RayparError
 from raypar.files.json_values import Json
 from raypar.job import Job, ValidationConfig
+from raypar.job.metrics_section import VALIDATION
 from raypar.launch.forward_run import Cluster, make_forward_job, run_forward
 from raypar.launch.launch_options import EventHandler
 from raypar.storage.checkpoint_store import CheckpointRef
+
+OF_EVERY_PASS = ("step", "validation_loss", "count", "seconds")
+"""The facts of a validation pass that are no metric of the job's."""
 
 
 def evaluate_checkpoint(
@@ -36,3 +42,10 @@ def evaluate_checkpoint(
     if not found:
         raise RayparError("the pass over the data has reported no loss", cure="report this")
     return found[-1]
+
+
+def describe_evaluation(facts: Mapping[str, Json]) -> str:
+    """The loss with all its digits, and a line for each metric."""
+    lines = [f"loss {facts['validation_loss']!r} over {facts['count']:,g} counted, {facts['seconds']:.2f} s"]
+    lines += [f"{name.removeprefix(VALIDATION)} {value!r}" for name, value in facts.items() if name not in OF_EVERY_PASS]
+    return "\n".join(lines)

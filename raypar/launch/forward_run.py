@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,9 +113,17 @@ def make_forward_job(job: Job, steps_done: int, data: ValidationConfig, batch_si
     )
 
 
-def run_forward(job: Job, checkpoint: CheckpointRef, tell: EventHandler, cluster: Cluster, *, passes: int = 1) -> Result:
+def run_forward(
+    job: Job,
+    checkpoint: CheckpointRef,
+    tell: EventHandler,
+    cluster: Cluster,
+    *,
+    passes: int = 1,
+    on_folder: Callable[[Path], None] = lambda folder: None,
+) -> Result:
     """Make the forward passes of a job that `make_forward_job` has made. Raises the error of a run that fails, and
-    `Interrupted`."""
+    `Interrupted`. `on_folder` gets the run's folder, which is removed at the end."""
     from raypar.worker.checkpoint.checkpoint_files import check_checkpoint_fits_model, load_manifest
 
     make_importable(job.source_dir)
@@ -129,9 +137,15 @@ def run_forward(job: Job, checkpoint: CheckpointRef, tell: EventHandler, cluster
 
     with tempfile.TemporaryDirectory(prefix="raypar-forward-", ignore_cleanup_errors=True) as room:
         name = f"{job.name}-{secrets.token_hex(4)}"
+
+        def make_folder(chosen: ChosenPlan) -> RunFolder:
+            folder = RunFolder.create(Path(room), name)
+            on_folder(folder.path)
+            return folder
+
         options = LaunchOptions(
             job,
-            lambda chosen: RunFolder.create(Path(room), name),
+            make_folder,
             resume=checkpoint,
             steps_done=manifest.steps_done,
             forward_passes=passes,

@@ -54,6 +54,8 @@ WHY_NO_JOB = "why_no_job.txt"
 """Functions and objects of a job given in Python that a job file cannot name. Written instead of job.yaml."""
 CHECKPOINTS = "checkpoints"
 """The folder of the checkpoints."""
+OUTPUTS = "outputs"
+"""The folder of the outputs of a run that predicts: a file for each microbatch, until they are taken."""
 TRACKER_IDS = ("wandb.id", "mlflow.id")
 """The run's ids in trackers."""
 LINE_FILES = (METRICS, EVENTS)

@@ -47,6 +47,8 @@ class ElasticWorker:
     """This worker's number, which no other worker of the run ever gets."""
     mirror: Mirror
     """Copies of this worker's state and of its wards'."""
+    pass_number: int
+    """Which forward pass the next one is, of a run that makes these only (`elastic.run_policy.RunPolicy.forward_passes`)."""
     trace: bool
     """Whether the next step's report contains its spans."""
     adopt_description: AdoptDescription | None
@@ -61,7 +63,7 @@ class ElasticWorker:
     def __init__(self, core: WorkerCore, worker: int) -> None:
         self.core, self.worker = core, worker
         self.mirror = Mirror()
-        self.trace, self.adopt_description = False, None
+        self.trace, self.pass_number, self.adopt_description = False, 0, None
         self._done, self._mirror_snapshot_due, self._old = 0, False, {}
 
     # -- WorkerTrainingBackend ---------------------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ class ElasticWorker:
 
     def validate(self) -> Routine[ValidationReport]:
         """Run one validation pass."""
-        report = yield from self.core.validation_routine(self.applied())
+        report = yield from self.core.validation_routine(self.applied(), self.pass_number)
         return report
 
     def applied(self) -> int:

@@ -35,6 +35,7 @@ from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.data.stream_loader import FirstSamples, first_samples
 from raypar.worker.data.user_dataset import is_stream, make_dataset
 from raypar.worker.metrics.metric import make_metrics
+from raypar.worker.prediction import Prediction, whole_batching
 from raypar.worker.pretrained.initial_values import WeightsFromFile, weights_from_file
 
 __all__ = ["ProgramAssignment", "make_layer_graph", "make_validation_batching", "make_worker_assignments"]
@@ -280,12 +281,16 @@ def module_capture_of_job(spec: Job, guard: CallGuard) -> ModuleCapture:
 
 
 def make_validation_batching(spec: Job, samples: int) -> Microbatches | None:
-    """The validation samples in microbatches of at most the training size; None if the job has no validation."""
+    """The validation samples in microbatches of at most the training size; None if the job has no validation.
+
+    Of a run that predicts those of one pass, as if all were of that size.
+    """
     if spec.validation is None or samples == 0:
         return None
-    size = -(-spec.batch_size // spec.microbatches)
-    count = -(-samples // size)
-    return Microbatches(count, count, samples)
+    if isinstance(prediction := spec.loss.function, Prediction):
+        count = prediction.microbatches
+        return Microbatches(count, count, count * -(-spec.batch_size // spec.microbatches))
+    return whole_batching(samples, spec.batch_size, spec.microbatches)
 
 
 def make_worker_assignments(

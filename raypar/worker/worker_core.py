@@ -38,8 +38,9 @@ from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.data.stream_loader import OpenStreams, StreamLoader
 from raypar.worker.data.stream_positions import EpochMark, StreamsRead
 from raypar.worker.data.user_dataset import MapStyleDataset, make_dataset
-from raypar.worker.metrics.metric import make_metrics
+from raypar.worker.metrics.metric import Metric, make_metrics
 from raypar.worker.metrics.stage_metrics import StageMetrics
+from raypar.worker.prediction import MicrobatchesOfPass, Prediction, whole_batching
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource, make_seeder
 from raypar.worker.process.memory_in_use import memory_in_use
@@ -119,6 +120,8 @@ class ValidationReport:
     """How long the pass took."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Name -> value of the job's metrics over all microbatches, from the worker that has merged them; empty from others."""
+    outputs: Mapping[int, bytes] = field(default_factory=dict)
+    """Microbatch of the whole data set -> what is kept of its output, in a run that predicts."""
     warnings: StateWarnings = ()
     """As in `StepReport`."""
 
@@ -163,6 +166,8 @@ class WorkerCore:
     """Reads validation samples; None if no stage here reads any."""
     _own_microbatches: list[int]
     """Microbatches of a step that this worker runs, ascending."""
+    _passes: dict[int, MicrobatchesOfPass]
+    """Stage -> its source of batches in validation passes."""
     _own_validation_microbatches: list[int]
     """Microbatches of a validation pass that this worker runs, ascending."""
     _loaders: list[MicrobatchLoader | StreamLoader]
@@ -197,7 +202,7 @@ class WorkerCore:
         self.graph = guard_graph_builds(graph, self.guard)
         self.stages = {}
         self.transport = None
-        self._loaders, self._datasets, self._layouts = [], {}, {}
+        self._loaders, self._datasets, self._layouts, self._passes = [], {}, {}, {}
         self._streams = OpenStreams()
         self._writer = CheckpointWriter()
         self._sampled_ns = 0
@@ -287,17 +292,28 @@ class WorkerCore:
             validation = MicrobatchRouting(plan, self.assignment.validation_microbatches)
             data, batching = self.spec.validation_data, validation.microbatches
             fields = self._all_fields(data, batching) if metrics else ()
+            if self.prediction is not None:
+                batching = whole_batching(self.prediction.samples, self.spec.batch_size, self.spec.microbatches)
             self._own_validation_microbatches = own = self._microbatches(validation)
             self.validation_loader = self._make_loader(data, batching, own=own, training=False, more=fields)
-            self.validation_interpreter = build(routing=validation, batch_sources=self._batch_sources(self.validation_loader))
+            sources = self._batch_sources(self.validation_loader)
+            self._passes = {
+                index: MicrobatchesOfPass(self.validation_loader, source, batching.count) for index, source in sources.items()
+            }
+            if self.prediction is not None:
+                sources = {index: one if sources[index] is not None else None for index, one in self._passes.items()}
+            self.validation_interpreter = build(routing=validation, batch_sources=sources)
 
     def _add_metrics(self) -> bool:
         """Give the last stage the job's metrics, if it is here. True if they may read any field of this worker's batches."""
         last = self._last_stage
-        if last is None or not self.spec.metrics:
+        prediction = self.prediction
+        if last is None or not (self.spec.metrics or prediction):
             return False
         with self.guard.watching("the modules of the metrics"):
-            metrics = make_metrics(self.spec.metrics)
+            metrics: Mapping[str, Metric] = (
+                make_metrics(self.spec.metrics) if prediction is None else {prediction.name: prediction}
+            )
         last.metrics = StageMetrics(
             metrics,
             graph=self.graph,
@@ -491,8 +507,13 @@ class WorkerCore:
         """One training step on a real transport; every wait is bounded by `step_timeout_s`."""
         return run_routine(self.routine(step, trace=trace), self.step_timeout_s)
 
-    def validation_routine(self, step: int) -> Routine[ValidationReport]:
-        """One whole validation pass as a routine."""
+    @property
+    def prediction(self) -> Prediction | None:
+        """What is kept of the output, in a run that predicts; else None."""
+        return found if isinstance(found := self.spec.loss.function, Prediction) else None
+
+    def validation_routine(self, step: int, number: int = 0) -> Routine[ValidationReport]:
+        """One whole validation pass as a routine. `number`: which pass of a run that predicts."""
         assert self.validation_interpreter is not None, "the assignment has no validation pass"
         self.guard.establish()
         start = time.perf_counter_ns()
@@ -500,8 +521,7 @@ class WorkerCore:
             stage.losses.clear()
             if stage.metrics is not None:
                 stage.metrics.begin()
-        if self.validation_loader is not None:
-            self.validation_loader.prefetch(0, self._own_validation_microbatches)
+        self._begin_pass(number)
         yield from self.validation_interpreter.run_validation_pass(self.assignment.validation_program, step)
         if self.spec.metrics:
             yield from self._gather_metrics(step)
@@ -509,7 +529,24 @@ class WorkerCore:
         metrics = self._compute_metrics()
         self.guard.check_all(f"a layer, the loss or the data set, in the validation {after_steps(step)},")
         seconds = (time.perf_counter_ns() - start) / 1e9
-        return ValidationReport(self.rank, step, losses, seconds, metrics, self._lines_for_user())
+        return ValidationReport(self.rank, step, losses, seconds, metrics, self._outputs_of_pass(), self._lines_for_user())
+
+    def _begin_pass(self, number: int) -> None:
+        """Have the stages and their sources of batches begin a pass."""
+        prediction, microbatches = self.prediction, self.assignment.validation_microbatches
+        first = (number + prediction.first_pass) * microbatches.count if prediction and microbatches else 0
+        for stage in self.stages.values():
+            stage.first_microbatch = first
+        for source in self._passes.values():
+            source.begin(first, self._own_validation_microbatches)
+
+    def _outputs_of_pass(self) -> dict[int, bytes]:
+        """What is kept of the outputs of the pass, by microbatch."""
+        prediction, last = self.prediction, self._last_stage
+        if prediction is None or last is None or last.metrics is None:
+            return {}
+        states, last.metrics.states = last.metrics.states, {}
+        return prediction.take_outputs(states, self.spec.batch_size, self.spec.microbatches)
 
     def _gather_metrics(self, step: int) -> Routine[None]:
         """Bring what was measured in the pass under way to the worker that computes the metrics."""

@@ -1,4 +1,5 @@
-"""Evaluation on Ray: the loss of the run's own validation, bit for bit, on any plan, also when a worker dies in the pass."""
+"""Evaluation and prediction on Ray: the loss of the run's own validation, and the outputs of one process, bit for bit, on any
+plan, also when a worker dies in a pass."""
 
 import os
 import signal
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import tiny_job
 from helpers.finished_runs import train_into_folder
+from pyarrow import parquet
 
 import raypar
 from raypar.actors.ray_connection import connect_ray
@@ -19,7 +22,9 @@ from raypar.errors import CheckpointError, ConfigError
 from raypar.job import ElasticConfig, Job, PlanConfig, ValidationConfig
 from raypar.launch.evaluate_run import evaluate_checkpoint
 from raypar.launch.forward_run import Cluster, find_trained_run
-from raypar.plan import ParallelPlan
+from raypar.launch.parquet_file import open_parquet_file
+from raypar.launch.predict_run import PredictionRequest, predict_with_checkpoint
+from raypar.plan import Microbatches, ParallelPlan
 from raypar.record.events import Event
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -56,6 +61,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job, float]
     return path, job, losses[0]
 
 
+@pytest.mark.full
 def test_the_loss_is_that_of_the_runs_validation_although_a_worker_dies_in_the_pass(trained: Any):
     path, job, wanted = trained
     found = find_trained_run(path, ".", None, [], lambda event: None)
@@ -84,6 +90,7 @@ def test_the_command_prints_the_loss_of_one_worker(trained: Any, capsys: pytest.
     assert f"loss {wanted!r} over {SIZE} counted" in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_another_data_set_and_batch_size_are_those_of_a_job_that_has_them(trained: Any):
     path, job, _ = trained
     losses = list[float]()
@@ -95,6 +102,46 @@ def test_another_data_set_and_batch_size_are_those_of_a_job_that_has_them(traine
     trainer = raypar.Trainer(**JOB)
     facts = trainer.evaluate(path, data=tiny_job.Samples(10), batch_size=3, verbose=False)
     assert (facts["validation_loss"], facts["count"]) == (losses[0], 10)
+
+
+def test_predictions_of_four_workers_one_of_which_dies_are_those_of_one_process(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, job, _ = trained
+    monkeypatch.setattr("raypar.launch.predict_run.MICROBATCHES_OF_PASS", 4)
+    pids, told = list[int](), list[str]()
+
+    def tell(event: Event) -> None:
+        facts = event.facts()
+        told.append(facts["kind"] if facts["kind"] != "note" else facts["text"])
+        if facts.get("stage") == "started":
+            pids.append(int(facts["text"].partition("pids ")[2].split(", ")[1]))
+        if told[-1] == "7 of 21 samples":
+            threading.Timer(0.3, os.kill, (pids[0], signal.SIGKILL)).start()
+
+    slow = job.replace(plan=PlanConfig(stages=2, replicas=2), elastic=ElasticConfig())
+    found = find_trained_run(path, ".", None, [], tell)
+    request = PredictionRequest(ValidationConfig(function=Slow, args={"size": SIZE}))
+    with open_parquet_file(tmp_path / "out.parquet") as file:
+        assert predict_with_checkpoint(slow, found.checkpoint, request, file.write, tell, Cluster()) == SIZE
+    assert "lost" in told and "recovering" in told and told.count("7 of 21 samples") == 1
+    table = parquet.read_table(tmp_path / "out.parquet")
+    module, samples = raypar.load(path), tiny_job.Samples(SIZE)
+    with torch.no_grad():
+        wanted = torch.cat([module(samples.x[list(part)]) for part in map(Microbatches(11, 11, SIZE).samples, range(11))])
+    assert table.column("sample").to_pylist() == list(range(SIZE))
+    assert torch.equal(torch.tensor(table.column("output").to_pylist()), wanted)
+
+
+@pytest.mark.full
+def test_the_command_and_trainer_predict_alike(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, _, _ = trained
+    out = tmp_path / "out.parquet"
+    assert main(["predict", str(path), "--data", "{function: helpers.tiny_job:data, args: {size: 9}}", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"9 rows in {out}: sample, output"
+    columns = raypar.Trainer(**JOB).predict(path, data=tiny_job.Samples(9), verbose=False)
+    assert columns["sample"].tolist() == list(range(9))
+    assert torch.equal(torch.tensor(parquet.read_table(out).column("output").to_pylist()), columns["output"])
 
 
 # -- what is refused, before anything is started -----------------------------------------------------------------------------
@@ -114,8 +161,12 @@ def test_what_cannot_be_evaluated_is_refused(trained: Any, tmp_path: Path, capsy
         ([str(path), "--batch-size", "0"], "is not a whole number of at least 1"),
         (["nothing", "--run-dir", str(tmp_path)], "no run 'nothing'"),
     ):
-        assert main(["evaluate", *arguments]) == 2
-        assert said in capsys.readouterr().err
+        for command in (["evaluate"], ["predict", "--out", str(tmp_path / "out.parquet")]):
+            assert main([*command, *arguments]) == 2
+            assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="function is 3, which names no function"):
+        raypar.Trainer(**JOB).predict(path, data=tiny_job.Samples(10), function=3, verbose=False)
     made, _ = train_into_folder(
         raypar.Trainer(**(JOB | {"loss": lambda output, target: (output - target).sum()})).job, tmp_path
     )

@@ -33,6 +33,8 @@ def test_the_help_has_an_example_the_methods_and_the_place_of_the_reference():
     for part in (
         "raypar.Trainer(model=Net",
         " |  fit(",
+        " |  evaluate(",
+        " |  predict(",
         " |  from_yaml(path, ...)",
         " |  to_yaml(",
         "examples/guides/reference.md",

@@ -168,6 +168,8 @@ class Stage:
     buffer_updates: Mapping[str, BufferUpdates]
     """Layer name -> what forward has written into its buffers in the step under way; layers that write none are left out."""
 
+    first_microbatch: int = 0
+    """The first microbatch of the present pass over validation data, of a data set that takes several passes."""
     metrics: StageMetrics | None = None
     """Measures microbatches where the stage has the last layer and the job has metrics."""
     step: int = -1
@@ -386,7 +388,9 @@ class Stage:
     def evaluate(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """As `forward`, but in evaluation mode; keeps the losses only."""
         self._train(False)
-        forward_pass = validation_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
+        forward_pass = validation_pass_context(
+            self.seed, self.step, self.first_microbatch + microbatch, self.weights.layer_names
+        )
         with torch.no_grad():
             values = {**batch, **received}
             for position, layer in enumerate(self.layers):

@@ -1,0 +1,45 @@
+"""`raypar predict RUN --data MODULE:NAME --out FILE.parquet`: the outputs of a run's trained weights for each sample."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from raypar.console.command_arguments import add_forward_arguments
+from raypar.user_code.interrupts_outside_training import stopped_before_training
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `raypar predict`."""
+    add_forward_arguments(parser)
+    parser.add_argument("--out", required=True, metavar="FILE", help="the .parquet file to write: a row for each sample")
+    parser.add_argument(
+        "--function", metavar="MODULE:NAME", help="a function of the output that returns what is kept (default: all of it)"
+    )
+
+
+@stopped_before_training()
+def run(args: argparse.Namespace) -> int:
+    """Write the file; exit code 0."""
+    start = time.monotonic()
+    from raypar.console.event_printer import EventPrinter
+    from raypar.console.json_stdout import json_stdout
+    from raypar.job.read_job import parse_data_argument, parse_function_argument
+    from raypar.launch.forward_run import Cluster, find_trained_run
+    from raypar.launch.parquet_file import open_parquet_file
+    from raypar.launch.predict_run import PredictionRequest, predict_with_checkpoint
+    from raypar.record.events import StartupStage
+
+    with json_stdout(args.json) as out, open_parquet_file(args.out) as file:
+        console = EventPrinter(steps=0, as_json=args.json, start_s=start, out=out)
+        data = parse_data_argument(args.data) if args.data is not None else None
+        function = parse_function_argument(args.function, "--function") if args.function is not None else None
+        found = find_trained_run(args.run, args.run_dir, args.step, args.overrides, console)
+        console(StartupStage(stage="read", text=f"checkpoint {found.checkpoint}"))
+        request = PredictionRequest(data, function, args.batch_size)
+        predict_with_checkpoint(
+            found.job, found.checkpoint, request, file.write, console, Cluster(args.address, args.local_nodes)
+        )
+        if not args.json:
+            print(f"{file.rows:,} rows in {args.out}: {', '.join(file.columns)}", file=out)
+    return 0
