@@ -198,6 +198,48 @@ def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_whe
     assert "12 of 12 steps already done" in said and "raise epochs (--set epochs=8" in said
 
 
+RAGGED = """
+name: ragged
+seed: 3
+steps: 4
+batch_size: 10
+microbatches: 4
+model: helpers.ragged:Reader
+loss: helpers.ragged:next_word
+data: {function: helpers.ragged:Sentences, target: labels, collate: {function: helpers.ragged:Noisy, args: {share: 0.2}}}
+"""
+
+
+def test_batches_of_the_users_own_function_have_the_bits_of_one_process_also_when_another_plan_resumes(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    file, run = tmp_path / "ragged.yaml", str(tmp_path / "runs/ragged")
+    file.write_text(RAGGED + f"run_dir: {tmp_path / 'runs'}\n")
+    spec = load_job(file)
+    with OneProcessRun(spec, spec.to_plan(5), "1f1b") as local:
+        for step in range(4):
+            local.step(step)
+        named = b"".join(
+            name.encode() + b"\0" + copies[0].contiguous().numpy().tobytes()
+            for name, copies in sorted(local.parameters().items())
+        )
+    two = ["--set", "plan={stages: 2}", "--stop-at-step", "2"]
+    assert main(["train", str(file), *two]) == 0
+    assert main(["resume", run, "--set", "data.args={size: 24}"]) == 2
+    assert main(["resume", run, "--set", "data.collate=helpers.ragged:longest"]) == 2
+    said = capfd.readouterr().err
+    assert "data was" in said and "Noisy" in said
+    monkeypatch.setattr("helpers.ragged.Sentences.__len__", lambda self: 24)
+    assert main(["resume", run]) == 2
+    assert "was trained on 23 samples, and data gives 24: the order in which samples are read" in capfd.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert main(["resume", run, "--set", "plan={replicas: 2}"]) == 0
+    assert hash_in(capfd.readouterr().out) == hashlib.sha256(named).hexdigest()
+    assert nothing_left()
+
+
 def test_a_layout_on_ray_gives_the_bits_of_one_process(tmp_path):
     """Others: `test_parity_ray.py`."""
     check_on_ray(Layout("tangled", "1f1b", (2, 2), 4), tmp_path)
