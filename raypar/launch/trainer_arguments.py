@@ -198,10 +198,13 @@ def _with_data_loader_taken_apart(key: str, value: Any, batch_size: int | None) 
     if key == "data":
         if isinstance(batch_size, int):
             check_batch_size(parts, batch_size, key)
-        section = {"shuffle": parts.shuffle, "drop_last": parts.drop_last} | section
-    elif parts.drop_last:
+        section.setdefault("drop_last", parts.drop_last)
+        if not {"shuffle", "sampler", "weights", "group_by"} & set(section):
+            section |= {"shuffle": parts.shuffle} if parts.sampler is None else {"sampler": parts.sampler}
+    elif parts.drop_last or parts.sampler is not None:
+        own = "drop_last=True" if parts.drop_last else f"its own sampler, {with_article(type(parts.sampler).__name__)}"
         raise ConfigError(
-            "validation is a DataLoader with drop_last=True, and a validation reads every sample", cure="leave drop_last out"
+            f"validation is a DataLoader with {own}, and a validation reads every sample in order", cure="leave that out"
         )
     return section
 
@@ -319,7 +322,8 @@ def validation_argument(data: Any) -> ValidationConfig | None:
     """The section `validation` for a data set in any form that `Trainer` takes; None for None. Raises `ConfigError`."""
     if data is None:
         return None
-    return parse_validation_section(function_section("validation", data))
+    section = function_section("validation", _with_data_loader_taken_apart("validation", data, None))
+    return parse_validation_section(section)
 
 
 def _is_sequence_object(value: Any) -> bool:

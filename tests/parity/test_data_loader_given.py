@@ -64,6 +64,20 @@ def test_what_the_loader_says_is_in_the_job():
     assert validated.validation is not None and validated.validation.collate is not None
 
 
+def test_its_sampler_is_that_of_the_job():
+    weighted = WeightedRandomSampler([1.0] * 23, 16)
+    job = trainer(section(DataLoader(Masked(), 8, sampler=weighted), pad={})).job
+    assert job.data.sampler is not None and preflight(job).samples == 23
+    few = trainer(
+        section(DataLoader(Masked(), 8, sampler=torch.utils.data.RandomSampler(Masked(), num_samples=16)), pad={})
+    ).job
+    assert few.data.sampler is not None
+    kept = trainer(section(DataLoader(Masked(), 8, sampler=weighted), shuffle=False)).job.data
+    assert (kept.sampler, kept.shuffle) == (None, False)
+    with pytest.raises(RayparError, match="validation is a DataLoader with its own sampler, a WeightedRandomSampler"):
+        trainer(Masked(), validation=DataLoader(Masked(), 8, sampler=weighted))
+
+
 class Stream(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter([1, 2])
@@ -73,18 +87,6 @@ LOADERS = {
     "another size": (
         lambda: DataLoader(Masked(), 4),
         r"data is a DataLoader with batch_size 4, and the job's batch_size is 8\n  cure: give it batch",
-    ),
-    "weights": (
-        lambda: DataLoader(Masked(), 8, sampler=WeightedRandomSampler([1.0] * 23, 23)),
-        r"data is a DataLoader with its own sampler, a Weighted",
-    ),
-    "a subset": (
-        lambda: DataLoader(Masked(), 8, sampler=SubsetRandomSampler(range(4))),
-        r"its own sampler, a SubsetRandomSampler, which raypar does not use\n  cure: leave it out: the order is data.shuffle",
-    ),
-    "with replacement": (
-        lambda: DataLoader(Masked(), 8, sampler=torch.utils.data.RandomSampler(Masked(), num_samples=5)),
-        r"its own sampler, of 5 of 23 samples",
     ),
     "a batch sampler": (lambda: DataLoader(Masked(), batch_sampler=[[0, 1], [2, 3]]), r"its own batch_sampler, a list, which"),
     "a generator": (
@@ -157,6 +159,6 @@ def test_and_its_data_set_is_trained_on():
 
 def test_a_validation_that_would_leave_samples_out_is_refused():
     with pytest.raises(
-        RayparError, match="validation is a DataLoader with drop_last=True, and a validation reads every sample"
+        RayparError, match="validation is a DataLoader with drop_last=True, and a validation reads every sample in order"
     ):
         trainer(Masked(), validation=DataLoader(Masked(), 8, drop_last=True))

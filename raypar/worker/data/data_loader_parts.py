@@ -23,6 +23,8 @@ class DataLoaderParts:
     """Its own collate function; None: PyTorch's, in whose place raypar's stacks fields."""
     shuffle: bool
     """Whether its samples are shuffled."""
+    sampler: Any
+    """Its sampler, if that does more than to shuffle or not; else None."""
     drop_last: bool
     """Whether it leaves out a batch that is not whole."""
     batch_size: int | None
@@ -48,11 +50,9 @@ def data_loader_parts(loader: Any, what: str) -> DataLoaderParts:
         raise _no_key(name, f"batch_sampler, {with_article(type(batch_sampler).__name__)}", "batches are cut from data.shuffle")
     batches = loader if batch_sampler is None else batch_sampler  # a loader that is given one has none of its settings itself
     sampler = batches.sampler
-    if type(sampler) not in (SequentialSampler, RandomSampler):
-        raise _no_key(name, f"sampler, {with_article(type(sampler).__name__)}", _ORDER)
-    if isinstance(sampler, RandomSampler):
-        if sampler.replacement or sampler.num_samples != len(loader.dataset):
-            raise _no_key(name, f"sampler, of {sampler.num_samples:,} of {len(loader.dataset):,} samples", _ORDER)
+    is_usual = type(sampler) is SequentialSampler
+    if type(sampler) is RandomSampler:
+        is_usual = not sampler.replacement and sampler.num_samples == len(loader.dataset)
         if sampler.generator is not None:
             raise _no_key(name, "generator", "the order follows from `seed`")
     if loader.worker_init_fn is not None:
@@ -61,16 +61,12 @@ def data_loader_parts(loader: Any, what: str) -> DataLoaderParts:
     return DataLoaderParts(
         dataset=loader.dataset,
         collate=None if loader.collate_fn in usual else loader.collate_fn,
-        shuffle=isinstance(sampler, RandomSampler),
+        shuffle=type(sampler) is not SequentialSampler,
+        sampler=None if is_usual else sampler,
         drop_last=bool(batches.drop_last),
         batch_size=batches.batch_size,
         processes=loader.num_workers,
     )
-
-
-_ORDER = (
-    'the order is data.shuffle: true, false or indexed; or give both: {"function": loader.dataset, "sampler": loader.sampler}'
-)
 
 
 def _no_key(name: str, part: str, instead: str) -> ConfigError:
@@ -94,6 +90,11 @@ def check_job_says_the_same(parts: DataLoaderParts, spec: DataConfig, key: str) 
         label = getattr(parts.collate, "__qualname__", type(parts.collate).__name__)
         raise ConfigError(
             f"{name} with the collate_fn {label}", cure=f"name it in the job, {key}.collate: module:{label}, or leave it out"
+        )
+    if parts.sampler is not None and spec.sampler is None:
+        raise ConfigError(
+            f"{name} with its own sampler, {with_article(type(parts.sampler).__name__)}",
+            cure="name it in the job, data.sampler, or leave it out" if key == "data" else "leave it out",
         )
     if not parts.shuffle and spec.shuffle is not False and not spec.names_ids:
         raise ConfigError(
