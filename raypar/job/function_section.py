@@ -128,6 +128,19 @@ class LossConfig(FunctionConfig):
 
     function: Annotated[str | Callable[..., Any], PlainValidator(_loss_function)]
     """`module:name` of the function or class; from Python also the callable itself; or `model`."""
+    count: Literal["labels", "shifted_labels"] | None = None
+    """What the mean that the model's own loss (`model`) returns is taken over, so that the loss of a step is the mean over all
+    of them, in whichever microbatches they are. `labels`: all that are not -100. `shifted_labels`: likewise, without the first
+    of each sequence, for a model that compares each token with the next one. None: samples."""
+
+    @model_validator(mode="after")
+    def _counts_for_model(self) -> LossConfig:
+        if self.count is not None and not self.is_loss_of_model:
+            raise ConfigError(
+                f"loss.count is {self.count}, and loss.function is {self.label}",
+                cure="leave it out, and return (sum, count) from the function; it is for the model's own loss, function: model",
+            )
+        return self
 
 
 class PadConfig(Section):

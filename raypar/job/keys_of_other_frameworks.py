@@ -104,6 +104,8 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "train_batch_size batch bs gradient_accumulation_plugin auto_find_batch_size",
     _STEPS: "epoch num_epochs n_epochs max_epochs num_train_epochs max_steps num_steps train_iters iterations min_steps",
     "the longest time that a run may take is max_time_s": "max_time time_limit max_train_time",
+    "the model's own loss is the mean over all labels of a step with loss.count": "average_tokens_across_devices "
+    "num_items_in_batch",
     "the loss function is `loss`": "loss_fn criterion loss_function compute_loss compute_loss_func",
     "it is an argument of the loss function: a key of loss.args": "label_smoothing label_smoothing_factor ignore_index "
     "class_weights",

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from raypar.errors import ModelError
+from raypar.errors import ConfigError, ModelError
 from raypar.job import Job
 from raypar.model.capture.module_graph import traces_of
 from raypar.model.capture.trace_cache import TraceCache
@@ -23,6 +23,7 @@ from raypar.model.layer_skeletons import SkeletonCopier, put_values
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch
+from raypar.worker.data.padding import MASKED_LABEL
 from raypar.worker.plain_microbatches import (
     UNSEEN,
     Batches,
@@ -56,6 +57,8 @@ def check_capture_with_numbers(spec: Job, graph: Graph) -> str | None:
             small, batches = first_microbatches(spec, graph)
             with contextlib.closing(_PlainModule(small, graph, cache, batches)) as plain:
                 plain.add(plain.run(few := small.microbatches))
+                if spec.loss.count is not None:
+                    plain.check_label_count()
         except NotCompared as found:
             return _not_compared(str(found))
         stages = min(len(graph.layers), MOST_STAGES)
@@ -127,12 +130,40 @@ class _PlainModule(PlainMicrobatches):
 
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | float | None]:
         """(loss, count) of one microbatch."""
+        found = make_loss_function(self._spec.loss)(self._own_output(batch), batch.get(self._spec.loss_target_name))
+        return found if isinstance(found, tuple) else (found, None)
+
+    def _own_output(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """What the module returns for a microbatch."""
         self._started, self._calls, self._depth = [], {}, 0
         fields = {name: batch[name].clone() for name in self._cache.inputs.fields}
         self.seed(self._layers[0])
-        output = self._cache.inputs.call(self.model, fields)
-        found = make_loss_function(self._spec.loss)(output, batch.get(self._spec.loss_target_name))
-        return found if isinstance(found, tuple) else (found, None)
+        output: Tensor = self._cache.inputs.call(self.model, fields)
+        return output
+
+    def check_label_count(self) -> None:
+        """Raises `ConfigError` if `loss.count` is not what the model's mean is taken over: another first label of each sequence
+        changes the loss of a model that counts it, and of no other."""
+        name, batch = self._spec.loss_target_name, self._batches[0][1]
+        labels = batch[name]
+        valid = labels[labels != MASKED_LABEL]
+        if labels.dim() < 2 or labels.shape[-1] < 2 or not valid.numel() or labels.is_floating_point():
+            return
+        means = []
+        for first in (int(valid[0]), MASKED_LABEL):
+            changed = labels.clone()
+            changed[..., 0] = first
+            with torch.no_grad(), self._autocast():
+                means.append(float(self._own_output({**batch, name: changed})))
+        if not all(map(math.isfinite, means)):
+            return
+        found = "labels" if means[0] != means[1] else "shifted_labels"
+        if found != self._spec.loss.count:
+            does = "counts" if found == "labels" else "leaves out"
+            raise ConfigError(
+                f"loss.count is {self._spec.loss.count}, and the loss of {self.label} {does} the first label of each sequence",
+                cure=f"set loss.count: {found}",
+            )
 
     def check_calls(self) -> None:
         """Raises `NotCompared` if units were called otherwise than the record says."""

@@ -250,11 +250,13 @@ def _notes_about_data(spec: Job, graph: Graph, names: Sequence[str], batch: Mapp
     if unread and read <= set(names):  # else by another name: those of a named tuple, x, y
         lines.append(f"neither the model nor the loss reads these fields of the samples: {', '.join(unread)}")
     labels = batch.get(target)
-    if spec.loss.is_loss_of_model and labels is not None and bool((labels == MASKED_LABEL).any()):
+    weighs_samples = spec.loss.is_loss_of_model and spec.loss.count is None
+    if weighs_samples and labels is not None and bool((labels == MASKED_LABEL).any()):
         lines.append(
             f"loss: model, and some of {target} are {MASKED_LABEL} (masked): the model takes the mean over the others in each "
-            "microbatch, so tokens of microbatches with fewer of them weigh more; for the mean over all tokens of a step "
-            "return (sum, count) from a loss of your own"
+            "microbatch, so tokens of microbatches with fewer of them weigh more\n  cure: set loss: {function: model, count: "
+            "labels} for the mean over all labels of a step; or count: shifted_labels if the model compares each token with "
+            "the next one"
         )
     return lines
 

@@ -302,6 +302,10 @@ def _loss(
         output = _call(model, inputs, fields)
     if spec.loss.is_loss_of_model:
         found = output["loss"] if isinstance(output, Mapping) else output.loss
+        if spec.loss.count is not None:  # rule 5
+            counted = target[..., 1:] if spec.loss.count == "shifted_labels" else target
+            count = int((counted != -100).sum())
+            found = (found * count if count else found.nan_to_num() * 0, count)
     else:
         with computing_in(spec):
             found = spec.loss.partial()(output, target)

@@ -510,5 +510,5 @@ def test_fields_that_nobody_reads_and_masked_labels_are_told():
         spec_of((make_zoo_model, {"name": "llama"}), data={"function": MaskedTokens, "target": "labels"})
     ).notes
     assert one == "neither the model nor the loss reads these fields of the samples: weight"
-    assert "some of labels are -100 (masked)" in other and "(sum, count)" in other
+    assert "some of labels are -100 (masked)" in other and "{function: model, count: labels}" in other
     assert preflight(spec_of((make_zoo_model, {"name": "llama"}))).notes == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import ConfigError, UserCodeError
-from raypar.job import FunctionConfig
+from raypar.job import FunctionConfig, LossConfig
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.worker.data.padding import MASKED_LABEL
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import PassContext
 from raypar.worker.stage.stage_coordinate import StageCoordinate
@@ -27,7 +29,8 @@ def make_loss_function(
     by what the sum over all microbatches is divided.
     """
     if ref.is_loss_of_model:
-        return loss_of_model
+        count = ref.count if isinstance(ref, LossConfig) else None
+        return loss_of_model if count is None else partial(counted_loss_of_model, shifted=count == "shifted_labels")
     made = ref.resolve()
     if isinstance(made, type):
         try:
@@ -48,6 +51,15 @@ def make_loss_function(
 def loss_of_model(output: Tensor, target: Tensor) -> Tensor:
     """The loss function of a model that computes the loss itself: what it returns is the loss."""
     return output
+
+
+def counted_loss_of_model(output: Tensor, target: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
+    """(sum, count) of a model's own loss, which is the mean over the labels `target` [samples, ...] that are not -100.
+
+    `shifted`: without the first of each sequence. Where no label counts the sum is 0, though that mean is NaN.
+    """
+    count = ((target[..., 1:] if shifted else target) != MASKED_LABEL).sum()
+    return torch.where(count > 0, output, torch.nan_to_num(output)) * count, count
 
 
 def _module(module: nn.Module, label: str, device: torch.device) -> Callable[..., Tensor | tuple[Tensor, Tensor | float]]:
