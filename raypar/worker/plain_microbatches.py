@@ -39,8 +39,10 @@ def comparison_tolerance(spec: Job) -> float:
 
 
 def with_few_microbatches(spec: Job, few: int) -> Job:
-    """The job on the CPU, with steps of `few` of its microbatches, which change no parameter."""
+    """The job on the CPU, with steps of `few` of its microbatches, which change no parameter, and streams for each at most."""
+    data = spec.data if spec.data.streams is None else spec.data.replace(streams=min(few, spec.data.streams))
     return spec.replace(
+        data=data,
         batch_size=few * spec.batch_size // spec.microbatches,
         microbatches=few,
         virtual_replicas=0,

@@ -24,6 +24,14 @@ def test_a_run_that_loses_a_node_ends_with_the_weights_of_one_that_does_not(tmp_
 
 
 @pytest.mark.chaos
+def test_a_stream_that_is_killed_and_resumed_under_another_plan_gives_the_samples_of_one_that_is_not(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "stream.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "record of samples: 240 microbatches, equal" in done.stdout and done.stdout.splitlines()[-1] == "equal"
+
+
+@pytest.mark.chaos
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_submitted_job_that_is_stopped_and_submitted_again_ends_with_the_weights_of_one_that_is_not(nodes, tmp_path):
     """Stages and shards on one node; stages and replicas on a head and another node."""

@@ -10,7 +10,7 @@ from helpers import reference, stream_cases, ugly_models
 from torch.utils.data import DataLoader
 
 from raypar.errors import ConfigError, RayparError, UserCodeError
-from raypar.job import DataConfig, Job, MetricConfig, ValidationConfig
+from raypar.job import DataConfig, Job, MetricConfig, ModelConfig, ValidationConfig
 from raypar.job.contract import contract_of_job
 from raypar.launch.steps_of_epochs import with_steps_of_epochs
 from raypar.plan import ParallelPlan
@@ -284,6 +284,30 @@ def test_epochs_of_a_stream_are_refused():
     with pytest.raises(ConfigError, match=r"epochs is 2, and data set .*Divided is iterable") as found:
         with_steps_of_epochs(spec, lambda event: None)
     assert "samples x 2 / 11" in found.value.cure
+
+
+class Captured(torch.nn.Module):
+    """A module with a forward of its own, which is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(stream_cases.WIDTH, 8)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.last = torch.nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_a_captured_module_reads_streams(window):
+    spec = unresolved(stream_cases.Divided, shuffle_window=window, model=ModelConfig(function=Captured))
+    checked = preflight(spec)
+    layers = len(checked.graph.layers)
+    run(checked.job, ParallelPlan.mesh(dp=2, pp=2, layers=layers))
 
 
 def test_preflight_and_profile_of_streams():

@@ -242,11 +242,15 @@ def read_stream_microbatches(
 ) -> list[StreamMicrobatch]:
     """The microbatches of a job at these (step, microbatch), read here, in order of their places in the streams."""
     assert spec.data.streams is not None, "the checks before a run say how many streams there are"
-    # A job with fewer microbatches, of a check before the run, reads the first streams only.
-    data = spec.training_data.replace(streams=min(spec.data.streams, spec.microbatches))
     streams = OpenStreams()
     loader = StreamLoader(
-        data, spec.batching, seed=spec.seed, fields=fields, own=range(spec.microbatches), streams=streams, guard=guard
+        spec.training_data,
+        spec.batching,
+        seed=spec.seed,
+        fields=fields,
+        own=range(spec.microbatches),
+        streams=streams,
+        guard=guard,
     )
     try:
         found = {}
