@@ -24,11 +24,13 @@ def run(args: argparse.Namespace) -> int:
     from raypar.launch.evaluate_run import describe_evaluation, evaluate_checkpoint
     from raypar.launch.forward_run import Cluster, find_trained_run
     from raypar.record.events import StartupStage
+    from raypar.storage.best_checkpoint import find_best_step_of_run
 
     with json_stdout(args.json) as out:
         console = EventPrinter(steps=0, as_json=args.json, start_s=start, out=out)
         data = parse_data_argument(args.data) if args.data is not None else None
-        found = find_trained_run(args.run, args.run_dir, args.step, args.overrides, console)
+        step = args.step if args.best is None else find_best_step_of_run(args.run, args.run_dir, args.best)
+        found = find_trained_run(args.run, args.run_dir, step, args.overrides, console)
         console(StartupStage(stage="read", text=f"checkpoint {found.checkpoint}"))
         facts = evaluate_checkpoint(
             found.job, found.checkpoint, data, console, Cluster(args.address, args.local_nodes), batch_size=args.batch_size

@@ -29,12 +29,14 @@ def run(args: argparse.Namespace) -> int:
     from raypar.launch.parquet_file import open_parquet_file
     from raypar.launch.predict_run import PredictionRequest, predict_with_checkpoint
     from raypar.record.events import StartupStage
+    from raypar.storage.best_checkpoint import find_best_step_of_run
 
     with json_stdout(args.json) as out, open_parquet_file(args.out) as file:
         console = EventPrinter(steps=0, as_json=args.json, start_s=start, out=out)
         data = parse_data_argument(args.data) if args.data is not None else None
         function = parse_function_argument(args.function, "--function") if args.function is not None else None
-        found = find_trained_run(args.run, args.run_dir, args.step, args.overrides, console)
+        step = args.step if args.best is None else find_best_step_of_run(args.run, args.run_dir, args.best)
+        found = find_trained_run(args.run, args.run_dir, step, args.overrides, console)
         console(StartupStage(stage="read", text=f"checkpoint {found.checkpoint}"))
         request = PredictionRequest(data, function, args.batch_size)
         predict_with_checkpoint(

@@ -57,7 +57,9 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 def add_forward_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what commands share that pass data through a trained model."""
     parser.add_argument("run", help="a run's name under --run-dir, or the path or URI of a run or of one checkpoint")
-    parser.add_argument("--step", type=int, help="the checkpoint after so many steps (default: the last that is whole)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="the checkpoint after so many steps (default: the last that is whole)")
+    add_best_argument(which)
     parser.add_argument(
         "--data",
         metavar="MODULE:NAME",

@@ -34,6 +34,7 @@ from raypar.job.read_job import load_job
 from raypar.launch import resume_job
 from raypar.storage.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import checkpoint_weights_hash
+from raypar.worker.run_in_one_process import OneProcessRun
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -168,12 +169,20 @@ def long_undisturbed(tmp_path_factory) -> Undisturbed:
     return Undisturbed.of(tmp_path_factory.mktemp("undisturbed"), *LONG)
 
 
+MEASURED = (
+    "metrics={energy: helpers.metrics:energy, middle: {function: helpers.metrics:Median}}",
+    "metrics_every=5",
+    "checkpoint.keep=1",
+    "checkpoint.best=[{metric: validation_energy, mode: min, keep: 2}]",
+)
+
+
 @pytest.fixture(scope="module")
 def disturbed(own_ray, tmp_path_factory) -> Trainee:
     """A run of 90 steps on four workers whose driver is killed after some steps, and later a worker; once another one has
     taken its place, a worker hangs."""
     words = ("steps=90", "elastic.min_workers=1", *FOUR, "model.args.sleep_s=0.06", "checkpoint.every=20")
-    trainee = Trainee(tmp_path_factory.mktemp("disturbed"), *words)
+    trainee = Trainee(tmp_path_factory.mktemp("disturbed"), *words, *MEASURED)
     trainee.members_by_driver = []
 
     def kill_driver() -> None:
@@ -199,6 +208,31 @@ def test_a_run_whose_driver_and_workers_are_killed_or_hang_gives_the_bits_of_one
     assert disturbed.result.weights_sha256 == undisturbed.weights_sha256
     assert disturbed.losses == undisturbed.losses, "every step was seen once"
     assert [event["step"] for event in disturbed.told("step")] == list(range(1, 91)), "the client saw every step once"
+
+
+def test_metrics_and_the_best_checkpoints_are_those_of_a_run_that_nothing_befalls(disturbed, tmp_path):
+    job, wanted = load_job(write_job(tmp_path), ["steps=90", *FOUR, *MEASURED]), {}
+    with OneProcessRun(job, job.to_plan(4), "1f1b") as run:
+        for step in range(1, 91):
+            run.step(step - 1)
+            wanted[step, "step"] = run.metrics
+            if step % 6 == 0:
+                run.validate(step)
+                wanted[step, "validation"] = {f"validation_{name}": value for name, value in run.metrics.items()}
+    lines = map(json.loads, (disturbed.folder / "runs/tiny/metrics.jsonl").read_text().splitlines())
+    found = {(line["step"], "step" if "loss" in line else "validation"): line for line in lines}
+    assert set(found) == set(wanted)
+    told = " ".join(event["text"] for event in disturbed.told("warning"))
+    for place, values in wanted.items():
+        if place[1] == "validation" or f"the metrics of step {place[0]} are lost" not in told:
+            assert {name: found[place].get(name) for name in values} == values, place
+    energies = {step: values["validation_energy"] for (step, kind), values in wanted.items() if kind == "validation"}
+    best = sorted(energies, key=lambda step: (energies[step], step))[:2]
+    there = {path.name for path in (disturbed.folder / "runs/tiny/checkpoints").iterdir()}
+    assert {f"step_{step:08d}" for step in best} == there - {"step_00000090"} | {
+        f"step_{step:08d}" for step in best if step == 90
+    }
+    assert disturbed.result.best_checkpoint_path.endswith(f"step_{best[0]:08d}")
 
 
 def test_the_driver_may_be_killed(disturbed):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import metrics, ugly_models
 from helpers.parity import Layout
-from helpers.shard_grid import Cell
+from helpers.shard_grid import Cell, cells
 from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
@@ -120,9 +120,23 @@ SHARDED = [
 ]
 
 
+GRID = [cell for cell in cells() if cell.plan.stages[-1].shards > 1 and cell.model != "dropped" and cell not in SHARDED][::2]
+
+
 @pytest.mark.parametrize("cell", SHARDED, ids=str)
 def test_logits_that_are_cut_over_shards_are_gathered_for_metrics(cell: Cell):
-    """The metric gets what one process gets whose layers are cut the same way: the whole logits."""
+    assert check_sharded(cell), "the logits are whole: the case is none"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", GRID, ids=str)
+def test_so_they_are_in_every_layout(cell: Cell):
+    assert len(GRID) >= 60
+    check_sharded(cell)
+
+
+def check_sharded(cell: Cell) -> bool:
+    """The metric gets what one process gets whose layers are cut the same way: the whole logits. True if they were cut."""
     job = cell.job.replace(
         validation=ValidationConfig(function=cell.job.data.function, args=cell.job.data.args, samples=9),
         metrics={"tokens": MetricConfig(function=on_tokens), "median": MetricConfig(function=metrics.Median)},
@@ -135,7 +149,8 @@ def test_logits_that_are_cut_over_shards_are_gathered_for_metrics(cell: Cell):
                 if stage.loss is not None:
                     stage.loss = kept_parts(stage.loss, stage.shard, parts, targets)  # type: ignore[assignment]
         run.validate(0)
-    whole = [torch.cat([parts[m, shard] for shard in range(cell.shards[-1])], -1) for m in sorted(targets)]
+    cut = len(parts) > len(targets)
+    whole = [torch.cat([parts[m, t] for t in range(cell.plan.stages[-1].shards if cut else 1)], -1) for m in sorted(targets)]
     median, total, count = metrics.Median(), 0.0, 0
     for m, logits in enumerate(whole):
         median.update(logits, targets[m])
@@ -143,14 +158,15 @@ def test_logits_that_are_cut_over_shards_are_gathered_for_metrics(cell: Cell):
         total, count = total + float(added), count + tokens
     assert run.metrics == {"tokens": total / count, **values_by_name("median", median.compute())}
     assert sum(len(target) for target in targets.values()) == 9
+    return cut
 
 
 def kept_parts(loss: Any, shard: Any, parts: dict[tuple[int, int], Tensor], targets: dict[int, Tensor]) -> Any:
     """The loss, which keeps the shard's part of the logits, and the target, of each microbatch."""
 
     def call(forward_pass: Any, values: Any) -> Any:
-        assert loss.inputs[0] in shard.group.output_layouts, "the logits are whole: the case is none"
-        parts[forward_pass.microbatch, shard.group.shard] = values[loss.inputs[0]].clone()
+        if loss.inputs[0] in shard.group.output_layouts or shard.group.shard == 0:
+            parts[forward_pass.microbatch, shard.group.shard] = values[loss.inputs[0]].clone()
         targets[forward_pass.microbatch] = values[loss.target].clone()
         return loss(forward_pass, values)
 

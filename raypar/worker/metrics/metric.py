@@ -154,7 +154,8 @@ class ObjectMetric:
     def __init__(self, name: str, made: MetricObject) -> None:
         """Raises `ConfigError` for an object whose states cannot be merged."""
         self.name = name
-        self._made = made
+        self._reset = copy.deepcopy(made)
+        self._reset.reset()
         if not _is_of_torchmetrics(made) and not (hasattr(made, "merge_state") and hasattr(made, "__dict__")):
             raise ConfigError(
                 f"metric {name!r} ({type(made).__name__}) has no merge_state: each microbatch is measured by itself, and the "
@@ -187,9 +188,7 @@ class ObjectMetric:
 
     def new(self) -> MetricObject:
         """A copy that has taken nothing."""
-        one = copy.deepcopy(self._made)
-        one.reset()
-        return one
+        return copy.deepcopy(self._reset)
 
     def _with_state(self, state: State) -> MetricObject:
         one = self.new()
@@ -206,9 +205,10 @@ def _reduce(first: TorchmetricsObject, later: TorchmetricsObject) -> Torchmetric
 
 
 def _in_host_memory(value: object) -> object:
-    """A copy whose tensors are in host memory, each in memory of its own: a view would be pickled with all that it is of."""
+    """The value with its tensors in host memory, each in memory of its own: a view would be pickled with all that it is of."""
     if isinstance(value, Tensor):
-        return value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        here = value.detach().cpu()
+        return here if here.untyped_storage().nbytes() == here.nbytes and here.is_contiguous() else here.contiguous().clone()
     if type(value) in (list, tuple):
         parts = [_in_host_memory(each) for each in cast("Sequence[object]", value)]
         return parts if isinstance(value, list) else tuple(parts)
