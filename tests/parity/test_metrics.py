@@ -1,6 +1,5 @@
 """Metrics of validations are those of one process that measures one microbatch after the other, whatever the layout."""
 
-import importlib.util
 import math
 import re
 from typing import Any
@@ -486,7 +485,6 @@ def test_a_metric_that_is_not_exact_may_be_allowed_and_is_named():
     assert line.startswith("metric 'm/first' is not exact: of 3 microbatches merged states give")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
 def test_objects_of_torchmetrics_are_exact_or_refused():
     import torchmetrics
     from torchmetrics.classification import MulticlassF1Score
