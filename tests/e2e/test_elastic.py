@@ -29,6 +29,7 @@ from raypar.actors.worker_pool import (
     remove_placement_groups_of_ended_runs,
     run_namespace,
 )
+from raypar.cli import main
 from raypar.errors import ClusterError, ConfigError, OutlivedError, RayparError
 from raypar.job.read_job import load_job
 from raypar.launch import resume_job
@@ -210,7 +211,7 @@ def test_a_run_whose_driver_and_workers_are_killed_or_hang_gives_the_bits_of_one
     assert [event["step"] for event in disturbed.told("step")] == list(range(1, 91)), "the client saw every step once"
 
 
-def test_metrics_and_the_best_checkpoints_are_those_of_a_run_that_nothing_befalls(disturbed, tmp_path):
+def test_metrics_and_the_best_checkpoints_are_those_of_a_run_that_nothing_befalls(disturbed, tmp_path, capsys):
     job, wanted = load_job(write_job(tmp_path), ["steps=90", *FOUR, *MEASURED]), {}
     with OneProcessRun(job, job.to_plan(4), "1f1b") as run:
         for step in range(1, 91):
@@ -226,6 +227,13 @@ def test_metrics_and_the_best_checkpoints_are_those_of_a_run_that_nothing_befall
     for place, values in wanted.items():
         if place[1] == "validation" or f"the metrics of step {place[0]} are lost" not in told:
             assert {name: found[place].get(name) for name in values} == values, place
+    last, history = wanted[90, "validation"] | wanted[90, "step"], disturbed.result.history
+    assert set(last) == {f"{prefix}{name}" for prefix in ("", "validation_") for name in
+                         ("energy", "middle/median", "middle/first", "middle/last")}  # fmt: skip
+    assert {name: disturbed.result.metrics[name] for name in last} == last
+    assert {line["step"] for line in history if "validation_energy" in line} == set(range(6, 91, 6))
+    assert main(["status", str(disturbed.folder / "runs/tiny")]) == 0
+    assert "  metrics  energy " in capsys.readouterr().out
     energies = {step: values["validation_energy"] for (step, kind), values in wanted.items() if kind == "validation"}
     best = sorted(energies, key=lambda step: (energies[step], step))[:2]
     there = {path.name for path in (disturbed.folder / "runs/tiny/checkpoints").iterdir()}

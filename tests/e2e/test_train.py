@@ -38,9 +38,8 @@ from raypar.errors import (
 )
 from raypar.job.contract import contract_of_job
 from raypar.job.read_job import load_job
-from raypar.launch import Result, train_job_in_new_folder
+from raypar.launch import Result
 from raypar.launch.run_on_storage import new_run_on_storage, resumed_run_on_storage
-from raypar.record.events import ValidationRecord
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.run_folder import RunFolder
 from raypar.storage.run_lease import Lease
@@ -505,35 +504,3 @@ def test_what_a_layer_leaves_behind_is_told_once_and_changes_nothing(job, tmp_pa
     events = [event for event in lines(tmp_path / "runs/leaky/events.jsonl") if event["kind"] == "warning"]
     assert [left in event["text"] for event in events].count(True) == 1
     assert any("left os.chdir('/') behind: set back" in event["text"] for event in events)
-
-
-def test_metrics_of_a_run_are_those_of_one_process(tmp_path, monkeypatch, capsys):
-    """On two stages with two replicas of each, one of which merges the states of both."""
-    monkeypatch.chdir(Path(__file__).parents[1])
-    metrics = "metrics={near: helpers.metrics:energy, middle: {function: helpers.metrics:Median, args: {scale: 2.0}}}"
-    words = [
-        "steps=4",
-        "validation.every=2",
-        "plan.stages=2",
-        "plan.replicas=2",
-        "checkpoint.at_end=false",
-        "metrics_every=4",
-        metrics,
-    ]
-    job, events = load_job(write_job(tmp_path), words), []
-    result = train_job_in_new_folder(job, events.append)
-    with OneProcessRun(job, job.to_plan(4), "1f1b") as run:
-        for step in range(4):
-            run.step(step)
-        measured = run.metrics
-        run.validate(4)
-        wanted = {f"validation_{name}": value for name, value in run.metrics.items()}
-    assert set(wanted) == {"validation_near", *(f"validation_middle/{name}" for name in ("median", "first", "last"))}
-    assert {name: result.metrics[name] for name in wanted} == wanted
-    assert {name: result.history[-1][name] for name in wanted} == wanted
-    assert [set(line) & {"near"} for line in result.history if "loss" in line] == [set(), set(), set(), {"near"}]
-    assert {name: result.metrics[name] for name in measured} == measured
-    validations = [event for event in events if isinstance(event, ValidationRecord)]
-    assert [event.step for event in validations] == [2, 4] and validations[1].metrics == wanted
-    assert main(["status", result.path]) == 0
-    assert "  metrics  near " in capsys.readouterr().out

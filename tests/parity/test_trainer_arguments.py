@@ -143,7 +143,7 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ),
         (
             {"checkpoint_config": CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss")},
-            r"checkpoint_config has checkpoint_score_attribute, .*\n.*the newest checkpoints are kept",
+            r"checkpoint_config has checkpoint_score_attribute, .*\n.*give Trainer checkpoint=\{\"best\"",
         ),
         (
             {"run_config": RunConfig(checkpoint_config=CheckpointConfig(checkpoint_score_order="min"))},
