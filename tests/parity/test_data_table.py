@@ -1,0 +1,125 @@
+"""The table of the guide "Your data": what its third column says is given to `Trainer`, and trains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas
+import pytest
+import ray.data
+import torch
+from helpers.ragged import WORDS, Sentences, longest
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset, get_worker_info
+
+import raypar
+from raypar.data.token_files import TokenFile, write_tokens
+from raypar.launch.steps_of_epochs import with_steps_of_epochs
+from raypar.plan import ParallelPlan
+from raypar.worker.data.resolve_streams import resolve_streams
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_assignments import make_layer_graph
+
+GUIDE = (Path(__file__).parents[2] / "examples/guides/your_data.md").read_text()
+ROWS = re.findall(r"^\| (.+?) \| `.+?` \| `(data=.+?)` \|$", GUIDE.split("\n## ")[1], re.MULTILINE)
+
+
+def pair(index: int) -> dict[str, Tensor]:
+    return {"x": torch.tensor([index % 7 / 7, index % 5 / 5]), "y": torch.tensor([index % 3 / 3])}
+
+
+class Pairs(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return pair(index)
+
+
+def numbers() -> Iterator[dict[str, Tensor]]:
+    info = get_worker_info()
+    yield from map(pair, range(info.id if info else 0, 24, info.num_workers if info else 1))
+
+
+class Numbers(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return numbers()
+
+
+class Rows:
+    """Stands for a `ray.data.Dataset`, which would start Ray: what is used of it."""
+
+    def take_all(self) -> list[dict[str, Any]]:
+        return lists()
+
+
+def lists() -> list[dict[str, Any]]:
+    return [{name: value.tolist() for name, value in pair(index).items()} for index in range(24)]
+
+
+def names(folder: Path) -> dict[str, Any]:
+    """What the names in the table stand for."""
+    write_tokens(folder / "tokens.bin", [range(WORDS)] * 4, dtype="uint16", notes={})
+    rows = datasets.Dataset.from_list(lists())
+    return {
+        "TensorDataset": TensorDataset,
+        "x": torch.rand(24, 2),
+        "y": torch.rand(24, 1),
+        "Pairs": Pairs,
+        "pairs": Pairs(),
+        "samples": [pair(index) for index in range(24)],
+        "frame": pandas.DataFrame(lists()),
+        "loader": DataLoader(Pairs(), batch_size=8, shuffle=True),
+        "words": Sentences(24),
+        "to_longest": longest,
+        "sampler": SequentialSampler(range(24)),
+        "weight_of": lambda dataset: torch.arange(1.0, len(dataset) + 1),
+        "length_of": lambda dataset: [len(dataset[index]["ids"]) for index in range(len(dataset))],
+        "dataset": rows,
+        "streamed": rows.to_iterable_dataset(num_shards=2),
+        "Numbers": Numbers,
+        "numbers": numbers,
+        "rows": Rows(),
+        "TokenFile": lambda name, context: TokenFile(folder / name, context),
+    }
+
+
+def next_word(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    lost = nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+    return lost, (target != -100).sum()
+
+
+def of_pairs() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def of_words() -> nn.Module:
+    return nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, WORDS))
+
+
+def test_the_table_is_found_and_ray_data_has_what_its_row_says():
+    assert len(ROWS) == GUIDE.split("\n## ")[1].count("\n| ") - 1 > 20  # all but the head
+    assert hasattr(ray.data.Dataset, "take_all")
+
+
+@pytest.mark.parametrize("what, here", ROWS, ids=[what for what, _ in ROWS])
+def test_what_is_written_here_trains(what: str, here: str, tmp_path: Path):
+    given = eval(f"dict({here})", names(tmp_path))
+    words = "words" in here or "Token" in here
+    model: Callable[[], nn.Module] = of_words if words else of_pairs
+    if "words" in here:
+        given["data"] |= {"input": "ids", "target": "labels"}
+    job = raypar.Trainer(
+        **{"steps": 1, "batch_size": 8, "microbatches": 2, **given},
+        model=model,
+        loss=next_word if words else nn.functional.mse_loss,
+        optimizer=(torch.optim.SGD, {"lr": 0.1}),
+    ).job
+    job = resolve_streams(with_steps_of_epochs(job, lambda event: None)).job
+    layers = len(make_layer_graph(job).layers)
+    with OneProcessRun(job.replace(steps=1), ParallelPlan.mesh(pp=2, layers=layers), "1f1b") as here:
+        assert {report.loss > 0 for report in here.step(0)} == {True}
