@@ -38,7 +38,7 @@ from raypar.elastic.seating import WorkerPlaces, spread_replicas_over_nodes
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 from raypar.plan.wording import count_noun, format_worker_numbers
-from raypar.record.events import DriverLoss, Note, RunStart, RunWarning, StagesBuilt, Wait
+from raypar.record.events import DriverLoss, JobChange, Note, RunStart, RunWarning, StagesBuilt, Wait
 from raypar.schedule.program_assignment import ProgramAssignment
 
 
@@ -127,6 +127,8 @@ class DriverStartup:
         """Record that the run was resumed, if it was, and remove what an earlier driver has left in Ray."""
         await self.side_effects.awaited(self.recorder.record_resumption)
         self.feed.pass_on(self.recorder.new_events())
+        for line in self.request.changes:
+            self.side_effects.note(JobChange(text=line, step=self.request.policy.steps_before_run + 1))
         for line in self.request.warnings:
             self.side_effects.note(RunWarning(text=line))
         swept = await asyncio.to_thread(remove_leftover_placement_groups, self.request.run)

@@ -62,6 +62,8 @@ class RunRequest:
     """The checkpoint folder that workers load; None for a new run."""
     resumption: Sequence[Resumption] | None = None
     """The event of the resumption, if it is one, which the driver records; None for a new run."""
+    changes: tuple[str, ...] = ()
+    """What the resume changes of the job (`JobChange`); empty if nothing, and for a new run."""
     warnings: tuple[str, ...] = ()
     """What is told and recorded as warnings when the run begins."""
     listen_host: str | None = None

@@ -13,7 +13,7 @@ from raypar.user_code.interrupts_outside_training import stopped_before_training
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar resume`."""
     parser.add_argument("run", help="name of a run under --run-dir, or the path or URI of its folder")
-    add_set_argument(parser, " (not one on which results depend)")
+    add_set_argument(parser, " (one on which results depend counts from the next step on, and a line says so)")
     add_run_dir_argument(parser)
     add_training_arguments(parser)
 

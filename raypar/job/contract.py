@@ -28,6 +28,10 @@ SAMPLES = "samples"
 """Key under which checkpoints hold the number of training samples beside the contract. It is no setting, but the order of them
 depends on it."""
 
+CHANGES = "changes"
+"""Key under which checkpoints hold what resumes have changed, beside the contract (`worker/checkpoint/job_changes.py`). Those
+of runs in which none has changed anything have none."""
+
 ALWAYS = frozenset(
     [
         "seed",
@@ -84,6 +88,12 @@ def keys_that_may_change() -> dict[str, str]:
         for name, marker in marked_keys(Job)
         if marker is not None and marker.decides_bits and marker.may_change_at_resume
     }
+
+
+def keys_that_may_change_when_said() -> list[str]:
+    """Keys of a contract that decide bits, and of which a resume may ask for others."""
+    markers = {name: marker_of(Job, name) for name in Job.model_fields}
+    return [name for name, marker in markers.items() if marker is not None and marker.may_change_when_said]
 
 
 def unmarked_keys(job: type[Job]) -> list[str]:

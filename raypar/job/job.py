@@ -30,13 +30,13 @@ from raypar.files.safe_yaml import dump_yaml, parse_yaml
 from raypar.job.elastic_section import ElasticConfig, switch
 from raypar.job.function_section import DataConfig, FunctionConfig, LossConfig, ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.job.init_from_section import InitFromConfig
-from raypar.job.key import BITS, CLIENT, DRIVER, WORKERS, WORKERS_AND_DRIVER, project
+from raypar.job.key import BITS, BITS_FROM_A_STEP_ON, CLIENT, DRIVER, WORKERS, WORKERS_AND_DRIVER, project
 from raypar.job.metrics_section import VALIDATION, MetricConfig, check_metric_is_computed, check_metric_names, mode_of
 from raypar.job.placement_section import PlacementConfig
 from raypar.job.plan_section import PlanConfig
 from raypar.job.section import MAX_PARTS, MAX_WORKERS, Parts, PathText, Section
 from raypar.job.value_names import AUTO, GIVEN, PrecisionName
-from raypar.plan.microbatches import Microbatches
+from raypar.plan.microbatches import BatchesOfSteps, Microbatches
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy
 from raypar.record.best_values import BestRule
@@ -142,12 +142,12 @@ class Job(Section):
     epochs: Annotated[Annotated[PositiveFloat, Field(allow_inf_nan=False)] | None, CLIENT] = None
     """Number of passes over `data`, in place of `steps`: so many steps of `batch_size` samples as reach them, parts of epochs
     too; with `data.drop_last` an epoch is its whole batches."""
-    batch_size: Annotated[PositiveInt, Field(le=MAX_SAMPLES), BITS]
+    batch_size: Annotated[PositiveInt, Field(le=MAX_SAMPLES), BITS_FROM_A_STEP_ON]
     """Samples of one step, over all workers (the global batch size)."""
-    microbatches: Annotated[Parts, BITS]
+    microbatches: Annotated[Parts, BITS_FROM_A_STEP_ON]
     """Number of parts into which a batch is cut, as in gradient accumulation: replicas share them out, and the stages of a
     pipeline work on different ones at the same time."""
-    virtual_replicas: Annotated[NonNegativeInt, Field(le=MAX_PARTS), BITS] = 0
+    virtual_replicas: Annotated[NonNegativeInt, Field(le=MAX_PARTS), BITS_FROM_A_STEP_ON] = 0
     """Blocks of consecutive microbatches. Gradients are summed inside each block first, then over the blocks in a fixed order,
     so results depend on this number, and not on how many replicas there are. A replica computes whole blocks: with more
     replicas than blocks some have no work. 0: one block for each microbatch, at most 16."""
@@ -156,15 +156,15 @@ class Job(Section):
     loss: Annotated[LossConfig, BITS]
     """The loss: a function of (output, target) that returns the mean over the samples, or (sum, count); or a loss module;
     `model`: the model's own loss."""
-    data: Annotated[DataConfig, BITS]
+    data: Annotated[DataConfig, BITS_FROM_A_STEP_ON]
     """The training data: a function or class that gives a map-style data set, and how its samples are used."""
-    optimizer: Annotated[OptimizerConfig, BITS] = OptimizerConfig.model_construct(function="torch.optim:AdamW")
+    optimizer: Annotated[OptimizerConfig, BITS_FROM_A_STEP_ON] = OptimizerConfig.model_construct(function="torch.optim:AdamW")
     """The optimizer: a class of `torch.optim` or your own, with its arguments."""
-    lr_schedule: Annotated[FunctionConfig | None, BITS] = None
+    lr_schedule: Annotated[FunctionConfig | None, BITS_FROM_A_STEP_ON] = None
     """A function of the step (from 0) that returns the factor on all learning rates; or a scheduler of
     `torch.optim.lr_scheduler` or `transformers`, or a function of the optimizer that makes one, which makes one step after each
     step of the optimizer. Among `args` the text `job.steps` stands for the number of steps. None: the factor is 1."""
-    clip_norm: Annotated[PositiveFloat | None, BITS] = None
+    clip_norm: Annotated[PositiveFloat | None, BITS_FROM_A_STEP_ON] = None
     """Largest norm of the whole gradient, as in `clip_grad_norm_`; None: it is not clipped."""
     validation: Annotated[ValidationConfig | None, WORKERS] = None
     """The validation data; None: no validation."""
@@ -229,6 +229,7 @@ class Job(Section):
     """What one worker costs an hour, in any currency, for the cost per sample among the metrics; None: it is not computed."""
 
     _source_dir: Path = PrivateAttr(default_factory=Path.cwd)
+    _former_batches: tuple[BatchesOfSteps, ...] = PrivateAttr(default=())
 
     @model_validator(mode="before")
     @classmethod
@@ -364,7 +365,15 @@ class Job(Section):
     @property
     def batching(self) -> Microbatches:
         """How the samples of a step are divided into microbatches, and these into blocks. Raises `PlanError`."""
-        return Microbatches(self.microbatches, self.virtual_replicas, self.batch_size)
+        return Microbatches(self.microbatches, self.virtual_replicas, self.batch_size, self._former_batches)
+
+    def after_batches(self, former: tuple[BatchesOfSteps, ...]) -> Job:
+        """The job of a run whose first steps had other batches (`Microbatches.former`)."""
+        if former == self._former_batches:
+            return self
+        job = self.model_copy()
+        job._former_batches = former
+        return job
 
     def steps_of_epochs(self, samples: int) -> int:
         """The number of steps that `epochs` of so many samples are. Raises `ConfigError` for none, and for too many."""
@@ -448,7 +457,7 @@ class Job(Section):
     def for_workers(self) -> Job:
         """What workers get of the job: the keys that they need. The others have their defaults, so that no worker has the
         settings of trackers, say."""
-        return project(self, lambda key: key.for_workers)
+        return project(self, lambda key: key.for_workers).after_batches(self._former_batches)
 
     def for_driver(self) -> Job:
         """What the driver gets of the job, likewise: neither functions nor their arguments, so that it imports no user code."""

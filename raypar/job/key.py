@@ -27,6 +27,8 @@ class Key:
     """Whether trained bits depend on it: checkpoints have it in their contract."""
     may_change_at_resume: bool = True
     """Whether a run may go on with another value."""
+    may_change_when_said: bool = False
+    """Whether a resume may ask for another value, with which the run then goes on: its checkpoints name the step."""
     for_workers: bool = False
     """Whether workers get it; they have the defaults of all other keys."""
     for_driver: bool = False
@@ -35,6 +37,8 @@ class Key:
 
 BITS = Key(decides_bits=True, may_change_at_resume=False, for_workers=True)
 """What decides bits: the same from the first step of a run to the last."""
+BITS_FROM_A_STEP_ON = Key(decides_bits=True, may_change_at_resume=False, may_change_when_said=True, for_workers=True)
+"""What decides bits, and may be another when a run is resumed, from that step on, where the resume says so."""
 BITS_OF_SHARDS = Key(decides_bits=True, for_workers=True)
 """What decides bits only where a plan has shards. A run may go on with others, as it may with another number of shards."""
 WORKERS = Key(for_workers=True)

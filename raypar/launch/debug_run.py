@@ -85,11 +85,11 @@ def find_start_in_run(
     """Where to begin in a run: its last whole checkpoint that has steps left, or the best one. Raises `ConfigError`,
     `CheckpointError`."""
     from raypar.worker.checkpoint.checkpoint_files import (
-        check_contract,
         latest_usable_checkpoint,
         load_manifest,
         with_streams_of,
     )
+    from raypar.worker.checkpoint.job_changes import changes_at_resume, with_former_batches
 
     if not os.path.lexists(folder.job):
         raise cannot_debug_error(folder)
@@ -107,9 +107,12 @@ def find_start_in_run(
         say(f"run {folder.name}: from its first step, as no checkpoint with steps left is there")
         return DebugStart(job, failed=failed)
     manifest = load_manifest(checkpoint)
-    check_contract(manifest, job)
+    changes = changes_at_resume(manifest, job)
+    for line in changes.lines:
+        say(line)
     say(f"run {folder.name}: from {checkpoint.name}, {count_noun(manifest.steps_done, 'step is', 'steps are')} done")
-    return DebugStart(with_streams_of(manifest, job).replace(init_from=None), checkpoint, manifest.steps_done, failed)
+    job = with_former_batches(manifest, with_streams_of(manifest, job), changes)
+    return DebugStart(job.replace(init_from=None), checkpoint, manifest.steps_done, failed)
 
 
 @contextlib.contextmanager

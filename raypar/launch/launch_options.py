@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from raypar.callbacks import Callback
 from raypar.errors import ConfigError
 from raypar.files.json_values import Json
+from raypar.job.changes import NO_CHANGES, Changes
 from raypar.record.events import Event, Resumption
 from raypar.storage.run_folder import RunFolder
 
@@ -40,6 +41,8 @@ class LaunchOptions:
     """Steps that are done in the checkpoint to resume from."""
     former_code: Json = None
     """The job's code as that checkpoint has it (`code_of_job`); None if it has none, and for a new run."""
+    changes: Changes = NO_CHANGES
+    """What this resume, and those before it, have changed of the job."""
     forward_passes: int = 0
     """Number of forward passes that the run makes in the place of training; 0: it trains."""
     stop_at_step: int | None = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from raypar.errors import ConfigError
 from raypar.files.json_values import Json
 from raypar.job import FunctionConfig, Job
-from raypar.job.contract import CODE, SAMPLES, contract_of_job
+from raypar.job.contract import CHANGES, CODE, SAMPLES, contract_of_job
 from raypar.launch.choose_plan import ChosenPlan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.user_code_digests import code_of_job, describe_code_change
@@ -91,6 +91,7 @@ class ContractFields(TypedDict):
     """Those of a request that `contract_fields` makes."""
 
     contract: dict[str, Json]
+    changes: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
@@ -110,12 +111,17 @@ def contract_fields(options: LaunchOptions) -> ContractFields:
     """
     code = code_of_job(options.job) | values_of_job(options.job)
     changed = describe_code_change(options.former_code, code)
-    return {"contract": {**contract_of_job(options.job), CODE: code}, "warnings": () if changed is None else (changed,)}
+    beside: dict[str, Json] = {CODE: code}
+    if options.changes.history:
+        beside[CHANGES] = options.changes.as_json()
+    warnings = () if changed is None else (changed,)
+    return {"contract": {**contract_of_job(options.job), **beside}, "changes": options.changes.lines, "warnings": warnings}
 
 
 def with_contract_of(contract: ContractFields, job: Job) -> ContractFields:
     """The fields with the contract of `job`, of which the checks before the run have found out more."""
-    return {**contract, "contract": {**contract_of_job(job), CODE: contract["contract"][CODE]}}
+    beside = {key: value for key, value in contract["contract"].items() if key in (CODE, CHANGES)}
+    return {**contract, "contract": {**contract_of_job(job), **beside}}
 
 
 def with_number_of_samples(contract: ContractFields, samples: int) -> ContractFields:

@@ -183,16 +183,20 @@ def prepare_resumed_run(
     """
     from raypar.worker.checkpoint.checkpoint_files import (
         check_checkpoint_fits_model,
-        check_contract,
-        check_number_of_samples,
         describe_edition_change,
         list_changed_shard_settings,
         load_manifest,
         with_streams_of,
     )
+    from raypar.worker.checkpoint.job_changes import (
+        changes_at_resume,
+        check_changed_data,
+        check_changed_optimizer,
+        with_former_batches,
+    )
 
     manifest, spec = load_manifest(checkpoint), options.job
-    check_contract(manifest, spec)
+    changes = changes_at_resume(manifest, spec)
     if manifest.steps_done >= min(spec.steps, options.stop_at_step or spec.steps):
         stop, more = options.stop_at_step, 2 * max(spec.steps, manifest.steps_done)
         raises_stop = stop is not None and manifest.steps_done < spec.steps
@@ -204,14 +208,15 @@ def prepare_resumed_run(
             else f"raise {longer.partition('=')[0]} (--set {longer}; from Python {longer})",
         )
 
-    spec = with_streams_of(manifest, spec)
+    spec = with_former_batches(manifest, with_streams_of(manifest, spec), changes)
 
     def check_and_choose(checked: PreflightResult) -> ChosenPlan:
         from raypar.model.layer_skeletons import parameter_shapes
 
         check_checkpoint_fits_model(manifest, parameter_shapes(checked.graph))
-        check_number_of_samples(manifest, checked.samples)
+        check_changed_data(manifest, changes, checked.job, checked.samples)
         if checked.optimizer is not None:
+            check_changed_optimizer(manifest, changes, checked.optimizer.keeps)
             checked.optimizer.keeps.check(manifest)
             if line := checked.optimizer.keeps.describe_missing(manifest):
                 tell(RunWarning(text=line))
@@ -222,9 +227,9 @@ def prepare_resumed_run(
         text += f"; with another {' and '.join(changed)}, on which the bits depend where the plan has shards"
     if line := describe_edition_change(manifest):
         tell(RunWarning(text=line))
-    tell(ResumeNotice(text=text, step=manifest.steps_done))
-    code = manifest.contract.get(CODE)
-    return replace(options, job=spec, resume=checkpoint, steps_done=manifest.steps_done, former_code=code), check_and_choose
+    tell(ResumeNotice(text="; ".join([text, *changes.lines]), step=manifest.steps_done))
+    options = replace(options, job=spec, resume=checkpoint, steps_done=manifest.steps_done, changes=changes)
+    return replace(options, former_code=manifest.contract.get(CODE)), check_and_choose
 
 
 def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> CheckpointRef:

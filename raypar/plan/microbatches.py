@@ -11,7 +11,7 @@ the run; the owner of a slice adds the subtree sums of all runs. Together they m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -31,6 +31,18 @@ def contiguous_part_index(item: int, parts: int, total: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchesOfSteps:
+    """The batches of consecutive steps of a run that was resumed with others since."""
+
+    steps: int
+    """Number of these steps."""
+    count: int
+    """Number of microbatches in each of them."""
+    batch_size: int
+    """Samples in each of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Microbatches:
     """The microbatches of a step's batch, in contiguous blocks."""
 
@@ -40,6 +52,8 @@ class Microbatches:
     """Number of blocks (`virtual_replicas` in the job file); given as 0, it becomes `count`, but at most 16."""
     batch_size: int = 0
     """Samples in a step, over the whole job; 0 if only the order of microbatches matters (simulation)."""
+    former: tuple[BatchesOfSteps, ...] = ()
+    """The batches of the first steps, in order, where a resume has changed them; those of all later steps are as above."""
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -57,6 +71,18 @@ class Microbatches:
     def samples(self, microbatch: int) -> range:
         """Offsets of the microbatch's samples inside the step's batch."""
         return contiguous_part(microbatch, self.count, self.batch_size)
+
+    def samples_before(self, step: int) -> int:
+        """Samples of all steps before a step (from 0): the place of its first one in the stream of samples (rule 1)."""
+        return sum(steps * batching.batch_size for steps, batching in self.steps_before(step))
+
+    def steps_before(self, step: int) -> Iterator[tuple[int, Microbatches]]:
+        """(number of steps, their batches) of all steps before a step (from 0), in order."""
+        for one in self.former:
+            first = min(step, one.steps)
+            yield first, Microbatches(one.count, batch_size=one.batch_size)
+            step -= first
+        yield step, self
 
     def microbatches_of_block(self, block: int) -> range:
         """The microbatches of a block; a block may have none."""

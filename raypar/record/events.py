@@ -294,6 +294,18 @@ class Resumption(_TextEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JobChange(_TextEvent):
+    """A resume has changed keys of the job on which results depend."""
+
+    kind = "job_changed"
+    tone = "warn"
+    text: Text
+    """From which step on which keys have other values, and both values of each."""
+    step: StepNumber
+    """The first step with the new values."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopRequest(_TextEvent):
     """Someone has asked the run to end. In no file."""
 

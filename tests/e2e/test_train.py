@@ -225,10 +225,6 @@ def test_batches_of_the_users_own_function_have_the_bits_of_one_process_also_whe
         )
     two = ["--set", "plan={stages: 2}", "--stop-at-step", "2"]
     assert main(["train", str(file), *two]) == 0
-    assert main(["resume", run, "--set", "data.args={size: 24}"]) == 2
-    assert main(["resume", run, "--set", "data.collate=helpers.ragged:longest"]) == 2
-    said = capfd.readouterr().err
-    assert "data was" in said and "Noisy" in said
     monkeypatch.setattr("helpers.ragged.Sentences.__len__", lambda self: 24)
     assert main(["resume", run]) == 2
     assert "was trained on 23 samples, and data gives 24: the order in which samples are read" in capfd.readouterr().err
@@ -236,6 +232,27 @@ def test_batches_of_the_users_own_function_have_the_bits_of_one_process_also_whe
     monkeypatch.chdir(Path(__file__).parents[1])
     assert main(["resume", run, "--set", "plan={replicas: 2}"]) == 0
     assert hash_in(capfd.readouterr().out) == hashlib.sha256(named).hexdigest()
+
+
+def test_a_resume_with_other_values_says_so_once_and_the_run_s_record_and_checkpoints_keep_it(first_run, tmp_path, capfd):
+    run = str(shutil.copytree(first_run.tmp_path / "runs/tiny", tmp_path / "tiny"))
+    line = "from step 13 on: batch_size 8 -> 12; clip_norm 1.0 -> 0.01"
+    changed = ["--set", "batch_size=12", "--set", "clip_norm=0.01"]
+    assert main(["resume", run, *changed, "--set", "steps=14"]) == 0
+    out = capfd.readouterr().out
+    assert f"12 steps are done; {line}" in out
+    assert main(["status", run]) == 0 and capfd.readouterr().out.count(line) == 1
+    assert main(["report", run, "--out", str(tmp_path / "tiny.html")]) == 0
+    assert line.replace(">", "&gt;") in (tmp_path / "tiny.html").read_text()
+    (change,) = [event for event in lines(Path(run) / "events.jsonl") if event["kind"] == "job_changed"]
+    assert (change["text"], change["step"]) == (line, 13)
+    capfd.readouterr()
+    assert main(["resume", run, "--set", "steps=15"]) == 0
+    assert " on: " not in capfd.readouterr().out
+    manifest = checkpoint_files.load_manifest(f"{run}/checkpoints/step_00000015")
+    assert [(one["steps_done"], one["was"]) for one in manifest.contract["changes"]] == [
+        (12, {"batch_size": 8, "clip_norm": 1.0})
+    ]
     assert nothing_left()
 
 

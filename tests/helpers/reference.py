@@ -15,7 +15,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,7 +138,8 @@ class OtherBuffers:
             part._buffers[key] = value
 
 
-def train(graph: Graph, spec: Job) -> Result:
+def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> Result:
+    """`changed`: step -> the job from this step on, with other values of the keys that may change when a run is resumed."""
     torch.set_num_threads(spec.threads)
     dtype = getattr(torch, spec.dtype)
     modules = build(graph, spec, dtype)
@@ -170,12 +171,20 @@ def train(graph: Graph, spec: Job) -> Result:
     schedule = spec.lr_schedule.partial() if spec.lr_schedule else None
     scheduler = schedule(optimizer) if schedule and next(iter(inspect.signature(schedule).parameters)) == "optimizer" else None
 
-    data, loss_fn = spec.data.call(), spec.loss.partial()
-    m, batch, blocks = spec.microbatches, spec.batch_size, spec.batching.blocks
+    data, loss_fn, position = spec.data.call(), spec.loss.partial(), 0
     result = Result()
     streams = [stream(spec, k) for k in range(spec.data.streams or 0)]
     others = OtherBuffers(modules, spec.model.buffers)
     for step in range(spec.steps):
+        if step in (changed or {}):
+            former, spec = spec, changed[step]
+            data = data if spec.data == former.data else spec.data.call()
+            given = [*(o for _, o in spec.optimizer.options_by_pattern), {}]
+            for group, over in zip(optimizer.param_groups, [o for o, n in zip(given, groups, strict=True) if n], strict=True):
+                group |= {**spec.optimizer.args, **over}
+            base = [group.get("lr") for group in optimizer.param_groups]
+            schedule = spec.lr_schedule.partial() if spec.lr_schedule else None
+        m, batch, blocks = spec.microbatches, spec.batch_size, spec.batching.blocks
         others.begin_step()
         block_sums: list[dict[str, Tensor | None] | None] = []
         losses: list[tuple[float, float]] = []
@@ -191,7 +200,7 @@ def train(graph: Graph, spec: Job) -> Result:
                     fields = collated(rows, spec, step, microbatch) if spec.data.collate else stack(rows, spec)
                     result.samples[step, microbatch] = [place for place, _ in read]
                 else:
-                    fields = samples(data, spec, step * batch + first, step * batch + last)
+                    fields = samples(data, spec, position + first, position + last)
                 values = dict(fields)
                 others.begin_microbatch()
                 for layer in graph.layers:
@@ -248,6 +257,7 @@ def train(graph: Graph, spec: Job) -> Result:
         if scheduler is not None:  # rule 8: the plain loop
             scheduler.step()
         others.end_step()
+        position += batch
         result.losses.append(sum(s for s, _ in losses) / count)
         result.norms.append(norm)
         result.gradients.append({n: None if g is None else g.clone() for n, g in gradients.items()})

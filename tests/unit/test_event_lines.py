@@ -99,6 +99,10 @@ STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_
             "generation 2: 1 worker = 1 stage x 1 replica, schedule 1f1b, layers cut over 1 shard instead of 2, which changes "
             "the bits from here on; training goes on after step 7",
         ),
+        (
+            {"kind": "job_changed", "text": "from step 101 on: clip_norm 1.0 -> 0.5", "step": 101},
+            "from step 101 on: clip_norm 1.0 -> 0.5",
+        ),
         ({"kind": "waiting", "text": "waiting for 1 of 4 workers"}, "waiting for 1 of 4 workers"),
         ({"kind": "driver", "text": "lost; a new one has adopted 4 workers"}, "lost; a new one has adopted 4 workers"),
         ({"kind": "end", "end": "done", "why": "all steps are done", "step": 200}, "done after 200 steps: all steps are done"),

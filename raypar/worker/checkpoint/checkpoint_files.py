@@ -27,7 +27,7 @@ from raypar.files.json_values import Json
 from raypar.files.untrusted_files import parse_untrusted_json, repr_text, shorten
 from raypar.job import Job
 from raypar.job.callable_text import shorten_contract_text
-from raypar.job.contract import ALWAYS, CODE, CONTRACT_EDITION, SAMPLES, contract_of_job, keys_that_may_change
+from raypar.job.contract import ALWAYS, CHANGES, CODE, CONTRACT_EDITION, SAMPLES, contract_of_job, keys_that_may_change
 from raypar.plan.shard_ranges import IndexRanges
 from raypar.plan.wording import after_steps
 from raypar.storage.checkpoint_store import (
@@ -684,12 +684,18 @@ def list_contract_differences(manifest: Manifest, spec: Job) -> list[str]:
     An earlier edition of the contract is no difference (`describe_edition_change`), a later one is. What a checkpoint holds of
     the job's code is no setting: `launch.user_code_digests.describe_code_change` compares it.
     """
+    return [f"{key} was {_setting(then, key)}, is {_setting(now, key)}" for key, then, now in compare_contracts(manifest, spec)]
+
+
+def compare_contracts(manifest: Manifest, spec: Job) -> list[tuple[str, dict[str, Json], dict[str, Json]]]:
+    """(key, the checkpoint's contract, the job's) for each difference of `list_contract_differences`."""
     now = _as_written_now(contract_of_job(spec))
     # Checkpoints from before there was a choice say nothing of the device, nor those from before it was kept of how samples
     # are used.
     then = _as_written_now({"device": "cpu", **manifest.contract})
     then.pop(CODE, None)
     then.pop(SAMPLES, None)
+    then.pop(CHANGES, None)
     if isinstance(then.get("data"), dict):
         later = {key.removeprefix("data.") for key in ALWAYS if key.startswith("data.")} - then["data"].keys()
         then["data"] |= {name: value for name, value in now["data"].items() if name in later}
@@ -698,7 +704,7 @@ def list_contract_differences(manifest: Manifest, spec: Job) -> list[str]:
             now[section] = {"streams": then_of_it, **now[section]}
     may_change = keys_that_may_change()
     return [
-        f"{key} was {_setting(then, key)}, is {_setting(now, key)}"
+        (key, then, now)
         for key in {**now, **then}
         if key not in may_change
         and key != CODE
@@ -774,8 +780,8 @@ def check_contract(manifest: Manifest, spec: Job) -> None:
     if differences:
         raise CheckpointError(
             f"checkpoint {manifest.checkpoint} belongs to another job: {'; '.join(differences)}",
-            cure="resume with these as they were (plan, steps and validation may change); or begin a new run with its weights: "
-            f"without resuming, and with init_from={manifest.checkpoint}",
+            cure="give these as they were; or begin a new run with its weights: without resuming, and with "
+            f"init_from={manifest.checkpoint}",
         )
 
 

@@ -34,6 +34,8 @@ class ExpectedOptimizerState:
     """Whether there is any in `optimizer.state[p]` from the first step on: for checkpoints that do not say what there was."""
     shapes_are_fixed: bool = True
     """Whether tensors that parameters share have the same shapes for all models."""
+    names_of_parameters: frozenset[str] = frozenset()
+    """The names in `optimizer.state[p]`."""
 
     def check(self, manifest: Manifest) -> None:
         """Raises `CheckpointError` if a manifest lacks some of it, or has something else in its place."""

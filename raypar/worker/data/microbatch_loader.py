@@ -101,12 +101,13 @@ class MicrobatchLoader:
     def sample_positions(self, step: int, microbatch: int) -> list[SamplePosition]:
         """(epoch, id) of the samples of a microbatch."""
         samples = self._batching.samples(microbatch)
-        start = step * self._batching.batch_size
+        start = self._batching.samples_before(step)
         return self._order.ids(start + samples.start, start + samples.stop)
 
     def order_digest(self, step: int) -> int | None:
         """64 bits over the order of the epochs that a step reaches; None where the order is not the user's."""
-        return self._order.digest(step * self._batching.batch_size, (step + 1) * self._batching.batch_size)
+        start = self._batching.samples_before(step)
+        return self._order.digest(start, start + self._batching.batch_size)
 
     def prefetch(self, step: int, microbatches: Sequence[int]) -> None:
         """Start to read these microbatches in the data processes, if any; those being read already are left alone."""

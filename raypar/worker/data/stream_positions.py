@@ -28,15 +28,18 @@ class StreamPositions:
         """The microbatches of a step that read a stream, ascending."""
         return range(stream, self.batching.count, self.streams)
 
-    def samples_a_step(self, stream: int) -> int:
-        """How many samples of a stream a step has."""
-        return sum(len(self.batching.samples(microbatch)) for microbatch in self.microbatches_of(stream))
+    def samples_before(self, step: int, stream: int) -> int:
+        """How many samples of a stream all steps before a step have."""
+        return sum(
+            steps * sum(len(batching.samples(microbatch)) for microbatch in range(stream, batching.count, self.streams))
+            for steps, batching in self.batching.steps_before(step)
+        )
 
     def of(self, step: int, microbatch: int) -> range:
         """The positions in its stream of a microbatch's samples; the first sample that the stream gives has position 0."""
         stream = self.stream_of(microbatch)
         before = sum(len(self.batching.samples(m)) for m in range(stream, microbatch, self.streams))
-        start = step * self.samples_a_step(stream) + before
+        start = self.samples_before(step, stream) + before
         return range(start, start + len(self.batching.samples(microbatch)))
 
     def before(self, step: int, microbatch: int) -> tuple[int, int] | None:

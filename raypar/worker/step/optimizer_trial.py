@@ -204,7 +204,9 @@ def _expected_state(seen: _ObservedState, *, shapes_are_fixed: bool) -> Expected
         )
         is_always_there = len(values) == len(later) and (place not in seen.given or _only_grows(seen, place, values))
         shared[place] = SharedEntry(is_always_there, frozenset(forms))
-    return ExpectedOptimizerState(shared, all(any(state.parameters.values()) for state in seen.later), shapes_are_fixed)
+    names = frozenset(name for state in seen.later for entries in state.parameters.values() for name in entries)
+    always = all(any(state.parameters.values()) for state in seen.later)
+    return ExpectedOptimizerState(shared, always, shapes_are_fixed, names)
 
 
 def _only_grows(seen: _ObservedState, place: tuple[str, StateKey], values: Sequence[Value]) -> bool:
