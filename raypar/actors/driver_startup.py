@@ -107,7 +107,10 @@ class DriverStartup:
         await asyncio.to_thread(self.journal.record, MembershipRecord(1, plan, members, schedule))
         if len(hellos) < plan.world:
             return None
-        await self._open_samples(request.policy.steps_before_run)
+        if request.changes and self.reports.samples is not None:
+            await self.side_effects.awaited(self.reports.samples.begin_anew)
+        else:
+            await self._open_samples(request.policy.steps_before_run)
         order = do.AdoptPlan(1, plan, members, (), request.policy.steps_before_run, (), from_checkpoint=True)
         adopt = self.generations.make_adopt_call(order, await asyncio.to_thread(self._assignments, plan))
         described = await self._everybody(members, adopt, "build its stages")

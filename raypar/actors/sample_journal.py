@@ -72,7 +72,7 @@ class SampleJournal:
                 file.seek(_HEADER.size + first * self._record_bytes)
                 content = file.read(KEPT_STEPS * self._record_bytes)
         except FileNotFoundError:
-            self._write_at(0, self._header, begin=True)
+            self.begin_anew()
             return
         except OSError as error:
             self._tell_once("read", error)
@@ -82,6 +82,10 @@ class SampleJournal:
             self._records[first + number] = record
             for stream, mark in enumerate(record[self._microbatches :]):
                 self._learn(stream, _unpacked(mark))
+
+    def begin_anew(self) -> None:
+        """Forget what the file has: from here on other data, or other batches, are read."""
+        self._write_at(0, self._header, begin=True)
 
     def note(self, step: int, read: StreamsRead) -> DataError | None:
         """Take what a worker has read in a step. The error for a microbatch that was other samples when it was read before."""

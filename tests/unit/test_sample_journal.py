@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raypar.actors.sample_journal import SampleJournal
-from raypar.plan.microbatches import Microbatches
+from raypar.plan.microbatches import BatchesOfSteps, Microbatches
 from raypar.worker.data.stream_positions import StreamPositions, StreamsRead
 
 CUT = Microbatches(4, 0, 11)
@@ -46,6 +46,24 @@ def test_so_must_a_step_after_a_resume_and_the_microbatch_before_a_place(tmp_pat
     assert again.note(3, StreamsRead(again={(2, 3): 2005})) is not None
     assert again.note(3, StreamsRead(again={(0, 3): 2005})) is None  # before what was read of the file: not known
     assert again.note(5, read(5, 0)) is None  # new
+
+
+def test_after_a_resume_with_other_data_or_batches_nothing_is_compared_with_what_was_read_before(tmp_path):
+    written(tmp_path, 5)
+    again = journal(tmp_path)
+    again.begin_anew()
+    assert again.note(3, read(3, 0, 1, other=7)) is None and again.known_epochs() == {0: ((1, 3),), 1: ((1, 3),)}
+    again.write(3, again.record(3))
+    later = journal(tmp_path)
+    later.open(3)
+    assert later.note(3, read(3, 0, 1)) is not None and later.note(4, read(4, 0, other=9)) is None
+
+
+def test_the_first_microbatches_of_other_batches_have_none_before_them_to_compare(tmp_path):
+    positions = StreamPositions(2, Microbatches(4, 0, 11, (BatchesOfSteps(3, 3, 9),)))
+    assert [positions.before(3, m) for m in range(4)] == [None, None, (3, 0), (3, 1)]
+    assert positions.before(4, 1) == (3, 3)
+    assert [positions.of(3, m).start for m in range(2)] == [3 * 6, 3 * 3] and positions.of(4, 0).start == 3 * 6 + 5
 
 
 def test_who_begins_to_read_learns_where_epochs_begin(tmp_path):

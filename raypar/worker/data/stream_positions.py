@@ -43,10 +43,12 @@ class StreamPositions:
         return range(start, start + len(self.batching.samples(microbatch)))
 
     def before(self, step: int, microbatch: int) -> tuple[int, int] | None:
-        """(step, microbatch) whose samples come right before these in the stream; None at its beginning."""
+        """(step, microbatch) whose samples come right before these in the stream; None at its beginning, and in the first step
+        with other batches than those before."""
         if microbatch >= self.streams:
             return step, microbatch - self.streams
-        return (step - 1, self.microbatches_of(microbatch)[-1]) if step else None
+        first = sum(one.steps for one in self.batching.former)
+        return (step - 1, self.microbatches_of(microbatch)[-1]) if step > first else None
 
 
 @dataclass(frozen=True)
