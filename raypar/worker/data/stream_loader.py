@@ -165,7 +165,7 @@ class StreamLoader:
         """What was read of a step that is over."""
         digests = {m: found.digest for (at, m), found in sorted(self._open.read.items()) if at == step}
         streams = {self.positions.stream_of(m) for m in digests}
-        epochs = {k: self._open.readers[k].epoch_of((step + 1) * self.positions.samples_a_step(k)) for k in sorted(streams)}
+        epochs = {k: self._open.readers[k].epoch_of(self.positions.samples_before(step + 1, k)) for k in sorted(streams)}
         again, self._open.again = self._open.again, {}
         return StreamsRead(digests, epochs, again)
 
