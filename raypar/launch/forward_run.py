@@ -67,6 +67,8 @@ def find_trained_run(
     from raypar.worker.checkpoint.checkpoint_files import checkpoint_name, verify_checkpoint
 
     place = run_of_checkpoint(os.fspath(run))
+    if place is not None and step is not None:
+        raise ConfigError(f"{run} is one checkpoint: no other one is chosen", cure=f"leave --step out, or give the run {place}")
     try:
         with RunFolder.open_for_reading(place or os.fspath(run), os.fspath(run_dir), with_job=False, last_bytes=0) as folder:
             if not os.path.lexists(folder.job):

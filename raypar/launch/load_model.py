@@ -14,6 +14,7 @@ from raypar.job.read_job import load_job_of_run
 from raypar.job.value_names import is_importable_name
 from raypar.launch.launch_run import keep_callers_state
 from raypar.launch.trainer_arguments import function_section
+from raypar.storage.best_checkpoint import find_best_step_of_run
 from raypar.storage.checkpoint_store import open_checkpoint
 from raypar.storage.run_folder import (
     NoSuchRun,
@@ -36,13 +37,15 @@ def load(
     run: str | os.PathLike[str],
     *,
     step: int | None = None,
+    best: str | None = None,
     model: str | Callable[..., Any] | tuple[Callable[..., Any], Mapping[str, Any]] | nn.Module | None = None,
     run_dir: str | os.PathLike[str] = "runs/",
 ) -> nn.Module:
     """The module of a run with the weights of its last checkpoint, in evaluation mode: `raypar.load("runs/gpt")`.
 
     `run`: the run's name under `run_dir`, or the path or URI of a run or of one checkpoint. `step`: take the checkpoint after
-    so many steps. `model`: in the place of the job's model function, which a run that was started from Python with objects does
+    so many steps; `best`: the best one by this metric of the run's `checkpoint.best`, by its first one if the text is empty.
+    `model`: in the place of the job's model function, which a run that was started from Python with objects does
     not name: the function or class (or a pair of it and its arguments), or a module, which gets the weights in place.
 
     The job's model function is called as for training, with its arguments and seed; all its parameters and buffers then get the
@@ -54,6 +57,10 @@ def load(
     or for one of another model.
     """
     skipped: list[str] = []
+    if best is not None:
+        if step is not None:
+            raise ConfigError(f"step is {step}, and best is {best!r}", cure="give one of them")
+        step = find_best_step_of_run(os.fspath(run), os.fspath(run_dir), best)
     try:
         return load_trained_module(run, run_dir, step, model, skipped.append)
     finally:

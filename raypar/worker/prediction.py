@@ -44,7 +44,9 @@ class Prediction:
     """It reads the output alone."""
 
     def __call__(self, output: object, target: Tensor) -> Tensor:
-        """A scalar of all outputs, in the place of a loss: for the checks before a run."""
+        """A scalar of all outputs, in the place of a loss: for the checks before a run. Zero without gradients."""
+        if not torch.is_grad_enabled():
+            return torch.zeros((), device=target.device)
         found = [tensor.float().sum() for _, tensor in named_tensors(output) if tensor.is_floating_point()]
         return torch.stack(found).sum() if found else torch.zeros((), device=target.device)
 

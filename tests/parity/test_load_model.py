@@ -1,5 +1,6 @@
 """`raypar.load`: the user's own module with the trained weights, equal to the one that one process has trained."""
 
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import raypar
 from raypar.errors import CheckpointError, ConfigError, ModelError
 from raypar.job import Job
+from raypar.launch.forward_run import find_trained_run
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint import checkpoint_files
@@ -276,3 +278,24 @@ def test_workers_that_train_nothing_read_weights_without_state_of_the_optimizer(
         assert all(torch.equal(each, parameters[name]) for name, copies in local.parameters().items() for each in copies)
         assert not any(state for copies in local.optimizer_state().values() for state in copies)
     assert set(read) == {"parameter", "buffer", "non-persistent buffer"}
+
+
+def test_the_best_checkpoint_is_named_by_its_metric(tmp_path: Path):
+    path, parameters = train_into_folder(job_of(Net, steps=1), tmp_path)
+    later, _ = train_into_folder(job_of(Net), tmp_path)
+    (later / "checkpoints" / "step_00000002").rename(path / "checkpoints" / "step_00000002")
+    best = [{"metric": "validation_accuracy", "mode": "max", "keep": 1}]
+    (path / "events.jsonl").write_text(json.dumps({"kind": "started", "time": 1.0, "best": best}) + "\n")
+    lines = [
+        {"time": 1.0, "step": n, "validation_loss": 0.5, "validation_accuracy": value} for n, value in ((1, 0.9), (2, 0.5))
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for metric in ("", "accuracy"):
+        found = raypar.load(path, best=metric)
+        assert all(torch.equal(p, parameters[name]) for name, p in found.named_parameters())
+    with pytest.raises(CheckpointError, match="does not keep its best checkpoint by 'f1'"):
+        raypar.load(path, best="f1")
+    with pytest.raises(ConfigError, match="step is 2, and best is ''"):
+        raypar.load(path, step=2, best="")
+    with pytest.raises(ConfigError, match="is one checkpoint: no other one is chosen"):
+        find_trained_run(path / "checkpoints" / "step_00000002", ".", 2, [], print)
