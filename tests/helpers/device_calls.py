@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from helpers import checkpoint_folders as checkpoint_files
-from helpers import pretend, torch_flesh, ugly_models
+from helpers import metrics, pretend, torch_flesh, ugly_models
 from helpers.generations import SHARDS, Generations, mesh
 from helpers.parity import STEPS, Layout, expected
 from helpers.shard_grid import Cell, different, graph
 from helpers.shard_grid import run as run_cell
 
-from raypar.job import OptimizerConfig, ValidationConfig
+from raypar.job import MetricConfig, OptimizerConfig, ValidationConfig
 from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import AdoptPlanCommand, PieceMove
@@ -66,13 +66,16 @@ def refuses(state: State) -> int:
 def trains(state: State, layout: Layout) -> None:
     """Five steps and a validation on the device: losses, norms, parameters and optimizer state as in one plain process."""
     want = expected(layout.model, layout.microbatches, layout.blocks)
-    job = layout.job.replace(validation=ValidationConfig(**dict(layout.job.data), samples=11))
+    data = layout.job.data
+    job = layout.job.replace(
+        validation=ValidationConfig(function=data.function, args=data.args, samples=11), **measured(layout)
+    )
     with OneProcessRun(job, layout.plan, layout.schedule, device=pretend.device()) as run:
         for step in range(STEPS):
             reports = run.step(step)
             assert {r.loss for r in reports} == {want.losses[step]}, step
             assert {r.norm for r in reports} == {want.norms[step]}, step
-        validated = run.validate(STEPS)
+        in_training, validated = run.metrics, (run.validate(STEPS), run.metrics)
         for name, copies in run.parameters().items():
             assert all(on_device(copy) and torch.equal(copy.cpu(), want.parameters[name]) for copy in copies), name
         for name, found in run.optimizer_state().items():
@@ -82,7 +85,14 @@ def trains(state: State, layout: Layout) -> None:
     with OneProcessRun(job, layout.plan, layout.schedule) as plain:
         for step in range(STEPS):
             plain.step(step)
-        assert plain.validate(STEPS) == validated
+        assert plain.metrics == in_training and bool(in_training) == bool(job.metrics)
+        assert (plain.validate(STEPS), plain.metrics) == validated
+
+
+def measured(layout: Layout) -> dict[str, Any]:
+    """Metrics of every step and of the validation, of models whose output has a class for each token."""
+    functions = (metrics.accuracy, metrics.certainty, metrics.Median) if layout.model == "tangled" else ()
+    return {"metrics": {f.__name__: MetricConfig(function=f) for f in functions}, "metrics_every": bool(functions) * 1}
 
 
 def resumes(state: State, folder: str) -> None:
