@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -12,13 +13,15 @@ from pydantic import Field, NonNegativeInt, PlainValidator, PositiveInt, field_v
 from raypar.errors import ConfigError, with_article
 from raypar.files.untrusted_files import shorten
 from raypar.job.callable_text import argument_refusal, shorten_contract_text, stable_callable_label
-from raypar.job.key import BITS, WORKERS
-from raypar.job.section import MAX_WORKERS, Parts, Section
+from raypar.job.key import BITS, CLIENT, WORKERS
+from raypar.job.section import MAX_WORKERS, Parts, PathText, Section
 from raypar.job.value_names import is_importable_name
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 T = TypeVar("T")
 
+FROM_FOLDER = "raypar.model.pretrained_folder:from_folder"
+"""The model function of `model.pretrained`."""
 LOSS_OF_MODEL = "model"
 """In the place of a loss function: the model returns an object with a `loss`."""
 
@@ -112,8 +115,15 @@ class FunctionConfig(Section):
 
 
 class ModelConfig(FunctionConfig):
-    """The function that builds the model, how a model that is an unmodified module is divided, and what its forward may do."""
+    """The function that builds the model, or the folder that it is read from, how a model that is an unmodified module is
+    divided, and what its forward may do."""
 
+    pretrained: Annotated[PathText | None, CLIENT] = None
+    """A folder that `save_pretrained` of `transformers` has written, in place of `function`: the model of its configuration,
+    which begins with its weights (`init_from`). Nothing is downloaded, and code in the folder is not run."""
+    adapter: Annotated[dict[str, Any] | None, CLIENT] = None
+    """With `pretrained`: the arguments of `peft.LoraConfig`, such as `{r: 8, target_modules: [q_proj, v_proj]}`. The adapters
+    are trained, and the folder's weights stay as they are."""
     units: Annotated[tuple[str, ...], Field(strict=False), BITS] = ()
     """Names of the modules, with `*` for any part, at which the model is divided into layers: each such module runs whole.
     Empty: the elements of the model's lists of modules, and what stands beside them."""
@@ -121,6 +131,34 @@ class ModelConfig(FunctionConfig):
     """What becomes of a buffer that the forward writes in training. `refuse`: it is an error. `last`: the value that the last
     microbatch has written. `sum`: what all microbatches have added. Each microbatch begins with the value from the beginning of
     the step. (Running statistics of batch norms are always kept, as one process would.)"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_folder(cls, value: T) -> T | dict[str, Any]:
+        """Of `pretrained` and `adapter` the function that makes the module, and its arguments."""
+        if not isinstance(value, Mapping):
+            return value
+        folder, adapter = value.get("pretrained"), value.get("adapter")
+        if folder is None:
+            if adapter is not None:
+                raise ConfigError(
+                    "model.adapter is given without model.pretrained",
+                    cure="give the folder of the model too; a model function of your own calls get_peft_model itself",
+                )
+            return value
+        if value.get("function") not in (None, FROM_FOLDER):
+            raise ConfigError(
+                f"model has pretrained: {shorten(folder)} and function: {shorten(value['function'])}, and either makes it",
+                cure="leave one out; a function of your own begins with the folder's weights by init_from",
+            )
+        if isinstance(folder, os.PathLike):
+            folder = os.fspath(folder)
+        given = value.get("args") or {}
+        args = {**given, "folder": folder} if isinstance(given, Mapping) else given
+        if isinstance(args, dict):
+            args.pop("adapter", None)
+            args |= {"adapter": adapter} if adapter is not None else {}
+        return {**value, "function": FROM_FOLDER, "args": args}
 
 
 class LossConfig(FunctionConfig):

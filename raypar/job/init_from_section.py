@@ -49,6 +49,11 @@ class InitFromConfig(Section):
         """Fingerprint of the file, as the process that started the run saw it; empty before that."""
         return self._fingerprint
 
+    @property
+    def says_how_names_differ(self) -> bool:
+        """Whether anything but the path is given."""
+        return bool(self.strip_prefix or self.add_prefix or self.rename or self.allow_missing or self.allow_unexpected)
+
     def of_file(self, path: str, fingerprint: str) -> InitFromConfig:
         """The section for the file that was found, for workers."""
         made = self.replace(path=path)

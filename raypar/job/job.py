@@ -240,6 +240,16 @@ class Job(Section):
         rest = {key: value for key, value in tree.items() if key != "steps"}
         return rest if tree.get("epochs") is not None else {**rest, "steps": _NO_LENGTH}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _begins_with_folder(cls, tree: T) -> T | dict[str, Any]:
+        """`tree` with the weights of `model.pretrained` as `init_from`, unless it says otherwise."""
+        model = tree.get("model") if isinstance(tree, Mapping) else None
+        folder = model.get("pretrained") if isinstance(model, Mapping) else getattr(model, "pretrained", None)
+        if folder is None or not isinstance(tree, Mapping) or tree.get("init_from") is not None:
+            return tree
+        return {**tree, "init_from": folder}
+
     @field_validator("steps", mode="before")
     @classmethod
     def _steps(cls, value: T) -> T:

@@ -126,8 +126,8 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "quantized training is not supported yet; bfloat16 is precision.compute": "quantization load_in_8bit load_in_4bit fp8",
     "compiled models (torch.compile) are not supported yet; `model` is computed as it is written": "torch_compile compile "
     "dynamo_backend torch_compile_backend",
-    "a module with adapters is a model like any other: make it in the function `model` (get_peft_model)": "peft_config lora "
-    "lora_config adapters",
+    "LoRA adapters of a folder of transformers are model.adapter; else make the module in the function `model` "
+    "(get_peft_model)": "peft_config lora lora_config adapters",
     "what requires no gradient is not trained: call requires_grad_(False) in the function `model`": "freeze frozen "
     "trainable_parameters",
     "norms over the samples of all workers are not supported yet: statistics are those of one microbatch, so give larger ones "
@@ -153,7 +153,7 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "the run's name is `name`": "run_name experiment_name job_name exp_name",
     "a run is resumed by `raypar resume RUN`, or from Python by resume_from_checkpoint": "resume resume_from ckpt_path "
     "load_checkpoint auto_resume",
-    _INITIAL_WEIGHTS: "pretrained pretrained_model_name_or_path weights load_from load_weights state_dict finetune_from",
+    _INITIAL_WEIGHTS: "pretrained_model_name_or_path weights load_from load_weights state_dict finetune_from",
     "nothing is uploaded; `raypar export RUN` writes the weights of a run under run_dir as one file": "push_to_hub "
     "hub_model_id hub_token",
     _TRACKING: "logger loggers report_to log_with wandb wandb_project tensorboard mlflow",

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 
 from raypar.job import elastic_section, function_section, plan_section
+from raypar.job.function_section import FROM_FOLDER
 from raypar.job.job import RUN_NAME, Job
 from raypar.job.plain_values import to_plain_values
 from raypar.job.section import MAX_WORKERS, PathText
@@ -60,6 +61,14 @@ def make_schema() -> Schema:
     return {"$schema": DIALECT, "title": "A job of raypar", **schema, **length}
 
 
+MODEL_IS_MADE_BY: Schema = {
+    "if": {"required": ["pretrained"], "properties": {"pretrained": {"type": "string"}}},
+    "then": {"properties": {"function": {"const": FROM_FOLDER}}},
+    "else": {"required": ["function"], "properties": {"adapter": {"type": "null"}}},
+}
+"""Of a model that is no text: a folder, or a function. Beside the condition that `_any_of` adds, as its `else`."""
+
+
 def _section(key: str, section: type[BaseModel]) -> Iterator[Schema]:
     """The alternatives for a section: its short forms, and keys and values. `key`: the section's own; the whole job's is empty.
 
@@ -78,7 +87,8 @@ def _section(key: str, section: type[BaseModel]) -> Iterator[Schema]:
             name: {"description": key_docstring(section, name).replace("*none*", "none"), **_value(prefix + name, info)}
             for name, info in section.model_fields.items()
         },
-        "required": [name for name, info in section.model_fields.items() if info.is_required()],
+        "required": [name for name, info in section.model_fields.items() if info.is_required() and key != "model"],
+        **({"else": MODEL_IS_MADE_BY} if key == "model" else {}),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,9 +16,15 @@ from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.initial_values_protocol import DimRanges, InitialValues
 from raypar.model.layer_skeletons import parameter_shapes, parameters_and_buffers_on_meta, persistent_buffers
+from raypar.plan.wording import count_noun
 from raypar.storage.checkpoint_store import CheckpointRef
 from raypar.worker.pretrained.weights_file import FLOATING, absolute_weights_path, open_weights, resolve_weights_source
 from raypar.worker.pretrained.weights_matching import match_weights
+
+PEFT = "base_model.model."
+"""How the names of a module of `peft` begin, whose base model has adapters."""
+_OF_SAVED_MODULE = re.compile(r"\.modules_to_save\.[^.]+\.")
+"""In the names of a module that is trained whole, beside adapters."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +99,40 @@ def weights_from_file(spec: Job, graph: Graph, own: InitialValues) -> WeightsFro
     kept = {*parameter_shapes(graph), *persistent_buffers(graph)}
     path = source.path if source.fingerprint else resolve_weights_source(source.path)[0]
     with open_weights(path) as file:
+        names = None if source.says_how_names_differ else names_in_base_model(state, file.names)
+        there = names if names is not None else {name: name for name in state}
         found = match_weights(
             file,
-            {name: tuple(tensor.shape) for name, tensor in state.items() if name in kept},
-            graph.shared_names,
-            [name for name in state if name not in kept],
+            {there[name]: tuple(tensor.shape) for name, tensor in state.items() if name in kept and name in there},
+            [[there[name] for name in tie if name in there] for tie in graph.shared_names],
+            [there[name] for name in state if name not in kept and name in there],
             source=source,
             dtype=spec.dtype,
-            dtypes={name: tensor.dtype for name, tensor in state.items()},
+            dtypes={there[name]: tensor.dtype for name, tensor in state.items() if name in there},
         )
         fingerprint = source.fingerprint or file.fingerprint()
-    return WeightsFromFile(path, fingerprint, found.names, own, (*found.notes, *own.notes))
+    notes = [*found.notes]
+    if names is not None:
+        notes.append(
+            f"{count_noun(len(there), 'tensor')} of the base model begin as in {file.path.name}, and "
+            f"{count_noun(len(kept - there.keys()), 'tensor')} of adapters as the model function made them"
+        )
+    stored = {name: found.names[base] for name, base in there.items() if base in found.names}
+    return WeightsFromFile(path, fingerprint, stored, own, (*notes, *own.notes))
+
+
+def names_in_base_model(names: Collection[str], stored: Collection[str]) -> dict[str, str] | None:
+    """The model's name -> the base model's, for a model with adapters of `peft` and the weights of its base model; adapters'
+    own tensors have none. None for other models, and for weights that have the model's names."""
+    if not any(name.startswith(PEFT) for name in names) or any(name.startswith(PEFT) for name in stored):
+        return None
+    adapted = {name.partition(".base_layer.")[0] for name in names if ".base_layer." in name}
+    found: dict[str, str] = {}
+    for name in names:
+        whole = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+        whole = _OF_SAVED_MODULE.sub(".", whole)
+        parts = name.split(".")
+        inside = any(".".join(parts[:length]) in adapted for length in range(1, len(parts)))
+        if name.startswith(PEFT) and (not inside or ".base_layer." in name):
+            found[name] = whole.removeprefix(PEFT)
+    return found
