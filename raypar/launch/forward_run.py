@@ -23,6 +23,7 @@ from raypar.launch.launch_run import launch_run
 from raypar.launch.load_model import run_of_checkpoint
 from raypar.launch.result import Result
 from raypar.launch.resume import find_last_whole_checkpoint
+from raypar.plan.wording import after_steps
 from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint, open_checkpoint_store
 from raypar.storage.run_folder import NoSuchRun, RunFolder, cannot_evaluate_error
 from raypar.user_code.user_code_errors import make_importable
@@ -80,7 +81,7 @@ def find_trained_run(
                 return TrainedRun(job, find_last_whole_checkpoint(folder, tell))
             there = folder.list_checkpoints()
             if checkpoint_name(step) not in there:
-                what = f"run {folder.name} has no checkpoint after {step} steps"
+                what = f"run {folder.name} has no checkpoint {after_steps(step)}"
                 raise CheckpointError(what, cure=f"it has: {', '.join(there) or 'none'}")
             store = open_checkpoint_store(folder.checkpoint_store_location)
             return TrainedRun(job, verify_checkpoint(CheckpointRef(store, checkpoint_name(step))).checkpoint)

@@ -141,7 +141,7 @@ def test_a_run_that_cannot_be_changed_is_not_resumed_and_stays_as_it_was(run, mo
     chosen = SimpleNamespace(plan=SimpleNamespace(describe=lambda: "1 worker"))
     monkeypatch.setattr(resume, "plan_json", lambda chosen: "p" * 500)
     monkeypatch.setattr(resume, "make_plan_chooser", lambda job: None)
-    given = {"callbacks": (), "trackers": (), "early_stopping": None}
+    given = {"callbacks": (), "trackers": (), "early_stopping": None, "epochs": None, "steps": 8}
     job = SimpleNamespace(source_dir=Path(), to_yaml=lambda: "y" * 5000, **given)
     with room(50), pytest.raises(ConfigError, match=r"cannot write .*metrics\.jsonl: File too large"):
         resume.resume_job(job, folder, print)

@@ -223,7 +223,7 @@ def test_an_optimizer_that_takes_the_seventh_parameter_otherwise_is_found():
 
 @pytest.mark.parametrize("after", [20, 30_000])
 def test_state_that_can_be_kept_at_first_only_is_refused_before_the_run(after: int):
-    with pytest.raises(ConfigError, match=r"KeepsListLater after \d+ steps: optimizer state 'factors' of \S+ is a list"):
+    with pytest.raises(ConfigError, match=r"KeepsListLater after [\d,]+ steps: optimizer state 'factors' of \S+ is a list"):
         try_optimizer(spec(optimizers.KeepsListLater, after=after), SHAPES)
 
 
