@@ -12,6 +12,7 @@ from raypar.files.untrusted_files import repr_text, shorten
 from raypar.job.job import MAX_SAMPLES
 from raypar.job.section import MAX_PARTS
 from raypar.plan.microbatches import BatchesOfSteps
+from raypar.plan.wording import after_steps
 
 MOST_CHARACTERS = 80
 """The longest text of a value in a line."""
@@ -99,7 +100,7 @@ def parse_history(value: Json, steps_done: int) -> tuple[JobBefore, ...]:
         least = found[-1].steps_done if found else 0
         if not isinstance(done, int) or not least <= done <= steps_done or not isinstance(was, dict):
             raise CheckpointError(
-                f"a history of changes with {shorten(repr_text(entry))}, after {steps_done} steps",
+                f"a history of changes with {shorten(repr_text(entry))}, {after_steps(steps_done)}",
                 cure="use another checkpoint",
             )
         found.append(JobBefore(done, was))
