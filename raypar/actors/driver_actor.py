@@ -258,7 +258,8 @@ class DriverActor:
         if not streams:
             return None
         show = self._show_warning  # from any thread
-        return SampleJournal(self.recorder.run_folder.samples, request.batching, streams, show)
+        folder, every = self.recorder.run_folder, request.policy.save_every
+        return SampleJournal(folder.samples, folder.cursors, request.batching, streams, every, show)
 
     def _show_warning(self, line: str) -> None:
         """Show a warning, from whichever thread."""

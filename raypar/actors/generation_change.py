@@ -189,7 +189,7 @@ class GenerationChange:
         addresses = [self.registry.hellos[number].address for number in workers]
         nodes = [self.registry.hellos[number].node for number in order.members]
         keepers = assign_buddies(nodes, same_state_keys(self.machine.held_pieces(plan)))
-        epochs = self.reports.samples.known_epochs() if self.reports.samples is not None else {}
+        samples = self.reports.samples
         load = None
         if order.from_checkpoint and (order.done or request.resume is not None):
             load = str(self.recorder.last_checkpoint or request.resume)
@@ -207,7 +207,9 @@ class GenerationChange:
                 run_begins=order.from_checkpoint and load is None,
                 from_mirror=order.from_mirror,
                 mirror_keepers=keepers,
-                epochs=epochs,
+                epochs=samples.known_epochs() if samples is not None else {},
+                cursors=samples.known_cursors() if samples is not None else {},
+                digests=samples.digests(order.done) if samples is not None else {},
             )
             coordinate = plan.coordinate(rank) if seated else f"worker {number}"
             return worker.adopt.remote(order.generation, pickle.dumps(part), coordinate, addresses, request.start_deadline_s)

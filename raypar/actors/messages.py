@@ -117,6 +117,8 @@ class StepCall:
     """Whether the report has the times of all instructions."""
     into_mirror: bool
     """Whether the mirror gets a snapshot of the state after this step."""
+    cursors: bool = False
+    """Whether the report says from where streams of iterable data can be read on."""
 
     def to_bytes(self) -> bytes:
         """It as one argument for all members: Ray would serialize every other argument anew for each of them."""

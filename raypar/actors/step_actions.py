@@ -52,7 +52,9 @@ class StepActions:
     def run_step(self, action: do.RunStep, reason: str) -> None:
         """Call every worker for a step."""
         step, generation = action.step, self.machine.membership.generation
-        call = StepCall(generation, step, step in self.traced_steps, action.into_mirror).to_bytes()
+        samples = self.reports.samples
+        cursors = samples is not None and samples.wants_cursors(step)
+        call = StepCall(generation, step, step in self.traced_steps, action.into_mirror, cursors).to_bytes()
         self.step_calls += len(self.machine.membership.members)
         self.calls.call_all(
             lambda w: w.step.remote(call),

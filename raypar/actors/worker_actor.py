@@ -233,6 +233,7 @@ class WorkerActor:
 
         asked = StepCall.from_bytes(call)
         core, elastic_worker = self._loaded
+        core.reports_cursors = asked.cursors
         elastic_worker.trace, self.step_thread_id = asked.trace, threading.get_native_id()
         routine = self.generation_guard.step(asked.generation, asked.step, asked.into_mirror)
         report = self._run_call(f"in step {asked.step + 1}", lambda: run_routine(routine, core.step_timeout_s))

@@ -165,6 +165,10 @@ class AdoptPlanCommand:
     """Rank -> the rank that keeps the mirror's second copy of its state (`elastic.buddies`)."""
     epochs: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Stream of iterable data -> (epoch, position of its first sample) of the last epochs that workers have found."""
+    cursors: Mapping[int, tuple[tuple[int, int, int, str], ...]] = field(default_factory=dict)
+    """Stream -> (position, epoch, number in the epoch, state of the data set) of places from which it can be read on."""
+    digests: Mapping[int, int] = field(default_factory=dict)
+    """Microbatch -> digest of its samples, in the last step that is done, as far as it is known."""
 
 
 class AdoptDescription(TypedDict):

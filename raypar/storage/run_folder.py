@@ -41,6 +41,7 @@ from raypar.record.fold import timeline
 from raypar.record.folder import (
     CHECKPOINTS,
     CLUSTER,
+    CURSORS,
     DOCUMENTS,
     EVENTS,
     JOB,
@@ -266,6 +267,11 @@ class RunFolder:
     def samples(self) -> Path:
         """Digests of the samples of iterable data by step, in bytes (`actors.sample_journal`)."""
         return self.path / SAMPLES
+
+    @property
+    def cursors(self) -> Path:
+        """From where streams of iterable data can be read on, as JSON; replaced as a whole."""
+        return self.path / CURSORS
 
     @property
     def trace(self) -> Path:

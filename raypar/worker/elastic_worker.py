@@ -133,7 +133,7 @@ class ElasticWorker:
         """Connect, send and receive state, then build stages. Until all state has arrived the old stages stay as they are."""
         part, connect = order
         self.core.take_layouts_from_assignment(part.assignment)
-        self.core.learn_epochs(part.epochs)
+        self.core.learn_streams(part)
         base: dict[str, list[ParameterState]] = {}
         if part.from_mirror:
             base = self.mirror.state_of_snapshot(part.steps_done)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -27,7 +27,7 @@ from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.microbatches import mean_loss
 from raypar.plan.ownership import Ownership
-from raypar.plan.pieces import AdoptDescription, Digest
+from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand, Digest
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.plan.wording import after_steps
 from raypar.schedule.instructions import Instruction
@@ -36,7 +36,7 @@ from raypar.worker.data.microbatch_loader import BatchSource, MicrobatchLoader
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.data.stream_loader import OpenStreams, StreamLoader
-from raypar.worker.data.stream_positions import EpochMark, StreamsRead
+from raypar.worker.data.stream_positions import StreamsRead
 from raypar.worker.data.user_dataset import MapStyleDataset, make_dataset
 from raypar.worker.metrics.metric import Metric, make_metrics
 from raypar.worker.metrics.stage_metrics import StageMetrics
@@ -172,6 +172,8 @@ class WorkerCore:
     """Microbatches of a validation pass that this worker runs, ascending."""
     _loaders: list[MicrobatchLoader | StreamLoader]
     """The loaders of the present plan, to be closed."""
+    reports_cursors: bool
+    """Whether reports of steps say from where streams can be read on."""
     _streams: OpenStreams
     """Readers of the streams of iterable training data, and microbatches that were read; they outlive plans."""
     _datasets: dict[tuple[Hashable, ...], MapStyleDataset]
@@ -203,7 +205,7 @@ class WorkerCore:
         self.stages = {}
         self.transport = None
         self._loaders, self._datasets, self._layouts, self._passes = [], {}, {}, {}
-        self._streams = OpenStreams()
+        self._streams, self.reports_cursors = OpenStreams(), False
         self._writer = CheckpointWriter()
         self._sampled_ns = 0
 
@@ -345,9 +347,10 @@ class WorkerCore:
         replica = routing.plan.seats[self.rank].replica
         return sorted({m for index in self.stages for m in routing.microbatches_of_replica(index, replica)})
 
-    def learn_epochs(self, marks: Mapping[int, Collection[EpochMark]]) -> None:
-        """Take over where epochs of streams begin, which other workers have found. Stream -> epochs."""
-        self._streams.learn(marks)
+    def learn_streams(self, part: AdoptPlanCommand) -> None:
+        """Take over what all workers have found of the streams of iterable data."""
+        digests = {(part.steps_done - 1, microbatch): digest for microbatch, digest in part.digests.items()}
+        self._streams.learn(part.epochs, part.cursors, digests)
 
     def release_initial_values(self) -> None:
         """Free the initial values of the whole model, once this worker has its part of the state."""
@@ -482,7 +485,9 @@ class WorkerCore:
             ledger=self.transport.ledger.as_dict() if trace or sampled else {},
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             memory=memory_in_use(self.device) if sampled else {},
-            streams=self.loader.report(step) if isinstance(self.loader, StreamLoader) else None,
+            streams=self.loader.report(step, with_cursors=self.reports_cursors)
+            if isinstance(self.loader, StreamLoader)
+            else None,
             warnings=self._lines_for_user(),
             not_kept="" if (step + 1) & step else self.why_not_kept(),
             metrics=metrics,

@@ -79,6 +79,19 @@ class Resuming(Divided):
             yield row(index)
 
 
+class Buffered(Resuming):
+    """Shuffles by a buffer, which its state does not have, as `datasets` do."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        buffer: list[dict[str, Any]] = []
+        dice = random.Random(5)
+        for one in super().__iter__():
+            buffer.append(one)
+            if len(buffer) > 4:
+                yield buffer.pop(dice.randrange(len(buffer)))
+        yield from buffer
+
+
 class Empty(Divided):
     """Gives nothing."""
 

@@ -16,7 +16,7 @@ from raypar.launch.steps_of_epochs import with_steps_of_epochs
 from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint.checkpoint_files import list_contract_differences, with_streams_of
 from raypar.worker.data.resolve_streams import resolve_streams
-from raypar.worker.data.stream_loader import read_stream_microbatches
+from raypar.worker.data.stream_loader import OpenStreams, StreamLoader, read_stream_microbatches
 from raypar.worker.job_preflight import preflight
 from raypar.worker.measure_profile import profile_job
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -98,16 +98,16 @@ def test_values_that_skip_stages_ties_and_a_counting_loss():
 
 
 def test_a_stream_is_what_the_worker_of_a_dataloader_gives():
-    spec = job(stream_cases.Divided, streams=3, microbatches=3)
-    read = read_stream_microbatches(spec, ("id",), [(step, m) for step in range(2) for m in range(3)])
+    spec = job(stream_cases.Divided, streams=2, microbatches=2)
+    read = read_stream_microbatches(spec, ("id",), [(step, m) for step in range(2) for m in range(2)])
     found = torch.cat([batch.fields["id"] for batch in read])
-    loader = DataLoader(stream_cases.Divided(), batch_size=None, num_workers=3)
-    by_worker = [row["id"] for row in loader]  # in turn: 0, 1, 2, 0, ...
-    sizes = [len(spec.batching.samples(m)) for m in range(3)]
+    loader = DataLoader(stream_cases.Divided(), batch_size=None, num_workers=2)
+    by_worker = [row["id"] for row in loader]  # in turn: 0, 1, 0, ...
+    sizes = [len(spec.batching.samples(m)) for m in range(2)]
     want = []
     for step in range(2):
-        for m in range(3):
-            want += by_worker[m::3][step * sizes[m] : (step + 1) * sizes[m]]
+        for m in range(2):
+            want += by_worker[m::2][step * sizes[m] : (step + 1) * sizes[m]]
     assert found.tolist() == want
 
 
@@ -125,6 +125,50 @@ def test_an_aborted_step_is_not_read_again():
         loader = here.cores[0].loader
         before = [loader.get(1, m) for m in range(4)]
         assert all(loader.get(1, m) is before[m] for m in range(4))
+
+
+def loader_of(spec: Job, streams: OpenStreams) -> StreamLoader:
+    return StreamLoader(spec.data, spec.batching, seed=spec.seed, fields=("x", "id"), own=range(4), streams=streams)
+
+
+CURSORS: dict[str, tuple[Any, bool]] = {
+    "a source that keeps its place": (stream_cases.Resuming, True),
+    "a source that keeps no place": (stream_cases.Divided, False),
+    "a source whose state is not all of it": (stream_cases.Buffered, False),
+}
+
+
+@pytest.mark.parametrize(("source", "fast"), CURSORS.values(), ids=CURSORS)
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize(("size", "done"), [(1000, 20), (41, 20), (41, 3)])
+def test_who_goes_on_reads_the_same_and_with_cursors_little_of_it_twice(source, fast, window, size, done):
+    spec = resolve_streams(unresolved(lambda: source(size), streams=2, shuffle_window=window)).job
+    first, later = OpenStreams(), OpenStreams()
+    reading = loader_of(spec, first)
+    want = {}
+    for step in range(done + 3):
+        for microbatch in range(4):
+            reading.get(step, microbatch)
+            want[step, microbatch] = reading.sample_positions(step, microbatch), reading.digest(step, microbatch)
+        report = reading.report(step, with_cursors=True)
+        if step == done - 2:
+            cursors, epochs = report.cursors, {stream: (mark,) for stream, mark in report.epochs.items()}
+    assert bool(cursors) == (source is not stream_cases.Divided)
+    later.learn(
+        epochs, {k: (tuple(one),) for k, one in cursors.items()}, {(done - 1, m): want[done - 1, m][1] for m in range(4)}
+    )
+    again = loader_of(spec, later)
+    for step in (done, done + 1):
+        for microbatch in range(4):
+            again.get(step, microbatch)
+            assert (again.sample_positions(step, microbatch), again.digest(step, microbatch)) == want[step, microbatch]
+    found = again.report(done + 1)
+    assert found.again == {at: want[at][1] for at in ((done - 1, 2), (done - 1, 3))}
+    skipped = max(reader.skipped for reader in later.readers.values())
+    if fast:
+        assert skipped <= 6 + window
+    elif size == 1000:
+        assert skipped > 50
 
 
 def test_validation_reads_the_same_samples_in_each_pass():

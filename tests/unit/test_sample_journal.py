@@ -1,18 +1,21 @@
 """The journal of the samples of streams: the same samples each time, in 16 bytes a microbatch at most."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from raypar.actors.sample_journal import SampleJournal
 from raypar.plan.microbatches import BatchesOfSteps, Microbatches
-from raypar.worker.data.stream_positions import StreamPositions, StreamsRead
+from raypar.worker.data.stream_positions import StreamCursor, StreamPositions, StreamsRead
 
 CUT = Microbatches(4, 0, 11)
 
 
 def journal(folder: Path, told: list[str] | None = None, streams: int = 2) -> SampleJournal:
-    return SampleJournal(folder / "samples.bin", CUT, streams, (told if told is not None else []).append)
+    tell = (told if told is not None else []).append
+    return SampleJournal(folder / "samples.bin", folder / "cursors.json", CUT, streams, 10, tell)
 
 
 def read(step: int, *microbatches: int, other: int = 0) -> StreamsRead:
@@ -84,7 +87,7 @@ def test_a_file_of_something_else_is_begun_anew(tmp_path, content):
     made = written(tmp_path, 2)
     again = journal(tmp_path)
     again.open(0)
-    assert again.record(1) == made.record(1)
+    assert again.record(1)[0] == made.record(1)[0]
 
 
 def test_a_record_that_was_cut_is_not_known(tmp_path):
@@ -116,3 +119,26 @@ def test_positions_are_those_of_the_streams_read_in_turn():
             assert positions.of(step, microbatch) == range(given[stream], given[stream] + size)
             assert positions.before(step, microbatch) == last[stream]
             given[stream], last[stream] = given[stream] + size, (step, microbatch)
+
+
+def test_cursors_of_the_last_steps_and_of_the_last_checkpoints_are_kept(tmp_path):
+    made = journal(tmp_path)
+    made.open(0)
+    for step in range(100):
+        assert made.wants_cursors(step) == (step % 10 == 9)
+        cursors = {k: StreamCursor(5 * (step + 1), 0, 5 * (step + 1), json.dumps({"at": step})) for k in range(2)}
+        made.note(step, replace(read(step, 0, 1, 2, 3), cursors=cursors if made.wants_cursors(step) else {}))
+        made.write(step, made.record(step))
+    again = journal(tmp_path)
+    again.open(70)
+    assert [one.position for one in again.known_cursors()[1]] == [350, 400, 450, 500]
+    assert again.known_cursors() == made.known_cursors() and again.digests(70) == {m: 69_001 + m for m in range(4)}
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"0": 3}', '{"0": [[1, 2]]}', '{"0": [[1, 2, "3", 4]]}', "[" * 9999])
+def test_a_file_that_holds_no_cursors_is_left_out(tmp_path, content):
+    written(tmp_path, 3)
+    (tmp_path / "cursors.json").write_text(content)
+    again = journal(tmp_path)
+    again.open(2)
+    assert again.known_cursors() == {} and again.note(2, read(2, 0)) is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from raypar.worker.data.collate import MicrobatchPlace
 from raypar.worker.data.microbatch_loader import AHEAD_BYTES
 from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.sample_reader import SampleReader
-from raypar.worker.data.stream_positions import EpochMark, StreamPositions, StreamsRead
+from raypar.worker.data.stream_positions import EpochMark, StreamCursor, StreamPositions, StreamsRead
 from raypar.worker.data.stream_reader import StreamReader
 from raypar.worker.data.stream_source import StreamSource
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -31,6 +33,19 @@ def digest_of_fields(fields: Mapping[str, Tensor]) -> int:
         found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         found.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
     return int.from_bytes(found.digest(), "little")
+
+
+TOLD_S = 2.0
+"""Who reads a stream for longer than this to find a place in it tells the user."""
+
+
+def _line_about_skipping(count: int, seconds: float, *, has_state: bool) -> str:
+    """The line about a place in a stream that was found by reading."""
+    why = "where the data set's state_dict leads was not used" if has_state else "the data set has no state_dict"
+    return (
+        f"{count:,} samples of a stream were read again to find its place, in {seconds:.1f} s; {why}\n"
+        "  cure: give the data set state_dict and load_state_dict that lead to the next sample (with a buffer of its own in it)"
+    )
 
 
 @dataclass(frozen=True)
@@ -71,11 +86,22 @@ class OpenStreams:
     needs no reading."""
     marks: dict[int, dict[int, int]] = field(default_factory=dict)
     """Stream -> epoch -> position of its first sample, as other workers have found them."""
+    cursors: dict[int, tuple[StreamCursor, ...]] = field(default_factory=dict)
+    """Stream -> places from which it can be read, as workers have reported them."""
+    known: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(step, microbatch) -> digest, of the last step that is done: what a place that a cursor has found is compared with."""
     again: dict[tuple[int, int], int] = field(default_factory=dict)
     """(step, microbatch) -> digest, of microbatches that were read again to find a place, and are to be reported."""
 
-    def learn(self, marks: Mapping[int, Collection[EpochMark]]) -> None:
-        """Take over where epochs begin, which other workers have found. Stream -> epochs."""
+    def learn(
+        self,
+        marks: Mapping[int, Collection[EpochMark]],
+        cursors: Mapping[int, Collection[tuple[int, int, int, str]]],
+        known: Mapping[tuple[int, int], int],
+    ) -> None:
+        """Take over what all workers have found of the streams: where epochs begin, cursors, and digests of microbatches."""
+        self.cursors = {stream: tuple(StreamCursor(*one) for one in found) for stream, found in cursors.items()}
+        self.known = dict(known)
         for stream, epochs in marks.items():
             self.marks.setdefault(stream, {}).update(epochs)
             if stream in self.readers:
@@ -161,13 +187,15 @@ class StreamLoader:
                 return
             room -= sum(tensor.nbytes for tensor in self._open.read[key].fields.values())
 
-    def report(self, step: int) -> StreamsRead:
+    def report(self, step: int, *, with_cursors: bool = False) -> StreamsRead:
         """What was read of a step that is over."""
         digests = {m: found.digest for (at, m), found in sorted(self._open.read.items()) if at == step}
         streams = {self.positions.stream_of(m) for m in digests}
         epochs = {k: self._open.readers[k].epoch_of(self.positions.samples_before(step + 1, k)) for k in sorted(streams)}
         again, self._open.again = self._open.again, {}
-        return StreamsRead(digests, epochs, again)
+        found = {k: self._open.readers[k].cursor() for k in sorted(streams)} if with_cursors else {}
+        cursors = {stream: cursor for stream, cursor in found.items() if cursor is not None}
+        return StreamsRead(digests, epochs, cursors, again)
 
     def digest(self, step: int, microbatch: int) -> int:
         """The digest of a microbatch of the step under way that was read."""
@@ -190,9 +218,30 @@ class StreamLoader:
 
     def _read(self, step: int, microbatch: int) -> StreamMicrobatch:
         reader, before = self._reader_of(self.positions.stream_of(microbatch)), self.positions.before(step, microbatch)
-        if reader.is_new and before is not None and self._keeps:  # to see that the stream gives what it has given
-            self._open.again[before] = self._read_from(reader, *before).digest
+        if before is not None and self._keeps and not reader.is_before(self.positions.of(step, microbatch).start):
+            self._open.again[before] = self._find(reader, *before)
         return self._read_from(reader, step, microbatch)
+
+    def _find(self, reader: StreamReader, step: int, microbatch: int) -> int:
+        """Go to the end of a microbatch, and return its digest. A cursor that does not lead to the microbatch that is known is
+        not used: a data set that shuffles by a buffer of its own does not keep it."""
+        due, start = self._open.known.get((step, microbatch)), self.positions.of(step, microbatch).start
+        usable = [cursor for cursor in self._open.cursors.get(reader.source.stream, ()) if cursor.position <= start]
+        if due is not None and usable:
+            epochs = dict(reader.epochs)
+            with contextlib.suppress(RayparError):
+                reader.open_at(max(usable))
+                if self._read_from(reader, step, microbatch).digest == due:
+                    return due
+            reader.epochs = epochs  # what a wrong cursor has found is not where epochs begin
+        reader.forget()
+        begun, skipped = time.perf_counter(), reader.skipped
+        found = self._read_from(reader, step, microbatch).digest
+        seconds, count = time.perf_counter() - begun, reader.skipped - skipped
+        if seconds > TOLD_S and self._guard is not None:
+            line = _line_about_skipping(count, seconds, has_state=reader.source.keeps_place)
+            self._guard.pass_on([("streams read again", line)])
+        return found
 
     def _reader_of(self, stream: int) -> StreamReader:
         """The reader of a stream, made when it is first needed."""

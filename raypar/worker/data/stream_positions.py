@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from raypar.plan.microbatches import Microbatches
 
 EpochMark = tuple[int, int]
 """(epoch, position in its stream of its first sample): where a stream can be read from."""
+
+
+class StreamCursor(NamedTuple):
+    """Where a data set that keeps its place (`state_dict`) can go on reading a stream."""
+
+    position: int
+    """Position in the stream of the sample that comes next."""
+    epoch: int
+    """Its epoch."""
+    number: int
+    """Its number in the epoch."""
+    state: str
+    """The data set's state, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -59,5 +73,7 @@ class StreamsRead:
     """Microbatch of the step -> digest of its fields."""
     epochs: Mapping[int, EpochMark] = field(default_factory=dict)
     """Stream -> the epoch in which it is at the end of the step."""
+    cursors: Mapping[int, StreamCursor] = field(default_factory=dict)
+    """Stream -> a place from which it can be read, if that was asked for and the data set keeps its place."""
     again: Mapping[tuple[int, int], int] = field(default_factory=dict)
     """(step, microbatch) -> digest, of microbatches of other steps that were read again to find a place."""

@@ -9,7 +9,7 @@ import torch
 from raypar.errors import DataError
 from raypar.plan.seeds import seed_of
 from raypar.worker.data.sample_order import SamplePosition
-from raypar.worker.data.stream_positions import EpochMark
+from raypar.worker.data.stream_positions import EpochMark, StreamCursor
 from raypar.worker.data.stream_source import StreamSource
 
 KEPT_EPOCHS = 256
@@ -40,12 +40,15 @@ class StreamReader:
     """Samples that the epoch has given to windows so far."""
     _ended: bool
     """Whether the epoch has given its last sample."""
+    _window_start: StreamCursor | None
+    """The place of the window under way, with the state of a data set that keeps its place; None without."""
     _ahead: deque[tuple[SamplePosition, object]]
     """The rest of the window under way: ((epoch, index in the epoch), sample)."""
 
     def __init__(self, source: StreamSource, seed: int, window: int = 0) -> None:
         self.source, self.epochs, self.skipped = source, {0: 0}, 0
         self._seed, self._window = seed, max(1, window)
+        self._window_start = None
         self._position, self._epoch, self._read, self._ended, self._ahead = None, 0, 0, True, deque()
 
     def seek(self, position: int) -> None:
@@ -57,14 +60,32 @@ class StreamReader:
         if position > self._position:
             self._skip(position - self._position)
 
-    @property
-    def is_new(self) -> bool:
-        """Whether nothing was read yet, or what was read last has failed."""
-        return self._position is None
-
     def epoch_of(self, position: int) -> EpochMark:
         """The last known epoch that begins at a position or before it."""
         return max((epoch, start) for epoch, start in self.epochs.items() if start <= position)
+
+    def is_before(self, position: int) -> bool:
+        """Whether a position can be reached by reading on."""
+        return self._position is not None and self._position <= position
+
+    def cursor(self) -> StreamCursor | None:
+        """Where the window under way begins, or without windows the next sample. None if the data set keeps no place."""
+        if self._window > 1:
+            return self._window_start
+        return None if self._position is None else self._cursor(self._position)
+
+    def _cursor(self, position: int) -> StreamCursor | None:
+        state = self.source.state() if self.source.keeps_place and not self._ended else ""
+        return StreamCursor(position, self._epoch, self._read, state) if state else None
+
+    def open_at(self, cursor: StreamCursor) -> None:
+        """Go to a cursor's place, as its data set finds it. Raises `UserCodeError`."""
+        self._open(cursor.epoch, cursor.number, cursor.state)
+        self._position = cursor.position
+
+    def forget(self) -> None:
+        """Forget where the reader is: the next `seek` begins an epoch."""
+        self._position = None
 
     def read(self) -> tuple[SamplePosition, object]:
         """((epoch, index in the epoch), sample) at the present position, and go to the next one.
@@ -89,21 +110,21 @@ class StreamReader:
             self.read()
         self.skipped += count
 
-    def _open(self, epoch: int) -> None:
+    def _open(self, epoch: int, index: int = 0, state: str = "") -> None:
         self._ahead.clear()
-        self._position = None
-        self.source.begin(epoch)
-        self._epoch, self._read, self._ended = epoch, 0, False
+        self._position, self._window_start = None, None
+        self.source.begin(epoch, index, state)
+        self._epoch, self._read, self._ended = epoch, index, False
 
     def _fill(self, position: int) -> None:
         """Read the window that begins at a position: of the epoch, or of the next one if that has no more samples."""
-        samples = self._read_window()
+        samples = self._read_window(position)
         if not samples:
             if not self._read:
                 raise self._empty_error()
             self._open(self._epoch + 1)
             self._note_start(position)
-            samples = self._read_window()
+            samples = self._read_window(position)
             if not samples:
                 raise self._empty_error()
         order = list(range(len(samples)))
@@ -113,8 +134,10 @@ class StreamReader:
         self._ahead.extend(((self._epoch, self._read + place), samples[place]) for place in order)
         self._read += len(samples)
 
-    def _read_window(self) -> list[object]:
-        """The next samples of the epoch, as many as a window has; fewer at its end."""
+    def _read_window(self, position: int) -> list[object]:
+        """The next samples of the epoch, from this position on, as many as a window has; fewer at its end."""
+        if self._window > 1:
+            self._window_start = self._cursor(position)
         samples: list[object] = []
         while len(samples) < self._window and not self._ended:
             found = self.source.read()

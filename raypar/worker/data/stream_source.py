@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import traceback
 import weakref
@@ -79,19 +80,24 @@ class StreamSource:
         self._dataset, self._iterator, self._epoch, self._index = None, None, -1, 0
         self._seeds_samples = True
 
-    def begin(self, epoch: int) -> None:
-        """Open an epoch at its first sample. Raises `UserCodeError` for what the data set raises."""
+    def begin(self, epoch: int, index: int = 0, state: str = "") -> None:
+        """Open an epoch at its first sample, or at sample `index`, for which the data set's state is given (`state`).
+
+        Raises `UserCodeError` for what the data set raises.
+        """
         self._iterator = None
         if self._dataset is None or hasattr(self._dataset, "__next__"):
             self._dataset = self._make()
         self._seeds_samples = not getattr(self._dataset, "raypar_thread_safe", False)
         here = seed_of(self._seed, "stream", epoch, self._seeded_as)
-        self._epoch, self._index = epoch, 0
+        self._epoch, self._index = epoch, index
         _seed_generators(here)
         try:
             with seen_as_worker(self.stream, self.streams, here, self._dataset):
                 if hasattr(self._dataset, "set_epoch"):
                     self._dataset.set_epoch(epoch)
+                if state:
+                    self._dataset.load_state_dict(json.loads(state))  # type: ignore[attr-defined]
                 self._iterator = iter(self._dataset)
         except RayparError:
             raise
@@ -121,6 +127,23 @@ class StreamSource:
         self._iterator = iterator
         self._index += 1
         return (sample,)
+
+    @property
+    def keeps_place(self) -> bool:
+        """Whether the data set tells its state, and can begin with it."""
+        return all(hasattr(self._dataset, name) for name in ("state_dict", "load_state_dict"))
+
+    def state(self) -> str:
+        """The data set's state as JSON, for `begin`; empty if it has none, or one that JSON does not keep."""
+        if self._dataset is None or not self.keeps_place:
+            return ""
+        try:
+            found = self._dataset.state_dict()  # type: ignore[attr-defined]
+            text = json.dumps(found)
+            return text if json.loads(text) == found else ""
+        except BaseException as error:  # of users' code, or of JSON: the place is found by reading then
+            reraise_ctrl_c(error)
+            return ""
 
     def close(self) -> None:
         """Let go of the data set: generators close their files."""

@@ -28,6 +28,7 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/worker/worker_assignments.py", "_call_model", "calling the model function {spec.model.label}"),
     ("raypar/worker/data/user_dataset.py", "make_dataset", "making the data set {spec.label}"),
     ("raypar/worker/data/sample_reader.py", "_sample", READING_SAMPLE + " {index}"),
+    ("raypar/worker/data/stream_source.py", "read", READING_SAMPLE + " {self._index} of stream {self.stream}"),
     ("raypar/worker/data/microbatch_loader.py", "_wait", WAITING_FOR_DATA + " to read {where}"),
     ("raypar/worker/stage/loss.py", "make_loss_function", "making the loss {ref.label}"),
     ("raypar/worker/job_preflight.py", "_check_lr_schedule", "calling the lr_schedule {ref.label}"),
