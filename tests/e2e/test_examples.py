@@ -32,6 +32,17 @@ def test_a_stream_that_is_killed_and_resumed_under_another_plan_gives_the_sample
 
 
 @pytest.mark.chaos
+def test_a_llama_is_fine_tuned_and_its_merged_folder_has_the_accuracy_that_raypar_measures(tmp_path):
+    pytest.importorskip("peft")
+    command = [sys.executable, str(EXAMPLES / "finetune_llama.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "raypar evaluate and the plain loop: equal" in done.stdout
+    (before, after) = map(float, re.findall(r"(0\.\d+) of the", done.stdout))
+    assert before < 0.05 and after > 0.7 and "accuracy" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.chaos
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_submitted_job_that_is_stopped_and_submitted_again_ends_with_the_weights_of_one_that_is_not(nodes, tmp_path):
     """Stages and shards on one node; stages and replicas on a head and another node."""
