@@ -34,7 +34,7 @@ from raypar.worker.plain_microbatches import (
     refuse_large_models,
 )
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.stage.loss import make_loss_function
+from raypar.worker.stage.loss import loss_of_model, make_loss_function
 
 MOST_STAGES = 8
 """Number of stages into which the model is cut."""
@@ -133,13 +133,12 @@ class _PlainModule(PlainMicrobatches):
         found = make_loss_function(self._spec.loss)(self._own_output(batch), batch.get(self._spec.loss_target_name))
         return found if isinstance(found, tuple) else (found, None)
 
-    def _own_output(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def _own_output(self, batch: Mapping[str, Tensor]) -> object:
         """What the module returns for a microbatch."""
         self._started, self._calls, self._depth = [], {}, 0
         fields = {name: batch[name].clone() for name in self._cache.inputs.fields}
         self.seed(self._layers[0])
-        output: Tensor = self._cache.inputs.call(self.model, fields)
-        return output
+        return self._cache.inputs.call(self.model, fields)
 
     def check_label_count(self) -> None:
         """Raises `ConfigError` if `loss.count` is not what the model's mean is taken over: another first label of each sequence
@@ -154,7 +153,7 @@ class _PlainModule(PlainMicrobatches):
             changed = labels.clone()
             changed[..., 0] = first
             with torch.no_grad(), self._autocast():
-                means.append(float(self._own_output({**batch, name: changed})))
+                means.append(float(loss_of_model(self._own_output({**batch, name: changed}), changed)))
         if not all(map(math.isfinite, means)):
             return
         found = "labels" if means[0] != means[1] else "shifted_labels"

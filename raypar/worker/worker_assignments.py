@@ -275,6 +275,7 @@ def module_capture_of_job(spec: Job, guard: CallGuard) -> ModuleCapture:
         input=spec.data.input or "x",
         target=spec.loss_target_name,
         wants_loss=spec.loss.is_loss_of_model,
+        wants_output=bool(spec.metrics),
         units=spec.model.units,
         autocast_dtype=autocast.dtype if autocast is not None else None,
     )

@@ -151,3 +151,51 @@ def test_it_is_for_the_loss_of_the_model_alone_and_in_the_contract_where_it_is_s
         )
     held = [contract_of_job(job("m:f", count))["loss"] for count in (None, "labels")]
     assert held == [{"function": "model", "args": {}}, {"function": "model", "args": {}, "count": "labels"}]
+
+
+class Named(Tagger):
+    """Returns a dict."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return vars(super().forward(input_ids, labels))
+
+
+def named() -> nn.Module:
+    return Named(0)
+
+
+def right(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    logits = output["logits"][:, -labels.shape[1] :]
+    return ((logits.argmax(-1) == labels) & (labels != -100)).sum(), (labels != -100).sum()
+
+
+@pytest.mark.parametrize(("model", "count"), [(named, "labels"), (named, None), (gpt2, "shifted_labels")])
+def test_metrics_read_all_that_a_model_with_its_own_loss_returns(model: Any, count: str | None):
+    """And they change no bit. Given the loss alone, `argmax` would make 0 of it, which counts labels that are 0."""
+    found = []
+    for measured in (False, True):
+        metrics: dict[str, Any] = {"metrics": {"right": right}, "metrics_every": 1} if measured else {}
+        spec = job(model, count, steps=2, microbatches=4, validation=Ragged, **metrics)
+        preflight(spec)
+        graph = make_layer_graph(spec)
+        for stages, replicas in ((1, 1), (2, 2)):
+            with OneProcessRun(spec, ParallelPlan.mesh(pp=stages, dp=replicas, layers=len(graph.layers)), "1f1b") as run:
+                seen: list[Any] = [run.step(step)[0].loss for step in range(2)]
+                seen.append(run.validate(2))
+                found.append((seen, {name: copies[0].detach().clone() for name, copies in run.parameters().items()}))
+                value = run.metrics
+        if measured:
+            assert value == {"right": expected_right(spec, found[-1][1])}
+    assert all(seen == found[0][0] for seen, _ in found)
+    assert all(torch.equal(weights[name], found[0][1][name]) for _, weights in found for name in weights)
+
+
+def expected_right(spec: Job, weights: dict[str, Tensor]) -> float:
+    """The metric over all samples at once, by the model itself."""
+    model = spec.model.call().eval()
+    model.load_state_dict(weights, strict=False)
+    rows = [Ragged()[index] for index in range(len(Ragged()))]
+    fields = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    with torch.no_grad():
+        total, count = right(model(**fields), fields["labels"])
+    return float(total.double() / count.double())

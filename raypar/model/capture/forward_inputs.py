@@ -22,7 +22,9 @@ class ForwardInputs:
     keywords: tuple[str, ...] = ()
     """Fields that are passed as keyword arguments: they have the names of parameters of forward."""
     wants_loss: bool = False
-    """Whether the model computes the loss itself: of what it returns only that is used."""
+    """Whether the model computes the loss itself: it is in what the model returns."""
+    wants_output: bool = True
+    """Whether all that it returns is used; else, of a model that computes the loss, only that."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -30,22 +32,27 @@ class ForwardInputs:
         return self.positional + self.keywords
 
     def call(self, model: nn.Module, fields: Mapping[str, Tensor]) -> Any:
-        """What the model returns for a batch, or the loss in it. Raises `Refused` if there is no loss."""
+        """What the model returns for a batch, or only the loss in it. Raises `Refused` if there is no loss, and it is wanted."""
         out = model(*(fields[name] for name in self.positional), **{name: fields[name] for name in self.keywords})
         if not self.wants_loss:
             return out
-        loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+        loss = loss_in(out)
         if not isinstance(loss, Tensor):
             raise Refused(
                 f"loss: model, and what {type(model).__name__} returned has no loss, but is "
                 f"{with_article(type(out).__name__)}, for the fields {', '.join(self.fields)}",
                 "have samples with the labels that its forward takes, or give a loss function of (output, target)",
             )
-        return loss
+        return out if self.wants_output else loss
+
+
+def loss_in(output: object) -> object:
+    """The loss in what a model returns; None if there is none."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 def choose_forward_inputs(
-    model: nn.Module, fields: Collection[str], *, input: str, target: str, wants_loss: bool
+    model: nn.Module, fields: Collection[str], *, input: str, target: str, wants_loss: bool, wants_output: bool = True
 ) -> ForwardInputs:
     """The fields that the forward is given: those that have names of its parameters, all for `forward(self, **fields)`; else
     `input`, as a positional argument.
@@ -60,7 +67,7 @@ def choose_forward_inputs(
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
     if not parameters and any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.values()):
-        return ForwardInputs((), tuple(name for name in fields if name != target or wants_loss), wants_loss)
+        return ForwardInputs((), tuple(name for name in fields if name != target or wants_loss), wants_loss, wants_output)
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
     keywords = [name for name in parameters if name in fields and (name != target or wants_loss or name in needed)]
     positional = [input] if input in fields and input not in keywords and input != target else []
@@ -72,4 +79,4 @@ def choose_forward_inputs(
             f"{', '.join(fields)}: it {missing}",
             cure="name the fields as forward's parameters (data.names for tuples), or say which one is the input (data.input)",
         )
-    return ForwardInputs(tuple(positional), tuple(keywords), wants_loss)
+    return ForwardInputs(tuple(positional), tuple(keywords), wants_loss, wants_output)

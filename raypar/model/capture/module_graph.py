@@ -55,6 +55,8 @@ class ModuleCapture:
     """The field that the loss reads."""
     wants_loss: bool = False
     """Whether the model computes the loss itself."""
+    wants_output: bool = True
+    """Whether all that such a model returns is used; else only the loss."""
     units: tuple[str, ...] = ()
     """Patterns of modules that are units."""
     autocast_dtype: torch.dtype | None = None
@@ -70,7 +72,14 @@ def capture_module_graph(made: nn.Module, initial: InitialValues, request: Modul
     _refuse_names(skeleton)
     _refuse_own_train(skeleton)
     names = request.fields()
-    inputs = choose_forward_inputs(skeleton, names, input=request.input, target=request.target, wants_loss=request.wants_loss)
+    inputs = choose_forward_inputs(
+        skeleton,
+        names,
+        input=request.input,
+        target=request.target,
+        wants_loss=request.wants_loss,
+        wants_output=request.wants_output,
+    )
     buffers = dict(initial.stream([name for name, _ in skeleton.named_buffers()], request.dtype))
     batch = request.read(inputs.fields)
     cache = trace_module(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import ConfigError, UserCodeError
 from raypar.job import FunctionConfig, LossConfig
+from raypar.model.capture.forward_inputs import loss_in
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.data.padding import MASKED_LABEL
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -48,18 +49,22 @@ def make_loss_function(
     return _module(made, ref.label, device) if isinstance(made, nn.Module) else made
 
 
-def loss_of_model(output: Tensor, target: Tensor) -> Tensor:
-    """The loss function of a model that computes the loss itself: what it returns is the loss."""
-    return output
+def loss_of_model(output: object, target: Tensor) -> Tensor:
+    """The loss function of a model that computes the loss itself: what it returns is the loss, or, where metrics read the
+    rest of it, has the loss."""
+    found = output if isinstance(output, Tensor) else loss_in(output)
+    assert isinstance(found, Tensor), "a model without it is refused when it is captured"
+    return found
 
 
-def counted_loss_of_model(output: Tensor, target: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
-    """(sum, count) of a model's own loss, which is the mean over the labels `target` [samples, ...] that are not -100.
+def counted_loss_of_model(output: object, target: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
+    """(sum, count) of a model's own loss (`loss_of_model`), which is the mean over the labels `target` [samples, ...] that are not -100.
 
     `shifted`: without the first of each sequence. Where no label counts the sum is 0, though that mean is NaN.
     """
+    loss = loss_of_model(output, target)
     count = ((target[..., 1:] if shifted else target) != MASKED_LABEL).sum()
-    return torch.where(count > 0, output, torch.nan_to_num(output)) * count, count
+    return torch.where(count > 0, loss, torch.nan_to_num(loss)) * count, count
 
 
 def _module(module: nn.Module, label: str, device: torch.device) -> Callable[..., Tensor | tuple[Tensor, Tensor | float]]:
