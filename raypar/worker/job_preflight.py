@@ -7,7 +7,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,12 +59,13 @@ from raypar.worker.check_loss import MOST_LOSS_NUMBERS, check_sum_and_count, lin
 from raypar.worker.data.epoch_sampler import refuse_chance
 from raypar.worker.data.padding import MASKED_LABEL
 from raypar.worker.data.resolve_streams import resolve_streams
-from raypar.worker.data.sample_order import SampleOrder
+from raypar.worker.data.sample_order import SampleOrder, SamplePosition
 from raypar.worker.data.sample_reader import WHERE_FIELDS_ARE_NAMED, SampleReader
 from raypar.worker.data.stream_loader import first_samples
 from raypar.worker.data.user_dataset import MapStyleDataset, make_dataset
 from raypar.worker.measure_profile import read_microbatches
 from raypar.worker.metrics.metric_trial import try_metrics
+from raypar.worker.prediction import whole_batching
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import cure_of_buffer_writes, refuse_input_writes
 from raypar.worker.stage.loss import make_loss_function
@@ -135,6 +136,7 @@ def preflight(spec: Job) -> PreflightResult:
             check_captured_evaluation(graph, batch)
         with guard.watching("the job's data"):
             validation = _count_validation_samples(spec)
+            _check_first_microbatch_of_validation(spec, graph, validation)
     with guard.watching("the job's metrics"):
         of_metrics = try_metrics(spec, graph, validation or samples or spec.batch_size)
     of_values = graph.initial_values.notes if graph.initial_values is not None else ()
@@ -174,13 +176,53 @@ def _check_first_microbatch(spec: Job, graph: Graph, dataset: MapStyleDataset) -
         refuse_chance(spec, dataset)
         places = SampleOrder.of_job(spec, dataset).ids(0, len(spec.batching.samples(0)))
     reader = SampleReader.of(dataset, spec.training_data, spec.seed)
-    read = tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
-    if reader.padding is not None:
-        reader.padding.check_known_lengths(dataset, len(dataset), read)
+    _check_batch(reader, places, _fields_read(spec, graph), key_of_pad="data")
     with preserve_random_state():
+        return reader.field_names(places)
+
+
+def _fields_read(spec: Job, graph: Graph) -> tuple[str, ...]:
+    """The fields of a batch that the model and the loss read."""
+    return tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
+
+
+def _check_batch(
+    reader: SampleReader, places: Sequence[SamplePosition], read: Sequence[str], *, key_of_pad: str | None
+) -> None:
+    """Check what makes a batch of samples: names and lengths of `pad`, and that `collate` does not depend on the process.
+
+    `places`: those of a microbatch; `read`: the fields that are used; `key_of_pad`: the job's key of the data to which the
+    names in `pad` belong, None where they are not looked at.
+    """
+    with preserve_random_state():
+        if reader.padding is not None:
+            if key_of_pad is not None:
+                reader.padding.check_names(reader.field_names(places, also=reader.padding.names_given), key_of_pad)
+            reader.padding.check_known_lengths(reader.dataset, len(reader.dataset), read)
         if reader.collation is not None:
             reader.collation.refuse_dependence_on_process(reader.samples(places), [index for _, index in places], (0, 0), read)
-        return reader.field_names(places)
+
+
+def _check_first_microbatch_of_validation(spec: Job, graph: Graph, samples: int) -> None:
+    """Raise for what is wrong with the first microbatch of a validation of so many samples, which else would end the run
+    when it has come there. Iterable data is not read."""
+    data = spec.validation_data
+    if data.streams is not None:
+        return
+    dataset, read = make_dataset(data, "validation"), _fields_read(spec, graph)
+    size = len(whole_batching(samples, spec.batch_size, spec.microbatches).samples(0))
+    places = SampleOrder(spec.seed, len(dataset), shuffle=False).ids(0, size)
+    reader = replace(SampleReader.of(dataset, data, spec.seed), fields=read)
+    try:
+        _check_batch(reader, places, read, key_of_pad=None if spec.validation_data.pad is spec.data.pad else "validation")
+        with preserve_random_state():
+            reader.read(places)
+    except ConfigError:
+        raise
+    except RayparError as error:
+        error.args = (f"validation: {error.what}", error.cure)
+        error.what = error.args[0]
+        raise
 
 
 _TRIALS: dict[tuple[Hashable, ...], OptimizerTrial] = {}

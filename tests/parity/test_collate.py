@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
-from raypar.job import DataConfig, FunctionConfig, Job, LossConfig, ModelConfig, OptimizerConfig
+from raypar.job import DataConfig, FunctionConfig, Job, LossConfig, ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import Microbatches
@@ -293,3 +293,29 @@ def test_the_check_before_a_run_sees_the_collated_batch():
 def test_functions_that_data_processes_cannot_import_are_named(data: Any, collate: Any, says: str):
     with pytest.raises(ConfigError, match=says):
         loader(collate, data, ("ids",), processes=1).get(0, 0)
+
+
+def raises(samples: list[Any]) -> Any:
+    raise ValueError("no such word")
+
+
+class WithoutLabels:
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"ids": [1, 2], "mask": [1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("validation", "says"),
+    [
+        ({"function": ragged.Sentences, "collate": raises}, r"validation: .*data.collate raises.* ValueError: no such word"),
+        ({"function": WithoutLabels, "pad": {}}, r"validation: sample 0 has no field 'labels', only ids, mask"),
+    ],
+    ids=["collate", "fields"],
+)
+def test_batches_of_validation_are_tried_before_the_run(validation: Any, says: str):
+    """Else the run would end at its first validation."""
+    with pytest.raises(RayparError, match=says):
+        preflight(job(ragged.longest, validation=ValidationConfig(**validation)))

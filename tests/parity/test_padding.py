@@ -171,6 +171,17 @@ def test_lengths_that_contradict_each_other_are_refused(pad: dict[str, Any], say
         PadConfig(**pad)
 
 
+@pytest.mark.parametrize("part", ["fields", "value"])
+def test_names_that_no_field_has_are_refused_before_the_run(part: str):
+    """Else the field that is meant would be padded with 0."""
+    given: Any = {"fields": ("ids", "mask", "labels", "idss")} if part == "fields" else {"value": {"idss": 3}}
+    with pytest.raises(ConfigError, match=rf"data.pad.{part} names 'idss', and samples have the fields ids, mask, labels\n"):
+        preflight(job("misspelt", **given))
+    spec = job("misspelt-in-validation")
+    with pytest.raises(ConfigError, match=rf"validation.pad.{part} names 'idss', and samples have"):
+        preflight(spec.replace(validation=ValidationConfig(function=Masked, pad=PadConfig(**given))))
+
+
 def test_a_collate_function_pads_itself():
     spec = DataConfig(function=Masked, target="labels", collate=FunctionConfig(function=ragged.longest), pad=PadConfig())
     with pytest.raises(ConfigError, match=r"data has pad, and collate longest, which makes batches of its own"):

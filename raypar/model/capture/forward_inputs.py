@@ -32,7 +32,7 @@ class ForwardInputs:
         return self.positional + self.keywords
 
     def call(self, model: nn.Module, fields: Mapping[str, Tensor]) -> Any:
-        """What the model returns for a batch, or only the loss in it. Raises `Refused` if there is no loss, and it is wanted."""
+        """What the model returns for a batch, or only the loss in it. Raises `Refused` if it should be there, and is not."""
         out = model(*(fields[name] for name in self.positional), **{name: fields[name] for name in self.keywords})
         if not self.wants_loss:
             return out

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from raypar.errors import DataError
+from raypar.errors import ConfigError, DataError
 from raypar.job import PadConfig
 from raypar.worker.data.batch_fields import flatten_fields
 from raypar.worker.data.sample_order import SamplePosition
@@ -69,6 +69,22 @@ class Padding:
             f"sample {index}: its field {name!r} has length {length:,}, and data.pad.to ends with {most:,}{more}",
             cure=f"add {length:,} or more to data.pad.to, or cut such samples, or leave them out, in the data set",
         )
+
+    @property
+    def names_given(self) -> tuple[str, ...]:
+        """The fields that the job names."""
+        return (*self.config.fields, *self.config.value)
+
+    def check_names(self, names: Collection[str], key: str = "data") -> None:
+        """Raise `ConfigError` for fields that the job names and samples do not have: they would be padded with 0, or not at
+        all. `names`: those of a sample; `key`: the job's key of the data."""
+        for part, given in (("fields", self.config.fields), ("value", self.config.value)):
+            unknown = [name for name in given if name not in names]
+            if unknown:
+                raise ConfigError(
+                    f"{key}.pad.{part} names {', '.join(map(repr, unknown))}, and samples have the fields {', '.join(names)}",
+                    cure="correct the name, or leave it out",
+                )
 
     def check_known_lengths(self, dataset: object, size: int, fields: Sequence[str]) -> None:
         """Raise `DataError` for samples beyond the last of `data.pad.to` where the data set tells its lengths without reading.

@@ -58,7 +58,7 @@ def loss_of_model(output: object, target: Tensor) -> Tensor:
 
 
 def counted_loss_of_model(output: object, target: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
-    """(sum, count) of a model's own loss (`loss_of_model`), which is the mean over the labels `target` [samples, ...] that are not -100.
+    """(sum, count) of a model's own loss, which is the mean over the labels `target` [samples, ...] that are not -100.
 
     `shifted`: without the first of each sequence. Where no label counts the sum is 0, though that mean is NaN.
     """
