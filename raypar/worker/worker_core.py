@@ -332,10 +332,11 @@ class WorkerCore:
         return measures and reads_batch and not self.graph.handed_on  # streams: the first stage hands fields on
 
     def _all_fields(self, data: DataConfig, batching: Microbatches) -> tuple[str, ...]:
-        """All fields of the batches of `data`."""
+        """All fields of the batches of `data` that are tensors."""
         with preserve_random_state():
-            reader = SampleReader.of(self.dataset(data), data, self.spec.seed, guard=self.guard)
-            return reader.field_names([(0, index) for index in batching.samples(0)])
+            dataset = self.dataset(data)
+            reader, size = SampleReader.of(dataset, data, self.spec.seed, guard=self.guard), len(dataset)
+            return reader.tensor_names([(0, index % size) for index in batching.samples(0)])
 
     @property
     def _last_stage(self) -> Stage | None:

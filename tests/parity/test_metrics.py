@@ -517,3 +517,39 @@ def test_a_function_without_parameters_makes_the_object():
 
     made = make_metric("m", MetricConfig(function=make))
     assert type(made).__name__ == "ObjectMetric" and made.new().scale == 3.0
+
+
+class WithText(Named):
+    """Has a text beside the fields that are tensors, and exactly the samples that it says."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= len(self):
+            raise IndexError(index)
+        return {**super().__getitem__(index), "title": f"sample {index}"}
+
+
+def stacked_with_text(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    texts = [sample["title"] for sample in samples]
+    return {name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y", "group")} | {"title": texts}
+
+
+@pytest.mark.parametrize("collate", [None, stacked_with_text], ids=["stacked", "collated"])
+def test_fields_that_are_no_tensors_are_left_out_of_what_metrics_get(collate: Any):
+    """Also where a step has more samples than the data set."""
+    collation = None if collate is None else {"function": collate}
+    job = of_named(metrics={"ones": MetricConfig(function=in_group_one)}, metrics_every=1).replace(
+        data=DataConfig(function=WithText, collate=collation), validation=ValidationConfig(function=WithText)
+    )
+    assert job.batch_size > len(WithText())
+    preflight(job)
+    found = []
+    for stages in (1, 2):
+        with OneProcessRun(job, ParallelPlan.mesh(pp=stages, layers=2), "1f1b") as run:
+            run.step(0)
+            found.append(run.metrics)
+            run.validate(1)
+            found.append(run.metrics)
+    assert found[:2] == found[2:] and all(value["ones"] for value in found)

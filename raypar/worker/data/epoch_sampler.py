@@ -21,7 +21,7 @@ from raypar.user_code.user_code_errors import error_text, reraise_ctrl_c
 from raypar.worker.data.user_dataset import MapStyleDataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 
-MOST_IDS = 10**8
+MOST_IDS = 10**7
 """A sampler that gives more ids in an epoch, and more than ten times the samples, is taken to have no end."""
 MOST_WEIGHTS = 2**24
 """The most samples of which `torch.multinomial` draws."""

@@ -137,6 +137,16 @@ class SampleReader:
         found = tuple(flatten_fields(sample, self.names, what, _is_one_tensor))
         return found + tuple(name for name in also if name not in found and name in top_values(sample, self.names, what))
 
+    def tensor_names(self, places: Sequence[SamplePosition]) -> tuple[str, ...]:
+        """As `field_names` of the first microbatch, without fields that cannot be tensors, such as texts."""
+        if self.collation is not None:
+            ids = [index for _, index in places]
+            found = self.collation.values(self.samples(places), ids, (0, 0))
+        else:
+            sample = self._sample(places[0], seeded=True)
+            found = flatten_fields(sample, self.names, f"sample {places[0][1]}", _is_one_tensor)
+        return tuple(name for name, value in found.items() if isinstance(value, Tensor) or _can_be_tensor(value))
+
     @property
     def _seeded(self) -> bool:
         """Whether generators are seeded before each sample: who promises to draw no random numbers need not have them seeded;
@@ -227,8 +237,11 @@ class SampleReader:
 
 def _is_one_tensor(value: object) -> bool:
     """Whether a tuple or list of tensors is one value, because PyTorch makes one tensor of it: each has one number."""
-    if not isinstance(value, (tuple, list)):
-        return False
+    return isinstance(value, (tuple, list)) and _can_be_tensor(value)
+
+
+def _can_be_tensor(value: object) -> bool:
+    """Whether PyTorch makes a tensor of a value that is none."""
     try:
         torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
