@@ -1,5 +1,6 @@
 """Prediction: on any plan, and however many passes, the outputs of one process with the same microbatches, bit for bit."""
 
+import weakref
 from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -231,6 +232,36 @@ def test_a_run_that_is_lost_goes_on_with_the_part_that_is_not_written(
     stack = lambda module, samples: module(torch.stack([sample["x"] for sample in samples]))  # noqa: E731
     assert equal(rows.columns_in_memory(), plain(path, Inputs(SAMPLES), stack))
     assert [event.text for event in told if "of 29" in str(event.text)][-1] == "29 of 29 samples"
+
+
+OUTPUTS: list[weakref.ref[Tensor]] = []
+"""What the layers below have returned in evaluation mode."""
+
+
+class Watched(nn.Linear):
+    """In evaluation mode no output but that of the layer before is in memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        if not self.training and not found.is_meta:
+            assert all(output() is None for output in OUTPUTS[:-1])
+            OUTPUTS.append(weakref.ref(found))
+        return found
+
+
+def watched() -> nn.Sequential:
+    return nn.Sequential(*(Watched(8, 8) for _ in range(5)))
+
+
+def test_a_validation_drops_what_no_later_layer_reads():
+    data = ("helpers.tiny_job:data", {"size": 8})
+    job = raypar.Trainer(
+        model=watched, loss="helpers.tiny_job:loss", data=data, validation=data, steps=1, batch_size=4, microbatches=1
+    ).job
+    OUTPUTS.clear()
+    with OneProcessRun(job, ParallelPlan.mesh(layers=5), "1f1b") as run:
+        run.validate(0)
+    assert len(OUTPUTS) == 10
 
 
 # -- what an output may be -----------------------------------------------------------------------------------------------------

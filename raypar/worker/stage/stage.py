@@ -183,8 +183,12 @@ class Stage:
     _training: bool = True
     """Whether the modules are in training mode now."""
 
+    _read_last: tuple[tuple[str, ...], ...] = field(init=False)
+    """By layer: what nothing here reads after it in evaluation mode."""
+
     def __post_init__(self) -> None:
         self._made_training = [(part, part.training) for module in self.modules.values() for part in module.modules()]
+        self._read_last = self._find_last_reads()
 
     # -- what others read ----------------------------------------------------------------------------------------------
 
@@ -386,7 +390,7 @@ class Stage:
         return SavedTensors(f"layer {self.weights.layer_names[position]!r}")
 
     def evaluate(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """As `forward`, but in evaluation mode; keeps the losses only."""
+        """As `forward`, but in evaluation mode; keeps the losses only. A layer's outputs go when nothing here reads them."""
         self._train(False)
         forward_pass = validation_pass_context(
             self.seed, self.step, self.first_microbatch + microbatch, self.weights.layer_names
@@ -396,11 +400,24 @@ class Stage:
             for position, layer in enumerate(self.layers):
                 outputs = layer.call(forward_pass, self.weights.of_layer(position), layer.read(values))
                 values.update(zip(layer.layer.outputs, outputs, strict=True))
+                for name in self._read_last[position]:
+                    del values[name]
             if self.loss is not None:
                 self.losses[microbatch] = self.loss(forward_pass, values)
             if self.metrics is not None:
                 self.metrics.measure(forward_pass, values, self._fields(values, batch))
         return {name: values[name].detach() for name in self.values.outgoing}
+
+    def _find_last_reads(self) -> tuple[tuple[str, ...], ...]:
+        """By layer: the outputs of layers here that nothing reads after it, where nothing is differentiated."""
+        kept = {*self.values.outgoing, *self.graph.loss_inputs, *self.graph.handed_on}
+        if self.loss is not None:
+            kept.add(self.loss.target)
+        last: dict[str, int] = {}
+        for position, layer in enumerate(self.layers):
+            last |= dict.fromkeys((*(n for n in layer.layer.inputs if n in last), *layer.layer.outputs), position)
+        places = range(len(self.layers))
+        return tuple(tuple(n for n, at in last.items() if at == place and n not in kept) for place in places)
 
     def _fields(self, values: Mapping[str, Tensor], batch: Batch) -> Batch:
         """The fields of the batch that metrics get: those that the first stage has handed on, where it does."""
