@@ -110,7 +110,8 @@ def contract_fields(options: LaunchOptions) -> ContractFields:
     values that its functions hold. To be asked for before anything calls the user's code: a data set may keep what it has read.
     """
     code = code_of_job(options.job) | values_of_job(options.job)
-    changed = describe_code_change(options.former_code, code)
+    said = {one.key.partition(".")[0] for one in options.changes.last}
+    changed = describe_code_change(options.former_code, code, said)
     beside: dict[str, Json] = {CODE: code}
     if options.changes.history:
         beside[CHANGES] = options.changes.as_json()

@@ -16,7 +16,7 @@ import inspect
 import linecache
 import sys
 import textwrap
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -38,18 +38,18 @@ def code_of_job(spec: Job) -> dict[str, str]:
     return dict(sorted(found.digests.items()))
 
 
-def describe_code_change(then: Json, now: Mapping[str, str]) -> str | None:
+def describe_code_change(then: Json, now: Mapping[str, str], said: Collection[str] = ()) -> str | None:
     """One line that says what of a job's code, and of the values that its functions hold, has changed; None if nothing has.
 
     `then`: as the checkpoint has it; None in those of a raypar that kept no digests, about which nothing is said, nor of values
-    of which only one of both has a digest.
+    of which only one of both has a digest. `said`: keys of the job of whose change the user has been told.
     """
     if not isinstance(then, Mapping):
         return None
     parts = []
     for name in sorted({*then, *now}):
         before, after = then.get(name), now.get(name)
-        if before == after or (name.startswith(VALUES) and None in (before, after)):
+        if before == after or (name.startswith(VALUES) and (None in (before, after) or name.removeprefix(VALUES) in said)):
             continue
         if name.startswith(PACKAGE):
             parts.append(f"{name} {before or '(not used)'} -> {after or '(not used)'}")

@@ -79,6 +79,7 @@ def chain(jobs: dict[int, Job], plans: Sequence[ParallelPlan], root: Path) -> tu
         options = LaunchOptions(spec, lambda chosen: pytest.fail("no run is made"))
         if path is not None:
             options, told = resumed(path, spec)
+            assert not any("values" in line for line in contract_fields(options)["warnings"]), "it has been said"
             said.append(told)
         path, found = train(options, plans[place % len(plans)], range(start, starts[place + 1]), root)
     first, *_ = jobs.values()
