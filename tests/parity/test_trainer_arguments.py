@@ -269,10 +269,10 @@ def test_more_workers_than_fit_here_are_taken_to_be_on_other_machines(monkeypatc
 def test_the_cure_of_a_finished_checkpoint_is_more_steps_than_it_has_done(monkeypatch: pytest.MonkeyPatch):
     from types import SimpleNamespace
 
-    from raypar.worker.checkpoint import checkpoint_files
+    from raypar.worker.checkpoint import checkpoint_files, job_changes
 
     monkeypatch.setattr(checkpoint_files, "load_manifest", lambda path: SimpleNamespace(steps_done=225))
-    monkeypatch.setattr(checkpoint_files, "check_contract", lambda manifest, spec: None)
+    monkeypatch.setattr(job_changes, "changes_at_resume", lambda manifest, spec: None)
     with pytest.raises(CheckpointError, match="225 of 10 steps already done") as x:
         prepare_resumed_run(
             Path("c"), SimpleNamespace(stop_at_step=None, job=SimpleNamespace(steps=10, epochs=None)), None, None

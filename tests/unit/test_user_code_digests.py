@@ -205,7 +205,7 @@ def test_the_driver_tells_and_records_the_warnings_of_its_request(monkeypatch):
         side_effects=SimpleNamespace(awaited=awaited, note=lambda event: told.append((event.kind, event.text))),
         recorder=SimpleNamespace(record_resumption=lambda: None, new_events=list),
         feed=SimpleNamespace(pass_on=lambda events: None),
-        request=SimpleNamespace(run="r", warnings=("other code",)),
+        request=SimpleNamespace(run="r", warnings=("other code",), changes=()),
     )
     asyncio.run(startup._clear_up())
     assert told == [("warning", "other code")]

@@ -99,8 +99,9 @@ def weights_from_file(spec: Job, graph: Graph, own: InitialValues) -> WeightsFro
     kept = {*parameter_shapes(graph), *persistent_buffers(graph)}
     path = source.path if source.fingerprint else resolve_weights_source(source.path)[0]
     with open_weights(path) as file:
-        names = None if source.says_how_names_differ else names_in_base_model(state, file.names)
-        there = names if names is not None else {name: name for name in state}
+        all_names = dict.fromkeys([*state, *(name for tie in graph.shared_names for name in tie)])
+        names = None if source.says_how_names_differ else names_in_base_model(all_names, file.names)
+        there = names if names is not None else {name: name for name in all_names}
         found = match_weights(
             file,
             {there[name]: tuple(tensor.shape) for name, tensor in state.items() if name in kept and name in there},
@@ -114,7 +115,7 @@ def weights_from_file(spec: Job, graph: Graph, own: InitialValues) -> WeightsFro
     notes = [*found.notes]
     if names is not None:
         notes.append(
-            f"{count_noun(len(there), 'tensor')} of the base model begin as in {file.path.name}, and "
+            f"{count_noun(len(there.keys() & state.keys()), 'tensor')} of the base model begin as in {file.path.name}, and "
             f"{count_noun(len(kept - there.keys()), 'tensor')} of adapters as the model function made them"
         )
     stored = {name: found.names[base] for name, base in there.items() if base in found.names}
