@@ -249,7 +249,8 @@ BAD = {
     "raises": (
         failing,
         UserCodeError,
-        r"step 1, microbatch 0: data.collate failing, given 2 samples \(\[.*\]\), raised KeyError: 'words'",
+        r"step 1, microbatch 0: data.collate failing, given 2 samples \(\[.*\]\), raised KeyError: 'words'[\s\S]*"
+        r"\n  cure: if it takes no texts, leave 'title' out of the samples .*remove_columns\(\['title'\]\)\); or call it",
     ),
     "texts": (texts, DataError, r"field 'mask' of the batch that data.collate texts returned: a list cannot be made a tensor"),
     "two of one name": (twice, DataError, r"the batch that data.collate twice returned has two fields 'a.b'"),

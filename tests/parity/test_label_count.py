@@ -11,7 +11,7 @@ from helpers.parity import differences
 from torch import Tensor, nn
 
 import raypar
-from raypar.errors import ConfigError
+from raypar.errors import ConfigError, NonFiniteError
 from raypar.job import Job
 from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
@@ -111,6 +111,16 @@ def test_without_it_gradients_are_others_by_a_tenth():
         found = {name: copies[0] for name, copies in run.gradients().items()}
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     assert max(float((found[name] - gradient).abs().max()) for name, gradient in gradients.items()) > 0.1 * largest
+
+
+def test_the_error_of_a_microbatch_without_labels_names_it():
+    spec = job(MODELS["all labels"][0], None, steps=1)
+    plan = ParallelPlan.mesh(layers=len(make_layer_graph(spec).layers))
+    with OneProcessRun(spec, plan, "1f1b") as run, pytest.raises(NonFiniteError, match="loss nan") as found:
+        run.step(0)
+    assert found.value.cure.startswith(
+        "if a microbatch may have no label (all -100), set loss: {function: model, count: labels}"
+    )
 
 
 @pytest.mark.parametrize("what", MODELS)

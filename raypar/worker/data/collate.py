@@ -58,7 +58,7 @@ class Collation:
             raise UserCodeError(
                 f"{_where(place)}: data.collate {self.label}, given {_count(ids)}, raised {error_text(error)}\n"
                 f"{traceback.format_exc()}",
-                cure=f"call it by itself: collate([dataset[i] for i in {_shown(ids)}])",
+                cure=f"{_cure_of_texts(samples)}call it by itself: collate([dataset[i] for i in {_shown(ids)}])",
             ) from error
         if self.guard is not None:
             self.guard.check("data.collate")
@@ -161,6 +161,18 @@ def make_collation(
     else:
         function = config.partial()
     return Collation(function, config.label, spec.names, seed, tuple(expected), guard)
+
+
+def _cure_of_texts(samples: Sequence[object]) -> str:
+    """The beginning of a cure that names the fields with texts, which collate functions of tensors cannot take; else empty."""
+    first = samples[0] if samples else None
+    texts = [str(name) for name, value in first.items() if isinstance(value, str)] if isinstance(first, Mapping) else []
+    if not texts:
+        return ""
+    columns = ", ".join(map(repr, texts))
+    return (
+        f"if it takes no texts, leave {columns} out of the samples (of Hugging Face: dataset.remove_columns([{columns}])); or "
+    )
 
 
 def _shallow_copy(sample: object) -> object:

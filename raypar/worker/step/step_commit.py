@@ -357,8 +357,19 @@ class StepCommit:
         if outcome.skipped and self.spec.non_finite == "stop":
             raise NonFiniteError(
                 f"step {self.step + 1}: loss {outcome.loss}, gradient norm {outcome.norm}",
-                cure=f"`raypar debug JOB` names the first layer that was given or returned such a number; {NON_FINITE_CURE}",
+                cure=f"{self._cure_of_missing_labels(outcome.loss)}`raypar debug JOB` names the first layer that was given or "
+                f"returned such a number; {NON_FINITE_CURE}",
             )
+
+    def _cure_of_missing_labels(self, loss: float) -> str:
+        """The beginning of a cure for a mean over no labels, which a model's own loss may have taken; else empty."""
+        takes_own_mean = self.spec.loss.is_loss_of_model and self.spec.loss.count is None
+        if not takes_own_mean or not math.isnan(loss):
+            return ""
+        return (
+            "if a microbatch may have no label (all -100), set loss: {function: model, count: labels}, or count: "
+            "shifted_labels if the model compares each token with the next one; or "
+        )
 
     def _put_gradients(self, factor: float) -> None:
         """Put the gradients, times `factor`, into the parameters' `.grad`. Parameters of two stages that share a gradient (a
