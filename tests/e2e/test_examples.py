@@ -33,7 +33,6 @@ def test_a_stream_that_is_killed_and_resumed_under_another_plan_gives_the_sample
 
 @pytest.mark.chaos
 def test_a_llama_is_fine_tuned_and_its_merged_folder_has_the_accuracy_that_raypar_measures(tmp_path):
-    pytest.importorskip("peft")
     command = [sys.executable, str(EXAMPLES / "finetune_llama.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

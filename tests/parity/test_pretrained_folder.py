@@ -53,8 +53,6 @@ def job(folder: str, adapter: dict[str, Any] | None = None, **more: Any) -> Job:
 @pytest.mark.parametrize("kind", LORA)
 def test_a_folder_trained_on_2_x_2_has_the_bits_of_one_process_that_begins_with_from_pretrained(kind, how, tmp_path: Path):
     adapter = LORA[kind] if how == "adapter" else None
-    if adapter is not None:
-        pytest.importorskip("peft")
     spec = with_weights_fingerprint(job(save_base(tmp_path / "base", kind), adapter))
     graph = make_layer_graph(spec)
     plain = spec.replace(init_from=None, model=ModelConfig(function=loaded, args=spec.model.args))
@@ -73,7 +71,6 @@ def test_a_folder_trained_on_2_x_2_has_the_bits_of_one_process_that_begins_with_
 
 
 def test_modules_that_are_trained_whole_beside_adapters_begin_with_the_folder_s_weights(tmp_path: Path):
-    pytest.importorskip("peft")
     folder = save_base(tmp_path / "base", tie_word_embeddings=False)
     adapter = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     spec = with_weights_fingerprint(job(folder, adapter))
@@ -177,7 +174,6 @@ def test_a_name_on_the_hub_is_no_folder(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_an_adapter_that_matches_nothing_or_that_peft_does_not_know_is_one_error(adapter, words, tmp_path: Path):
-    pytest.importorskip("peft")
     with pytest.raises(ConfigError, match=words):
         preflight(with_weights_fingerprint(job(save_base(tmp_path / "base"), adapter)))
 
