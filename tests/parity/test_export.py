@@ -59,6 +59,14 @@ def test_a_run_may_be_a_path_and_a_checkpoint_may_be_chosen(run_is: str, run: Ru
     assert torch.equal(load_file(out)["b"], weights(5)["b"])
 
 
+def test_of_one_checkpoint_no_step_is_chosen(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (name, *_) = run.list_checkpoints()
+    given = str(Path(run.checkpoint_store_location) / name)
+    assert main(["export", given, "--step", "1", "--out", str(tmp_path / "m.pt")]) != 0
+    assert "is one checkpoint: no other one is chosen\n  cure: leave the step out" in capsys.readouterr().err
+    assert not (tmp_path / "m.pt").exists()
+
+
 @pytest.mark.parametrize("moment", ["while it is verified", "before its hash"])
 def test_a_checkpoint_that_a_run_removes_while_it_is_exported_is_replaced_by_the_next_one(
     moment: str, run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

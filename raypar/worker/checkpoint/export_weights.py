@@ -43,6 +43,10 @@ def export_checkpoint(
     """
     given = open_checkpoint(run, "the run")
     if given.has_file(MANIFEST):
+        if step is not None:
+            raise CheckpointError(
+                f"{run} is one checkpoint: no other one is chosen", cure="leave the step out, or give the run that has it"
+            )
         return export(verify_checkpoint(given).checkpoint)
     with RunFolder.open_for_reading(run, run_dir, with_job=False, last_bytes=0) as folder:
         store = open_checkpoint_store(folder.checkpoint_store_location)
