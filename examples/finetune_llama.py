@@ -1,9 +1,9 @@
 """A folder with a Llama is fine-tuned with LoRA adapters on 2 stages x 2 replicas, and the best weights are put to use.
 
 `python examples/finetune_llama.py [FOLDER]` makes a tiny Llama with random weights, as `save_pretrained` writes it (nothing is
-downloaded), trains adapters on lines of a poem with an accuracy measured on lines that are held out, merges the best checkpoint
-into a folder for `from_pretrained`, and generates text with it. `raypar evaluate` and a plain loop over the merged folder
-measure the same accuracy. It needs `transformers` and `peft`; one to two minutes.
+downloaded), trains adapters on lines of a poem with an accuracy measured on lines that are held out and on another poem, merges
+the best checkpoint into a folder for `from_pretrained`, and generates text with it. `raypar evaluate` and a plain loop over
+the merged folder measure the same accuracies. It needs `transformers` and `peft`; one to two minutes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,25 @@ POEM = (
 )
 
 
-class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Windows of bytes of the poem, and the byte after each; every fifth one is held out."""
+OTHER_POEM = (
+    b"Little Lamb who made thee? Dost thou know who made thee? Gave thee life, and bid thee feed, by the stream and o'er the "
+    b"mead; gave thee clothing of delight, softest clothing, woolly, bright. "
+)
 
-    def __init__(self, held_out: bool = False, every: int = 3) -> None:
-        starts = range(0, len(POEM) - LENGTH, every)
-        self.starts = [start for number, start in enumerate(starts) if (number % 5 == 4) == held_out]
+
+class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Windows of bytes of the poem, and the byte after each; every fifth one is held out. `other`: of another poem, all."""
+
+    def __init__(self, held_out: bool = False, every: int = 3, other: bool = False) -> None:
+        self.text = OTHER_POEM if other else POEM
+        starts = range(0, len(self.text) - LENGTH, every)
+        self.starts = [start for number, start in enumerate(starts) if other or (number % 5 == 4) == held_out]
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.tensor(list(POEM[self.starts[index] : self.starts[index] + LENGTH]))
+        tokens = torch.tensor(list(self.text[self.starts[index] : self.starts[index] + LENGTH]))
         return {"input_ids": tokens[:-1], "next": tokens[1:]}
 
 
@@ -84,13 +91,16 @@ model:
     modules_to_save: [embed_tokens, lm_head]
 loss: examples.finetune_llama:loss
 data: {{function: examples.finetune_llama:Windows, target: next}}
-validation: {{function: examples.finetune_llama:Windows, args: {{held_out: true}}, every: 10}}
+validation:
+  every: 10
+  held_out: {{function: examples.finetune_llama:Windows, args: {{held_out: true}}}}
+  other_poem: {{function: examples.finetune_llama:Windows, args: {{other: true}}, batch_size: 16}}
 metrics: {{accuracy: examples.finetune_llama:accuracy}}
 optimizer: {{function: torch.optim:AdamW, args: {{lr: 0.01}}}}
 lr_schedule:
   function: transformers:get_cosine_schedule_with_warmup
   args: {{num_warmup_steps: 8, num_training_steps: job.steps}}
-checkpoint: {{best: [{{metric: validation_accuracy, mode: max}}]}}
+checkpoint: {{only: trained, best: [{{metric: validation/held_out/accuracy, mode: max}}]}}
 plan: {{stages: 2, replicas: 2}}
 """
 
@@ -108,19 +118,22 @@ def raypar(*words: str) -> str:
     return "".join(lines)
 
 
-def accuracy_of_folder(folder: Path) -> tuple[float, str]:
-    """(accuracy on the held-out windows, what the model writes after the poem's first word) of a folder, by a plain loop."""
+def accuracies_of_folder(folder: Path) -> tuple[list[float], str]:
+    """(accuracy on the held-out windows and on the other poem, what the model writes after the poem's first word) of a folder,
+    by a plain loop."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    windows = Windows(held_out=True)
-    samples = [windows[index] for index in range(len(windows))]
+    found = []
     with torch.no_grad():
-        batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-        right, count = accuracy(model(batch["input_ids"]), batch["next"])
+        for windows in (Windows(held_out=True), Windows(other=True)):
+            samples = [windows[index] for index in range(len(windows))]
+            batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+            right, count = accuracy(model(batch["input_ids"]), batch["next"])
+            found.append(float(right) / count)
         prompt = torch.tensor([list(b"Tyger ")])
         written = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=False)
-    return float(right) / count, bytes(written[0].tolist()).decode(errors="replace")
+    return found, bytes(written[0].tolist()).decode(errors="replace")
 
 
 def main() -> None:
@@ -135,11 +148,15 @@ def main() -> None:
     evaluated = raypar("evaluate", run, "--best")
     raypar("report", run, "--out", str(folder / "report.html"))
 
-    before, _ = accuracy_of_folder(base)
-    after, text = accuracy_of_folder(merged)
-    print(f"\naccuracy on held-out windows, by a plain loop: {before:.4f} of the base, {after:.4f} of the merged folder")
+    before, _ = accuracies_of_folder(base)
+    after, text = accuracies_of_folder(merged)
+    print("\naccuracy by a plain loop, of the base and of the merged folder:")
+    for name, first, last in zip(("held-out windows", "another poem"), before, after, strict=True):
+        print(f"  {name}: {first:.4f}, {last:.4f}")
     print(f"the merged folder writes: {text!r}")
-    same = f"accuracy {after:.4f}" in evaluated
+    same = all(
+        f"{name}/accuracy {value!r}\n" in evaluated for name, value in zip(("held_out", "other_poem"), after, strict=True)
+    )
     print(f"raypar evaluate and the plain loop: {'equal' if same else 'DIFFERENT'}; the report: {folder / 'report.html'}")
     sys.exit(not same)
 

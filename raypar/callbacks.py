@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from raypar.errors import ConfigError, InputError, RayparError, UserCodeError, exception_chain, with_article
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 from raypar.files.os_error_cure import cure_of_os_error
-from raypar.files.untrusted_files import repr_text
+from raypar.files.printable_text import repr_text
 from raypar.job.keys_of_other_frameworks import advice_for_callback
-from raypar.job.metrics_section import mode_of
+from raypar.job.metrics_section import check_metric_is_computed, mode_of
 from raypar.plan.wording import count_noun
-from raypar.record.best_values import is_better, worst_value
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.record.best_checkpoint_rules import is_better, worst_metric_value
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 
 if TYPE_CHECKING:
     from raypar.job import Job
@@ -82,7 +83,7 @@ class StepInfo:
     skipped: bool = False
     """Whether the parameters were left as they were, because loss or norm was not finite (`non_finite: skip`)."""
     metrics: Mapping[str, Json] = field(default_factory=dict, repr=False)
-    """All of the step's metrics: the values above and more."""
+    """All of the step's metrics: the values above and more, those too that callbacks before this one have added."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class ValidationInfo:
     seconds: float
     """Time of the pass."""
     metrics: Mapping[str, Json] = field(default_factory=dict, repr=False)
-    """All of the pass's metrics: the values above, and those that the job names, as `validation_NAME`."""
+    """All of the pass's metrics: the values above, those that the job names, as `validation_NAME` or `validation/SET/NAME`, and
+    those that callbacks before this one have added."""
 
 
 @dataclass(frozen=True)
@@ -169,10 +171,10 @@ _INFOS: dict[str, type[Any]] = {
 CallbackInfo = TypeVar("CallbackInfo")
 
 
-def _info(kind: type[CallbackInfo], facts: Mapping[str, Json]) -> CallbackInfo:
-    """An info object with the facts that it has fields for; its `metrics` gets all facts."""
+def _info(kind: type[CallbackInfo], facts: Mapping[str, Json], added: Mapping[str, Json]) -> CallbackInfo:
+    """An info object with the facts that it has fields for; its `metrics` gets all facts, and the metrics that were added."""
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{k: v for k, v in {**facts, "metrics": dict(facts)}.items() if k in names})
+    return kind(**{k: v for k, v in {**facts, "metrics": {**facts, **added}}.items() if k in names})
 
 
 RETRY_TIMES = 10.0
@@ -202,6 +204,10 @@ class Callbacks:
         """Index of a tracker that cannot write -> its outage."""
         self._lines: list[tuple[str, str]] = []
         """Lines for the user since the last `lines`."""
+        self._names: set[str] = set()
+        """The names of all numbers that steps and the first validation have had."""
+        self._names_told = False
+        """Whether these are complete, and early stopping without a value was told of."""
 
     def lines(self) -> list[tuple[str, str]]:
         """(kind, text) of each line for the user since the last call: `warning` when a tracker fails, `note` when it works."""
@@ -211,12 +217,12 @@ class Callbacks:
     def call(
         self, hook: str, facts: Mapping[str, Any], around: Callable[[str], AbstractContextManager[Any]] = nullcontext
     ) -> tuple[str | None, dict[str, Json]]:
-        """Call one hook of every callback; returns the first reason to stop, and the metrics that the callbacks add.
+        """Call one hook of every callback; returns the first reason to stop, and the metrics that the callbacks add. Each
+        callback gets those too that callbacks before it have added.
 
         `around`: makes the context of a call, from the callback's name. If a callback raises, the others are called all the
         same; then `UserCodeError` is raised with the first traceback. A tracker that cannot write does not count.
         """
-        info = _info(_INFOS[hook], facts)
         stop: str | None = None
         metrics: dict[str, Json] = {}
         failed: RayparError | None = None
@@ -228,7 +234,7 @@ class Callbacks:
                 continue
             try:
                 with around(f"callback {name}"):
-                    answer = getattr(callback, hook)(info)
+                    answer = getattr(callback, hook)(_info(_INFOS[hook], facts, metrics))
                 if outage is not None and hook in WRITING_HOOKS:
                     self._works_again(index)
                 if isinstance(answer, Stop):
@@ -251,9 +257,30 @@ class Callbacks:
                 failed = failed or UserCodeError(
                     text, cure="mend the callback; `raypar resume` goes on from the last checkpoint"
                 )
+        if not self._names_told and hook in (*WRITING_HOOKS, "on_end"):
+            self._note_names(hook, {**facts, **metrics})
         if failed is not None:
             raise failed
         return stop, metrics
+
+    @property
+    def watched_metrics(self) -> list[tuple[str, str]]:
+        """(the metric, the callback's name) of each early stopping."""
+        return [(one.metric, type(one).__name__) for one in self._callbacks if isinstance(one, EarlyStopping)]
+
+    def _note_names(self, hook: str, given: Mapping[str, Json]) -> None:
+        """Note the names of numbers; after the first validation, or at the end, warn of early stopping on none of them."""
+        self._names |= _numbers(given).keys() if hook in WRITING_HOOKS else set()
+        self._names_told = hook != "on_step"
+        for one in self._callbacks if self._names_told and self._names else ():
+            if isinstance(one, EarlyStopping) and not one.has_values:
+                self._lines.append(
+                    (
+                        "warning",
+                        f"{type(one).__name__} has had no value of {one.metric!r}, without which it never stops the run\n"
+                        f"  cure: name one of {', '.join(sorted(self._names))}; a callback that adds a metric stands before it",
+                    )
+                )
 
     def _cannot_write(self, index: int, tracker: Tracker, hook: str, error: BaseException, began_s: float) -> None:
         """Warn once that a tracker cannot write; call it again later, or never if it could not begin."""
@@ -282,7 +309,9 @@ class Callbacks:
 
 
 WRITING_HOOKS = ("on_step", "on_validation")
-"""Hooks in which every tracker writes."""
+"""Hooks in which every tracker writes, and which may add metrics."""
+STEP_NUMBERS = frozenset(one.name for one in fields(StepInfo)) - {"metrics"}
+"""The names of the numbers that every step has."""
 
 
 def _own_metrics(answer: Mapping[Any, Any], facts: Mapping[str, Json]) -> dict[str, Json]:
@@ -338,20 +367,26 @@ class EarlyStopping(Callback):
         """Look at the metrics of a validation."""
         return self._look(info.metrics)
 
+    @property
+    def has_values(self) -> bool:
+        """Whether there was a value of the metric."""
+        return self.best is not None or self.waited > 0
+
     def _look(self, metrics: Mapping[str, Any]) -> Stop | None:
         if self.metric not in metrics:
             return None
         given = metrics[self.metric]
         value = math.nan if given is None else float(given)  # metrics.jsonl has null for what is not finite
-        best = worst_value(self.mode) if self.best is None else self.best
+        best = worst_metric_value(self.mode) if self.best is None else self.best
         if is_better(self.mode, value, best, self.min_delta):
             self.best, self.waited = value, 0
             return None
         self.waited += 1
         if self.waited < self.patience:
             return None
-        beyond = "below" if self.mode == "min" else "above"
-        return Stop(f"{self.metric} {value:.4f} is not {beyond} its best {best:.4f} for the {self.waited}. time")
+        beyond, times = "below" if self.mode == "min" else "above", count_noun(self.waited, "value")
+        times += " in a row" * (self.waited > 1)
+        return Stop(f"{self.metric} {value:.4f} is not {beyond} its best {best:.4f} for {times}")
 
 
 # -- trackers ----------------------------------------------------------------------------------------------------------------
@@ -568,7 +603,8 @@ TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB
 def callbacks_from_job(job: Job) -> tuple[Callback, ...]:
     """The callbacks of a job file: its own first (they may add metrics), then early stopping, then trackers.
 
-    Raises `ConfigError` for functions that return no callback and trackers whose package is missing.
+    Raises `ConfigError` for functions that return no callback, trackers whose package is missing, and metrics that nobody
+    computes.
     """
     found: list[Callback] = []
     for config in job.callbacks:
@@ -593,7 +629,22 @@ def callbacks_from_job(job: Job) -> tuple[Callback, ...]:
             found.append(TRACKERS[tracker.tracker](**tracker.args))
         except TypeError as error:
             raise ConfigError(f"tracker {tracker.tracker}: {error}", cure="correct its args") from error
+    _check_watched_metrics(found, job)
     return tuple(found)
+
+
+def _check_watched_metrics(callbacks: Iterable[Callback], job: Job) -> None:
+    """Raise `ConfigError` for early stopping and `checkpoint.best` on a metric that nobody computes.
+
+    Where a callback of the user's may have added it, only the run shows that (`Callbacks.lines`).
+    """
+    for callback in callbacks:
+        if isinstance(callback, EarlyStopping) and callback.metric not in STEP_NUMBERS:
+            job.check_metric_has_values(callback.metric, type(callback).__name__)
+        if any(getattr(callback, hook).__module__ != __name__ for hook in WRITING_HOOKS):
+            return
+    for best in job.checkpoint.best:
+        check_metric_is_computed(best.metric, job.series, "checkpoint.best")
 
 
 def check_callbacks(given: Any) -> tuple[Callback, ...]:

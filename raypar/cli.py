@@ -20,11 +20,12 @@ from raypar import __version__
 from raypar.errors import ConfigError, Interrupted, RayparError
 from raypar.files.atomic_write import DISK_FULL_ERRNOS
 from raypar.files.os_error_cure import NO_DESCRIPTOR_ERRNOS, cure_of_os_error
+from raypar.files.printable_text import printable_text
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
-from raypar.files.untrusted_files import READABLE, printable
-from raypar.user_code.interrupts_outside_training import describe_interrupt
+from raypar.files.untrusted_files import READABLE
+from raypar.user_code.stop_signals import recording_ctrl_c
+from raypar.user_code.stop_signals_outside_training import describe_interrupt
 from raypar.user_code.traceback_filter import remove_raypar_frames, shows_raypar_frames
-from raypar.user_code.user_code_errors import recording_ctrl_c
 
 UNWRITABLE_DISK_ERRNOS = DISK_FULL_ERRNOS | {errno.EROFS}
 """Error numbers for a disk that takes nothing more: full, or read-only."""
@@ -135,7 +136,7 @@ def _run_and_explain_errors(argv: Sequence[str]) -> int:
         if not shows_raypar_frames():
             remove_raypar_frames(error)
         text = redact_certain_secrets(str(error), secrets_of_environment(os.environ))  # a job's log is read by others too
-        print(f"error: {printable(text)}", file=sys.stderr)
+        print(f"error: {printable_text(text)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -25,6 +25,11 @@ class RayparError(Exception):
     def __str__(self) -> str:
         return f"{self.what}\n  cure: {self.cure}" if self.cure else self.what
 
+    def add_place(self, where: str) -> None:
+        """Put the name of a place before what broke: of a step, a stream or a key of the job."""
+        self.what = f"{where}: {self.what}"
+        self.args = (self.what, self.cure)
+
 
 class InputError(RayparError):
     """The request itself cannot be carried out; nothing has been started."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypar.errors import ConfigError
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
+from raypar.files.printable_text import repr_text
 from raypar.files.redact_secrets import secrets_of_environment
-from raypar.files.untrusted_files import repr_text
 from raypar.job import (
     CheckpointConfig,
     EarlyStoppingConfig,
@@ -24,22 +24,23 @@ from raypar.job import (
 from raypar.job.read_job import check_run_arguments, load_job
 from raypar.launch.brief_signature import with_brief_signature
 from raypar.launch.launch_options import EventHandler
-from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
-from raypar.launch.result import Result, raise_run_failure
+from raypar.launch.result import Result
 from raypar.launch.resume import find_checkpoint
+from raypar.launch.run_failure import raise_run_failure
+from raypar.launch.run_of_submitted_job import choose_lasting_run_dir
 from raypar.launch.start_new_run import train_job_in_new_folder
 from raypar.launch.trainer_arguments import (
     Arguments,
     FunctionArgument,
     MetricObject,
     SampleSource,
-    check_workers,
+    check_plan_fits_workers,
     defaults_to_auto_plan,
     job_from_trainer_arguments,
     with_checked_argument_names,
 )
 from raypar.plan import ParallelPlan
-from raypar.user_code.interrupts_outside_training import ends_script_if_unhandled, stopped_before_training
+from raypar.user_code.stop_signals_outside_training import ends_script_if_unhandled, stopped_before_training
 from raypar.user_code.traceback_filter import without_raypar_frames
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class Trainer:
         }
         check_run_arguments(run_arguments)
         job = load_job(path, overrides, defaults={"plan": "auto"} if defaults_to_auto_plan(workers) else None)
-        check_workers(job, workers)
+        check_plan_fits_workers(job, workers)
         trainer = cls.__new__(cls)
         trainer._set_attributes(job, run_arguments)
         return trainer
@@ -188,7 +189,7 @@ class Trainer:
     def fit(self, *, verbose: bool | Literal["brief"] = True) -> Result:
         """Train to the end; raises what fails. Ctrl-C saves and raises `Interrupted`. `verbose`: True, False or "brief"."""
         from raypar.console.event_printer import BriefEventPrinter, EventPrinter
-        from raypar.launch.launch_options import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
+        from raypar.launch.ray_tune_trial import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
         from raypar.launch.steps_of_epochs import length_in_words, with_steps_of_epochs
         from raypar.record.events import StartupStage
 
@@ -226,7 +227,13 @@ class Trainer:
     @with_brief_signature
     @without_raypar_frames
     def evaluate(
-        self, run: Any = None, *, data: SampleSource | None = None, batch_size: int | None = None, verbose: bool = True
+        self,
+        run: Any = None,
+        *,
+        data: SampleSource | None = None,
+        samples: int | None = None,
+        batch_size: int | None = None,
+        verbose: bool = True,
     ) -> dict[str, Json]:
         """{"validation_loss": ..., "count": ...} of the weights of `run`, a checkpoint or a path; `data`: as `validation`."""
         from raypar.launch.evaluate_run import evaluate_checkpoint
@@ -240,6 +247,7 @@ class Trainer:
             tell,
             self._cluster,
             batch_size=batch_size,
+            samples=samples,
         )
 
     @with_brief_signature
@@ -250,22 +258,24 @@ class Trainer:
         *,
         data: SampleSource | None = None,
         function: FunctionArgument | None = None,
-        out: str | os.PathLike[str] | None = None,
+        out: str | os.PathLike[str] | Callable[[Mapping[str, Tensor]], object] | None = None,
+        overwrite: bool = False,
+        samples: int | None = None,
         batch_size: int | None = None,
         verbose: bool = True,
     ) -> dict[str, Tensor]:
-        """Output -> rows in the order of samples, as `evaluate`. `function(output)`: what is kept; `out`: a .parquet file."""
+        """Output -> rows, as `evaluate`. `function(output)`: what is kept; `out`: file (`overwrite` it?) or function."""
         from raypar.job.read_job import parse_function_argument
-        from raypar.launch.parquet_file import open_parquet_file
-        from raypar.launch.predict_run import PredictionRequest, RowsInMemory, predict_with_checkpoint
+        from raypar.launch.predict_run import PredictionRequest, predict_with_checkpoint
+        from raypar.launch.prediction_sinks import open_rows
         from raypar.launch.trainer_arguments import validation_argument
 
         tell = self._printer(verbose)
         checkpoint = find_checkpoint(self.resume_from_checkpoint if run is None else run, tell)
         kept = None if function is None else parse_function_argument(function, "function")
-        request, cluster = PredictionRequest(validation_argument(data), kept, batch_size), self._cluster
-        with RowsInMemory.opened() if out is None else open_parquet_file(out) as rows:
-            predict_with_checkpoint(self.job, checkpoint, request, rows.write, tell, cluster)
+        request, cluster = PredictionRequest(validation_argument(data), kept, batch_size, samples), self._cluster
+        with open_rows(out, overwrite=overwrite) as rows:
+            predict_with_checkpoint(self.job, checkpoint, request, rows, tell, cluster)
             return rows.columns_in_memory()
 
     @property

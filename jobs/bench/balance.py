@@ -24,7 +24,8 @@ from models import Workload
 
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.planner.model_profile import ModelProfile
-from raypar.planner.plan_search import balance_stages, predict_step
+from raypar.planner.plan_search import balance_stages
+from raypar.planner.predicted_step import predict_step
 from raypar.schedule import registry
 from raypar.worker.measure_profile import profile_job
 

@@ -27,10 +27,10 @@ from raypar.job.read_job import load_job
 from raypar.model.capture.units import find_units
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import parameter_shapes
-from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import ParallelPlan
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 STAGES, SHARDS = 3, 2
 PAIRS, PAIRS_S = 61, 4.0

@@ -18,16 +18,18 @@ from ours import CREDENTIAL, gpt_job
 
 from raypar.comm.nccl import bindings
 from raypar.comm.nccl.endpoint import NcclEndpoint
-from raypar.comm.transport import CommunicationLedger, CommunicatorKey, run_routine
+from raypar.comm.routine import run_routine
+from raypar.comm.transport import CommunicationLedger, CommunicatorKey
 from raypar.errors import RayparError
 from raypar.job import Job
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.schedule import registry
+from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.process.gpu_setup import configure_torch
 from raypar.worker.required_communicators import required_communicators
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
 
 State = dict[str, Any]

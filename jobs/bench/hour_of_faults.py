@@ -34,8 +34,8 @@ from jobs.bench.tiny_run import JOB, TinyRun  # noqa: E402
 from raypar.callbacks import Callback  # noqa: E402
 from raypar.comm.tcp.handshake import CHALLENGE, HELLO, MAGIC  # noqa: E402
 from raypar.job.read_job import load_job  # noqa: E402
+from raypar.worker.layer_graph_of_job import make_layer_graph  # noqa: E402
 from raypar.worker.norm_and_weights_hash import weights_hash  # noqa: E402
-from raypar.worker.worker_assignments import make_layer_graph  # noqa: E402
 
 RUN_PATHS = [str(ROOT), str(ROOT / "tests")]
 """PYTHONPATH of a run."""

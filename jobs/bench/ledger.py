@@ -21,10 +21,10 @@ from ours import gpt_job
 from raypar.comm.collectives import ONE_PHASE_BYTES
 from raypar.job import Job, PlanConfig
 from raypar.model.layer_skeletons import parameter_shapes
-from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import ParallelPlan
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 WORD = 4
 """Bytes of a float32."""

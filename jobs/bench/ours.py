@@ -18,12 +18,13 @@ from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.record.events import MAX_STEPS
 from raypar.schedule import registry
+from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.process.allocator_and_garbage_collector import (
     freeze_existing_objects,
     keep_freed_memory,
     return_unused_memory,
 )
-from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import StepReport, WorkerCore
 
 CONNECT_TIMEOUT_S = 60.0

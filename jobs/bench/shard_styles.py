@@ -30,12 +30,12 @@ from raypar.errors import RayparError
 from raypar.job import Job
 from raypar.model.layer_skeletons import canonical_names, parameter_shapes
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.infer_styles_by_structure import structure_of
-from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 SHARDS = 2
 UNSEEN = "unused"

@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 from raypar.plan import ParallelPlan
 from raypar.worker.process.allocator_and_garbage_collector import keep_freed_memory, return_unused_memory
-from raypar.worker.worker_assignments import make_layer_graph
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.stage.initial_state import make_initial_stage_state
 from jobs.bench import start_memory as bench
 from raypar.job import LossConfig

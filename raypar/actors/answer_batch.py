@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 import ray
 
-from raypar.actors.actor_handles import PendingAnswer
+from raypar.actors.actor_handle_types import PendingAnswer
 
 T = TypeVar("T")
 

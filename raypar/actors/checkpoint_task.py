@@ -77,7 +77,7 @@ class CheckpointTask:
             self.tasks.post(on.CheckpointFailed(done, error))
             return
         self.side_effects.perform(
-            lambda: recorder.checkpoint_seen(done), lambda _: self.side_effects.seen(on.CheckpointSaved(done))
+            lambda: recorder.checkpoint_seen(done), lambda _: self.side_effects.after_telling_client(on.CheckpointSaved(done))
         )
 
     async def _save_weights(self, done: int, error: StateNotKeptError) -> StateNotKeptError:
@@ -95,7 +95,7 @@ class CheckpointTask:
                 await asyncio.to_thread(recorder.checkpoint_drop, begun)
                 raise failed[0].error
             records = [answer for answer in taken if not isinstance(answer, CallFailure)]
-            weights = await asyncio.to_thread(recorder.weights_end, done, begun, records)
+            weights = await asyncio.to_thread(recorder.commit_weights, done, begun, records)
         except Exception as failure:
             return StateNotKeptError(f"{what}; nor can its parameters ({error_first_line(failure)})", error.cure)
         return StateNotKeptError(

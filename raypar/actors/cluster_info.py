@@ -75,6 +75,24 @@ def require_capacity(workers: int, cluster: ClusterCapacity, gpus: int = 0, plan
         )
 
 
+def require_processor_for_ray_data(workers: int, cluster: ClusterCapacity) -> None:
+    """Raise `ClusterError` where so many workers leave no CPU to the tasks that compute the rows of a `ray.data.Dataset`.
+
+    Nothing is raised where an autoscaler runs that does not say how far it goes.
+    """
+    if cluster.may_add_nodes and cluster.max_cpus is None:
+        return
+    most = max(cluster.cpus, cluster.max_cpus or 0)
+    if workers >= most:
+        fewer = f"let the run have at most {count_noun(most - 1, 'worker')}, standbys and elastic.max_workers counted; "
+        raise ClusterError(
+            f"data is a ray.data.Dataset, read as a stream: tasks that compute its rows need a CPU, and of the "
+            f"{count_noun(most, 'CPU')} of the cluster {count_noun(workers, 'worker')} of 1 CPU each leave none",
+            cure=f"{fewer * (most > 1)}add a node; or read the files that its write_parquet(FOLDER) has written: "
+            "data={'parquet': 'FOLDER/*.parquet'}",
+        )
+
+
 def list_live_and_dead_nodes() -> tuple[set[str], set[str]]:
     """Ids of the nodes that live, and of those that Ray has marked dead."""
     nodes = {node["NodeID"]: bool(node["Alive"]) for node in ray.nodes()}

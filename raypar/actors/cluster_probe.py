@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from raypar.actors.numerics_fingerprint import processor_model
-from raypar.doctor.check_environment import FINGERPRINT_SETTINGS
+from raypar.doctor.check_environment_variables import FINGERPRINT_SETTINGS
 from raypar.errors import RayparError, error_first_line
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 
 NODE_S = 25.0
 """How long a node may take to start a process and answer."""

@@ -25,7 +25,7 @@ from raypar.actors.checkpoint_task import CheckpointTask
 from raypar.actors.driver_shutdown import DriverShutdown, record_and_exit
 from raypar.actors.driver_startup import DriverStartup
 from raypar.actors.driver_storage_session import DriverStorageSession
-from raypar.actors.event_feed import EventFeed
+from raypar.actors.events_for_client import EventFeed
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.members_file_text import MembersFileText
 from raypar.actors.membership_actions import KernelOomKills, MembershipActions
@@ -35,10 +35,10 @@ from raypar.actors.metrics_publishing_loop import MetricsPublishingLoop
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
-from raypar.actors.sample_journal import SampleJournal, streams_of_contract
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_actions import StepActions
 from raypar.actors.step_reports import StepReports
+from raypar.actors.stream_sample_journal import SampleJournal
 from raypar.actors.wait_reporter import WaitReporter
 from raypar.actors.worker_calls import WorkerCalls
 from raypar.actors.worker_failures import PostedEvent, WorkerFailures
@@ -195,7 +195,7 @@ class DriverActor:
         self.storage_session = DriverStorageSession(request) if request.storage else None
         self.pool = pool = WorkerPool(credential, request.placement, request.environment, request.filesystems)
         publisher = MetricsPublisher(request.run, request.policy.job_steps, request.job.price_per_worker_hour)
-        self.recorder = recorder = RunRecorder(request, journal, self.storage_session, publisher)
+        self.recorder = recorder = RunRecorder(request, journal, self.storage_session, publisher, request.followed)
         self.side_effects = side_effects = SideEffectThread(recorder, machine, feed, tasks)
         self.failures = failures = WorkerFailures(machine, plans, self.queue.put_nowait)
         self.registry = registry = WorkerRegistry(
@@ -212,7 +212,8 @@ class DriverActor:
         request, machine, journal, plans = self.request, self.machine, self.journal, self.plans
         pool, registry, recorder, side_effects = self.pool, self.registry, self.recorder, self.side_effects
         failures, calls, tasks, feed = self.failures, self.calls, self.tasks, self.feed
-        reports = StepReports(machine, plans, self._sample_journal())
+        samples = SampleJournal.of_run(request, recorder.run_folder, self._show_warning)  # which it calls from any thread
+        reports = StepReports(machine, plans, samples, request.followed)
         generations = GenerationChange(
             request, machine, journal, plans, pool, registry, recorder, side_effects, reports, failures, calls, tasks
         )
@@ -251,15 +252,6 @@ class DriverActor:
         )
         checkpoints = CheckpointTask(machine, pool, recorder, side_effects, calls, tasks)
         self.actions = make_action_table(self.steps, checkpoints, self.members, generations, self.shutdown)
-
-    def _sample_journal(self) -> SampleJournal | None:
-        """The journal of the samples of streams; None for a map-style data set."""
-        request, streams = self.request, streams_of_contract(self.request.contract)
-        if not streams:
-            return None
-        show = self._show_warning  # from any thread
-        folder, every = self.recorder.run_folder, request.policy.save_every
-        return SampleJournal(folder.samples, folder.cursors, request.batching, streams, every, show)
 
     def _show_warning(self, line: str) -> None:
         """Show a warning, from whichever thread."""
@@ -404,6 +396,7 @@ class DriverActor:
                         registry.unheard_workers(),
                         registry.ended_workers(),
                         registry.reading_workers(),
+                        registry.searching_workers(),
                     )
                 )
             limit = self.request.job.max_time_s
@@ -420,7 +413,7 @@ class DriverActor:
             None
             if self.taking_over
             else self.members_text.text_if_changed(
-                self.machine, self.registry.worker_facts, self.plans.schedule, len(self.registry.hellos)
+                self.machine, self.registry.worker_facts, self.plans.schedule_name, len(self.registry.hellos)
             )
         )
         if text is not None:

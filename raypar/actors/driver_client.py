@@ -24,22 +24,23 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar import __version__
-from raypar.actors.actor_handles import DriverHandle, PendingAnswer, Polled, kill_actor
+from raypar.actors.actor_handle_types import DriverHandle, PendingAnswer, Polled, kill_actor
 from raypar.actors.control_store_watch import ControlStoreLost, call_ray, current_watch, run_with_timeout
 from raypar.actors.driver_actor import ABANDONED_S, DriverActor
 from raypar.actors.driver_shutdown import CLIENT_GONE_S
-from raypar.actors.local_cluster_folder import describe_full_temp, give_reserve_to_ray
+from raypar.actors.local_cluster_temp_folder import describe_full_temp, give_reserve_to_ray
 from raypar.actors.messages import GRACE_S, RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_pool import remove_leftover_placement_groups, run_namespace
 from raypar.elastic.actions import EndKind
 from raypar.errors import ActiveError, ClusterError, OutlivedError, OutOfMemory, RayparError, WorkerLost, error_first_line
 from raypar.fences.fence import warnings_sent_to
+from raypar.plan.forward_pass_batching import PASSES_CURE
 from raypar.plan.wording import after_steps
 from raypar.ray_compat.actor_errors import KILL_CURE, memory_monitor_kill_error, memory_shortage_here
 from raypar.record.events import Event, RunWarning, StopRequest, read_event
 from raypar.storage.run_folder import resume_argument
-from raypar.user_code.user_code_errors import STOP_SIGNALS, heard_stop_signals
+from raypar.user_code.stop_signals import STOP_SIGNALS, heard_stop_signals
 
 T = TypeVar("T")
 
@@ -259,11 +260,14 @@ class RunFollower:
             if self.watch is not None and (isinstance(error, ControlStoreLost) or self.watch.is_silent):
                 raise self.watch.lost_error(self._how_to_resume()) from error
             with contextlib.suppress(OSError):  # the terminal is gone
-                self._say(RunWarning(text=f"{error.what}; what is left of the run is removed now ({error.cure})"))
+                advice = "" if self.request.policy.forward_passes else f" ({error.cure})"  # such a run is begun anew
+                self._say(RunWarning(text=f"{error.what}; what is left of the run is removed now{advice}"))
             raise
 
     def _how_to_resume(self) -> str:
         """The advice how the run can go on, and from which step."""
+        if self.request.policy.forward_passes:
+            return PASSES_CURE
         saved = max(self.last_step["checkpoint"], self.request.policy.steps_before_run)
         if saved <= 0:
             return "begin the run anew (it has no checkpoint yet, from which `raypar resume` would go on)"

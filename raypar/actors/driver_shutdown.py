@@ -14,7 +14,7 @@ import ray
 
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.driver_storage_session import DriverStorageSession
-from raypar.actors.event_feed import EventFeed
+from raypar.actors.events_for_client import EventFeed
 from raypar.actors.messages import pickle_error_for_client
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_state_in_ray_kv import DriverReplaced, EndFacts, Journal

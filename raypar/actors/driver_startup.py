@@ -11,11 +11,11 @@ from typing import Any
 
 import ray
 
-from raypar.actors import membership_event_text
-from raypar.actors.actor_handles import PendingAnswer, WorkerHandle
+from raypar.actors import worker_and_generation_events
+from raypar.actors.actor_handle_types import PendingAnswer, WorkerHandle
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.cluster_info import NodeResources, list_live_node_resources, memory_per_worker
-from raypar.actors.event_feed import EventFeed
+from raypar.actors.events_for_client import EventFeed
 from raypar.actors.first_placement import FirstPlacement, make_groups
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.messages import CallFailure, RunRequest, WorkerHello
@@ -94,7 +94,7 @@ class DriverStartup:
         nodes = self.registry.nodes_of_workers(hellos)
         pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
         text = f"{count_noun(len(hellos), 'worker')} on {count_noun(len(set(nodes.values())), 'node')}: pids {pids}"
-        facts = membership_event_text.training_facts(request.contract)
+        facts = worker_and_generation_events.training_facts(request.contract)
         first = next((hellos[n].fingerprint for n in members if n in hellos), {})
         facts["fingerprint"] = dict(first)  # of one worker: differences between workers are warnings
         facts["best"] = [asdict(rule) for rule in request.job.best_rules] or None
@@ -103,12 +103,13 @@ class DriverStartup:
         for line in recorder.compare_fingerprints(list(hellos.values())):
             self.side_effects.note(RunWarning(text=line))
         await self.side_effects.awaited(recorder.start_callbacks)
-        schedule = request.schedule_name if plan == request.plan else self.plans.schedule(plan)
+        schedule = request.schedule_name if plan == request.plan else self.plans.schedule_name(plan)
         await asyncio.to_thread(self.journal.record, MembershipRecord(1, plan, members, schedule))
         if len(hellos) < plan.world:
             return None
         if request.changes and self.reports.samples is not None:
-            await self.side_effects.awaited(self.reports.samples.begin_anew)
+            samples, done = self.reports.samples, request.policy.steps_before_run
+            await self.side_effects.awaited(lambda: samples.begin_anew(done))
         else:
             await self._open_samples(request.policy.steps_before_run)
         order = do.AdoptPlan(1, plan, members, (), request.policy.steps_before_run, (), from_checkpoint=True)
@@ -118,7 +119,7 @@ class DriverStartup:
             return None
         initial = InitialDigestCheck()
         for number in members:
-            different = initial.add(number, described[number]["initial"])
+            different = initial.add(number, described[number])
             if different is not None:
                 raise different
         megabytes = ", ".join(f"{described[n]['bytes'] / 1e6:.1f}" for n in members)
@@ -186,7 +187,7 @@ class DriverStartup:
         if pending or spare:
             text = f"the run begins with {count_noun(plan.world, 'worker')} of {wanted} ({plan.describe()})"
             self.side_effects.note(Note(text=f"{text}; the others join when they are there"))
-            self.side_effects.aside(self.recorder.write_plan_file, plan, self.plans.schedule(plan))
+            self.side_effects.aside(self.recorder.write_plan_file, plan, self.plans.schedule_name(plan))
         for group in (*spare, *pending):
             self.tasks.spawn(self.registry.start_workers(group.numbers, request, requested=True))
         return plan, members
@@ -265,6 +266,8 @@ class DriverStartup:
         self.plans.schedules[record.plan] = record.schedule
         seen = await self.side_effects.awaited(recorder.take_over)  # in its thread, which alone writes these files
         self.reports.outcomes, self.reports.in_journal = dict(seen.outcomes), dict(seen.unseen)
+        if self.reports.followed is not None:
+            self.reports.followed.values |= await asyncio.to_thread(self.journal.validated)
         await self._open_samples(min(seen.steps, seen.saved or 0))
         self.feed.pass_on(recorder.new_events())
         generation = await asyncio.to_thread(self.journal.newest_claimed_generation)
@@ -278,7 +281,7 @@ class DriverStartup:
             if number not in workers and number not in seen.lost:
                 who = self.registry.worker_facts(number)
                 why = "it died while there was no driver"
-                self.side_effects.note(membership_event_text.worker_lost_event(record.plan.coordinate(rank), who, why))
+                self.side_effects.note(worker_and_generation_events.worker_lost_event(record.plan.coordinate(rank), who, why))
         # Not waited for: what callbacks import may take seconds, and the workers can begin without them.
         self.side_effects.perform(recorder.start_callbacks, lambda _: on.Tick())
         return on.DriverFailover(

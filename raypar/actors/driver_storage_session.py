@@ -15,11 +15,11 @@ from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
 from raypar.record.events import Event, RunWarning, StopRequest, Wait, text_event
 from raypar.storage.folder_upload import FINISH_S, FolderUpload
 from raypar.storage.held_lease import HeldLease
-from raypar.storage.run_files import ALL_SENT_FILE, TEMPORARY_FOLDER_PREFIX
 from raypar.storage.run_folder import SharedStoragePlace
 from raypar.storage.run_lease import LeaseStore
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import StorageUri, parse_storage_uri
+from raypar.storage.stored_file_layout import ALL_SENT_FILE, TEMPORARY_FOLDER_PREFIX
 
 SAY_WAITING_S = 2.0
 """Time after which the end of a run says that it waits for the storage."""

@@ -204,7 +204,7 @@ def placement_timeout_error(there: int, limits: StartLimits, cluster: ClusterCap
             f"{'a GPU' if gpus else 'CPUs'} enough; else raise wait_for_workers_s, or choose a smaller plan"
         )
     what = (
-        f"only {there} of {limits.wanted} workers could be placed within {limits.wait_s:.0f} s; the cluster has {cluster.cpus} "
-        f"CPUs, {cluster.free_cpus:g} of them free" + f", and {cluster.gpus} GPUs" * gpus
+        f"only {there} of {count_noun(limits.wanted, 'worker')} could be placed within {limits.wait_s:.0f} s; "
+        f"the cluster has {cluster.cpus} CPUs, {cluster.free_cpus:g} of them free" + f", and {cluster.gpus} GPUs" * gpus
     )
     return ClusterError(what + ", and its autoscaler has added no more" * cluster.may_add_nodes, cure=cure)

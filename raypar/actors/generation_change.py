@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raypar.actors import membership_event_text
-from raypar.actors.actor_handles import PendingAnswer, WorkerHandle
+from raypar.actors import worker_and_generation_events
+from raypar.actors.actor_handle_types import PendingAnswer, WorkerHandle
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.messages import CallFailure, RunRequest
 from raypar.actors.plan_cache import PlanCache
@@ -23,16 +23,17 @@ from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
-from raypar.elastic.mirror import assign_buddies
+from raypar.elastic.mirror_schedule_and_buddies import assign_buddies
 from raypar.elastic.replica_digests import InitialDigestCheck
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.seating import plans_after_one_loss
 from raypar.elastic.user_messages import plain_failure_text
+from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import PlanError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import same_state_keys
 from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand
-from raypar.record.events import GenerationStart, Recovery
+from raypar.record.events import GenerationStart, Recovery, RunWarning
 from raypar.schedule.program_assignment import ProgramAssignment
 
 
@@ -95,7 +96,14 @@ class GenerationChange:
 
     def _fence_worker(self, generation: int, number: int, reason: str) -> None:
         """Announce a new generation to a worker, which stops its step; ask for its status."""
-        worker, keep_reports = self.pool.workers[number], self.reports.keep_reports_from_status
+        worker = self.pool.workers[number]
+
+        def reported(_: int, status: WorkerStatus) -> on.RunEvent:
+            different = self.reports.note_samples(status)
+            if different is not None:
+                return on.CallFailed("user", different)
+            return on.WorkerStatusReported(generation, self.reports.keep_reports_from_status(status))
+
         self.calls.call_until_answered(
             number, generation, lambda: worker.announce_generation.remote(generation, reason), lambda number, _: on.Tick()
         )
@@ -103,7 +111,7 @@ class GenerationChange:
             number,
             generation,
             lambda: worker.report_status.remote(generation),
-            lambda _, status: on.WorkerStatusReported(generation, keep_reports(status)),
+            reported,
         )
 
     def apply_kept_gradients(self, order: do.ApplyKeptGradients, reason: str) -> None:
@@ -143,10 +151,10 @@ class GenerationChange:
         request, plan = self.request, order.plan
         self.reports.drop_uncommitted()
         assignments = await asyncio.to_thread(self.plans.assignments, plan)
-        schedule = self.plans.schedule(plan)
+        schedule = self.plans.schedule_name(plan)
         if self.reported_schedule is None or self.reported_plan is None:
             self.reported_plan = self.machine.membership.plan or request.plan
-            self.reported_schedule = self.plans.schedule(self.reported_plan)
+            self.reported_schedule = self.plans.schedule_name(self.reported_plan)
         await asyncio.to_thread(self.journal.record, MembershipRecord(order.generation, plan, order.members, schedule))
         workers = (*order.members, *order.seatless_sources)
         for number in workers:
@@ -157,14 +165,13 @@ class GenerationChange:
         self.side_effects.aside(
             self.recorder.note_generation, plan, [self.registry.hellos[number].node[:8] for number in order.members]
         )
-        text = (
-            f"generation {order.generation}: {membership_event_text.describe_generation(order)}; {plain_failure_text(reason)}"
-        )
-        self.side_effects.note(Recovery(text=text, **membership_event_text.generation_facts(order, schedule)))
+        made = worker_and_generation_events.describe_generation(order)
+        text = f"generation {order.generation}: {made}; {plain_failure_text(reason)}"
+        self.side_effects.note(Recovery(text=text, **worker_and_generation_events.generation_facts(order, schedule)))
         initial = InitialDigestCheck()
 
         def adopted(number: int, described: AdoptDescription | None) -> on.RunEvent:
-            different = initial.add(number, described["initial"]) if described is not None else None
+            different = initial.add(number, described) if described is not None else None
             not_kept = described["not_kept"] if described is not None else ""
             return (
                 on.CallFailed("user", different)
@@ -190,6 +197,10 @@ class GenerationChange:
         nodes = [self.registry.hellos[number].node for number in order.members]
         keepers = assign_buddies(nodes, same_state_keys(self.machine.held_pieces(plan)))
         samples = self.reports.samples
+        if samples is not None and order.from_checkpoint and order.done:
+            line = samples.line_about_places(order.done, plan.stages[0].replicas)
+            if line is not None:
+                self.side_effects.note(RunWarning(text=line))
         load = None
         if order.from_checkpoint and (order.done or request.resume is not None):
             load = str(self.recorder.last_checkpoint or request.resume)
@@ -210,6 +221,7 @@ class GenerationChange:
                 epochs=samples.known_epochs() if samples is not None else {},
                 cursors=samples.known_cursors() if samples is not None else {},
                 digests=samples.digests(order.done) if samples is not None else {},
+                validated=self.reports.followed.values if self.reports.followed is not None else {},
             )
             coordinate = plan.coordinate(rank) if seated else f"worker {number}"
             return worker.adopt.remote(order.generation, pickle.dumps(part), coordinate, addresses, request.start_deadline_s)
@@ -222,16 +234,16 @@ class GenerationChange:
         order = self.last_order
         if order is None:
             return
-        schedule = self.plans.schedule(order.plan)
-        text = membership_event_text.recovery_finished_text(order, found.seconds, found.steps_again)
+        schedule = self.plans.schedule_name(order.plan)
+        text = worker_and_generation_events.recovery_finished_text(order, found.seconds, found.steps_again)
         told: dict[str, Any] = {"text": text, "pause_s": found.seconds, "again": found.steps_again}
         if schedule != self.reported_schedule:
             told |= {"schedule_was": self.reported_schedule, "schedule_why": self.plans.why(order.plan)}
             self.reported_schedule = schedule
         if self.reported_plan is not None and self.reported_plan.shards_by_layer != order.plan.shards_by_layer:
-            told["shards_was"] = membership_event_text.format_shards(self.reported_plan)
+            told["shards_was"] = worker_and_generation_events.format_shards(self.reported_plan)
         self.reported_plan = order.plan
-        self.side_effects.note(GenerationStart(**told, **membership_event_text.generation_facts(order, schedule)))
+        self.side_effects.note(GenerationStart(**told, **worker_and_generation_events.generation_facts(order, schedule)))
         self.side_effects.aside(self.recorder.write_plan_file, order.plan, schedule)
 
     def prepare_for_loss(self) -> None:

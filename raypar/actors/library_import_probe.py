@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from raypar.errors import RayparError
 from raypar.fences.fence import find_missing_apis
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 
 
 def probe_torch() -> dict[str, Json]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raypar.errors import ClusterError, error_first_line
+from raypar.plan.wording import count_noun
 from raypar.ray_compat.local_cluster import end_raylet, head_node, start_raylet, start_raylet_reaper
 
 JOIN_S = 60.0
@@ -79,7 +80,7 @@ def wait_for_nodes(nodes: tuple[LocalNode, ...]) -> None:
             return
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"{len(missing)} of {len(nodes)} local nodes did not join within {JOIN_S:.0f} s "
+                f"{len(missing)} of {count_noun(len(nodes), 'local node')} did not join within {JOIN_S:.0f} s "
                 f"(pids {', '.join(str(node.pid) for node in missing)})",
                 cure="ask for fewer with --local-nodes, or look at what else this machine is doing",
             )

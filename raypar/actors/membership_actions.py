@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ray
 
-from raypar.actors import membership_event_text
+from raypar.actors import worker_and_generation_events
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.messages import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
@@ -18,7 +18,7 @@ from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
-from raypar.elastic.placement_constraints import SUSPECT_S
+from raypar.elastic.suspect_nodes import SUSPECT_S
 from raypar.errors import NodeLost, error_first_line
 from raypar.plan.wording import format_worker_numbers, word_form
 from raypar.record.events import RunWarning, Straggler, WorkerLeave, WorkerRelease, WorkerRequest
@@ -105,14 +105,14 @@ class MembershipActions:
             self.registry.dismiss(worker)
         else:
             self.registry.avoid_suspect_node_of(worker)
-            self._report_lost_worker(worker, membership_event_text.describe_why_worker_given_up(action.why))
+            self._report_lost_worker(worker, worker_and_generation_events.describe_why_worker_given_up(action.why))
 
     def report_straggler(self, found: do.ReportStraggler, reason: str) -> None:
         """Report a straggler. If it has to leave, the worker in its place is started on another node."""
         coordinate, who = self.calls.coordinate(found.worker), self.registry.worker_facts(found.worker)
         if found.leaves and not found.recovered:
             self.registry.avoid_slow_node_of(found.worker)
-        text = membership_event_text.straggler_text(found, coordinate, who)
+        text = worker_and_generation_events.straggler_text(found, coordinate, who)
         event = Straggler(
             text=text,
             coordinate=coordinate,
@@ -135,7 +135,7 @@ class MembershipActions:
         if number not in self.pool.workers:
             return
         coordinate, who = self.calls.coordinate(number), self.registry.worker_facts(number)
-        self.side_effects.note(membership_event_text.worker_lost_event(coordinate, who, why))
+        self.side_effects.note(worker_and_generation_events.worker_lost_event(coordinate, who, why))
         self.registry.dismiss(number)
         node = self.registry.note_lost_worker(number, with_node)
         if node is not None:

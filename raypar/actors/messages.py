@@ -11,8 +11,9 @@ from raypar.elastic.events import FailureKind
 from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import RayparError, error_message
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 from raypar.job import Job
+from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StageConnections
 from raypar.planner.model_profile import ModelProfile
 from raypar.record.events import Resumption
@@ -60,6 +61,8 @@ class RunRequest:
     """How the samples of a whole validation pass are divided into microbatches; None without validation."""
     resume: str | None = None
     """The checkpoint folder that workers load; None for a new run."""
+    followed: FollowedMetric | None = None
+    """The metric that the learning rates follow, with its values before the run; None: they follow none."""
     resumption: Sequence[Resumption] | None = None
     """The event of the resumption, if it is one, which the driver records; None for a new run."""
     changes: tuple[str, ...] = ()
@@ -119,6 +122,9 @@ class StepCall:
     """Whether the mirror gets a snapshot of the state after this step."""
     cursors: bool = False
     """Whether the report says from where streams of iterable data can be read on."""
+    validated: float | None = None
+    """What the validation before the step has found for the metric that the learning rates follow; None if there was none
+    directly before it, or they follow none."""
 
     def to_bytes(self) -> bytes:
         """It as one argument for all members: Ray would serialize every other argument anew for each of them."""

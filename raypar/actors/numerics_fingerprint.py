@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import raypar
-from raypar.doctor.check_environment import FINGERPRINT_SETTINGS
+from raypar.doctor.check_environment_variables import FINGERPRINT_SETTINGS
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,8 @@ from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Piece
 from raypar.plan.wording import count_noun
 from raypar.planner.memory_sheet import out_of_memory_advice
-from raypar.planner.plan_search import predict_step, reachable_shard_counts, search_plans
+from raypar.planner.plan_search import reachable_shard_counts, search_plans
+from raypar.planner.predicted_step import predict_step
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
 
@@ -63,7 +64,7 @@ class PlanCache:
         recovery that needs it, which reports why.
         """
         for plan in after_loss:
-            self.schedule(plan)  # before the search, which may choose another one for the same plan
+            self.schedule_name(plan)  # before the search, which may choose another one for the same plan
         found = self.find(now.world - 1)
         plans = [*after_loss] if isinstance(found, PlanError) else [*after_loss, found]
         for plan in plans:
@@ -102,7 +103,7 @@ class PlanCache:
         self.schedules.setdefault(choice.plan, choice.schedule)
         return choice.plan
 
-    def schedule(self, plan: ParallelPlan) -> str:
+    def schedule_name(self, plan: ParallelPlan) -> str:
         """The plan's schedule: the one it was chosen with, else the job's own if it can run on the plan's stages."""
         for name in (self.schedules.get(plan), self.request.schedule_name, "1f1b"):
             if name is not None and registry.schedule_fits_plan(name, plan):
@@ -112,7 +113,7 @@ class PlanCache:
 
     def why(self, plan: ParallelPlan) -> str:
         """Why the plan has its schedule, in a few words."""
-        if self.schedule(plan) == self.request.schedule_name:
+        if self.schedule_name(plan) == self.request.schedule_name:
             return "the job's own"
         if plan in list(self._found.values()):
             return f"predicted to be the fastest with {count_noun(plan.world, 'worker')}"
@@ -134,7 +135,7 @@ class PlanCache:
 
     def _lowered(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
         request = self.request
-        made = registry.build_schedule(self.schedule(plan), MicrobatchRouting(plan, request.batching))
+        made = registry.build_schedule(self.schedule_name(plan), MicrobatchRouting(plan, request.batching))
         outline = request.outline
         return assign_programs_to_ranks(
             made, plan, outline.crossing(plan), request.batching, request.validation_batching, layouts=outline.layouts
@@ -142,7 +143,7 @@ class PlanCache:
 
     def memory(self, plan: ParallelPlan, rank: int) -> tuple[str, str]:
         """Two texts about a worker that ran out of memory: what it holds, and which plan would fit."""
-        return out_of_memory_advice(self.request.profile, plan, self.schedule(plan), self.request.batching, rank)
+        return out_of_memory_advice(self.request.profile, plan, self.schedule_name(plan), self.request.batching, rank)
 
     def passes(self, plan: ParallelPlan) -> tuple[int, ...]:
         """By rank: the forward passes of a worker in a step, one for each microbatch and chunk."""
@@ -158,7 +159,7 @@ class PlanCache:
         """The predicted time of a step under the plan."""
         if plan not in self._step_s:
             request = self.request
-            made = registry.build_schedule(self.schedule(plan), MicrobatchRouting(plan, request.batching))
+            made = registry.build_schedule(self.schedule_name(plan), MicrobatchRouting(plan, request.batching))
             timeline, _ = predict_step(request.profile, plan, made, request.batching)
             self._step_s[plan] = timeline.makespan_ms / 1000
         return self._step_s[plan]

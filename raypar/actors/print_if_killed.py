@@ -1,7 +1,7 @@
 """Prints a message if this process is killed: Ray ends all processes of a node that it has given up, without an error.
 
 A killed process prints nothing itself. So a shell process waits for its end and prints the message, as in
-`local_cluster_folder.py`.
+`local_cluster_temp_folder.py`.
 """
 
 from __future__ import annotations

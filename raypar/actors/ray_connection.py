@@ -25,16 +25,16 @@ from raypar.actors.control_store_watch import (
     silence_limit_s,
     watch_control_store,
 )
-from raypar.actors.local_cluster_folder import remove_local_ray_on_exit, room_for_new_driver
+from raypar.actors.local_cluster_temp_folder import remove_local_ray_on_exit, room_for_new_driver
 from raypar.actors.local_cluster_token import choose_token, write_token_file
 from raypar.actors.local_nodes import LocalNode, cpus_per_node, start_local_nodes
-from raypar.doctor.check_environment import FOLDER_NAMES, SOCKET_PATH_ROOM
+from raypar.doctor.check_environment_variables import FOLDER_NAMES, SOCKET_PATH_ROOM
 from raypar.doctor.check_machine import OBJECT_STORE_BYTES
 from raypar.doctor.checks import refuse_unfit_machine
 from raypar.doctor.gather import read_limits, read_room
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError, error_first_line
-from raypar.files.json_values import Json
-from raypar.ray_compat.authentication import lets_in_without_token, shows_token, token_authentication
+from raypar.files.json_type import Json
+from raypar.ray_compat.authentication import control_store_lets_in_without_token, shows_token, token_authentication
 from raypar.ray_compat.local_cluster import (
     CONNECT_S,
     LOOPBACK,
@@ -59,7 +59,7 @@ from raypar.ray_compat.settings import (
     SUBMITTED_VARIABLE,
     temporary_environment_variables,
 )
-from raypar.user_code.user_code_errors import STOP_SIGNALS, StopHandler
+from raypar.user_code.stop_signals import STOP_SIGNALS, StopHandler
 
 ATTEMPTS = 3
 """How often the start of Ray is attempted: Ray gives its raylet 30 s, which no setting changes."""
@@ -245,7 +245,7 @@ def leave_cluster() -> None:
 def is_open_to_all(address: str) -> bool:
     """Whether the cluster at `address` lets in who shows no token."""
     with loopback_address_kept_if_needed(address):
-        return not shows_token() or lets_in_without_token(address)
+        return not shows_token() or control_store_lets_in_without_token(address)
 
 
 def check_address_answers(address: str) -> None:

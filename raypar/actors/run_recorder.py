@@ -26,26 +26,27 @@ from raypar.actors.messages import RunRequest, WorkerHello
 from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.numerics_fingerprint import describe_fingerprint_differences
 from raypar.actors.run_state_in_ray_kv import Journal
-from raypar.actors.step_reports import Report, merge_reports
+from raypar.actors.step_reports import Report, merge_reports, merge_validation_reports
 from raypar.actors.step_timeline_files import write_step_timeline_files
 from raypar.callbacks import Callbacks
 from raypar.elastic.actions import Teardown
-from raypar.elastic.step_flow import MAX_OPEN_STEPS
-from raypar.errors import CheckpointError, NonFiniteError, RayparError, error_first_line
+from raypar.elastic.due_work_rules import MAX_OPEN_STEPS
+from raypar.errors import CheckpointError, NonFiniteError, RayparError, UserCodeError, error_first_line
 from raypar.files.atomic_write import replace_file_atomically
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 from raypar.files.os_error_cure import cure_of_os_error
 from raypar.files.redact_secrets import secrets_of_environment, without_certain_secrets
-from raypar.job.metrics_section import VALIDATION
+from raypar.job.contract import VALIDATED
+from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.plan import ParallelPlan
-from raypar.plan.microbatches import mean_loss
-from raypar.plan.wording import word_form
+from raypar.plan.wording import after_steps, word_form
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.plan_report import layers_as_dicts, processors_of_prediction
-from raypar.record.best_values import BestValues
+from raypar.record.best_checkpoint_rules import BestValues
 from raypar.record.events import (
     EndOfRun,
     Event,
+    LearningRateChange,
     Resumption,
     RunStart,
     RunWarning,
@@ -58,7 +59,8 @@ from raypar.record.events import (
     text_event,
 )
 from raypar.record.fold import RunView
-from raypar.record.folder import OUTPUTS
+from raypar.record.folder import output_file
+from raypar.record.metric_names import MeasuredNames, is_of_validation, name_in_validation
 from raypar.record.totals import read_totals
 from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint_store
 from raypar.storage.read_run_lines import Line, jsonl_line_sort_key
@@ -115,6 +117,7 @@ class RunRecorder:
         journal: Journal | None = None,
         storage_session: DriverStorageSession | None = None,
         publisher: MetricsPublisher | None = None,
+        followed: FollowedMetric | None = None,
     ) -> None:
         self.request = request
         """The run's request."""
@@ -122,6 +125,8 @@ class RunRecorder:
         """The run's journal; None: nothing is stored in one."""
         self.publisher = publisher
         """Publishes the run's metrics; None: they are not published."""
+        self.followed = followed
+        """The metric that the learning rates follow; None: they follow none. The event loop adds values to it."""
         self.folder = Path(request.folder)
         """The run folder."""
         self.storage_session = storage_session
@@ -144,12 +149,18 @@ class RunRecorder:
         """The user's callbacks; None before `start_callbacks`."""
         self._best: BestValues | None = None
         """Which checkpoints are the best; None before the record of former drivers and starts was read for it."""
+        self._measured = MeasuredNames()
+        """The names of all that validations have measured since this driver began."""
+        self._measured_in_training = MeasuredNames()
+        """The same of steps whose metrics are computed."""
         self._guard: EnvironmentGuard | None = None
         """Guards the state of the driver's process, where callbacks run."""
         self._with_torch = False
         """Whether `_guard` covers PyTorch's state too."""
         self.nodes: list[str] = []
         """By rank: the node of the worker in that seat."""
+        self._last_learning_rate: float | None = None
+        """The learning rate of the last step that had one, where it follows a metric."""
         self._last_loss_and_norm: dict[str, Json] = {}
         """Loss and norm of the last step, for a checkpoint's manifest."""
         self._checkpoint_store = open_checkpoint_store(run.checkpoint_store_location)
@@ -193,7 +204,8 @@ class RunRecorder:
         view = RunView.of(events)
         rebuilt: list[int] = []
         lines = self.metrics.open(lambda found: self._completed(found, known, rebuilt))
-        records = [parse_metrics(line) for line in lines if line["step"] > first]
+        before = first, not self.request.policy.validates_first
+        records = [parse_metrics(line) for line in lines if jsonl_line_sort_key(line) > before]
         steps = [record for record in records if isinstance(record, StepRecord)]
         seen = self._seen((record.step for record in records), known)
         since = view.start.time if view.start is not None else None
@@ -268,7 +280,7 @@ class RunRecorder:
             by_place = {place: line for place, line in by_place.items() if line["step"] <= first}
             there = {}
         for done in self.journal.validations():
-            if done <= last and (done, True) not in by_place and (line := self.journal.validation(done)) is not None:
+            if done <= last and (done, True) not in by_place and (line := self.journal.load_validation(done)) is not None:
                 by_place[done, True] = line
         seen = self._seen((int(step) for step, _ in by_place), known)
         for step in known:
@@ -328,6 +340,7 @@ class RunRecorder:
         self._warn_of_what_is_left(guard)
         self.restart_step_timer()
         self._best_values(self.request.policy.steps_before_run)
+        self.remember_learning_rate()
         self._call(
             "on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.policy.steps_before_run + 1}
         )
@@ -372,6 +385,9 @@ class RunRecorder:
             self._warn_of_skipped_step(record)
         if not longest:
             self._warn_of_lost_metrics(step + 1)
+        if (metrics := brief.get("metrics")) is not None:
+            self._look_for_names(self._measured_in_training, f"step {step + 1}", metrics)
+        self._tell_of_learning_rate(record)
         stop, own = self._call("on_step", _without_kind(record))
         record = replace(record, more={**record.more, **own})
         self._write(record)
@@ -395,6 +411,7 @@ class RunRecorder:
             samples_per_s=self.request.batching.batch_size / wall if wall else 0.0,
             count_per_s=brief["count"] / wall if wall else 0.0,
             bubble=max(0.0, 1 - brief["busy_seconds"] / (longest * brief["workers"])) if longest else 0.0,
+            data_wait=brief.get("data_wait"),
             busy_shares=brief.get("busy_shares", []) if longest else [],
             peak_rss_bytes=brief["peak_rss_bytes"] if longest else [],
             skipped=True if brief["skipped"] else None,
@@ -414,6 +431,26 @@ class RunRecorder:
             "samples; non_finite: stop ends the run instead",
         )
 
+    def remember_learning_rate(self) -> None:
+        """Find the learning rate of the last step that former drivers and starts have written, if it follows a metric."""
+        if self.followed is not None:
+            known = (step.lr for step in reversed(self._steps_in_file()))
+            self._last_learning_rate = next((lr for lr in known if lr is not None), None)
+
+    def _tell_of_learning_rate(self, record: StepRecord) -> None:
+        """Tell of a learning rate that is another than before, because of a validation."""
+        before, followed = self._last_learning_rate, self.followed
+        if followed is None or record.lr is None:
+            return
+        self._last_learning_rate = record.lr
+        if before is not None and before != record.lr:
+            done = max((at for at in list(followed.values) if at < record.step), default=0)
+            found = f": {followed.name} was {followed.values[done]:.6g} {after_steps(done)}" if done else ""
+            text = f"learning rate {before:.6g} -> {record.lr:.6g} from step {record.step} on{found}"
+            event = LearningRateChange(text=text, step=record.step, lr=record.lr, before=before)
+            self.note(event)
+            self._new_events.append(event)
+
     def _warn_of_lost_metrics(self, step: int) -> None:
         """Warn if the metrics of a step (from 1) are lost with the report of the worker that has computed them."""
         every = self.request.job.metrics_every
@@ -423,27 +460,49 @@ class RunRecorder:
             )
             self._warn(f"the metrics of step {step} are lost with a worker, though the step itself is not", cure)
 
+    def _look_for_names(self, before: MeasuredNames, where: str, measured: Mapping[str, float]) -> None:
+        """Warn of names of metrics that had a value before and have none now. Raises `UserCodeError` if `checkpoint.best` or
+        early stopping depends on one. `where`: what has measured these."""
+        of_validation = before is self._measured
+        rules = [(rule.metric, "checkpoint.best") for rule in (self._best.rules if self._best is not None else ())]
+        watched = [*rules, *(self.callbacks.watched_metrics if self.callbacks is not None else ())]
+        needed = {name: key for name, key in watched if is_of_validation(name) == of_validation}
+        lacking, found = before.without_value(needed, measured), f"it has {', '.join(sorted(measured)) or 'none'}"
+        cure = "let the metric's compute return the same names each time, NaN for one that has no value"
+        if lacking:
+            name, ago = lacking[0], f", which {before.known[lacking[0]]} had" if lacking[0] in before.known else ""
+            raise UserCodeError(f"{needed[name]} depends on {name}{ago}, and {where} has no value of it: {found}", cure=cure)
+        since = dict(before.known)
+        if vanished := before.vanished(where, measured):
+            self._warn(f"{where} has no value of {', '.join(vanished)}, which {since[vanished[0]]} had: {found}", cure)
+
     def _write_outputs(self, outputs: Mapping[int, bytes]) -> None:
-        """Write a file for each microbatch, whole or not at all."""
-        for microbatch, data in outputs.items():
-            path = self.folder / OUTPUTS / f"{microbatch:012d}"
-            path.parent.mkdir(exist_ok=True)
-            replace_file_atomically(path, data, lasting=False)
+        """Write a file for each microbatch, whole or not at all. Raises `RayparError`."""
+        try:
+            for microbatch, data in outputs.items():
+                path = output_file(self.folder, microbatch)
+                path.parent.mkdir(exist_ok=True)
+                replace_file_atomically(path, data, lasting=False)
+        except OSError as error:
+            size = sum(map(len, outputs.values()))
+            raise RayparError(
+                f"cannot write the {size / 2**20:,.1f} MiB that were kept of a pass into {self.folder}: "
+                f"{error.strerror or error}",
+                cure=cure_of_os_error(error, "free disk space there, or set TMPDIR to a folder on another disk"),
+            ) from error
 
     def record_validation(self, done: int, reports: Sequence[Report]) -> tuple[str | None, bool]:
         """Write the validation loss and the job's metrics, and call the callbacks.
 
         Returns (the reason to stop, if a callback gave one; whether a metric is among its best values, so that the state is to
-        be saved).
-
-        The loss is the sum over the microbatches, in their order, divided by the count. `done`: steps that are done; each pass
-        of a run that makes several counts as one more. The outputs that such a run keeps are written first.
+        be saved). `done`: steps that are done; each pass of a run that makes several counts as one more. The outputs that
+        such a run keeps are written first.
         """
         self._write_outputs({m: data for report in reports for m, data in report.get("outputs", {}).items()})
-        losses = {m: pair for report in reports for m, pair in report["losses"].items()}
-        loss, count = mean_loss(losses)
+        loss, count, measured = merge_validation_reports(self.request.validation_batching, reports)
         seconds = max(r["seconds"] for r in reports)
-        metrics = {VALIDATION + name: value for report in reports for name, value in report.get("metrics", {}).items()}
+        self._look_for_names(self._measured, f"the validation {after_steps(done)}", measured)
+        metrics = {name: value for name, value in measured.items() if name != name_in_validation("loss")}
         record = ValidationRecord(step=done, validation_loss=loss, count=count, seconds=seconds, more=metrics)
         stop, own = self._call("on_validation", _without_kind(record))
         record = replace(record, more={**metrics, **own})
@@ -453,7 +512,13 @@ class RunRecorder:
         self.telemetry.view.apply(record)
         self._last_s = time.monotonic()
         self._new_events.append(record)
-        return stop, self._best is not None and self._best.add(done, _without_kind(record))
+        if self._best is None or not self._best.add(done, _without_kind(record)):
+            return stop, False
+        # A checkpoint of these steps was saved before its value was known: one that was better so far may be kept no more.
+        with contextlib.suppress(RayparError, OSError):  # then the next checkpoint removes it
+            self._check_lease()
+            self._remove_old_checkpoints()
+        return stop, True
 
     def note(self, event: Event) -> None:
         """Write an event to events.jsonl."""
@@ -507,7 +572,7 @@ class RunRecorder:
         facts: dict[str, Any] = {}
         if (plan, schedule) == (request.plan, request.schedule_name):
             facts = {"predicted_ms": request.predicted.makespan_ms, "predicted_bubble": request.predicted.bubble_of_total}
-            facts["predicted_for"] = processors_of_prediction(request.profile.processors, plan.world)
+            facts["predicted_for"] = processors_of_prediction(request.profile.processors, plan.world, request.profile.lengths)
         if plan.world * request.batching.count <= MOST_PREDICTED:
             with contextlib.suppress(Exception):  # what is only shown must not end a run; a file's schedule has no known name
                 sheets = memory_sheets(request.profile, plan, schedule, request.batching)
@@ -586,12 +651,16 @@ class RunRecorder:
     def checkpoint_end(self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None]) -> None:
         """Write the manifest, give the checkpoint its name, remove the oldest beyond `keep`. Raises `CheckpointError`."""
         self.last_checkpoint = self._commit(done, begun, records)
+        self._remove_old_checkpoints()
+
+    def _remove_old_checkpoints(self) -> None:
+        """Remove checkpoints that are neither among the newest nor the best."""
         checkpoint_files.remove_old_checkpoints(self._checkpoint_store, self.request.job.checkpoint.keep, self._kept_as_best)
 
     def _kept_as_best(self, steps: Collection[int]) -> Collection[int]:
         return self._best.kept(steps) if self._best is not None else ()
 
-    def weights_end(self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None]) -> CheckpointRef:
+    def commit_weights(self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None]) -> CheckpointRef:
         """The same for weights without state of the optimizer; only the newest are kept. Returns where they are."""
         weights = self._commit(done, begun, records, only_weights=True)
         checkpoint_files.remove_other_weights(weights)
@@ -601,6 +670,7 @@ class RunRecorder:
         self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None], *, only_weights: bool = False
     ) -> CheckpointRef:
         written = [record for record in records if record is not None]
+        followed = self.followed.as_json(done) if self.followed is not None else None
         try:
             for record in written:
                 if not begun.has_file(record.file):
@@ -613,7 +683,7 @@ class RunRecorder:
                 begun,
                 written,
                 steps_done=done,
-                contract=self.request.contract,
+                contract=self.request.contract if followed is None else {**self.request.contract, VALIDATED: followed},
                 metrics=self._last_loss_and_norm,
                 only_weights=only_weights,
             )

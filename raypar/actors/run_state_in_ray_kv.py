@@ -11,7 +11,7 @@ import pickle
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -20,7 +20,7 @@ from ray import cloudpickle
 from raypar.actors.messages import WorkerHello
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.errors import ClusterError
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 from raypar.plan import ParallelPlan
 from raypar.ray_compat.key_value_store import kv_delete, kv_get, kv_list, kv_put
 
@@ -148,10 +148,20 @@ class Journal:
         """The steps after which validations are stored, ascending; those of the last `KEPT_STEPS` steps."""
         return sorted(self._numbers("validation"))
 
-    def validation(self, done: int) -> dict[str, Json] | None:
+    def load_validation(self, done: int) -> dict[str, Json] | None:
         """The metrics line given to `store_validation`; None if the journal does not have it."""
         value = kv_get(f"{self.prefix}validation/{done}")
         found: dict[str, Json] | None = None if value is None else pickle.loads(value)
+        return found
+
+    def store_validated(self, values: Mapping[int, float]) -> None:
+        """Store the values of the metric that the learning rates follow, of all validations so far."""
+        kv_put(f"{self.prefix}validated", pickle.dumps(values), overwrite=True)
+
+    def validated(self) -> dict[int, float]:
+        """What was given to `store_validated` last."""
+        value = kv_get(f"{self.prefix}validated")
+        found: dict[int, float] = {} if value is None else pickle.loads(value)
         return found
 
     # -- lines that a full disk does not take (`jsonl_file.LineBackupStore`) ---------------------------------------------------

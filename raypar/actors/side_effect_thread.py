@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from raypar.actors.background_tasks import BackgroundTasks
-from raypar.actors.event_feed import EventFeed
+from raypar.actors.events_for_client import EventFeed
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_state_in_ray_kv import DriverReplaced
 from raypar.elastic import events as on
@@ -87,7 +87,7 @@ class SideEffectThread:
         self.feed.tell(event)
         self.aside(self.recorder.note, event)
 
-    def seen(self, event: on.RunEvent) -> on.RunEvent:
-        """The event of a side effect, after the recorder's lines about the side effect were sent to the client."""
+    def after_telling_client(self, event: on.RunEvent) -> on.RunEvent:
+        """Send the client the recorder's lines about a side effect; returns the side effect's event."""
         self.feed.pass_on(self.recorder.new_events())
         return event

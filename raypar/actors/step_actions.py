@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from raypar.actors.background_tasks import BackgroundTasks
-from raypar.actors.event_feed import EventFeed
+from raypar.actors.events_for_client import EventFeed
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.messages import StepCall
 from raypar.actors.run_recorder import RunRecorder
@@ -54,7 +54,12 @@ class StepActions:
         step, generation = action.step, self.machine.membership.generation
         samples = self.reports.samples
         cursors = samples is not None and samples.wants_cursors(step)
-        call = StepCall(generation, step, step in self.traced_steps, action.into_mirror, cursors).to_bytes()
+        try:
+            validated = self.reports.validated_before(step)
+        except RayparError as error:
+            self.tasks.post(on.CallFailed("error", error))
+            return
+        call = StepCall(generation, step, step in self.traced_steps, action.into_mirror, cursors, validated).to_bytes()
         self.step_calls += len(self.machine.membership.members)
         self.calls.call_all(
             lambda w: w.step.remote(call),
@@ -66,7 +71,7 @@ class StepActions:
         step, samples = action.step, self.reports.samples
         self.reports.mark_committed(step)
         if samples is not None:
-            self.side_effects.aside(samples.write, step, samples.record(step))
+            self.side_effects.aside(samples.write, samples.record(step))
         facts = {"time": time.time(), **self.reports.merged_report(step)}
         self.side_effects.perform(lambda: self.journal.commit(step, facts), lambda _: on.StepJournalled(step))
 
@@ -76,7 +81,7 @@ class StepActions:
         reports, fresh = self.reports.take_reports(step), step == self.generations.first_step
         self.side_effects.perform(
             lambda: self.recorder.record_step(step, reports, fresh=fresh),
-            lambda stop: self.side_effects.seen(on.StepEmitted(step, stop)),
+            lambda stop: self.side_effects.after_telling_client(on.StepEmitted(step, stop)),
         )
         self.generations.prepare_for_loss()  # after a step: the first one is not delayed
 
@@ -92,11 +97,21 @@ class StepActions:
         )
 
     def emit_validation(self, action: do.EmitValidation, reason: str) -> None:
-        """Write the validation loss and call the callbacks."""
+        """Write the validation loss and call the callbacks; before that keep the value that the learning rates follow."""
         done, found = action.done, list(self.reports.validations.values())
+        try:
+            values = self.reports.follow_validation(done, self.recorder.request.validation_batching)
+        except RayparError as error:
+            self.tasks.post(on.CallFailed("error", error))
+            return
+
+        def record() -> tuple[str | None, bool]:
+            if values:
+                self.journal.store_validated(values)
+            return self.recorder.record_validation(done + action.number, found)
+
         self.side_effects.perform(
-            lambda: self.recorder.record_validation(done + action.number, found),
-            lambda outcome: self.side_effects.seen(on.ValidationEmitted(done, *outcome)),
+            record, lambda outcome: self.side_effects.after_telling_client(on.ValidationEmitted(done, *outcome))
         )
 
     def abort_groups(self, action: do.AbortGroups, reason: str) -> None:
@@ -128,8 +143,9 @@ class StepActions:
             return
         before, found = difference
         if doubted:
+            kept = self.reports.clause_on_learning_rates_after_wrong_step(step)
             self.side_effects.note(
-                RunWarning(text=f"step {step + 1}: (loss, norm) {before} was seen, {found} is right from now on")
+                RunWarning(text=f"step {step + 1}: (loss, norm) {before} was seen, {found} is right from now on{kept}")
             )
             self.reports.outcomes[step] = found
         else:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from raypar.actors.plan_cache import PlanCache
-from raypar.actors.sample_journal import SampleJournal
+from raypar.actors.stream_sample_journal import SampleJournal
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.worker_protocol import WorkerStatus
-from raypar.plan.microbatches import VoteResult
+from raypar.errors import DataError, RayparError
+from raypar.job.lr_schedule_metric import FollowedMetric
+from raypar.plan.microbatches import Microbatches, mean_loss, mean_loss_by_set
+from raypar.plan.vote_result import VoteResult
+from raypar.plan.wording import after_steps
+from raypar.record.metric_names import series_of_validation
 
 Report = dict[str, Any]
 """A worker's report of one step: loss, norm, count, seconds and costs."""
@@ -20,13 +25,24 @@ Report = dict[str, Any]
 KEPT_OUTCOMES = 100_000
 """Number of the last steps whose results are kept to compare them with a replay; more would fill the driver's memory."""
 
+LEAST_DATA_WAIT = 0.01
+"""Shares of a step below this are not written down as waiting for samples."""
+
 
 class StepReports:
     """The reports of workers, by step (from 0) and rank."""
 
-    def __init__(self, machine: RunMachine, plans: PlanCache, samples: SampleJournal | None = None) -> None:
+    def __init__(
+        self,
+        machine: RunMachine,
+        plans: PlanCache,
+        samples: SampleJournal | None = None,
+        followed: FollowedMetric | None = None,
+    ) -> None:
         self.samples = samples
         """The journal of the samples of streams; None for a map-style data set."""
+        self.followed = followed
+        """The metric that the learning rates follow, with its values; None: they follow none."""
         self.machine = machine
         """Knows the members and the plan."""
         self.plans = plans
@@ -54,7 +70,8 @@ class StepReports:
             rank = machine.membership.members.index(number)
             self._open[step][rank] = report
             microbatches = self.plans.passes(machine.membership.plan)[rank] if machine.membership.plan is not None else 0
-            busy_s = report["busy_seconds"] / microbatches if microbatches else None
+            # A worker that reads slowly is slow, too: its disk, or its machine's other users.
+            busy_s = (report["busy_seconds"] + report.get("read_seconds", 0.0)) / microbatches if microbatches else None
         cost, digest = report["mirror_seconds"], report["digest"]
         return on.StepReported(number, step, report["seconds"], generation, cost, digest, busy_s)
 
@@ -63,6 +80,36 @@ class StepReports:
         if generation == self.machine.membership.generation:
             self.validations[number] = report
         return on.ValidationReported(number, done, generation)
+
+    def validated_before(self, step: int) -> float | None:
+        """The value of the metric that the learning rates follow, in the validation directly before a step; None if there was
+        none, or they follow none. Raises `RayparError` if it is not known."""
+        followed = self.followed
+        if followed is None:
+            return None
+        if followed.lacks(step):
+            raise RayparError(
+                f"the learning rate of step {step + 1} follows {followed.name}, and its value {after_steps(step)} was lost "
+                "with a driver",
+                cure="`raypar resume` goes on from the last checkpoint",
+            )
+        return followed.values.get(step)
+
+    def follow_validation(self, done: int, batching: Microbatches | None) -> dict[int, float]:
+        """Take the value that the learning rates follow from the reports of the validation after `done` steps; returns all
+        values so far, and none if they follow none. Raises `ConfigError` if the validation has not measured it."""
+        if self.followed is None:
+            return {}
+        *_, measured = merge_validation_reports(batching, self.validations.values())
+        self.followed.add(done, measured)
+        return dict(self.followed.values)
+
+    def clause_on_learning_rates_after_wrong_step(self, step: int) -> str:
+        """What becomes of validations after a step whose result was wrong, for its line; empty if the learning rates follow
+        none of them."""
+        if self.followed is None or max(self.followed.values, default=0) <= step:
+            return ""
+        return f"; the learning rates go on with the values of {self.followed.name} that validations after it have found"
 
     def new_warnings(self, report: Report) -> list[str]:
         """The warnings in a worker's report that no worker has given before."""
@@ -77,8 +124,15 @@ class StepReports:
         """
         for step, vote_result in status.vote_results.items():
             if step >= self.machine.progress.journalled:
-                self._open[step] = {0: reconstruct_lost_report(vote_result)}
+                known = [vote_result.lr, *(one.get("lr") for one in self._open.get(step, {}).values())]
+                lr = next((rate for rate in known if rate is not None), None)
+                self._open[step] = {0: {**reconstruct_lost_report(vote_result), "lr": lr}}
         return status
+
+    def note_samples(self, status: WorkerStatus) -> DataError | None:
+        """Take what a worker says of the samples of the last steps, which a former driver may not have written. The error for
+        other samples than were read before."""
+        return self.samples.note_digests(status.samples) if self.samples is not None else None
 
     def mark_committed(self, step: int) -> None:
         """Mark a step as committed and not yet seen.
@@ -110,6 +164,18 @@ class StepReports:
         self._open.clear()
 
 
+def merge_validation_reports(batching: Microbatches | None, reports: Iterable[Report]) -> tuple[float, float, dict[str, float]]:
+    """(loss, count of its terms, name -> value of all that was measured), from all workers' reports of a validation.
+
+    The loss is the sum over the microbatches, in their order, divided by the count.
+    """
+    reports = list(reports)
+    losses = {m: pair for report in reports for m, pair in report["losses"].items()}
+    metrics = {name: value for report in reports for name, value in report.get("metrics", {}).items()}
+    loss, count = mean_loss(losses)
+    return loss, count, series_of_validation(loss, mean_loss_by_set(batching, losses), metrics)
+
+
 def loss_and_grad_norm_of_step(reports: Mapping[int, Report]) -> tuple[float, float]:
     """(loss, norm) of a step, which are the same in the reports of all workers."""
     report = next(iter(reports.values()))
@@ -123,6 +189,7 @@ def merge_reports(reports: Mapping[int, Report]) -> Report:
         return {key: value for key, value in one.items() if key not in ("spans", "ledger")}
     longest = max(r["seconds"] for r in reports.values())
     metrics = {name: value for r in reports.values() for name, value in r.get("metrics", {}).items()}
+    data_wait = round(max(r.get("read_seconds", 0.0) for r in reports.values()) / longest, 3) if longest else 0.0
     return {
         **{key: one[key] for key in ("loss", "norm", "count", "skipped")},
         "lr": next((lr for r in reports.values() if (lr := r.get("lr")) is not None), None),
@@ -131,11 +198,12 @@ def merge_reports(reports: Mapping[int, Report]) -> Report:
         "busy_shares": [round(reports[rank]["busy_seconds"] / longest, 3) for rank in sorted(reports)] if longest else [],
         "peak_rss_bytes": [reports[rank]["peak_rss_bytes"] for rank in sorted(reports)],
         "workers": len(reports),
+        **({"data_wait": data_wait} if data_wait >= LEAST_DATA_WAIT else {}),
         **({"metrics": metrics} if metrics else {}),
     }
 
 
 def reconstruct_lost_report(outcome: VoteResult) -> Report:
-    """A report of a step that a worker has applied and whose own reports were lost: loss, norm and count only."""
-    known = {"loss": outcome.loss, "norm": outcome.norm, "count": outcome.count, "skipped": outcome.skipped}
+    """A report of a step that a worker has applied and whose own reports were lost: loss, norm, count, learning rate only."""
+    known = {"loss": outcome.loss, "norm": outcome.norm, "count": outcome.count, "skipped": outcome.skipped, "lr": outcome.lr}
     return {**known, "seconds": 0.0, "busy_seconds": 0.0, "peak_rss_bytes": 0, "spans": [], "ledger": {}}

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from raypar.actors.messages import RunRequest
 from raypar.draw.chrome_trace import chrome_trace
-from raypar.draw.swimlane_data import swimlane_data
+from raypar.draw.swimlane_data_in_traces import swimlane_data
 from raypar.draw.swimlane_svg import swimlanes_svg
 from raypar.files.atomic_write import replace_file_atomically
+from raypar.plan.wording import count_noun
 from raypar.record.folder import SWIMLANE, TRACE
 from raypar.schedule.data_flow import message_routes
 from raypar.schedule.step_timeline import Timeline
@@ -28,7 +29,7 @@ def write_step_timeline_files(request: RunRequest, step: int, spans: Rows, nodes
     panels = [("predicted before the run", predicted), (f"measured: step {step}", measured)]
     routes = message_routes(request.crossing)
     folder = Path(request.folder)
-    workers = f"{request.plan.world} workers = {request.plan.describe()}"
+    workers = f"{count_noun(request.plan.world, 'worker')} = {request.plan.describe()}"
     title = f"{request.run}: {workers}, schedule {request.schedule_name}, {request.batching.count} microbatches"
     replace_file_atomically(folder / SWIMLANE, swimlanes_svg(panels, title=title, routes=routes).encode())
     trace = chrome_trace(measured, nodes=list(nodes), name=request.run)

@@ -7,8 +7,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from raypar.actors.actor_handles import WorkerHandle
-from raypar.actors.event_feed import EventFeed
+from raypar.actors.actor_handle_types import WorkerHandle
+from raypar.actors.events_for_client import EventFeed
 from raypar.actors.messages import RunRequest
 from raypar.actors.worker_calls import WorkerCalls
 from raypar.actors.worker_pool import WorkerPool

@@ -8,6 +8,7 @@ step runs. Failures are returned as values (`CallFailure`), so that they arrive 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import signal
@@ -30,8 +31,8 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.worker_protocol import GenerationGuard, StaleGeneration, WorkerStatus
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
 from raypar.fences.fence import send_warnings_to
-from raypar.plan.microbatches import VoteResult
 from raypar.plan.pieces import AdoptDescription
+from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import after_steps
 from raypar.storage.filesystems import register_pickled_filesystems
 from raypar.user_code.user_code_errors import error_text
@@ -156,6 +157,7 @@ class WorkerActor:
 
             from raypar.actors.numerics_fingerprint import fingerprint_worker_numerics
             from raypar.worker.backend import make_backend
+            from raypar.worker.data.stream_feed_process import StreamFeedJob, StreamFeedProcess, socket_name
             from raypar.worker.elastic_worker import ElasticWorker
             from raypar.worker.process.torch_state_guard import TorchStateGuard
             from raypar.worker.process_warm_up import warm_up_process
@@ -173,7 +175,14 @@ class WorkerActor:
         self.backend.check_precision(self.spec.precision)
         self.endpoint = self.backend.listen(host, self.credential)
         guard.accept()
-        self.core = core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
+        stream_process = None
+        if self.spec.data.streams is not None and self.spec.data.processes and self.spec.forward_passes is None:
+            key = socket_name(self.credential.secret, ray.get_runtime_context().get_node_id())
+            told = StreamFeedJob(self.pickled_spec, key, self.filesystems)
+            stream_process = StreamFeedProcess(told, self.spec.data.label)
+        self.core = core = WorkerCore(
+            self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S, stream_process=stream_process
+        )
         self.elastic_worker = ElasticWorker(core, self.number)
         self.generation_guard = GenerationGuard(self.number, self.elastic_worker)
         warm_up_process(core, data=joining)
@@ -191,7 +200,7 @@ class WorkerActor:
         """Connect to the other workers of `generation`, exchange state with them, build this worker's stages."""
 
         def build() -> AdoptDescription | None:
-            from raypar.comm.transport import run_routine
+            from raypar.comm.routine import run_routine
             from raypar.worker.process.allocator_and_garbage_collector import freeze_existing_objects, return_unused_memory
 
             self.generation_guard.enter_generation(generation, f"generation {generation} begins")
@@ -229,11 +238,13 @@ class WorkerActor:
 
         After a failure every later step of the generation fails too.
         """
-        from raypar.comm.transport import run_routine
+        from raypar.comm.routine import run_routine
 
         asked = StepCall.from_bytes(call)
         core, elastic_worker = self._loaded
-        core.reports_cursors = asked.cursors
+        core.note_cursors(asked.cursors)
+        if asked.validated is not None:
+            core.validated[asked.step] = asked.validated
         elastic_worker.trace, self.step_thread_id = asked.trace, threading.get_native_id()
         routine = self.generation_guard.step(asked.generation, asked.step, asked.into_mirror)
         report = self._run_call(f"in step {asked.step + 1}", lambda: run_routine(routine, core.step_timeout_s))
@@ -245,19 +256,24 @@ class WorkerActor:
     @ray.method(concurrency_group="step")
     def validate(self, generation: int, done: int, number: int = 0) -> Report | CallFailure:
         """One validation pass: a `ValidationReport` as a dict, or `CallFailure`. `number`: see `elastic.actions.Validate`."""
-        from raypar.comm.transport import run_routine
+        from raypar.comm.routine import run_routine
 
         core, elastic_worker = self._loaded
         elastic_worker.pass_number = number
         return self._run_call(
-            f"in the validation {after_steps(done)}",
+            core.name_of_pass(done),
             lambda: vars(run_routine(self.generation_guard.validate(generation), core.step_timeout_s)),
         )
 
     @ray.method(concurrency_group="step")
     def report_status(self, generation: int) -> WorkerStatus | CallFailure:
         """This worker's status (`elastic.worker_protocol.WorkerStatus`), after its calls in progress have ended."""
-        return self._run_call("saying where it stands", lambda: self.generation_guard.report_status(generation))
+
+        def status() -> WorkerStatus:
+            read = self.core.digests_of_streams() if self.core is not None else {}
+            return dataclasses.replace(self.generation_guard.report_status(generation), samples=read)
+
+        return self._run_call("saying where it stands", status)
 
     @ray.method(concurrency_group="step")
     def apply_kept_gradients(self, generation: int, step: int, vote_result: VoteResult) -> WorkerStatus | CallFailure:
@@ -285,15 +301,16 @@ class WorkerActor:
         return self._run_call(WRITING, core.save_result)
 
     @ray.method(concurrency_group="ctl")
-    def ping(self) -> tuple[int, str, bool, float, bool]:
+    def ping(self) -> tuple[int, str, bool, float, int | None]:
         """(steps done, what the worker does, whether it has to leave, seconds that its step thread has waited for a processor,
-        whether it is reading samples).
+        how many samples of streams it has read to find a place if it is reading samples, else None).
 
         A ping also tells the worker that its driver lives.
         """
         self.heard_s = time.monotonic()
         reading = any(reads_samples(thread) for thread in list(self.calls))
-        return self._done, self.doing, self.leaving, thread_cpu_wait_s(self.step_thread_id), reading
+        skipped = self.core.samples_skipped if reading and self.core is not None else None
+        return self._done, self.doing, self.leaving, thread_cpu_wait_s(self.step_thread_id), skipped
 
     @ray.method(concurrency_group="ctl")
     def activity(self) -> str:

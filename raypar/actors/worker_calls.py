@@ -11,16 +11,16 @@ from typing import TypeVar
 
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
-from raypar.actors.actor_handles import PendingAnswer, Ping, WorkerHandle
+from raypar.actors.actor_handle_types import PendingAnswer, Ping, WorkerHandle
 from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_for_answers
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.messages import CallFailure
-from raypar.actors.worker_failures import WorkerFailures, describe_seat
+from raypar.actors.worker_failures import WorkerFailures, describe_seat_or_number
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import gather_answers_within
 from raypar.elastic import events as on
+from raypar.elastic.due_work_rules import MAX_OPEN_STEPS
 from raypar.elastic.run_machine import RunMachine
-from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import ClusterError, CommError, error_first_line
 from raypar.ray_compat.actor_errors import memory_monitor_kill_error
 
@@ -92,7 +92,7 @@ class WorkerCalls:
             if answer is UNANSWERED:
                 self.post_answer(number, generation, ref, event)
             elif isinstance(answer, Raised):
-                self._post(number, generation, self._failure(describe_seat(seats, number), answer.error), event)
+                self._post(number, generation, self._failure(describe_seat_or_number(seats, number), answer.error), event)
             else:
                 self._post(number, generation, answer, event)
 
@@ -157,7 +157,7 @@ class WorkerCalls:
         try:
             return await ref
         except Exception as error:
-            return self._failure(describe_seat(seats, number), error)
+            return self._failure(describe_seat_or_number(seats, number), error)
         finally:
             self._asked[number] -= 1
 

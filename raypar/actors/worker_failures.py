@@ -1,71 +1,22 @@
-"""Makes the events about workers that have failed, with whether a death was to be expected; recognises the loss of a node."""
+"""Makes the events about workers that have failed, with whether a death was to be expected."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from raypar.actors.plan_cache import PlanCache
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import NodeLost, OutOfMemory, WorkerLost
 from raypar.plan import ParallelPlan
-from raypar.plan.wording import format_worker_numbers
 from raypar.ray_compat.actor_errors import worker_lost_error
-from raypar.record.events import NodeLoss
-
-TOGETHER_S = 10.0
-"""Losses within this time count as one event: of some workers only silence shows that they are lost."""
-NOTICED_S = 90.0
-"""How long after a worker its node may be reported dead: Ray takes up to a minute to notice that."""
-
-
-class NodeLossTracker:
-    """Collects the losses of workers by node."""
-
-    def __init__(self) -> None:
-        self._lost: dict[str, dict[int, float]] = {}
-        """Node -> worker -> time of its loss, for nodes whose loss has not been reported."""
-
-    def lost(self, worker: int, node: str, left: Collection[int], with_node: bool, now_s: float) -> NodeLoss | None:
-        """The node-lost event, if this was the node's last worker and the node is gone with it.
-
-        `left`: the node's workers that are still there; `with_node`: Ray says that the node has died. If Ray does not say so,
-        several workers must have been lost together: a single one may have died alone.
-        """
-        lost = self._lost.setdefault(node, {})
-        lost[worker] = now_s
-        together = sorted(number for number, at_s in lost.items() if now_s - at_s < TOGETHER_S)
-        if left or not (with_node or len(together) > 1):
-            return None
-        del self._lost[node]
-        if with_node:
-            return node_loss_event(node, f"node {node[:8]} is lost, with {format_worker_numbers(together)}", together)
-        return node_loss_event(
-            node, f"no worker is left on node {node[:8]}: {format_worker_numbers(together)} were lost together", together
-        )
-
-    def died(self, node: str, now_s: float) -> NodeLoss | None:
-        """The node-lost event of a node that Ray's node table lists as dead, often long after its workers were lost.
-
-        None if no worker was lost with the node, or if its loss was reported before.
-        """
-        with_it = sorted(number for number, at_s in self._lost.pop(node, {}).items() if now_s - at_s < NOTICED_S)
-        if not with_it:
-            return None
-        return node_loss_event(node, f"node {node[:8]} is lost, with {format_worker_numbers(with_it)}", with_it)
-
-
-def node_loss_event(node: str, text: str, workers: Collection[int]) -> NodeLoss:
-    """The node-lost event, with its text and facts."""
-    return NodeLoss(text=text, node=node[:8], workers=list(workers))
-
 
 Seats = tuple[ParallelPlan | None, Sequence[int]]
 """A plan, and by rank the worker in each seat."""
 
 
-def describe_seat(seats: Seats, number: int) -> str:
+def describe_seat_or_number(seats: Seats, number: int) -> str:
     """The worker's seat in words, or its number if it has none."""
     plan, members = seats
     return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
@@ -94,7 +45,7 @@ class WorkerFailures:
 
     def coordinate(self, number: int) -> str:
         """The worker's seat in words, or its number if it has no seat."""
-        return describe_seat(self.seats(), number)
+        return describe_seat_or_number(self.seats(), number)
 
     def lost_error(self, who: str, error: Exception) -> WorkerLost:
         """The error for a worker (`who`: its seat in words) whose call or ping ended with Ray's `RayActorError`."""

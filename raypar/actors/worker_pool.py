@@ -14,13 +14,13 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypar.actors.actor_handles import WorkerHandle, kill_actor
+from raypar.actors.actor_handle_types import WorkerHandle, kill_actor
 from raypar.actors.cluster_info import max_workers_per_node
 from raypar.actors.worker_actor import make_worker_actor_class
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.errors import ClusterError
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 from raypar.plan.wording import format_worker_numbers, word_form
 from raypar.ray_compat.autoscaler import has_autoscaler
 from raypar.ray_compat.nodes import placement_group_of

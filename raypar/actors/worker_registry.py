@@ -14,18 +14,19 @@ from typing import Protocol, TypeVar
 
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
-from raypar.actors.actor_handles import PendingAnswer, Ping, WorkerHandle
+from raypar.actors.actor_handle_types import PendingAnswer, Ping, WorkerHandle
 from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, Unanswered, wait_for_answers
 from raypar.actors.cluster_info import list_live_and_dead_nodes, list_live_node_resources, zones_of_nodes
 from raypar.actors.liveness_connection import LivenessConnections
-from raypar.actors.membership_event_text import WorkerFacts
 from raypar.actors.messages import CallFailure, WorkerHello
+from raypar.actors.node_loss import NodeLossTracker
 from raypar.actors.run_state_in_ray_kv import Journal
-from raypar.actors.worker_failures import NodeLossTracker, WorkerFailures
+from raypar.actors.worker_and_generation_events import WorkerFacts
+from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_pool import WorkerPool
 from raypar.elastic import events as on
 from raypar.elastic.deadlines import CpuWaitDeadlineExtension
-from raypar.elastic.placement_constraints import FlappingNodes, SuspectNodes
+from raypar.elastic.suspect_nodes import FlappingNodes, SuspectNodes
 from raypar.errors import ClusterError
 from raypar.ray_compat.actor_errors import keep_death_reasons, memory_monitor_kill_error
 from raypar.ray_compat.nodes import list_draining_nodes
@@ -108,8 +109,10 @@ class WorkerRegistry:
         """Node -> its availability zone, of nodes with such a label."""
         self._answered_s: dict[int, float] = {}
         """Worker -> time of its last answer, of workers that have not been dismissed."""
-        self._reading: set[int] = set()
-        """Workers that were reading samples when they last answered."""
+        self._reading: dict[int, int] = {}
+        """Workers that were reading samples when they last answered -> samples of streams read to find a place."""
+        self._searching: set[int] = set()
+        """Those that had read more of these than at the answer before."""
         self._drained: set[str] = set()
         """Nodes that were being drained: their death is expected."""
         self._reported_silent: set[int] = set()
@@ -216,7 +219,7 @@ class WorkerRegistry:
     def dismiss(self, number: int) -> None:
         """Kill a worker and return its CPU, in the background."""
         self._answered_s.pop(number, None)
-        self._reading.discard(number)
+        self._note_reading(number, None)
         self.liveness.drop(number)
         task = asyncio.ensure_future(asyncio.to_thread(self.pool.dismiss(number)))
         self._dismissing.add(task)
@@ -267,6 +270,18 @@ class WorkerRegistry:
     def reading_workers(self) -> frozenset[int]:
         """Workers that were reading samples when they last answered a ping."""
         return frozenset(self._reading)
+
+    def searching_workers(self) -> frozenset[int]:
+        """Those of them that read streams to find a place, and had come further since the answer before."""
+        return frozenset(self._searching)
+
+    def _note_reading(self, number: int, skipped: int | None) -> None:
+        """Keep whether a worker reads samples, and whether it comes further in finding a place."""
+        before = self._reading.pop(number, None)
+        if skipped is not None:
+            self._reading[number] = skipped
+        further = skipped is not None and before is not None and skipped > before
+        (self._searching.add if further else self._searching.discard)(number)
 
     def ended_workers(self) -> frozenset[int]:
         """Workers among `unheard_workers` whose process or machine is gone."""
@@ -342,8 +357,8 @@ class WorkerRegistry:
         if isinstance(answer, Raised):
             self._report_failed_ping(number, answer.error)
             return
-        _, _, leaving, waited_s, reading = answer
-        (self._reading.add if reading else self._reading.discard)(number)
+        _, _, leaving, waited_s, skipped = answer
+        self._note_reading(number, skipped)
         now = self._answered_s[number] = time.monotonic()
         self.cpu_wait.report(number, waited_s, now)
         if number in self._reported_silent:

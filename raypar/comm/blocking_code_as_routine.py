@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from raypar.comm.transport import Handle, Routine, RoutineWait, RoutineWork, drive_routine, run_routine, wait_named
+from raypar.comm.routine import Routine, RoutineWait, RoutineWork, drive_routine, run_routine
+from raypar.comm.transport import Handle, wait_named
 from raypar.errors import GroupAborted
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ T = TypeVar("T")
 _RUNNING = threading.local()
 
 
-def wait_for(handle: Handle, what: str, timeout_s: float | None = None) -> None:
+def wait_for_handle(handle: Handle, what: str, timeout_s: float | None = None) -> None:
     """Wait until `handle` is done; inside `as_routine`, let other routines run meanwhile.
 
     Raises the error of the operation. A time-out names `what`.
@@ -34,7 +35,7 @@ def wait_for(handle: Handle, what: str, timeout_s: float | None = None) -> None:
 
 
 def as_routine(work: Callable[[], Any]) -> Routine[T]:
-    """The routine that runs `work` to its end and yields at each `wait_for` in it.
+    """The routine that runs `work` to its end and yields at each `wait_for_handle` in it.
 
     `work` has a state of torch's CPU generator of its own, as it would have in a process of its own.
     """

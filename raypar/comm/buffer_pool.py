@@ -24,7 +24,7 @@ SMALL_BLOCK_BYTES = 32 << 10
 """Tensors below this size are allocated as usual: the C library keeps such small blocks itself."""
 
 
-def as_aligned(tensor: Tensor) -> Tensor:
+def aligned_contiguous(tensor: Tensor) -> Tensor:
     """The tensor itself if it is contiguous and 64-byte aligned, as new tensors are; else a copy that is both.
 
     MKL chooses its kernels by the address: products of the same numbers at an unaligned address may differ in their last bits.

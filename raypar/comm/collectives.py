@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU, BufferPool
-from raypar.comm.nonblocking_operation import OperationPhase, PhasedOperation, Phases, PostedMessage
-from raypar.comm.tensor_layout import layout_of, message_of
+from raypar.comm.phased_operation import OperationMessage, OperationPhase, PhasedOperation, Phases
+from raypar.comm.sent_tensor_layout import layout_of, message_of
 from raypar.comm.transport import (
     CommunicationLedger,
     check_collective_group,
@@ -85,11 +85,11 @@ class MessageBasedTransport(ABC):
     # -- what a transport provides
 
     @abstractmethod
-    def post_send(self, message: PostedMessage) -> None:
+    def post_send(self, message: OperationMessage) -> None:
         """Start sending; `message.complete()` once the tensor may be changed. Never blocks."""
 
     @abstractmethod
-    def post_recv(self, message: PostedMessage) -> None:
+    def post_recv(self, message: OperationMessage) -> None:
         """Start receiving into `message.tensor`, or into a fresh tensor put there. Never blocks."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ from torch import Tensor
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.collectives import ALIGN, even_slices
 from raypar.comm.transport import FAST_REDUCTION_CHANNELS, Handle, Transport
-from raypar.plan.microbatches import TreeNode, addition_tree_children, fold_tree
+from raypar.plan.addition_tree import TreeNode, addition_tree_children, fold_tree
 from raypar.torch_compat.multi_tensor import copy_all
 
 SubtreeSums = Mapping[TreeNode, Sequence[Tensor | None] | Mapping[int, Tensor | None]]

@@ -32,10 +32,11 @@ from raypar.comm.gradient_buckets import (
     SubtreeSums,
     bucket_layouts,
 )
+from raypar.comm.routine import Routine, RoutineWait
 from raypar.comm.shared_memory import NO_ADDRESS, SharedMemoryBlock, open_shared_memory
-from raypar.comm.transport import Handle, Routine, RoutineWait, Transport
+from raypar.comm.transport import Handle, Transport
 from raypar.errors import CommError
-from raypar.plan.microbatches import covering_nodes, fold_tree
+from raypar.plan.addition_tree import covering_nodes, fold_tree
 
 BUCKET_BYTES = 2 << 20
 """Small enough that the last bucket, which nothing hides, is short; from 0.5 to 8 MB the step time hardly changes."""

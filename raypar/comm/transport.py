@@ -3,20 +3,15 @@
 Written for asynchronous devices: operations return a `Handle` at once. Their buffers must stay alive until the operation is
 done, and until then nobody may write to what is sent or read what is received. Nothing but a wait makes the host wait for a
 device.
-
-Code that must run both under real transports and under the cooperative scheduler is written as a *routine*: a generator
-that posts operations by plain calls and yields `RoutineWait` where it cannot go on (and `RoutineWork` before work that takes
-time). `run_routine` runs one on a real transport; `comm.local_transport.CooperativeScheduler` interleaves many on a virtual
-clock.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -45,9 +40,6 @@ class CommunicatorKey:
         if self.operation == "message":
             return f"messages {self.members[0]} -> {self.members[1]}"
         return f"{self.operation} of {','.join(map(str, self.members))} channel {self.channel}"
-
-
-T = TypeVar("T")
 
 
 class Handle(Protocol):
@@ -98,7 +90,7 @@ class Transport(Protocol):
         """Post a send of a contiguous tensor; messages of one (source, destination) pair match by tag, tags may overtake.
 
         A message says whether its tensor requires a gradient. `keep_layout`: the tensor may have any strides, and a receive
-        without `out` gives a tensor with its strides and its place modulo 64 bytes (`comm.tensor_layout`).
+        without `out` gives a tensor with its strides and its place modulo 64 bytes (`comm.sent_tensor_layout`).
         """
 
     def recv(self, out: Tensor | None, *, source: int, tag: int) -> Handle:
@@ -134,77 +126,6 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release sockets, threads and memory; idempotent; pending calls are aborted."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoutineWait:
-    """Yielded by a routine that cannot go on before `handle` is done."""
-
-    handle: Handle
-    what: str
-    """The operation, in time-out messages."""
-    on_stream: bool = False
-    """Only the caller's stream has to wait (`Handle.wait_on_stream`)."""
-
-
-@dataclass(slots=True)
-class RoutineWork:
-    """Yielded by a routine just before it computes, so that a scheduler can advance its clock."""
-
-    instruction: object
-    """What it computes; its text names it in traces."""
-    cost_ms: float = 0.0
-    """Advance of the virtual clock; `run_routine` ignores it."""
-
-
-Routine = Generator[RoutineWait | RoutineWork, None, T]
-
-
-def run_routine(routine: Routine[T], timeout_s: float | None = None) -> T:
-    """Run a routine to its end on real transports; each single wait is bounded by `timeout_s`."""
-
-    def block(operation: RoutineWait | RoutineWork) -> None:
-        if isinstance(operation, RoutineWait):
-            wait_named(operation.handle, operation.what, timeout_s, on_stream=operation.on_stream)
-
-    return drive_routine(routine, block)
-
-
-def drive_routine(routine: Routine[T], do: Callable[[RoutineWait | RoutineWork], None]) -> T:
-    """Run a routine to its end, calling `do` with everything that it yields.
-
-    An error of `do` is raised inside the routine, at its `yield`, so that the routine can clean up.
-    """
-    failed: Exception | None = None
-    while True:
-        try:
-            operation = next(routine) if failed is None else routine.throw(failed)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        failed = None
-        try:
-            do(operation)
-        except Exception as error:
-            failed = error
-
-
-def interleave_with_routine(routine: Routine[T], between: Callable[[], None]) -> Routine[T]:
-    """The same routine, with a call of `between` before each of its waits and computations.
-
-    An error of a wait is raised inside `routine`, as `drive_routine` does.
-    """
-    failed: Exception | None = None
-    while True:
-        try:
-            operation = next(routine) if failed is None else routine.throw(failed)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        failed = None
-        between()
-        try:
-            yield operation
-        except Exception as error:
-            failed = error
 
 
 def generation_over_error(reason: str) -> GroupAborted:

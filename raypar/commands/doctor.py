@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
     from functools import partial
 
-    from raypar.doctor.checks import examine
+    from raypar.doctor.checks import run_checks
     from raypar.doctor.finding import findings_as_json, format_findings, has_failures
     from raypar.doctor.gather import gather_facts
     from raypar.files.redact_secrets import redact_text, secrets_of_environment
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     run_dir = parse_storage_location(args.run_dir, "--run-dir") or check_local_path(args.run_dir, "--run-dir")
     address = args.address or os.environ.get("RAY_ADDRESS") or None
     clean = partial(redact_text, known=secrets_of_environment(os.environ))
-    found = examine(vars(gather_facts(run_dir, address, os.environ)))
+    found = run_checks(vars(gather_facts(run_dir, address, os.environ)))
     findings = [replace(finding, text=clean(finding.text)) for finding in found]
     print(findings_as_json(findings) if args.json else format_findings(findings))
     return 1 if has_failures(findings) else 0

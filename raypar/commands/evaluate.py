@@ -6,7 +6,7 @@ import argparse
 import time
 
 from raypar.console.command_arguments import add_forward_arguments
-from raypar.user_code.interrupts_outside_training import stopped_before_training
+from raypar.user_code.stop_signals_outside_training import stopped_before_training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +22,9 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.json_stdout import json_stdout
     from raypar.job.read_job import parse_data_argument
     from raypar.launch.evaluate_run import describe_evaluation, evaluate_checkpoint
-    from raypar.launch.forward_run import Cluster, find_trained_run
+    from raypar.launch.forward_run import Cluster, find_trained_run, naming_argument
     from raypar.record.events import StartupStage
-    from raypar.storage.best_checkpoint import find_best_step_of_run
+    from raypar.storage.find_best_checkpoint import find_best_step_of_run
 
     with json_stdout(args.json) as out:
         console = EventPrinter(steps=0, as_json=args.json, start_s=start, out=out)
@@ -32,9 +32,16 @@ def run(args: argparse.Namespace) -> int:
         step = args.step if args.best is None else find_best_step_of_run(args.run, args.run_dir, args.best)
         found = find_trained_run(args.run, args.run_dir, step, args.overrides, console)
         console(StartupStage(stage="read", text=f"checkpoint {found.checkpoint}"))
-        facts = evaluate_checkpoint(
-            found.job, found.checkpoint, data, console, Cluster(args.address, args.local_nodes), batch_size=args.batch_size
-        )
+        with naming_argument(data, "--data"):
+            facts = evaluate_checkpoint(
+                found.job,
+                found.checkpoint,
+                data,
+                console,
+                Cluster(args.address, args.local_nodes),
+                batch_size=args.batch_size,
+                samples=args.samples,
+            )
         if not args.json:
             print(describe_evaluation(facts), file=out)
     return 0

@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
 
     from raypar.errors import ConfigError
     from raypar.example_jobs.write_example import list_examples, packages_to_install, write_example
-    from raypar.files.untrusted_files import repr_text
+    from raypar.files.printable_text import repr_text
     from raypar.storage.run_folder import check_local_path
 
     known = list_examples()

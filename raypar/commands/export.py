@@ -12,7 +12,7 @@ from functools import partial
 from raypar.console.command_arguments import add_best_argument, add_run_dir_argument
 from raypar.errors import ConfigError
 from raypar.launch.export_run import DTYPES, ExportRequest, FolderOptions, export_to_file, export_to_folder
-from raypar.storage.best_checkpoint import find_best_step_of_run
+from raypar.storage.find_best_checkpoint import find_best_step_of_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.launch.plan_to_show import find_plan_to_show
     from raypar.launch.steps_of_epochs import length_in_words, with_steps_of_epochs
     from raypar.planner.plan_report import plan_report, stage_balance_text
-    from raypar.planner.plan_search import predict_step
+    from raypar.planner.predicted_step import predict_step
     from raypar.schedule.data_flow import message_routes
 
     with json_stdout(args.json) as out:

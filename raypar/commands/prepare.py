@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     out = check_local_path(args.out, "--out")
     if out.suffix != ".bin" or not out.parent.is_dir() or out in files:
         raise ConfigError(f"cannot write --out {args.out}", cure="name a .bin file in a folder that exists")
-    from raypar.data.token_files import tokenize_files, write_tokens
+    from raypar.data.tokenize_text import tokenize_files, write_tokens
     from raypar.job import FunctionConfig
 
     make_importable(Path.cwd())

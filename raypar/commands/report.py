@@ -27,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.run_report import build_run_report
     from raypar.console.run_report_html import run_report_html
     from raypar.files.atomic_write import write_text_atomically
+    from raypar.files.printable_text import printable_text
     from raypar.files.redact_secrets import redact_text, secrets_of_environment
-    from raypar.files.untrusted_files import printable
     from raypar.launch.find_cluster_job import open_run_folder
 
     known = secrets_of_environment(os.environ)
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         now, clean = time.time(), partial(redact_text, known=known)
         files = read_report_files(folder, clean, known)
         report = build_run_report(read_status(folder, files.view, read_job_step_count(folder), now), files, now, clean)
-        page = printable(run_report_html(report))
+        page = printable_text(run_report_html(report))
     write_text_atomically(Path(out), page, cure="give --out a file you may write")
     print(f"report: {out} ({len(page.encode()) / 1000:,.0f} kB)")
     return 0

@@ -7,7 +7,7 @@ import contextlib
 import shlex
 
 from raypar.console.command_arguments import RUN_DIR, add_run_dir_argument, add_set_argument, add_training_arguments
-from raypar.user_code.interrupts_outside_training import stopped_before_training
+from raypar.user_code.stop_signals_outside_training import stopped_before_training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def resume(args: argparse.Namespace) -> int:
     from raypar.console.json_stdout import json_stdout
     from raypar.job.read_job import load_job_of_run
     from raypar.launch import raise_run_failure, resume_job
-    from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
+    from raypar.launch.run_of_submitted_job import choose_lasting_run_dir
     from raypar.launch.steps_of_epochs import length_in_words, with_steps_of_epochs
     from raypar.record.events import StartupStage
     from raypar.storage.run_folder import RunFolder

@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.json_stdout import json_stdout, json_text
     from raypar.console.run_table import RunRow, format_run_table, list_runs_in_folder
     from raypar.errors import ConfigError
+    from raypar.files.printable_text import printable_text
     from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
-    from raypar.files.untrusted_files import printable
     from raypar.launch.find_cluster_job import list_cluster_jobs
     from raypar.launch.job_server import connect_job_server, find_server_address
 
@@ -56,5 +56,5 @@ def run(args: argparse.Namespace) -> int:
             print(json_text(tree_without_certain_secrets([row.facts() for row in rows], known)), file=out)
         else:
             table = format_run_table(rows, now) if rows else f"no runs in {place}"
-            print(printable(redact_certain_secrets(table, known)), file=out)
+            print(printable_text(redact_certain_secrets(table, known)), file=out)
     return 0

@@ -18,7 +18,7 @@ from raypar.console.simulation_report import simulation_facts, simulation_report
 from raypar.files.untrusted_files import SCHEDULE_BYTES, read_limited_text
 from raypar.schedule import registry
 from raypar.schedule.simulate import simulate_schedule
-from raypar.schedule.simulated_step import SimulationOptions, make_simulated_step
+from raypar.schedule.step_to_simulate import SimulationOptions, make_simulated_step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

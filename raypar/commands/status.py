@@ -27,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.read_run_folder import draw_throughput_chart, make_run_trace, read_job_step_count, read_status
     from raypar.console.run_status import format_status
     from raypar.files.atomic_write import write_text_atomically
+    from raypar.files.printable_text import printable_text
     from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
-    from raypar.files.untrusted_files import printable
     from raypar.launch.find_cluster_job import open_run_folder
     from raypar.record.fold import RunView
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(tree_without_certain_secrets(found.facts(), known)))
     else:
-        print(printable(redact_certain_secrets(format_status(found), known)))
+        print(printable_text(redact_certain_secrets(format_status(found), known)))
     if not args.json:
         for what, file in (("picture", args.svg), ("trace", args.trace)):
             if file is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from raypar.console.command_arguments import RUN_OR_JOB_HELP, add_run_dir_or_cluster_arguments
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 
 WAIT_S = 150.0
 """How long a run may take to end: somewhat longer than Ray waits before it kills a submitted job."""

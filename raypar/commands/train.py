@@ -6,7 +6,7 @@ import argparse
 import contextlib
 
 from raypar.console.command_arguments import add_job_arguments, add_resume_argument, add_training_arguments
-from raypar.user_code.interrupts_outside_training import stopped_before_training
+from raypar.user_code.stop_signals_outside_training import stopped_before_training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.json_stdout import json_stdout
     from raypar.job.read_job import load_job
     from raypar.launch import raise_run_failure, train_job_in_new_folder
-    from raypar.launch.ray_job_resubmission import choose_lasting_run_dir, is_submitted_job, unfinished_run
     from raypar.launch.resume import resume_former_run
+    from raypar.launch.run_of_submitted_job import choose_lasting_run_dir, is_submitted_job, unfinished_run
     from raypar.launch.steps_of_epochs import length_in_words, with_steps_of_epochs
     from raypar.record.events import Note, StartupStage
 

@@ -63,9 +63,11 @@ def add_forward_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         metavar="MODULE:NAME",
-        help="the data set: its function, or a section `validation` as YAML, {function: ..., args: {...}} (default: the job's)",
+        help="the data set: its function, a section `validation` as YAML, {function: ..., args: {...}}, or the "
+        "name of one of the job's validation sets (default: the job's)",
     )
     parser.add_argument("--batch-size", type=count, metavar="N", help="samples in the model at once (default: as in training)")
+    parser.add_argument("--samples", type=count, metavar="N", help="how many samples are used, the first ones (default: all)")
     add_set_argument(parser, ", such as plan.stages=1")
     add_run_dir_argument(parser)
     add_cluster_arguments(parser)

@@ -151,10 +151,12 @@ class EventPrinter:
             self.undrawn = event
             return
         self.drawn_s, self.undrawn = now, None
-        samples = speed_of(recent).samples_per_s or 0.0
+        speed = speed_of(recent)
+        samples = speed.samples_per_s or 0.0
         counted = sum(step.count or 0.0 for step in recent) / sum(step.seconds for step in recent)
-        speed = f"{samples:,.0f} samples/s" + (f"  {counted:,.0f} tokens/s" if counted > 1.5 * samples else "")
+        rate = f"{samples:,.0f} samples/s" + (f"  {counted:,.0f} tokens/s" if counted > 1.5 * samples else "")
         bubble = sum(step.bubble or 0.0 for step in recent) / len(recent)
+        data = f" (samples {100 * speed.data_wait:.0f} %)" if speed.waits_for_data else ""
         skipped = "  skipped: not finite" if event.skipped else ""
         rates = self.view.steps.learning_rates
         changed = event.lr is not None and rates is not None and event.lr != rates[0]  # by a schedule
@@ -162,7 +164,7 @@ class EventPrinter:
         last_values = [(name, self.view.metrics[name].last) for name in self.metrics if name in self.view.metrics]
         metrics = "".join(f"  {name} {format_metric(value)}" for name, value in last_values)
         text = (
-            f"step {event.step}/{self.steps}  loss {event.loss:.4f}{metrics}{lr}  {speed}  bubble {100 * bubble:.0f} %  "
+            f"step {event.step}/{self.steps}  loss {event.loss:.4f}{metrics}{lr}  {rate}  bubble {100 * bubble:.0f} %{data}  "
             f"ETA {format_duration(event.eta_s or 0.0)}{self.members}{skipped}"
         )
         self.draw(text)

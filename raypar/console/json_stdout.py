@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 
 
 @contextlib.contextmanager

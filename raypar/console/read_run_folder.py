@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.console.run_status import RunStatus, build_run_status
 from raypar.errors import CheckpointError, ConfigError
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
+from raypar.files.printable_text import printable_text
 from raypar.files.redact_secrets import redact_text, redact_value
 from raypar.files.safe_yaml import YamlTooLargeError, dump_yaml, parse_yaml
-from raypar.files.untrusted_files import printable, read_limited_bytes, read_limited_text
+from raypar.files.untrusted_files import read_limited_bytes, read_limited_text
 from raypar.record.events import StepRecord
 from raypar.record.fold import RunView
 from raypar.record.history import HistoryFold
@@ -105,11 +106,11 @@ def find_dead_local_nodes(cluster: Mapping[str, Any]) -> list[str]:
 
 def draw_throughput_chart(folder: RunFolder, view: RunView, steps: int | None) -> str:
     """The picture (SVG) of the run's throughput. `steps`: of its job."""
-    from raypar.draw.throughput_chart import throughput_svg
+    from raypar.draw.run_history_chart import throughput_svg
 
     of = f" of {steps}" if steps is not None else ""
     done = view.last_step.step if view.last_step is not None else 0
-    return printable(throughput_svg(view.history.history(), title=f"{folder.name}: {done}{of} steps"))
+    return printable_text(throughput_svg(view.history.history(), title=f"{folder.name}: {done}{of} steps"))
 
 
 def make_run_trace(folder: RunFolder) -> dict[str, Json]:
@@ -154,7 +155,7 @@ def read_job_without_secrets(folder: RunFolder, known: list[str]) -> str | None:
 
 def read_swimlane(folder: RunFolder, clean: Callable[[str], str]) -> str | None:
     """The drawing of a step, drawn from the data that the run has left in its trace; None if there are none."""
-    from raypar.draw.swimlane_data import draw_step_of_trace
+    from raypar.draw.swimlane_data_in_traces import draw_step_of_trace
 
     try:
         trace = folder.read_document(folder.trace, damaged=True)

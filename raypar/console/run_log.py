@@ -11,8 +11,8 @@ from raypar.console.json_stdout import json_text
 from raypar.console.read_run_folder import read_job_step_count
 from raypar.console.run_status import indent_further_lines, local_time
 from raypar.errors import ClusterError, ConfigError
+from raypar.files.printable_text import printable_text
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment, without_certain_secrets
-from raypar.files.untrusted_files import printable
 from raypar.record.events import Event, StepRecord, UnreadableLines, ValidationRecord, is_finite_number
 from raypar.record.story import Narrator
 from raypar.storage.follow_run_files import RunFollower
@@ -50,7 +50,7 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
             facts = (event.facts() for event in events if not isinstance(event, UnreadableLines))
             out.writelines(json_text(without_certain_secrets(one, known)) + "\n" for one in facts)
         else:
-            out.writelines(printable(redact_certain_secrets(line, known)) + "\n" for line in log.lines(events))
+            out.writelines(printable_text(redact_certain_secrets(line, known)) + "\n" for line in log.lines(events))
         out.flush()
         if not follow:
             return 0

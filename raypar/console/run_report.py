@@ -13,13 +13,14 @@ from typing import Any
 
 from raypar.console.run_status import RunStatus, format_loss
 from raypar.draw.line_chart import ChartSeries, line_chart_svg
-from raypar.draw.throughput_chart import throughput_svg
+from raypar.draw.run_history_chart import throughput_svg
 from raypar.errors import PlanError
-from raypar.files.untrusted_files import shorten
+from raypar.files.printable_text import shorten
 from raypar.plan import ParallelPlan, StagePlan
 from raypar.plan.wording import count_noun
 from raypar.record.events import EndOfRun, SavedCheckpoint, format_duration, format_metric, short_node_id
-from raypar.record.fold import RunView, StepStatistics, peak_sizes
+from raypar.record.fold import SHOWN_DATA_WAIT, RunView, StepStatistics, peak_sizes
+from raypar.record.metric_names import is_of_validation, split_name
 from raypar.record.story import StoryLine
 from raypar.record.totals import read_totals
 
@@ -249,6 +250,8 @@ def summary_facts(status: RunStatus, files: RunFiles, between_starts_s: Sequence
         predicted = _number((files.plan or {}).get("predicted_bubble"))
         note = f"predicted {100 * predicted:.1f} %" if predicted is not None else ""
         facts.append(Fact("bubble", f"{100 * done.bubble_s / done.bubble_seconds:.1f} %", note))
+    if done.seconds and (waited := done.data_wait_s / done.seconds) >= SHOWN_DATA_WAIT:
+        facts.append(Fact("waiting for samples", f"{100 * waited:.1f} %", "of the time in steps", "warn"))
     return [*facts, _recovery_fact(view), *_loss_facts(view)]
 
 
@@ -316,9 +319,11 @@ def metric_facts(view: RunView) -> list[Fact]:
 
 
 def metric_title(name: str) -> str:
-    """A metric's name as people read it: `accuracy (validation)`."""
-    short = name.removeprefix("validation_")
-    return f"{shorten(short, 60)} (validation)" if short != name else shorten(name, 60)
+    """A metric's name as people read it: `accuracy (validation)`, `accuracy (validation, short)`."""
+    of_set, short = split_name(name)
+    if of_set is None:
+        return shorten(name, 60)
+    return f"{shorten(short, 60)} (validation{f', {shorten(of_set, 40)}' if of_set else ''})"
 
 
 def format_seconds(seconds: float) -> str:
@@ -351,29 +356,50 @@ def draw_loss(view: RunView) -> str:
     values = [(step, loss) for step, loss, _ in view.history.validations.points]
     if not losses and not values:
         return ""
+    of_sets = [name for name in view.metrics if _is_loss_of_set(name) and view.metrics[name].finite.points]
     series = [
         ChartSeries("training loss" + " (faint: every step)" * (len(losses) > 80), LOSS_COLOUR, losses, noisy=True),
-        ChartSeries("validation loss", VALIDATION_COLOUR, values, dots=True),
+        *(
+            ChartSeries(
+                metric_title(name),
+                (VALIDATION_COLOUR, *METRIC_COLOURS)[place % (1 + len(METRIC_COLOURS))],
+                [(step, value) for step, value in view.metrics[name].finite.points],
+                dots=True,
+            )
+            for place, name in enumerate(of_sets)
+        ),
     ]
+    if not of_sets:
+        series.append(ChartSeries("validation loss", VALIDATION_COLOUR, values, dots=True))
     return line_chart_svg([one for one in series if one.points], title="loss", x_name="step", y_name="loss")
 
 
+def _is_loss_of_set(name: str) -> bool:
+    """Whether a number is the loss of one of several validation sets."""
+    of_set, short = split_name(name)
+    return bool(of_set) and short == "loss"
+
+
 def draw_metrics(view: RunView) -> tuple[str, ...]:
-    """A chart for each metric that has a finite value, with its values in training and in validation."""
-    names = list(dict.fromkeys(name.removeprefix("validation_") for name in view.metrics))[:MOST_METRICS]
+    """A chart for each metric that has a finite value, with its values in training and in each set of the validation."""
+    by_name: dict[str, list[str]] = {}
+    for full in view.metrics:
+        if not _is_loss_of_set(full):
+            by_name.setdefault(split_name(full)[1], []).append(full)
     charts = []
-    for number, name in enumerate(names):
-        both = [(full, view.metrics[full].finite.points) for full in (name, f"validation_{name}") if full in view.metrics]
+    for number, (name, together) in enumerate([*by_name.items()][:MOST_METRICS]):
+        together.sort(key=is_of_validation)
+        points = {full: view.metrics[full].finite.points for full in together}
         series = [
             ChartSeries(
                 metric_title(full),
                 METRIC_COLOURS[(number + place) % len(METRIC_COLOURS)],
-                [(step, value) for step, value in points],
-                noisy=full == name and len(points) > FEW_POINTS,
+                [(step, value) for step, value in points[full]],
+                noisy=full == name and len(points[full]) > FEW_POINTS,
                 dots=True,
             )
-            for place, (full, points) in enumerate(both)
-            if points
+            for place, full in enumerate(together)
+            if points[full]
         ]
         if series:
             charts.append(line_chart_svg(series, title=shorten(name, 60), x_name="step", y_name=shorten(name, 40)))

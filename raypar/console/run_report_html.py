@@ -103,7 +103,7 @@ def run_report_html(report: RunReport) -> str:
     parts = [(title, anchor, body) for title, anchor, body in _sections(report) if body]
     links = "".join(f'<a href="#{anchor}">{title}</a>' for title, anchor, _ in parts)
     sections = "\n".join(f'<section id="{anchor}"><h2>{title}</h2>\n{body}\n</section>' for title, anchor, body in parts)
-    started = f"started {utc(report.started_at)}, " if report.started_at else ""
+    started = f"started {format_utc_time(report.started_at)}, " if report.started_at else ""
     why = f'<p class="sub">{escape(report.why)}</p>' if report.why else ""
     facts = "".join(
         f'<div class="fact"><dt>{escape(fact.name)}</dt><dd><div class="value {fact.tone}">{escape(fact.value)}</div>'
@@ -126,7 +126,7 @@ def run_report_html(report: RunReport) -> str:
 <div class="head"><h1>{escape(report.run)}</h1><span class="chip {report.tone}">{escape(report.result)}</span></div>
 <p class="sub">{escape(report.subtitle)}</p>
 {why}
-<p class="sub">{started}report of {utc(report.made_at)}</p>
+<p class="sub">{started}report of {format_utc_time(report.made_at)}</p>
 <nav>{links}</nav>
 </header>
 <section class="facts">{facts}</section>
@@ -169,7 +169,7 @@ def _drawing(svg: str, kind: str = "") -> str:
     return f'<div class="scroll"><div class="drawing {kind}">{inline}</div></div>' if svg else ""
 
 
-def utc(at: float) -> str:
+def format_utc_time(at: float) -> str:
     """A time in UTC, which means the same to every reader: `2026-11-23 23:19:20 UTC`."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
@@ -252,7 +252,7 @@ def _story(report: RunReport) -> str:
             lines.append(
                 f"<li><time></time><span>{count_noun(report.lines_left_out, 'line')} left out: events.jsonl has all</span></li>"
             )
-        when = utc(at) if at is not None else ""
+        when = format_utc_time(at) if at is not None else ""
         if when and when[:10] != day:
             day = when[:10]
             lines.append(f'<li class="day">{day}</li>')

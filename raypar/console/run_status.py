@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raypar.elastic.user_messages import plain_failure_text
-from raypar.files.json_values import Json
-from raypar.files.untrusted_files import shorten
+from raypar.files.json_type import Json
+from raypar.files.printable_text import shorten
 from raypar.plan.parallel_plan import describe_mesh
 from raypar.plan.wording import align_columns, count_noun
 from raypar.record.events import (
@@ -22,6 +22,7 @@ from raypar.record.events import (
     short_node_id,
 )
 from raypar.record.fold import ACTIVE_PHASES, RunView
+from raypar.record.metric_names import short_name
 from raypar.storage.run_folder import resume_argument
 
 SILENT_S, SILENT_STEPS = 10.0, 5.0
@@ -58,6 +59,8 @@ class RunStatus:
     """The median time of the last steps."""
     mean_step_s: float | None
     """The mean time of the same steps, to which `samples_per_s` belongs."""
+    data_wait: float | None
+    """The share of their time in which workers waited for samples to be read, if it is worth a word."""
     speed_steps: int
     """Number of steps over which `samples_per_s`, `step_s` and `mean_step_s` are measured."""
     loss: float | None
@@ -115,7 +118,7 @@ class RunStatus:
 
     def facts(self) -> dict[str, Json]:
         """The status as data, for `--json`."""
-        rare = ("earlier_lines", "ended_non_finite", "metrics")
+        rare = ("data_wait", "earlier_lines", "ended_non_finite", "metrics")
         return {key: value for key, value in asdict(self).items() if value or key not in rare}
 
 
@@ -140,7 +143,6 @@ def build_run_status(
     speed, ended, (story, earlier) = view.recent_speed(now), view.ended(members), view.story.summary()
     phase = "ended" if ended else str(members["phase"]) if members else "running" if last else "starting"
     heard_s = max((at for at in (view.last_s, told.get("time")) if at), default=None)
-    why = str(ended.why or ended.end) if ended else str(told.get("why") or "")
     return RunStatus(
         run=run,
         path=path,
@@ -151,6 +153,7 @@ def build_run_status(
         samples_per_s=speed.samples_per_s,
         step_s=speed.median_s,
         mean_step_s=speed.mean_s,
+        data_wait=speed.data_wait if speed.waits_for_data else None,
         speed_steps=speed.steps,
         loss=finite_or_none(last.loss if last is not None else None),
         first_loss=view.steps.first_loss,
@@ -164,7 +167,7 @@ def build_run_status(
         members=tuple(told.get("members", ())),
         spares=tuple(told.get("spares", ())),
         wanted=told.get("wanted"),
-        why=plain_failure_text(why),
+        why=plain_failure_text(str(ended.why or ended.end) if ended else str(told.get("why") or "")),
         end=ended.end if ended else None,
         replaying=told.get("replaying") if phase in ACTIVE_PHASES else None,
         silent_s=overdue_silence_s(phase, heard_s, speed.median_s, now),
@@ -206,7 +209,7 @@ def format_metrics(status: RunStatus) -> str | None:
     """The last values of metrics as text: `accuracy 0.8125, f1 0.7741`; None without metrics."""
     shown = list(status.metrics.items())[:MOST_METRICS]
     named = (
-        f"{shorten(short if (short := name.removeprefix('validation_')) not in status.metrics else name, 40)} "
+        f"{shorten(short if (short := short_name(name)) not in status.metrics else name, 40)} "
         f"{format_metric(math.nan if value is None else value)}"
         for name, value in shown
     )
@@ -265,6 +268,8 @@ def format_status(status: RunStatus) -> str:
         rows.append(
             ("speed", f"{status.samples_per_s:,.0f} samples/s, {time_of_step} ({'; '.join(filter(None, [of, median]))})")
         )
+    if status.data_wait is not None:
+        rows.append(("samples", f"workers wait for them {100 * status.data_wait:.0f} % of a step"))
     if (losses := format_losses(status)) is not None:
         rows.append(("loss", losses))
     if (metrics := format_metrics(status)) is not None:

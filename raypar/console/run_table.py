@@ -12,8 +12,9 @@ from raypar.console.read_run_folder import read_job_step_count
 from raypar.console.run_status import overdue_silence_s
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.errors import ConfigError
-from raypar.files.json_values import Json
-from raypar.files.untrusted_files import explain_read_errors, shorten
+from raypar.files.json_type import Json
+from raypar.files.printable_text import shorten
+from raypar.files.untrusted_files import explain_read_errors
 from raypar.plan.wording import after_steps, align_columns
 from raypar.record.events import format_duration, is_finite_number
 from raypar.record.fold import RunView
@@ -72,7 +73,7 @@ def list_runs_in_folder(run_dir: str, last: int, now: float) -> list[RunRow]:
 
 def list_runs_on_storage(run_dir: StorageUri, last: int, now: float) -> list[RunRow]:
     """The same of runs below a place on shared storage."""
-    from raypar.storage.folder_download import list_runs_below
+    from raypar.storage.list_and_remove_runs import list_runs_below
 
     rows = []
     for uri, _ in list_runs_below(run_dir)[-last or None :]:

@@ -10,7 +10,7 @@ from raypar.draw.chrome_trace import chrome_trace
 from raypar.draw.swimlane_svg import swimlane_svg
 from raypar.draw.text_grid import format_activations, format_milliseconds, timeline_text_for_width
 from raypar.files.atomic_write import write_text_atomically
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 from raypar.plan import MicrobatchRouting
 from raypar.schedule.data_flow import MessageRoute
 from raypar.schedule.instructions import Schedule

@@ -107,7 +107,7 @@ def top_screen(view: LiveView, width: int, height: int, clean: Callable[[str], s
     from rich.console import Group
 
     def show(value: object) -> str:
-        return plain(clean(str(value)))
+        return without_control_characters(clean(str(value)))
 
     head = [title_line(view, width, show), progress_line(view, width), *fact_lines(view, width, show)]
     parts: list[Text | Table] = [*head]
@@ -121,7 +121,7 @@ def top_screen(view: LiveView, width: int, height: int, clean: Callable[[str], s
     return Group(*parts)
 
 
-def plain(text: object) -> str:
+def without_control_characters(text: object) -> str:
     """A text without characters that would move the cursor or change colours: names and messages are not trusted."""
     return "".join(c if c.isprintable() else " " for c in str(text))
 
@@ -146,10 +146,10 @@ def title_line(view: LiveView, width: int, show: Show) -> Text:
         (" raypar top ", "reverse bold"), " ", (show(status.run), "bold"), "  ", (show(phase), f"bold {colour}")
     )
     left.append(f"  generation {status.generation}" if status.generation is not None else "", "dim")
-    return spread(left, Text(local_time(view.now), "dim"), width)
+    return text_at_both_ends(left, Text(local_time(view.now), "dim"), width)
 
 
-def spread(left: Text, right: Text, width: int) -> Text:
+def text_at_both_ends(left: Text, right: Text, width: int) -> Text:
     """A line with one text at its left end and one at its right end."""
     left.truncate(max(1, width - right.cell_len - 1), overflow="ellipsis")
     left.append(" " * max(1, width - left.cell_len - right.cell_len))
@@ -170,12 +170,12 @@ def progress_line(view: LiveView, width: int) -> Text:
         text += f"  {format_duration(view.eta_s)} to go"
     shown = Text(f" {text}")
     if status.steps:
-        shown = Text.assemble(" ", bar(status.step / status.steps, max(4, width - len(text) - 4), "cyan"), f"  {text}")
+        shown = Text.assemble(" ", progress_bar(status.step / status.steps, max(4, width - len(text) - 4), "cyan"), f"  {text}")
     shown.truncate(width, overflow="ellipsis")
     return shown
 
 
-def bar(share: float, cells: int, colour: str) -> Text:
+def progress_bar(share: float, cells: int, colour: str) -> Text:
     """A bar of so many cells, filled to `share`."""
     from rich.text import Text
 
@@ -205,6 +205,8 @@ def fact_lines(view: LiveView, width: int, show: Show) -> list[Text]:
         facts += [("", f"{status.samples_per_s:,.0f} samples/s"), ("", time_of_step + (f" ({median})" if median else ""))]
     if view.bubble is not None:
         facts.append(("bubble ", f"{100 * view.bubble:.1f} %"))
+    if status.data_wait is not None:
+        facts.append(("samples ", f"{100 * status.data_wait:.0f} %"))
     if view.goodput is not None:
         facts.append(("goodput ", f"{100 * view.goodput:.1f} %"))
     if view.cost is not None:
@@ -308,7 +310,7 @@ def busy_cells(share: float | None, cells: int) -> list[str | Text]:
     if share is None:
         return ["", ""]
     colour = "green" if share >= 0.6 else "yellow" if share >= 0.3 else "red"
-    return [bar(share, cells, colour), f"{100 * share:.0f} %"]
+    return [progress_bar(share, cells, colour), f"{100 * share:.0f} %"]
 
 
 def megabytes(size: int | None) -> str:

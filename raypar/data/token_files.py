@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import hashlib
 import os
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -16,14 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
-from raypar.files.json_values import Json
-from raypar.files.untrusted_files import open_regular_file, parse_untrusted_json, read_limited_bytes, repr_text, shorten
+from raypar.errors import DataError
+from raypar.files.json_type import Json
+from raypar.files.printable_text import repr_text, shorten
+from raypar.files.untrusted_files import open_regular_file, parse_untrusted_json, read_limited_bytes
 
 DTYPES: dict[str, numpy.dtype[numpy.unsignedinteger]] = {"uint16": numpy.dtype("<u2"), "uint32": numpy.dtype("<u4")}
 """Little endian, whatever the machine."""
 PIECE_BYTES = 4 << 20
 """How much text is read and tokenized at a time; a tokenizer gets whole lines."""
+DIGEST_PIECES, DIGEST_PIECE_BYTES = 64, 64 << 10
+"""Of a file that is larger so many pieces are in its digest, evenly spread: a text may have any size."""
 
 Split = Literal["train", "validation", "all"]
 
@@ -103,12 +104,43 @@ class TokenFile(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         """Another process maps the file itself; the tokens do not travel."""
         return {**self.__dict__, "_tokens": None}
 
+    @property
+    def raypar_content_digest(self) -> str:
+        """Of the split's tokens, of large ones of pieces: a run that is resumed with other tokens is told so."""
+        tokens, size = self._mapped()[self.first : self.last], DIGEST_PIECE_BYTES // self.dtype.itemsize
+        found = hashlib.blake2b(f"{self.dtype.str} {len(tokens)}".encode(), digest_size=8)
+        if len(tokens) <= DIGEST_PIECES * size:
+            found.update(tokens.tobytes())
+        else:
+            for piece in range(DIGEST_PIECES):
+                start = piece * (len(tokens) - size) // (DIGEST_PIECES - 1)
+                found.update(tokens[start : start + size].tobytes())
+        return found.hexdigest()
+
     def __len__(self) -> int:
         return (self.last - self.first - 1) // self.context
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"no window {index}: {self.path} has windows 0 to {len(self) - 1:,} ({len(self):,} in all)")
+        return self._windows([index])[0]
+
+    def __getitems__(self, ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Several windows at once, which takes less time than one by one; PyTorch's `DataLoader` asks so, too."""
+        return self._windows(ids)
+
+    def _windows(self, ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        size, width = len(self), self.context + 1
+        tokens = self._mapped()
+        found = numpy.empty((len(ids), width), dtype=numpy.int64)
+        for row, index in enumerate(ids):
+            if not 0 <= index < size:
+                raise IndexError(f"no window {index}: {self.path} has windows 0 to {size - 1:,} ({size:,} in all)")
+            start = self.first + index * self.context
+            found[row] = tokens[start : start + width]
+        windows = torch.from_numpy(found)
+        return list(zip(windows[:, :-1].unbind(), windows[:, 1:].unbind(), strict=True))
+
+    def _mapped(self) -> numpy.ndarray:
+        """The tokens of the file, mapped. Raises `DataError` where it has changed its size."""
         if self._tokens is None:
             with self._open() as file:
                 nbytes = os.fstat(file.fileno()).st_size
@@ -117,10 +149,9 @@ class TokenFile(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
                         f"token file {self.path} has {nbytes} bytes now, it had {self._nbytes}",
                         cure="do not change a token file while a job reads it",
                     )
-                self._tokens = numpy.memmap(file, dtype=self.dtype, mode="r")
-        start = self.first + index * self.context
-        window = torch.from_numpy(self._tokens[start : start + self.context + 1].astype(numpy.int64))
-        return window[:-1], window[1:]
+                # As a plain array: slices of a `memmap` cost three times as much.
+                self._tokens = numpy.memmap(file, dtype=self.dtype, mode="r").view(numpy.ndarray)
+        return self._tokens
 
 
 def token_loss(logits: Tensor, targets: Tensor, ignore: int = -100) -> tuple[Tensor, float]:
@@ -130,94 +161,3 @@ def token_loss(logits: Tensor, targets: Tensor, ignore: int = -100) -> tuple[Ten
     """
     total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=ignore)
     return total, float((targets != ignore).sum())
-
-
-def write_tokens(out: Path, pieces: Iterable[Sequence[int] | numpy.ndarray], *, dtype: str, notes: dict[str, Json]) -> int:
-    """Write `pieces` (each a sequence of ids) one after the other, aside, and name the file `out` when it is whole.
-
-    Returns the number of tokens. Raises `DataError` for an id that does not fit and for no tokens at all; `out` stays.
-    """
-    kind = DTYPES[dtype]
-    limit = numpy.iinfo(kind).max
-    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    noted = token_notes_path(aside)
-    total = 0
-    try:
-        with open(aside, "wb") as file:
-            for piece in pieces:
-                ids = numpy.asarray(piece)
-                if not ids.size:
-                    continue
-                low, high = int(ids.min()), int(ids.max())
-                if low < 0 or high > limit or ids.dtype.kind not in "iu":
-                    raise DataError(
-                        f"token ids {low} to {high} ({ids.dtype}) do not fit {dtype}",
-                        cure="use --dtype uint32" if low >= 0 and high < 2**32 else "the tokenizer must return ids >= 0",
-                    )
-                file.write(ids.astype(kind).tobytes())
-                total += ids.size
-            file.flush()
-            os.fsync(file.fileno())
-        if not total:
-            raise DataError("the text has no tokens", cure="give a text that is not empty")
-        noted.write_text(json.dumps({"dtype": dtype, "tokens": total, **notes}) + "\n")  # while `out` is as it was
-        # The old notes do not belong to the new tokens: there is no moment at which a reader would believe them.
-        token_notes_path(out).unlink(missing_ok=True)
-        os.replace(aside, out)
-        os.replace(noted, token_notes_path(out))
-    finally:
-        for left in (aside, noted):
-            with contextlib.suppress(OSError):  # it is not there, or the disk is read-only
-                left.unlink()
-    return total
-
-
-def tokenize_files(files: Sequence[Path], encode: Callable[[str], Sequence[int]] | None) -> Iterator[numpy.ndarray]:
-    """The token ids of text files, piece by piece; shows the progress on a terminal.
-
-    `encode`: text -> ids; None: every byte is a token. Raises `ConfigError` for a file that cannot be read, `DataError` for
-    text that is not UTF-8 and for ids that are no list, `UserCodeError` if `encode` raises.
-    """
-    total = sum(file.stat().st_size for file in files)
-    done, start = 0, time.monotonic()
-    for file in files:
-        for piece in _read(file, whole_lines=encode is not None):
-            yield numpy.frombuffer(piece, dtype=numpy.uint8) if encode is None else _encoded(encode, piece, file)
-            done += len(piece)
-            if sys.stderr.isatty():
-                rate = done / max(1e-9, time.monotonic() - start)
-                print(f"\r{done / total:4.0%} of {total / 2**20:.1f} MiB, {rate / 2**20:.1f} MiB/s", end="", file=sys.stderr)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-
-
-def _read(file: Path, *, whole_lines: bool) -> Iterator[bytes]:
-    try:
-        with open(file, "rb") as stream:
-            while piece := stream.read(PIECE_BYTES):
-                yield piece + stream.readline() if whole_lines else piece
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror or error}", cure="give the paths of text files") from error
-
-
-def _encoded(encode: Callable[[str], Sequence[int]], piece: bytes, file: Path) -> numpy.ndarray:
-    try:
-        text = piece.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file} is not UTF-8 text: {error.reason} at byte {error.start} of a piece",
-            cure="convert it, or use --tokenizer bytes",
-        ) from error
-    try:
-        ids = numpy.asarray(encode(text))
-    except RayparError:
-        raise
-    except Exception as error:
-        raise UserCodeError(
-            f"the tokenizer raised {type(error).__name__}: {error}", cure="it is called with a text and returns a list of ids"
-        ) from error
-    if ids.ndim != 1:
-        raise DataError(
-            f"the tokenizer returned an array of shape {ids.shape}", cure="it is called with a text and returns a list of ids"
-        )
-    return ids

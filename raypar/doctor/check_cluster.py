@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from raypar.doctor.check_machine import CLUSTER_SHM_BYTES, LEAST_OPEN_FILES, gib
+from raypar.doctor.check_machine import CLUSTER_SHM_BYTES, LEAST_OPEN_FILES, format_bytes
 from raypar.doctor.finding import Finding, Level, NotKnown
 from raypar.doctor.machine_facts import ClusterFacts, NodeFacts
+from raypar.plan.wording import count_noun, word_form
 
 SKEW_S, LARGE_SKEW_S = 0.5, 30.0
 """Differences of clocks that are a warning and a failure: times in events, and until when a node may stay, are then wrong."""
@@ -33,7 +34,8 @@ def check_cluster(facts: ClusterFacts | NotKnown, address: str | None) -> list[F
     ]
     if not well:
         return [*found, Finding("failure", "cluster", f"no node of {facts.address} has answered", "start its nodes")]
-    head = Finding("ok", "cluster", f"{len(well)} of {len(facts.nodes)} nodes at {facts.address} answer")
+    answer = word_form(well, "answers", "answer")
+    head = Finding("ok", "cluster", f"{len(well)} of {count_noun(len(facts.nodes), 'node')} at {facts.address} {answer}")
     return [head, *found, *_token(facts), *_clocks(well), *_versions(facts, well), *_kernels(facts, well), *_places(well)]
 
 
@@ -122,7 +124,7 @@ def _places(nodes: Sequence[NodeFacts]) -> list[Finding]:
         found.append(Finding("ok", "shared runs folder", "seen by all nodes"))
     for node in nodes:
         if node.shm_free_bytes is not None and node.shm_free_bytes < CLUSTER_SHM_BYTES:
-            text = f"/dev/shm has {gib(node.shm_free_bytes)} free"
+            text = f"/dev/shm has {format_bytes(node.shm_free_bytes)} free"
             cure = "a larger /dev/shm: docker run --shm-size, emptyDir with medium: Memory"
             found.append(Finding("warning", _name(node), text, cure))
         if node.open_files is not None and node.open_files < LEAST_OPEN_FILES:

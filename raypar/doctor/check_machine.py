@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from raypar.doctor.check_environment import FOLDER_NAMES, SOCKET_PATH_ROOM
+from raypar.doctor.check_environment_variables import FOLDER_NAMES, SOCKET_PATH_ROOM
 from raypar.doctor.finding import Finding, Level, NotKnown
 from raypar.doctor.machine_facts import FolderFacts, HostFacts, LimitFacts, ProcessorFacts, StorageFacts, TlsFacts, TokenFacts
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
+from raypar.plan.wording import count_noun
 
 GOOD = {
     "python": ((3, 10), (3, 15)), "torch": ((2, 6), (3,)), "ray": ((2, 60), (3,)), "numpy": ((1, 24), (3,)),
@@ -73,7 +74,10 @@ def check_processors(facts: ProcessorFacts) -> list[Finding]:
         found = [Finding("warning", "processors", f"{text}, but a quota of the container allows {facts.quota:g}", cure)]
     else:
         found = [Finding("ok", "processors", text)]
-    free, all_of_it = f"{gib(facts.free_memory_bytes)} free of {gib(facts.memory_bytes)}", max(1, facts.memory_bytes)
+    free, all_of_it = (
+        f"{format_bytes(facts.free_memory_bytes)} free of {format_bytes(facts.memory_bytes)}",
+        max(1, facts.memory_bytes),
+    )
     room = facts.free_memory_bytes // WORKER_BYTES
     if room < 1:
         found.append(Finding("failure", "memory", f"{free}: no worker fits", "end other programs, or use a larger machine"))
@@ -81,7 +85,7 @@ def check_processors(facts: ProcessorFacts) -> list[Finding]:
         cure = "end other programs: Ray kills workers when 95 % of the memory is used"
         found.append(Finding("warning", "memory", free, cure))
     elif room < count:
-        text = f"{free}: that is {room} workers, each with about {WORKER_BYTES >> 20} MiB before its model"
+        text = f"{free}: that is {count_noun(room, 'worker')}, each with about {WORKER_BYTES >> 20} MiB before its model"
         found.append(Finding("warning", "memory", text, "use fewer workers than processors, or a larger machine"))
     else:
         found.append(Finding("ok", "memory", free))
@@ -160,7 +164,7 @@ def check_private_apis(name: str, library: Mapping[str, Any] | NotKnown) -> list
 
 def check_shm(facts: FolderFacts) -> list[Finding]:
     """/dev/shm, where Ray's object store lies."""
-    text = f"{gib(facts.free_bytes)} free of {gib(facts.size_bytes)}"
+    text = f"{format_bytes(facts.free_bytes)} free of {format_bytes(facts.size_bytes)}"
     if facts.error or facts.path != "/dev/shm":
         text = f"nothing can be written there: {facts.error or 'it does not exist'}"
         return [Finding("failure", "/dev/shm", text, "mount a tmpfs there: mount -t tmpfs -o size=2g tmpfs /dev/shm")]
@@ -179,7 +183,7 @@ def check_runs_folder(facts: FolderFacts | StorageFacts) -> list[Finding]:
         return [_check_runs_storage(facts)]
     if facts.error:
         return [Finding("failure", "runs folder", f"{facts.path}: {facts.error}", "give --run-dir a folder you may write")]
-    text = f"{facts.path} is writable, {gib(facts.free_bytes)} free of {gib(facts.size_bytes)}"
+    text = f"{facts.path} is writable, {format_bytes(facts.free_bytes)} free of {format_bytes(facts.size_bytes)}"
     if facts.free_inodes is not None and facts.free_inodes < 1000:
         text = f"{facts.path} has room for {facts.free_inodes} more files only"
         return [Finding("failure", "runs folder", text, "remove small files, or set run_dir to another disk")]
@@ -209,7 +213,7 @@ def check_temporary_folder(facts: FolderFacts) -> list[Finding]:
     if facts.error:
         return [Finding("failure", "temporary files", f"{facts.path}: {facts.error}", "set TMPDIR to a folder you may write")]
     used = 1 - facts.free_bytes / facts.size_bytes if facts.size_bytes else 1.0
-    text = f"{facts.path}: {gib(facts.free_bytes)} free of {gib(facts.size_bytes)}"
+    text = f"{facts.path}: {format_bytes(facts.free_bytes)} free of {format_bytes(facts.size_bytes)}"
     if used > RAY_FULL:
         cure = "free disk space there, or set RAY_TMPDIR to a folder with room (a short path)"
         return [Finding("warning", "temporary files", f"{text}; Ray stores no objects on a disk that is 95 % full", cure)]
@@ -314,7 +318,7 @@ def check_token(facts: TokenFacts, address: str | None) -> list[Finding]:
     return [Finding("ok", "auth token", "none is set: a local cluster makes its own for each run")]
 
 
-def gib(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Bytes as text: `1.5 GiB`, `64 MiB`."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from raypar.doctor import check_machine as machine
 from raypar.doctor.check_cluster import check_cluster
-from raypar.doctor.check_environment import check_environment
+from raypar.doctor.check_environment_variables import check_environment_variables
 from raypar.doctor.finding import Finding, NotKnown
 from raypar.errors import ClusterError
 
@@ -54,13 +54,13 @@ CHECKS = (
     Check("host name", ("host", "address"), machine.check_host_name_and_ports, judges_unknown=True),
     Check("auth token", ("token", "address"), machine.check_token),
     Check("TLS", ("tls",), machine.check_tls),
-    Check("environment", ("environment", "host"), check_environment, judges_unknown=True),
+    Check("environment", ("environment", "host"), check_environment_variables, judges_unknown=True),
     Check("cluster", ("cluster", "address"), check_cluster, ("nodes",), judges_unknown=True),
 )
 """All checks, in the order in which they are told."""
 
 
-def examine(facts: Mapping[str, Any], where: Place | None = None) -> list[Finding]:
+def run_checks(facts: Mapping[str, Any], where: Place | None = None) -> list[Finding]:
     """The findings of the checks that apply to a place (None: of all) and whose facts are given, by field of `DoctorFacts`."""
     found: list[Finding] = []
     for check in CHECKS:
@@ -77,6 +77,6 @@ def examine(facts: Mapping[str, Any], where: Place | None = None) -> list[Findin
 
 def refuse_unfit_machine(facts: Mapping[str, Any]) -> None:
     """Raise `ClusterError` with the first failure that the checks of a run find in these facts."""
-    for finding in examine(facts, "run"):
+    for finding in run_checks(facts, "run"):
         if finding.level == "failure":
             raise ClusterError(finding.text, cure=finding.cure)

@@ -31,7 +31,7 @@ from raypar.doctor.machine_facts import (
     TokenFacts,
 )
 from raypar.errors import RayparError
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 from raypar.ray_compat.settings import token_file
 from raypar.storage.filesystems import WRITE_CHECK_S
 from raypar.storage.s3_lease_store import check_run_dir_on_storage

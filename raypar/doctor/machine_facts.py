@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from raypar.doctor.finding import NotKnown
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from raypar.draw.throughput_chart import RunHistory
-from raypar.files.json_values import Json
+from raypar.draw.run_history_chart import RunHistory
+from raypar.files.json_type import Json
 from raypar.schedule.instructions import drawing_style
 from raypar.schedule.step_timeline import Timeline
 

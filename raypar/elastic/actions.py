@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raypar.plan import ParallelPlan
-from raypar.plan.microbatches import VoteResult
 from raypar.plan.pieces import PieceMove
+from raypar.plan.vote_result import VoteResult
 
 EndKind = Literal["done", "stopped", "interrupted", "failed", "deposed"]
 """How a run ends. `deposed`: another driver has taken over and goes on; this one removes nothing."""

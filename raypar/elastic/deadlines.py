@@ -105,6 +105,7 @@ def extend_step_for_slow_sample(m: RunState, event: Tick) -> bool:
 
 def waits_for_slow_sample(m: RunState, late: Collection[int], event: Tick) -> bool:
     """Whether a worker of `late` answers pings and reads samples, and has not been waited for longer than `slow_sample_s`.
+    While it comes further in finding a place in a stream, that time does not count.
 
     Another worker would read the same samples no faster.
     """
@@ -113,4 +114,6 @@ def waits_for_slow_sample(m: RunState, late: Collection[int], event: Tick) -> bo
         return False
     if health.slow_sample_from_s is None:
         health.slow_sample_from_s = timer.since_s
+    if set(late) & event.searching - event.unheard:
+        health.slow_sample_from_s = timer.now_s
     return timer.now_s - health.slow_sample_from_s <= m.policy.slow_sample_s

@@ -1,7 +1,7 @@
 """How many workers a run begins with, and then asks the cluster for, uses, waits for and gives back. Pure.
 
 Asking for workers is what makes an autoscaler add nodes, and giving them back is what makes it remove them. The counts of a run
-go in, and its rules act on what comes out, in `worker_hiring.py`.
+go in, and its rules act on what comes out, in `hire_and_release_workers.py`.
 """
 
 from __future__ import annotations

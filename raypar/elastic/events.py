@@ -331,6 +331,8 @@ class Tick:
     """Workers of `unheard` whose process or machine is known to be gone, before Ray has reported it."""
     reading: frozenset[int] = frozenset()
     """Workers that were reading samples, or waiting for their data processes, when they last answered a ping."""
+    searching: frozenset[int] = frozenset()
+    """Workers of `reading` that read streams to find a place, and come further."""
 
 
 RunEvent = (

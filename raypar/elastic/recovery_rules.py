@@ -6,7 +6,7 @@
                                                |
                                                +-> WAITING      until there are enough workers
 
-`plan_rules.py` has the second half, from the choice of a plan on.
+`find_and_adopt_plan_rules.py` has the second half, from the choice of a plan on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from raypar.elastic import state_sources
 from raypar.elastic.actions import ApplyKeptGradients, FenceWorkers, KillWorker, TellUser, WarnUser, WriteJournal
 from raypar.elastic.deadlines import answer_deadline_s, waits_for_slow_sample
+from raypar.elastic.due_work_rules import record_emitted_step
 from raypar.elastic.events import (
     CallFailed,
     CheckpointFailed,
@@ -38,14 +39,13 @@ from raypar.elastic.failures import (
     note_unreachable_workers,
     record_death,
 )
+from raypar.elastic.find_and_adopt_plan_rules import end_run_between_generations, find_plan, tell_what_is_awaited
+from raypar.elastic.hire_and_release_workers import start_missing_workers
 from raypar.elastic.phases import Phase
-from raypar.elastic.plan_rules import end_run_between_generations, find_plan, tell_what_is_awaited
-from raypar.elastic.replica_digests import compare_digests_in_recovery, end_run_after_too_many_doubts
+from raypar.elastic.replica_digests import compare_digests_in_recovery, end_run_if_doubts_stay
 from raypar.elastic.run_state import RunState, ShardCountHistory
-from raypar.elastic.step_flow import record_emitted_step
-from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import ClusterError, error_first_line
-from raypar.plan.microbatches import VoteResult
+from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import after_steps, format_worker_numbers
 
 CLAIM_TOLD_S = 5.0
@@ -158,7 +158,7 @@ def settle_open_step_if_all_answered(m: RunState) -> Phase | None:
         return None
     m.health.slow_sample_from_s = None
     compare_digests_in_recovery(m)
-    if (over := end_run_after_too_many_doubts(m)) is not None:
+    if (over := end_run_if_doubts_stay(m)) is not None:
         return over
     holders = steps_of_trusted_workers(m)
     r.done = max(holders.values(), default=m.progress.committed)

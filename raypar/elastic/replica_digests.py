@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from raypar.elastic.actions import WarnUser
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
-from raypar.errors import ModelError, WorkerLost
-from raypar.plan.pieces import Digest
+from raypar.errors import DataError, ModelError, RayparError, WorkerLost
+from raypar.plan.pieces import AdoptDescription, Digest
 from raypar.plan.wording import after_steps, format_worker_numbers
 
 MAX_DOUBTS = 3
@@ -22,30 +22,46 @@ MAX_DOUBTS = 3
 
 
 class InitialDigestCheck:
-    """Compares digests of the initial values: all workers that hold a tensor, or a slice of it, must report the same."""
+    """Compares what workers begin with: the values of tensors, or slices of them, and the fields of the first microbatch."""
 
     def __init__(self) -> None:
-        self._first: dict[str, tuple[int, int]] = {}
-        """Name -> (digest, the worker that reported it first)."""
+        self._values: dict[str, tuple[int, int]] = {}
+        """Name of a tensor -> (digest, the worker that reported it first)."""
+        self._fields: dict[str, tuple[int, int]] = {}
+        """The same by field of the first microbatch."""
 
-    def add(self, worker: int, digests: Mapping[str, int]) -> ModelError | None:
-        """Take the digests that a worker reports, by tensor. Returns the error if any differs from another worker's."""
-        different: dict[int, list[str]] = defaultdict(list)
-        for name, digest in digests.items():
-            first, other = self._first.setdefault(name, (digest, worker))
-            if digest != first:
-                different[other].append(name)
-        if not different:
-            return None
-        other, names = next(iter(different.items()))
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return ModelError(
-            f"the model function is not reproducible: workers {other} and {worker} begin with other values of "
-            f"{', '.join(names[:3])}{more}",
-            cure="it may draw from Python's, numpy's and torch's own generators only, which are seeded before it is called: no "
-            "clock, no os.urandom, no generator seeded by itself, no order of a set of strings; and read the same files "
-            "on every node",
-        )
+    def add(self, worker: int, described: AdoptDescription) -> RayparError | None:
+        """Take what a worker has built. Returns the error if any digest differs from another worker's."""
+        if (found := _first_difference(self._values, worker, described["initial"])) is not None:
+            other, names = found
+            return ModelError(
+                f"the model function is not reproducible: workers {other} and {worker} begin with other values of {names}",
+                cure="it may draw from Python's, numpy's and torch's own generators only, seeded before it is called: "
+                "no clock, no os.urandom, no generator seeded by itself, no order of a set of strings; and read the same "
+                "files on every node",
+            )
+        if (found := _first_difference(self._fields, worker, described["collated"])) is not None:
+            other, names = found
+            return DataError(
+                f"data.collate depends on the process that calls it: of the first microbatch, workers {other} and {worker} "
+                f"have other numbers in {names}",
+                cure="let it depend on its samples and the seeded generators of python, numpy and torch alone: no process id, "
+                "no host name, no order of a set of strings; and read the same files on every node",
+            )
+        return None
+
+
+def _first_difference(first: dict[str, tuple[int, int]], worker: int, digests: Mapping[str, int]) -> tuple[int, str] | None:
+    """(a worker that has reported other digests, their names), if there is one. Takes those that are new into `first`."""
+    different: dict[int, list[str]] = defaultdict(list)
+    for name, digest in digests.items():
+        known, other = first.setdefault(name, (digest, worker))
+        if digest != known:
+            different[other].append(name)
+    if not different:
+        return None
+    other, names = next(iter(different.items()))
+    return other, ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def find_differing_workers(digests: Mapping[int, Digest]) -> tuple[set[int], set[int]]:
@@ -97,13 +113,27 @@ def compare_replica_digests(m: RunState, done: int, digests: Mapping[int, Digest
     return False
 
 
-def end_run_after_too_many_doubts(m: RunState) -> Phase | None:
-    """End the run if digests have differed too often in a row."""
+def end_run_if_doubts_stay(m: RunState) -> Phase | None:
+    """End the run if digests have differed too often in a row, or learning rates follow a validation of state that may have
+    been wrong: steps are executed again, and validations are not."""
+    if m.trust.doubt and (done := last_validation_that_rates_follow(m)) > m.trust.agreed:
+        what = f"{m.trust.doubt}; the learning rates follow a validation of state that may have been wrong, that "
+        what += after_steps(done)
+        cure = "`raypar resume` goes on from the last checkpoint, and validates again"
+        return m.end_run("failed", what, WorkerLost(what, cure=cure))
     if m.trust.doubts <= MAX_DOUBTS:
         return None
     what = m.trust.doubt
     cure = "one of these machines computes wrongly, or the job is not reproducible; `raypar resume` without them goes on"
     return m.end_run("failed", what, WorkerLost(f"{what}, for the {m.trust.doubts}th time in a row", cure=cure))
+
+
+def last_validation_that_rates_follow(m: RunState) -> int:
+    """After how many steps the last one was; 0 if there was none. One at the end of a run only does not count."""
+    every, validated = m.policy.validate_every, m.progress.validated
+    if not m.policy.rates_follow_validations or not every or validated is None:
+        return 0
+    return validated // every * every
 
 
 def compare_digests_in_recovery(m: RunState) -> None:

@@ -21,6 +21,11 @@ class RunPolicy:
     """Whether the job has validation data."""
     validate_every: int = 0
     """Steps between two validations; 0: only after the last step."""
+    rates_follow_validations: bool = False
+    """Whether learning rates follow the values of validations (`lr_schedule.metric`)."""
+    validates_first: bool = False
+    """Whether a resumed run validates before its first step: the learning rates follow a validation that is due after
+    `steps_before_run` steps, and the checkpoint does not have its value."""
     save_every: int = 0
     """Steps between two checkpoints; 0: only at the end."""
     save_at_end: bool = True

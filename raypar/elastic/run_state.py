@@ -10,7 +10,7 @@ from typing import Literal
 
 from raypar.elastic.actions import Action, ActionWithReason, AdoptPlan, EndKind, Teardown
 from raypar.elastic.events import CallFailed, RunEvent, StopRequested
-from raypar.elastic.mirror import MirrorSchedule
+from raypar.elastic.mirror_schedule_and_buddies import MirrorSchedule
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.stragglers import StragglerWatch
@@ -423,7 +423,8 @@ class RunState:
         """The present phase."""
         self.timer = PhaseTimeLimit()
         """The time of the present event, and the phase's time limit."""
-        self.progress = RunProgress(first, first, first, first, first, saved=first or None)
+        served = first - 1 if policy.validates_first else first
+        self.progress = RunProgress(first, first, first, first, served, saved=first or None)
         """How many steps are issued, committed, emitted and saved."""
         self.membership = Membership(plan, tuple(range(policy.workers)))
         """The workers, their seats and their generation."""

@@ -12,6 +12,16 @@ from raypar.elastic.deadlines import (
     silent_deadline_s,
     step_deadline_s,
 )
+from raypar.elastic.due_work_rules import (
+    begin_checkpoint,
+    choose_due_work,
+    commit_step,
+    describe_last_checkpoint,
+    end_if_saved,
+    issue_steps,
+    record_emitted_step,
+    retry_last_checkpoint,
+)
 from raypar.elastic.events import (
     AllWorkersCopiedState,
     CallFailed,
@@ -31,6 +41,8 @@ from raypar.elastic.events import (
     WorkersReady,
 )
 from raypar.elastic.failures import begin_recovery, end_run_once_cause_is_known, fail_run, recover_from_failure
+from raypar.elastic.find_and_adopt_plan_rules import begin_generation
+from raypar.elastic.hire_and_release_workers import desired_capacity_of_run, release_workers, start_workers
 from raypar.elastic.membership_rules import (
     ask_for_larger_plan,
     check_stragglers,
@@ -38,21 +50,9 @@ from raypar.elastic.membership_rules import (
     seat_on_demand_workers,
 )
 from raypar.elastic.phases import Phase, UnexpectedEvent
-from raypar.elastic.plan_rules import begin_generation
-from raypar.elastic.replica_digests import compare_replica_digests, end_run_after_too_many_doubts
+from raypar.elastic.replica_digests import compare_replica_digests, end_run_if_doubts_stay
 from raypar.elastic.run_state import RunState
-from raypar.elastic.silent_worker_rules import check_silent_worker_wait, waits_for_silent_workers
-from raypar.elastic.step_flow import (
-    begin_checkpoint,
-    choose_due_work,
-    commit_step,
-    describe_last_checkpoint,
-    end_if_saved,
-    issue_steps,
-    record_emitted_step,
-    retry_last_checkpoint,
-)
-from raypar.elastic.worker_hiring import desired_capacity_of_run, release_workers, start_workers
+from raypar.elastic.wait_for_silent_workers import check_silent_worker_wait, waits_for_silent_workers
 from raypar.errors import CommTimeout, RayparError
 from raypar.plan.wording import after_steps, format_worker_numbers, word_form
 
@@ -96,7 +96,7 @@ def count_step_report(m: RunState, event: StepReported) -> Phase | None:
         p.busy_s.setdefault(event.step, {})[event.worker] = event.busy_s
     while len(p.reports.get(p.committed, ())) == len(members):
         if p.committed == m.mirror.last and not compare_replica_digests(m, p.committed + 1, p.digests.pop(p.committed, {})):
-            return end_run_after_too_many_doubts(m) or begin_recovery(m, m.trust.doubt)
+            return end_run_if_doubts_stay(m) or begin_recovery(m, m.trust.doubt)
         del p.reports[p.committed]
         if m.health.slow_sample_from_s is None:  # else its time says nothing about other steps
             m.step_times.add(event.seconds, len(members))

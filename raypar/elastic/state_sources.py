@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raypar.elastic.mirror import assign_buddies
+from raypar.elastic.mirror_schedule_and_buddies import assign_buddies
 from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import same_state_keys

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from raypar.elastic import (
+    due_work_rules,
     failures,
+    find_and_adopt_plan_rules,
     membership_rules,
-    plan_rules,
     recovery_rules,
     running_rules,
-    silent_worker_rules,
-    step_flow,
+    wait_for_silent_workers,
 )
 from raypar.elastic.events import (
     AllWorkersCopiedState,
@@ -185,8 +185,8 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(GenerationClaimed, [P.CLAIMING], recovery_rules.handle_claim, [P.STANDING, P.WAITING, P.OVER]),
     make_transition_row(WorkerStatusReported, [P.STANDING], recovery_rules.count_worker_status, [P.SETTLING, *PLANNED]),
     make_transition_row(KeptGradientsApplied, [P.SETTLING], recovery_rules.count_applied_kept_gradients, PLANNED),
-    make_transition_row(PlanChosen, [P.PLANNING], plan_rules.use_chosen_plan, PLANNED),
-    make_transition_row(PlanAdopted, [P.ADOPTING], plan_rules.count_adoption, SERVED),
+    make_transition_row(PlanChosen, [P.PLANNING], find_and_adopt_plan_rules.use_chosen_plan, PLANNED),
+    make_transition_row(PlanAdopted, [P.ADOPTING], find_and_adopt_plan_rules.count_adoption, SERVED),
     make_transition_row(CallFailed, [P.CLAIMING], recovery_rules.handle_failure_while_recovering, [P.FAILING, P.OVER]),
     make_transition_row(
         CallFailed, [P.STANDING], recovery_rules.handle_failure_while_recovering, [P.SETTLING, *PLANNED, P.FAILING]
@@ -218,8 +218,8 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(DrainRequested, TRAINING, membership_rules.drain_worker, [P.CLAIMING]),
     make_transition_row(DrainRequested, [P.VALIDATING, P.SAVING], membership_rules.drain_worker),
     make_transition_row(DrainRequested, [P.ENDING, *RECOVERING], membership_rules.drain_later),
-    make_transition_row(WorkerSilent, EVERYWHERE, silent_worker_rules.wait_for_silent_worker),
-    make_transition_row(WorkerAnswered, EVERYWHERE, silent_worker_rules.end_wait_for_worker),
+    make_transition_row(WorkerSilent, EVERYWHERE, wait_for_silent_workers.wait_for_silent_worker),
+    make_transition_row(WorkerAnswered, EVERYWHERE, wait_for_silent_workers.note_answer_of_silent_worker),
     # Answers to a generation that has been given up, and whatever comes after the end.
     *make_ignored_rows(all_phases_except(P.CLAIMING), GenerationClaimed),
     *make_ignored_rows(all_phases_except(P.STANDING), WorkerStatusReported),
@@ -257,20 +257,20 @@ def index_transition_rows(rows: Iterable[TransitionRow]) -> dict[tuple[Phase, ty
 TABLE = index_transition_rows(ROWS)
 
 ON_ENTER: Mapping[Phase, Callable[[RunState], Phase | None]] = {
-    P.RUNNING: step_flow.issue_steps,
-    P.FLUSHING: step_flow.let_open_steps_end,
-    P.VALIDATING: step_flow.begin_validation,
-    P.SAVING: step_flow.begin_due_checkpoint,
-    P.ENDING: step_flow.wait_for_last_checkpoint,
+    P.RUNNING: due_work_rules.issue_steps,
+    P.FLUSHING: due_work_rules.let_open_steps_end,
+    P.VALIDATING: due_work_rules.begin_validation,
+    P.SAVING: due_work_rules.begin_due_checkpoint,
+    P.ENDING: due_work_rules.wait_for_last_checkpoint,
     P.ABORTING: running_rules.abort_open_work,
     P.FAILING: failures.look_for_cause,
     P.OVER: failures.tear_down,
     P.CLAIMING: failures.claim_generation,
     P.STANDING: recovery_rules.fence_workers,
     P.SETTLING: recovery_rules.apply_kept_gradients,
-    P.PLANNING: plan_rules.request_plan,
-    P.ADOPTING: plan_rules.adopt_plan,
-    P.WAITING: plan_rules.wait_for_workers,
+    P.PLANNING: find_and_adopt_plan_rules.request_plan,
+    P.ADOPTING: find_and_adopt_plan_rules.adopt_plan,
+    P.WAITING: find_and_adopt_plan_rules.wait_for_workers,
 }
 """Phase -> what starts its work when it is entered, and sets its time limit.
 

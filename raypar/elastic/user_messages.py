@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from raypar.plan.wording import format_worker_numbers, word_form
+from raypar.plan.wording import count_noun, format_worker_numbers, word_form
 
 PLAIN_WORDS = (
     (r"its node has died", "its node died"),
@@ -100,4 +100,4 @@ def describe_waited_workers(activities: Mapping[int, str], workers: int, idle: s
     each = [
         f"{format_worker_numbers(numbers)} {word_form(numbers, 'is', 'are')} {doing}" for doing, numbers in together.items()
     ]
-    return f"waiting for {len(busy)} of {max(workers, len(busy))} workers ({'; '.join(each)})"
+    return f"waiting for {len(busy)} of {count_noun(max(workers, len(busy)), 'worker')} ({'; '.join(each)})"

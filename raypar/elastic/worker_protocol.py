@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from raypar.errors import GroupAborted, RayparError
-from raypar.plan.microbatches import VoteResult
 from raypar.plan.pieces import Digest, Piece
+from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import after_steps
 
 T = TypeVar("T")
@@ -41,6 +41,8 @@ class WorkerStatus:
     """Number of steps -> pieces that it holds of the mirror snapshot after them: its own and copies of others' state."""
     digests: Mapping[int, Digest] = field(default_factory=dict)
     """Number of steps -> digest of its own state after them, if other workers should hold the same state."""
+    samples: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """(step, microbatch) -> digest of what it has read of a stream, for the last steps."""
 
 
 class WorkerTrainingBackend(Protocol):
@@ -73,7 +75,7 @@ class WorkerTrainingBackend(Protocol):
     def pieces(self) -> tuple[Piece, ...]:
         """All pieces held of the state after `applied()` steps, including pieces left over from a former plan."""
 
-    def mirror_snapshots(self) -> Mapping[int, tuple[Piece, ...]]:
+    def held_snapshots(self) -> Mapping[int, tuple[Piece, ...]]:
         """Number of steps -> the pieces held of the mirror snapshot after them."""
 
     def digests(self) -> Mapping[int, Digest]:
@@ -149,14 +151,14 @@ class GenerationGuard:
         self.enter_generation(generation, f"generation {generation} begins")
         backend = self.backend
         if not self.seated:
-            return WorkerStatus(self.worker, mirror_snapshots=dict(backend.mirror_snapshots()), digests=dict(backend.digests()))
+            return WorkerStatus(self.worker, mirror_snapshots=dict(backend.held_snapshots()), digests=dict(backend.digests()))
         return WorkerStatus(
             self.worker,
             backend.applied(),
             backend.can_apply_late(),
             dict(self.vote_results),
             backend.pieces(),
-            dict(backend.mirror_snapshots()),
+            dict(backend.held_snapshots()),
             dict(backend.digests()),
         )
 

@@ -109,7 +109,7 @@ class Fence(Generic[API]):
         return self._found.api  # type: ignore[return-value]
 
     @contextlib.contextmanager
-    def required(self) -> Iterator[API]:
+    def requiring(self) -> Iterator[API]:
         """`require` for a block, in which `API_CHANGED` errors (the API answers differently) become `error` too."""
         api = self.require()
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,23 +51,32 @@ def write_text_atomically(path: Path, text: str, cure: str = "") -> None:
             replace_file_atomically(target, text.encode())
 
 
+@contextlib.contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """Gives the block a path beside `path`. The file or folder that the block makes there gets the name `path` at its end, or
+    is removed if the block raises. Raises `OSError`."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield aside
+        os.replace(aside, path)
+    finally:
+        with contextlib.suppress(OSError):  # it has its name, or the disk is read-only
+            if aside.is_dir():
+                shutil.rmtree(aside)
+            else:
+                aside.unlink()
+
+
 def replace_file_atomically(path: Path, content: bytes, *, lasting: bool = True) -> None:
     """Replace the file at `path` by one with this content, or leave everything as it was. A link is replaced, not followed.
 
     `lasting`: wait for the disk, so that the new file outlives a crash of the machine. Raises `OSError`.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(aside, "wb", opener=regular_file_opener) as file:
-            file.write(content)
-            file.flush()
-            if lasting:
-                os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
+    with written_aside(path) as aside, open(aside, "wb", opener=regular_file_opener) as file:
+        file.write(content)
+        file.flush()
+        if lasting:
+            os.fsync(file.fileno())
 
 
 def file_has_content(path: Path, content: bytes) -> bool:

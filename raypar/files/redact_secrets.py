@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from itertools import pairwise
 
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 
 REMOVED = "[removed]"
 """What stands in place of a secret."""

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from raypar.errors import ConfigError
-from raypar.files.untrusted_files import MAX_DEPTH, shorten
+from raypar.files.printable_text import shorten
+from raypar.files.untrusted_files import MAX_DEPTH
 
 MAX_NODES = 20_000
 """Limit of keys and values in a file; an alias counts as often as the node it stands for has nodes."""

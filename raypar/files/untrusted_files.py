@@ -7,19 +7,18 @@ that no read hangs.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
-import reprlib
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from raypar.errors import ConfigError, InputError
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 from raypar.files.os_error_cure import cure_of_os_error
+from raypar.files.printable_text import shorten
 
 TEXT_BYTES = 4 << 20
 """Size limit of a file that users write or read."""
@@ -150,67 +149,6 @@ def json_nesting_depth(content: bytes) -> int:
             return min(MAX_DEPTH + 1, depth + len(left))
         left, depth = inner, depth + 1
     return depth
-
-
-def shorten(value: object, most: int = 200) -> str:
-    """A path, or a value from a file, as text for a message: one line of at most `most` characters."""
-    if not isinstance(value, (str, os.PathLike)):
-        return repr_text(value, most)
-    text = str(value)[: 2 * most]
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogateescape").decode() for c in text)
-    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
-
-
-def printable(value: object) -> str:
-    """The value as text in which `?` stands for every character that a terminal would obey, or an SVG file may not have.
-
-    Line breaks and tabs stay.
-    """
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in str(value))
-
-
-def repr_text(value: object, most: int = 200) -> str:
-    """`repr(value)` for a message: one line of at most `most` characters, `<Type>` for what has no such text.
-
-    That is a collection other than Python's own (the `repr` of a `ray.data.Dataset` computes it), what has several lines, such
-    as a table, and what raises, as a number with thousands of digits does.
-    """
-    try:
-        text = _BRIEF.repr(value)
-    except Exception:
-        text = f"<{type(value).__name__}>"
-    return shorten(text, most)
-
-
-class _BriefRepr(reprlib.Repr):
-    """`repr` with limits on levels, items and characters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother = 8, 400, 400
-        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 20
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """The items in their order, which `reprlib` would sort."""
-        if level <= 0 < len(x):
-            return "{...}"
-        items = [
-            f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in itertools.islice(x.items(), self.maxdict)
-        ]
-        return f"{{{', '.join([*items, *['...'] * (len(x) > self.maxdict)])}}}"
-
-    def repr_instance(self, x: object, level: int) -> str:
-        kinds = {dict: self.repr_dict, list: self.repr_list, tuple: self.repr_tuple}
-        for kind, of_kind in kinds.items():
-            if isinstance(x, kind) and type(x).__repr__ is kind.__repr__:
-                return of_kind(x, level)
-        collection = hasattr(type(x), "__len__") and not isinstance(x, (str, bytes)) and not hasattr(x, "tolist")
-        text = "" if collection else repr(x)
-        return f"<{type(x).__name__}>" if collection or "\n" in text else text
-
-
-_BRIEF = _BriefRepr()
 
 
 def _without_duplicate_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:

@@ -3,15 +3,17 @@
 No other package uses pydantic. This one imports neither torch nor ray, so that a wrong key is reported at once.
 """
 
+from raypar.job.data_section import DataConfig as DataConfig
+from raypar.job.data_section import PackConfig as PackConfig
+from raypar.job.data_section import PadConfig as PadConfig
+from raypar.job.data_section import ValidationConfig as ValidationConfig
+from raypar.job.data_section import WeightsConfig as WeightsConfig
 from raypar.job.elastic_section import ElasticConfig as ElasticConfig
-from raypar.job.function_section import DataConfig as DataConfig
 from raypar.job.function_section import FunctionConfig as FunctionConfig
 from raypar.job.function_section import LossConfig as LossConfig
+from raypar.job.function_section import LrScheduleConfig as LrScheduleConfig
 from raypar.job.function_section import ModelConfig as ModelConfig
 from raypar.job.function_section import OptimizerConfig as OptimizerConfig
-from raypar.job.function_section import PadConfig as PadConfig
-from raypar.job.function_section import ValidationConfig as ValidationConfig
-from raypar.job.function_section import WeightsConfig as WeightsConfig
 from raypar.job.init_from_section import InitFromConfig as InitFromConfig
 from raypar.job.job import CheckpointConfig as CheckpointConfig
 from raypar.job.job import EarlyStoppingConfig as EarlyStoppingConfig

@@ -9,13 +9,14 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from raypar.files.json_values import Json
-from raypar.job.callable_text import stable_argument_text, without_addresses
+from raypar.files.json_type import Json
 from raypar.job.function_section import FunctionConfig, OptimizerConfig
 from raypar.job.job import Job
 from raypar.job.key import marked_keys, marker_of
 from raypar.job.section import Section
-from raypar.job.validation_errors import walk_sections
+from raypar.job.stable_callable_text import stable_argument_text, without_addresses
+from raypar.job.walk_sections import walk_sections
+from raypar.record.metric_names import split_name
 
 CONTRACT_EDITION = 2
 """Edition of the numerics contract (`raypar/NUMERICS.md`) of this release. Checkpoints of the first do not name theirs."""
@@ -28,9 +29,29 @@ SAMPLES = "samples"
 """Key under which checkpoints hold the number of training samples beside the contract. It is no setting, but the order of them
 depends on it."""
 
+DATA_DIGEST = "data_digest"
+"""Key under which checkpoints hold a digest of the training data beside the contract, where the data set has one
+(`raypar_content_digest`). It is no setting: files are known by it that have changed under the same name."""
+
+FINGERPRINT = "fingerprint"
+"""Key under which checkpoints hold digests of a few microbatches and of the module's options beside the contract
+(`worker/data/data_fingerprint.py`). It is no setting: a run that is resumed with others says so, and goes on."""
+
 CHANGES = "changes"
-"""Key under which checkpoints hold what resumes have changed, beside the contract (`worker/checkpoint/job_changes.py`). Those
-of runs in which none has changed anything have none."""
+"""Key under which checkpoints hold what resumes have changed, beside the contract (`worker/checkpoint/check_job_changes.py`).
+Those of runs in which none has changed anything have none."""
+
+FROZEN = "frozen"
+"""Key under which checkpoints that hold only what was trained say, beside the contract, where the frozen values come from again
+(`worker/checkpoint/frozen_table.py`)."""
+
+VALIDATED = "validated"
+"""Key under which checkpoints hold the values of validations that the learning rates follow, beside the contract, where they do
+(`job/lr_schedule_metric.py`)."""
+
+OF_FOLLOWED_METRIC = ("validation", "metrics")
+"""Keys of a contract that say how the metric is measured that the learning rates follow; it has them where these do. They may
+be others when a run is resumed."""
 
 ALWAYS = frozenset(
     [
@@ -77,6 +98,8 @@ def contract_of_job(job: Job) -> dict[str, Json]:
         empty = isinstance(value, Section) and default is None and value == type(value).model_construct()
         if name in ALWAYS or not (value == default or empty):
             made[NAMES.get(name, name)] = FORMS[name](job) if name in FORMS else _form(value, name)
+    if job.followed_metric is not None:
+        made |= _measuring(job, job.followed_metric)
     plain: dict[str, Json] = json.loads(json.dumps(_with_json_keys(made), default=_as_text))
     return plain
 
@@ -120,9 +143,35 @@ def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, An
             yield from _deciding(value, f"{prefix}{name}.")
 
 
+def contract_of_validation_set(job: Job, name: str) -> Json:
+    """How a validation set is read and cut into microbatches, as contracts have it."""
+    own, data = job.validation_sets[name], contract_of_job(job)
+    form = {key: value for key, value in _form(own, "validation").items() if key not in ("metrics", "every", "sets")}
+    of_training = {key: data[key] for key in ("seed", "data", "batch_size", "microbatches")}
+    plain: Json = json.loads(json.dumps(_with_json_keys({"set": form, **of_training}), default=_as_text))
+    return plain
+
+
+def _measuring(job: Job, metric: str) -> dict[str, Json]:
+    """How a metric of validations is measured: the keys `OF_FOLLOWED_METRIC`, as far as it depends on them."""
+    of_set, name = split_name(metric)
+    sets: dict[str, dict[str, Json]] = {}
+    for each, one in job.validation_sets.items():
+        if not of_set or each == of_set:
+            beside = ("metrics", "every", "sets")
+            sets[each] = {key: value for key, value in _form(one, "validation").items() if key not in beside}
+    section = {"every": job.validation.every if job.validation is not None else 0}
+    made: dict[str, Json] = {"validation": {**sets[""], **section} if "" in sets else {**section, "sets": sets}}
+    if (measured := job.metrics.get(name.partition("/")[0])) is not None:
+        made["metrics"] = {name.partition("/")[0]: _form(measured, "metrics")}
+    return made
+
+
 def _form(value: Any, key: str) -> Any:
     """A value as a contract holds it: of a section the keys without markers of their own. A function has its name and arguments
     always, an optimizer its groups; other keys are left out where they have their default, unless `ALWAYS` has them."""
+    if isinstance(value, tuple) and any(isinstance(one, Section) for one in value):
+        return [_form(one, key) for one in value]
     if not isinstance(value, Section):
         return value
     made: dict[str, Json] = {}

@@ -1,32 +1,36 @@
-"""The sections of a job that are functions with their arguments: model, loss, data, optimizer."""
+"""The sections of a job that are functions with their arguments: model, loss, learning rates, optimizer."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, NonNegativeInt, PlainValidator, PositiveInt, field_validator, model_validator
+from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from raypar.errors import ConfigError, with_article
-from raypar.files.untrusted_files import shorten
-from raypar.job.callable_text import argument_refusal, shorten_contract_text, stable_callable_label
-from raypar.job.key import BITS, CLIENT, WORKERS
-from raypar.job.section import MAX_WORKERS, Parts, PathText, Section
-from raypar.job.value_names import is_importable_name
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.files.printable_text import shorten
+from raypar.job.importable_name import is_importable_name
+from raypar.job.key import BITS, CLIENT
+from raypar.job.section import PathText, Section
+from raypar.job.stable_callable_text import argument_refusal, shorten_contract_text, stable_callable_label
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 
 T = TypeVar("T")
 
 FROM_FOLDER = "raypar.model.pretrained_folder:from_folder"
 """The model function of `model.pretrained`."""
+_MISSING = object()
+"""In the place of what a module lacks."""
 LOSS_OF_MODEL = "model"
 """In the place of a loss function: the model returns an object with a `loss`."""
 
 
-def _function(value: T) -> T:
+def callable_or_name(value: T) -> T:
     """`value`, if it is a callable or a text `module:name`. Raises `ValueError`."""
     if not callable(value) and not (isinstance(value, str) and is_importable_name(value)):
         raise ValueError("module:name, for example torch.optim:AdamW")
@@ -35,13 +39,13 @@ def _function(value: T) -> T:
 
 def _loss_function(value: T) -> T:
     """`value`, if it is a callable, a text `module:name`, or `model`. Raises `ValueError`."""
-    return value if isinstance(value, str) and value == LOSS_OF_MODEL else _function(value)
+    return value if isinstance(value, str) and value == LOSS_OF_MODEL else callable_or_name(value)
 
 
 class FunctionConfig(Section):
     """A function and its arguments: `{function: module:name, args: {...}}`, or just `module:name`."""
 
-    function: Annotated[str | Callable[..., Any], PlainValidator(_function)]
+    function: Annotated[str | Callable[..., Any], PlainValidator(callable_or_name)]
     """`module:name` of the function or class; from Python also the callable itself."""
     args: dict[str, Any] = {}
     """Keyword arguments."""
@@ -63,16 +67,19 @@ class FunctionConfig(Section):
         if not isinstance(self.function, str):
             return self.function
         module, _, name = self.function.partition(":")
+        cure = "write it as module:name and run where the module can be imported (current folder, installed package)"
         try:
             found: Any = importlib.import_module(module)
             for part in name.split("."):
-                found = getattr(found, part)
+                within, found = found, getattr(found, part, _MISSING)
+                if found is _MISSING:
+                    near = difflib.get_close_matches(part, [own for own in dir(within) if not own.startswith("_")])
+                    meant = f": did you mean {' or '.join(near)}?" if near else ""
+                    cure = f"define {part} in {getattr(within, '__file__', None) or module}, or name what is there{meant}"
+                    raise AttributeError(f"{getattr(within, '__name__', module)} has no {part!r}")
         except USER_CODE_ERRORS as error:
             reraise_ctrl_c(error)
-            raise ConfigError(
-                f"cannot import {self.function!r}: {error_text(error)}",
-                cure="write it as module:name and run where the module can be imported (current folder, installed package)",
-            ) from error
+            raise ConfigError(f"cannot import {self.function!r}: {error_text(error)}", cure=cure) from error
         if not callable(found):
             raise ConfigError(
                 f"{self.function!r} is {with_article(type(found).__name__)}, not callable", cure="name a function or class"
@@ -170,9 +177,19 @@ class LossConfig(FunctionConfig):
     """What the mean that the model's own loss (`model`) returns is taken over, so that the loss of a step is the mean over all
     of them, in whichever microbatches they are. `labels`: all that are not -100. `shifted_labels`: likewise, without the first
     of each sequence, for a model that compares each token with the next one. None: samples."""
+    sample_weight: str | None = None
+    """The field of a sample that has its weight, or one for each of its tokens, for a function that returns a loss for each of
+    them (`reduction="none"`): the loss of a step is the weighted sum over the sum of the weights, in whichever microbatches
+    they are. None: the function says what counts."""
 
     @model_validator(mode="after")
     def _counts_for_model(self) -> LossConfig:
+        if self.sample_weight is not None and self.is_loss_of_model:
+            raise ConfigError(
+                f"loss.sample_weight is {self.sample_weight}, and loss is model, which takes the mean over samples itself",
+                cure="give a loss function of (output, target) that returns a value for each sample, and let the model return "
+                "its output",
+            )
         if self.count is not None and not self.is_loss_of_model:
             raise ConfigError(
                 f"loss.count is {self.count}, and loss.function is {self.label}",
@@ -181,116 +198,13 @@ class LossConfig(FunctionConfig):
         return self
 
 
-class PadConfig(Section):
-    """How samples of unequal length become a batch: dimension 0 of their fields is padded at its end, to the longest of the
-    microbatch, or farther."""
+class LrScheduleConfig(FunctionConfig):
+    """A function of the step, or a scheduler, with its arguments, and the metric whose values the scheduler is given."""
 
-    to: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = ()
-    """Lengths, ascending: a microbatch has the first of them in which its longest sample fits. A longer sample is an error."""
-    multiple: PositiveInt = 1
-    """A microbatch has the next multiple of this number."""
-    fields: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """The fields that are padded; empty: all that have dimensions."""
-    value: dict[str, int | float] = {}
-    """Field -> the number that it is padded with. Without it 0; in the target -100, which cross-entropy leaves out."""
-
-    @model_validator(mode="after")
-    def _one_length(self) -> PadConfig:
-        if list(self.to) != sorted(set(self.to)):
-            raise ConfigError(f"pad.to is {list(self.to)}", cure="give lengths that rise: to: [64, 128, 256]")
-        if self.to and self.multiple > 1:
-            raise ConfigError(
-                f"pad has to: {list(self.to)} and multiple: {self.multiple}, and a batch has one length",
-                cure="give one of them",
-            )
-        return self
-
-
-class SamplesConfig(FunctionConfig):
-    """A data set, map-style or iterable, and how its samples become the model's input and the loss's target."""
-
-    input: str | None = None
-    """The field of a sample that the first layer of a sequential model reads; None: `x`. (A module with a forward of its own
-    gets the fields that have the names of its parameters.)"""
-    target: str | None = None
-    """The field of a sample that the loss gets as its target; None: `y`."""
-    names: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Names of the fields of a sample that is a tuple; empty: `x`, `y`, `z`."""
-    collate: FunctionConfig | None = None
-    """The function that makes a batch of a list of samples, called once for each microbatch: a `collate_fn`, or a class of such
-    objects, as `transformers` has them. None: the values of each field are stacked."""
-    pad: PadConfig | None = None
-    """How fields of unequal length are padded where there is no `collate`; None: they must be of one length."""
-    streams: Parts | None = None
-    """As how many streams an iterable data set is read, each as the worker of a PyTorch `DataLoader` would see it: microbatch m
-    has samples of stream m modulo `streams`. None: one for each microbatch, where the data set divides itself by
-    `torch.utils.data.get_worker_info()`; else, and in validation, one."""
-    processes: Annotated[NonNegativeInt, Field(le=MAX_WORKERS), WORKERS] = 0
-    """Processes of each worker that load samples ahead of the steps, like a `DataLoader`'s `num_workers`; 0: the worker itself
-    loads them."""
-
-
-class WeightsConfig(FunctionConfig):
-    """A function of the data set that gives a weight for each sample. An epoch draws as many samples as there are."""
-
-    replacement: bool = True
-    """Whether a sample may be drawn several times in an epoch."""
-
-
-class DataConfig(SamplesConfig):
-    """The data set of a job, map-style or iterable, what of its samples is the model's input and the loss's target, and their
-    order."""
-
-    shuffle: bool | Literal["indexed"] = True
-    """The order of an epoch's samples. `true`: a new one in each epoch, by `torch.randperm`, which makes a list of all samples
-    in every worker. `indexed`: likewise a new one, of which each entry is computed by itself, without time or memory that
-    grow with the data set: for more than ten million samples. `false`: always 0, 1, 2, ..."""
-    drop_last: bool = False
-    """Whether an epoch ends with its last whole batch, leaving out the samples beyond; else these begin another batch."""
-    shuffle_window: NonNegativeInt = 0
-    """Of an iterable data set: this many samples of a stream at a time are read and given in a random order. 0: the data set's
-    own order."""
-
-    sampler: FunctionConfig | None = None
-    """A function of (dataset, epoch) that gives the ids of the epoch's samples in order, or a class of samplers of PyTorch: the
-    order in place of `shuffle`. It is called with all generators seeded by the epoch, in every worker that reads samples."""
-    weights: WeightsConfig | None = None
-    """Samples are drawn by weight, as by `WeightedRandomSampler`, in place of `shuffle`."""
-    group_by: FunctionConfig | None = None
-    """A function of the data set that gives the length of each sample, such as `raypar.data.lengths:of_field`: samples of
-    similar length come together, as with `group_by_length` of `transformers`, in place of `shuffle`."""
-
-    @property
-    def names_ids(self) -> bool:
-        """Whether a function of the user's decides which samples an epoch has, or their order."""
-        return self.sampler is not None or self.weights is not None or self.group_by is not None
-
-    @model_validator(mode="after")
-    def _one_order(self) -> DataConfig:
-        given = [name for name in ("sampler", "weights", "group_by") if getattr(self, name) is not None]
-        given += ["shuffle"] if self.shuffle is not True else []
-        if len(given) > 1:
-            raise ConfigError(
-                f"data has {' and '.join(given)}, and each of them is the order of an epoch",
-                cure="leave all but one of them out",
-            )
-        return self
-
-    @field_validator("shuffle", mode="before")
-    @classmethod
-    def _order(cls, value: T) -> T:
-        if not (isinstance(value, bool) or value == "indexed"):
-            raise ValueError("true, false or indexed")
-        return value
-
-
-class ValidationConfig(SamplesConfig):
-    """The data set for validation, and when it is used."""
-
-    every: NonNegativeInt = 0
-    """Steps from one validation to the next; there is one at the end too. 0: at the end only."""
-    samples: NonNegativeInt = 0
-    """How many samples are used, from the first on; 0: all."""
+    metric: str | None = None
+    """For a scheduler whose `step` takes a metric, as that of `ReduceLROnPlateau` does: `validation_loss`, `validation_NAME`
+    for one of `metrics`, or `validation/SET/NAME` for one of several validation sets. It makes one step after each validation
+    (`validation.every`). None: a scheduler makes one step after each step of the optimizer."""
 
 
 class OptimizerConfig(FunctionConfig):

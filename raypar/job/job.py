@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -27,20 +27,24 @@ from pydantic_core import PydanticCustomError
 
 from raypar.errors import ConfigError, PlanError
 from raypar.files.safe_yaml import dump_yaml, parse_yaml
+from raypar.job.data_section import DataConfig, PackConfig, ValidationConfig, ValidationSetConfig
 from raypar.job.elastic_section import ElasticConfig, switch
-from raypar.job.function_section import DataConfig, FunctionConfig, LossConfig, ModelConfig, OptimizerConfig, ValidationConfig
+from raypar.job.function_section import FunctionConfig, LossConfig, LrScheduleConfig, ModelConfig, OptimizerConfig
 from raypar.job.init_from_section import InitFromConfig
 from raypar.job.key import BITS, BITS_FROM_A_STEP_ON, CLIENT, DRIVER, WORKERS, WORKERS_AND_DRIVER, project
-from raypar.job.metrics_section import VALIDATION, MetricConfig, check_metric_is_computed, check_metric_names, mode_of
+from raypar.job.lr_schedule_metric import FollowedMetric
+from raypar.job.metrics_section import MetricConfig, check_metric_is_computed, check_metric_names, mode_of
 from raypar.job.placement_section import PlacementConfig
 from raypar.job.plan_section import PlanConfig
+from raypar.job.precision_and_plan_names import AUTO, GIVEN, PrecisionName
 from raypar.job.section import MAX_PARTS, MAX_WORKERS, Parts, PathText, Section
-from raypar.job.value_names import AUTO, GIVEN, PrecisionName
+from raypar.plan.forward_pass_batching import ForwardPasses
 from raypar.plan.microbatches import BatchesOfSteps, Microbatches
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy
-from raypar.record.best_values import BestRule
+from raypar.record.best_checkpoint_rules import BestRule
 from raypar.record.events import MAX_STEPS
+from raypar.record.metric_names import is_of_validation, name_in_validation
 
 T = TypeVar("T")
 
@@ -69,7 +73,8 @@ class BestConfig(Section):
     """Checkpoints that are kept because a metric was best there: `{metric: ..., mode: ..., keep: ...}`, or just its name."""
 
     metric: Annotated[str, DRIVER]
-    """The metric: `validation_loss`, `validation_NAME` for one of `metrics`, or a number of a training step."""
+    """The metric: `validation_loss`, `validation_NAME` for one of `metrics`, `validation/SET/NAME` for one of several
+    validation sets, or a number of a training step."""
     mode: Annotated[Literal["min", "max"] | None, DRIVER] = None
     """Whether small or large values are good; None: `min` for a name that ends with `loss`."""
     keep: Annotated[PositiveInt, DRIVER] = 1
@@ -90,6 +95,9 @@ class CheckpointConfig(Section):
     """How many checkpoints are kept: the newest ones."""
     at_end: Annotated[bool, DRIVER] = True
     """Whether a checkpoint is saved at the end of the run."""
+    only: Annotated[Literal["all", "trained"], CLIENT] = "all"
+    """What they hold. `trained`: no frozen values that begin as `init_from` has them; these come again from there, and it must
+    be the same then. For adapters and heads on a large pretrained model."""
     best: Annotated[tuple[BestConfig, ...], Field(strict=False), DRIVER] = ()
     """The metrics by which the best checkpoints are kept too, beside the newest ones. A validation with a new best value saves
     one."""
@@ -103,7 +111,8 @@ class EarlyStoppingConfig(Section):
     min_delta: Annotated[NonNegativeFloat, CLIENT] = 0.0
     """By how much a value has to be better to count as the best."""
     metric: Annotated[str, CLIENT] = "validation_loss"
-    """The metric: `validation_loss`, `validation_NAME` for one of `metrics`, or a number of training steps."""
+    """The metric: `validation_loss`, `validation_NAME` for one of `metrics`, `validation/SET/NAME` for one of several
+    validation sets, or a number of training steps."""
     mode: Annotated[Literal["min", "max"] | None, CLIENT] = None
     """Whether small or large values are good; None: `min` for a name that ends with `loss`."""
 
@@ -160,17 +169,18 @@ class Job(Section):
     """The training data: a function or class that gives a map-style data set, and how its samples are used."""
     optimizer: Annotated[OptimizerConfig, BITS_FROM_A_STEP_ON] = OptimizerConfig.model_construct(function="torch.optim:AdamW")
     """The optimizer: a class of `torch.optim` or your own, with its arguments."""
-    lr_schedule: Annotated[FunctionConfig | None, BITS_FROM_A_STEP_ON] = None
+    lr_schedule: Annotated[LrScheduleConfig | None, BITS_FROM_A_STEP_ON] = None
     """A function of the step (from 0) that returns the factor on all learning rates; or a scheduler of
     `torch.optim.lr_scheduler` or `transformers`, or a function of the optimizer that makes one, which makes one step after each
-    step of the optimizer. Among `args` the text `job.steps` stands for the number of steps. None: the factor is 1."""
+    step of the optimizer, or with `metric` after each validation. Among `args` the text `job.steps` stands for the number of
+    steps. None: the factor is 1."""
     clip_norm: Annotated[PositiveFloat | None, BITS_FROM_A_STEP_ON] = None
     """Largest norm of the whole gradient, as in `clip_grad_norm_`; None: it is not clipped."""
     validation: Annotated[ValidationConfig | None, WORKERS] = None
     """The validation data; None: no validation."""
     metrics: Annotated[dict[str, MetricConfig], WORKERS] = {}
     """Name -> metric, which is computed in every validation: a function, a class or, from Python, an object. Its values are
-    called `validation_NAME`."""
+    called `validation_NAME`, those of one of several validation sets `validation/SET/NAME`."""
     metrics_every: Annotated[NonNegativeInt, WORKERS_AND_DRIVER] = 0
     """Every how many steps the metrics are computed in training too, of the samples of the step, as the model is before its
     update; their values are called `NAME`. 0: in validations only."""
@@ -230,6 +240,8 @@ class Job(Section):
 
     _source_dir: Path = PrivateAttr(default_factory=Path.cwd)
     _former_batches: tuple[BatchesOfSteps, ...] = PrivateAttr(default=())
+    _forward_passes: ForwardPasses | None = PrivateAttr(default=None)
+    _unsaved: frozenset[str] = PrivateAttr(default=frozenset())
 
     @model_validator(mode="before")
     @classmethod
@@ -267,6 +279,11 @@ class Job(Section):
     @model_validator(mode="after")
     def _fits(self) -> Job:
         self.batching  # noqa: B018  raises PlanError when the microbatches do not fit the batch
+        if self.epochs is not None and self.data.mix:
+            raise ConfigError(
+                f"epochs is {self.epochs:g}, and data.mix has sources that end at different places",
+                cure="set steps in the place of epochs",
+            )
         if self.epochs is not None and self.steps is not None:
             raise ConfigError(
                 f"steps is {self.steps} and epochs is {self.epochs:g}, and either of them is the length of the run",
@@ -277,43 +294,113 @@ class Job(Section):
                 f"precision.compute is {self.precision.compute}, but dtype is {self.dtype}, which autocast leaves as it is",
                 cure="set dtype: float32, or leave precision out",
             )
-        check_metric_names(self.metrics)
-        if self.metrics and self.validation is None and not self.metrics_every:
+        packs = any(one.pack is not None for one in (self.data, *self.validation_sets.values()))
+        if packs and self.loss.is_loss_of_model and self.loss.count is None:
             raise ConfigError(
-                f"metrics ({', '.join(self.metrics)}) are computed in validations, which the job does not have",
-                cure="set validation, or metrics_every: 1 for metrics of every step in training, or leave metrics out",
+                "data.pack, and loss: model: rows have unequal numbers of labels, and whether the model compares a token with "
+                "the next one, which may be another document's, is not said",
+                cure="set loss: {function: model, count: shifted_labels} (causal language models of transformers), or count: "
+                "labels",
             )
+        check_metric_names(self.metrics)
+        self.check_sets()
         if self.metrics_every and not self.metrics:
             raise ConfigError(
                 f"metrics_every is {self.metrics_every}, and the job has no metrics", cure="set metrics, or leave it out"
             )
+        self._check_metrics_are_measured()
+        if self.checkpoint.only == "trained" and self.init_from is None:
+            raise ConfigError(
+                "checkpoint.only is trained, and nothing says where the frozen values come from again",
+                cure="set model.pretrained, or init_from: the weights with which the run begins",
+            )
+        if self.metrics_every and not self.measured_in_training:
+            raise ConfigError(
+                f"metrics_every is {self.metrics_every}, and the metrics ({', '.join(self.metrics)}) are of all samples of a "
+                "validation",
+                cure="leave metrics_every out, or give a metric that measures each microbatch",
+            )
         self._check_choices()
         return self
 
-    def _check_choices(self) -> None:
-        """Raises `ConfigError` for metrics in `early_stopping` and `checkpoint.best` that nobody computes."""
-        stopping = self.early_stopping
-        of_validation = stopping is not None and stopping.metric.startswith(VALIDATION)
-        if of_validation and (self.validation is None or not self.validation.every):
+    def check_sets(self) -> None:
+        """Raises `ConfigError` for metrics of a validation set that the job does not have."""
+        for of_set, one in self.validation_sets.items():
+            key = f"validation.{of_set}.metrics" if of_set else "validation.metrics"
+            for name in one.metrics or ():
+                if name not in self.metrics:
+                    raise ConfigError(
+                        f"{key} names {name!r}, which is none of the job's metrics",
+                        cure=f"it is one of {', '.join(self.metrics)}" if self.metrics else "add it to metrics",
+                    )
+
+    def _check_metrics_are_measured(self) -> None:
+        """Raises `ConfigError` for metrics that neither training nor a validation set has."""
+        of_sets = {name for of_set in self.validation_sets for name in self.metrics_of_set(of_set)}
+        names = ", ".join(name for name in self.metrics if name not in of_sets | self.measured_in_training)
+        if names and self.validation is None:
             raise ConfigError(
-                "early_stopping needs validation losses",
-                cure="set validation and validation.every, or leave early_stopping out",
+                f"metrics ({names}) are computed in validations, which the job does not have",
+                cure="set validation, or metrics_every: 1 for metrics of every step in training, or leave metrics out",
             )
-        known = self.series
-        for metric, mode, key in [
-            *([(stopping.metric, stopping.mode, "early_stopping")] if stopping is not None else []),
-            *((best.metric, best.mode, "checkpoint.best") for best in self.checkpoint.best),
-        ]:
+        if names:
+            raise ConfigError(
+                f"metrics ({names}) are among those of no validation set",
+                cure="name them in the metrics of a set, set metrics_every: 1 for metrics of every step in training, or leave "
+                "them out",
+            )
+
+    @property
+    def measured_in_training(self) -> frozenset[str]:
+        """The names of the metrics that are computed in training too."""
+        return frozenset(name for name, metric in self.metrics.items() if self.metrics_every and metric.of == "microbatch")
+
+    def _check_choices(self) -> None:
+        """Raises `ConfigError` for metrics in `early_stopping`, `checkpoint.best` and `lr_schedule` that nobody computes."""
+        if (followed := self.followed_metric) is not None:
+            if not is_of_validation(followed):
+                raise ConfigError(
+                    f"lr_schedule.metric is {followed}, which is not measured in validations",
+                    cure="give validation_loss, validation_NAME for one of metrics, or validation/SET/NAME for one of several "
+                    "sets",
+                )
+            self.check_metric_has_values(followed, "lr_schedule.metric")
+        stopping = self.early_stopping
+        if stopping is not None:
+            self.check_metric_has_values(stopping.metric, "early_stopping", others_add=bool(self.callbacks))
+            mode_of(stopping.metric, stopping.mode, "early_stopping")
+        for best in self.checkpoint.best:
             if not self.callbacks:  # which may add metrics
-                check_metric_is_computed(metric, known, key)
-            mode_of(metric, mode, key)
+                check_metric_is_computed(best.metric, self.series, "checkpoint.best")
+            mode_of(best.metric, best.mode, "checkpoint.best")
+
+    def check_metric_has_values(self, metric: str, key: str, *, others_add: bool = False) -> None:
+        """Raises `ConfigError` for a metric that has no value before the end of the run. `others_add`: whether callbacks may
+        add metrics."""
+        if is_of_validation(metric) and (self.validation is None or not self.validation.every):
+            raise ConfigError(f"{key} needs validation losses", cure=f"set validation and validation.every, or leave {key} out")
+        if not others_add:
+            check_metric_is_computed(metric, self.series, key)
+
+    @property
+    def followed_metric(self) -> str | None:
+        """The metric of validations that the learning rates follow; None: they are a function of the step."""
+        return self.lr_schedule.metric if self.lr_schedule is not None else None
+
+    def make_followed_metric(self, values: Mapping[int, float]) -> FollowedMetric | None:
+        """The metric that the learning rates follow, if they do. `values`: number of steps done -> value, of validations
+        before the run."""
+        if self.followed_metric is None or self.validation is None:
+            return None
+        return FollowedMetric(self.followed_metric, self.validation.every, dict(values))
 
     @property
     def series(self) -> frozenset[str]:
         """The names of all numbers that the run records by step, except for those that callbacks add."""
-        validated = {f"{VALIDATION}{name}" for name in ("loss", *self.metrics)} if self.validation is not None else set()
-        measured = set(self.metrics) if self.metrics_every else set()
-        return frozenset({"loss", "norm", "lr", *validated, *measured})
+        validated = {name_in_validation("loss")} if self.validation is not None else set()
+        for of_set in self.validation_sets:
+            validated |= {name_in_validation(name, of_set) for name in ("loss", *self.metrics_of_set(of_set))}
+        return frozenset({"loss", "norm", "lr", *validated, *self.measured_in_training})
 
     @property
     def best_rules(self) -> list[BestRule]:
@@ -385,6 +472,28 @@ class Job(Section):
         job._former_batches = former
         return job
 
+    @property
+    def forward_passes(self) -> ForwardPasses | None:
+        """The passes of a run that makes forward passes over its validation data and nothing else; None: it trains."""
+        return self._forward_passes
+
+    def in_passes(self, passes: ForwardPasses | None) -> Job:
+        """The job of a run that makes these forward passes only."""
+        job = self.model_copy()
+        job._forward_passes = passes
+        return job
+
+    @property
+    def unsaved(self) -> frozenset[str]:
+        """The parameters that checkpoints leave out. Known once the model is."""
+        return self._unsaved
+
+    def without_saving(self, names: Iterable[str]) -> Job:
+        """The job, whose checkpoints leave out these parameters."""
+        job = self.model_copy()
+        job._unsaved = frozenset(names)
+        return job
+
     def steps_of_epochs(self, samples: int) -> int:
         """The number of steps that `epochs` of so many samples are. Raises `ConfigError` for none, and for too many."""
         assert self.epochs is not None
@@ -414,12 +523,25 @@ class Job(Section):
         return self.data.target or ("labels" if self.loss.is_loss_of_model else "y")
 
     @property
-    def training_data(self) -> DataConfig:
-        """The data of training, with the name of the target where `data.pad` needs it."""
-        return self.data if self.data.pad is None else self.data.replace(target=self.loss_target_name)
+    def loss_fields(self) -> tuple[str, ...]:
+        """The fields of a batch that the loss gets beside the model's output: the target, and weights where it has them."""
+        return (self.loss_target_name, *([] if self.loss.sample_weight is None else [self.loss.sample_weight]))
 
     @property
-    def scheduled(self) -> FunctionConfig | None:
+    def training_data(self) -> DataConfig:
+        """The data of training, with what `data.pad` and `data.pack` need to know of the loss."""
+        if self.data.pad is None and self.data.pack is None:
+            return self.data
+        return self.data.replace(target=self.loss_target_name, pack=self._with_first_label(self.data.pack))
+
+    def _with_first_label(self, pack: PackConfig | None) -> PackConfig | None:
+        """`data.pack` with the `first_label` that the job's loss asks for."""
+        if pack is None or pack.first_label is not None:
+            return pack
+        return pack.replace(first_label="mask" if self.loss.count == "shifted_labels" else "keep")
+
+    @property
+    def scheduled(self) -> LrScheduleConfig | None:
         """`lr_schedule` with the number of steps in the place of `job.steps` among its arguments."""
         ref = self.lr_schedule
         if ref is None or STEPS_OF_JOB not in [value for value in ref.args.values() if isinstance(value, str)]:
@@ -432,12 +554,31 @@ class Job(Section):
         )
 
     @property
+    def validation_sets(self) -> dict[str, ValidationSetConfig]:
+        """Name -> data set of `validation`; the name of one alone is empty. Empty without validation."""
+        return self.validation.by_name if self.validation is not None else {}
+
+    def metrics_of_set(self, name: str) -> tuple[str, ...]:
+        """The names of the metrics that are computed of a validation set, in the job's order."""
+        chosen = self.validation_sets[name].metrics
+        return tuple(metric for metric in self.metrics if chosen is None or metric in chosen)
+
+    def samples_of_metrics(self, samples: Mapping[str, int]) -> dict[str, int]:
+        """Metric -> number of samples that it measures in a validation. `samples`: those of each validation set."""
+        of_sets = {name: self.metrics_of_set(name) for name in samples}
+        return {metric: sum(samples[name] for name in of_sets if metric in of_sets[name]) for metric in self.metrics}
+
+    @property
     def validation_data(self) -> DataConfig:
-        """The data of `validation`, which must be given; samples have the fields of `data` and are collated as those, unless it
-        says otherwise."""
-        own, data = self.validation, self.data
-        assert own is not None
-        own_batches = own.collate is not None or own.pad is not None
+        """The data of `validation`, which must be given, with one set; see `data_of_set`."""
+        assert self.validation is not None and not self.validation.sets
+        return self.data_of_set(self.validation)
+
+    def data_of_set(self, own: ValidationSetConfig) -> DataConfig:
+        """The data of a validation set; samples have the fields of `data` and are collated as those, unless it says
+        otherwise."""
+        data = self.data
+        own_batches = own.collate is not None or own.pad is not None or own.pack is not None
         return DataConfig.model_construct(
             function=own.function,
             args=own.args,
@@ -446,6 +587,7 @@ class Job(Section):
             target=own.target or self.training_data.target,
             collate=own.collate if own_batches else data.collate,
             pad=own.pad if own_batches else data.pad,
+            pack=self._with_first_label(own.pack if own_batches else data.pack),
             shuffle=False,
             streams=own.streams,
             processes=own.processes,
@@ -454,7 +596,7 @@ class Job(Section):
     @property
     def reads_streams(self) -> bool:
         """Whether some data is read as streams, by the workers of the first stage alone. Known once `data.streams` is."""
-        return self.data.streams is not None or (self.validation is not None and self.validation.streams is not None)
+        return self.data.streams is not None or any(one.streams is not None for one in self.validation_sets.values())
 
     @property
     def precision_in_words(self) -> str | None:
@@ -467,7 +609,8 @@ class Job(Section):
     def for_workers(self) -> Job:
         """What workers get of the job: the keys that they need. The others have their defaults, so that no worker has the
         settings of trackers, say."""
-        return project(self, lambda key: key.for_workers).after_batches(self._former_batches)
+        made = project(self, lambda key: key.for_workers).after_batches(self._former_batches)
+        return made.in_passes(self._forward_passes).without_saving(self._unsaved)
 
     def for_driver(self) -> Job:
         """What the driver gets of the job, likewise: neither functions nor their arguments, so that it imports no user code."""

@@ -58,7 +58,7 @@ def marker_of(section: type[BaseModel], name: str) -> Key | None:
 
 def marked_keys(section: type[BaseModel], above: Key | None = None, prefix: str = "") -> Iterator[tuple[str, Key | None]]:
     """(dotted name, marker) of every key of a section and of those inside it. `above`: the section's own."""
-    from raypar.job.validation_errors import section_types
+    from raypar.job.walk_sections import section_types
 
     for name, info in section.model_fields.items():
         marker = marker_of(section, name) or above

@@ -92,8 +92,9 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "image_processor feature_extractor",
     "the fields that the first layer and the loss read are data.input and data.target; fields of other names are arguments of "
     "the model's forward": "label_names remove_unused_columns columns features",
-    "how many samples a validation reads is validation.samples": "limit_val_batches eval_iters max_eval_samples "
-    "per_device_eval_batch_size eval_batch_size val_batch_size validation_steps eval_accumulation_steps",
+    "how many samples a validation reads is validation.samples, and how many go through the model at once "
+    "validation.batch_size": "limit_val_batches eval_iters max_eval_samples per_device_eval_batch_size eval_batch_size "
+    "val_batch_size validation_steps eval_accumulation_steps",
     "for a trial give few `steps`, and as `data` a part of the data set (torch.utils.data.Subset)": "fast_dev_run "
     "limit_train_batches overfit_batches max_train_samples num_sanity_val_steps",
     # the loop
@@ -109,6 +110,7 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "the loss function is `loss`": "loss_fn criterion loss_function compute_loss compute_loss_func",
     "it is an argument of the loss function: a key of loss.args": "label_smoothing label_smoothing_factor ignore_index "
     "class_weights",
+    "weights of samples, or of tokens, in the loss are loss.sample_weight, the name of a field": "sample_weights",
     "the optimizer is `optimizer`: a class of PyTorch's or your own, with its arguments, such as optimizer.args.lr": (
         "optim optim_args opt optimizers optimizer_class optimizer_cls optimizer_name configure_optimizers"
     ),

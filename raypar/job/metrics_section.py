@@ -7,14 +7,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Literal
 
+from pydantic import PositiveInt, model_validator
+
 from raypar.errors import ConfigError
 from raypar.job.function_section import FunctionConfig
 from raypar.record.events import StepRecord, ValidationRecord
+from raypar.record.metric_names import VALIDATION
 
 METRIC_NAME = r"[A-Za-z_][\w.-]{0,59}"
 """What the name of a metric must be, as a regular expression."""
-VALIDATION = "validation_"
-"""What the names of values of validations begin with, as in `validation_loss`."""
 TAKEN = frozenset(one.name for record in (StepRecord, ValidationRecord) for one in fields(record)) | {"kind"}
 """Names of the series that every run has."""
 
@@ -26,6 +27,25 @@ class MetricConfig(FunctionConfig):
     exact: bool = True
     """Whether the merged states of microbatches must give the bits of one object that is updated in order. `false`: a metric
     that does not is used all the same, and the run says that it is not exact."""
+    output: str | None = None
+    """The part of the model's output that it gets, by name, such as `logits` of a model of transformers; None: all of it."""
+    of: Literal["microbatch", "all"] = "microbatch"
+    """`microbatch`: it measures each microbatch. `all`: the function is called once in a validation, with an object that has
+    `predictions` and `label_ids` of all samples in their order, as a `compute_metrics` of transformers; it returns a dict."""
+    preprocess_logits: FunctionConfig | None = None
+    """With `of: all`: a function of (logits, labels) that returns what is kept of each microbatch in the place of the logits,
+    as `preprocess_logits_for_metrics` of transformers."""
+    limit_mib: PositiveInt = 1024
+    """With `of: all`: most memory of one worker for what is kept of a validation, in MiB."""
+
+    @model_validator(mode="after")
+    def _keeps_all(self) -> MetricConfig:
+        if self.of != "all" and self.preprocess_logits is not None:
+            raise ConfigError(
+                f"the metric {self.label} has preprocess_logits, and measures each microbatch by itself",
+                cure="set of: all, for a function of all predictions; or leave it out",
+            )
+        return self
 
 
 def check_metric_names(metrics: Mapping[str, MetricConfig]) -> None:
@@ -58,7 +78,7 @@ def mode_of(metric: str, mode: Literal["min", "max"] | None, key: str) -> Litera
 
 def check_metric_is_computed(metric: str, known: Collection[str], key: str) -> None:
     """Raises `ConfigError` for a metric that none of the names of series stands for; `name/part` is a part of one."""
-    if metric.partition("/")[0] not in known and metric not in known:
+    if metric not in known and not metric.startswith(tuple(f"{one}/" for one in known)):
         raise ConfigError(
             f"{key} names the metric {metric!r}, which nobody computes",
             cure=f"it is one of {', '.join(sorted(known))}; metrics of training need metrics_every",

@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from raypar.files.untrusted_files import MAX_DEPTH, repr_text, shorten
-from raypar.job.value_names import is_importable_name
+from raypar.files.printable_text import repr_text, shorten
+from raypar.files.untrusted_files import MAX_DEPTH
+from raypar.job.importable_name import is_importable_name
 
 PLAIN = (type(None), bool, int, float, str, bytes, datetime.date, datetime.datetime)
 """Types of single values that YAML has, and that are read as the same values again."""

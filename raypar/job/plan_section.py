@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, PrivateAttr, model_validator
 
 from raypar.errors import ConfigError, PlanError
-from raypar.files.untrusted_files import shorten
+from raypar.files.printable_text import shorten
 from raypar.job.key import BITS_OF_SHARDS, CLIENT
 from raypar.job.section import MAX_WORKERS, Parts, PathText, Section, Workers
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh

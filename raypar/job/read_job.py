@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ from typing import Any
 from pydantic import BaseModel, PositiveInt, ValidationError
 
 from raypar.errors import ConfigError, PlanError
+from raypar.files.printable_text import repr_text, shorten
 from raypar.files.safe_yaml import parse_yaml
-from raypar.files.untrusted_files import read_limited_text, repr_text, shorten
-from raypar.job.function_section import FunctionConfig, ValidationConfig
+from raypar.files.untrusted_files import read_limited_text
+from raypar.job.data_section import SET_NAME, ValidationConfig
+from raypar.job.function_section import FunctionConfig
+from raypar.job.importable_name import is_importable_name
 from raypar.job.job import JOB_BYTES, RUN_NAME_CURE, Job, is_run_name
 from raypar.job.plan_section import PlanConfig
 from raypar.job.section import Section, Workers
-from raypar.job.validation_errors import config_error, keys_of, section_types
+from raypar.job.validation_errors import config_error
+from raypar.job.walk_sections import keys_of, section_types, short_key
 
 
 class RunArguments(Section):
@@ -124,10 +129,30 @@ def parse_plan_section(given: Mapping[str, Any]) -> PlanConfig:
         raise config_error(error.errors(), ("plan",), Job) from None
 
 
-def parse_data_argument(text: str) -> ValidationConfig:
-    """The data set that `--data` names: `module:name`, or the keys of `validation` as YAML. Raises `ConfigError`."""
-    given = parse_yaml(text, "--data") if text.lstrip().startswith("{") else text
-    return parse_validation_section(given)
+def parse_data_argument(text: str) -> ValidationConfig | str:
+    """The data set that `--data` names: `module:name`, or the keys of `validation` as YAML; or the name of one of the job's
+    validation sets, as it is. Raises `ConfigError`."""
+    if re.fullmatch(SET_NAME, text):
+        return text
+    if not text.lstrip().startswith("{"):
+        if not is_importable_name(text):
+            raise ConfigError(
+                f"--data {shorten(text)} names no data set",
+                cure="give --data module:function, the name of one of the job's validation sets, or keys and values: "
+                f"--data '{{function: module:name, args: {{...}}}}'{clause_on_data_file(text)}",
+            )
+        return parse_data_section(text, "--data")
+    return parse_data_section(parse_yaml(text, "--data"), "--data")
+
+
+def clause_on_data_file(text: str) -> str:
+    """How `--data` names a file, for the cure of a text that is no data set and may be a file's name; empty for others."""
+    kind = next((kind for kind, suffixes in _FILE_SUFFIXES.items() if text.endswith(suffixes)), None)
+    return f"; a file is named so: --data '{{{kind}: {shorten(text)}}}'" if kind is not None else ""
+
+
+_FILE_SUFFIXES = {"parquet": (".parquet",), "jsonl": (".jsonl", ".json", ".jsonl.gz"), "tar": (".tar", ".tar.gz", ".tgz")}
+"""Key of a data section -> how the names of its files end."""
 
 
 def parse_function_argument(given: object, what: str) -> FunctionConfig:
@@ -141,12 +166,12 @@ def parse_function_argument(given: object, what: str) -> FunctionConfig:
         ) from None
 
 
-def parse_validation_section(given: object) -> ValidationConfig:
-    """The section `validation` of a job by itself, checked. Raises `ConfigError`."""
+def parse_data_section(given: object, argument: str) -> ValidationConfig:
+    """A section `validation` that was given by itself in an argument, checked. Raises `ConfigError`. `argument`: its name."""
     try:
         return ValidationConfig.model_validate(given)
     except ValidationError as error:
-        raise config_error(error.errors(), ("validation",), Job) from None
+        raise config_error(error.errors(), ("validation",), Job, in_argument=argument) from None
 
 
 def check_run_arguments(given: Mapping[str, Any]) -> None:
@@ -216,10 +241,8 @@ def _written_out(value: Any, model: type[BaseModel] | None, what: str, at: str) 
         return value
     if value is None or (value == "auto" and at == "plan") or (value is True and at == "elastic"):
         return {}
-    if isinstance(value, str) and model is not None and model.model_fields:
-        first = next(iter(model.model_fields))  # the key that a text alone stands for, if one does
-        if model.model_fields[first].is_required():
-            return {first: value}
+    if isinstance(value, str) and model is not None and (first := short_key(model)) is not None:
+        return {first: value}
     raise ConfigError(f"{what} is {repr_text(value)} and has no keys", cure=f"set {at} itself")
 
 

@@ -19,17 +19,19 @@ from pydantic.fields import FieldInfo
 from raypar.job import function_section, plan_section
 from raypar.job.job import Job
 from raypar.job.read_job import RunArguments
-from raypar.job.section import PathText
+from raypar.job.section import FileList, PathText
 from raypar.job.section_docstrings import key_docstring, section_docstring
-from raypar.job.validation_errors import _COMMAND_LINE, walk_sections
+from raypar.job.validation_errors import _COMMAND_LINE
+from raypar.job.walk_sections import short_key, walk_sections
 from raypar.schedule.registry import NAMES
 
 TYPE_OF_VALIDATOR: dict[Callable[..., Any], str] = {
-    function_section._function: "`module:name`",
+    function_section.callable_or_name: "`module:name`",
     function_section._loss_function: "`module:name`, or `model`",
     plan_section._counts: "integer ≥ 1, or a list of them",
     plan_section._recompute_policy: "`none`, `full`, or a list of patterns",
     typing.get_args(PathText)[1].func: "path",
+    typing.get_args(FileList)[1].func: "path or URI, or a list of them",
 }
 """Validator that accepts more than the annotated type -> the type in words."""
 
@@ -49,7 +51,7 @@ TRAINER_ALSO_TAKES: dict[str, str] = {
     "model": "the function or class itself; a pair `(function, {arguments})`; a module that is built already, up to 32 MiB",
     "loss": "the function itself; a loss module without parameters, such as `nn.CrossEntropyLoss()`; a pair",
     "data": "the data set itself (anything with `__len__` and `__getitem__`); a function that makes it; a pair",
-    "validation": "as `data`",
+    "validation": "as `data`; a mapping of names to such data sets",
     "metrics": "of each name the function or class itself; an object with `update`, `compute` and `reset`; a pair",
     "optimizer": "the class itself; a pair such as `(torch.optim.SGD, {'lr': 0.1})`",
     "lr_schedule": "the function or class itself; a pair such as `(StepLR, {'step_size': 100})`",
@@ -195,10 +197,10 @@ def _words(key: str, annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[
 
 
 def _section_in_words(key: str, section: type[BaseModel]) -> str:
-    """A link to a section, and its short form: a section may be given as the value of its first key, if that is required."""
-    first, info = next(iter(section.model_fields.items()))
-    short = ""
-    if info.is_required():
+    """A link to a section, and its short form: a section may be given as the value of its first key (`short_key`)."""
+    first, short = short_key(section), ""
+    if first is not None:
+        info = section.model_fields[first]
         (short,) = _words(f"{key}.{first}", info.annotation, info.metadata) if first != "tracker" else (f"its `{first}`",)
         short = f", or just {short}"
     return f"[section](#{key.replace('.', '')}){short}"  # as pages make anchors of headings

@@ -16,11 +16,14 @@ from pydantic import BaseModel, BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 
 from raypar.job import elastic_section, function_section, plan_section
+from raypar.job.data_section import ValidationConfig, ValidationSetConfig
+from raypar.job.data_short_forms import FUNCTION_OF_FILES, MIXTURE
 from raypar.job.function_section import FROM_FOLDER
 from raypar.job.job import RUN_NAME, Job
 from raypar.job.plain_values import to_plain_values
-from raypar.job.section import MAX_WORKERS, PathText
+from raypar.job.section import MAX_WORKERS, FileList, PathText
 from raypar.job.section_docstrings import key_docstring, section_docstring
+from raypar.job.walk_sections import short_key
 from raypar.schedule.registry import ALIASES, NAMES
 
 Schema = dict[str, Any]
@@ -32,11 +35,12 @@ _COUNT: Schema = {"type": "integer", "minimum": 1, "maximum": MAX_WORKERS}
 _TEXTS: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
 
 SCHEMA_OF_VALIDATOR: dict[Callable[..., Any], tuple[Schema, ...]] = {
-    function_section._function: (_FUNCTION,),
+    function_section.callable_or_name: (_FUNCTION,),
     function_section._loss_function: (_FUNCTION, {"const": function_section.LOSS_OF_MODEL}),
     plan_section._counts: (_COUNT, {"type": "array", "items": _COUNT, "minItems": 1}),
     plan_section._recompute_policy: ({"enum": ["none", "full"]}, _TEXTS),
     typing.get_args(PathText)[1].func: ({"type": "string"},),
+    typing.get_args(FileList)[1].func: ({"type": "string"}, {"type": "array", "items": {"type": "string"}}),
 }
 """Validator that accepts more, or less, than the annotated type -> the alternatives that it accepts in a job file."""
 
@@ -48,7 +52,7 @@ SCHEMA_OF_KEY: dict[str, tuple[Schema, ...]] = {
 """Key -> what it accepts, where neither its annotation nor a validator of `SCHEMA_OF_VALIDATOR` says it."""
 SHORT_FORMS: dict[str, tuple[Schema, ...]] = {"elastic": ({"type": "boolean"},)}
 """Key of a section -> what may stand in the section's place, beside the value of its first key (see `_section`)."""
-NEVER_EMPTY = {"elastic", "steps"}
+NEVER_EMPTY = {"elastic", "steps", "validation.function"}
 """Keys that may be left out of a job file, but not be written without a value."""
 
 
@@ -66,29 +70,68 @@ MODEL_IS_MADE_BY: Schema = {
     "then": {"properties": {"function": {"const": FROM_FOLDER}}},
     "else": {"required": ["function"], "properties": {"adapter": {"type": "null"}}},
 }
-"""Of a model that is no text: a folder, or a function. Beside the condition that `_any_of` adds, as its `else`."""
+"""Of a model that is no text: a folder, or a function."""
+
+
+def _data_is_made_by(*, mix: bool = False) -> Schema:
+    """Of data that is no text: one of the short forms, or a function; likewise. `mix`: whether it may be a mixture."""
+    made: Schema = {"required": ["function"]}
+    if mix:
+        given = {"required": ["mix"], "properties": {"mix": {"type": "array", "minItems": 1}}}
+        made = {"if": given, "then": {"properties": {"function": {"const": MIXTURE}}}, "else": made}
+    for key, function in FUNCTION_OF_FILES.items():
+        given = {"required": [key], "properties": {key: {"type": ["string", "array"]}}}
+        others: Schema = {other: {"type": "null"} for other in FUNCTION_OF_FILES if other != key}
+        made = {"if": given, "then": {"properties": {"function": {"const": function}, **others}}, "else": made}
+    return made
+
+
+def _validation_is_made_by() -> Schema:
+    """Of a validation that is no text: one data set, as `data`, or several by name."""
+    keys = list(ValidationConfig.model_fields)
+    of_one = {"propertyNames": {"enum": keys}, "properties": {"sets": {"maxProperties": 0}}}
+    of_several = {
+        "not": {"propertyNames": {"enum": [key for key in keys if key != "sets"]}},
+        "properties": {"sets": {"minProperties": 1}},
+    }
+    return {
+        "if": {"anyOf": [{"required": [key]} for key in ("function", *FUNCTION_OF_FILES)]},
+        "then": {"allOf": [of_one, _data_is_made_by()]},
+        "else": of_several,
+    }
+
+
+MADE_BY: dict[str, Schema] = {
+    "model": MODEL_IS_MADE_BY,
+    "data": _data_is_made_by(mix=True),
+    "data.mix": _data_is_made_by(),
+    "validation": _validation_is_made_by(),
+    "validation.sets": _data_is_made_by(),
+}
+"""Section -> what it must have in the place of its function, beside the condition that `_any_of` adds, as its `else`."""
 
 
 def _section(key: str, section: type[BaseModel]) -> Iterator[Schema]:
     """The alternatives for a section: its short forms, and keys and values. `key`: the section's own; the whole job's is empty.
 
-    A section may be given as the value of its first key, if that is required, as in `optimizer: torch.optim:SGD`.
+    A section may be given as the value of its first key, as in `optimizer: torch.optim:SGD` (`short_key`).
     """
     prefix = f"{key}." if key else ""
-    first, info = next(iter(section.model_fields.items()))
-    if key and info.is_required():
+    if key and (first := short_key(section)) is not None:
+        info = section.model_fields[first]
         yield from _alternatives(prefix + first, info.annotation, info.metadata)
     yield from SHORT_FORMS.get(key, ())
     yield {
         "type": "object",
         "description": section_docstring(section),
-        "additionalProperties": False,  # first: validators go by this order, and a misspelt key may be the required one
+        # first: validators go by this order, and a misspelt key may be the required one
+        "additionalProperties": _any_of([*_section(f"{key}.sets", ValidationSetConfig)]) if key == "validation" else False,
         "properties": {
             name: {"description": key_docstring(section, name).replace("*none*", "none"), **_value(prefix + name, info)}
             for name, info in section.model_fields.items()
         },
-        "required": [name for name, info in section.model_fields.items() if info.is_required() and key != "model"],
-        **({"else": MODEL_IS_MADE_BY} if key == "model" else {}),
+        "required": [name for name, info in section.model_fields.items() if info.is_required() and key not in MADE_BY],
+        **({"else": MADE_BY[key]} if key in MADE_BY else {}),
     }
 
 

@@ -23,6 +23,19 @@ PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isin
 """A path; from Python also a `pathlib.Path`."""
 
 
+def as_file_list(value: object) -> object:
+    """One path as a tuple of it, several as a tuple; anything else unchanged."""
+    if isinstance(value, (str, os.PathLike)):
+        return (os.fspath(value),)
+    if isinstance(value, (list, tuple)):
+        return tuple(os.fspath(one) if isinstance(one, os.PathLike) else one for one in value)
+    return value
+
+
+FileList = Annotated[tuple[str, ...], BeforeValidator(as_file_list)]
+"""Paths and URIs of files, with wildcards; also a single one."""
+
+
 class Section(BaseModel):
     """Base of all sections of a job file. Strict: a string is not taken for a number, and an unknown key is an error.
 
@@ -44,7 +57,8 @@ class Section(BaseModel):
         try:
             super().__init__(**given)
         except ValidationError as error:
-            from raypar.job.validation_errors import config_error, walk_sections
+            from raypar.job.validation_errors import config_error
+            from raypar.job.walk_sections import walk_sections
 
             inside = next((path for path, section in walk_sections(Section.root) if section is type(self)), ())
             raise config_error(error.errors(), inside, Section.root, of_trainer=True) from None

@@ -17,7 +17,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from raypar.job.function_section import FunctionConfig, SamplesConfig
+from raypar.job.data_section import SamplesConfig
+from raypar.job.function_section import FunctionConfig
 from raypar.job.job import Job
 from raypar.job.read_job import RunArguments
 from raypar.job.section import PathText

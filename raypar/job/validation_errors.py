@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import typing
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
 from raypar.errors import ConfigError
-from raypar.files.untrusted_files import repr_text, shorten
+from raypar.files.printable_text import repr_text, shorten
+from raypar.job.importable_name import is_importable_name
 from raypar.job.keys_of_other_frameworks import advice_for
-from raypar.job.value_names import AUTO, GIVEN, NO_FLOAT16, is_importable_name, precision_settings_text
+from raypar.job.precision_and_plan_names import AUTO, GIVEN, NO_FLOAT16, precision_settings_text
+from raypar.job.walk_sections import dotted_keys, keys_of, section_types
 
 _COMMAND_LINE = {
     "address": "--address",
@@ -26,35 +27,6 @@ _COMMAND_LINE = {
 """Arguments of `Trainer` that are not keys of a job file -> the command line's counterpart."""
 
 
-def section_types(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The section classes in a field's type."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in typing.get_args(annotation):
-        yield from section_types(inner)
-
-
-def keys_of(model: type[BaseModel]) -> list[str]:
-    """The keys of a section, without those of sections inside it."""
-    return list(model.model_fields)
-
-
-def walk_sections(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
-    """(path, class) of every section inside a section, at any depth."""
-    for name, info in model.model_fields.items():
-        for inner in section_types(info.annotation):
-            yield (*above, name), inner
-            yield from walk_sections(inner, (*above, name))
-
-
-def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The keys of a section and of all sections inside it, such as `plan.stages`."""
-    for name, info in model.model_fields.items():
-        yield prefix + name
-        for inner in section_types(info.annotation):
-            yield from dotted_keys(inner, f"{prefix}{name}.")
-
-
 def config_error(
     errors: Sequence[Any],
     inside: tuple[str, ...],
@@ -62,17 +34,19 @@ def config_error(
     *,
     of_trainer: bool = False,
     more: Sequence[str] = (),
+    in_argument: str = "",
 ) -> ConfigError:
     """One `ConfigError` for the errors of pydantic (`ValidationError.errors()`), with the cure of each; unknown keys first.
 
     A missing key often is one that was misspelt, so the misspelt one is the better first message. `inside`: path of the section
     of `job` that was checked; `of_trainer`: whether to speak of `Trainer`'s arguments instead of a job file; `more`: arguments
-    that are not keys of a job.
+    that are not keys of a job; `in_argument`: the argument that was given in the place of this section, such as
+    `--data`.
     """
     order = {"extra_forbidden": 0, "missing": 2}
     ordered = sorted(errors, key=lambda one: order.get(one["type"], 1))
     alike = Counter((one["type"] == "missing", tuple(one["loc"][:-1])) for one in errors if one["type"] != "extra_forbidden")
-    explainer, whats, cures = _Explainer(job, of_trainer, tuple(more)), list[str](), list[tuple[str, str]]()
+    explainer, whats, cures = _Explainer(job, of_trainer, tuple(more), in_argument), list[str](), list[tuple[str, str]]()
     for one in ordered[:MOST_ERRORS]:
         several = alike[one["type"] == "missing", tuple(one["loc"][:-1])] > 1
         what, cure = explainer.explain({**one, "loc": (*inside, *one["loc"])}, several=several)
@@ -149,6 +123,8 @@ class _Explainer:
     """Whether the user gave `Trainer`'s arguments, not a job file."""
     more: tuple[str, ...]
     """Arguments that are not keys of a job."""
+    in_argument: str = ""
+    """The argument that was given in the place of a section of the job, such as `--data`; empty for none."""
 
     def section_at(self, path: Sequence[str | int]) -> type[BaseModel]:
         """The section of a job to which `path` leads."""
@@ -170,12 +146,14 @@ class _Explainer:
         elsewhere = [full for full in dict.fromkeys(dotted_keys(self.job)) if full.rpartition(".")[2].rstrip("s") == name]
         if elsewhere and not same:
             return elsewhere
-        return [".".join(map(str, [*path, one])) for one in same or difflib.get_close_matches(key, here, n=1, cutoff=0.7)]
+        return [self.key_of([*path, one]) for one in same or difflib.get_close_matches(key, here, n=1, cutoff=0.7)]
 
-    @staticmethod
-    def key_of(place: Sequence[str | int]) -> str:
-        """The key at a location of pydantic, such as `plan.stages`."""
-        return shorten(".".join(str(part) for part in place if part not in (AUTO, GIVEN))) or "the job file"
+    def key_of(self, place: Sequence[str | int]) -> str:
+        """The key at a location of pydantic, such as `plan.stages`; in an argument in its place `parquet in --data`."""
+        parts = [str(part) for part in place if part not in (AUTO, GIVEN)]
+        if self.in_argument:
+            return f"{shorten('.'.join(parts[1:]))} in {self.in_argument}" if parts[1:] else self.in_argument
+        return shorten(".".join(parts)) or "the job file"
 
     def explain(self, error: Mapping[str, Any], *, several: bool = False) -> tuple[str, str]:
         """(what, cure) for one error of pydantic. `several`: one of several missing or wrong keys of a section."""
@@ -188,8 +166,10 @@ class _Explainer:
             where = shorten(".".join(map(str, path[: -2 if path[-1] == "[key]" else -1])))
             what = f"{f'{where}: ' if where else ''}the key {repr_text(error['input'])} is no text"
             return what, "write a key that looks like a number, a date or a truth value in quotes"
-        inside = "the job file" if not self.of_trainer else f"the argument {path[0]}"
+        inside = self.in_argument or ("the job file" if not self.of_trainer else f"the argument {path[0]}")
         inner = key.partition(".")[2] if self.of_trainer else key
+        if self.in_argument:
+            inner = key.removesuffix(f" in {self.in_argument}")
         if error["type"] == "missing":
             if argument:
                 return f"{key} is missing", "give these arguments" if several else f"give the argument {key}"
@@ -210,6 +190,8 @@ class _Explainer:
         cure = f"correct the argument {key}" if argument else f"correct {inner} in {inside}"
         if several and len(path) == 1:
             cure = "correct these arguments" if argument else f"correct these keys in {inside}"
+        if error["type"] in ("tuple_type", "list_type") and isinstance(got, (str, Mapping)):
+            cure += f"; it is a list, also where it has one item: [{repr_text(got)}]"
         if (value := self._value_meant(path, got)) is not None:
             if path[-1:] == ["function"]:  # perhaps beside arguments of its own
                 cure = f'write "{value}"' if self.of_trainer else f"write {value}"

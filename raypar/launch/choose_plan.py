@@ -84,7 +84,8 @@ def choose_plan(
     that the plan has itself. `balanced`: the plan gives no split points, so measured times decide them.
     """
     from raypar.planner.plan_report import plan_report, short_plan_report, stage_balance_text
-    from raypar.planner.plan_search import balance_stages, predict_step, search_plans
+    from raypar.planner.plan_search import balance_stages, search_plans
+    from raypar.planner.predicted_step import predict_step
     from raypar.schedule import registry
     from raypar.worker.job_preflight import check_model_can_shard
     from raypar.worker.measure_profile import profile_job
@@ -186,6 +187,7 @@ def describe_chosen_plan(chosen: ChosenPlan) -> str:
         f"{count_noun(plan.world, 'worker')} = {plan.describe()}, schedule {chosen.schedule_name}"
         f"{describe_recomputation(plan, chosen.schedule_instructions)}; "
         f"predicted step {chosen.predicted.makespan_ms:.0f} ms, bubble {bubble:.0f} %"
+        + (f" ({chosen.profile.lengths})" if chosen.profile.lengths else "")
     )
     return f"{text}\n{chosen.why}" if chosen.why else text
 
@@ -200,7 +202,7 @@ def idle_replicas_text(plan: ParallelPlan, batching: Microbatches) -> str | None
     in_blocks = f"{batching.count} microbatches in {count_noun(blocks, 'block')} (virtual_replicas)"
     parts = count_noun(blocks, "microbatch", "microbatches") if one_each else in_blocks
     return (
-        f"plan.replicas is {most}, and a step has {parts}: {idle} of {plan.world} workers get none and compute "
+        f"plan.replicas is {most}, and a step has {parts}: {idle} of {count_noun(plan.world, 'worker')} get none and compute "
         f"nothing\n  cure: set plan.replicas <= {blocks}, or {'microbatches' if one_each else 'virtual_replicas'} >= {most} "
         "(which changes the results)"
     )
@@ -236,7 +238,7 @@ def plan_json(chosen: ChosenPlan) -> str:
         facts["recompute"] = list(chosen.plan.recompute)
     facts["layers"] = layers_as_dicts(chosen.profile)
     facts |= {"predicted_ms": chosen.predicted.makespan_ms, "predicted_bubble": chosen.predicted.bubble_of_total}
-    facts["predicted_for"] = processors_of_prediction(chosen.profile.processors, chosen.plan.world)
+    facts["predicted_for"] = processors_of_prediction(chosen.profile.processors, chosen.plan.world, chosen.profile.lengths)
     if chosen.memory:
         facts["predicted_memory_bytes"] = [{**sheet.state, **sheet.kept} for sheet in chosen.memory]
     if chosen.balance is not None:

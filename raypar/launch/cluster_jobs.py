@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raypar.files.json_values import Json
-from raypar.files.untrusted_files import printable, shorten
+from raypar.files.json_type import Json
+from raypar.files.printable_text import printable_text, shorten
 
 NAME_KEY = "raypar_job"
 """Key of a submitted job's metadata that holds the name of the job file's job."""
@@ -72,12 +72,12 @@ def parse_ray_job_record(record: Mapping[str, Json]) -> ClusterJob:
     state, code = STATES.get(str(record.get("status")), "running"), record.get("driver_exit_code")
     code = code if isinstance(code, int) else None
     return ClusterJob(
-        submission_id=printable(record["submission_id"]),
-        name=printable(metadata[NAME_KEY]) if isinstance(metadata, dict) and NAME_KEY in metadata else None,
+        submission_id=printable_text(record["submission_id"]),
+        name=printable_text(metadata[NAME_KEY]) if isinstance(metadata, dict) and NAME_KEY in metadata else None,
         state="stopped" if state == "failed" and code == STOPPED_CODE else state,
         exit_code=code,
-        message=printable(record.get("message") or ""),
-        entrypoint=printable(record.get("entrypoint") or ""),
+        message=printable_text(record.get("message") or ""),
+        entrypoint=printable_text(record.get("entrypoint") or ""),
         started_s=_seconds(record.get("start_time")),
         ended_s=_seconds(record.get("end_time")),
     )
@@ -120,14 +120,14 @@ def read_log_facts(log: str) -> LogFacts:
             except ValueError:
                 facts["loss"] = None
         elif found := _RUN.search(line):
-            facts |= {"run": printable(found["run"] or found["again"]), "waiting": None}
-            facts["folder"] = printable(found["path"] or found["found"]).strip()
+            facts |= {"run": printable_text(found["run"] or found["again"]), "waiting": None}
+            facts["folder"] = printable_text(found["path"] or found["found"]).strip()
         elif found := _END.match(line):
-            facts |= {"end": printable(line.strip()), "waiting": None}
+            facts |= {"end": printable_text(line.strip()), "waiting": None}
             if number := found["step"] or found["done"]:
                 facts["step"] = int(number.replace(",", ""))
         elif found := _WAITING.match(line):
-            facts["waiting"] = printable(found[1])
+            facts["waiting"] = printable_text(found[1])
         elif found := _ERROR.match(line):
             facts["error"] = shorten(found[1])
         elif line.startswith(("[", "the cluster has room for ")):  # a stage of the start-up; the end of a wait

@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from raypar.errors import ConfigError
-from raypar.files.untrusted_files import repr_text
+from raypar.files.printable_text import repr_text
 
 
 class ImpliedSetting(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,8 @@ from raypar.launch.steps_of_epochs import with_steps_of_epochs
 from raypar.plan import MicrobatchRouting
 from raypar.plan.wording import after_steps, count_noun
 from raypar.record.fold import RunView
-from raypar.storage.best_checkpoint import find_best_step
-from raypar.storage.run_folder import NoSuchRun, RunFolder, cannot_debug_error
+from raypar.storage.find_best_checkpoint import find_best_step
+from raypar.storage.run_folder import NoSuchRun, RunFolder, run_without_job_error
 from raypar.user_code.user_code_errors import make_importable
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class DebugStart:
     """The checkpoint to begin from; None: the initial values."""
     first: int = 0
     """The first step to run, from 0: the number of steps done in the checkpoint."""
+    validated: Mapping[int, float] = field(default_factory=dict)
+    """Number of steps done -> value of the metric that the learning rates follow, as the checkpoint has it."""
     failed: int = 0
     """The step of a run after the last one that it has done, from 0; 0 for a job file."""
 
@@ -84,15 +86,17 @@ def find_start_in_run(
 ) -> DebugStart:
     """Where to begin in a run: its last whole checkpoint that has steps left, or the best one. Raises `ConfigError`,
     `CheckpointError`."""
-    from raypar.worker.checkpoint.checkpoint_files import (
-        latest_usable_checkpoint,
-        load_manifest,
-        with_streams_of,
-    )
-    from raypar.worker.checkpoint.job_changes import changes_at_resume, with_former_batches
+    from raypar.worker.checkpoint.check_job_changes import changes_at_resume, followed_values, with_former_batches
+    from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint, load_manifest
+    from raypar.worker.checkpoint.contract_comparison import with_streams_of
 
     if not os.path.lexists(folder.job):
-        raise cannot_debug_error(folder)
+        raise run_without_job_error(
+            folder,
+            missing="from which `raypar debug` makes the model and the data again",
+            cure="write a job file with the arguments of Trainer as its keys: `raypar debug JOB`",
+            later="for a run that commands can debug",
+        )
     job = with_steps_of_epochs(load_job_of_run(folder.job, folder.place_of(folder.job), overrides), lambda event: None)
     view = RunView.of(folder.read_timeline())
     failed = view.last_step.step if view.last_step is not None else 0  # counts from 1 in files
@@ -112,7 +116,8 @@ def find_start_in_run(
         say(line)
     say(f"run {folder.name}: from {checkpoint.name}, {count_noun(manifest.steps_done, 'step is', 'steps are')} done")
     job = with_former_batches(manifest, with_streams_of(manifest, job), changes)
-    return DebugStart(job.replace(init_from=None), checkpoint, manifest.steps_done, failed)
+    validated = followed_values(manifest, job)
+    return DebugStart(job.replace(init_from=None), checkpoint, manifest.steps_done, validated, failed)
 
 
 @contextlib.contextmanager
@@ -123,10 +128,10 @@ def open_debug_run(
 
     Raises `ConfigError` for a place that the run does not reach, and whatever is wrong with the job.
     """
-    from raypar.worker.data.resolve_streams import resolve_streams
+    from raypar.worker.data.check_and_count_streams import resolve_streams
+    from raypar.worker.layer_graph_of_job import make_layer_graph
     from raypar.worker.process.torch_state_guard import TorchStateGuard
     from raypar.worker.run_in_one_process import Breakpoint, OneProcessRun
-    from raypar.worker.worker_assignments import make_layer_graph
 
     job, place = start.job, Breakpoint(stop_at) if stop_at is not None else None
     make_importable(job.source_dir)
@@ -155,4 +160,5 @@ def open_debug_run(
         if start.checkpoint is not None:
             for core in local.cores:
                 core.load(start.checkpoint)
+            local.follow(start.validated)
         yield local

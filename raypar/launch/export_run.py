@@ -6,17 +6,20 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from raypar.errors import CheckpointError, ConfigError, ModelError, RayparError, with_article
+from raypar.files.atomic_write import written_aside
 from raypar.files.os_error_cure import cure_of_os_error
+from raypar.files.remove_if_killed import removed_if_killed
 from raypar.launch.load_model import load_trained_module
-from raypar.plan.wording import after_steps
+from raypar.plan.wording import after_steps, count_noun
 from raypar.storage.run_folder import check_local_path, parse_storage_location
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,15 +87,19 @@ def export_to_file(request: ExportRequest, warn: Callable[[str], None]) -> list[
     if out.suffix not in SUFFIXES or (shared is None and not out.parent.is_dir()):
         cure = f"name a {' or '.join(SUFFIXES)} file in a folder that exists, or give --format hf for a folder"
         raise ConfigError(f"cannot write --out {request.out}", cure=cure)
-    from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, CheckpointTensors, load_manifest
+    from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, load_manifest
     from raypar.worker.checkpoint.export_weights import export_checkpoint, write_to_folder, write_to_storage
+    from raypar.worker.pretrained.frozen_values import AllTensors, check_frozen_values
 
     def export(checkpoint: CheckpointRef) -> list[str]:
-        manifest, tensors = load_manifest(checkpoint), CheckpointTensors(checkpoint, (PARAMETER, BUFFER), request.dtype)
+        manifest, tensors = load_manifest(checkpoint), AllTensors(checkpoint, (PARAMETER, BUFFER), request.dtype)
+        check_frozen_values(manifest)
         size = (
             write_to_folder(out, tensors, manifest.ties) if shared is None else write_to_storage(shared, tensors, manifest.ties)
         )
-        text = f"{len(tensors)} tensors {after_steps(manifest.steps_done)} in {request.out} ({size / 2**20:.1f} MiB)"
+        text = (
+            f"{count_noun(len(tensors), 'tensor')} {after_steps(manifest.steps_done)} in {request.out} ({size / 2**20:.1f} MiB)"
+        )
         return [text, weights_line(checkpoint, request.dtype)]
 
     return export_checkpoint(request.run, request.run_dir, request.step, export, warn)
@@ -100,9 +107,9 @@ def export_to_file(request: ExportRequest, warn: Callable[[str], None]) -> list[
 
 def weights_line(checkpoint: CheckpointRef, dtype: str | None) -> str:
     """The line with the hash of a checkpoint's weights. `dtype`: to which they were cast after that."""
-    from raypar.worker.checkpoint.checkpoint_files import checkpoint_weights_hash
+    from raypar.worker.pretrained.frozen_values import weights_hash_of_checkpoint
 
-    return f"weights sha256 {checkpoint_weights_hash(checkpoint)}" + f", before the cast to {dtype}" * (dtype is not None)
+    return f"weights sha256 {weights_hash_of_checkpoint(checkpoint)}" + f", before the cast to {dtype}" * (dtype is not None)
 
 
 def export_to_folder(request: ExportRequest, options: FolderOptions, warn: Callable[[str], None]) -> list[str]:
@@ -112,11 +119,15 @@ def export_to_folder(request: ExportRequest, options: FolderOptions, warn: Calla
     that of what it casts or merges. Raises `ConfigError`, `CheckpointError`, and `ModelError` for a module that is neither of
     `transformers` nor of `peft`.
     """
+    from raypar.worker.checkpoint.checkpoint_files import load_manifest
+
     out = check_out_folder(request.out)
     files = find_tokenizer_files(options.tokenizer) if options.tokenizer is not None else ()
-    hashes: list[str] = []
+    when, hashes = "", list[str]()
 
     def note(checkpoint: CheckpointRef) -> None:
+        nonlocal when
+        when = after_steps(load_manifest(checkpoint).steps_done)
         hashes[:] = [weights_line(checkpoint, request.dtype)]
 
     module = load_trained_module(request.run, request.run_dir, request.step, options.model, warn, note)
@@ -126,23 +137,33 @@ def export_to_folder(request: ExportRequest, options: FolderOptions, warn: Calla
 
         cast("nn.Module", model).to(getattr(torch, request.dtype))
     limit = {} if options.max_shard_size is None else {"max_shard_size": options.max_shard_size}
-    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        aside.mkdir()
-        call_save_pretrained(model, str(aside), limit)
-        for file in files:
-            shutil.copyfile(file, aside / file.name)
-        written = [path.stat().st_size for path in aside.rglob("*") if path.is_file()]
-        os.replace(aside, out)
+        with written_aside(out) as aside, removed_if_killed(aside):
+            aside.mkdir()
+            call_save_pretrained(model, str(aside), limit)
+            for file in files:
+                shutil.copyfile(file, aside / file.name)
+            written = [path.stat().st_size for path in aside.rglob("*") if path.is_file()]
     except OSError as error:
         raise CheckpointError(
             f"cannot write {out}: {error.strerror or error}",
             cure=cure_of_os_error(error, "choose another --out, or free disk space"),
         ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    opens = f"{type(model).__name__}.from_pretrained({str(out)!r}) opens it"
-    return [f"{len(written)} files in {out} ({sum(written) / 2**20:.1f} MiB); {opens}", *hashes]
+    size = f"{sum(written) / 2**20:.1f} MiB" if sum(written) >= 2**20 else f"{sum(written) / 2**10:.1f} KiB"
+    return [f"{count_noun(len(written), 'file')} {when} in {out} ({size}); {how_to_open(model, str(out))}", *hashes]
+
+
+def how_to_open(model: SavesPretrained, out: str) -> str:
+    """How the folder is opened: `GPT2LMHeadModel.from_pretrained('gpt2_hf') opens it`; of adapters over which model."""
+    adapted = getattr(sys.modules.get("peft"), "PeftModel", None)
+    if adapted is None or not isinstance(model, adapted):
+        return f"{type(model).__name__}.from_pretrained({out!r}) opens it"
+    make_base: Any = getattr(model, "get_base_model", None)
+    kind = type(make_base()).__name__ if callable(make_base) else "MODEL"
+    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    folder = next((str(at) for one in configs.values() if (at := one.base_model_name_or_path)), "BASE")
+    opens = f"peft.PeftModel.from_pretrained({kind}.from_pretrained({folder!r}), {out!r}) opens it"
+    return f"adapters alone: {opens}; with --merge the folder has the whole model"
 
 
 def check_out_folder(given: str) -> Path:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError
-from raypar.files.json_values import Json
-from raypar.files.untrusted_files import shorten
+from raypar.files.json_type import Json
+from raypar.files.printable_text import shorten
 from raypar.ray_compat.settings import DEFAULT_FILE, find_token, token_file
 
 DASHBOARD_PORT = 8265

@@ -19,9 +19,16 @@ from raypar.job import Job
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.choose_plan import ChosenPlan, PlanChooser, describe_chosen_plan, idle_replicas_text
 from raypar.launch.launch_options import EventHandler, LaunchOptions
-from raypar.launch.make_run_request import contract_fields, make_run_request, with_contract_of, with_number_of_samples
-from raypar.launch.ray_job_resubmission import is_submitted_job
+from raypar.launch.make_run_request import (
+    contract_fields,
+    make_run_request,
+    with_contract_of,
+    with_facts_of_data,
+    with_frozen_values,
+)
 from raypar.launch.result import Result
+from raypar.launch.run_of_submitted_job import is_submitted_job
+from raypar.launch.unspoken_end_of_checks import spoken_for
 from raypar.plan.wording import count_noun
 from raypar.record.events import (
     EndOfRun,
@@ -38,13 +45,17 @@ from raypar.record.events import (
 )
 from raypar.storage.checkpoint_store import storage_scheme
 from raypar.storage.run_folder import RunFolder
-from raypar.user_code.interrupts_outside_training import after_the_run
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, recording_ctrl_c, reraise_ctrl_c
+from raypar.user_code.stop_signals import recording_ctrl_c, reraise_ctrl_c
+from raypar.user_code.stop_signals_outside_training import after_the_run
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 
 if TYPE_CHECKING:
     from raypar.actors.messages import RunRequest
-    from raypar.actors.placement_queue import PlacementQueue
+    from raypar.actors.queue_of_waiting_runs import PlacementQueue
     from raypar.actors.ray_connection import RayConnection
+    from raypar.callbacks import Callback
+    from raypar.model.graph import Graph
+    from raypar.worker.checkpoint.frozen_table import FrozenTable
 
 MakeRequest = Callable[[RunFolder, "str | None"], "RunRequest"]
 """Makes the driver's request from the run folder and the address on which workers listen."""
@@ -99,12 +110,22 @@ def _run(choose: PlanChooser, options: LaunchOptions, tell: ActivityReporter) ->
     with contextlib.ExitStack() as after:
         result = _connect_and_follow(chosen, make_request, options, tell, after)
         if result.end in ("done", "stopped") and result.checkpoint_path is not None and not options.forward_passes:
-            from raypar.worker.checkpoint.checkpoint_files import checkpoint_weights_hash
+            from raypar.worker.pretrained.frozen_values import weights_hash_of_checkpoint
 
-            result.weights_sha256 = checkpoint_weights_hash(result.checkpoint_path)
+            result.weights_sha256 = weights_hash_of_checkpoint(result.checkpoint_path)
             with recording_ctrl_c():
                 result.sample = generate_text_with_checkpoint(job, result.checkpoint_path)
     return result
+
+
+def make_callbacks(job: Job) -> tuple[Callback, ...]:
+    """The callbacks of a job file; see `callbacks_from_job`."""
+    from raypar.callbacks import callbacks_from_job
+
+    if not job.callbacks:
+        return callbacks_from_job(job)
+    with spoken_for(f"the callbacks {', '.join(one.label for one in job.callbacks)}"):
+        return callbacks_from_job(job)
 
 
 def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHandler) -> tuple[Job, ChosenPlan, MakeRequest]:
@@ -112,24 +133,29 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
     from raypar.worker.job_preflight import preflight
     from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 
-    with recording_ctrl_c():
+    with recording_ctrl_c(), spoken_for("the weights of init_from") as now_checking:
         try:
             # A resumed run has its values in the checkpoint; the file may be gone by now.
             job = options.job
             job = with_weights_fingerprint(job) if options.resume is None else job.replace(init_from=None)
             options = replace(options, job=job)
             contract = contract_fields(options)
-            checked = preflight(job)
+            checked = preflight(job, now_checking)
             if checked.job is not job:  # what was found out of its data is part of what its checkpoints say
                 job = checked.job
                 options, contract = replace(options, job=job), with_contract_of(contract, job)
             layers, streams = count_noun(len(checked.graph.layers), "layer"), job.data.streams
             data = count_noun(checked.samples, "sample") if streams is None else count_noun(streams, "stream")
             _tell_stage(tell, "checked", f"model and data checked: {layers}, {data}")
+            if options.forward_passes == 0 and (table := _frozen_table(options, checked.graph)) is not None:
+                job = job.without_saving(table.tensors)
+                options, contract = replace(options, job=job), with_frozen_values(contract, table.as_json())
+            now_checking(f"how long the layers of {job.model.label} take, for the plan")
             chosen = choose(checked)  # if it raises, nothing but the error is worth reading
             for line in (*(checked.notes if not options.forward_passes else ()), *chosen.warnings):
                 tell(RunWarning(text=line))
-            return job, chosen, make_run_request(checked, chosen, options, with_number_of_samples(contract, checked.samples))
+            contract = with_facts_of_data(contract, checked, options)
+            return job, chosen, make_run_request(checked, chosen, options, contract)
         except UserCodeError as error:
             raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
         except (SystemExit, KeyboardInterrupt) as error:
@@ -138,6 +164,27 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
                 f"the job's code raised {error_text(error)}\n{traceback.format_exc()}",
                 cure="the last lines of the traceback are where it did",
             ) from error
+
+
+def _frozen_table(options: LaunchOptions, graph: Graph) -> FrozenTable | None:
+    """The parameters that the run's checkpoints leave out; those of a run that is resumed leave out what they did before.
+
+    Raises `ConfigError` for a new run that has none to leave out.
+    """
+    from raypar.worker.pretrained.frozen_values import make_frozen_table
+
+    if options.job.checkpoint.only != "trained":
+        return None
+    if options.resume is not None:
+        return options.frozen
+    table = make_frozen_table(options.job, graph)
+    if table is None:
+        raise ConfigError(
+            "checkpoint.only is trained, and the model has no frozen parameter that begins as init_from has it: checkpoints "
+            "would hold all values",
+            cure="leave checkpoint.only out; or freeze parameters in the model function, by requires_grad_(False)",
+        )
+    return table
 
 
 def _plan_notes(job: Job, chosen: ChosenPlan) -> list[str]:
@@ -166,9 +213,10 @@ def _connect_and_follow(
 
     `after` is entered for what comes after the end of the run, leaving Ray included.
     """
-    from raypar.actors.cluster_info import cluster_capacity, require_capacity
+    from raypar.actors.cluster_info import cluster_capacity, require_capacity, require_processor_for_ray_data
     from raypar.actors.control_store_watch import call_ray
     from raypar.actors.ray_connection import connect_ray
+    from raypar.actors.ray_row_stream import reads_ray_data_as_stream
     from raypar.worker.backend import make_backend
 
     gpus = make_backend(options.job.device).gpus_per_worker
@@ -179,6 +227,8 @@ def _connect_and_follow(
         capacity = call_ray(cluster_capacity)
         least = _least_workers(chosen, options) if capacity.may_add_nodes else chosen.plan.world
         require_capacity(least, capacity, gpus, chosen.plan.describe())
+        if reads_ray_data_as_stream(options.job):
+            require_processor_for_ray_data(_most_workers(chosen, options), capacity)
         folder = options.make_folder(chosen)
         begun = options.resume is not None
         try:
@@ -254,9 +304,9 @@ def _notice_if_killed(run: str, address: str) -> Iterator[None]:
 def _placement_turn(
     run: str, workers: int, options: LaunchOptions, tell: EventHandler
 ) -> contextlib.AbstractContextManager[PlacementQueue]:
-    """The run's turn to be placed on a cluster that it shares with others; see `actors/placement_queue.py`."""
-    from raypar.actors.placement_queue import placement_turn
-    from raypar.launch.ray_job_resubmission import QUEUE_S, is_submitted_job
+    """The run's turn to be placed on a cluster that it shares with others; see `actors/queue_of_waiting_runs.py`."""
+    from raypar.actors.queue_of_waiting_runs import placement_turn
+    from raypar.launch.run_of_submitted_job import QUEUE_S, is_submitted_job
 
     wait_s = max(options.job.wait_for_workers_s, QUEUE_S if is_submitted_job() else 0)
     return placement_turn(run, workers, wait_s, lambda text: tell(Wait(text=text)))
@@ -310,8 +360,8 @@ def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler, on_answe
 
 def _find_best_checkpoint(result: Result, tell: EventHandler) -> str | None:
     """Where the best checkpoint of a run is; None if there is none, which is told."""
-    from raypar.storage.best_checkpoint import find_best_step
     from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint_store
+    from raypar.storage.find_best_checkpoint import find_best_step
     from raypar.worker.checkpoint.checkpoint_files import checkpoint_name
 
     try:
@@ -346,8 +396,8 @@ def generate_text_with_checkpoint(spec: Job, checkpoint: str) -> str | None:
     """
     from torch import nn
 
-    from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors
     from raypar.worker.job_preflight import find_sibling_function
+    from raypar.worker.pretrained.frozen_values import AllTensors
 
     generate = find_sibling_function(spec.model, "generate")
     if generate is None:
@@ -356,7 +406,7 @@ def generate_text_with_checkpoint(spec: Job, checkpoint: str) -> str | None:
         model = spec.model.call()
         if not isinstance(model, nn.Module):
             return None
-        model.load_state_dict(dict(CheckpointTensors(checkpoint)), strict=False)
+        model.load_state_dict(dict(AllTensors(checkpoint)), strict=False)
         taken = inspect.signature(generate).parameters
         return str(generate(model, **{key: value for key, value in spec.model.args.items() if key in taken}))
     except USER_CODE_ERRORS as error:

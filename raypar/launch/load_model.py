@@ -8,20 +8,21 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ConfigError, with_article
-from raypar.files.untrusted_files import repr_text
+from raypar.files.printable_text import repr_text
 from raypar.job import FunctionConfig
+from raypar.job.function_section import FROM_FOLDER
+from raypar.job.importable_name import is_importable_name
 from raypar.job.read_job import load_job_of_run
-from raypar.job.value_names import is_importable_name
 from raypar.launch.launch_run import keep_callers_state
 from raypar.launch.trainer_arguments import function_section
-from raypar.storage.best_checkpoint import find_best_step_of_run
 from raypar.storage.checkpoint_store import open_checkpoint
+from raypar.storage.find_best_checkpoint import find_best_step_of_run
 from raypar.storage.run_folder import (
     NoSuchRun,
     RunFolder,
-    cannot_make_model_error,
     check_local_path,
     parse_storage_location,
+    run_without_job_error,
 )
 from raypar.user_code.traceback_filter import without_raypar_frames
 from raypar.user_code.user_code_errors import make_importable
@@ -77,8 +78,10 @@ def load_trained_module(
     note: Callable[[CheckpointRef], None] = lambda checkpoint: None,
 ) -> nn.Module:
     """See `load`. `warn` gets a line for each checkpoint that is skipped, `note` the checkpoint that is read."""
+    from raypar.model.pretrained_folder import set_cache_of_folder
     from raypar.worker.checkpoint.checkpoint_files import load_manifest
     from raypar.worker.checkpoint.export_weights import export_checkpoint
+    from raypar.worker.pretrained.frozen_values import check_frozen_values
     from raypar.worker.trained_module import make_trained_module
 
     if not isinstance(run, (str, os.PathLike)):
@@ -88,8 +91,12 @@ def load_trained_module(
     chosen = read_model_of_run(run, run_dir) if model is None else model_argument(model)
 
     def make(checkpoint: CheckpointRef) -> nn.Module:
-        seed = load_manifest(checkpoint).contract.get("seed", 0)
+        manifest = load_manifest(checkpoint)
+        check_frozen_values(manifest)
+        seed = manifest.contract.get("seed", 0)
         made = make_trained_module(chosen, seed if isinstance(seed, int) else 0, checkpoint)
+        if isinstance(chosen, FunctionConfig) and chosen.function == FROM_FOLDER:
+            set_cache_of_folder(made, chosen.args)
         note(checkpoint)
         return made
 
@@ -106,7 +113,13 @@ def read_model_of_run(run: str | os.PathLike[str], run_dir: str | os.PathLike[st
     try:
         with RunFolder.open_for_reading(place or os.fspath(run), os.fspath(run_dir), with_job=False, last_bytes=0) as folder:
             if not os.path.lexists(folder.job):
-                raise cannot_make_model_error(folder)
+                raise run_without_job_error(
+                    folder,
+                    missing="which would say how its model is made",
+                    cure=f"give the function that makes the model: raypar.load({folder.place!r}, model=Net), or "
+                    "--model module:name",
+                    later="for runs that need no such argument",
+                )
             job = load_job_of_run(folder.job, folder.place_of(folder.job))
     except NoSuchRun:
         if place is None:

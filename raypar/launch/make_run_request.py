@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from raypar.errors import ConfigError
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 from raypar.job import FunctionConfig, Job
-from raypar.job.contract import CHANGES, CODE, SAMPLES, contract_of_job
+from raypar.job.contract import CHANGES, CODE, DATA_DIGEST, FINGERPRINT, FROZEN, SAMPLES, contract_of_job
 from raypar.launch.choose_plan import ChosenPlan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.user_code_digests import code_of_job, describe_code_change
-from raypar.launch.values_of_job import FUNCTIONS_OF_DATA, values_of_job
+from raypar.launch.user_value_digests import FUNCTIONS_OF_DATA, values_of_job
+from raypar.plan.wording import count_noun
 from raypar.storage.filesystems import pickle_registered_filesystems
 from raypar.storage.run_folder import RunFolder
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 
 if TYPE_CHECKING:
     from raypar.actors.messages import RunRequest
     from raypar.elastic.run_policy import RunPolicy
+    from raypar.job.lr_schedule_metric import FollowedMetric
     from raypar.plan import ParallelPlan
+    from raypar.record.events import Resumption
     from raypar.worker.job_preflight import PreflightResult
 
 
@@ -37,11 +41,11 @@ def make_run_request(
 
     from raypar.actors.messages import RunRequest
     from raypar.callbacks import Callbacks
-    from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
+    from raypar.model.tensor_parallel.compute_shard_layout import make_model_outline_with_layouts
     from raypar.planner.plan_search import reachable_shard_counts
     from raypar.worker.backend import make_backend
     from raypar.worker.job_preflight import check_other_shard_counts
-    from raypar.worker.worker_assignments import make_worker_assignments
+    from raypar.worker.make_worker_assignments import make_worker_assignments
 
     spec, shards = options.job, reachable_shard_counts(chosen.plan)
     check_worker_limits(spec, chosen.plan.world)
@@ -49,7 +53,7 @@ def make_run_request(
         check_other_shard_counts(spec, checked, chosen.plan, shards)
     outline = make_model_outline_with_layouts(checked.graph, shards, dict(spec.styles))
     lowered = make_worker_assignments(
-        spec, checked.graph, chosen.plan, chosen.schedule_instructions, validation_samples=checked.validation_samples
+        spec, checked.graph, chosen.plan, chosen.schedule_instructions, validation_samples=checked.samples_of_sets
     )
     backend = make_backend(spec.device)
     policy = build_run_machine_policy(chosen.plan, options, backend.deadlines)
@@ -79,8 +83,8 @@ def make_run_request(
             placement=replace(spec.placement.to_constraints(), gpus=backend.gpus_per_worker),
             environment=backend.environment,
             orphan_timeout_s=options.orphan_timeout_s,
-            resumption=options.resumption,
             **contract,
+            **resumption_fields(options),
             **storage_fields(folder, options),
         )
 
@@ -93,6 +97,13 @@ class ContractFields(TypedDict):
     contract: dict[str, Json]
     changes: tuple[str, ...]
     warnings: tuple[str, ...]
+
+
+class ResumptionFields(TypedDict):
+    """Those of a request that `resumption_fields` makes."""
+
+    resumption: Sequence[Resumption] | None
+    followed: FollowedMetric | None
 
 
 class StorageFields(TypedDict, total=False):
@@ -125,9 +136,27 @@ def with_contract_of(contract: ContractFields, job: Job) -> ContractFields:
     return {**contract, "contract": {**contract_of_job(job), **beside}}
 
 
-def with_number_of_samples(contract: ContractFields, samples: int) -> ContractFields:
-    """The fields, with the number of training samples that the check of the job has found."""
-    return {**contract, "contract": {**contract["contract"], SAMPLES: samples}}
+def with_facts_of_data(contract: ContractFields, checked: PreflightResult, options: LaunchOptions) -> ContractFields:
+    """The fields, with what the check of the job has found of the data: the number of training samples, a digest where there is
+    one, the fingerprint, and a warning where this is another one than that of the checkpoint to resume from."""
+    from raypar.worker.data.data_fingerprint import describe_changed_data
+
+    facts: dict[str, Json] = {SAMPLES: checked.samples}
+    facts |= {DATA_DIGEST: checked.data_digest} if checked.data_digest is not None else {}
+    facts |= {FINGERPRINT: dict(checked.fingerprint)} if checked.fingerprint else {}
+    said = {one.key.partition(".")[0] for one in options.changes.last}
+    changed = describe_changed_data(options.former_fingerprint, checked.fingerprint, said, options.steps_done)
+    return {**contract, "contract": {**contract["contract"], **facts}, "warnings": (*contract["warnings"], *changed)}
+
+
+def with_frozen_values(contract: ContractFields, table: dict[str, Json]) -> ContractFields:
+    """The fields of a run whose checkpoints leave out frozen values. `table`: where these are (`FrozenTable.as_json`)."""
+    return {**contract, "contract": {**contract["contract"], FROZEN: table}}
+
+
+def resumption_fields(options: LaunchOptions) -> ResumptionFields:
+    """The fields of a request that say what the run has from before it begins."""
+    return {"resumption": options.resumption, "followed": options.job.make_followed_metric(options.validated)}
 
 
 def storage_fields(folder: RunFolder, options: LaunchOptions) -> StorageFields:
@@ -148,7 +177,8 @@ def given_parts(spec: Job) -> dict[str, FunctionConfig | None]:
     parts = {"model": spec.model, "loss": spec.loss, "data": spec.data, "optimizer": spec.optimizer}
     more = {f"data.{name}": ref for name in FUNCTIONS_OF_DATA if (ref := getattr(spec.data, name)) is not None}
     more |= {f"metrics.{name}": metric for name, metric in spec.metrics.items()}
-    return {**more, **parts, "lr_schedule": spec.lr_schedule, "validation": spec.validation}
+    sets = {f"validation.{name}" if name else "validation": one for name, one in spec.validation_sets.items()}
+    return {**more, **parts, "lr_schedule": spec.lr_schedule, **sets}
 
 
 def pickle_for_workers(value: Any, parts: Mapping[str, Any]) -> bytes:
@@ -178,18 +208,19 @@ def check_worker_limits(job: Job, world: int) -> None:
     elastic, on_demand = job.elastic, job.placement.on_demand
     if on_demand > world:
         raise ConfigError(
-            f"placement.on_demand is {on_demand}, but the plan has {world} workers", cure=f"set it to {world} or less"
+            f"placement.on_demand is {on_demand}, but the plan has {count_noun(world, 'worker')}",
+            cure=f"set it to {world} or less",
         )
     if elastic is None:
         return
     if elastic.min_workers > world:
         raise ConfigError(
-            f"elastic.min_workers is {elastic.min_workers}, but the plan has {world} workers",
+            f"elastic.min_workers is {elastic.min_workers}, but the plan has {count_noun(world, 'worker')}",
             cure=f"set it to {world} or less",
         )
     if (elastic.max_workers or world) < world:
         raise ConfigError(
-            f"elastic.max_workers is {elastic.max_workers}, but the plan has {world} workers",
+            f"elastic.max_workers is {elastic.max_workers}, but the plan has {count_noun(world, 'worker')}",
             cure=f"set it to {world} or more, or leave it out",
         )
 
@@ -211,6 +242,8 @@ def build_run_machine_policy(plan: ParallelPlan, options: LaunchOptions, deadlin
         forward_passes=options.forward_passes,
         validates=job.validation is not None,
         validate_every=job.validation.every if job.validation is not None else 0,
+        rates_follow_validations=job.followed_metric is not None,
+        validates_first=options.validates_first,
         save_every=job.checkpoint.every,
         save_at_end=job.checkpoint.at_end,
         stop_at=options.stop_at_step,

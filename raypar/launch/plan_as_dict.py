@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.recomputation import describe_recomputed_layers
 from raypar.plan.wording import count_noun
@@ -72,10 +72,10 @@ def plan_as_dict(
     if profile is not None:
         from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
         from raypar.planner.plan_report import processors_of_prediction
-        from raypar.planner.plan_search import predict_step
+        from raypar.planner.predicted_step import predict_step
 
         timeline, memory = predict_step(profile, plan, schedule or name, cut)
-        predicted_for = processors_of_prediction(profile.processors, plan.world)
+        predicted_for = processors_of_prediction(profile.processors, plan.world, profile.lengths)
         sheets = memory_sheets(profile, plan, schedule or name, cut)
         if profile.memory_bytes is not None and max(memory) > profile.memory_bytes:
             advice = describe_changes_that_fit(profile, plan, schedule or name, cut, profile.memory_bytes)
@@ -136,7 +136,7 @@ def shards_as_dict(graph: Graph, spec: Job, plan: ParallelPlan, sizes: Sequence[
 
 def shard_style_by_layer(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[str, str]:
     """Layer name -> style, for layers in stages with shards."""
-    from raypar.model.tensor_parallel.layout import compute_shard_layout
+    from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 
     most = max(stage.shards for stage in plan.stages)
     if most == 1:
@@ -150,7 +150,7 @@ def layer_sizes_by_shard(
     graph: Graph, spec: Job, plan: ParallelPlan, sizes: tuple[LayerSize, ...]
 ) -> dict[tuple[int, int], tuple[LayerSize, ...]]:
     """What a worker holds of each layer, by (number of shards, shard). Raises `PlanError` for styles that do not fit."""
-    from raypar.model.tensor_parallel.layout import compute_shard_layout, held_elements_by_layer
+    from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout, held_elements_by_layer
 
     found = {(1, 0): sizes}
     for shards in {stage.shards for stage in plan.stages} - {1}:
@@ -172,7 +172,7 @@ def whole_bytes_on_shards(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[s
     import torch
 
     from raypar.model.layer_skeletons import parameter_shapes
-    from raypar.model.tensor_parallel.layout import compute_shard_layout
+    from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
     from raypar.plan.stage_connections import owner_of
 
     most = max(stage.shards for stage in plan.stages)

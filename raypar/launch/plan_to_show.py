@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from raypar.errors import ConfigError
 from raypar.launch.choose_plan import make_custom_schedule_builder, plan_of_job
+from raypar.launch.unspoken_end_of_checks import spoken_for
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.recomputation import resolve_recomputed_layers
 from raypar.plan.wording import count_noun
@@ -60,16 +61,18 @@ def find_plan_to_show(
     where there is none, `PlanError` if layers cannot be cut over the shards.
     """
     from raypar.user_code.user_code_errors import make_importable
-    from raypar.worker.worker_assignments import make_layer_graph, make_layer_graph_without_values
+    from raypar.worker.layer_graph_of_job import make_layer_graph, make_layer_graph_without_values
 
     make_importable(job.source_dir)
-    graph = make_layer_graph(job) if with_profile else make_layer_graph_without_values(job)
-    choose = workers is not None or job.plan_is_auto
-    if not with_profile:
-        refuse_no_profile(choose, svg, memory_mib)
-    if choose:
-        return choose_plan_to_show(job, graph, workers, memory_mib), graph
-    return job_plan_to_show(job, graph, with_profile, memory_mib), graph
+    with spoken_for(f"the model {job.model.label}") as now_checking:
+        graph = make_layer_graph(job) if with_profile else make_layer_graph_without_values(job)
+        choose = workers is not None or job.plan_is_auto
+        if not with_profile:
+            refuse_no_profile(choose, svg, memory_mib)
+        now_checking(f"how long the layers of {job.model.label} take, for the plan")
+        if choose:
+            return choose_plan_to_show(job, graph, workers, memory_mib), graph
+        return job_plan_to_show(job, graph, with_profile, memory_mib), graph
 
 
 def choose_plan_to_show(job: Job, graph: Graph, workers: int | None, memory_mib: float | None = None) -> ShownPlan:
@@ -90,12 +93,12 @@ def choose_plan_to_show(job: Job, graph: Graph, workers: int | None, memory_mib:
     recompute = resolve_recomputed_layers(job.recompute, [layer.name for layer in graph.layers])
     profile = profile_job(job, workers=workers, graph=graph, shards={shards}, recompute=recompute or None)
     trial = try_optimizer_of_job(job, graph)
-    profile = replace(with_memory(profile, memory_mib), most_stages=trial.most_stages if trial is not None else None)
+    profile = replace(profile_with_memory(profile, memory_mib), most_stages=trial.most_stages if trial is not None else None)
     choice = search_plans(profile, workers, job.batching, shards, recompute)
     return ShownPlan(choice.plan, choice.schedule, profile, choice=choice)
 
 
-def with_memory(profile: ModelProfile, memory_mib: float | None) -> ModelProfile:
+def profile_with_memory(profile: ModelProfile, memory_mib: float | None) -> ModelProfile:
     """The profile for workers with so much memory; None: as it was measured."""
     return profile if memory_mib is None else replace(profile, memory_bytes=round(memory_mib * 2**20))
 
@@ -124,7 +127,7 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
         if max(counts) > 1 or job.styles:
             check_model_can_shard(job, preflight(job), plan)
         profile = profile_job(job, workers=plan.world, graph=graph, shards=counts, recompute=plan.recompute)
-        profile = with_memory(profile, memory_mib)
+        profile = profile_with_memory(profile, memory_mib)
         if job.leaves_cuts_open and plan.has_movable_split_points:
             balance = balance_stages(profile, plan, build or job.schedule_name, job.batching)
             schedule = build(MicrobatchRouting(balance.plan, job.batching)) if build is not None else None

@@ -2,193 +2,106 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from raypar.errors import ClusterError, ConfigError, UserCodeError, WorkerLost, error_first_line
+from raypar.errors import ConfigError
 from raypar.job import FunctionConfig, Job, LossConfig, ValidationConfig
-from raypar.launch.activity_reporter import ActivityReporter
-from raypar.launch.forward_run import Cluster, make_forward_job, run_forward
+from raypar.launch.forward_run import Cluster, choose_data, find_samples, make_forward_job, run_forward
 from raypar.launch.launch_options import EventHandler
-from raypar.launch.launch_run import keep_callers_state
-from raypar.record.events import Event, Note, ValidationRecord
-from raypar.record.folder import OUTPUTS
+from raypar.launch.parquet_writer import Rows
+from raypar.launch.prediction_sinks import RowSink
 from raypar.storage.checkpoint_store import CheckpointRef
 from raypar.user_code.user_code_errors import make_importable
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from raypar.plan import Microbatches
-
-Rows = Mapping[str, "Tensor"]
-"""Column -> its rows: `sample`, the numbers of the samples, and the outputs by name."""
-
-
-class RowsInMemory:
-    """Keeps all rows."""
-
-    def __init__(self) -> None:
-        self._parts: list[Rows] = []
-
-    @staticmethod
-    def opened() -> contextlib.AbstractContextManager[RowsInMemory]:
-        """One, as the context of a block."""
-        return contextlib.nullcontext(RowsInMemory())
-
-    def write(self, rows: Rows) -> None:
-        """Keep the rows of further samples."""
-        self._parts.append(rows)
-
-    def columns_in_memory(self) -> dict[str, Tensor]:
-        """Column -> all its rows. Raises `UserCodeError` where rows differ in size."""
-        import torch
-
-        found = {}
-        for name in self._parts[0] if self._parts else ():
-            rows = [part[name] for part in self._parts]
-            if any(part.shape[1:] != rows[0].shape[1:] for part in rows):
-                raise UserCodeError(
-                    f"the rows of the output {name!r} differ in size: {list(rows[0].shape[1:])} and others",
-                    cure="give out=FILE.parquet, whose rows may, or a function that makes them alike",
-                )
-            found[name] = torch.cat(rows)
-        return found
-
-
-MICROBATCHES_OF_PASS = 32
-"""The most microbatches of one pass, whose outputs are in memory at a time."""
 
 
 @dataclass(frozen=True)
 class PredictionRequest:
     """What is predicted."""
 
-    data: ValidationConfig | None
-    """The data set; None: the job's validation data."""
+    data: ValidationConfig | str | None
+    """The data set, or the name of one of the job's validation sets; None: the job's validation data."""
     function: FunctionConfig | None = None
     """A function of the output that returns what is kept of it; None: all of it."""
     batch_size: int | None = None
     """Samples that go through the model at once; None: as in training."""
+    samples: int | None = None
+    """How many samples are used, from the first on; None: all."""
 
 
 def predict_with_checkpoint(
     job: Job,
     checkpoint: CheckpointRef,
     request: PredictionRequest,
-    write: Callable[[Rows], None],
+    rows: RowSink,
     tell: EventHandler,
     cluster: Cluster,
 ) -> int:
-    """Give `write` the outputs of all samples in their order, part by part; returns the number of samples.
+    """Give `rows` the outputs of all samples in their order, part by part; returns the number of samples.
 
     The values are bit for bit those of one process with the same microbatches, on any plan with as many shards. A run that
     is lost with its driver, or with all copies of a stage, goes on with the part that is not written. Raises `ConfigError`
-    without data, and the error of a run that fails.
+    without data, or for a function that cannot be imported, and the error of a run that fails.
     """
     from raypar.worker.checkpoint.checkpoint_files import load_manifest
-    from raypar.worker.prediction import whole_batching
 
-    wanted = request.data or job.validation
-    if wanted is None:
-        raise ConfigError("the job has no validation data", cure="give the data set: --data module:function; from Python data=")
+    wanted = choose_data(job, request.data, request.samples)
+    if wanted.sets:
+        raise ConfigError(
+            f"the job has the validation sets {', '.join(wanted.sets)}, and outputs are those of one",
+            cure=f"name one of them: --data {next(iter(wanted.sets))}; from Python data=",
+        )
+    if (wanted.streams or 1) > 1:
+        raise ConfigError(
+            f"data set {wanted.label} is to be read as {wanted.streams} streams, and rows have the order of one",
+            cure="leave streams out of the data: without it there is one",
+        )
     make_importable(job.source_dir)
-    forward = make_forward_job(job, load_manifest(checkpoint).steps_done, wanted.replace(every=0), request.batch_size)
-    samples = count_samples(forward, tell)
-    whole = whole_batching(samples, forward.batch_size, forward.microbatches)
-    passes = -(-whole.count // MICROBATCHES_OF_PASS)
-    parts = PartsOfPrediction(whole, -(-whole.count // passes), write)
-    while True:
-        before = parts.passes
-        made = make_prediction_job(forward, samples, parts.microbatches, before, request.function)
-        try:
-            run_forward(made, checkpoint, parts.taking(tell), cluster, passes=passes - before, on_folder=parts.use_folder)
-            return samples
-        except (WorkerLost, ClusterError) as error:
-            if parts.passes == before:
-                raise
-            tell(Note(text=f"after {parts.samples_written} samples: {error_first_line(error)}; the others follow in a new run"))
+    if request.function is not None:
+        request.function.resolve()  # workers would miss it only at the first microbatch
+    forward = make_forward_job(job, load_manifest(checkpoint).steps_done, wanted, request.batch_size)
+    forward, samples = find_samples(forward, tell)
+    made = make_prediction_job(forward, samples, request.function)
+    rows.expect(samples)
+    run_forward(made, samples, checkpoint, RowWriter(rows), tell, cluster)
+    return samples
 
 
-def count_samples(forward: Job, tell: EventHandler) -> int:
-    """The number of samples of the data that go through the model. First call of user code."""
-    from raypar.worker.data.user_dataset import dataset_size, make_dataset
-    from raypar.worker.process.torch_state_guard import TorchStateGuard
-
-    with ActivityReporter(tell).reporting(), keep_callers_state():
-        guard = TorchStateGuard(forward.threads)
-        guard.establish()
-        with guard.watching("the job's data"):
-            size = dataset_size(make_dataset(forward.data), forward.data.label)
-    limit = forward.validation.samples if forward.validation is not None else 0
-    return min(size, limit or size)
-
-
-def make_prediction_job(forward: Job, samples: int, microbatches: int, first_pass: int, function: FunctionConfig | None) -> Job:
+def make_prediction_job(forward: Job, samples: int, function: FunctionConfig | None) -> Job:
     """The job of a run of forward passes, whose outputs are kept in the place of a loss."""
-    from raypar.worker.data.numbered_samples import with_numbered_samples
+    from raypar.worker.data.sample_number_field import with_numbered_samples
     from raypar.worker.prediction import Prediction
 
-    data = with_numbered_samples(forward.validation_data, samples)
     given = forward.replace(
-        validation=data,
-        loss=LossConfig.model_construct(function=Prediction(samples, microbatches, function, first_pass)),
+        validation=with_numbered_samples(forward.validation_data, samples),
+        loss=LossConfig.model_construct(function=Prediction(function)),
         metrics={},
     )
     return given.replace(data=given.validation_data)
 
 
-class PartsOfPrediction:
-    """Takes the outputs of each pass that is over from the run's folder, and writes them in the order of microbatches."""
+class RowWriter:
+    """Writes the outputs of consecutive microbatches as rows."""
 
-    def __init__(self, whole: Microbatches, microbatches: int, write: Callable[[Rows], None]) -> None:
-        self.whole, self.microbatches, self.write = whole, microbatches, write
-        self.passes = 0
-        """Passes whose outputs are written."""
-        self._folder = Path()
+    def __init__(self, rows: RowSink) -> None:
+        self.sink = rows
+        """What takes the rows."""
+        self.rows = 0
+        """Number of rows that are written."""
 
-    @property
-    def samples_written(self) -> int:
-        """Number of samples whose outputs are written."""
-        done = min(self.passes * self.microbatches, self.whole.count)
-        return self.whole.samples(done - 1).stop if done else 0
-
-    def use_folder(self, folder: Path) -> None:
-        """Take outputs from this run folder from now on."""
-        self._folder = folder / OUTPUTS
-
-    def taking(self, tell: EventHandler) -> EventHandler:
-        """A handler of events that takes the outputs of a pass when it is over, and tells how many samples are written."""
-
-        def handle(event: Event) -> None:
-            if not isinstance(event, ValidationRecord):
-                tell(event)
-                return
-            self._take()
-            tell(Note(text=f"{self.samples_written:,} of {self.whole.batch_size:,} samples"))
-
-        return handle
-
-    def _take(self) -> None:
-        """Write the outputs of the next pass."""
+    def __call__(self, kept: Sequence[bytes]) -> None:
+        """Write the outputs of the next microbatches; at once if they are of one size."""
         import torch
 
-        from raypar.worker.data.numbered_samples import SAMPLE
-        from raypar.worker.prediction import unpack
+        from raypar.worker.data.sample_number_field import SAMPLE
+        from raypar.worker.prediction import NUMBERS, unpack_predictions
 
-        first = self.passes * self.microbatches
-        parts: list[Rows] = []
-        for microbatch in range(first, min(first + self.microbatches, self.whole.count)):
-            path = self._folder / f"{microbatch:012d}"
-            parts.append(unpack(path.read_bytes()))
-            path.unlink()
-            assert parts[-1][SAMPLE].tolist() == list(self.whole.samples(microbatch)), f"microbatch {microbatch}"
+        parts: list[Rows] = [unpack_predictions(data) for data in kept]
         shapes = [{name: tensor.shape[1:] for name, tensor in part.items()} for part in parts]
         groups = [parts] if all(shape == shapes[0] for shape in shapes) else [[part] for part in parts]
         for group in groups:
             rows = {name: torch.cat([part[name] for part in group]) for name in sorted(group[0].keys() - {SAMPLE})}
-            self.write({"sample": torch.cat([part[SAMPLE] for part in group]), **rows})
-        self.passes += 1
+            samples = torch.cat([part[SAMPLE] for part in group])
+            assert samples.tolist() == list(range(self.rows, self.rows + len(samples)))
+            self.sink.write({NUMBERS: samples, **rows})
+            self.rows += len(samples)

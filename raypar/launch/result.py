@@ -1,37 +1,23 @@
-"""The result of a run for its user, and the error that a failed run raises."""
+"""The result of a run for its user."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypar.errors import Interrupted, LeaseLostError, RayparError, error_first_line
-from raypar.files.atomic_write import write_text_atomically
-from raypar.files.json_values import Json
-from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
-from raypar.files.untrusted_files import shorten
-from raypar.launch.ray_job_resubmission import is_submitted_job
+from raypar.errors import error_first_line
+from raypar.files.json_type import Json
+from raypar.files.printable_text import shorten
+from raypar.launch.run_of_submitted_job import is_submitted_job
 from raypar.launch.submitted_job_printer import RESUBMIT_ADVICE
 from raypar.plan.wording import count_noun
-from raypar.record.folder import ERROR
-from raypar.storage.filesystems import call_within, open_filesystem
-from raypar.storage.folder_download import has_document, has_run, upload_document
+from raypar.record.metric_names import is_of_validation
+from raypar.storage.filesystems import open_filesystem
 from raypar.storage.run_folder import parse_storage_location, resume_argument
-from raypar.storage.storage_uri import StorageUri
-from raypar.user_code.interrupts_outside_training import before_training_error
-from raypar.user_code.traceback_filter import TRACEBACK_VARIABLE, full_traceback, remove_raypar_frames, shows_raypar_frames
 
 if TYPE_CHECKING:
     from pandas import DataFrame
     from pyarrow.fs import FileSystem
-
-DEBUG_COMMAND = "raypar debug JOB"
-"""How errors of workers name the command that runs a job in one process."""
-ERROR_FILE_S = 20.0
-"""How long shared storage may take for a question or a small file after the end of a run."""
 
 
 @dataclass(repr=False)
@@ -66,7 +52,7 @@ class Result:
     def __repr__(self) -> str:
         """The end of the run in at most ten lines."""
         shown = ("loss", "validation_loss", "lr", "norm")
-        own = [key for key in self.metrics if key.startswith("validation_") and key not in shown]
+        own = [key for key in self.metrics if is_of_validation(key) and key not in shown]
         numbers = [f"{key} {value:.6g}" for key in (*shown, *own) if isinstance(value := self.metrics.get(key), (int, float))]
         lines = {
             f"Result of a run, {self.end} after {count_noun(self.done, 'step')}": self.why or "no reason was recorded",
@@ -151,97 +137,3 @@ def checkpoint_of_ray(location: str | None) -> Any:
         return Checkpoint.from_directory(location)
     filesystem, path = open_filesystem(place)
     return Checkpoint(path, filesystem)
-
-
-def put_run_name_into_cure(result: Result) -> None:
-    """Name the run in the cure of its error where that says `raypar debug JOB`: workers do not know how the run is called.
-
-    A submitted job keeps the words: its run's code is removed with it, and the user has the job file.
-    """
-    error = result.error
-    if isinstance(error, RayparError) and error.cure and DEBUG_COMMAND in error.cure and not is_submitted_job():
-        error.cure = error.cure.replace(DEBUG_COMMAND, f"raypar debug {result.handle}")
-        if not has_job_file(result.path):
-            error.cure += "; this run has no job file: that command says what it needs"
-        error.args = (error.what, error.cure)
-
-
-def keep_full_error(result: Result) -> None:
-    """Write the full traceback of a failed run into its folder, if it still exists; remove raypar's frames from the error."""
-    error = result.error
-    if error is None:
-        return
-    place, kept = parse_storage_location(result.path, "the run"), ""
-    text = full_traceback(error).encode(errors="backslashreplace").decode()  # a file name may have lone surrogates
-    text = redact_certain_secrets(text, secrets_of_environment(os.environ))
-    with contextlib.suppress(OSError, RayparError):  # a full disk must not hide the error
-        if place is not None:
-            kept = put_error_file(place, error, text)
-        elif (folder := Path(result.path)).is_dir():
-            write_text_atomically(folder / ERROR, text)
-            kept = str(folder / ERROR)
-    if isinstance(error, RayparError) and not shows_raypar_frames() and remove_raypar_frames(error):
-        where = f"raypar's own frames are in {kept}" if kept else f"{TRACEBACK_VARIABLE}=whole shows raypar's own frames too"
-        error.cure = f"{error.cure}; {where}" if error.cure else where
-        error.args = (error.what, error.cure)
-
-
-def put_error_file(place: StorageUri, error: BaseException, text: str) -> str:
-    """Write error.txt to a run on shared storage; returns its URI. Empty if there is no run, or this process lost its lease.
-
-    Raises `RayparError`.
-    """
-    if isinstance(error, LeaseLostError) or not call_within(ERROR_FILE_S, lambda: has_run(place), f"{place}"):
-        return ""
-    call_within(ERROR_FILE_S, lambda: upload_document(place, ERROR, text), f"{place}")
-    return str(place.child(ERROR))
-
-
-def has_job_file(path: str) -> bool:
-    """Whether a run has a job file, so that `raypar resume` can continue it."""
-    place = parse_storage_location(path, "the run")
-    if place is None:
-        return (Path(path) / "job.yaml").is_file()
-    with contextlib.suppress(RayparError):
-        return call_within(ERROR_FILE_S, lambda: has_document(place, "job.yaml"), f"{place}")
-    return True
-
-
-def raise_run_failure(result: Result) -> None:
-    """Raise the error of a failed run, or `Interrupted`; do nothing for a run that is done or was stopped.
-
-    The error shows no frames of raypar; `error.txt` in the run folder has the full traceback.
-    """
-    if result.end == "failed":
-        put_run_name_into_cure(result)
-        keep_full_error(result)
-        if isinstance(result.error, RayparError):
-            result.error.exit_code = RayparError.exit_code  # the run had begun: failed, even where the input was bad
-            raise result.error
-        raise RayparError(f"the run failed after {count_noun(result.done, 'step')}: {result.why}") from result.error
-    if result.end == "deposed":
-        raise RayparError(
-            f"another driver has taken this run over after {count_noun(result.done, 'step')}: {result.why}",
-            cure=f"follow the run with raypar status {result.handle}",
-        )
-    if result.end == "interrupted":
-        cure = ""
-        if result.checkpoint_path:
-            cure = (
-                "submit the same job again: it goes on from there" if is_submitted_job() else f"raypar resume {result.handle}"
-            )
-            if not has_job_file(result.path):  # its functions cannot be imported by name: only the script has them
-                cure = f"give Trainer resume_from_checkpoint={result.path!r}"
-        if not result.history:  # no step was reported
-            raise before_training_error(result.why, describe_what_is_left(result), cure)
-        at = f"the checkpoint {result.checkpoint_path} can be resumed" if result.checkpoint_path else "there is no checkpoint"
-        raise Interrupted(f"stopped after {count_noun(result.done, 'step')} ({result.why}): {at}", cure=cure)
-
-
-def describe_what_is_left(result: Result) -> str:
-    """What is left of a run that was stopped before its first step, in words."""
-    if result.checkpoint_path:
-        return f"the checkpoint {result.checkpoint_path} is as it was"
-    if parse_storage_location(result.path, "the run") is None and Path(result.path).exists():
-        return f"only its folder {result.path} is left"
-    return "nothing is left of this start"

@@ -12,16 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypar.callbacks import callbacks_from_job
 from raypar.errors import ActiveError, CheckpointError, ConfigError, LeaseHeldError, OutlivedError
 from raypar.files.atomic_write import explain_write_errors, file_has_content, replace_file_atomically, write_text_atomically
-from raypar.files.untrusted_files import explain_read_errors, repr_text
+from raypar.files.printable_text import repr_text
+from raypar.files.untrusted_files import explain_read_errors
 from raypar.job import Job
-from raypar.job.contract import CODE
+from raypar.job.contract import CODE, FINGERPRINT
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.choose_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
 from raypar.launch.launch_options import EventHandler, LaunchOptions
-from raypar.launch.launch_run import launch_run
+from raypar.launch.launch_run import launch_run, make_callbacks
 from raypar.launch.result import Result
 from raypar.launch.run_on_storage import (
     names_of_checkpoints,
@@ -34,7 +34,8 @@ from raypar.record.events import EndOfRun, ResumeNotice, Resumption, RunWarning
 from raypar.record.fold import RunView
 from raypar.record.folder import ERROR
 from raypar.storage.filesystems import uri_of_filesystem_object
-from raypar.storage.folder_download import has_run
+from raypar.storage.list_and_remove_runs import has_run
+from raypar.storage.read_run_lines import jsonl_line_sort_key
 from raypar.storage.run_folder import RunFolder, SharedStoragePlace, parse_storage_location
 from raypar.storage.run_lease import LEASE_S
 from raypar.storage.s3_lease_store import check_run_dir_on_storage
@@ -124,7 +125,8 @@ def resume_job(
         held = hold()
         if held.shared is not None:
             refuse_new_checkpoints(held, before)
-        resumption.append(rewind_metrics(folder, options.steps_done, chosen.plan.describe()))
+        plan = chosen.plan.describe()
+        resumption.append(rewind_metrics(folder, options.steps_done, plan, validates_first=options.validates_first))
         (folder.path / ERROR).unlink(missing_ok=True)
         write_text_atomically(folder.plan, plan_json(chosen))
         folder.rewrite_job(job.to_yaml())  # last: the next resumption goes by it
@@ -146,20 +148,22 @@ def resume_job(
             stop_at_step=stop_at_step,
             address=address,
             local_nodes=local_nodes,
-            callbacks=callbacks_from_job(job),
+            callbacks=make_callbacks(job),
         )
         options, choose = prepare_resumed_run(checkpoint, options, make_plan_chooser(job), tell)
         return launch_run(choose, options, tell)
 
 
-def rewind_metrics(folder: RunFolder, steps_done: int, plan: str) -> Resumption:
+def rewind_metrics(folder: RunFolder, steps_done: int, plan: str, *, validates_first: bool) -> Resumption:
     """Remove the lines of steps after `steps_done` from metrics.jsonl; returns the event of the resumption, for events.jsonl.
 
-    `plan`: the plan under which the run goes on, in words.
+    `plan`: the plan under which the run goes on, in words. `validates_first`: whether it begins with a validation, whose former
+    line is removed too.
     """
     view, lines = RunView.of(folder.read_timeline()), folder.read_lines(folder.metrics)
     members = folder.read_document(folder.members, damaged=True)
-    text = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= steps_done).encode()
+    last = steps_done, not validates_first
+    text = "".join(json.dumps(line) + "\n" for line in lines if jsonl_line_sort_key(line) <= last).encode()
     if not file_has_content(folder.metrics, text):
         with explain_write_errors(folder.metrics):
             replace_file_atomically(folder.metrics, text)
@@ -181,21 +185,23 @@ def prepare_resumed_run(
 
     Raises `CheckpointError` if the checkpoint belongs to another job or has all steps done.
     """
-    from raypar.worker.checkpoint.checkpoint_files import (
-        check_checkpoint_fits_model,
-        describe_edition_change,
-        list_changed_shard_settings,
-        load_manifest,
-        with_streams_of,
-    )
-    from raypar.worker.checkpoint.job_changes import (
+    from raypar.worker.checkpoint.check_job_changes import (
         changes_at_resume,
         check_changed_data,
         check_changed_optimizer,
+        followed_values,
         with_former_batches,
     )
+    from raypar.worker.checkpoint.checkpoint_files import check_checkpoint_fits_model, load_manifest
+    from raypar.worker.checkpoint.contract_comparison import (
+        describe_edition_change,
+        list_changed_shard_settings,
+        with_streams_of,
+    )
+    from raypar.worker.pretrained.frozen_values import check_frozen_values_at_resume
 
     manifest, spec = load_manifest(checkpoint), options.job
+    check_frozen_values_at_resume(manifest, spec)
     changes = changes_at_resume(manifest, spec)
     if manifest.steps_done >= min(spec.steps, options.stop_at_step or spec.steps):
         stop, more = options.stop_at_step, 2 * max(spec.steps, manifest.steps_done)
@@ -214,7 +220,7 @@ def prepare_resumed_run(
         from raypar.model.layer_skeletons import parameter_shapes
 
         check_checkpoint_fits_model(manifest, parameter_shapes(checked.graph))
-        check_changed_data(manifest, changes, checked.job, checked.samples)
+        check_changed_data(manifest, changes, checked.job, checked.samples, checked.data_digest)
         if checked.optimizer is not None:
             check_changed_optimizer(manifest, changes, checked.optimizer.keeps)
             checked.optimizer.keeps.check(manifest)
@@ -229,7 +235,9 @@ def prepare_resumed_run(
         tell(RunWarning(text=line))
     tell(ResumeNotice(text="; ".join([text, *changes.lines]), step=manifest.steps_done))
     options = replace(options, job=spec, resume=checkpoint, steps_done=manifest.steps_done, changes=changes)
-    return replace(options, former_code=manifest.contract.get(CODE)), check_and_choose
+    options = replace(options, validated=followed_values(manifest, spec), frozen=manifest.frozen)
+    options = replace(options, former_code=manifest.contract.get(CODE), former_fingerprint=manifest.contract.get(FINGERPRINT))
+    return options, check_and_choose
 
 
 def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> CheckpointRef:

@@ -20,13 +20,14 @@ from raypar.launch.launch_options import EventHandler
 from raypar.record.events import RunWarning, Wait
 from raypar.record.folder import CHECKPOINTS, LINE_FILES
 from raypar.storage.filesystems import open_filesystem, storage_errors
-from raypar.storage.folder_download import download_run, remove_run
+from raypar.storage.folder_download import download_run
 from raypar.storage.folder_upload import FolderUpload
 from raypar.storage.held_lease import HeldLease
-from raypar.storage.run_files import ALL_SENT_FILE, TEMPORARY_FOLDER_PREFIX
+from raypar.storage.list_and_remove_runs import remove_run
 from raypar.storage.run_folder import RunFolder, SharedStoragePlace
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import StorageUri
+from raypar.storage.stored_file_layout import ALL_SENT_FILE, TEMPORARY_FOLDER_PREFIX
 
 if TYPE_CHECKING:
     from raypar.storage.run_lease import LeaseStore
@@ -176,12 +177,12 @@ def resumed_run_on_storage(folder: RunFolder, tell: EventHandler) -> Iterator[Ca
     hold = ClientStorageSession(folder, tell, new=False)
     try:
         if hold.take_on_storage():
-            download_run(hold.uri, folder.path)
+            download_run(hold.uri, folder.path, records=True)
 
         def folder_with_lease() -> RunFolder:
             if hold.lease is None:
                 hold.take_in_ray()
-                download_run(hold.uri, folder.path)
+                download_run(hold.uri, folder.path, records=True)
             hold.filled = True
             return hold.folder
 

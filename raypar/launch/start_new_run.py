@@ -6,13 +6,12 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from raypar.callbacks import callbacks_from_job
 from raypar.errors import ConfigError
 from raypar.files.redact_secrets import find_secrets_in_job, redact_certain_secrets, secrets_of_environment
 from raypar.files.safe_yaml import parse_yaml
 from raypar.launch.choose_plan import ChosenPlan, make_plan_chooser, plan_json
 from raypar.launch.launch_options import EventHandler, LaunchOptions
-from raypar.launch.launch_run import launch_run
+from raypar.launch.launch_run import launch_run, make_callbacks
 from raypar.launch.result import Result
 from raypar.launch.resume import find_checkpoint, prepare_resumed_run
 from raypar.launch.run_on_storage import new_run_on_storage
@@ -92,7 +91,7 @@ def train_job_in_new_folder(
             stop_at_step=stop_at_step,
             address=address,
             local_nodes=local_nodes,
-            callbacks=callbacks_from_job(job),
+            callbacks=make_callbacks(job),
         )
         choose = make_plan_chooser(job, workers)
         if resume_from is not None:

@@ -33,7 +33,9 @@ def with_steps_of_epochs(job: Job, tell: EventHandler) -> Job:
                     f"epochs is {job.epochs:g}, and data set {job.data.label} is iterable: its samples are not counted",
                     cure=f"set steps in the place of epochs: samples x {job.epochs:g} / {job.batch_size}",
                 )
-            samples = SampleOrder.of_job(job, dataset, guard).epoch_samples
+            order = SampleOrder.of_job(job, dataset, guard)
+            assert isinstance(order, SampleOrder), "a job has no epochs of a mixture"
+            samples = order.epoch_samples
     return job.replace(steps=job.steps_of_epochs(samples))
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from raypar.errors import ClusterError, ConfigError
 from raypar.files.find_writing_process import find_writing_process
-from raypar.files.json_values import Json
-from raypar.files.untrusted_files import shorten
+from raypar.files.json_type import Json
+from raypar.files.printable_text import shorten
 from raypar.launch.cluster_jobs import ClusterJob, parse_ray_job_record, read_log_facts
 from raypar.launch.job_server import JobServer
 from raypar.storage.held_lease import WRITE_ATTEMPTS

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ClusterError, ConfigError, error_first_line
-from raypar.files.json_values import Json
-from raypar.files.untrusted_files import printable, shorten
+from raypar.files.json_type import Json
+from raypar.files.printable_text import printable_text, shorten
 from raypar.launch.cluster_jobs import NAME_KEY, ClusterJob
 from raypar.launch.job_server import ADDRESS_VARIABLE, JobServer, NoSuchJob
 
@@ -92,7 +92,7 @@ def find_excluding_rule(root: Path, file: Path) -> str | None:
     for part in inside.parts:
         if f"{part}/" in EXCLUDES and root.joinpath(*inside.parts[: inside.parts.index(part) + 1]).is_dir():
             return f"{part}/"
-    from raypar.ray_compat.job_packages import ignore_rules
+    from raypar.ray_compat.job_submission import ignore_rules
 
     with_git = os.environ.get(IGNORE_GITIGNORE_VARIABLE, "0") != "1"
     rules: list[tuple[Path, Callable[[Path], bool]]] = []
@@ -201,7 +201,7 @@ def submit_job(
 
 def submission_error(error: Exception, server: JobServer, submission_id: str | None, working_dir: Path) -> Exception:
     """The error for what Ray's client has raised."""
-    from raypar.ray_compat.job_packages import has_job_client, is_package_too_large, refused_status
+    from raypar.ray_compat.job_submission import has_job_client, is_package_too_large, refused_status
 
     text = error_first_line(error)
     if isinstance(error, ImportError) or not has_job_client():
@@ -242,7 +242,7 @@ def describe_largest_files(folder: Path) -> str:
                 path = Path(place, name)
                 sizes.append((path.lstat().st_size, str(path.relative_to(folder))))
     large = [(size, name) for size, name in sorted(sizes, reverse=True)[:3] if size >= 2**20]
-    named = ", ".join(f"{printable(name)} ({size / 2**20:,.0f} MiB)" for size, name in large)
+    named = ", ".join(f"{printable_text(name)} ({size / 2**20:,.0f} MiB)" for size, name in large)
     return f"; its largest files are {named}" if named else ""
 
 

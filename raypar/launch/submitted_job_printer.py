@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from raypar.errors import Interrupted
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 
 if TYPE_CHECKING:
     from raypar.launch.cluster_jobs import ClusterJob

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,22 +14,25 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from raypar.callbacks import check_callbacks
 from raypar.errors import ConfigError, with_article
-from raypar.files.untrusted_files import repr_text, shorten
+from raypar.files.printable_text import repr_text, shorten
 from raypar.job import (
     DataConfig,
     FunctionConfig,
     Job,
     LossConfig,
+    LrScheduleConfig,
     ModelConfig,
     OptimizerConfig,
     PlanConfig,
     ValidationConfig,
 )
-from raypar.job.callable_text import find_unstable_argument
-from raypar.job.read_job import RUN_ARGUMENTS, job_from_argument_tree, parse_validation_section
+from raypar.job.data_section import SET_NAME, is_misspelt, refuse_two_sets_of_one_name
+from raypar.job.read_job import RUN_ARGUMENTS, job_from_argument_tree, parse_data_section
+from raypar.job.stable_callable_text import find_unstable_argument
 from raypar.launch.brief_signature import BriefSignature
 from raypar.launch.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, ImpliedSetting, settings_from_ray_train
 from raypar.plan import ParallelPlan
+from raypar.plan.wording import count_noun
 
 T = TypeVar("T")
 
@@ -68,7 +72,7 @@ FUNCTIONS: dict[str, type[FunctionConfig]] = {
     "loss": LossConfig,
     "data": DataConfig,
     "optimizer": OptimizerConfig,
-    "lr_schedule": FunctionConfig,
+    "lr_schedule": LrScheduleConfig,
     "validation": ValidationConfig,
 }
 """Arguments that are functions, or objects in their place -> their section of a job."""
@@ -122,7 +126,9 @@ def job_from_trainer_arguments(given: Arguments) -> tuple[Job, dict[str, Any]]:
         tree["plan"] = plan_section("auto", given["schedule"])
     job = job_from_argument_tree(tree)
     between = isinstance(getattr(given.get("scaling_config"), "num_workers", None), tuple)  # the limits of an elastic run
-    check_workers(job, workers, exactly=given.get("workers") is None and not between, equal=given.get("workers") is not None)
+    check_plan_fits_workers(
+        job, workers, exactly=given.get("workers") is None and not between, equal=given.get("workers") is not None
+    )
     return job, {name: tree[name] for name in RUN_ARGUMENTS if name in tree}
 
 
@@ -131,7 +137,7 @@ def defaults_to_auto_plan(workers: int | None) -> bool:
     return isinstance(workers, int) and workers > 1
 
 
-def check_workers(job: Job, workers: int | None, *, exactly: bool = False, equal: bool = False) -> None:
+def check_plan_fits_workers(job: Job, workers: int | None, *, exactly: bool = False, equal: bool = False) -> None:
     """Raise `ConfigError` if the plan has more than `workers` workers; `exactly` (for `ScalingConfig`) and
     `equal` (for the argument `workers`): also if fewer."""
     plan = job.plan
@@ -139,17 +145,18 @@ def check_workers(job: Job, workers: int | None, *, exactly: bool = False, equal
         return
     if exactly and plan.workers != workers:
         raise ConfigError(
-            f"the plan has {plan.workers} workers = {plan.describe()}, and scaling_config.num_workers is {workers}",
+            f"the plan has {count_noun(plan.workers, 'worker')} = {plan.describe()}, and scaling_config.num_workers is "
+            f"{workers}",
             cure='give one of them, or plan="auto"',
         )
     if equal and plan.workers != workers:
         raise ConfigError(
-            f"the plan has {plan.workers} workers = {plan.describe()}, but workers is {workers}",
+            f"the plan has {count_noun(plan.workers, 'worker')} = {plan.describe()}, but workers is {workers}",
             cure='leave workers out, for the plan says how many there are; or let the planner use them: plan="auto"',
         )
     if plan.workers > workers:
         raise ConfigError(
-            f"the plan has {plan.workers} workers = {plan.describe()}, but workers is {workers}",
+            f"the plan has {count_noun(plan.workers, 'worker')} = {plan.describe()}, but workers is {workers}",
             cure='give a smaller plan, plan="auto", or leave workers out',
         )
 
@@ -158,6 +165,9 @@ def _as_job_tree(given: Arguments) -> dict[str, Any]:
     """The arguments in the form of a job file, without those that have their default."""
     tree: dict[str, Any] = {}
     for name, value in given.items():
+        if name == "validation" and (sets := _sets_in(value)):
+            tree[name] = _sections_of_sets(value, sets)
+            continue
         if name in ("data", "validation"):
             value = _with_data_loader_taken_apart(name, value, given.get("batch_size"))
         if name in FUNCTIONS:
@@ -192,13 +202,15 @@ def _with_data_loader_taken_apart(key: str, value: Any, batch_size: int | None) 
         return value
     parts = data_loader_parts(section["function"], key)
     section["function"] = parts.dataset
-    if parts.collate is not None and not {"collate", "pad"} & set(section):
+    if parts.collate is not None and not {"collate", "pad", "pack"} & set(section):
         section["collate"] = {"function": parts.collate}
     section.setdefault("processes", parts.processes)
     if key == "data":
         if isinstance(batch_size, int):
             check_batch_size(parts, batch_size, key)
         section.setdefault("drop_last", parts.drop_last)
+        if parts.of_stream and section.get("shuffle_window"):
+            return section
         if not {"shuffle", "sampler", "weights", "group_by"} & set(section):
             section |= {"shuffle": parts.shuffle} if parts.sampler is None else {"sampler": parts.sampler}
     elif parts.drop_last or parts.sampler is not None:
@@ -278,6 +290,8 @@ def function_section(key: str, value: T) -> T | FunctionConfig | dict[str, Any]:
     Any other value is returned unchanged, and the job's own checks refuse it, as in a job file. Raises `ConfigError` for kinds
     of objects that deserve a message of their own.
     """
+    if key in ("loss", "optimizer"):
+        _refuse_several(key, value)
     if isinstance(value, FunctionConfig):
         own = FUNCTIONS.get(key, FunctionConfig)
         given = {name: getattr(value, name) for name in value.model_fields_set if name in own.model_fields}
@@ -288,7 +302,7 @@ def function_section(key: str, value: T) -> T | FunctionConfig | dict[str, Any]:
                 f"model is {with_article(type(value).__name__)} of tensors, such as {next(iter(value))}: weights, no module",
                 cure="give the function or class that makes the module, and the weights' file as init_from=FILE",
             )
-        if key in ("data", "validation") and _is_several_data_sets(value):
+        if key == "data" and _is_several_data_sets(value):
             raise ConfigError(
                 f"{key} is {with_article(type(value).__name__)} with keys "
                 f"{', '.join(map(str, list(value)[:4]))}, not a data set",
@@ -297,6 +311,8 @@ def function_section(key: str, value: T) -> T | FunctionConfig | dict[str, Any]:
             )
         section = _with_unpacked_pair(key, value)
         if key == "data":
+            if isinstance(section.get("mix"), (list, tuple)):
+                section["mix"] = [_mixed_source(number, one) for number, one in enumerate(section["mix"])]
             section |= {name: Given(section[name]) for name in OBJECTS_OF_DATA if _is_sequence_object(section.get(name))}
     elif key in ("data", "validation") and isinstance(value, tuple) and any(hasattr(part, "shape") for part in value):
         raise ConfigError(
@@ -312,18 +328,67 @@ def function_section(key: str, value: T) -> T | FunctionConfig | dict[str, Any]:
     if isinstance(section.get("args"), Mapping):
         section["args"] = dict(section["args"])
     if "function" in section:
-        section["function"] = _function_for(key, section["function"])
+        section["function"] = _function_for(key, section["function"], as_stream=_asks_for_stream(section))
         if key == "loss":
             _check_loss(section)
     return section
 
 
-def validation_argument(data: Any) -> ValidationConfig | None:
-    """The section `validation` for a data set in any form that `Trainer` takes; None for None. Raises `ConfigError`."""
-    if data is None:
-        return None
+def validation_argument(data: Any) -> ValidationConfig | str | None:
+    """The section `validation` for a data set, or several, in any form that `Trainer` takes; None for None, and the name of one
+    of the job's validation sets as it is. Raises `ConfigError`."""
+    if data is None or (isinstance(data, str) and re.fullmatch(SET_NAME, data)):
+        return data
+    if sets := _sets_in(data):
+        return parse_data_section(_sections_of_sets(data, sets), "data=")
     section = function_section("validation", _with_data_loader_taken_apart("validation", data, None))
-    return parse_validation_section(section)
+    return parse_data_section(section, "data=")
+
+
+def _sets_in(value: Any) -> dict[Any, Any]:
+    """Name -> data set, of `validation` with several: a mapping of names, also beside `every`, or its key `sets`."""
+    if not isinstance(value, Mapping) or "function" in value:
+        return {}
+    given = value.get("sets")
+    found = {key: part for key, part in value.items() if key not in ValidationConfig.model_fields}
+    if any(is_misspelt(key) or not (_is_data(part) or callable(part)) for key, part in found.items()):
+        return {}
+    if not isinstance(given, Mapping):
+        return found
+    refuse_two_sets_of_one_name(found, given)
+    return {**found, **given}
+
+
+def _sections_of_sets(value: Arguments, sets: Mapping[Any, Any]) -> dict[str, Any]:
+    """The section `validation` with these sets. Raises `ConfigError` that names the set."""
+    made: dict[Any, Any] = {}
+    for name, one in sets.items():
+        try:
+            section = function_section("validation", _with_data_loader_taken_apart("validation", one, None))
+        except ConfigError as error:
+            raise ConfigError(f"validation set {name}: {error.what}", error.cure) from None
+        made[name] = (
+            {key: getattr(section, key) for key in section.model_fields_set} if isinstance(section, FunctionConfig) else section
+        )
+    rest = {key: part for key, part in value.items() if key in ValidationConfig.model_fields and key != "sets"}
+    return {**rest, "sets": made}
+
+
+def _refuse_several(key: str, value: object) -> None:
+    """Raise `ConfigError` for several losses or optimizers."""
+    parts: list[object] = []
+    if isinstance(value, (list, tuple)) and not (len(value) == 2 and isinstance(value[1], Mapping)):
+        parts = list(value)
+    elif isinstance(value, Mapping) and not set(value) & set(FUNCTIONS[key].model_fields):
+        parts = list(value.values())
+    functions = [part for part in parts if callable(part) or isinstance(part, (str, tuple, Mapping, FunctionConfig))]
+    if len(functions) > 1 and len(functions) == len(parts):
+        which = "losses" if key == "loss" else "optimizers"
+        raise ConfigError(
+            f"{key} is {len(parts)} {which}: a run has one, and several that take turns (a GAN) are not supported",
+            cure="add losses up in one function; other options for some parameters are optimizer.groups; train a GAN by a loop "
+            "of your own",
+        )
 
 
 def _is_sequence_object(value: Any) -> bool:
@@ -347,11 +412,24 @@ def _with_unpacked_pair(key: str, section: Arguments) -> dict[str, Any]:
 def _is_several_data_sets(value: Arguments) -> bool:
     """Whether a mapping holds splits of a data set, instead of being a section of a job."""
     splits = all(hasattr(part, "__getitem__") and not isinstance(part, (str, Mapping)) for part in value.values())
-    return bool(value) and splits and not set(value) & set(ValidationConfig.model_fields)
+    return bool(value) and splits and not set(value) & {*ValidationConfig.model_fields, *DataConfig.model_fields}
 
 
-def _function_for(key: str, value: Any) -> Any:
-    """The callable for what is given as the function of section `key`; anything else unchanged. Raises `ConfigError`."""
+def _mixed_source(number: int, source: T) -> T | dict[str, Any]:
+    """One of `data.mix`, with a function in the place of a data set that is given itself."""
+    if not isinstance(source, Mapping):
+        return source
+    section = _with_unpacked_pair(f"data.mix.{number}", source)
+    if "function" not in section:
+        return section
+    return section | {"function": _function_for("data", section["function"], as_stream=_asks_for_stream(section))}
+
+
+def _function_for(key: str, value: Any, *, as_stream: bool = False) -> Any:
+    """The callable for what is given as the function of section `key`; anything else unchanged. Raises `ConfigError`.
+
+    `as_stream`: whether rows of Ray Data are read as a stream in any case.
+    """
     if key == "model" and _is_module(value):
         return _built_model(value)
     if key != "loss" and _is_module(value):
@@ -376,8 +454,11 @@ def _function_for(key: str, value: Any) -> Any:
     if isinstance(value, str) or callable(value):
         return value
     if key in ("data", "validation") and not isinstance(value, (tuple, Mapping)) and _is_data(value):
+        from raypar.data.ray_rows import is_ray_data
         from raypar.worker.data.user_dataset import is_stream, require_map_style
 
+        if is_ray_data(value):
+            return Given(_of_ray_data(value, key, as_stream))
         if is_stream(value) and not hasattr(value, "__next__"):
             return Given(value)
         require_map_style(value, key)
@@ -387,6 +468,27 @@ def _function_for(key: str, value: Any) -> Any:
         cure = f"give its class, which every worker calls with the parameters that it holds: optimizer=({name}, {{'lr': ...}})"
         raise ConfigError(f"{key} is {with_article(name)}", cure=cure)
     return value
+
+
+def _of_ray_data(value: Any, key: str, as_stream: bool) -> Any:
+    """The rows of a data set of Ray Data; a stream of them where that is asked for, and where they are too many.
+
+    Raises `DataError`.
+    """
+    from raypar.data.ray_rows import read_ray_rows, require_ordered
+
+    require_ordered(value, key)
+    rows = None if as_stream else read_ray_rows(value, key)
+    if rows is not None:
+        return rows
+    from raypar.actors.ray_row_stream import RayRowStream
+
+    return RayRowStream.of(value, key, too_large=not as_stream)
+
+
+def _asks_for_stream(section: Arguments) -> bool:
+    """Whether a section has keys of iterable data."""
+    return section.get("streams") is not None or bool(section.get("shuffle_window"))
 
 
 def _is_data(value: Any) -> bool:

@@ -21,9 +21,9 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 from raypar.job import FunctionConfig, Job
-from raypar.launch.values_of_job import FUNCTIONS_OF_DATA, VALUES
+from raypar.launch.user_value_digests import FUNCTIONS_OF_DATA, VALUES
 
 PACKAGE = "package "
 """What the names of packages begin with; other names are paths below the folder of import, or `script: function`."""
@@ -33,7 +33,7 @@ def code_of_job(spec: Job) -> dict[str, str]:
     """Name of a file, a script's function or a package -> digest or version, of the code on which the job's results depend."""
     found = _Code()
     of_data = [getattr(spec.data, name) for name in FUNCTIONS_OF_DATA]
-    for ref in (spec.model, spec.loss, spec.data, spec.optimizer, *filter(None, [*of_data, spec.lr_schedule])):
+    for ref in (spec.model, spec.loss, spec.data, *spec.data.mix, spec.optimizer, *filter(None, [*of_data, spec.lr_schedule])):
         found.follow_ref(ref)
     return dict(sorted(found.digests.items()))
 
@@ -131,7 +131,7 @@ class _Code:
         trees = _source_trees(value)
         if not trees:
             return
-        digest = hashlib.sha256(repr([tree_shape(tree) for tree in trees]).encode())
+        digest = hashlib.sha256(repr([syntax_tree_as_tuples(tree) for tree in trees]).encode())
         there = vars(sys.modules["__main__"]) | dict(getattr(value, "__globals__", {}))
         with_closure = inspect.isfunction(value)
         there |= inspect.getclosurevars(value).nonlocals if with_closure else {}
@@ -140,8 +140,8 @@ class _Code:
                 digest.update(f"{name}={there[name]!r}".encode())
             else:
                 self._follow_object(there[name])
-        for tree in trees:
-            self._follow_imports(tree, "__main__", False)
+        for name in (name for tree in trees for name in _imported_names(tree, "__main__", is_package=False)):
+            self._follow_module(name)
         self.digests[f"script: {value.__qualname__}"] = digest.hexdigest()
 
     def _follow_module(self, name: str) -> None:
@@ -162,22 +162,27 @@ class _Code:
         if "." in name:
             self._follow_module(name.rpartition(".")[0])  # the `__init__` runs first
         try:
-            tree = ast.parse(path.read_bytes())
+            digest, imported = _read_source(path.read_bytes(), name, is_package)
         except (OSError, SyntaxError, ValueError):  # what cannot be read cannot have been imported either
             return
         label = name.replace(".", "/") + ("/__init__.py" if is_package else ".py")
-        self.digests[label] = hashlib.sha256(repr(tree_shape(tree)).encode()).hexdigest()
-        self._follow_imports(tree, name, is_package)
-
-    def _follow_imports(self, tree: ast.AST, module: str, is_package: bool) -> None:
-        for name in _imported_names(tree, module, is_package):
-            self._follow_module(name)
+        self.digests[label] = digest
+        for other in imported:
+            self._follow_module(other)
 
 
-def tree_shape(node: Any) -> Hashable:
+@functools.lru_cache(maxsize=256)
+def _read_source(source: bytes, module: str, is_package: bool) -> tuple[str, tuple[str, ...]]:
+    """(digest of a module's code, names of modules that it may import); kept for later runs of this process."""
+    tree = ast.parse(source)
+    digest = hashlib.sha256(repr(syntax_tree_as_tuples(tree)).encode()).hexdigest()
+    return digest, tuple(dict.fromkeys(_imported_names(tree, module, is_package)))
+
+
+def syntax_tree_as_tuples(node: Any) -> Hashable:
     """A syntax tree as nested tuples without places, comments and docstrings, the same under several versions of Python."""
     if isinstance(node, list):
-        return tuple(map(tree_shape, node))
+        return tuple(map(syntax_tree_as_tuples, node))
     if isinstance(node, ast.Constant):
         return type(node.value).__name__, repr(node.value)
     if not isinstance(node, ast.AST):
@@ -191,7 +196,9 @@ def tree_shape(node: Any) -> Hashable:
             fields["body"] = body[1:]
     left_out: tuple[Any, ...] = (None, [], ())
     return type(node).__name__, *(
-        (name, tree_shape(value)) for name, value in fields.items() if value not in left_out and name != "type_comment"
+        (name, syntax_tree_as_tuples(value))
+        for name, value in fields.items()
+        if value not in left_out and name != "type_comment"
     )
 
 
@@ -216,7 +223,8 @@ def _find(name: str) -> tuple[Path, bool] | None:
     spec = None
     for depth in range(name.count(".") + 1):
         try:
-            spec = importlib.machinery.PathFinder.find_spec(".".join(name.split(".")[: depth + 1]), folders)
+            # By the last part of the name: with all of it, folders without __init__.py are looked up in sys.modules.
+            spec = importlib.machinery.PathFinder.find_spec(name.split(".")[depth], folders)
         except (ImportError, ValueError, AttributeError):
             return None
         if spec is None:

@@ -13,9 +13,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.initial_values_protocol import InitialValues
+from raypar.model.initial_values_source_protocol import InitialValues
+from raypar.plan.model_outline import ModelOutline
 from raypar.plan.parallel_plan import ParallelPlan
-from raypar.plan.stage_connections import LATER_USE, ModelOutline, StageConnections
+from raypar.plan.stage_connections import LATER_USE, StageConnections
 
 
 def join_names(layer: str, path: str) -> str:
@@ -90,6 +91,8 @@ class Graph:
     as values. Empty: each stage reads the fields that its layers and the loss need."""
     handed_on_to_loss: tuple[str, ...] = ()
     """Those of `handed_on` that the loss and metrics read: the target, or all of them."""
+    module_digest: str = field(default="", compare=False, repr=False)
+    """Set by raypar: `digest_of_module` of what the model function returned; empty where it is not known."""
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]
@@ -159,12 +162,13 @@ class Graph:
         fields = dict.fromkeys((*self.batch_fields, *self.handed_on))
         return (*fields, *(v for layer in self.layers for v in layer.outputs))
 
-    def with_fields_handed_on(self, target: str, *, measured: bool) -> Graph:
-        """The graph for a stream, which is read once: its first stage reads all fields. `target`: of the loss; `measured`:
-        whether metrics read fields, and not the target alone."""
-        targets = (target,) if self.producer(target) is None else ()
-        fields = tuple(dict.fromkeys((*self.batch_fields, *targets)))
-        return replace(self, handed_on=fields, handed_on_to_loss=fields if measured else targets)
+    def with_fields_handed_on(self, of_loss: Sequence[str], *, measured: Sequence[str] = ()) -> Graph:
+        """The graph for a stream, which is read once: its first stage reads all fields. `of_loss`: what the loss reads beside
+        the output; `measured`: what metrics read beside it."""
+        targets = tuple(name for name in of_loss if self.producer(name) is None)
+        more = tuple(name for name in measured if self.producer(name) is None)
+        fields = tuple(dict.fromkeys((*self.batch_fields, *targets, *more)))
+        return replace(self, handed_on=fields, handed_on_to_loss=tuple(dict.fromkeys((*targets, *more))))
 
     @property
     def loss_inputs(self) -> tuple[str, ...]:
@@ -174,14 +178,14 @@ class Graph:
     def loss_of_values(
         self, loss: Callable[..., Tensor | tuple[Tensor, Tensor | float]]
     ) -> Callable[..., Tensor | tuple[Tensor, Tensor | float]]:
-        """The function (a value for each of `loss_inputs`, target) -> loss, of a loss (output, target) -> loss."""
-        rebuild = self.rebuild_output
+        """The function (a value for each of `loss_inputs`, target) -> loss, of a loss (output, target) -> loss. Weights come
+        behind the target of both, where there are any."""
+        rebuild, read = self.rebuild_output, len(self.loss_inputs)
         if rebuild is None:
             return loss
 
         def run(*given: Tensor) -> Tensor | tuple[Tensor, Tensor | float]:
-            *values, target = given
-            return loss(rebuild(*values), target)
+            return loss(rebuild(*given[:read]), *given[read:])
 
         return run
 

@@ -18,8 +18,15 @@ from torch import Tensor, nn
 from raypar.errors import ModelError
 from raypar.model.deferred_init import OperationRecording
 from raypar.model.graph import Graph, Layer, join_names
-from raypar.model.initial_values_protocol import DimRanges, InitialValues
-from raypar.model.layer_skeletons import build_on_meta, canonical_names, named_state, put_buffers, refuse_lazy, state_shapes
+from raypar.model.initial_values_source_protocol import DimRanges, InitialValues
+from raypar.model.layer_skeletons import (
+    build_on_meta,
+    canonical_names,
+    named_state,
+    put_buffers,
+    refuse_lazy_parameters,
+    state_shapes,
+)
 from raypar.model.model_function_allocations import call_counting_allocations
 from raypar.model.random_state import RandomState, preserve_random_state, seed_all
 from raypar.plan.seeds import seed_of
@@ -175,7 +182,7 @@ class LayerBuildValues(WholeTensorValues):
                 with self.guard(f"the constructor of layer {layer.name!r}"):
                     module, _ = call_counting_allocations(layer.build)
                 random = RandomState.now()
-            refuse_lazy([(layer.name, module)])
+            refuse_lazy_parameters([(layer.name, module)])
             yield layer.name, module
 
     def release(self) -> None:

@@ -1,6 +1,6 @@
 """Skeletons of layers (modules without values): reads names and shapes from them, and puts values into copies.
 
-The user's model function runs once per worker (`worker.worker_assignments.make_layer_graph`). A *skeleton* is one of the
+The user's model function runs once per worker (`worker.layer_graph_of_job`). A *skeleton* is one of the
 modules it made, with parameters and buffers on the meta device. The modules of every stage of every plan are copies of its
 layers' skeletons with values put in (`model.materialise`): initial ones, or those that other workers, a mirror or a checkpoint
 hold.
@@ -23,7 +23,7 @@ from raypar.model.graph import Graph, Layer, join_names
 from raypar.plan import ModelOutline
 from raypar.torch_compat.autograd import has_hooks_on_sums
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
-from raypar.torch_compat.modules import NormBase, caches_of
+from raypar.torch_compat.modules import NormBase, non_persistent_buffer_names
 
 STATE_DTYPES = (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,
@@ -48,10 +48,10 @@ def canonical_names(graph: Graph) -> dict[str, str]:
 
 
 def build_on_meta(layer: Layer) -> nn.Module:
-    """A new skeleton of the layer, the caller's own. Raises `ModelError` for a module that `refuse_unsupported` refuses."""
+    """A new skeleton of the layer, the caller's own. Raises `ModelError` as `refuse_unsupported_modules` does."""
     with meta_operations_without_dynamo(), torch.device("meta"):
         module = layer.build()
-    refuse_unsupported(layer.name, module)
+    refuse_unsupported_modules(layer.name, module)
     return module
 
 
@@ -60,14 +60,14 @@ def shared_skeleton(layer: Layer) -> nn.Module:
     kept = vars(layer)  # beside the fields, which alone decide whether two layers are equal
     if "_skeleton" not in kept:
         if isinstance(layer.build, SkeletonCopier):
-            refuse_unsupported(layer.name, layer.build.skeleton)
+            refuse_unsupported_modules(layer.name, layer.build.skeleton)
             kept["_skeleton"] = layer.build.skeleton
         else:
             kept["_skeleton"] = build_on_meta(layer)
     return cast(nn.Module, kept["_skeleton"])
 
 
-def refuse_unsupported(layer: str, module: nn.Module) -> None:
+def refuse_unsupported_modules(layer: str, module: nn.Module) -> None:
     """Raises `ModelError` for modules that cannot be trained on workers.
 
     Those are modules that other frameworks wrap around a model, modules that change their parameters in forward, modules that
@@ -196,7 +196,7 @@ def persistent_buffers(graph: Graph) -> set[str]:
         for layer in graph.layers
         for module in [shared_skeleton(layer)]
         for path, _ in module.named_buffers()
-        if path.rpartition(".")[2] not in caches_of(module.get_submodule(path.rpartition(".")[0]))
+        if path.rpartition(".")[2] not in non_persistent_buffer_names(module.get_submodule(path.rpartition(".")[0]))
     }
 
 
@@ -230,7 +230,7 @@ def norms_with_running_statistics(module: nn.Module) -> Iterator[tuple[str, Norm
             yield path, part
 
 
-def statistics_of(path: str, norm: NormBase) -> frozenset[str]:
+def running_statistics_names(path: str, norm: NormBase) -> frozenset[str]:
     """Qualified names of the running averages of the norm at `path`, and of its count of calls."""
     names = ("running_mean", "running_var", "num_batches_tracked")
     return frozenset(join_names(path, name) for name in names if norm._buffers.get(name) is not None)
@@ -385,7 +385,7 @@ def named_state(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, 
             yield join_names(layer, path), tensor
 
 
-def refuse_lazy(layers: Collection[tuple[str, nn.Module]]) -> None:
+def refuse_lazy_parameters(layers: Collection[tuple[str, nn.Module]]) -> None:
     """Raises `ModelError` for lazy parameters and buffers (`nn.LazyLinear`, ...): their shape is not known yet."""
     for name, tensor in named_state(layers):
         if nn.parameter.is_lazy(tensor):

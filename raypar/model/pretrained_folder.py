@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from raypar.errors import ConfigError
+from raypar.errors import ConfigError, error_first_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,11 +34,22 @@ def from_folder(
         settings = library.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"transformers makes no configuration of {Path(folder) / 'config.json'}: {error}",
+            f"transformers makes no configuration of {Path(folder) / 'config.json'}: {error_first_line(error)}",
             cure="install the release of transformers that has this model, or correct the file or model.args.config",
         ) from None
     made: nn.Module = getattr(library, kind)(settings)
     return made if adapter is None else _with_adapter(made, kind, adapter)
+
+
+def set_cache_of_folder(module: nn.Module, args: Mapping[str, Any]) -> None:
+    """Give the configuration of a trained module the folder's `use_cache`, which is off in training only.
+
+    `args`: those of `from_folder`; a `use_cache` among `config` stays.
+    """
+    settings = getattr(module, "config", None)
+    at = Path(args["folder"]).expanduser() / "config.json"
+    if "use_cache" not in (args.get("config") or {}) and settings is not None and hasattr(settings, "use_cache"):
+        settings.use_cache = json.loads(at.read_text()).get("use_cache", True)  # as transformers has it where it is not said
 
 
 def _class_of(folder: str) -> str:

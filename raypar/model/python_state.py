@@ -40,7 +40,8 @@ from torch import Tensor, nn
 
 from raypar.model.graph import join_names
 from raypar.torch_compat.modules import HOOKS_OF_MODULES
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -64,8 +65,8 @@ _EXACT = frozenset((int, str, bytes, type(None), torch.dtype, torch.device))
 """Types of values that stand for themselves."""
 _BY_TEXT = frozenset((bool, float, complex))
 """Types of values for which their texts stand: 1, 1.0 and True are not the same, nor are 0.0 and -0.0."""
-_OTHERS = frozenset(("torch", "numpy", "raypar", "builtins")) | frozenset(sys.stdlib_module_names)
-"""Names of packages whose functions and classes are not looked into."""
+_OTHERS = frozenset(("torch", "numpy", "raypar", "builtins", "tqdm")) | frozenset(sys.stdlib_module_names)
+"""Names of packages whose functions and classes are not looked into. A thread of `tqdm` notes the time for its bars."""
 _OF_MODULES = frozenset(vars(nn.Module())) - frozenset(HOOKS_OF_MODULES) - {"training"}
 """Attributes that every `nn.Module` has: not state of users' code. Those for hooks, and the mode, are not among them."""
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -547,7 +548,7 @@ class _Reader:
         return zlib.crc32(read())
 
 
-def read_content(value: Any, known: Mapping[int, Content] | None = None, most_bytes: int | None = None) -> Content:
+def comparable_content(value: Any, known: Mapping[int, Content] | None = None, most_bytes: int | None = None) -> Content:
     """What a value holds, in a form that is equal for two values only if they are bit-identical as far as they are looked into.
 
     `known`: `id` of objects that are not read -> what stands for them. `most_bytes`: of tensors and arrays whose content is
@@ -557,7 +558,7 @@ def read_content(value: Any, known: Mapping[int, Content] | None = None, most_by
 
 
 def is_same_content(one: Content, other: Content) -> bool:
-    """Whether two results of `read_content` are equal; in time that grows with their size, also where values share others."""
+    """Whether two results of `comparable_content` are equal; time grows with their size, also where values are shared."""
     return _are_equal(one, other, {})
 
 

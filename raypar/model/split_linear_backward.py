@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypar.model.autograd_context import AutogradContext
+from raypar.model.autograd_context_type import AutogradContext
 from raypar.model.transposed_linear import is_linear, is_transposed_linear
 from raypar.torch_compat.autograd import innermost_transform, will_execute
 

@@ -1,13 +1,15 @@
 """Plans: which worker holds and computes what. Pure: standard library only, no clock, no random numbers."""
 
-from raypar.plan.microbatches import Microbatches
+from raypar.plan.microbatches import Microbatches, MicrobatchesOfSets
+from raypar.plan.model_outline import ModelOutline
 from raypar.plan.parallel_plan import MicrobatchRouting, ParallelPlan, Seat, StagePlan
-from raypar.plan.stage_connections import GradientRelay, ModelOutline, StageConnections, StageEdge, TiedParameter
+from raypar.plan.stage_connections import GradientRelay, StageConnections, StageEdge, TiedParameter
 
 __all__ = [
     "GradientRelay",
     "MicrobatchRouting",
     "Microbatches",
+    "MicrobatchesOfSets",
     "ModelOutline",
     "ParallelPlan",
     "Seat",

@@ -1,19 +1,14 @@
-"""The division of a step's batch, samples into microbatches into blocks, and the order in which sums over them are made.
+"""The division of a step's batch: samples into microbatches, these into blocks; and the mean of the microbatches' losses.
 
-Replicas get whole blocks. Inside a block gradients are added in order of microbatches, over blocks by a fixed tree, whatever
-the plan is (rule 6 of raypar/NUMERICS.md): the bits depend on the number of blocks, not on that of replicas.
-
-A node of the tree is a half-open range of blocks `(lo, hi)`. Its left child has the largest power of two below its size (the
-shape of a Merkle tree in RFC 6962, section 2.1). A replica with a contiguous run of blocks adds the complete subtrees inside
-the run; the owner of a slice adds the subtree sums of all runs. Together they make the additions of one process.
+Replicas get whole blocks. Inside a block gradients are added in order of microbatches, over blocks by a fixed tree
+(`addition_tree.py`): the bits depend on the number of blocks, not on that of replicas.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from raypar.errors import PlanError
 
@@ -92,44 +87,63 @@ class Microbatches:
         """The block of a microbatch."""
         return contiguous_part_index(microbatch, self.blocks, self.count)
 
+    def place_in_set(self, microbatch: int) -> tuple[str, int]:
+        """(data set, the microbatch's number in it) of a validation pass; the name of the only one is empty."""
+        return "", microbatch
 
-TreeNode = tuple[int, int]
-_Sum = TypeVar("_Sum")
+    @property
+    def of_each_set(self) -> dict[str, Microbatches]:
+        """Data set of a validation pass -> its samples in microbatches, by itself."""
+        return {"": self}
 
-
-def addition_tree_children(node: TreeNode) -> tuple[TreeNode, TreeNode]:
-    """The left and right child of a node of at least two blocks."""
-    lo, hi = node
-    size = hi - lo
-    left = 1 << ((size - 1).bit_length() - 1)
-    return (lo, lo + left), (lo + left, hi)
-
-
-def covering_nodes(run: range, blocks: int) -> tuple[TreeNode, ...]:
-    """The fewest nodes of the tree over `blocks` blocks that together cover exactly `run`, left to right."""
-
-    def inside(node: TreeNode) -> tuple[TreeNode, ...]:
-        lo, hi = node
-        if hi <= run.start or run.stop <= lo:
-            return ()
-        if run.start <= lo and hi <= run.stop:
-            return (node,)
-        left, right = addition_tree_children(node)
-        return inside(left) + inside(right)
-
-    return inside((0, blocks)) if len(run) else ()
+    @property
+    def by_set(self) -> dict[str, range]:
+        """Data set of a validation pass -> its microbatches."""
+        return {"": range(self.count)}
 
 
-def fold_tree(sums: Mapping[TreeNode, _Sum | None], node: TreeNode, add: Callable[[_Sum, _Sum], _Sum]) -> _Sum | None:
-    """The sum of the subtree sums below `node`, added in tree order; a missing or None sum (an empty block) is skipped."""
-    if node in sums:
-        return sums[node]
-    if node[1] - node[0] <= 1:
-        return None
-    left, right = (fold_tree(sums, child, add) for child in addition_tree_children(node))
-    if left is None or right is None:
-        return right if left is None else left
-    return add(left, right)
+@dataclass(frozen=True, slots=True)
+class MicrobatchesOfSets(Microbatches):
+    """The microbatches of a validation pass over several data sets, numbered over all of them, set after set."""
+
+    sets: tuple[tuple[str, Microbatches], ...] = ()
+    """(name, its microbatches) of each set, in order."""
+
+    @staticmethod
+    def of(sets: Mapping[str, Microbatches]) -> MicrobatchesOfSets:
+        """One pass over these sets, of which no microbatch has samples of two."""
+        count = sum(one.count for one in sets.values())
+        return MicrobatchesOfSets(count, count, sum(one.batch_size for one in sets.values()), sets=tuple(sets.items()))
+
+    def samples(self, microbatch: int) -> range:
+        """Offsets of the microbatch's samples among those of all sets."""
+        name, number = self.place_in_set(microbatch)
+        before = 0
+        for each, batching in self.sets:
+            if each == name:
+                own = batching.samples(number)
+                return range(before + own.start, before + own.stop)
+            before += batching.batch_size
+        raise AssertionError(f"there is no set {name}")
+
+    def place_in_set(self, microbatch: int) -> tuple[str, int]:
+        """See `Microbatches.place_in_set`."""
+        found = next((name, own) for name, own in self.by_set.items() if microbatch in own)
+        return found[0], microbatch - found[1].start
+
+    @property
+    def of_each_set(self) -> dict[str, Microbatches]:
+        """See `Microbatches.of_each_set`."""
+        return dict(self.sets)
+
+    @property
+    def by_set(self) -> dict[str, range]:
+        """See `Microbatches.by_set`."""
+        found, first = {}, 0
+        for name, batching in self.sets:
+            found[name] = range(first, first + batching.count)
+            first += batching.count
+        return found
 
 
 def mean_loss(losses: Mapping[int, tuple[float, float]]) -> tuple[float, float]:
@@ -142,17 +156,8 @@ def mean_loss(losses: Mapping[int, tuple[float, float]]) -> tuple[float, float]:
     return total / count if count else math.nan, count
 
 
-@dataclass(frozen=True, slots=True)
-class VoteResult:
-    """The combined votes of all workers on a step; the same on every worker, bit for bit."""
-
-    loss: float
-    """Sum of the microbatches' loss sums, divided by `count`."""
-    count: float
-    """Sum of the microbatches' counts, over which the loss is a mean."""
-    norm: float
-    """Norm of the gradient, divided by `count`, before clipping."""
-    factor: float
-    """Factor by which every gradient is multiplied once: 1 / `count`, or less if the norm is clipped."""
-    skipped: bool
-    """Whether the step is skipped because the loss or the norm is not finite."""
+def mean_loss_by_set(batching: Microbatches | None, losses: Mapping[int, tuple[float, float]]) -> dict[str, float]:
+    """Data set -> mean of its microbatches' losses, as `mean_loss`; empty where a pass has one set without a name."""
+    if not isinstance(batching, MicrobatchesOfSets):
+        return {}
+    return {name: mean_loss({m: losses[m] for m in own if m in losses})[0] for name, own in batching.by_set.items()}

@@ -11,10 +11,10 @@ from itertools import accumulate
 from typing import Literal
 
 from raypar.errors import PlanError
+from raypar.plan.model_outline import ModelOutline
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.pieces import Piece
 from raypar.plan.shard_ranges import IndexRanges, TensorCut, count_indices, indices_at_positions, intersect_ranges
-from raypar.plan.stage_connections import ModelOutline
 
 CANONICAL_PIECE = 32_768
 """Elements of a flattened tensor whose squares are summed in its own dtype, before float64 takes over (rule 7 of the numerics

@@ -169,6 +169,9 @@ class AdoptPlanCommand:
     """Stream -> (position, epoch, number in the epoch, state of the data set) of places from which it can be read on."""
     digests: Mapping[int, int] = field(default_factory=dict)
     """Microbatch -> digest of its samples, in the last step that is done, as far as it is known."""
+    validated: Mapping[int, float] = field(default_factory=dict)
+    """Number of steps done -> value of the metric that the learning rates follow, of all validations so far; empty if they
+    follow none."""
 
 
 class AdoptDescription(TypedDict):
@@ -182,5 +185,8 @@ class AdoptDescription(TypedDict):
     """Bytes of these parameters."""
     initial: dict[str, int]
     """Name -> digest of the initial value, of what has one."""
+    collated: dict[str, int]
+    """Field of the job's first microbatch -> digest, of those that this worker reads, where the run begins and the job has
+    `data.collate`; else empty."""
     not_kept: str
     """What optimizer state can no longer be saved, and why; empty if none."""

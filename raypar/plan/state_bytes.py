@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from raypar.plan.model_outline import ModelOutline
 from raypar.plan.ownership import SHARED_OUT_FROM, Ownership, StateKind
 from raypar.plan.parallel_plan import ParallelPlan, StagePlan
-from raypar.plan.stage_connections import ModelOutline
 
 
 @dataclass(frozen=True)

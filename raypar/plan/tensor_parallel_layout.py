@@ -1,7 +1,7 @@
 """The tensor-parallel layout of a model, as plain data.
 
-`model.tensor_parallel.layout` computes it once, in a process that has the model. Nothing here needs torch, so the driver and
-the planner can read it.
+`model.tensor_parallel.compute_shard_layout` computes it once, in a process that has the model. Nothing here needs torch: the
+driver and the planner can read it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TensorParallelLayout:
     """Qualified module name -> by shard, its share of the layer."""
     values_in_parts: Mapping[str, int] | None = field(default_factory=dict)
     """Value between layers that is split evenly over the shards -> the dim of the split. It holds for every plan, also if a
-    stage ends there and the value is sent whole. None: not yet known (`find_values_in_parts`)."""
+    stage ends there and the value is sent whole. None: not yet known (`find_split_values_between_layers`)."""
 
     def operations(self, *, sequence: bool) -> frozenset[CollectiveName]:
         """The kinds of collectives that the layers run over shards; `sequence`: under sequence parallelism."""

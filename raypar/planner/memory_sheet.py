@@ -10,7 +10,8 @@ from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import STATE_KIND_NOUNS, StateKind
 from raypar.planner.candidate_plans import balanced_cuts
 from raypar.planner.model_profile import ModelProfile
-from raypar.planner.plan_search import format_mib, kept_bytes_by_kind, state_bytes
+from raypar.planner.plan_search import format_mib
+from raypar.planner.predicted_step import kept_bytes_by_kind, state_bytes
 from raypar.schedule import registry
 from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH, Schedule
 from raypar.schedule.step_timeline import peak_kept_bytes

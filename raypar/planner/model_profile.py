@@ -137,7 +137,8 @@ class ModelProfile:
     tensor, of its bytes, cut evenly over shards. `kept`: what layers keep for the backward, by size of microbatch; empty:
     each layer's `activation_bytes` are used instead. `recomputable`: indices of the layers that passed the check for
     recomputation; the others failed it or were not checked. `most_stages`: how many stages a plan may have; None: any number (1
-    for an optimizer that couples parameters).
+    for an optimizer that couples parameters). `lengths`: of which length the microbatches are that were measured, in
+    words, where others are shorter: `microbatches of length 128`; empty: all are as the first one.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -150,6 +151,7 @@ class ModelProfile:
     kept: tuple[KeptStorages, ...] = ()
     recomputable: tuple[int, ...] = ()
     most_stages: int | None = None
+    lengths: str = ""
 
     def __post_init__(self) -> None:
         if not self.layers:

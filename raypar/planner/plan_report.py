@@ -28,7 +28,9 @@ def plan_report(choice: PlanChoice, *, rows: int = 12) -> str:
     if len(choice.plan.stages) > 1:
         text.append(f"stages cut by measured times: plan.cuts={list(choice.plan.split_points)}")
     cut = choice.microbatches
-    text.append(f"given by the job: {cut.count} microbatches in {cut.blocks} blocks; available: {choice.workers} workers")
+    text.append(
+        f"given by the job: {cut.count} microbatches in {cut.blocks} blocks; available: {count_noun(choice.workers, 'worker')}"
+    )
     return "\n".join(text)
 
 
@@ -46,7 +48,7 @@ def short_plan_report(choice: PlanChoice) -> str:
     beside = f" (then {', '.join(shown[:2])})" if shown else ""
     cuts = f"; plan.cuts={list(choice.plan.split_points)}, by measured times" if len(choice.plan.stages) > 1 else ""
     return (
-        f"{choice.best.reason} of {len(choice.verdicts)} plans of up to {choice.workers} workers{beside}{cuts}\n"
+        f"{choice.best.reason} of {len(choice.verdicts)} plans of up to {count_noun(choice.workers, 'worker')}{beside}{cuts}\n"
         "all of them: `raypar plan JOB --workers N`, or candidates in the run's plan.json"
     )
 
@@ -70,14 +72,15 @@ def stage_balance_text(balance: StageBalance) -> str:
     return f"{text}by measured times, {best}, a step is predicted to be {gain} faster; only more than {LEAST_GAIN} moves a cut"
 
 
-def processors_of_prediction(processors: int | None, workers: int) -> str:
+def processors_of_prediction(processors: int | None, workers: int, lengths: str = "") -> str:
     """What a predicted step counts on, in words: `a processor for each worker`, or fewer, on which workers take turns.
 
-    `processors`: of a machine that all workers share (`ModelProfile.processors`); None: each has its own.
+    `processors`: of a machine that all workers share (`ModelProfile.processors`); None: each has its own. `lengths`: see
+    `ModelProfile.lengths`.
     """
-    if processors is None or processors >= workers:
-        return "a processor for each worker"
-    return f"{workers} workers on {count_noun(processors, 'processor')}"
+    has_own = processors is None or processors >= workers
+    text = "a processor for each worker" if has_own else f"{workers} workers on {count_noun(processors or 0, 'processor')}"
+    return f"{text}, {lengths}" if lengths else text
 
 
 def _busy_text(step: Timeline) -> str:

@@ -12,7 +12,7 @@ from raypar.ray_compat import TESTED
 from raypar.ray_compat.settings import TOKEN_VARIABLE, temporary_environment_variables
 
 ANSWER_S = 5.0
-"""How long the control store may take to answer `lets_in_without_token`."""
+"""How long the control store may take to answer `control_store_lets_in_without_token`."""
 MODE_VARIABLE = "RAY_AUTH_MODE"
 """The variable that says whether Ray's processes require a token. raypar's local clusters ignore `disabled`."""
 
@@ -71,7 +71,7 @@ def token_authentication(token: str) -> Iterator[None]:
 
 def read_variables_again() -> None:
     """Have Ray read the authentication mode and the token again. Raises `ClusterError` if this Ray cannot."""
-    with TOKENS.required() as raylet:
+    with TOKENS.requiring() as raylet:
         raylet.Config.initialize("")
         raylet.AuthenticationTokenLoader.instance().reset_cache()
 
@@ -99,7 +99,7 @@ OPEN_CLUSTER = Fence(
 )
 
 
-def lets_in_without_token(address: str) -> bool:
+def control_store_lets_in_without_token(address: str) -> bool:
     """Whether the control store at `address` (`host:port` or `auto`) answers a process that sends no token.
 
     Only for use before this process joins a cluster: none of its connections has a token during the call.

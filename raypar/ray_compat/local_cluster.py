@@ -64,7 +64,7 @@ def start_head(cpus: int, gpus: int | None, object_store_bytes: int, folder: Pat
         )
     except RuntimeError as error:  # Ray raises it, among others, for unknown arguments, which it names
         if any(name in str(error) for name in PRIVATE_ARGUMENTS):
-            with HEAD.required():
+            with HEAD.requiring():
                 raise TypeError(error_first_line(error)) from error
         raise
 
@@ -98,7 +98,7 @@ RAYLETS = Fence(
 
 def head_node() -> Any:
     """Ray's private `Node` of the head that `ray.init` has started in this process. Raises `ClusterError`."""
-    with RAYLETS.required() as worker:
+    with RAYLETS.requiring() as worker:
         head = worker._global_node
         if not (isinstance(head.node_id, str) and isinstance(head.gcs_address, str)):
             raise TypeError("a node without its id and its cluster's address")
@@ -107,7 +107,7 @@ def head_node() -> Any:
 
 def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path, labels: Mapping[str, str] | None = None) -> Any:
     """Start a raylet with these node labels that joins the cluster at `address`; returns Ray's private `Node`."""
-    with RAYLETS.required():
+    with RAYLETS.requiring():
         from ray._private.node import Node
         from ray._private.parameter import RayParams
 
@@ -129,7 +129,7 @@ def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path, labels
 
 def start_raylet_reaper(node: Any) -> int:
     """Start a thread that reaps a node's raylet, and return its pid: workers do not notice that a zombie is dead."""
-    with RAYLETS.required():
+    with RAYLETS.requiring():
         process = node.all_processes["raylet"][0].process
         threading.Thread(target=process.wait, name=f"raypar-reaper-{process.pid}", daemon=True).start()
         return int(process.pid)

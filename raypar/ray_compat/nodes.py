@@ -58,7 +58,7 @@ def list_live_nodes(address: str) -> list[ClusterNode]:
 
     Raises `ClusterError`.
     """
-    with NODE_TABLE.required() as alive:
+    with NODE_TABLE.requiring() as alive:
         from ray._raylet import GcsClient
 
         try:
@@ -115,7 +115,7 @@ def list_draining_nodes() -> dict[str, float]:
 
 def list_draining_nodes_of_cluster(address: str) -> dict[str, float]:
     """`list_draining_nodes` of the cluster at `host:port`, which this process need not have joined. Raises `ClusterError`."""
-    with DRAINING_NODES.required():
+    with DRAINING_NODES.requiring():
         from ray._raylet import GcsClientOptions, GlobalStateAccessor
 
         options = GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True)
@@ -156,7 +156,7 @@ def drain_node(address: str, node: ClusterNode, deadline_s: float, reason: str) 
     """
     if node.head:
         raise ConfigError(f"node {node} cannot be drained: the cluster ends with its head", cure="drain one of the other nodes")
-    with DRAINING.required() as reason_code:
+    with DRAINING.requiring() as reason_code:
         from ray._raylet import GcsClient
 
         try:
@@ -194,5 +194,5 @@ IDS = Fence(
 
 def placement_group_of(info: Mapping[str, str]) -> PlacementGroup:
     """The placement group of an entry of Ray's table. Raises `ClusterError` if this Ray has no `PlacementGroupID`."""
-    with IDS.required() as make_id:
+    with IDS.requiring() as make_id:
         return PlacementGroup(make_id(bytes.fromhex(info["placement_group_id"])))

@@ -18,9 +18,10 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 from raypar.elastic.user_messages import plain_failure_text
-from raypar.files.json_values import Json
-from raypar.files.untrusted_files import shorten
+from raypar.files.json_type import Json
+from raypar.files.printable_text import shorten
 from raypar.plan.wording import after_steps, count_noun
+from raypar.record.metric_names import split_name
 
 # -- types of fields, with the range of valid values -----------------------------------------------------------------------
 
@@ -35,12 +36,12 @@ MAX_TIME_S = 1e11
 """Largest Unix time that can be shown as a date (the year 5138)."""
 
 
-def is_count(most: int, least: int = 0) -> Check:
+def count_up_to(most: int, least: int = 0) -> Check:
     """The check for whole numbers from `least` to `most`."""
     return lambda value: type(value) is int and least <= value <= most
 
 
-def is_number(most: float) -> Check:
+def number_up_to(most: float) -> Check:
     """The check for numbers from 0 to `most`; NaN fails."""
     return lambda value: type(value) in (int, float) and 0 <= value <= most  # an integer may be too large for a float
 
@@ -89,9 +90,9 @@ def is_finite_number(value: Any) -> bool:
         return False
 
 
-WORKER, STEP, TIME = is_count(MAX_WORKER_NUMBER), is_count(MAX_STEPS), is_number(MAX_TIME_S)
+WORKER, STEP, TIME = count_up_to(MAX_WORKER_NUMBER), count_up_to(MAX_STEPS), number_up_to(MAX_TIME_S)
 WORKER_FIELDS: dict[str, Check] = {
-    "worker": WORKER, "coordinate": is_text, "node": is_text, "pid": is_count(2**31), "host": is_text,
+    "worker": WORKER, "coordinate": is_text, "node": is_text, "pid": count_up_to(2**31), "host": is_text,
 }  # fmt: skip
 """Fields of one worker."""
 
@@ -111,13 +112,13 @@ WorkerNumber = Annotated[int, WORKER]
 WorkerNumbers = Annotated[Sequence[int], is_list_of(WORKER)]
 WorkerList = Annotated[Sequence[Mapping[str, Any]], is_list_of(_is_worker)]
 StepNumber = Annotated[int, STEP]
-FirstStepIsOne = Annotated[int, is_count(MAX_STEPS, 1)]
-GenerationNumber = Annotated[int, is_count(MAX_GENERATIONS)]
-ProcessId = Annotated[int, is_count(2**31)]
-Elements = Annotated[int, is_count(2**63)]
+FirstStepIsOne = Annotated[int, count_up_to(MAX_STEPS, 1)]
+GenerationNumber = Annotated[int, count_up_to(MAX_GENERATIONS)]
+ProcessId = Annotated[int, count_up_to(2**31)]
+Elements = Annotated[int, count_up_to(2**63)]
 UnixTime = Annotated[float, TIME]
 Seconds = Annotated[float, TIME]
-Rate = Annotated[float, is_number(1e18)]
+Rate = Annotated[float, number_up_to(1e18)]
 Real = Annotated[float, is_real]
 """A number that may be NaN. Files have null for one that is not finite."""
 Numbers = Annotated[Sequence[Any], is_list]
@@ -306,6 +307,21 @@ class JobChange(_TextEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LearningRateChange(_TextEvent):
+    """The learning rate has changed because of a validation."""
+
+    kind = "learning_rate"
+    text: Text
+    """The rates before and from now on, and what the validation has found."""
+    step: StepNumber
+    """The first step with the new learning rate."""
+    lr: Real
+    """The new learning rate."""
+    before: Real
+    """The one before."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopRequest(_TextEvent):
     """Someone has asked the run to end. In no file."""
 
@@ -368,6 +384,9 @@ class StepRecord(Event):
     """`count` over `seconds`."""
     bubble: Real | None = None
     """Bubble: share of all workers' time in which they did not compute, from 0 to 1."""
+    data_wait: Real | None = None
+    """Share of the step in which a worker read samples or waited for them, of the worker that did so longest, from 0 to 1;
+    None below 0.01."""
     busy_shares: Numbers | None = None
     """By rank: share of the time in which the worker computed, from 0 to 1."""
     peak_rss_bytes: Numbers | None = None
@@ -410,9 +429,16 @@ class ValidationRecord(Event):
         return numbers_in(self.more)
 
     def progress_line(self) -> str:
-        """The line for people: `step 50: validation loss 1.9021, accuracy 0.8125`."""
-        numbers = [f"{name.removeprefix('validation_')} {format_metric(value)}" for name, value in self.metrics.items()]
-        return ", ".join([f"step {self.step}: validation loss {self.validation_loss:.4f}", *numbers])
+        """The line for people: `step 50: validation loss 1.9021, accuracy 0.8125`; of several sets `validation loss short 1.9,
+        long 2.1, accuracy short 0.8, long 0.7`."""
+        by_name: dict[str, list[str]] = {}
+        for full, value in self.metrics.items():
+            of_set, name = split_name(full)
+            text = f"{value:.4f}" if of_set and name == "loss" else format_metric(value)
+            by_name.setdefault(name, []).append(f"{of_set} {text}" if of_set else text)
+        losses = by_name.pop("loss", [f"{self.validation_loss:.4f}"])
+        numbers = [f"{name} {', '.join(values)}" for name, values in by_name.items()]
+        return ", ".join([f"step {self.step}: validation loss {', '.join(losses)}", *numbers])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from heapq import merge
 from itertools import islice
 from typing import Any, NamedTuple
 
-from raypar.files.untrusted_files import shorten
+from raypar.files.printable_text import shorten
 from raypar.plan.wording import count_noun
 from raypar.record.events import (
     EndOfRun,
@@ -40,6 +40,8 @@ from raypar.record.totals import RunTotals
 
 RECENT_STEPS = 20
 """Number of last steps over which speed is measured."""
+SHOWN_DATA_WAIT = 0.05
+"""From this share of a step on people are told that workers wait for samples."""
 ACTIVE_PHASES = ("starting", "running", "recovering", "waiting")
 """Phases of a run that has not ended."""
 MOST_UNKNOWN_FIELDS = 20
@@ -76,6 +78,8 @@ class StepStatistics:
     """Sum of the durations of these steps."""
     with_bubble: int = 0
     """Number of these steps."""
+    data_wait_s: float = 0.0
+    """Sum of `StepRecord.data_wait` x duration."""
     learning_rates: tuple[float, float, float, float] | None = None
     """(first, least, largest, last) learning rate."""
     step_seconds: ValueSample = field(default_factory=ValueSample)
@@ -99,6 +103,8 @@ class StepStatistics:
             self.bubble_s += step.bubble * step.seconds
             self.bubble_seconds += step.seconds
             self.with_bubble += 1
+        if step.data_wait is not None and is_finite_number(step.data_wait):
+            self.data_wait_s += step.data_wait * step.seconds
         if step.lr is not None and is_finite_number(step.lr):
             first, least, largest, _ = self.learning_rates or (step.lr,) * 4
             self.learning_rates = (first, min(least, step.lr), max(largest, step.lr), step.lr)
@@ -120,6 +126,13 @@ class RecentSpeed(NamedTuple):
     """The median of their times."""
     steps: int = 0
     """Number of these steps."""
+    data_wait: float = 0.0
+    """Share of their times in which a worker waited for samples (`StepRecord.data_wait`)."""
+
+    @property
+    def waits_for_data(self) -> bool:
+        """Whether that share is worth a word."""
+        return self.data_wait >= SHOWN_DATA_WAIT
 
 
 class RunView:
@@ -353,7 +366,11 @@ def speed_of(steps: Sequence[StepRecord]) -> RecentSpeed:
         return RecentSpeed()
     seconds = sum(step.seconds for step in steps)
     speed = sum(step.samples for step in steps) / seconds if seconds else None
-    return RecentSpeed(speed, seconds / len(steps), statistics.median(step.seconds for step in steps), len(steps))
+    waits = [
+        (step.data_wait, step.seconds) for step in steps if step.data_wait is not None and is_finite_number(step.data_wait)
+    ]
+    waited = sum(share * each for share, each in waits) / seconds if seconds else 0.0
+    return RecentSpeed(speed, seconds / len(steps), statistics.median(step.seconds for step in steps), len(steps), waited)
 
 
 def peak_sizes(step: StepRecord | None) -> list[float]:

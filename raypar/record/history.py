@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeVar
 
-from raypar.draw.throughput_chart import MARK_KINDS, ChartMark, RunHistory
+from raypar.draw.run_history_chart import MARK_KINDS, ChartMark, RunHistory
 from raypar.plan.wording import word_form
 from raypar.record.events import (
     Event,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 from raypar.record.events import (
     DriverLoss,
     Event,

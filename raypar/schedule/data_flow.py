@@ -55,13 +55,13 @@ class DataFlow:
         self._arrivals: dict[tuple[type[Compute], int], list[tuple[str, int, MessageKind, int, int]]] = {}
         self._gives: dict[tuple[type[Compute], int], list[tuple[int, MessageKind, int, int]]] = {}
 
-    def arriving(self, what: str, stage: int) -> Sequence[StageEdge | GradientRelay]:
+    def connections_into(self, what: str, stage: int) -> Sequence[StageEdge | GradientRelay]:
         """The edges or relays that bring `what` to a stage; empty if messages do not carry it."""
         if what == VALUES:
             return self.into[stage]
         return self.relays_to[stage] if what == INPUT_GRADIENTS else ()
 
-    def leaving(self, what: str, stage: int) -> Sequence[StageEdge | GradientRelay]:
+    def connections_out_of(self, what: str, stage: int) -> Sequence[StageEdge | GradientRelay]:
         """The edges or relays that take `what` from a stage; empty if messages do not carry it."""
         if what == VALUES:
             return self.out_of[stage]
@@ -83,7 +83,7 @@ class DataFlow:
             found = self._arrivals[kind, stage] = [
                 (what, carrier.src, *message_ends(what, carrier))
                 for what in kind.needs
-                for carrier in self.arriving(what, stage)
+                for carrier in self.connections_into(what, stage)
             ]
         return found
 
@@ -93,7 +93,9 @@ class DataFlow:
         gives = self._gives.get(key)
         if gives is None:
             gives = self._gives[key] = [
-                (carrier.dst, *message_ends(what, carrier)) for what in key[0].makes for carrier in self.leaving(what, key[1])
+                (carrier.dst, *message_ends(what, carrier))
+                for what in key[0].makes
+                for carrier in self.connections_out_of(what, key[1])
             ]
         return [(other, (kind, src, dst, m)) for other, kind, src, dst in gives]
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from raypar.errors import ScheduleError
 from raypar.plan import MicrobatchRouting, StageConnections
+from raypar.plan.wording import count_noun
 from raypar.schedule.data_flow import DataFlow, StageResult, name_maker_of_result, needs_of_own_stage
 from raypar.schedule.instructions import (
     VALUES,
@@ -237,7 +238,7 @@ class _Replay:
         needs = self.rules.needs(instruction, self.shard[rank])
         missing = ", ".join(name_maker_of_result(need) for number, need in needs if not self.done[number])
         raise ScheduleError(
-            f"{len(stuck)} of {len(self.schedule)} workers cannot finish: {self.plan.coordinate(rank)} stands at "
+            f"{len(stuck)} of {count_noun(len(self.schedule), 'worker')} cannot finish: {self.plan.coordinate(rank)} stands at "
             f"{instruction}, which needs {missing}",
             cure="every instruction must be computed exactly once, before what needs it",
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 from raypar.errors import ScheduleError
 from raypar.plan import GradientRelay, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge
+from raypar.plan.wording import count_noun
 from raypar.schedule.data_flow import DataFlow, message_ends
 from raypar.schedule.instructions import (
     ACTIVATIONS,
@@ -110,7 +111,8 @@ def simulate_schedule(
     plan = routing.plan
     if len(schedule) != plan.world:
         raise ScheduleError(
-            f"the schedule has {len(schedule)} workers, the plan {plan.world}", cure="make one order per worker of the plan"
+            f"the schedule has {count_noun(len(schedule), 'worker')}, the plan {plan.world}",
+            cure="make one order per worker of the plan",
         )
     speaker = [rank - seat.shard for rank, seat in enumerate(plan.seats)]
     rows = _Simulation(schedule, sorted(set(speaker)), routing, crossing, costs).run()
@@ -166,7 +168,9 @@ class _Slots:
     def needs(self, kind: type[Compute], stage: int) -> list[int]:
         """Slots (of microbatch 0) that an instruction of this class waits for."""
         return [
-            self.first[message_ends(what, carrier)][0] for what in kind.needs for carrier in self.flow.arriving(what, stage)
+            self.first[message_ends(what, carrier)][0]
+            for what in kind.needs
+            for carrier in self.flow.connections_into(what, stage)
         ]
 
     def makes(self, kind: type[Compute], stage: int) -> _Made:
@@ -174,7 +178,7 @@ class _Slots:
         return [
             (self.first[message_ends(what, carrier)][0], self.rank_of[carrier.dst], carrier.nbytes)
             for what in kind.makes
-            for carrier in self.flow.leaving(what, stage)
+            for carrier in self.flow.connections_out_of(what, stage)
         ]
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from raypar.errors import ScheduleError
 from raypar.plan import MicrobatchRouting, StageConnections
+from raypar.plan.wording import count_noun
 from raypar.schedule.data_flow import MESSAGE_KIND, DataFlow, StageResult, name_maker_of_result
 from raypar.schedule.instructions import Bundle, Communication, Compute, Program, Schedule
 from raypar.schedule.program_rules import (
@@ -76,7 +77,11 @@ def find_schedule_problems(
     """
     world = routing.plan.world
     if len(lists) != world:
-        return [ScheduleProblem("complete", min(len(lists), world), f"{len(lists)} lists for a plan of {world} workers")]
+        return [
+            ScheduleProblem(
+                "complete", min(len(lists), world), f"{len(lists)} lists for a plan of {count_noun(world, 'worker')}"
+            )
+        ]
     lowered = not training or any(i.role != "compute" for order in lists for i in order)
     case = RuleCheckInput(lists, routing, crossing, DataFlow(crossing, len(routing.plan.stages)), lowered, training)
     found = check_computed_once(case)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raypar.errors import CheckpointError, ConfigError, RayparError
-from raypar.files.json_values import Json
-from raypar.files.untrusted_files import shorten
+from raypar.files.json_type import Json
+from raypar.files.printable_text import shorten
 from raypar.storage.storage_uri import FILESYSTEM_SCHEME, StorageUri, parse_storage_uri
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def storage_error_text(error: BaseException) -> str:
     return shorten(text, 400)
 
 
-def call_within(seconds: float, call: Callable[[], T], what: str) -> T:
+def call_with_time_limit(seconds: float, call: Callable[[], T], what: str) -> T:
     """The result of `call`, made in a thread. Raises `ConfigError` if there is none after `seconds`; the thread goes on."""
     box: dict[str, Any] = {}
 
@@ -235,7 +235,7 @@ def check_storage_is_writable(uri: StorageUri) -> None:
                 file.write(b"raypar may write here\n")
             filesystem.delete_file(name)
 
-    call_within(WRITE_CHECK_S, check, f"the storage of {uri}")
+    call_with_time_limit(WRITE_CHECK_S, check, f"the storage of {uri}")
 
 
 def is_object_store(filesystem: FileSystem) -> bool:

@@ -1,4 +1,4 @@
-"""Copies a run's documents and lines from shared storage into a local folder, and lists, checks and removes runs there.
+"""Copies a run's documents and lines from shared storage into a local folder.
 
 Others may write to the storage, so only files that a run has are copied, each up to its size limit. Their content is checked by
 the code that reads the folder.
@@ -6,7 +6,6 @@ the code that reads the folder.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 from pathlib import Path
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from raypar.errors import ConfigError
 from raypar.files.atomic_write import explain_write_errors, regular_file_opener
-from raypar.record.folder import CHECKPOINTS, DOCUMENTS, LINE_FILES
-from raypar.storage.filesystems import list_folders, open_filesystem, storage_errors
+from raypar.record.folder import DOCUMENTS, LINE_FILES, RECORD_FILES
+from raypar.storage.filesystems import open_filesystem, storage_errors
 from raypar.storage.pyarrow_store import write_atomically
 from raypar.storage.read_run_lines import FILE_BYTES
-from raypar.storage.run_files import SENT_DOCUMENT_BYTES, first_line_of_name
 from raypar.storage.storage_uri import StorageUri
+from raypar.storage.stored_file_layout import RECORD_PIECE_BYTES, SENT_DOCUMENT_BYTES, first_line_of_name, number_of_piece
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -33,46 +32,9 @@ TRIES = 3
 RUNS_CURE = "give the run's place, such as s3://BUCKET/runs/NAME, or --run-dir s3://BUCKET/runs and its name"
 
 
-def has_run(uri: StorageUri) -> bool:
-    """Whether there is a run at this place. Raises `ConfigError` if the storage cannot be read."""
-    from pyarrow.fs import FileType
-
-    with storage_errors(f"cannot read {uri}", ConfigError):
-        filesystem, path = open_filesystem(uri)
-        job, checkpoints = filesystem.get_file_info([f"{path}/job.yaml", f"{path}/{CHECKPOINTS}"])
-    return job.type is FileType.File or checkpoints.type is FileType.Directory
-
-
-def has_document(uri: StorageUri, name: str) -> bool:
-    """Whether the run at this place has a document of this name. Raises `ConfigError` if the storage cannot be read."""
-    from pyarrow.fs import FileType
-
-    with storage_errors(f"cannot read {uri}", ConfigError):
-        filesystem, path = open_filesystem(uri)
-        found: bool = filesystem.get_file_info(f"{path}/{name}").type is FileType.File
-    return found
-
-
-def list_runs_below(uri: StorageUri) -> list[tuple[StorageUri, float]]:
-    """(place, Unix time of the last start) of all runs below a place, by ascending time. Raises `ConfigError`."""
-    from pyarrow.fs import FileType
-
-    with storage_errors(f"cannot read {uri}", ConfigError):
-        filesystem, path = open_filesystem(uri)
-        names = list_folders(filesystem, path)
-        marks = ("cluster.json", "job.yaml")
-        infos = filesystem.get_file_info([f"{path}/{name}/{mark}" for name in names for mark in marks]) if names else []
-    started = {
-        name: next(((info.mtime_ns or 0) / 1e9 for info in infos[2 * i : 2 * i + 2] if info.type is FileType.File), None)
-        for i, name in enumerate(names)
-    }
-    there = [(uri.child(name), time_s) for name, time_s in started.items() if time_s is not None]
-    return sorted(there, key=lambda pair: pair[1])
-
-
-def download_run(uri: StorageUri, folder: Path, *, last_bytes: int | None = None) -> None:
+def download_run(uri: StorageUri, folder: Path, *, last_bytes: int | None = None, records: bool = False) -> None:
     """Copy the run's documents and lines into `folder`. `last_bytes`: of lines, only the last chunks with
-    together at least so many bytes.
+    together at least so many bytes. `records`: also the files that only a run reads that goes on.
 
     Raises `ConfigError` if the storage cannot be read.
     """
@@ -92,6 +54,8 @@ def download_run(uri: StorageUri, folder: Path, *, last_bytes: int | None = None
                 os.utime(folder / info.base_name, ns=(info.mtime_ns, info.mtime_ns))
         for name in LINE_FILES:
             _download_lines(filesystem, uri.child(name), f"{path}/{name}", folder / name, last_bytes)
+        for name in RECORD_FILES if records else ():
+            _download_pieces(filesystem, uri.child(name), f"{path}/{name}", folder / name)
 
 
 def _download_lines(filesystem: FileSystem, uri: StorageUri, path: str, file: Path, last_bytes: int | None) -> None:
@@ -120,6 +84,26 @@ def _chunks(filesystem: FileSystem, uri: StorageUri, path: str) -> list[tuple[in
     if len(parts) > MOST_CHUNKS or total > FILE_BYTES:
         raise ConfigError(f"{uri} has {len(parts):,} chunks of {total:,} bytes, more than a run writes", cure=RUNS_CURE)
     return parts
+
+
+def _download_pieces(filesystem: FileSystem, uri: StorageUri, path: str, file: Path) -> None:
+    """Copy a file of records, up to the first piece that is missing or short. Raises what pyarrow raises, and `ConfigError`."""
+    from pyarrow.fs import FileSelector, FileType
+
+    infos = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
+    found = {number_of_piece(info.base_name): info for info in infos if info.type is FileType.File}
+    total = sum(info.size for info in found.values())
+    if total > FILE_BYTES:
+        raise ConfigError(f"{uri} has {total:,} bytes, more than a run writes", cure=RUNS_CURE)
+    if 0 not in found:
+        file.unlink(missing_ok=True)
+        return
+    aside, number, whole = file.with_name(f".{file.name}.tmp"), 0, True
+    with open(aside, "wb", opener=regular_file_opener) as out:
+        while whole and (info := found.get(number)) is not None:
+            _append(filesystem, info.path, out, min(info.size, RECORD_PIECE_BYTES))
+            number, whole = number + 1, info.size == RECORD_PIECE_BYTES
+    os.replace(aside, file)
 
 
 def _join_chunks(filesystem: FileSystem, parts: list[tuple[int, str, int]], file: Path) -> None:
@@ -159,11 +143,3 @@ def upload_document(uri: StorageUri, name: str, text: str) -> None:
     with storage_errors(f"cannot write {uri.child(name)}", ConfigError):
         filesystem, path = open_filesystem(uri)
         write_atomically(filesystem, f"{path}/{name}", io.BytesIO(content), len(content))
-
-
-def remove_run(uri: StorageUri) -> None:
-    """Remove everything at a run's place. Raises `ConfigError`."""
-    # On GCS pyarrow has removed all objects when it raises FileNotFoundError, for a folder that is no object itself.
-    with storage_errors(f"cannot remove {uri}", ConfigError), contextlib.suppress(FileNotFoundError):
-        filesystem, path = open_filesystem(uri)
-        filesystem.delete_dir(path)

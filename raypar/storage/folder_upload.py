@@ -1,4 +1,4 @@
-"""Copies a run's working folder to shared storage in a thread of the driver: documents whole, files of lines in chunks.
+"""Copies a run's working folder to shared storage in a thread of the driver: documents whole, other files in parts.
 
 Training writes only to the working folder, so a storage that does not answer delays no step. Files that could not be sent stay
 in the folder and are sent when the storage answers again.
@@ -7,6 +7,7 @@ in the folder and are sent when the storage answers again.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import threading
@@ -18,19 +19,23 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
 from raypar.files.atomic_write import regular_file_opener
 from raypar.files.untrusted_files import read_limited_bytes
-from raypar.record.folder import DOCUMENTS, LINE_FILES
+from raypar.record.folder import DOCUMENTS, LINE_FILES, RECORD_FILES
 from raypar.storage.filesystems import is_object_store, open_filesystem, storage_errors
 from raypar.storage.folder_download import PIECE_BYTES
 from raypar.storage.pyarrow_store import write_atomically
-from raypar.storage.run_files import (
+from raypar.storage.storage_uri import StorageUri
+from raypar.storage.stored_file_layout import (
+    RECORD_PIECE_BYTES,
+    REWRITTEN_PIECES,
     SENT_DOCUMENT_BYTES,
     TEMPORARY_SUFFIXES,
     Chunk,
     add_lines,
     chunks_to_write,
     first_line_of_name,
+    name_of_piece,
+    number_of_piece,
 )
-from raypar.storage.storage_uri import StorageUri
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -137,6 +142,66 @@ class LineFileUpload:
         write_atomically(self.filesystem, f"{self.folder}/{chunk.name}", file, chunk.nbytes)
 
 
+class RecordFileUpload:
+    """Sends one file of records in pieces of one size: those that it has more, and the last ones where they have changed."""
+
+    def __init__(self, path: Path, filesystem: FileSystem, folder: str, may_write: Callable[[], None]) -> None:
+        self.path = path
+        """The file in the working folder."""
+        self.filesystem = filesystem
+        """The file system of pyarrow."""
+        self.folder = folder
+        """The folder of its pieces on the storage."""
+        self.may_write = may_write
+        """Raises if nothing may be written now."""
+        self.sent: list[bytes] | None = None
+        """Digest of each piece that is on the storage; None: not known yet."""
+        self.signature: FileSignature = None
+        """The file's signature when it was sent last."""
+
+    def send(self) -> None:
+        """Send what is not on the storage yet. Raises what pyarrow and `may_write` raise, and `OSError`."""
+        signature = file_signature(self.path)
+        if self.sent is not None and signature == self.signature:
+            return
+        before, pieces = self.sent or [], 0 if signature is None else -(-signature[1] // RECORD_PIECE_BYTES)
+        if self.sent is None or pieces < len(before):
+            self._remove_from(pieces)
+        sent: list[bytes] = []
+        if pieces:
+            with open(self.path, "rb", opener=regular_file_opener) as file:
+                begun_anew = before[:1] != [_digest(file.read(RECORD_PIECE_BYTES))]
+                sent = before[: 0 if begun_anew else max(0, len(before) - REWRITTEN_PIECES)]
+                file.seek(len(sent) * RECORD_PIECE_BYTES)
+                while piece := file.read(RECORD_PIECE_BYTES):
+                    if before[len(sent) : len(sent) + 1] != [_digest(piece)]:
+                        self._put(len(sent), piece)
+                    sent.append(_digest(piece))
+        self.sent, self.signature = sent, signature
+
+    def _put(self, number: int, piece: bytes) -> None:
+        self.may_write()
+        if not is_object_store(self.filesystem):
+            self.filesystem.create_dir(self.folder, recursive=True)
+        write_atomically(self.filesystem, f"{self.folder}/{name_of_piece(number)}", io.BytesIO(piece), len(piece))
+
+    def _remove_from(self, first: int) -> None:
+        """Remove the pieces from a number on: the file was begun anew, or was another run's."""
+        from pyarrow.fs import FileSelector
+
+        infos = self.filesystem.get_file_info(FileSelector(self.folder, allow_not_found=True))
+        found = {number: info.path for info in infos if (number := number_of_piece(info.base_name)) is not None}
+        for number in sorted(found, reverse=True):
+            if number >= first:
+                self.may_write()
+                with contextlib.suppress(FileNotFoundError):
+                    self.filesystem.delete_file(found[number])
+
+
+def _digest(piece: bytes) -> bytes:
+    return hashlib.blake2b(piece, digest_size=16).digest()
+
+
 def _line_sizes(file: BinaryIO, start: int) -> Iterator[int]:
     """The sizes of the complete lines from an offset on; a last line without a line break is left out."""
     file.seek(start)
@@ -161,8 +226,8 @@ class FolderUpload:
         """Raises `LeaseLostError` if nothing may be written any more, another `ClusterError` if not now."""
         self.filesystem: Any = None
         """The file system of pyarrow; None before the thread has opened it."""
-        self.files: list[LineFileUpload] = []
-        """The files of lines."""
+        self.files: list[LineFileUpload | RecordFileUpload] = []
+        """The files of lines and of records."""
         self.sent: dict[str, FileSignature] = {}
         """File -> its signature when it was sent last."""
         self.sent_s: dict[str, float] = {}
@@ -246,7 +311,9 @@ class FolderUpload:
                 filesystem.create_dir(path, recursive=True)
             self.filesystem = filesystem
             self.files = [
-                LineFileUpload(self.folder / name, filesystem, f"{path}/{name}", self.may_write) for name in LINE_FILES
+                kind(self.folder / name, filesystem, f"{path}/{name}", self.may_write)
+                for kind, names in ((LineFileUpload, LINE_FILES), (RecordFileUpload, RECORD_FILES))
+                for name in names
             ]
         path = open_filesystem(self.uri)[1]
         for name in DOCUMENTS:
@@ -268,7 +335,7 @@ class FolderUpload:
             ]
             paths = [Path(folder, name) for name in names]
             found += [path.relative_to(self.folder).as_posix() for path in paths if path.is_file() and not path.is_symlink()]
-        others = sorted(set(found) - {*DOCUMENTS, *LINE_FILES})
+        others = sorted(set(found) - {*DOCUMENTS, *LINE_FILES, *RECORD_FILES})
         if len(others) > MOST_OTHERS:
             self._say_once(
                 f"callbacks have put more than {MOST_OTHERS:,} files into the run folder: the others are not sent to {self.uri}"

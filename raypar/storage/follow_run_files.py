@@ -20,7 +20,7 @@ PIECE_BYTES = 16 << 20
 """The largest number of bytes read at a time."""
 
 
-class NewLines:
+class NewLineReader:
     """Reads the lines that have been added to one file since the last read."""
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
@@ -68,7 +68,7 @@ class RunFollower:
     def __init__(self, folder: RunFolder, last_bytes: int | None = None) -> None:
         self.folder = folder
         """The run; one on shared storage is copied again before each read but the first."""
-        self.files = tuple(NewLines(path, last_bytes) for path in (folder.metrics, folder.events))
+        self.files = tuple(NewLineReader(path, last_bytes) for path in (folder.metrics, folder.events))
         """Its files of lines; of each the first read takes only the last `last_bytes`."""
         self.view = RunView()
         """What the events say."""

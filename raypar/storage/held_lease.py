@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from raypar.errors import ClusterError, LeaseHeldError, LeaseLostError
-from raypar.files.untrusted_files import shorten
+from raypar.files.printable_text import shorten
 from raypar.storage.run_lease import (
     LEASE_S,
     RENEW_S,

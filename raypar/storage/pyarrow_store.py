@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
 from raypar.errors import CheckpointError
-from raypar.files.untrusted_files import shorten
+from raypar.files.printable_text import shorten
 from raypar.storage.filesystems import is_object_store, list_folders, open_filesystem, storage_errors
 from raypar.storage.storage_uri import StorageUri
 
@@ -252,6 +252,13 @@ class PyarrowStore:
         except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
             return {attempt for _, attempt in self._attempts(name)}
         return {match["attempt"] for match in found if match}
+
+
+def file_exists(uri: StorageUri) -> bool:
+    """Whether there is a file. Raises `CheckpointError` for a storage that does not answer."""
+    filesystem, path = open_filesystem(uri)
+    with storage_errors(f"cannot read {uri}", cure="look at the storage, and at what this machine may read there"):
+        return bool(filesystem.get_file_info(path).is_file)
 
 
 @contextlib.contextmanager

@@ -23,19 +23,19 @@ from typing import Any, BinaryIO, TypeVar
 from raypar.errors import ConfigError
 from raypar.files.atomic_write import DISK_FULL_ERRNOS, explain_write_errors, regular_file_opener, replace_file_atomically
 from raypar.files.find_writing_process import describe_process, find_writing_process
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 from raypar.files.os_error_cure import cure_of_os_error
+from raypar.files.printable_text import printable_text, shorten
 from raypar.files.untrusted_files import (
     JsonTooDeep,
     describe_special_file,
     explain_read_errors,
     open_regular_file,
     parse_untrusted_json,
-    printable,
     read_limited_bytes,
     read_limited_text,
-    shorten,
 )
+from raypar.record.document_fields import check_document
 from raypar.record.events import Event
 from raypar.record.fold import timeline
 from raypar.record.folder import (
@@ -49,21 +49,21 @@ from raypar.record.folder import (
     MEMBERS,
     METRICS,
     PLAN,
+    RECORD_FILES,
     SAMPLES,
     SWIMLANE,
     TOTALS,
     TRACE,
     WHY_NO_JOB,
-    check_document,
 )
 from raypar.storage.checkpoint_store import STORES, open_checkpoint_store, storage_scheme, unknown_storage_error
 from raypar.storage.read_run_lines import FILE_BYTES, Line, merge_jsonl_lines, merge_metrics, read_events, read_valid_lines
-from raypar.storage.run_files import TEMPORARY_FOLDER_PREFIX
 from raypar.storage.storage_uri import SCHEMES, StorageUri, local_path_of_file_uri, parse_storage_uri
+from raypar.storage.stored_file_layout import TEMPORARY_FOLDER_PREFIX
 
 WHY_BYTES = 64 << 10
 """Size limit of why_no_job.txt."""
-FILES = (*DOCUMENTS, *LINE_FILES, "plan.new", "members.new")
+FILES = (*DOCUMENTS, *LINE_FILES, *RECORD_FILES, "plan.new", "members.new")
 """Names of the files that a run reads and writes directly in its folder."""
 DOCUMENT_BYTES = 16 << 20
 """Size limit of plan.json, members.json, cluster.json and totals.json: enough for tens of thousands of workers."""
@@ -140,50 +140,26 @@ def resume_argument(path: str | os.PathLike[str]) -> str:
     return found.name if found.parent == Path("runs") else os.fspath(path)
 
 
-def run_without_job_error(folder: RunFolder) -> ConfigError:
-    """The error for a run without job.yaml, which commands cannot resume or export; it names the objects that are to blame."""
+def run_without_job_error(
+    folder: RunFolder, *, cure: str = "", missing: str = "", later: str = "for a run that commands can resume"
+) -> ConfigError:
+    """The error for a run without job.yaml; it names the objects that are to blame.
+
+    `cure`: what to do with this run, by default to go on from Python; `missing`: what job.yaml would have said; `later`: for
+    which other runs the objects have to be put elsewhere.
+    """
     why, named = _why_run_has_no_job(folder)
-    go_on = f"go on from Python, with the same arguments: Trainer(..., resume_from_checkpoint={folder.place!r}).fit()"
+    now = cure or f"go on from Python, with the same arguments: Trainer(..., resume_from_checkpoint={folder.place!r}).fit()"
     return ConfigError(
-        f"run {folder.place} has no job.yaml: {why}",
-        cure=f"{go_on}; for a run that commands can resume, {named}" if named else go_on,
-    )
-
-
-def cannot_debug_error(folder: RunFolder) -> ConfigError:
-    """The error of `raypar debug` for a run without job.yaml."""
-    why, named = _why_run_has_no_job(folder)
-    write = "write a job file with the arguments of Trainer as its keys: `raypar debug JOB`"
-    return ConfigError(
-        f"run {folder.place} has no job.yaml, from which `raypar debug` makes the model and the data again: {why}",
-        cure=f"{named}, and train again; or {write}" if named else write,
-    )
-
-
-def cannot_evaluate_error(folder: RunFolder) -> ConfigError:
-    """The error of commands that pass data through a run's model, for a run without job.yaml."""
-    why, named = _why_run_has_no_job(folder)
-    give = f"from Python, with the same arguments: Trainer(...).evaluate({folder.place!r})"
-    return ConfigError(
-        f"run {folder.place} has no job.yaml, which would say how its model and data are made: {why}",
-        cure=f"{give}; for runs that commands can evaluate, {named}" if named else give,
-    )
-
-
-def cannot_make_model_error(folder: RunFolder) -> ConfigError:
-    """The error of `raypar.load` for a run without job.yaml."""
-    why, named = _why_run_has_no_job(folder)
-    give = f"give the function that makes the model: raypar.load({folder.place!r}, model=Net), or --model module:name"
-    return ConfigError(
-        f"run {folder.place} has no job.yaml, which would say how its model is made: {why}",
-        cure=f"{give}; for runs that need no such argument, {named}" if named else give,
+        f"run {folder.place} has no job.yaml{missing and f', {missing}'}: {why}",
+        cure=f"{now}; {later}, {named}" if named else now,
     )
 
 
 def _why_run_has_no_job(folder: RunFolder) -> tuple[str, str]:
     """Why a run has no job.yaml, and what gives the next run one; the latter is empty if the run does not say why."""
     with contextlib.suppress(ConfigError):  # there is no such file
-        if why := printable(read_limited_text(folder.why_no_job, follow=False, limit=WHY_BYTES)).strip():
+        if why := printable_text(read_limited_text(folder.why_no_job, follow=False, limit=WHY_BYTES)).strip():
             return why, "put what is named here into a module of its own, which the script imports"
     return "raypar.Trainer made it, from functions without names, or it was removed", ""
 
@@ -265,7 +241,7 @@ class RunFolder:
 
     @property
     def samples(self) -> Path:
-        """Digests of the samples of iterable data by step, in bytes (`actors.sample_journal`)."""
+        """Digests of the samples of iterable data by step, in bytes (`actors.stream_sample_journal`)."""
         return self.path / SAMPLES
 
     @property
@@ -379,7 +355,8 @@ class RunFolder:
         if uri is None and below is None:
             yield RunFolder.latest(run_dir) if run is None else RunFolder.find(run, run_dir, with_job=with_job)
             return
-        from raypar.storage.folder_download import RUNS_CURE, download_run, has_run, list_runs_below
+        from raypar.storage.folder_download import RUNS_CURE, download_run
+        from raypar.storage.list_and_remove_runs import has_run, list_runs_below
 
         if uri is None and run is None and below is not None:
             there = list_runs_below(below)

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from raypar.errors import LeaseHeldError, LeaseLostError
-from raypar.files.untrusted_files import parse_untrusted_json, shorten
+from raypar.files.printable_text import shorten
+from raypar.files.untrusted_files import parse_untrusted_json
 
 LEASE_S = 45.0
 """How long a lease lasts after it was written."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from raypar.errors import ConfigError
-from raypar.files.untrusted_files import shorten
+from raypar.files.printable_text import shorten
 
 FILESYSTEM_SCHEME = "filesystem"
 """Scheme of a place on a file system that was given as an object: `filesystem://ID/path`, with an id of `filesystems.py`."""

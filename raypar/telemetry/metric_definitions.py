@@ -54,6 +54,7 @@ METRIC_DEFINITIONS: tuple[MetricDefinition, ...] = (
     MetricDefinition("raypar_learning_rate", "gauge", "Learning rate of the last step, without those of groups of their own"),
     MetricDefinition("raypar_samples_per_second", "gauge", "Samples a second in the last steps, pauses not counted"),
     MetricDefinition("raypar_bubble_ratio", "gauge", "Share of the last steps' worker time in which workers did not compute"),
+    MetricDefinition("raypar_data_wait_ratio", "gauge", "Share of the last steps in which a worker waited for samples"),
     MetricDefinition(
         "raypar_goodput_ratio", "gauge", "Worker time in steps that count over all worker time since the first step"
     ),

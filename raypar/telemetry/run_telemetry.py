@@ -116,7 +116,8 @@ class RunTelemetry:
             self.busy.clear()
             self._means.clear()
         self._add_seats(step, reports or {})
-        for key, value in (("bubble", step.bubble), ("seconds", step.seconds)):
+        waited = step.data_wait or 0.0 if step.bubble is not None else None
+        for key, value in (("bubble", step.bubble), ("data_wait", waited), ("seconds", step.seconds)):
             if value is not None:
                 mean = self._means.get(key, value)
                 self._means[key] = mean + RECENT_WEIGHT * (value - mean)
@@ -218,6 +219,7 @@ class RunTelemetry:
             found["raypar_samples_per_second"] = step.samples / self._means["seconds"]
         if "bubble" in self._means:
             found["raypar_bubble_ratio"] = self._means["bubble"]
+            found["raypar_data_wait_ratio"] = self._means["data_wait"]
         if rates is not None:
             found["raypar_learning_rate"] = rates[-1]
         if validation is not None:

@@ -72,7 +72,7 @@ PERSISTENCE = Fence(
 )
 
 
-def caches_of(module: nn.Module) -> frozenset[str]:
+def non_persistent_buffer_names(module: nn.Module) -> frozenset[str]:
     """Names of a module's own non-persistent buffers. Raises `ModelError` if PyTorch does not say."""
     PERSISTENCE.require()
     return frozenset(module._non_persistent_buffers_set)

@@ -1,8 +1,8 @@
-"""Operations on lists of tensors in one call, and assertions on a GPU without synchronisation."""
+"""Operations on lists of tensors in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -51,27 +51,3 @@ def copy_all(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
         return
     for one, other in zip(into, source, strict=True):
         one.copy_(other)
-
-
-def _look_for_assertion() -> Callable[[Tensor, str], None]:
-    assert callable(torch._assert_async)
-    return torch._assert_async
-
-
-ASSERTION = Fence(
-    api="torch._assert_async",
-    reason="nothing public checks on a GPU without waiting for it",
-    versions=TESTED,
-    feature="checking ids and targets on a GPU without waiting for it",
-    without="each such check waits for the GPU",
-    probe=_look_for_assertion,
-)
-
-
-def assert_on_device(holds: Tensor, message: str) -> None:
-    """Fail, on a GPU at a later synchronisation, unless the bool tensor `holds` [] is true."""
-    check = ASSERTION.find()
-    if check is not None:
-        check(holds, message)
-    elif not bool(holds):
-        raise AssertionError(message)

@@ -110,7 +110,7 @@ ATTENTION = _setting(
 Flags = tuple[bool, ...]
 
 
-def reader(fence: Fence[SimpleNamespace], name: str, default: Any) -> Callable[..., Any]:
+def torch_state_reader(fence: Fence[SimpleNamespace], name: str, default: Any) -> Callable[..., Any]:
     """PyTorch's own function `name`, unwrapped since it is called often; one that returns `default` if it is gone."""
     found = fence.find()
     if found is None:
@@ -119,17 +119,17 @@ def reader(fence: Fence[SimpleNamespace], name: str, default: Any) -> Callable[.
     return function
 
 
-is_any_autocast_enabled = reader(AUTOCAST, "_is_any_autocast_enabled", False)
+is_any_autocast_enabled = torch_state_reader(AUTOCAST, "_is_any_autocast_enabled", False)
 """Whether autocast is on for any kind of device in this thread."""
-count_function_modes = reader(MODES, "_len_torch_function_stack", 0)
+count_function_modes = torch_state_reader(MODES, "_len_torch_function_stack", 0)
 """Number of `TorchFunctionMode`s entered in this thread."""
-count_dispatch_modes = reader(MODES, "_len_torch_dispatch_stack", 0)
+count_dispatch_modes = torch_state_reader(MODES, "_len_torch_dispatch_stack", 0)
 """Number of `TorchDispatchMode`s entered in this thread."""
-is_deterministic = reader(DETERMINISTIC, "_get_deterministic_algorithms", False)
+is_deterministic = torch_state_reader(DETERMINISTIC, "_get_deterministic_algorithms", False)
 """Whether `torch.use_deterministic_algorithms` is on in this process."""
-float32_precision: Callable[[str, str], str] = reader(PRECISIONS, "_get_fp32_precision_getter", "none")
+float32_precision: Callable[[str, str], str] = torch_state_reader(PRECISIONS, "_get_fp32_precision_getter", "none")
 """The precision of a backend's float32 products by (backend, operation); `none` if it was not set."""
-saved_tensors_hooks = functools.partial(reader(SAVED_TENSORS, "_top_saved_tensors_default_hooks", None), True)
+saved_tensors_hooks = functools.partial(torch_state_reader(SAVED_TENSORS, "_top_saved_tensors_default_hooks", None), True)
 """The innermost pair of `saved_tensors_hooks` of this thread; None if there is none."""
 
 

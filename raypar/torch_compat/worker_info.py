@@ -44,7 +44,7 @@ def seen_as_worker(number: int, workers: int, seed: int, dataset: object) -> Ite
     if workers == 1 and WORKER_INFO.find() is None:
         yield
         return
-    with WORKER_INFO.required() as module:
+    with WORKER_INFO.requiring() as module:
         info = module.WorkerInfo(id=number, num_workers=workers, seed=seed, dataset=dataset)
         before, module._worker_info = module._worker_info, info  # type: ignore[attr-defined]
     try:

@@ -1,6 +1,6 @@
 """The precisions in which layers and the loss can compute under `torch.autocast`, with everything that differs between them.
 
-To add a precision, add a record here and its name to `PrecisionName` (`job/value_names.py`).
+To add a precision, add a record here and its name to `PrecisionName` (`job/precision_and_plan_names.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raypar.job.job import PrecisionConfig
-from raypar.job.value_names import PrecisionName
+from raypar.job.precision_and_plan_names import PrecisionName
 
 if TYPE_CHECKING:
     import torch

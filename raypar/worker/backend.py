@@ -20,10 +20,10 @@ from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.worker.autocast_precisions import autocast_of
 from raypar.worker.process.gpu_setup import GPU_WORKER_ENVIRONMENT, configure_torch
 from raypar.worker.required_communicators import check_communicator_limit, required_communicators
-from raypar.worker.worker_assignments import ProgramAssignment
 
 
 class DeviceBackend(ABC):

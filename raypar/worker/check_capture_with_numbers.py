@@ -22,7 +22,9 @@ from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import SkeletonCopier, put_values
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
+from raypar.worker.check_packing import check_documents_apart, check_first_label, line_about_documents, packing_of
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch
+from raypar.worker.data.packing import Packing
 from raypar.worker.data.padding import MASKED_LABEL
 from raypar.worker.plain_microbatches import (
     UNSEEN,
@@ -40,17 +42,18 @@ MOST_STAGES = 8
 """Number of stages into which the model is cut."""
 
 
-def check_capture_with_numbers(spec: Job, graph: Graph) -> str | None:
+def check_capture_with_numbers(spec: Job, graph: Graph) -> tuple[str, ...]:
     """Raises `ModelError` if the layers of a captured model do not compute what the user's module computes, or if a microbatch
     depends on what another has left (`compute_with_and_without_state`).
 
-    Returns None after a comparison, and for models that are not captured; else a line for the user about what was not looked
-    at: the model is too large or too slow (`PlainMicrobatches`), its own code raises, which the first step reports, or its code
-    holds too much outside of parameters and buffers.
+    Returns lines for the user about what was not looked at, and why: the model is too large or too slow (`PlainMicrobatches`),
+    its own code raises, which the first step reports, or its code holds too much outside of parameters and buffers. None are
+    for models that are not captured.
     """
     cache = traces_of(graph)
     if cache is None or cache.skeleton is None or graph.initial_values is None:
-        return None
+        return ()
+    packing, lines = packing_of(spec), list[str]()
     with preserve_random_state():
         try:
             refuse_large_models(spec, graph)
@@ -59,16 +62,19 @@ def check_capture_with_numbers(spec: Job, graph: Graph) -> str | None:
                 plain.add(plain.run(few := small.microbatches))
                 if spec.loss.count is not None:
                     plain.check_label_count()
+                if packing is not None and (why := plain.check_packing(packing)) is not None:
+                    lines.append(line_about_documents(why))
         except NotCompared as found:
-            return _not_compared(str(found))
+            of_documents = () if packing is None else (line_about_documents(str(found)),)
+            return _not_compared(str(found)), *of_documents
         stages = min(len(graph.layers), MOST_STAGES)
         plan = ParallelPlan.mesh(pp=stages, dp=min(2, few), layers=len(graph.layers))
         with OneProcessRun(small, plan, "1f1b", graph=graph) as run:
             loss = run.step(0)[0].loss
             gradients = {name: copies[0] for name, copies in run.gradients().items()}
     if (why := plain.compare(loss, gradients)) is not None:
-        return _not_compared(why)
-    return plain.line_about_unread()
+        return _not_compared(why), *lines
+    return (*plain.lines_about_unread(), *lines)
 
 
 def _not_compared(why: str) -> str:
@@ -130,7 +136,8 @@ class _PlainModule(PlainMicrobatches):
 
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | float | None]:
         """(loss, count) of one microbatch."""
-        found = make_loss_function(self._spec.loss)(self._own_output(batch), batch.get(self._spec.loss_target_name))
+        beside = map(batch.get, self._spec.loss_fields)
+        found = make_loss_function(self._spec.loss)(self._own_output(batch), *beside)
         return found if isinstance(found, tuple) else (found, None)
 
     def _own_output(self, batch: Mapping[str, Tensor]) -> object:
@@ -163,6 +170,19 @@ class _PlainModule(PlainMicrobatches):
                 f"loss.count is {self._spec.loss.count}, and the loss of {self.label} {does} the first label of each sequence",
                 cure=f"set loss.count: {found}",
             )
+
+    def check_packing(self, packing: Packing) -> str | None:
+        """Raises and returns as `check_documents_apart` and `check_first_label` do."""
+        batch = self._batches[0][1]
+
+        def loss(changed: Mapping[str, Tensor]) -> float:
+            return float(self._sum_and_count(changed)[0])
+
+        if not self._spec.loss.is_loss_of_model:
+            check_first_label(self._spec, packing, batch, loss)
+        with self._autocast():
+            is_loss = self._spec.loss.is_loss_of_model
+            return check_documents_apart(packing, batch, self._own_output, label=self.label, is_loss=is_loss)
 
     def check_calls(self) -> None:
         """Raises `NotCompared` if units were called otherwise than the record says."""

@@ -8,7 +8,7 @@ import torch
 
 from raypar.errors import ModelError, UserCodeError
 from raypar.job import Job
-from raypar.job.value_names import NO_FLOAT16, precision_settings_text
+from raypar.job.precision_and_plan_names import NO_FLOAT16, precision_settings_text
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import layer_sizes, shared_skeleton
 from raypar.plan import ParallelPlan

@@ -19,6 +19,8 @@ from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.plan import ParallelPlan
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.worker.check_packing import check_documents_apart, check_first_label, line_about_documents, packing_of
+from raypar.worker.data.packing import Packing
 from raypar.worker.plain_microbatches import (
     MOST_BYTES,
     UNSEEN,
@@ -34,7 +36,7 @@ from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.loss import make_loss_function
 
 
-def check_layers_with_numbers(spec: Job, graph: Graph) -> str | None:
+def check_layers_with_numbers(spec: Job, graph: Graph) -> tuple[str, ...]:
     """Raises `ModelError` if a microbatch of hand-written layers depends on what another has left
     (`compute_with_and_without_state`), or a layer on what another has.
 
@@ -42,18 +44,22 @@ def check_layers_with_numbers(spec: Job, graph: Graph) -> str | None:
     them with. But their code may keep something outside of parameters and buffers: for the next microbatch, which another
     worker computes, or for a later layer, which is in another stage.
 
-    Returns None after a look, and for captured models; else a line for the user about why there was none.
+    Returns lines for the user about what was not looked at, and why. None are for captured models.
     """
     if traces_of(graph) is not None:
-        return None
+        return ()
+    packing, lines = packing_of(spec), list[str]()
     with preserve_random_state():
         try:
             refuse_large_models(spec, graph)
             layers = _Layers(*first_microbatches(spec, graph), graph)
             layers.check()
+            if packing is not None and (why := layers.check_packing(packing)) is not None:
+                lines.append(line_about_documents(why))
         except NotCompared as found:
-            return f"the layers were not looked through for state that they keep: {found}; {UNSEEN}"
-    return layers.line_about_unread()
+            of_documents = () if packing is None else (line_about_documents(str(found)),)
+            return f"the layers were not looked through for state that they keep: {found}; {UNSEEN}", *of_documents
+    return (*layers.lines_about_unread(), *lines)
 
 
 class _Layers(PlainMicrobatches):
@@ -88,8 +94,26 @@ class _Layers(PlainMicrobatches):
                 "or give one module whose forward passes it on, which raypar records",
             )
 
+    def check_packing(self, packing: Packing) -> str | None:
+        """Raises and returns as `check_documents_apart` and `check_first_label` do."""
+        batch = self._batches[0][1]
+        check_first_label(self._spec, packing, batch, lambda changed: float(self._sum_and_count(changed)[0]))
+        with self._autocast():
+            return check_documents_apart(
+                packing,
+                batch,
+                lambda changed: [value for name, value in self._values_of(changed).items() if name in self._graph.loss_inputs],
+                label="the model",
+            )
+
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | float | None]:
         """(loss, count) of one microbatch."""
+        values = self._values_of(batch)
+        found = self._loss(*(values[name] for name in (*self._graph.loss_inputs, *self._spec.loss_fields)))
+        return found if isinstance(found, tuple) else (found, None)
+
+    def _values_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Fields of the batch and values that the layers make of them."""
         values = {name: field.clone() for name, field in batch.items()}
         for layer in self._graph.layers:
             if self._before_each_layer is not None:
@@ -97,8 +121,7 @@ class _Layers(PlainMicrobatches):
             self.seed(layer.name)
             out = self.modules[layer.name](*(values[name] for name in layer.inputs))
             values |= zip(layer.outputs, out if isinstance(out, tuple) else (out,), strict=True)
-        found = self._loss(*(values[name] for name in self._graph.loss_inputs), values[self._spec.loss_target_name])
-        return found if isinstance(found, tuple) else (found, None)
+        return values
 
 
 SMALLEST_SHARE = 1e-2
@@ -109,7 +132,7 @@ if that is more: a gradient whose terms cancel is rounding only."""
 def check_shards_with_numbers(spec: Job, graph: Graph, layout: TensorParallelLayout) -> str | None:
     """Raises `ModelError` if the first microbatch has another loss or other gradients on shards than on whole layers.
 
-    `model.tensor_parallel.prove_styles` has tried inferred styles already, on tensors without numbers. It sees only what goes
+    `model.tensor_parallel.try_styles` has tried inferred styles already, on tensors without numbers. It sees only what goes
     through PyTorch's functions; users' code that inspects a tensor in another way is found here.
 
     Returns why nothing was compared, if so: models of more than `MOST_BYTES`, and losses that are not finite, are not.

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from raypar.errors import ModelError
+from raypar.errors import DataError, ModelError
 from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state, seed_all
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
-from raypar.worker.stage.loss import make_loss_function
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS
+from raypar.worker.stage.loss import make_loss_function, make_loss_of_output, wrong_losses
 
 _CHECKED_SAMPLES, _CHECKED_PLACES = 4, 8
 """How many samples, and how many places of each (tokens), `check_sum_and_count` gives to the loss."""
@@ -69,6 +70,32 @@ def check_sum_and_count(spec: Job, graph: Graph, values: Mapping[str, Tensor], t
         )
 
 
+def check_weighted_losses(spec: Job, graph: Graph, values: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+    """Raises `ModelError` for a loss that returns something else than a value for each weight (`loss.sample_weight`). A loss
+    that raises is left to the first step. `values`: on the meta device; `batch`: the first microbatch."""
+    name = spec.loss.sample_weight
+    assert name is not None
+    if spec.loss_target_name not in batch:  # a layer writes it
+        return
+    outputs = [random_output(values[each].shape, values[each].dtype) for each in graph.loss_inputs]
+    with preserve_random_state(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first microbatch shows them
+        loss = graph.loss_of_values(make_loss_of_output(spec.loss))
+        try:
+            found = loss(*outputs, batch[spec.loss_target_name].clone())
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
+            return
+    weights = batch[name]
+    if not isinstance(found, Tensor) or found.shape != weights.shape:
+        raise ModelError(*wrong_losses(found, spec.loss.label, weights))
+    if not bool((weights >= 0).all()):
+        raise DataError(
+            f"field {name!r}, which loss.sample_weight names, has the weight {float(weights.min())}",
+            cure="give finite weights >= 0; of a sample that does not count 0",
+        )
+
+
 def random_output(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A random output for a loss: numbers in (0, 1), which may be probabilities; zeros for an integer dtype."""
     return torch.rand(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
@@ -114,7 +141,8 @@ def line_about_mixed_samples(spec: Job, graph: Graph, values: Mapping[str, Tenso
         first, other = ([random_output(x.shape, x.dtype) for x in outputs] for _ in range(2))
         mixed = [torch.cat([a[:half], b[half:]]) for a, b in zip(first, other, strict=True)]
         try:
-            loss = graph.loss_of_values(make_loss_function(spec.loss))
+            weighted = spec.loss.sample_weight is not None
+            loss = graph.loss_of_values(make_loss_of_output(spec.loss) if weighted else make_loss_function(spec.loss))
             one, two = (_gradients(loss, given, target) for given in (first, mixed))
         except USER_CODE_ERRORS as error:
             reraise_ctrl_c(error)
@@ -135,7 +163,7 @@ def _gradients(loss: object, outputs: Sequence[Tensor], target: Tensor) -> list[
     seed_all(0)
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in outputs]
     found = loss(*leaves, target.clone())  # type: ignore[operator]
-    total = found[0] if isinstance(found, tuple) else found
+    total = (found[0] if isinstance(found, tuple) else found).sum()  # of values for each weight, too
     trained = [leaf for leaf in leaves if leaf.requires_grad]
     gradients = torch.autograd.grad(total, trained, allow_unused=True)
     return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(trained, gradients, strict=True)]

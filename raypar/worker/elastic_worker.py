@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.comm.transport import Routine, RoutineWait, Transport
+from raypar.comm.routine import Routine, RoutineWait
+from raypar.comm.transport import Transport
 from raypar.errors import RayparError, StateNotKeptError
 from raypar.model.layer_skeletons import state_shapes
-from raypar.plan.microbatches import VoteResult
 from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand, Digest, Piece, merge_pieces
 from raypar.plan.shard_ranges import TensorCut
+from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import after_steps
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.required_communicators import device_to_device_rank_pairs
@@ -94,7 +95,10 @@ class ElasticWorker:
 
     def vote_result(self) -> VoteResult | None:
         """The result of the vote on the step that was applied last."""
-        return self.core.step_commit.outcome
+        step_commit = self.core.step_commit
+        if step_commit.outcome is None or not step_commit.applied:
+            return step_commit.outcome
+        return replace(step_commit.outcome, lr=step_commit.learning_rate)
 
     def can_apply_late(self) -> bool:
         """Whether the gradients of the open step are reduced and kept, so that `apply_late` can apply the step."""
@@ -117,7 +121,7 @@ class ElasticWorker:
             for start, stop in holding.spans
         )
 
-    def mirror_snapshots(self) -> Mapping[int, tuple[Piece, ...]]:
+    def held_snapshots(self) -> Mapping[int, tuple[Piece, ...]]:
         """Number of steps -> the pieces held here of the mirror snapshot after them."""
         return self.mirror.pieces()
 
@@ -134,6 +138,7 @@ class ElasticWorker:
         part, connect = order
         self.core.take_layouts_from_assignment(part.assignment)
         self.core.learn_streams(part)
+        self.core.validated.update(part.validated)
         base: dict[str, list[ParameterState]] = {}
         if part.from_mirror:
             base = self.mirror.state_of_snapshot(part.steps_done)

@@ -7,7 +7,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ from raypar.errors import (
     error_message,
     with_article,
 )
-from raypar.job import FunctionConfig, Job
+from raypar.files.json_type import Json
+from raypar.job import FunctionConfig, Job, LrScheduleConfig
 from raypar.model.capture.module_graph import (
     buffers_written_in_capture,
     captured_outputs_on_meta,
-    check_captured_evaluation,
+    check_evaluation_calls_same_units,
     fields_without_target,
     line_about_evaluation_mode,
     line_about_parameters_added_by_layer,
@@ -43,36 +44,53 @@ from raypar.model.layer_skeletons import (
     shared_skeleton,
 )
 from raypar.model.random_state import preserve_random_state
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.infer_styles_by_structure import has_inferred_structure
-from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.tensor_parallel.styles.linear_styles import ExpertsStyle
 from raypar.plan import ParallelPlan
 from raypar.plan.wording import count_noun
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text
 from raypar.worker.autocast_precisions import autocast_of
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_cast_parameters import check_cast_parameters, line_about_cast_parameters
 from raypar.worker.check_layers_with_numbers import check_layers_with_numbers, check_shards_with_numbers
-from raypar.worker.check_loss import MOST_LOSS_NUMBERS, check_sum_and_count, line_about_mixed_samples, random_output
-from raypar.worker.data.epoch_sampler import refuse_chance
+from raypar.worker.check_loss import (
+    MOST_LOSS_NUMBERS,
+    check_sum_and_count,
+    check_weighted_losses,
+    line_about_mixed_samples,
+    random_output,
+)
+from raypar.worker.data.check_and_count_streams import key_of_set, resolve_streams
+from raypar.worker.data.data_fingerprint import (
+    MODULE,
+    VALIDATION,
+    fingerprint_of_samples,
+    fingerprint_of_streams,
+    fingerprint_of_validation_set,
+)
+from raypar.worker.data.packing import require_boundaries
 from raypar.worker.data.padding import MASKED_LABEL
-from raypar.worker.data.resolve_streams import resolve_streams
 from raypar.worker.data.sample_order import SampleOrder, SamplePosition
 from raypar.worker.data.sample_reader import WHERE_FIELDS_ARE_NAMED, SampleReader
-from raypar.worker.data.stream_loader import first_samples
-from raypar.worker.data.user_dataset import MapStyleDataset, make_dataset
+from raypar.worker.data.sampler_weights_group_by import refuse_chance
+from raypar.worker.data.stream_loader import FirstSamples, first_samples
+from raypar.worker.data.user_dataset import MapStyleDataset, content_digest, make_dataset
+from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.make_worker_assignments import batching_of_set, make_validation_batching
 from raypar.worker.measure_profile import read_microbatches
+from raypar.worker.metrics.metric import make_metrics
 from raypar.worker.metrics.metric_trial import try_metrics
-from raypar.worker.prediction import whole_batching
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import cure_of_buffer_writes, refuse_input_writes
 from raypar.worker.stage.loss import make_loss_function
 from raypar.worker.step.learning_rates import check_scheduler, is_scheduler
-from raypar.worker.step.make_optimizers_by_name import check_optimizer_groups
+from raypar.worker.step.optimizer_and_parameter_groups import check_optimizer_groups
 from raypar.worker.step.optimizer_trial import OptimizerTrial, try_optimizer
-from raypar.worker.worker_assignments import make_layer_graph
+from raypar.worker.trace_batch_shapes_ahead import trace_ladder, trace_ladders_of_validation
 
 
 @dataclass(frozen=True)
@@ -85,144 +103,255 @@ class PreflightResult:
     """The job, with what was found out of its data: `data.streams` of iterable data."""
     samples: int
     """Number of training samples; 0 of iterable data."""
-    validation_samples: int
-    """Number of samples of a validation pass; 0 without validation."""
+    data_digest: str | None
+    """What the training data says of what it holds; None if it says nothing."""
+    samples_of_sets: Mapping[str, int]
+    """Validation set -> number of its samples; the name of one alone is empty. Empty without validation."""
     batch: Mapping[str, Tensor]
     """The first microbatch."""
     optimizer: OptimizerTrial | None = None
     """What a trial has found out about the optimizer; None if nothing is trained."""
     notes: tuple[str, ...] = ()
     """Lines for the user: what the initial values cost."""
+    fingerprint: Mapping[str, Json] = field(default_factory=dict)
+    """Digests of a few microbatches (`data_fingerprint.py`); empty for forward passes."""
+
+    @property
+    def validation_samples(self) -> int:
+        """Number of samples of a validation pass; 0 without validation."""
+        return sum(self.samples_of_sets.values())
 
 
-def preflight(spec: Job) -> PreflightResult:
+SAMPLES_READ_TWICE = 2
+"""So many samples of each data set are read twice before a run."""
+TRAINS_NOTHING = (
+    "no parameter of the model requires a gradient: the run trains nothing\n  cure: leave requires_grad on for those that are "
+    "to be trained"
+)
+
+
+def preflight(spec: Job, now_checking: Callable[[str], None] = lambda what: None) -> PreflightResult:
     """Import every function, call the model function, read one microbatch and send it through the layers by shape.
 
-    Raises the `RayparError` that says what is wrong and how to cure it.
+    `now_checking`: gets what is checked next, in words, before users' code is called for it. Raises the `RayparError` that says
+    what is wrong and how to cure it.
     """
     guard = TorchStateGuard(spec.threads)  # its lines are not shown: workers run the same code, and show theirs
     guard.establish()
-    with guard.watching("the job's code"):
-        make_loss_function(spec.loss)
-        spec.optimizer.resolve()
-        if spec.scheduled is not None and not is_scheduler(spec.scheduled):
-            _check_lr_schedule(spec.scheduled)
+    model = f"the model {spec.model.label}"
+    _check_loss_and_optimizer(spec, guard, now_checking)
+    now_checking(f"the data set {spec.data.label}")
     with guard.watching("the job's data"):
         spec, dataset, notes_about_streams = resolve_streams(spec)
+    now_checking(model)
     with guard.watching("the job's code"):
         graph = make_layer_graph(spec, guard.watching)
-    check_optimizer_groups(spec.optimizer, parameter_shapes(graph))
-    with guard.watching("the job's optimizer"):
-        trial = try_optimizer_of_job(spec, graph)
-    if trial is not None and spec.scheduled is not None and is_scheduler(spec.scheduled):
-        with guard.watching(f"the lr_schedule {spec.scheduled.label}"):
-            check_scheduler(spec, graph, min(spec.steps, SCHEDULED_STEPS))
+    trial = _try_optimizer(spec, graph, guard, now_checking)
     check_running_statistics(spec, graph)
     _check_written_buffers(spec, graph)
+    now_checking(f"the first microbatch of the data set {spec.data.label}")
     with guard.watching("the job's data"):
         samples = len(dataset) if spec.data.streams is None else 0
-        names = _check_first_microbatch(spec, graph, dataset)
+        names, measured, fingerprint = _check_first_microbatch(spec, graph, dataset, guard)
     if spec.steps < 1:
         raise ConfigError(f"steps is {spec.steps}", cure="set steps >= 1")
     (batch,) = read_microbatches(spec, graph, [0])
+    fingerprint = fingerprint or fingerprint_of_streams(spec, batch)
+    now_checking(f"the layers of {model} and the loss {spec.loss.label}, with the first microbatch")
     with guard.watching("the job's layers"):
-        values = check_layer_shapes(spec, graph, batch)
-        mixed = line_about_mixed_samples(spec, graph, values, batch.get(spec.loss_target_name)) if values else None
-        check_cast_parameters(spec, graph)
-        not_compared = check_capture_with_numbers(spec, graph) or check_layers_with_numbers(spec, graph)
-    validation = 0
-    if spec.validation is not None:
-        with guard.watching("the job's layers"):
-            check_captured_evaluation(graph, batch)
-        with guard.watching("the job's data"):
-            validation = _count_validation_samples(spec)
-            _check_first_microbatch_of_validation(spec, graph, validation)
+        mixed, not_compared = _check_layers(spec, graph, batch)
+    now_checking("the validation data")
+    with guard.watching("the job's data"):
+        validation, of_sets = _check_validation_sets(spec, graph, guard)
+        fingerprint |= {VALIDATION: of_sets} if of_sets else {}
+    if graph.module_digest and spec.forward_passes is None:
+        fingerprint |= {MODULE: graph.module_digest}
+    with guard.watching("the job's layers"):
+        now_checking(f"the traces of {model}")
+        of_lengths = _trace_ladders(spec, graph, validation)
+    if spec.metrics:
+        now_checking(f"the metrics {', '.join(spec.metrics)}")
     with guard.watching("the job's metrics"):
-        of_metrics = try_metrics(spec, graph, validation or samples or spec.batch_size)
+        of_metrics = try_metrics(spec, graph, validation, samples or spec.batch_size)
     of_values = graph.initial_values.notes if graph.initial_values is not None else ()
     if trial is None and parameter_shapes(graph):
-        not_compared = (
-            "no parameter of the model requires a gradient: the run trains nothing\n  cure: leave requires_grad on for "
-            "those that are to be trained"
-        )
-    of_data = _notes_about_data(spec, graph, names, batch, samples)
+        not_compared = (TRAINS_NOTHING,)
+    of_data = _notes_about_data(spec, graph, names, measured, batch, samples)
     more = (
         line_about_cast_parameters(spec, graph),
         mixed,
-        not_compared,
+        *of_lengths,
+        *not_compared,
         line_about_parameters_added_by_layer(graph),
         line_about_evaluation_mode(graph),
     )
     notes = (*of_values, *notes_about_streams, *of_data, *of_metrics, *(line for line in more if line is not None))
-    return PreflightResult(graph, spec, samples, validation, batch, trial, notes)
+    return PreflightResult(graph, spec, samples, content_digest(dataset), validation, batch, trial, notes, fingerprint)
 
 
-def _count_validation_samples(spec: Job) -> int:
-    """How many samples a validation pass has."""
-    assert spec.validation is not None
-    wanted = spec.validation.samples
-    if spec.validation.streams is not None:
-        return wanted
-    size = len(make_dataset(spec.validation_data, "validation"))
-    return min(size, wanted or size)
+def _check_loss_and_optimizer(spec: Job, guard: TorchStateGuard, now_checking: Callable[[str], None]) -> None:
+    """Import the functions of loss, optimizer and learning rates; call the function of the learning rates."""
+    with guard.watching("the job's code"):
+        now_checking(f"the loss {spec.loss.label}")
+        make_loss_function(spec.loss)
+        now_checking(f"the optimizer {spec.optimizer.label}")
+        spec.optimizer.resolve()
+        if spec.scheduled is not None:
+            now_checking(f"the lr_schedule {spec.scheduled.label}")
+        if spec.scheduled is not None and not is_scheduler(spec.scheduled):
+            _check_lr_schedule(spec.scheduled)
 
 
-def _check_first_microbatch(spec: Job, graph: Graph, dataset: MapStyleDataset) -> tuple[str, ...]:
-    """The fields of the first microbatch. Raises `DataError` for a `data.collate` whose result depends on the process."""
+def _try_optimizer(
+    spec: Job, graph: Graph, guard: TorchStateGuard, now_checking: Callable[[str], None]
+) -> OptimizerTrial | None:
+    """See `try_optimizer_of_job`; a scheduler of the learning rates is tried on it, too."""
+    check_optimizer_groups(spec.optimizer, parameter_shapes(graph))
+    now_checking(f"the optimizer {spec.optimizer.label}, on small parameters")
+    with guard.watching("the job's optimizer"):
+        trial = try_optimizer_of_job(spec, graph)
+    if trial is not None and spec.scheduled is not None and is_scheduler(spec.scheduled):
+        now_checking(f"the lr_schedule {spec.scheduled.label}")
+        with guard.watching(f"the lr_schedule {spec.scheduled.label}"):
+            check_scheduler(spec, graph, min(spec.steps, SCHEDULED_STEPS))
+    return trial
+
+
+def _check_layers(spec: Job, graph: Graph, batch: Mapping[str, Tensor]) -> tuple[str | None, tuple[str, ...]]:
+    """Send the first microbatch through the layers. Returns the line about mixed samples, and about what was not compared."""
+    values = check_layer_shapes(spec, graph, batch)
+    mixed = line_about_mixed_samples(spec, graph, values, batch.get(spec.loss_target_name)) if values else None
+    check_cast_parameters(spec, graph)
+    not_compared = (*check_capture_with_numbers(spec, graph), *check_layers_with_numbers(spec, graph))
+    if spec.validation is not None:
+        check_evaluation_calls_same_units(graph, batch)
+    return mixed, not_compared
+
+
+def _trace_ladders(spec: Job, graph: Graph, validation: Mapping[str, int]) -> list[str]:
+    """See `trace_ladder`; of training, and of validation sets of so many samples. Returns the lines for the user, each once."""
+    lines = [trace_ladder(spec, graph, spec.batching, training=True)]
+    if (batching := make_validation_batching(spec, validation)) is not None:
+        lines += trace_ladders_of_validation(spec, graph, batching)
+    return [line for line in dict.fromkeys(lines) if line is not None]
+
+
+def _check_validation_sets(spec: Job, graph: Graph, guard: TorchStateGuard) -> tuple[dict[str, int], dict[str, Json]]:
+    """(validation set -> number of its samples, set -> its fingerprint). Raise for what is wrong with the first microbatch of
+    one."""
+    counts = {name: _count_samples_of_set(spec, name) for name in spec.validation_sets}
+    found = {name: _check_first_microbatch_of_set(spec, graph, name, count, guard) for name, count in counts.items()}
+    _refuse_sets_that_differ_in_kind({name: batch for name, (batch, _) in found.items()})
+    return counts, {name: fingerprint for name, (_, fingerprint) in found.items() if fingerprint}
+
+
+def _count_samples_of_set(spec: Job, name: str) -> int:
+    """How many samples of a validation set a pass has."""
+    one = spec.validation_sets[name]
+    if one.streams is not None:
+        return one.samples
+    size = len(make_dataset(spec.data_of_set(one), key_of_set(name)))
+    return min(size, one.samples or size)
+
+
+def _check_first_microbatch(
+    spec: Job, graph: Graph, dataset: MapStyleDataset, guard: TorchStateGuard
+) -> tuple[tuple[str, ...], tuple[str, ...] | None, dict[str, Json]]:
+    """The fields of the first microbatch, those of them that metrics of the batch get, None without such metrics, and the
+    fingerprint of the samples, empty of iterable data.
+
+    Raises `DataError` for a `data.collate` whose result depends on the process.
+    """
+    order, fingerprint = None, dict[str, Json]()
     if spec.data.streams is not None:
         dataset = first_samples(spec)
         places = [(0, index) for index in range(len(dataset))]
     else:
         refuse_chance(spec, dataset)
-        places = SampleOrder.of_job(spec, dataset).ids(0, len(spec.batching.samples(0)))
-    reader = SampleReader.of(dataset, spec.training_data, spec.seed)
+        order = SampleOrder.of_job(spec, dataset)
+        places = order.ids(0, len(spec.batching.samples(0)))
+    reader = SampleReader.of(dataset, spec.training_data, spec.seed, guard=guard)
     _check_batch(reader, places, _fields_read(spec, graph), key_of_pad="data")
+    reads_batch = any(metric.needs_batch for metric in make_metrics(spec.metrics).values())
     with preserve_random_state():
-        return reader.field_names(places)
+        names = reader.field_names(places)
+        if order is not None:
+            fingerprint = fingerprint_of_samples(spec, dataset, order, _fields_read(spec, graph), guard)
+        return names, reader.tensor_names(places) if reads_batch else None, fingerprint
 
 
 def _fields_read(spec: Job, graph: Graph) -> tuple[str, ...]:
     """The fields of a batch that the model and the loss read."""
-    return tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
+    return tuple(dict.fromkeys([*graph.batch_fields, *spec.loss_fields]))
 
 
 def _check_batch(
     reader: SampleReader, places: Sequence[SamplePosition], read: Sequence[str], *, key_of_pad: str | None
 ) -> None:
-    """Check what makes a batch of samples: names and lengths of `pad`, and that `collate` does not depend on the process.
+    """Check what makes a batch of samples: names and lengths of `pad`, and that neither `collate` nor samples depend on the
+    process.
 
     `places`: those of a microbatch; `read`: the fields that are used; `key_of_pad`: the job's key of the data to which the
     names in `pad` belong, None where they are not looked at.
     """
     with preserve_random_state():
-        if reader.padding is not None:
+        padding = reader.packing.padding if reader.packing is not None else reader.padding
+        if reader.packing is not None:
+            require_boundaries(reader.packing, read)
+        if padding is not None:
             if key_of_pad is not None:
-                reader.padding.check_names(reader.field_names(places, also=reader.padding.names_given), key_of_pad)
-            reader.padding.check_known_lengths(reader.dataset, len(reader.dataset), read)
+                padding.check_names(reader.field_names(places, also=padding.names_given), key_of_pad)
+            is_whole = not isinstance(reader.dataset, FirstSamples)
+            padding.check_lengths(reader.dataset, len(reader.dataset), read, reader.sample if is_whole else None)
         if reader.collation is not None:
             reader.collation.refuse_dependence_on_process(reader.samples(places), [index for _, index in places], (0, 0), read)
+        if not isinstance(reader.dataset, FirstSamples):
+            names = reader.field_names(places, also=read)
+            few = places if reader.collation is not None else places[:SAMPLES_READ_TWICE]
+            replace(reader, fields=tuple(name for name in read if name in names)).refuse_dependence_on_process(few)
 
 
-def _check_first_microbatch_of_validation(spec: Job, graph: Graph, samples: int) -> None:
-    """Raise for what is wrong with the first microbatch of a validation of so many samples, which else would end the run
-    when it has come there. Iterable data is not read."""
-    data = spec.validation_data
+def _check_first_microbatch_of_set(
+    spec: Job, graph: Graph, name: str, samples: int, guard: TorchStateGuard
+) -> tuple[Mapping[str, Tensor], dict[str, Json]]:
+    """(the first microbatch of a validation set of so many samples, its fingerprint); both empty of iterable data, which is not
+    read. Raise for what is wrong with it, which else would end the run when it has come there."""
+    own, key = spec.validation_sets[name], key_of_set(name)
+    data = spec.data_of_set(own)
     if data.streams is not None:
-        return
-    dataset, read = make_dataset(data, "validation"), _fields_read(spec, graph)
-    size = len(whole_batching(samples, spec.batch_size, spec.microbatches).samples(0))
+        return {}, {}
+    dataset, read = make_dataset(data, key), _fields_read(spec, graph)
+    batching = batching_of_set(spec, name, samples)
+    size = len(batching.samples(0))
     places = SampleOrder(spec.seed, len(dataset), shuffle=False).ids(0, size)
-    reader = replace(SampleReader.of(dataset, data, spec.seed), fields=read)
+    reader = replace(SampleReader.of(dataset, data, spec.seed, guard=guard), fields=read)
     try:
-        _check_batch(reader, places, read, key_of_pad=None if spec.validation_data.pad is spec.data.pad else "validation")
+        _check_batch(reader, places, read, key_of_pad=None if own.pad is None and own.pack is None else key)
         with preserve_random_state():
-            reader.read(places)
+            batch = reader.read(places)
+            return batch, fingerprint_of_validation_set(spec, name, dataset, batching, read, guard)
     except ConfigError:
         raise
     except RayparError as error:
-        error.args = (f"validation: {error.what}", error.cure)
-        error.what = error.args[0]
+        error.add_place(key)
         raise
+
+
+def _refuse_sets_that_differ_in_kind(firsts: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise `DataError` for validation sets whose fields have other dtypes or numbers of dimensions than the first set's.
+
+    `firsts`: validation set -> its first microbatch.
+    """
+    known: dict[str, tuple[str, Tensor]] = {}
+    for name, batch in firsts.items():
+        for key, tensor in batch.items():
+            of_set, first = known.setdefault(key, (name, tensor))
+            if (tensor.dtype, tensor.dim()) != (first.dtype, first.dim()):
+                kinds = [f"{str(one.dtype).removeprefix('torch.')} with {one.dim()} dimensions" for one in (tensor, first)]
+                raise DataError(
+                    f"field {key!r} is {kinds[0]} in the validation set {name}, and {kinds[1]} in {of_set}",
+                    cure="let all sets give samples of one kind: the same dtypes and numbers of dimensions; lengths may differ",
+                )
 
 
 _TRIALS: dict[tuple[Hashable, ...], OptimizerTrial] = {}
@@ -270,10 +399,18 @@ MANY_SAMPLES = 10**7
 """Data sets with more samples are told of `data.shuffle: indexed`."""
 
 
-def _notes_about_data(spec: Job, graph: Graph, names: Sequence[str], batch: Mapping[str, Tensor], samples: int) -> list[str]:
+def _notes_about_data(
+    spec: Job,
+    graph: Graph,
+    names: Sequence[str],
+    measured: Sequence[str] | None,
+    batch: Mapping[str, Tensor],
+    samples: int,
+) -> list[str]:
     """Warnings about the data: batches larger than the data set, fields that nobody reads, masked labels.
 
-    Masked labels matter to a model that takes the mean over the others. `samples`: the size of a map-style data set.
+    Masked labels matter to a model that takes the mean over the others. `names`, `measured`: all fields, and those that
+    metrics get; `samples`: the size of a map-style data set.
     """
     lines, target = [], spec.loss_target_name
     if samples and spec.batch_size > samples:
@@ -287,10 +424,13 @@ def _notes_about_data(spec: Job, graph: Graph, names: Sequence[str], batch: Mapp
             f"about {samples * 78e-9:.1f} s and {samples * 8 / 2**20:,.0f} MiB\n  cure: set data.shuffle: indexed, which "
             "computes each entry by itself (another order, so other results)"
         )
-    read = {*graph.batch_fields, target}
-    unread = [name for name in names if name not in read]
+    read = {*graph.batch_fields, *spec.loss_fields}
+    unread = [name for name in names if name not in read and name not in (measured or ())]
     if unread and read <= set(names):  # else by another name: those of a named tuple, x, y
-        lines.append(f"neither the model nor the loss reads these fields of the samples: {', '.join(unread)}")
+        nobody = (
+            "neither the model nor the loss reads" if measured is None else "neither the model, the loss nor a metric reads"
+        )
+        lines.append(f"{nobody} these fields of the samples: {', '.join(unread)}")
     labels = batch.get(target)
     weighs_samples = spec.loss.is_loss_of_model and spec.loss.count is None
     if weighs_samples and labels is not None and bool((labels == MASKED_LABEL).any()):
@@ -344,9 +484,9 @@ def check_model_can_shard(spec: Job, checked: PreflightResult, plan: ParallelPla
                     f"plan.shards is {shards}, but none of the model's layers has a style: every shard would compute all of it",
                     cure="name layers in plan.styles (for example '*.up': column, '*.down': row), or set plan.shards: 1",
                 )
-            target, sequence = spec.loss_target_name, spec.sequence_parallel
-            loss = make_loss_function(spec.loss)
-            check_shards_on_meta(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
+            (target, *weights), loss = spec.loss_fields, make_loss_function(spec.loss)
+            on_meta: dict[str, Any] = {"weights": weights, "sequence": spec.sequence_parallel, "dtype": _dtype(spec)}
+            check_shards_on_meta(checked.graph, layout, loss, checked.batch, target, **on_meta)
             if has_inferred_structure(checked.graph, layout) or ExpertsStyle.name in layout.styles.values():
                 not_compared = check_shards_with_numbers(spec, checked.graph, layout)
                 if not_compared is not None:
@@ -428,7 +568,7 @@ def _outputs(layer: Layer, out: Any) -> tuple[Tensor, ...]:
     kinds = ", ".join("tensor" if isinstance(each, Tensor) else type(each).__name__ for each in outputs)
     returned = f"{len(outputs)} values ({kinds})" if len(outputs) != 1 else with_article(kinds)
     if len(layer.outputs) > 1:
-        what = f"layer {layer.name!r} returned {returned}, not {len(layer.outputs)} tensors"
+        what = f"layer {layer.name!r} returned {returned}, not {count_noun(len(layer.outputs), 'tensor')}"
         raise ModelError(what, cure=f"return a tuple of tensors: {', '.join(layer.outputs)}")
     raise ModelError(
         f"layer {layer.name!r} returned {returned}, not one tensor",
@@ -494,12 +634,18 @@ def _check_loss(spec: Job, graph: Graph, values: Mapping[str, Tensor], batch: Ma
             f"the loss reads field {target!r}, which the samples do not have",
             cure=f"choose data.target: one of {list(batch)}",
         )
-    check_sum_and_count(spec, graph, values, batch.get(target))
+    if spec.loss.sample_weight is None:
+        check_sum_and_count(spec, graph, values, batch.get(target))
+    else:
+        check_weighted_losses(spec, graph, values, batch)
+    beside = spec.loss_fields[1:]
     loss, read = graph.loss_of_values(make_loss_function(spec.loss)), [values[name] for name in graph.loss_inputs]
-    called = _call_loss(loss, read, values[target])
+    called = _call_loss(loss, read, [values[target], *(values[name] for name in beside)])
     if called is None and target in batch and sum(tensor.numel() for tensor in read) <= MOST_LOSS_NUMBERS:  # it reads numbers
         with preserve_random_state():
-            called = _call_loss(loss, [random_output(tensor.shape, tensor.dtype) for tensor in read], batch[target])
+            called = _call_loss(
+                loss, [random_output(tensor.shape, tensor.dtype) for tensor in read], [batch[name] for name in spec.loss_fields]
+            )
     if called is None:
         return  # if it is wrong, the first step says so with its own traceback
     found, trained = called
@@ -536,21 +682,28 @@ def _check_loss(spec: Job, graph: Graph, values: Mapping[str, Tensor], batch: Ma
 
 
 def _call_loss(
-    loss: Callable[..., Tensor | tuple[Tensor, Tensor | float]], read: Sequence[Tensor], target: Tensor
+    loss: Callable[..., Tensor | tuple[Tensor, Tensor | float]], read: Sequence[Tensor], beside: Sequence[Tensor]
 ) -> tuple[Tensor | tuple[Tensor, Tensor | float], bool] | None:
     """(what the loss returns for outputs like these, whether they require gradients); None if it raises."""
     given = [tensor.detach().requires_grad_(tensor.is_floating_point()).clone() for tensor in read]
     try:
         with torch.enable_grad(), meta_operations_without_dynamo(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first microbatch shows them
-            return loss(*given, target.clone()), any(tensor.requires_grad for tensor in given)
+            return loss(*given, *(tensor.clone() for tensor in beside)), any(tensor.requires_grad for tensor in given)
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)
         return None
 
 
-def _check_lr_schedule(ref: FunctionConfig) -> None:
-    """Raises `UserCodeError` if the lr_schedule cannot be called with a step, `ConfigError` if it returns no number."""
+def _check_lr_schedule(ref: LrScheduleConfig) -> None:
+    """Raises `UserCodeError` if the lr_schedule cannot be called with a step, `ConfigError` if it returns no number, and for a
+    metric, which no function of the step gets."""
+    if ref.metric is not None:
+        raise ConfigError(
+            f"lr_schedule.metric is {ref.metric}, and {ref.label} is a function of the step, which gets no metric",
+            cure="leave metric out, or give torch.optim.lr_scheduler:ReduceLROnPlateau or a function of the optimizer that "
+            "makes such a scheduler",
+        )
     schedule = ref.partial()
     try:
         factor = schedule(0)

@@ -12,7 +12,7 @@ from raypar.model.graph import Graph
 from raypar.planner.model_profile import BATCH, KeptStorages, LayerStorages, ReadStorage
 from raypar.schedule.instructions import ACTIVATIONS
 from raypar.worker.stage.stage import Stage
-from raypar.worker.stage.stage_coordinate import refuses_saved_tensor_hooks
+from raypar.worker.stage.stage_coordinate_in_errors import refuses_saved_tensor_hooks
 
 
 def forward_first_microbatch(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> dict[str, Tensor]:

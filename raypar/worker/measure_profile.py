@@ -17,33 +17,36 @@ from torch import Tensor
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.transport import Transport
-from raypar.errors import RayparError, UserCodeError
+from raypar.errors import ConfigError, ModelError, RayparError, UserCodeError
 from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_by_layer
 from raypar.model.layer_skeletons import layers_that_write_buffers
-from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
+from raypar.model.tensor_parallel.compute_shard_layout import make_model_outline_with_layouts
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import StateKind
 from raypar.plan.state_bytes import StateBytes
 from raypar.plan.wording import count_noun
 from raypar.planner.model_profile import ActivationEdge, KeptStorages, LayerProfile, LinkProfile, ModelProfile
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.check_state_between_microbatches import check_layer_recomputes
+from raypar.worker.data.check_and_count_streams import resolve_streams
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
-from raypar.worker.data.resolve_streams import resolve_streams
+from raypar.worker.data.padded_batch_shapes import lengthened
+from raypar.worker.data.padding import Padding
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.stream_loader import read_stream_microbatches
 from raypar.worker.data.user_dataset import is_stream, make_dataset
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, forward_first_microbatch, random_gradients
 from raypar.worker.process.thread_activity import thread_cpu_wait_s
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.loss import make_loss_function
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import build_stage
-from raypar.worker.step.make_optimizers_by_name import build_optimizer
+from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer
 from raypar.worker.step.optimizer_state import read_optimizer_state
-from raypar.worker.worker_assignments import make_layer_graph
 
 REPEATS = 5
 BUDGET_MS = 400.0
@@ -61,7 +64,8 @@ def profile_job(
     shards: Collection[int] = (),
     recompute: Collection[int] | None = (),
 ) -> ModelProfile:
-    """Measure what the planner needs to know of a job on this machine, with the first microbatch of the data set.
+    """Measure what the planner needs to know of a job on this machine, with the first microbatch of the data set, padded to the
+    largest length that `data.pad.to` has.
 
     `shards`: numbers of shards that a stage may have, for each of which the profile says what a shard holds
     (`make_model_outline_with_layouts`). `recompute`: indices of layers that the plan recomputes; raises `UserCodeError` for one
@@ -75,7 +79,11 @@ def profile_job(
     with guard.watching("the job's code"):
         graph = graph if graph is not None else make_layer_graph(spec)
         batches = read_microbatches(spec, graph, one_microbatch_of_each_size(spec.batching))
-        measured = profile_layers(spec, graph, batches, recompute)
+        longest = largest_shapes(spec, batches)
+        try:
+            measured = profile_layers(spec, graph, longest, recompute)
+        except (UserCodeError, ModelError) as error:
+            raise _error_of_longest(spec, batches, longest, error) from error
     link = profile_loopback()
     # The vote is one exchange of all with all, and the step ends with its answer. Written buffers are exchanged before it.
     exchanges = 2 + bool(layers_that_write_buffers(graph))
@@ -89,6 +97,7 @@ def profile_job(
         state=StateBytes(make_model_outline_with_layouts(graph, shards, dict(spec.styles)), measured.state),
         kept=measured.kept,
         recomputable=measured.recomputable,
+        lengths=describe_largest_shape(spec),
     )
 
 
@@ -106,7 +115,7 @@ def read_microbatches_of_steps(spec: Job, graph: Graph, places: Sequence[tuple[i
     """The fields of microbatches, each given as (step, microbatch), collated."""
     guard = TorchStateGuard(spec.threads)
     guard.establish()
-    fields = tuple(dict.fromkeys([*graph.batch_fields, spec.loss_target_name]))
+    fields = tuple(dict.fromkeys([*graph.batch_fields, *spec.loss_fields]))
     with guard.watching("the data set function"):
         dataset = make_dataset(spec.data)
         if spec.data.streams is None and is_stream(dataset):  # `raypar plan`, which makes no other checks of the data
@@ -121,6 +130,39 @@ def read_microbatches_of_steps(spec: Job, graph: Graph, places: Sequence[tuple[i
         return _load_before_run(loader, places, what)
     finally:
         loader.close()
+
+
+def describe_largest_shape(spec: Job) -> str:
+    """`ModelProfile.lengths` of a job."""
+    pad, pack = spec.data.pad, spec.data.pack
+    if pack is not None:
+        return f"microbatches of {count_noun(pack.rows, 'row')} of length {pack.to:,}" if pack.rows else ""
+    return f"microbatches of length {pad.to[-1]:,}" if pad is not None and pad.to else ""
+
+
+def largest_shapes(spec: Job, batches: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
+    """Batches with the largest shape that `data.pad.to` gives them."""
+    data = spec.training_data
+    if data.pad is None:
+        return list(batches)
+    assert data.target is not None, "Job.training_data names it"
+    padding = Padding(data.pad, data.target, data.names)
+    return [lengthened(batch, padding) for batch in batches]
+
+
+def _error_of_longest(
+    spec: Job, batches: Sequence[Mapping[str, Tensor]], longest: Sequence[Mapping[str, Tensor]], error: RayparError
+) -> RayparError:
+    """The error of layers that could not be measured; where the last length of `data.pad.to` is to blame, it says so."""
+    longer = [name for name, value in longest[0].items() if value.shape != batches[0][name].shape]
+    if not longer or spec.data.pad is None:
+        return error
+    return ConfigError(
+        f"data.pad.to ends with {spec.data.pad.to[-1]:,}, and the model does not take a microbatch of this length "
+        f"({', '.join(f'{name} {list(longest[0][name].shape)}' for name in longer)}): {error.what}",
+        cure="end data.pad.to with a length that the model takes (of its positions, say), and cut or leave out longer samples "
+        "in the data set",
+    )
 
 
 def _load_before_run(loader: MicrobatchLoader, places: Sequence[tuple[int, int]], what: str) -> list[Mapping[str, Tensor]]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from raypar.comm.buffer_pool import as_aligned
+from raypar.comm.buffer_pool import aligned_contiguous
 from raypar.plan.ownership import CANONICAL_PIECE
 
 
@@ -21,7 +21,7 @@ def sum_squared_gradients(gradients: Sequence[Tensor]) -> list[float]:
     if not gradients:
         return []
     with torch.no_grad():
-        flat = [as_aligned(gradient).view(-1) for gradient in gradients]
+        flat = [aligned_contiguous(gradient).view(-1) for gradient in gradients]
         pieces = [one.split(CANONICAL_PIECE) if len(one) > CANONICAL_PIECE else (one,) for one in flat]
         found = iter(torch.stack([piece.dot(piece) for parts in pieces for piece in parts]).tolist())
     squares = []

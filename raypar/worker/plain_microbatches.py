@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import ModelError
 from raypar.job import Job, OptimizerConfig
-from raypar.model.capture.absent_tensor import ValuesNeeded
+from raypar.model.capture.memoryless_tensor import ValuesNeeded
 from raypar.model.graph import Graph, join_names
 from raypar.model.layer_skeletons import parameters_and_buffers_on_meta
 from raypar.model.python_state import PythonState
 from raypar.model.random_state import RandomState, seed_all
 from raypar.plan.seeds import seed_of
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.autocast_precisions import autocast_of
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch, compute_with_and_without_state
 from raypar.worker.measure_profile import read_microbatches_of_steps
-from raypar.worker.process.gpu_setup import make_seeder
+from raypar.worker.process.seed_generators import make_seeder
 
 MOST_BYTES = 64 << 20
 """Models with more bytes of parameters and buffers are not computed: comparing one takes six times as much memory."""
@@ -149,9 +150,9 @@ class PlainMicrobatches:
         self.unread = self.state.unread
         return computed[:few]
 
-    def line_about_unread(self) -> str | None:
-        """A line for the user about code that holds too much to be looked through for state; None after a whole look."""
-        return None if self.unread is None else f"{self.unread}; {UNSEEN}"
+    def lines_about_unread(self) -> tuple[str, ...]:
+        """A line for the user about code that holds too much to be looked through for state; none after a whole look."""
+        return () if self.unread is None else (f"{self.unread}; {UNSEEN}",)
 
     def compute(self, number: int) -> ComputedMicrobatch:
         """One microbatch, forward and backward."""

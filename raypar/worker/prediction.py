@@ -1,27 +1,24 @@
-"""What a run that predicts keeps of the model's output: it stands where other jobs have their loss, and their metrics.
-
-The samples are divided into microbatches once, for the whole data set, and the run makes one pass over so many of them after
-the other. So outputs depend neither on the plan nor on how many microbatches a pass has.
-"""
+"""What a run that predicts keeps of the model's output: it stands where other jobs have their loss, and their metrics."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from raypar.errors import UserCodeError, with_article
 from raypar.job import FunctionConfig
-from raypar.plan.microbatches import Microbatches
 from raypar.plan.wording import count_noun
-from raypar.worker.data.microbatch_loader import BatchSource
-from raypar.worker.data.numbered_samples import SAMPLE
+from raypar.worker.data.sample_number_field import SAMPLE
 
+NUMBERS = "sample"
+"""The column of a prediction with the numbers of the samples."""
 MOST_BYTES = 1 << 30
 """Bytes that the outputs of one pass may have, on one worker."""
 
@@ -30,18 +27,18 @@ MOST_BYTES = 1 << 30
 class Prediction:
     """What is kept of the output of each microbatch."""
 
-    samples: int
-    """Number of samples of the whole data set that go through the model."""
-    microbatches: int
-    """Number of microbatches of a pass."""
     function: FunctionConfig | None = None
     """The user's function of the output, which returns what is kept: a tensor, or tensors by name. None: the output itself."""
-    first_pass: int = 0
-    """Number of passes that other runs have made already."""
+    microbatches: int = 0
+    """Number of microbatches of a pass that this worker runs; 0: not known."""
     name: str = "prediction"
     """Its name among metrics."""
     needs_batch: bool = False
     """It reads the output alone."""
+    in_training: bool = False
+    """Its run trains nothing."""
+    part: str | None = None
+    """It gets the whole output."""
 
     def __call__(self, output: object, target: Tensor) -> Tensor:
         """A scalar of all outputs, in the place of a loss: for the checks before a run. Zero without gradients."""
@@ -57,41 +54,60 @@ class Prediction:
         for name, tensor in named_tensors(kept):
             if not tensor.dim():
                 continue  # of no sample: a model's own loss
+            if name in (NUMBERS, SAMPLE):
+                raise UserCodeError(
+                    f"the output {name!r} has the name of the column with the numbers of the samples",
+                    cure="give a function of the output that returns it under another name: --function; from Python function=",
+                )
             if len(tensor) != len(target):
                 raise UserCodeError(
                     f"the output {name!r} of {len(target)} samples is {list(tensor.shape)}: it has no row for each sample",
                     cure="give a function of the output that returns tensors [samples, ...]: --function; from Python function=",
                 )
-            found[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            found[name] = tensor.detach()
         if len(found) == 1:
             raise UserCodeError(
                 f"the output is {with_article(type(kept).__name__)}, in which no tensor has a row for each sample",
                 cure="give a function of the output that returns tensors [samples, ...]: --function; from Python function=",
             )
-        return {"bytes": save(found)}
+        data = pack_predictions(found)
+        self._check_size(len(data))
+        return {"bytes": data}
 
-    def compute(self, states: Sequence[Mapping[str, object]]) -> object:
-        """See `Metric`: outputs are not merged."""
-        raise AssertionError("outputs are kept by microbatch")
-
-    def take_outputs(
-        self, states: Mapping[int, Mapping[str, Mapping[str, object]]], batch_size: int, microbatches: int
-    ) -> dict[int, bytes]:
-        """Microbatch of the whole data set -> what is kept of it, of the states of metrics of one pass.
-
-        `batch_size`, `microbatches`: the job's. Raises `UserCodeError` for more than `MOST_BYTES`.
-        """
-        count = whole_batching(self.samples, batch_size, microbatches).count
-        found = {m: state[self.name]["bytes"] for m, state in states.items() if m < count}
-        outputs = {m: data for m, data in found.items() if isinstance(data, bytes)}
-        if (total := sum(map(len, outputs.values()))) > MOST_BYTES:
+    def _check_size(self, nbytes: int) -> None:
+        """Raise `UserCodeError` if as many bytes of each microbatch of a pass are too many."""
+        if (total := nbytes * self.microbatches) > MOST_BYTES:
+            count = count_noun(self.microbatches, "microbatch", "microbatches")
             raise UserCodeError(
-                f"the outputs of {count_noun(len(outputs), 'microbatch', 'microbatches')} have {total / 2**20:,.0f} MiB, and "
-                f"those of one pass have at most {MOST_BYTES >> 20:,} MiB",
+                f"the outputs of a microbatch have {nbytes / 2**20:,.1f} MiB, those of the {count} that a worker has in a pass "
+                f"{total / 2**20:,.0f} MiB, and at most {MOST_BYTES >> 20:,} MiB are kept",
                 cure="keep less of each output, by a function of it (--function; from Python function=), or set a smaller "
                 "batch size",
             )
-        return outputs
+
+    merges_by_user = False
+
+    def merge(self, before: Mapping[str, object], state: Mapping[str, object]) -> Mapping[str, object]:
+        """See `Metric`: outputs are not merged."""
+        raise AssertionError("outputs are kept by microbatch")
+
+    def pack(self, states: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+        """See `Metric`: outputs are sent by themselves."""
+        raise AssertionError("outputs are kept by microbatch")
+
+    def compute(self, state: Mapping[str, object]) -> object:
+        """See `Metric`: outputs have no value."""
+        raise AssertionError("outputs are kept by microbatch")
+
+    def bytes_of(self, states: Mapping[int, Mapping[str, Mapping[str, object]]]) -> dict[int, bytes]:
+        """Microbatch -> what is kept of it, of the states of metrics of one pass."""
+        found = {m: state[self.name]["bytes"] for m, state in states.items()}
+        return {m: data for m, data in found.items() if isinstance(data, bytes)}
+
+    @property
+    def code(self) -> str:
+        """What errors call the user's function."""
+        return f"the function {self.function.label}" if self.function is not None else self.label_in_messages
 
     @property
     def label_in_messages(self) -> str:
@@ -99,9 +115,34 @@ class Prediction:
         return "the outputs that are kept"
 
 
-def unpack(data: bytes) -> dict[str, Tensor]:
+def pack_predictions(found: Mapping[str, Tensor]) -> bytes:
+    """Tensors by name as bytes: the length of a table in JSON, the table, and the tensors' own bytes one after the other.
+
+    It copies each tensor once. Safetensors' `save` takes ten times as long for the few small tensors of a microbatch.
+    """
+    whole = [tensor.resolve_conj().resolve_neg().to("cpu").contiguous() for tensor in found.values()]
+    table = _table(tuple((name, str(t.dtype), tuple(t.shape)) for name, t in zip(found, whole, strict=True)))
+    flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in whole]  # a view of one element keeps any stride
+    return b"".join([table, *(tensor.view(torch.uint8).numpy().data for tensor in flat)])
+
+
+@lru_cache(maxsize=64)
+def _table(entries: tuple[tuple[str, str, tuple[int, ...]], ...]) -> bytes:
+    """The head of packed tensors: (name, dtype, shape) of each."""
+    table = json.dumps([(name, dtype.removeprefix("torch."), shape) for name, dtype, shape in entries]).encode()
+    return len(table).to_bytes(8, "little") + table
+
+
+def unpack_predictions(data: bytes) -> dict[str, Tensor]:
     """Name -> rows, of what `Prediction.measure` has kept; the samples' numbers among them."""
-    return load(data)
+    start = 8 + int.from_bytes(data[:8], "little")
+    found = {}
+    for name, kind, shape in json.loads(data[8:start]):
+        dtype: torch.dtype = getattr(torch, kind)
+        end = start + math.prod(shape) * dtype.itemsize
+        own = torch.frombuffer(bytearray(data[start:end]), dtype=dtype) if end > start else torch.empty(0, dtype=dtype)
+        found[name], start = own.reshape(shape), end
+    return found
 
 
 def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -119,39 +160,3 @@ def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]
         parts = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     for key, part in parts:
         yield from named_tensors(part, f"{name}.{key}" if name else key)
-
-
-def whole_batching(samples: int, batch_size: int, microbatches: int) -> Microbatches:
-    """The samples of a whole data set in microbatches of at most the training size."""
-    count = -(-samples // -(-batch_size // microbatches))
-    return Microbatches(count, count, samples)
-
-
-class ReadsAhead(Protocol):
-    """A loader."""
-
-    def prefetch(self, step: int, microbatches: Sequence[int]) -> None:
-        """Begin to read these microbatches."""
-
-
-class MicrobatchesOfPass:
-    """The microbatches of the present pass, read from those of the whole data set. The last pass repeats the last one."""
-
-    def __init__(self, loader: ReadsAhead | None, source: BatchSource | None, count: int) -> None:
-        self.loader, self.source, self.count = loader, source, count
-        self.first = 0
-        """The first microbatch of the present pass."""
-
-    def get(self, step: int, microbatch: int) -> Mapping[str, Tensor]:
-        """See `BatchSource`."""
-        assert self.source is not None
-        return self.source.get(0, self._of_whole(microbatch))
-
-    def begin(self, first: int, own: Sequence[int]) -> None:
-        """Begin the pass that has microbatch `first` first; `own`: those of a pass that this worker runs."""
-        self.first = first
-        if self.loader is not None:
-            self.loader.prefetch(0, sorted({self._of_whole(microbatch) for microbatch in own}))
-
-    def _of_whole(self, microbatch: int) -> int:
-        return min(self.first + microbatch, self.count - 1)

@@ -7,21 +7,27 @@ import contextlib
 import torch
 from torch import nn
 
-from raypar.worker.step.make_optimizers_by_name import build_optimizer
+from raypar.worker.data.user_dataset import is_stream
+from raypar.worker.make_worker_assignments import make_validation_batching
+from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer
 from raypar.worker.worker_core import WorkerCore
 
 
 def warm_up_process(core: WorkerCore, *, data: bool) -> None:
     """Make what a first step makes, and drop it: an optimizer and gradients, for which PyTorch loads modules.
 
-    `data`: make the data sets too, for a worker that joins others in the middle of a run and may get any seat.
+    `data`: make the data sets too, for a worker that joins others in the middle of a run and may get any seat. A captured model
+    is traced for all lengths of `data.pad.to`, for validation too if the data sets are made.
     """
     parameter = nn.Parameter(torch.zeros(2, 2, device=core.device))
     with contextlib.suppress(Exception):  # an optimizer that refuses this parameter is loaded too
         optimizer = build_optimizer(core.spec.optimizer, {"warm.up": parameter})
         (parameter * 2).sum().backward()
         optimizer.step()
+    samples: dict[str, int] = {}
     if data:
         core.dataset(core.spec.data)
-        if core.spec.validation is not None:
-            core.dataset(core.spec.validation_data)
+        for name, one in core.spec.validation_sets.items():
+            dataset = core.dataset(core.spec.data_of_set(one))
+            samples[name] = one.samples or (0 if is_stream(dataset) else len(dataset))
+    core.trace_ladder(make_validation_batching(core.spec, samples))

@@ -16,14 +16,14 @@ from raypar.comm.transport import FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, Commu
 from raypar.errors import PlanError
 from raypar.job import Job
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import MicrobatchRouting, ParallelPlan, TiedParameter
-from raypar.plan.microbatches import covering_nodes
+from raypar.plan.addition_tree import covering_nodes
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Communication
+from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.worker.step.tied_gradients import tied_gradient_senders
-from raypar.worker.worker_assignments import ProgramAssignment
 
 MAX_DIRECT = 8
 """Most neighbours with which a worker hands over state directly. Each takes a communicator beside those of the steps, of which
@@ -121,7 +121,7 @@ def _reduction(routing: MicrobatchRouting, stage: int, shard: int, fast: bool) -
 
 
 def _shards(plan: ParallelPlan, stage: int, replica: int, sequence: bool, gathers: bool) -> Iterator[CommunicatorKey]:
-    """Collectives of the layers of one replica (`model.tensor_parallel.group.ShardGroup`).
+    """Collectives of the layers of one replica (`model.tensor_parallel.shard_group.ShardGroup`).
 
     `gathers`: they gather also where they do not cut the sequence.
     """

@@ -5,7 +5,7 @@ It is the executable specification of a run: `raypar debug` steps through it, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TypeVar
@@ -16,23 +16,27 @@ from torch import Tensor
 from raypar.comm import blocking_code_as_routine
 from raypar.comm.blocking_code_as_routine import as_routine
 from raypar.comm.buffer_pool import CPU
-from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
-from raypar.comm.transport import Routine
+from raypar.comm.cooperative_scheduler import CooperativeScheduler
+from raypar.comm.local_transport import LocalMesh
+from raypar.comm.routine import Routine
 from raypar.errors import ConfigError
 from raypar.job import Job
+from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.model.graph import Graph, Layer
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.microbatches import mean_loss_by_set
 from raypar.plan.wording import count_noun, word_form
 from raypar.schedule import registry
 from raypar.schedule.instructions import Instruction, Schedule
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
 from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.stream_loader import StreamLoader
+from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerFunction, PassContext
-from raypar.worker.stage.stage_tensors import LayerTensors
+from raypar.worker.stage.layer_tensors import LayerTensors
 from raypar.worker.step.optimizer_state import Value, read_optimizer_state
-from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore, merge_validation_losses
 
 T = TypeVar("T")
@@ -93,8 +97,10 @@ class OneProcessRun:
     """Lets the workers take turns."""
     cores: list[WorkerCore]
     """The workers, by rank."""
+    followed: FollowedMetric | None
+    """The metric that the learning rates follow, with its values; None: they are a function of the step."""
     metrics: dict[str, float]
-    """Name -> value of the job's metrics in the last step or validation."""
+    """Name -> value of the job's metrics in the last step or validation; of several sets `SET/NAME`, and `SET/loss`."""
 
     def __init__(
         self,
@@ -120,30 +126,47 @@ class OneProcessRun:
         order = (
             registry.build_schedule(schedule, MicrobatchRouting(plan, spec.batching)) if isinstance(schedule, str) else schedule
         )
-        self.warnings, self.metrics = [], {}
+        self.warnings, self.metrics, self.followed = [], {}, spec.make_followed_metric({})
         self.mesh = LocalMesh(plan.world)
         self.scheduler = CooperativeScheduler(seed)
-        samples = 0
-        if spec.validation is not None:
-            samples = spec.validation.samples or len(spec.validation_data.call())
+        samples = {name: one.samples or len(spec.data_of_set(one).call()) for name, one in spec.validation_sets.items()}
         self.cores = [WorkerCore(spec, graph=self.graph, device=device, guard=self.guard) for _ in range(plan.world)]
         parts = make_worker_assignments(spec, self.graph, plan, order, validation_samples=samples)
         for core, part, transport in zip(self.cores, parts, self.mesh.transports, strict=True):
             core.adopt(part, transport, cost_ms=cost_ms, before_compute=before_compute)
 
     def step(self, step: int, *, trace: bool = False) -> list[StepReport]:
-        """Run one step on every worker; returns their reports by rank."""
+        """Run one step on every worker; returns their reports by rank. If its learning rate follows a validation directly
+        before it that has not been run, that is run first."""
+        if self.followed is not None and self.followed.lacks(step):
+            self.validate(step)
         reports = self._run([core.routine(step, trace=trace) for core in self.cores])
         self._keep_warnings(reports)
         self.metrics = {name: value for report in reports for name, value in report.metrics.items()}
         return reports
 
     def validate(self, step: int) -> float:
-        """Run one validation pass; returns its loss."""
+        """Run one validation pass after `step` steps; returns its loss. The learning rates of later steps follow it, if they
+        follow any."""
         reports = self._run([core.validation_routine(step) for core in self.cores])
         self._keep_warnings(reports)
-        self.metrics = {name: value for report in reports for name, value in report.metrics.items()}
-        return merge_validation_losses(reports)
+        losses = {m: pair for report in reports for m, pair in report.losses.items()}
+        batching = self.cores[0].assignment.validation_microbatches
+        of_sets = mean_loss_by_set(batching, losses)
+        metrics = {name: value for report in reports for name, value in report.metrics.items()}
+        self.metrics = {**{f"{name}/loss": loss for name, loss in of_sets.items()}, **metrics}
+        loss = merge_validation_losses(reports)
+        if self.followed is not None:
+            self.followed.add_validation(step, loss, of_sets, metrics)
+            self.follow(self.followed.values)
+        return loss
+
+    def follow(self, validated: Mapping[int, float]) -> None:
+        """Go on with the values of the metric that the learning rates follow: number of steps done -> value."""
+        if self.followed is not None:
+            self.followed.values.update(validated)
+            for core in self.cores:
+                core.validated.update(validated)
 
     def _keep_warnings(self, reports: Sequence[StepReport | ValidationReport]) -> None:
         self.warnings += [line for report in reports for _, line in report.warnings]

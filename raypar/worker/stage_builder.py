@@ -21,30 +21,32 @@ from raypar.model.layer_skeletons import buffers_of_several_layers
 from raypar.model.materialise import materialise
 from raypar.model.split_linear_backward import defer_weight_gradients
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, sharded_loss
-from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ShardedLinear, defer_sharded_weight_gradients
-from raypar.model.tensor_parallel.weight_gradient_memory import GradientReusePolicy
+from raypar.model.tensor_parallel.shard_group import ShardGroup
+from raypar.model.tensor_parallel.weight_gradient_memory_reuse import GradientReusePolicy
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.forward_pass_batching import whole_batching
 from raypar.plan.ownership import Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.worker.process.gpu_setup import make_seeder
+from raypar.schedule.program_assignment import ProgramAssignment
+from raypar.worker.prediction import Prediction
+from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.backward import DeferredGradients, LayerBackwardHooks
 from raypar.worker.stage.buffer_updates import BufferUpdates
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
 from raypar.worker.stage.initial_state import make_initial_stage_state, make_unfilled_stage_state
 from raypar.worker.stage.layer_call import LayerCall
+from raypar.worker.stage.layer_tensors import StageTensors
 from raypar.worker.stage.loss import LossCall, make_loss_function
 from raypar.worker.stage.precision import StagePrecision
 from raypar.worker.stage.recomputation import StageRecomputation
 from raypar.worker.stage.stage import Stage, StageLayer, StageValues
-from raypar.worker.stage.stage_coordinate import StageCoordinate
+from raypar.worker.stage.stage_coordinate_in_errors import SamplesOfPasses, StageCoordinate
 from raypar.worker.stage.stage_shard import StageShard
-from raypar.worker.stage.stage_tensors import StageTensors
 from raypar.worker.step.learning_rates import LearningRates
-from raypar.worker.step.make_optimizers_by_name import build_optimizer, select_owned_parameters
+from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer, select_owned_parameters
 from raypar.worker.step.step_commit import AnyGradientReduction, StepCommit
-from raypar.worker.worker_assignments import ProgramAssignment
 
 # -- one stage ---------------------------------------------------------------------------------------------------------------
 
@@ -73,7 +75,8 @@ def build_stage(
     guard = guard if guard is not None else TorchStateGuard(spec.threads)
     layers = graph.layers[plan.stages[index].first : plan.stages[index].last]
     coordinate = StageCoordinate(index, replica, None if shard is None else shard.group.shard, layers[0].name)
-
+    if (passes := spec.forward_passes) is not None:
+        coordinate.samples_of = SamplesOfPasses(whole_batching(passes.samples, spec.batch_size, spec.microbatches))
     modules = materialise_stage_modules(graph, plan, index, spec, values, shard)
     if device != CPU:
         for module in modules.values():
@@ -113,9 +116,9 @@ def build_stage(
 def stage_recomputation(graph: Graph, plan: ParallelPlan, index: int, spec: Job) -> StageRecomputation:
     """Which layers of a stage the plan recomputes, and which values must be kept for that."""
     here = plan.stages[index]
-    target = spec.loss_target_name if here.last == len(graph.layers) else None
+    of_loss = spec.loss_fields if here.last == len(graph.layers) else ()
     positions = [layer - here.first for layer in plan.recomputed_layers(index)]
-    return StageRecomputation.of(graph, graph.layers[here.first : here.last], positions, target)
+    return StageRecomputation.of(graph, graph.layers[here.first : here.last], positions, of_loss)
 
 
 def materialise_stage_modules(
@@ -216,9 +219,10 @@ def build_stage_loss(
     return LossCall(
         precision.wrap_loss(function),
         inputs=graph.loss_inputs,
-        target=spec.loss_target_name,
+        fields=spec.loss_fields,
         coordinate=coordinate,
         guard=guard,
+        only_in_training=isinstance(spec.loss.function, Prediction),
     )
 
 
@@ -229,9 +233,9 @@ def stage_values(graph: Graph, plan: ParallelPlan, index: int, spec: Job) -> Sta
     written = {v for layer in layers for v in layer.outputs}
     fields = set(graph.batch_fields)
     read = [v for layer in layers for v in layer.inputs if v in fields]
-    target = [spec.loss_target_name] if here.last == len(graph.layers) else []
+    of_loss = list(spec.loss_fields) if here.last == len(graph.layers) else []
     if graph.handed_on:  # fields are as what the first stage's layers write
-        fields, target, read = set(), [], list(graph.handed_on) if here.first == 0 else []
+        fields, of_loss, read = set(), [], list(graph.handed_on) if here.first == 0 else []
         written |= set(read)
     received = [
         v
@@ -240,7 +244,7 @@ def stage_values(graph: Graph, plan: ParallelPlan, index: int, spec: Job) -> Sta
     ]
     read_later = {v for v in graph.values if any(i >= here.last for i in graph.reading_layers(v))}
     return StageValues(
-        batch_fields=tuple(dict.fromkeys([*read, *target])),
+        batch_fields=tuple(dict.fromkeys([*read, *of_loss])),
         received=tuple(received),
         relayed=frozenset(read_later.intersection(received)),
         outgoing=tuple(v for v in graph.values if v in written and v in read_later),

@@ -13,16 +13,16 @@ from raypar.model.capture.sequential import layers_in
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state, seed_all
 from raypar.storage.checkpoint_store import CheckpointRef
-from raypar.torch_compat.modules import caches_of
+from raypar.torch_compat.modules import non_persistent_buffer_names
 from raypar.worker.checkpoint.checkpoint_files import (
     BUFFER,
     CACHE,
     PARAMETER,
-    CheckpointTensors,
     check_checkpoint_fits_model,
     load_manifest,
 )
-from raypar.worker.worker_assignments import call_model_function
+from raypar.worker.layer_graph_of_job import call_model_function
+from raypar.worker.pretrained.frozen_values import AllTensors
 
 OF_THE_RUN = "give the model that was trained, as it was when the checkpoint was written"
 """The cure for a model that a checkpoint does not fit."""
@@ -93,7 +93,7 @@ def put_state_into_module(module: nn.Module, checkpoint: CheckpointRef) -> None:
 
     Raises `CheckpointError` if a parameter is in one of them only, has another shape, or is tied in one of them only.
     """
-    manifest, tensors = load_manifest(checkpoint), CheckpointTensors(checkpoint, (PARAMETER, BUFFER, CACHE))
+    manifest, tensors = load_manifest(checkpoint), AllTensors(checkpoint, (PARAMETER, BUFFER, CACHE))
     ties = manifest.ties
     found = [
         (tensor, stored_name(names, tensors, ties, checkpoint), names, places)
@@ -111,7 +111,7 @@ def put_state_into_module(module: nn.Module, checkpoint: CheckpointRef) -> None:
                     cure=OF_THE_RUN,
                 )
             _put_value(tensor, value, places)
-        elif tensor.is_meta or any(key not in caches_of(part) for part, key in places):
+        elif tensor.is_meta or any(key not in non_persistent_buffer_names(part) for part, key in places):
             raise CheckpointError(f"checkpoint {checkpoint} has no values of buffer {stored}", cure=OF_THE_RUN)
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
-from raypar.comm.transport import Routine, Transport, run_routine
+from raypar.comm.routine import Routine, run_routine
+from raypar.comm.transport import Transport
 from raypar.errors import StateNotKeptError, WorkerLost
 from raypar.fences.fence import fence_warnings
 from raypar.job import DataConfig, Job
@@ -23,27 +24,37 @@ from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
 from raypar.model.layer_skeletons import SkeletonCopier, make_model_outline
 from raypar.model.random_state import preserve_random_state
-from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
+from raypar.plan.forward_pass_batching import whole_batching
 from raypar.plan.microbatches import mean_loss
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand, Digest
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.plan.wording import after_steps
 from raypar.schedule.instructions import Instruction
+from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
+from raypar.worker.data.data_process_pool import DataProcesses
+from raypar.worker.data.loader_of_validation_sets import LoaderOfSets
 from raypar.worker.data.microbatch_loader import BatchSource, MicrobatchLoader
+from raypar.worker.data.microbatch_stream_positions import StreamsRead
+from raypar.worker.data.mixed_order import MixedOrder
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.sample_reader import SampleReader
+from raypar.worker.data.slow_data_watch import SlowDataWatch
+from raypar.worker.data.stream_feed_process import StreamFeedProcess
 from raypar.worker.data.stream_loader import OpenStreams, StreamLoader
-from raypar.worker.data.stream_positions import StreamsRead
 from raypar.worker.data.user_dataset import MapStyleDataset, make_dataset
-from raypar.worker.metrics.metric import Metric, make_metrics
-from raypar.worker.metrics.stage_metrics import StageMetrics
-from raypar.worker.prediction import MicrobatchesOfPass, Prediction, whole_batching
+from raypar.worker.forward_passes import MicrobatchesOfPass, pack_measures
+from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.metrics.metric import Metric, State, make_metrics
+from raypar.worker.metrics.stage_metrics import StageMetrics, pack_states
+from raypar.worker.prediction import Prediction
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
-from raypar.worker.process.gpu_setup import DeviceBatchSource, make_seeder
+from raypar.worker.process.gpu_setup import DeviceBatchSource
 from raypar.worker.process.memory_in_use import memory_in_use
+from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import StageBuilder
@@ -52,7 +63,7 @@ from raypar.worker.step.interpreter import Interpreter, StageLinks
 from raypar.worker.step.learning_rates import LearningRates, make_learning_rates
 from raypar.worker.step.optimizer_state import OptimizerState, read_optimizer_state
 from raypar.worker.step.step_commit import InstructionSpan, StepCommit
-from raypar.worker.worker_assignments import ProgramAssignment, make_layer_graph
+from raypar.worker.trace_batch_shapes_ahead import trace_ladder, trace_ladders_of_validation
 
 SAMPLE_S = 2.0
 """Least time from one step whose report has the worker's memory and bytes sent to the next."""
@@ -80,6 +91,9 @@ class StepReport:
     """How long the step took, without the mirror."""
     busy_seconds: float
     """The part of `seconds` that went into computing."""
+    read_seconds: float
+    """The part of `seconds` in which the worker read samples, or waited for the processes that do, and nobody else was waited
+    for."""
     started_ns: int
     """`time.perf_counter_ns` at the start."""
     spans: tuple[InstructionSpan, ...]
@@ -121,7 +135,8 @@ class ValidationReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Name -> value of the job's metrics over all microbatches, from the worker that has merged them; empty from others."""
     outputs: Mapping[int, bytes] = field(default_factory=dict)
-    """Microbatch of the whole data set -> what is kept of its output, in a run that predicts."""
+    """Microbatch of the whole data set -> what is kept of its output or was measured, in a run that makes forward passes
+    only."""
     warnings: StateWarnings = ()
     """As in `StepReport`."""
 
@@ -162,7 +177,7 @@ class WorkerCore:
     """Reads training samples; None if no stage here reads any."""
     validation_interpreter: Interpreter | None
     """Runs validation passes; None if the job has none."""
-    validation_loader: MicrobatchLoader | StreamLoader | None
+    validation_loader: MicrobatchLoader | StreamLoader | LoaderOfSets | None
     """Reads validation samples; None if no stage here reads any."""
     _own_microbatches: list[int]
     """Microbatches of a step that this worker runs, ascending."""
@@ -172,16 +187,20 @@ class WorkerCore:
     """Microbatches of a validation pass that this worker runs, ascending."""
     _loaders: list[MicrobatchLoader | StreamLoader]
     """The loaders of the present plan, to be closed."""
-    reports_cursors: bool
-    """Whether reports of steps say from where streams can be read on."""
+    _data_processes: dict[str | None, DataProcesses]
+    """Validation set, None for training -> the data processes of its data set, if it has any; they outlive plans."""
     _streams: OpenStreams
     """Readers of the streams of iterable training data, and microbatches that were read; they outlive plans."""
     _datasets: dict[tuple[Hashable, ...], MapStyleDataset]
     """Data set function and arguments -> the data set made; data sets outlive plans."""
+    validated: dict[int, float]
+    """Number of steps done -> value of the job's `followed_metric`, of the validations that this worker was told of."""
     _layouts: dict[int, TensorParallelLayout]
     """Number of shards -> how the model is cut over them; kept because it is needed repeatedly."""
     _writer: CheckpointWriter
     """Writes this worker's share of a checkpoint in the background."""
+    _slow_data: SlowDataWatch
+    """Tells when steps are long because samples are read slowly."""
     _sampled_ns: int
     """When a report last had the memory and the bytes sent (`time.perf_counter_ns`)."""
 
@@ -193,7 +212,9 @@ class WorkerCore:
         step_timeout_s: float = 300.0,
         device: torch.device = CPU,
         guard: TorchStateGuard | None = None,
+        stream_process: StreamFeedProcess | None = None,
     ) -> None:
+        """`stream_process`: the node's data process, where one reads the job's stream for all workers of the node."""
         self.spec = spec
         self.guard = guard if guard is not None else TorchStateGuard(spec.threads)
         self.guard.establish("the process that made this worker")
@@ -205,8 +226,10 @@ class WorkerCore:
         self.stages = {}
         self.transport = None
         self._loaders, self._datasets, self._layouts, self._passes = [], {}, {}, {}
-        self._streams, self.reports_cursors = OpenStreams(), False
+        self._streams, self._data_processes = OpenStreams(stream_process), {}
+        self.validated = {}
         self._writer = CheckpointWriter()
+        self._slow_data = SlowDataWatch(spec.data)
         self._sampled_ns = 0
 
     # -- building ------------------------------------------------------------------------------------------------------
@@ -259,13 +282,27 @@ class WorkerCore:
             vars(reduction).clear()
         if load is not None:
             self.load(load, only_weights=only_weights)
+        self.trace_ladder(assignment.validation_microbatches)
         return {
             "rank": self.rank,
             "parameters": {name: tuple(p.shape) for s in self.stages.values() for name, p in s.parameters.items()},
             "bytes": sum(p.numel() * p.element_size() for s in self.stages.values() for p in s.parameters.values()),
             "initial": digests,
+            "collated": {} if values is not None else self._first_batch_digests(),
             "not_kept": "",
         }
+
+    def trace_ladder(self, validation: Microbatches | None) -> None:
+        """Trace a captured model for all lengths of `data.pad.to`. `validation`: the microbatches of a validation pass. Traces
+        are the whole model's and outlive plans: after the first plan there is nothing left to do."""
+        with self.guard.watching("the model's forward, recorded for the lengths of data.pad.to,"):
+            passes = self.spec.forward_passes
+            if passes is None:
+                trace_ladder(self.spec, self.graph, self.spec.batching, training=True)
+            elif validation is not None:
+                validation = whole_batching(passes.samples, self.spec.batch_size, self.spec.microbatches)
+            if validation is not None and self.spec.validation is not None:
+                trace_ladders_of_validation(self.spec, self.graph, validation)
 
     def _build_interpreters(
         self,
@@ -283,7 +320,7 @@ class WorkerCore:
         self._own_microbatches = own = self._microbatches(routing)
         metrics = self._add_metrics()
         fields = self._all_fields(self.spec.training_data, self.spec.batching) if metrics and self.spec.metrics_every else ()
-        self.loader = self._make_loader(self.spec.training_data, self.spec.batching, own=own, training=True, more=fields)
+        self.loader = self._make_loader(None, self.spec.training_data, self.spec.batching, own=own, more=fields)
         self.step_commit.while_votes_arrive = self._read_ahead
         self.step_commit.order_digest = self.loader.order_digest if isinstance(self.loader, MicrobatchLoader) else None
         self.interpreter = build(
@@ -292,19 +329,32 @@ class WorkerCore:
         self.validation_interpreter = None
         if self.assignment.validation_microbatches is not None and self.spec.validation is not None:
             validation = MicrobatchRouting(plan, self.assignment.validation_microbatches)
-            data, batching = self.spec.validation_data, validation.microbatches
-            fields = self._all_fields(data, batching) if metrics else ()
-            if self.prediction is not None:
-                batching = whole_batching(self.prediction.samples, self.spec.batch_size, self.spec.microbatches)
+            batching, passes = validation.microbatches, self.spec.forward_passes
+            if passes is not None:
+                batching = whole_batching(passes.samples, self.spec.batch_size, self.spec.microbatches)
             self._own_validation_microbatches = own = self._microbatches(validation)
-            self.validation_loader = self._make_loader(data, batching, own=own, training=False, more=fields)
+            self.validation_loader = self._make_validation_loader(batching, own, reads_all_fields=metrics)
             sources = self._batch_sources(self.validation_loader)
             self._passes = {
                 index: MicrobatchesOfPass(self.validation_loader, source, batching.count) for index, source in sources.items()
             }
-            if self.prediction is not None:
+            if passes is not None:
                 sources = {index: one if sources[index] is not None else None for index, one in self._passes.items()}
             self.validation_interpreter = build(routing=validation, batch_sources=sources)
+
+    def _make_validation_loader(
+        self, batching: Microbatches, own: list[int], *, reads_all_fields: bool
+    ) -> MicrobatchLoader | StreamLoader | LoaderOfSets | None:
+        """A loader of the validation sets; None if no stage here reads any. `own`: the microbatches that this worker runs."""
+        loaders: dict[str, MicrobatchLoader | StreamLoader] = {}
+        for name, part in batching.of_each_set.items():
+            data, places = self.spec.data_of_set(self.spec.validation_sets[name]), map(batching.place_in_set, own)
+            fields = self._all_fields(data, part) if reads_all_fields else ()
+            mine = [number for of_set, number in places if of_set == name]
+            loader = self._make_loader(name, data, part, own=mine, more=fields)
+            if loader is not None:
+                loaders[name] = loader
+        return loaders[""] if "" in loaders else LoaderOfSets(batching, loaders) if loaders else None
 
     def _add_metrics(self) -> bool:
         """Give the last stage the job's metrics, if it is here. True if they may read any field of this worker's batches."""
@@ -314,7 +364,7 @@ class WorkerCore:
             return False
         with self.guard.watching("the modules of the metrics"):
             metrics: Mapping[str, Metric] = (
-                make_metrics(self.spec.metrics) if prediction is None else {prediction.name: prediction}
+                make_metrics(self.spec.metrics) if prediction is None else {prediction.name: self._for_passes(prediction)}
             )
         last.metrics = StageMetrics(
             metrics,
@@ -326,10 +376,29 @@ class WorkerCore:
             guard=self.guard,
             seed_generators=make_seeder(self.device),
             every=self.spec.metrics_every,
+            merges=self.spec.forward_passes is None,
+            of_sets={name: self.spec.metrics_of_set(name) for name in self.spec.validation_sets} if prediction is None else {},
+            samples=self._samples_of_metrics,
         )
         measures = last.shard is None or last.shard.group.shard == 0
         reads_batch = any(metric.needs_batch for metric in metrics.values())
         return measures and reads_batch and not self.graph.handed_on  # streams: the first stage hands fields on
+
+    def _for_passes(self, prediction: Prediction) -> Prediction:
+        """What is kept of outputs, which knows of how many microbatches of a pass."""
+        of_pass = self.assignment.validation_microbatches
+        own = self._microbatches(MicrobatchRouting(self.assignment.plan, of_pass)) if of_pass is not None else ()
+        return replace(prediction, microbatches=len(own))
+
+    @property
+    def _samples_of_metrics(self) -> dict[str, int]:
+        """Metric -> number of samples that it measures in a validation, or in all forward passes of the run."""
+        passes, batching = self.spec.forward_passes, self.assignment.validation_microbatches
+        if batching is None:
+            return {}
+        if passes is not None:
+            return self.spec.samples_of_metrics({"": passes.samples})
+        return self.spec.samples_of_metrics({name: part.batch_size for name, part in batching.of_each_set.items()})
 
     def _all_fields(self, data: DataConfig, batching: Microbatches) -> tuple[str, ...]:
         """All fields of the batches of `data` that are tensors."""
@@ -352,6 +421,19 @@ class WorkerCore:
         """Take over what all workers have found of the streams of iterable data."""
         digests = {(part.steps_done - 1, microbatch): digest for microbatch, digest in part.digests.items()}
         self._streams.learn(part.epochs, part.cursors, digests)
+
+    def digests_of_streams(self) -> dict[tuple[int, int], int]:
+        """(step, microbatch) -> digest, of what was read of streams in the last steps: a driver may not have written it."""
+        return dict(self._streams.digests)
+
+    def note_cursors(self, wanted: bool) -> None:
+        """Whether this worker shall note places from which streams can be read, at the end of the steps that it reads now."""
+        self._streams.wants_cursors = wanted
+
+    @property
+    def samples_skipped(self) -> int:
+        """Samples of streams that were read to find a place."""
+        return self._streams.skipped
 
     def release_initial_values(self) -> None:
         """Free the initial values of the whole model, once this worker has its part of the state."""
@@ -379,7 +461,7 @@ class WorkerCore:
         """The learning rates of all steps. They outlive plans: a scheduler is run from the first step on."""
         label = self.spec.lr_schedule.label if self.spec.lr_schedule is not None else "none"
         with self.guard.watching(f"the module of the lr_schedule {label}"):
-            return make_learning_rates(self.spec, self.graph)
+            return make_learning_rates(self.spec, self.graph, self.validated)
 
     @cached_property
     def _outline(self) -> ModelOutline:
@@ -393,23 +475,24 @@ class WorkerCore:
     def dataset(self, spec: DataConfig) -> MapStyleDataset:
         """The user's data set, made once per worker and data specification."""
         given = ((name, _identity(value)) for name, value in sorted(spec.args.items()))
-        key: tuple[Hashable, ...] = (_identity(spec.function), *given)
+        key: tuple[Hashable, ...] = (_identity(spec.function), *given, *map(_identity, spec.mix))
         if key not in self._datasets:
             with self.guard.watching(f"the data set function {spec.label}"):
                 self._datasets[key] = make_dataset(spec)
         return self._datasets[key]
 
     def _make_loader(
-        self, data: DataConfig, batching: Microbatches, *, own: list[int], training: bool, more: Sequence[str] = ()
+        self, of_set: str | None, data: DataConfig, batching: Microbatches, *, own: list[int], more: Sequence[str] = ()
     ) -> MicrobatchLoader | StreamLoader | None:
-        """A loader of the batch fields that this worker's stages read, and of `more`; None if they read none. `own`: the
-        microbatches that this worker runs."""
+        """A loader of the batch fields that this worker's stages read, and of `more`; None if they read none. `of_set`: the
+        validation set, None for training; `own`: the microbatches that this worker runs."""
+        training = of_set is None
         fields = tuple(dict.fromkeys([*(f for stage in self.stages.values() for f in stage.batch_fields), *more]))
         if not fields:
             return None
         if data.streams is not None:
             streams = self._streams if training else None
-            return StreamLoader(
+            of_streams = StreamLoader(
                 data,
                 batching,
                 seed=self.spec.seed,
@@ -420,9 +503,11 @@ class WorkerCore:
                 guard=self.guard,
                 batch_names=self.graph.batch_names if training else (),
             )
+            self._loaders.append(of_streams)
+            return of_streams
         dataset = self.dataset(data)
         if training:
-            order = SampleOrder.of_job(self.spec, dataset, self.guard)
+            order: SampleOrder | MixedOrder = SampleOrder.of_job(self.spec, dataset, self.guard)
         else:
             order = SampleOrder(self.spec.seed, len(dataset), shuffle=False)
         readers = sum(bool(stage.batch_fields) for stage in self.stages.values())
@@ -436,16 +521,23 @@ class WorkerCore:
             readers=readers,
             guard=self.guard,
             batch_names=self.graph.batch_names if training else (),
+            processes=self._data_processes.setdefault(of_set, DataProcesses(data, self.spec.seed)),
         )
         self._loaders.append(loader)
         return loader
+
+    def _first_batch_digests(self) -> dict[str, int]:
+        """Field -> digest of what `data.collate` makes of the job's first microbatch here: all readers must find the same."""
+        if self.spec.data.collate is None or not isinstance(self.loader, MicrobatchLoader):
+            return {}
+        return self.loader.first_batch_digests()
 
     def _read_ahead(self, step: int) -> None:
         """Read samples of a later step, if the job has one."""
         if self.loader is not None and step < self.spec.steps:
             self.loader.read_ahead(step, self._own_microbatches)
 
-    def _batch_sources(self, loader: MicrobatchLoader | StreamLoader | None) -> dict[int, BatchSource | None]:
+    def _batch_sources(self, loader: MicrobatchLoader | StreamLoader | LoaderOfSets | None) -> dict[int, BatchSource | None]:
         """Stage -> source of its batches, on the worker's device; None for a stage that reads none."""
         source = DeviceBatchSource(loader, self.device) if loader is not None and self.device != CPU else loader
         reads = {index: stage.batch_fields or stage.metrics is not None for index, stage in self.stages.items()}
@@ -471,6 +563,9 @@ class WorkerCore:
         sampled = end - self._sampled_ns >= SAMPLE_S * 1e9
         if sampled:
             self._sampled_ns = end
+        seconds, read_seconds = (end - start) / 1e9, (self.interpreter.read_ns + self.step_commit.late_read_ns) / 1e9
+        if (line := self._slow_data.add(read_seconds, seconds)) is not None:
+            self.guard.pass_on([("slow data", line)])
         return StepReport(
             rank=self.rank,
             step=step,
@@ -479,16 +574,15 @@ class WorkerCore:
             norm=outcome.norm,
             lr=self.step_commit.learning_rate if self.step_commit.applied else None,
             skipped=outcome.skipped,
-            seconds=(end - start) / 1e9,
+            seconds=seconds,
             busy_seconds=self.interpreter.busy_ns / 1e9,
+            read_seconds=read_seconds,
             started_ns=start,
             spans=tuple(self.interpreter.spans),
             ledger=self.transport.ledger.as_dict() if trace or sampled else {},
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             memory=memory_in_use(self.device) if sampled else {},
-            streams=self.loader.report(step, with_cursors=self.reports_cursors)
-            if isinstance(self.loader, StreamLoader)
-            else None,
+            streams=self.loader.report(step) if isinstance(self.loader, StreamLoader) else None,
             warnings=self._lines_for_user(),
             not_kept="" if (step + 1) & step else self.why_not_kept(),
             metrics=metrics,
@@ -518,8 +612,14 @@ class WorkerCore:
         """What is kept of the output, in a run that predicts; else None."""
         return found if isinstance(found := self.spec.loss.function, Prediction) else None
 
+    def name_of_pass(self, step: int) -> str:
+        """What a validation pass is called in messages. `step`: number of steps that are done."""
+        if self.prediction is not None:
+            return "in the prediction"
+        return "in the evaluation" if self.spec.forward_passes is not None else f"in the validation {after_steps(step)}"
+
     def validation_routine(self, step: int, number: int = 0) -> Routine[ValidationReport]:
-        """One whole validation pass as a routine. `number`: which pass of a run that predicts."""
+        """One whole validation pass as a routine. `number`: which pass of a run that makes these only."""
         assert self.validation_interpreter is not None, "the assignment has no validation pass"
         self.guard.establish()
         start = time.perf_counter_ns()
@@ -529,30 +629,48 @@ class WorkerCore:
                 stage.metrics.begin()
         self._begin_pass(number)
         yield from self.validation_interpreter.run_validation_pass(self.assignment.validation_program, step)
-        if self.spec.metrics:
+        if self.spec.metrics and self.spec.forward_passes is None:
             yield from self._gather_metrics(step)
         losses = {m: (float(s), float(c)) for stage in self.stages.values() for m, (s, c) in stage.losses.items()}
         metrics = self._compute_metrics()
-        self.guard.check_all(f"a layer, the loss or the data set, in the validation {after_steps(step)},")
+        self.guard.check_all(f"a layer, the loss or the data set, {self.name_of_pass(step)},")
         seconds = (time.perf_counter_ns() - start) / 1e9
-        return ValidationReport(self.rank, step, losses, seconds, metrics, self._outputs_of_pass(), self._lines_for_user())
+        return ValidationReport(
+            self.rank, step, losses, seconds, metrics, self._outputs_of_pass(number, losses), self._lines_for_user()
+        )
 
     def _begin_pass(self, number: int) -> None:
         """Have the stages and their sources of batches begin a pass."""
-        prediction, microbatches = self.prediction, self.assignment.validation_microbatches
-        first = (number + prediction.first_pass) * microbatches.count if prediction and microbatches else 0
+        first, batching = self._first_microbatch_of_pass(number), self.assignment.validation_microbatches
+        assert batching is not None, "the assignment has no validation pass"
+        of_whole = self.spec.forward_passes is not None
+        place_in_set = (lambda microbatch: ("", first + microbatch)) if of_whole else batching.place_in_set
         for stage in self.stages.values():
-            stage.first_microbatch = first
+            stage.place_in_set = place_in_set
         for source in self._passes.values():
             source.begin(first, self._own_validation_microbatches)
 
-    def _outputs_of_pass(self) -> dict[int, bytes]:
-        """What is kept of the outputs of the pass, by microbatch."""
-        prediction, last = self.prediction, self._last_stage
-        if prediction is None or last is None or last.metrics is None:
+    def _first_microbatch_of_pass(self, number: int) -> int:
+        """The first microbatch of a pass, of those of the whole data set."""
+        passes = self.spec.forward_passes
+        return (passes.first + number) * passes.microbatches if passes is not None else 0
+
+    def _outputs_of_pass(self, number: int, losses: Mapping[int, tuple[float, float]]) -> dict[int, bytes]:
+        """Microbatch of the whole data set -> what is kept of it, in a run that makes forward passes only: the outputs of one
+        that predicts, else what was measured."""
+        passes, last = self.spec.forward_passes, self._last_stage
+        if passes is None or last is None or (last.shard is not None and last.shard.group.shard):
             return {}
-        states, last.metrics.states = last.metrics.states, {}
-        return prediction.take_outputs(states, self.spec.batch_size, self.spec.microbatches)
+        count = whole_batching(passes.samples, self.spec.batch_size, self.spec.microbatches).count
+        states: dict[int, dict[str, State]] = {}
+        if last.metrics is not None:
+            states = {m: one for (_, m), one in last.metrics.states.items() if m < count}
+            last.metrics.states = {}
+        if self.prediction is not None:
+            return self.prediction.bytes_of(states)
+        if last.metrics is not None:
+            states = pack_states(last.metrics.metrics, states)
+        return pack_measures(losses, states, self._first_microbatch_of_pass(number), count)
 
     def _gather_metrics(self, step: int) -> Routine[None]:
         """Bring what was measured in the pass under way to the worker that computes the metrics."""
@@ -588,7 +706,12 @@ class WorkerCore:
         if self.not_moved is not None and not only_weights:
             raise self.not_moved
         optimizers = {} if only_weights else self.step_commit.optimizers
-        state = take_snapshot(self.stages, optimizers, self.ownership.checkpoint_pieces(self.rank))
+        unsaved = self.spec.unsaved
+        pieces = {
+            stage: {name: of for name, of in mine.items() if name not in unsaved}
+            for stage, mine in self.ownership.checkpoint_pieces(self.rank).items()
+        }
+        state = take_snapshot(self.stages, optimizers, pieces)
         self._writer.start(checkpoint, f"worker_{self.rank:04d}.safetensors", state)
 
     def save_result(self) -> ShardRecord:
@@ -616,6 +739,8 @@ class WorkerCore:
     def close(self) -> None:
         """Release transports, loaders and their processes; idempotent."""
         self._close_loaders()
+        for processes in self._data_processes.values():
+            processes.close()
         self._streams.close()
         if self.transport is not None:
             self.transport.close()

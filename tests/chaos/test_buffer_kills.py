@@ -12,7 +12,7 @@ from helpers.protocol import Fault, Kind, World, random_faults
 from helpers.torch_flesh import TorchJob, simulate
 
 from raypar.plan import ParallelPlan
-from raypar.worker.worker_assignments import make_layer_graph
+from raypar.worker.layer_graph_of_job import make_layer_graph
 
 QUICK = {
     "step_deadline_s": 0.5,
@@ -61,7 +61,7 @@ def check_kills(model: str, policy: str, every: int) -> None:
 
 @pytest.mark.parametrize("model, policy", [("plain norms", "refuse"), pytest.param("counters", "sum", marks=pytest.mark.full)])
 def test_a_killed_worker_changes_no_buffer_whether_the_step_is_run_again_or_applied_late(model, policy):
-    check_kills(model, policy, every=29)
+    check_kills(model, policy, every=53)
 
 
 @pytest.mark.full
@@ -76,7 +76,7 @@ def test_the_only_copy_of_buffers_comes_back_from_the_mirror():
     plain, reference = simulate(work, plan, **QUICK)
     assert reference == undisturbed("norms")
     cured = 0
-    for at in range(plain.points // 2, plain.points, 61):
+    for at in range(plain.points // 2, plain.points, 97):
         world, found = simulate(work, plan, [Fault(at, "kill")], **QUICK)
         assert found == reference, world.tell(f"a kill at {at}: {world.over.why}")
         cured += any("from_mirror=True" in line for line in world.story)

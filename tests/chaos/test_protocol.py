@@ -31,7 +31,7 @@ GRID = ParallelPlan.mesh(dp=2, pp=2, layers=4)
 LINE = ParallelPlan.mesh(pp=4, layers=4)
 UNEVEN = ParallelPlan.of([1, 3, 1], layers=4)
 """One replica, three, one."""
-EVERY = 23
+EVERY = 41
 """The default suite takes every so many cases."""
 
 
@@ -161,7 +161,7 @@ def test_ctrl_c_anywhere_saves_what_people_have_seen(first: Kind | None, whole: 
         faults = [other] if other is not None else []
         once = World(work, GRID, faults, **quiet)
         once.run()
-        for at in range(0, once.points, 1 if whole else 19):
+        for at in range(0, once.points, 1 if whole else 37):
             for grace_ms in (0.0, 5.0, 1500.0):
                 asked = [*faults, Fault(at, "ctrl_c", ms=grace_ms)]
                 world, _ = simulate(work, GRID, asked, **quiet)
@@ -178,7 +178,7 @@ def test_seeded_histories_with_real_tensors(model: str, whole: bool):
     """The same protocol with real stages, optimizers and reductions: parameters, optimizer state and losses, bit for bit."""
     from helpers import torch_flesh, ugly_models
 
-    from raypar.worker.worker_assignments import make_layer_graph
+    from raypar.worker.layer_graph_of_job import make_layer_graph
 
     spec = ugly_models.job(model, microbatches=4, steps=4)
     work = torch_flesh.TorchJob(spec, make_layer_graph(spec))
@@ -188,7 +188,7 @@ def test_seeded_histories_with_real_tensors(model: str, whole: bool):
     alone = torch_flesh.simulate(work, ParallelPlan.mesh(layers=work.layers), **quiet)[1]
     assert alone == reference
     kinds: tuple[Kind, ...] = ("kill", "zombie", "stop", "late_answer", "kill_driver", "stop_driver", "join", "drain")
-    for seed in range(60 if whole else 6):
+    for seed in range(60 if whole else 4):
         faults = random_faults(seed, 3, plain, workers=4, kinds=kinds)
         world, found = torch_flesh.simulate(work, plan, faults, **quiet)
         assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
@@ -202,7 +202,7 @@ def test_the_only_copy_of_real_tensors_comes_back_from_the_mirror(model: str, wh
     is complete everybody begins anew."""
     from helpers import torch_flesh, ugly_models
 
-    from raypar.worker.worker_assignments import make_layer_graph
+    from raypar.worker.layer_graph_of_job import make_layer_graph
 
     spec = ugly_models.job(model, microbatches=4, steps=6)
     quiet = QUICK | {"validates": False}
@@ -218,7 +218,7 @@ def test_the_only_copy_of_real_tensors_comes_back_from_the_mirror(model: str, wh
             adopted = [line for line in world.story if "AdoptPlan(" in line]
             assert all("from_mirror=True" in line or "after 0 steps" in line for line in adopted), adopted
             cured += "from_mirror=True" in "".join(adopted)
-        for seed in range(30 if whole else 3):
+        for seed in range(30 if whole else 2):
             faults = random_faults(seed, 3, plain, workers=4, kinds=("kill", "zombie", "late_answer", "join"))
             world, found = torch_flesh.simulate(work, plan, faults, **quiet)
             assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
@@ -289,7 +289,7 @@ def test_a_new_driver_finds_silent_corruption_too(whole: bool):
 def test_a_bit_of_a_real_weight_that_flips_is_found_and_executed_again():
     from helpers import torch_flesh, ugly_models
 
-    from raypar.worker.worker_assignments import make_layer_graph
+    from raypar.worker.layer_graph_of_job import make_layer_graph
 
     spec = ugly_models.job("tangled", microbatches=4, steps=6)
     work = torch_flesh.TorchJob(spec, make_layer_graph(spec), mirror_every=2)
@@ -297,7 +297,7 @@ def test_a_bit_of_a_real_weight_that_flips_is_found_and_executed_again():
     for plan in (ParallelPlan.mesh(dp=2, pp=2, layers=work.layers), ParallelPlan.mesh(dp=3, layers=work.layers)):
         plain, reference = torch_flesh.simulate(work, plan, **quiet)
         assert not any("silent corruption" in line for line in plain.story)
-        for at in range(plain.points // 6, plain.points, plain.points // 9):
+        for at in range(plain.points // 6, plain.points, plain.points // 5):
             world, found = torch_flesh.simulate(work, plan, [Fault(at, "corrupt")], **quiet)
             assert any("silent corruption" in line for line in world.story), world.tell(f"changed at {at}")
             assert found == reference, world.tell(f"changed at {at}: {world.over.why}")

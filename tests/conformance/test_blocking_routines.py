@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from raypar.comm import blocking_code_as_routine
-from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
-from raypar.comm.transport import RoutineWait, RoutineWork, run_routine
+from raypar.comm.cooperative_scheduler import CooperativeScheduler
+from raypar.comm.local_transport import LocalMesh
+from raypar.comm.routine import RoutineWait, RoutineWork, run_routine
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 
@@ -18,7 +19,7 @@ def summing(transport, rounds=3):
         found = []
         for i in range(rounds):
             value = torch.full((4,), float(transport.rank + i))
-            blocking_code_as_routine.wait_for(transport.all_reduce(value, group=range(transport.size)), "a sum")
+            blocking_code_as_routine.wait_for_handle(transport.all_reduce(value, group=range(transport.size)), "a sum")
             found.append(value[0].item())
         return found
 
@@ -49,7 +50,7 @@ def test_random_numbers_are_those_of_a_process_of_its_own():
         def work():
             torch.manual_seed(transport.rank)
             first = torch.rand(3)
-            blocking_code_as_routine.wait_for(transport.barrier(group=(0, 1)), "the other")
+            blocking_code_as_routine.wait_for_handle(transport.barrier(group=(0, 1)), "the other")
             return torch.cat([first, torch.rand(3)])
 
         return work
@@ -78,7 +79,7 @@ def test_an_error_inside_comes_out_and_ends_the_others():
 
     def waiting():
         try:
-            blocking_code_as_routine.wait_for(mesh.transports[1].barrier(group=(0, 1)), "the other")
+            blocking_code_as_routine.wait_for_handle(mesh.transports[1].barrier(group=(0, 1)), "the other")
         except GroupAborted as error:
             ended.append(error.what)
             raise
@@ -95,7 +96,7 @@ def test_one_that_waits_for_nobody_is_reported_by_what_it_waits_for():
     mesh = LocalMesh(2)
 
     def waiting():
-        blocking_code_as_routine.wait_for(mesh.transports[1].barrier(group=(0, 1)), "the other shard")
+        blocking_code_as_routine.wait_for_handle(mesh.transports[1].barrier(group=(0, 1)), "the other shard")
 
     with pytest.raises(CommError, match="waits for the other shard"):
         CooperativeScheduler().run([blocking_code_as_routine.as_routine(waiting)], mesh)
@@ -104,7 +105,7 @@ def test_one_that_waits_for_nobody_is_reported_by_what_it_waits_for():
 def test_a_deadline_names_what_was_waited_for():
     mesh = LocalMesh(2)
     with pytest.raises(CommTimeout, match="the other shard: barrier"):
-        blocking_code_as_routine.wait_for(mesh.transports[0].barrier(group=(0, 1)), "the other shard", 0.01)
+        blocking_code_as_routine.wait_for_handle(mesh.transports[0].barrier(group=(0, 1)), "the other shard", 0.01)
 
 
 def test_a_routine_that_is_closed_ends_its_thread():

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from raypar.comm.local_transport import CooperativeScheduler, LocalMesh, RoutineSpan
-from raypar.comm.transport import RoutineWait, RoutineWork, run_routine
+from raypar.comm.cooperative_scheduler import CooperativeScheduler, RoutineSpan
+from raypar.comm.local_transport import LocalMesh
+from raypar.comm.routine import RoutineWait, RoutineWork, run_routine
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 

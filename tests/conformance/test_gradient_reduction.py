@@ -12,12 +12,14 @@ from helpers import standin
 from helpers.transport_cases import CREDENTIAL, over_nccl
 
 from raypar.comm import gradient_reduction, shared_memory
+from raypar.comm.cooperative_scheduler import CooperativeScheduler
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
-from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
+from raypar.comm.local_transport import LocalMesh
+from raypar.comm.routine import RoutineWork, run_routine
 from raypar.comm.tcp.endpoint import TcpEndpoint
-from raypar.comm.transport import RoutineWork, run_routine
 from raypar.errors import CommError
-from raypar.plan.microbatches import contiguous_part, covering_nodes, fold_tree
+from raypar.plan.addition_tree import covering_nodes, fold_tree
+from raypar.plan.microbatches import contiguous_part
 
 SHAPES = [(48,), (33, 7), (5,), (128, 16), (1,), (0,), (64,), (3, 17)]
 UNUSED = 4

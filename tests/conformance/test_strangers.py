@@ -33,7 +33,7 @@ from helpers.strangers import (
 )
 from helpers.transport_cases import CREDENTIAL, LIMIT_S
 
-from raypar.comm import shared_memory, tensor_layout
+from raypar.comm import sent_tensor_layout, shared_memory
 from raypar.comm.nccl import connect, tagged_messages
 from raypar.comm.tcp import acceptor as tcp_accept
 from raypar.comm.tcp import message_header, rendezvous
@@ -502,8 +502,8 @@ HEADED = {
 def test_a_damaged_header_is_an_error_that_names_the_peer_before_anything_is_allocated(posted, share, monkeypatch):
     count = 0
     for tensor in HEADED.values():
-        layout = tensor_layout.layout_of(tensor)
-        header = message_header.pack_header(tensor_layout.message_of(tensor, layout), 1, 0, 7, layout)
+        layout = sent_tensor_layout.layout_of(tensor)
+        header = message_header.pack_header(sent_tensor_layout.message_of(tensor, layout), 1, 0, 7, layout)
         for what, mutate in some(mutations(len(header)), share):
             with Line() as line:
                 allocated = []
@@ -695,10 +695,10 @@ def test_a_layout_over_nccl_is_checked_before_there_is_room_for_its_message(plac
 
 def test_a_layout_over_nccl_says_how_the_tensor_lies():
     tensor = torch.arange(12.0)[2:8].view(2, 3).t()
-    layout = tensor_layout.layout_of(tensor)
-    assert layout == tensor_layout.TensorLayout((3, 2), (1, 3), 2)
+    layout = sent_tensor_layout.layout_of(tensor)
+    assert layout == sent_tensor_layout.TensorLayout((3, 2), (1, 3), 2)
     assert tagged_messages.unpack_layout(bytes(tagged_messages.pack_layout(layout)), (3, 2), torch.float32) == layout
-    message = tensor_layout.message_of(tensor, layout)
+    message = sent_tensor_layout.message_of(tensor, layout)
     frame = bytes(tagged_messages.pack_announcement(tagged_messages.ON_DEVICE, message, 9, True, layout))
     assert tagged_messages.unpack_announcement(frame)[2:] == ((3, 2), 0, 9, True, True)
 

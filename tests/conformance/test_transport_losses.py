@@ -17,8 +17,9 @@ OTHERS = [0, 1, 3]
 BOUND_S = 0.1
 
 
-@pytest.fixture(scope="module", params=["tcp", "unix", needs_cupy("nccl")])
+@pytest.fixture(scope="module", params=["tcp", pytest.param("unix", marks=pytest.mark.full), needs_cupy("nccl")])
 def workers(request):
+    """Unix sockets are `full`: they are TCP's code, and workers of `tests/e2e/test_elastic.py` die and hang on them."""
     made = Workers(4)
     made.kind = request.param
     yield made

@@ -17,11 +17,13 @@ from helpers.processes import Workers, cpu_wait_s
 from helpers.standin import needs_cupy
 from helpers.transport_cases import CASES, CREDENTIAL, LIMIT_S
 
-from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
+from raypar.comm.cooperative_scheduler import CooperativeScheduler
+from raypar.comm.local_transport import LocalMesh
+from raypar.comm.routine import run_routine
 from raypar.comm.tcp import rendezvous
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.transport import Transport, run_routine
+from raypar.comm.transport import Transport
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 
@@ -79,8 +81,9 @@ def pair(request):
         end.close()
 
 
-@pytest.fixture(scope="module", params=["tcp", "unix", needs_cupy("nccl")])
+@pytest.fixture(scope="module", params=["tcp", pytest.param("unix", marks=pytest.mark.full), needs_cupy("nccl")])
 def workers(request):
+    """Four processes. Over Unix sockets, `full`, every run on Ray of the default suite goes; and threads, below."""
     made = Workers(4)
     made.kind = request.param
     yield made

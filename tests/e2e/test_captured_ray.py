@@ -13,8 +13,8 @@ import raypar
 from raypar.actors.ray_connection import connect_ray
 from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, read_checkpoint_buffers, read_checkpoint_state
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 pytestmark = [pytest.mark.full]  # each worker imports transformers
 

@@ -100,7 +100,7 @@ def test_a_driver_may_take_long_to_start_and_no_time_at_all_to_answer_afterwards
 
     fake = SimpleNamespace(wait=wait, get=get, kill=lambda driver, no_restart: ended.append(sum(waits)))
     monkeypatch.setattr(driver_client, "ray", fake)
-    monkeypatch.setattr("raypar.actors.actor_handles.ray", fake)
+    monkeypatch.setattr("raypar.actors.actor_handle_types.ray", fake)
     driver = SimpleNamespace(start=ask("start"), events=ask("events"), stop=ask("stop"))
     request = SimpleNamespace(policy=SimpleNamespace(steps_before_run=0, elastic=True))
     end = driver_client._follow(driver, request, told.append, [])

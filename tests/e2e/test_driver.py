@@ -15,7 +15,7 @@ from raypar.actors import driver_actor as module
 from raypar.actors import driver_shutdown, membership_actions
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.driver_actor import DriverActor
-from raypar.actors.event_feed import STEP_POLLS_BURST, EventFeed
+from raypar.actors.events_for_client import STEP_POLLS_BURST, EventFeed
 from raypar.actors.membership_actions import KernelOomKills
 from raypar.actors.run_state_in_ray_kv import DriverReplaced
 from raypar.actors.side_effect_thread import SideEffectThread
@@ -65,8 +65,8 @@ def test_what_the_client_has_is_forgotten_and_what_it_may_have_missed_is_not():
 
 def test_of_many_quick_steps_each_answer_tells_several_and_everything_else_is_told_at_once(monkeypatch):
     """Polls cost the driver of 8 workers as much as another worker."""
-    monkeypatch.setattr("raypar.actors.event_feed.STEP_POLLS_BURST", 3)
-    monkeypatch.setattr("raypar.actors.event_feed.STEP_POLLS_PER_S", 0.1)
+    monkeypatch.setattr("raypar.actors.events_for_client.STEP_POLLS_BURST", 3)
+    monkeypatch.setattr("raypar.actors.events_for_client.STEP_POLLS_PER_S", 0.1)
 
     async def scene():
         news, cursor, told = EventFeed(), 0, []
@@ -89,7 +89,7 @@ def test_of_many_quick_steps_each_answer_tells_several_and_everything_else_is_to
 
 def test_quick_steps_are_told_evenly_and_not_in_bursts_with_long_breaks(monkeypatch):
     """After 20 answers in a second nothing was told for three, and the client said that it waited for the driver's process."""
-    monkeypatch.setattr("raypar.actors.event_feed.STEP_POLLS_PER_S", 10.0)
+    monkeypatch.setattr("raypar.actors.events_for_client.STEP_POLLS_PER_S", 10.0)
 
     async def scene():
         news, cursor, answered_s = EventFeed(), 0, []
@@ -220,6 +220,7 @@ def test_the_time_that_a_run_may_take_is_counted_over_all_its_drivers(age_s, sto
         unheard_workers=frozenset,
         ended_workers=frozenset,
         reading_workers=frozenset,
+        searching_workers=frozenset,
         cpu_wait=CpuWaitDeadlineExtension(),
     )
     driver.machine = SimpleNamespace(phase=module.Phase.RUNNING)

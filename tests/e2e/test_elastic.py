@@ -174,7 +174,9 @@ MEASURED = (
     "metrics={energy: helpers.metrics:energy, middle: {function: helpers.metrics:Median}}",
     "metrics_every=5",
     "checkpoint.keep=1",
-    "checkpoint.best=[{metric: validation_energy, mode: min, keep: 2}]",
+    "checkpoint.best=[{metric: validation/held/energy, mode: min, keep: 2}, validation/few/loss]",
+    "validation={every: 6, held: {function: helpers.tiny_job:data, args: {size: 8}}, "
+    "few: {function: helpers.tiny_job:data, args: {size: 5}, batch_size: 3, metrics: [middle]}}",
 )
 
 
@@ -219,7 +221,7 @@ def test_metrics_and_the_best_checkpoints_are_those_of_a_run_that_nothing_befall
             wanted[step, "step"] = run.metrics
             if step % 6 == 0:
                 run.validate(step)
-                wanted[step, "validation"] = {f"validation_{name}": value for name, value in run.metrics.items()}
+                wanted[step, "validation"] = {f"validation/{name}": value for name, value in run.metrics.items()}
     lines = map(json.loads, (disturbed.folder / "runs/tiny/metrics.jsonl").read_text().splitlines())
     found = {(line["step"], "step" if "loss" in line else "validation"): line for line in lines}
     assert set(found) == set(wanted)
@@ -228,18 +230,21 @@ def test_metrics_and_the_best_checkpoints_are_those_of_a_run_that_nothing_befall
         if place[1] == "validation" or f"the metrics of step {place[0]} are lost" not in told:
             assert {name: found[place].get(name) for name in values} == values, place
     last, history = wanted[90, "validation"] | wanted[90, "step"], disturbed.result.history
-    assert set(last) == {f"{prefix}{name}" for prefix in ("", "validation_") for name in
-                         ("energy", "middle/median", "middle/first", "middle/last")}  # fmt: skip
+    middle = ("middle/median", "middle/first", "middle/last")
+    measured = {"": ("energy", *middle), "validation/held/": ("loss", "energy", *middle), "validation/few/": ("loss", *middle)}
+    assert set(last) == {f"{prefix}{name}" for prefix, names in measured.items() for name in names}
     assert {name: disturbed.result.metrics[name] for name in last} == last
-    assert {line["step"] for line in history if "validation_energy" in line} == set(range(6, 91, 6))
+    assert {line["step"] for line in history if "validation/held/energy" in line} == set(range(6, 91, 6))
     assert main(["status", str(disturbed.folder / "runs/tiny")]) == 0
     assert "  metrics  energy " in capsys.readouterr().out
-    energies = {step: values["validation_energy"] for (step, kind), values in wanted.items() if kind == "validation"}
-    best = sorted(energies, key=lambda step: (energies[step], step))[:2]
+    validated = {step: values for (step, kind), values in wanted.items() if kind == "validation"}
+
+    def best_steps(name: str, keep: int) -> list[int]:
+        return sorted(validated, key=lambda step: (validated[step][f"validation/{name}"], step))[:keep]
+
+    best = best_steps("held/energy", 2)
     there = {path.name for path in (disturbed.folder / "runs/tiny/checkpoints").iterdir()}
-    assert {f"step_{step:08d}" for step in best} == there - {"step_00000090"} | {
-        f"step_{step:08d}" for step in best if step == 90
-    }
+    assert there == {f"step_{step:08d}" for step in {*best, *best_steps("few/loss", 1), 90}}
     assert disturbed.result.best_checkpoint_path.endswith(f"step_{best[0]:08d}")
 
 

@@ -14,6 +14,7 @@ import torch
 from helpers import tiny_job
 from helpers.finished_runs import train_into_folder
 from pyarrow import parquet
+from torch.utils.data import ConcatDataset
 
 import raypar
 from raypar.actors.ray_connection import connect_ray
@@ -22,7 +23,7 @@ from raypar.errors import CheckpointError, ConfigError
 from raypar.job import ElasticConfig, Job, PlanConfig, ValidationConfig
 from raypar.launch.evaluate_run import evaluate_checkpoint
 from raypar.launch.forward_run import Cluster, find_trained_run
-from raypar.launch.parquet_file import open_parquet_file
+from raypar.launch.parquet_writer import open_parquet_file
 from raypar.launch.predict_run import PredictionRequest, predict_with_checkpoint
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.record.events import Event
@@ -37,6 +38,20 @@ class Slow(tiny_job.Samples):
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.3)
+        return super().__getitem__(index)
+
+
+class HeldUp(tiny_job.Samples):
+    """The samples of the last third wait for `file`."""
+
+    def __init__(self, size: int, file: str) -> None:
+        super().__init__(size)
+        self.file, self.limit_s = Path(file), 60.0
+
+    def __getitem__(self, index: int) -> Any:
+        until = time.monotonic() + self.limit_s
+        while index >= 2 * len(self) // 3 and not self.file.exists() and time.monotonic() < until:
+            time.sleep(0.01)
         return super().__getitem__(index)
 
 
@@ -90,6 +105,11 @@ def test_the_command_prints_the_loss_of_one_worker(trained: Any, capsys: pytest.
     assert f"loss {wanted!r} over {SIZE} counted" in capsys.readouterr().out.splitlines()[-1]
 
 
+def longer(size: int) -> ConcatDataset[Any]:
+    """`size` samples of the tiny job, then others."""
+    return ConcatDataset([tiny_job.Samples(size), tiny_job.Samples(3)])
+
+
 @pytest.mark.full
 def test_another_data_set_and_batch_size_are_those_of_a_job_that_has_them(trained: Any):
     path, job, _ = trained
@@ -100,15 +120,15 @@ def test_another_data_set_and_batch_size_are_those_of_a_job_that_has_them(traine
             core.load(path / "checkpoints" / "step_00000003")
         losses.append(local.validate(3))
     trainer = raypar.Trainer(**JOB)
-    facts = trainer.evaluate(path, data=tiny_job.Samples(10), batch_size=3, verbose=False)
+    facts = trainer.evaluate(path, data=longer(10), samples=10, batch_size=3, verbose=False)
     assert (facts["validation_loss"], facts["count"]) == (losses[0], 10)
 
 
-def test_predictions_of_four_workers_one_of_which_dies_are_those_of_one_process(
+def test_predictions_of_two_workers_one_of_which_dies_are_those_of_one_process(
     trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path, job, _ = trained
-    monkeypatch.setattr("raypar.launch.predict_run.MICROBATCHES_OF_PASS", 4)
+    monkeypatch.setattr("raypar.launch.forward_run.MICROBATCHES_OF_PASS", 4)
     pids, told = list[int](), list[str]()
 
     def tell(event: Event) -> None:
@@ -117,13 +137,14 @@ def test_predictions_of_four_workers_one_of_which_dies_are_those_of_one_process(
         if facts.get("stage") == "started":
             pids.append(int(facts["text"].partition("pids ")[2].split(", ")[1]))
         if told[-1] == "7 of 21 samples":
-            threading.Timer(0.3, os.kill, (pids[0], signal.SIGKILL)).start()
+            os.kill(pids[0], signal.SIGKILL)
+            (tmp_path / "killed").touch()
 
-    slow = job.replace(plan=PlanConfig(stages=2, replicas=2), elastic=ElasticConfig())
+    held_up = ValidationConfig(function=HeldUp, args={"size": SIZE, "file": str(tmp_path / "killed")})
+    elastic = job.replace(plan=PlanConfig(stages=1, replicas=2), elastic=ElasticConfig())
     found = find_trained_run(path, ".", None, [], tell)
-    request = PredictionRequest(ValidationConfig(function=Slow, args={"size": SIZE}))
     with open_parquet_file(tmp_path / "out.parquet") as file:
-        assert predict_with_checkpoint(slow, found.checkpoint, request, file.write, tell, Cluster()) == SIZE
+        assert predict_with_checkpoint(elastic, found.checkpoint, PredictionRequest(held_up), file, tell, Cluster()) == SIZE
     assert "lost" in told and "recovering" in told and told.count("7 of 21 samples") == 1
     table = parquet.read_table(tmp_path / "out.parquet")
     module, samples = raypar.load(path), tiny_job.Samples(SIZE)
@@ -139,7 +160,7 @@ def test_the_command_and_trainer_predict_alike(trained: Any, tmp_path: Path, cap
     out = tmp_path / "out.parquet"
     assert main(["predict", str(path), "--data", "{function: helpers.tiny_job:data, args: {size: 9}}", "--out", str(out)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"9 rows in {out}: sample, output"
-    columns = raypar.Trainer(**JOB).predict(path, data=tiny_job.Samples(9), verbose=False)
+    columns = raypar.Trainer(**JOB).predict(path, data=longer(9), samples=9, verbose=False)
     assert columns["sample"].tolist() == list(range(9))
     assert torch.equal(torch.tensor(parquet.read_table(out).column("output").to_pylist()), columns["output"])
 
@@ -167,6 +188,10 @@ def test_what_cannot_be_evaluated_is_refused(trained: Any, tmp_path: Path, capsy
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="function is 3, which names no function"):
         raypar.Trainer(**JOB).predict(path, data=tiny_job.Samples(10), function=3, verbose=False)
+    for argument, value in (("samples", 0), ("samples", True), ("batch_size", 0), ("batch_size", 2.5)):
+        for call in (raypar.Trainer(**JOB).evaluate, raypar.Trainer(**JOB).predict):
+            with pytest.raises(ConfigError, match=f"{argument} is {value}\n  cure: give a whole number of samples"):
+                call(path, data=tiny_job.Samples(10), verbose=False, **{argument: value})
     made, _ = train_into_folder(
         raypar.Trainer(**(JOB | {"loss": lambda output, target: (output - target).sum()})).job, tmp_path
     )

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import ray
 
-from raypar.actors.local_cluster_folder import remove_local_ray_on_exit
+from raypar.actors.local_cluster_temp_folder import remove_local_ray_on_exit
 from raypar.actors.ray_connection import make_short_temp_dir
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+HANGING_S = 1200
+"""After so long an example hangs; their own waits have limits, too. The longest took eight minutes on a slow machine."""
 
 
 @pytest.mark.chaos
@@ -26,7 +28,7 @@ def test_a_run_that_loses_a_node_ends_with_the_weights_of_one_that_does_not(tmp_
 @pytest.mark.chaos
 def test_a_stream_that_is_killed_and_resumed_under_another_plan_gives_the_samples_of_one_that_is_not(tmp_path):
     command = [sys.executable, str(EXAMPLES / "stream.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGING_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "record of samples: 240 microbatches, equal" in done.stdout and done.stdout.splitlines()[-1] == "equal"
 
@@ -34,11 +36,14 @@ def test_a_stream_that_is_killed_and_resumed_under_another_plan_gives_the_sample
 @pytest.mark.chaos
 def test_a_llama_is_fine_tuned_and_its_merged_folder_has_the_accuracy_that_raypar_measures(tmp_path):
     command = [sys.executable, str(EXAMPLES / "finetune_llama.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGING_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "raypar evaluate and the plain loop: equal" in done.stdout
-    (before, after) = map(float, re.findall(r"(0\.\d+) of the", done.stdout))
-    assert before < 0.05 and after > 0.7 and "accuracy" in (tmp_path / "report.html").read_text()
+    held_out, other = re.findall(r"  (?:held-out windows|another poem): (0\.\d+), (0\.\d+)\n", done.stdout)
+    assert float(held_out[0]) < 0.05 and float(held_out[1]) > 0.7 and float(other[1]) < 0.5
+    report = (tmp_path / "report.html").read_text()
+    for name in ("held_out", "other_poem"):
+        assert f"accuracy (validation, {name})" in report and f"loss (validation, {name})" in report
 
 
 @pytest.mark.chaos
@@ -47,7 +52,7 @@ def test_a_submitted_job_that_is_stopped_and_submitted_again_ends_with_the_weigh
     """Stages and shards on one node; stages and replicas on a head and another node."""
     shards = ["--set", "plan.shards=2", "--set", "plan.replicas=1"] if nodes == 1 else []
     command = [sys.executable, str(EXAMPLES / "submit_and_stop.py"), str(tmp_path), "--nodes", str(nodes), "--share", *shards]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGING_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "equal"
 
@@ -66,7 +71,7 @@ def test_a_head_that_does_not_start_is_told_by_what_it_has_printed(tmp_path, mon
 @pytest.mark.chaos
 def test_a_sweep_of_ray_tune_trains_each_trial_and_its_runs_take_turns_on_a_small_cluster(tmp_path):
     command = [sys.executable, str(EXAMPLES / "sweep.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGING_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "waiting for 2 CPUs" in done.stdout + done.stderr
     *_, low, middle, high, best = done.stdout.splitlines()

@@ -24,6 +24,8 @@ from raypar.elastic.actions import Teardown
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError, ConfigError, WorkerLost
 from raypar.files.atomic_write import write_text_atomically
+from raypar.job.job import Job
+from raypar.job.read_job import load_job
 from raypar.launch import Result, resume, start_new_run
 from raypar.record.events import Note, parse_event
 from raypar.storage import checkpoint_store
@@ -129,7 +131,7 @@ def test_a_job_that_cannot_be_kept_is_not_started_and_leaves_no_run_folder(tmp_p
         assert not list((tmp_path / "runs").iterdir())
 
 
-def test_a_run_that_cannot_be_changed_is_not_resumed_and_stays_as_it_was(run, monkeypatch):
+def test_a_run_that_cannot_be_changed_is_not_resumed_and_stays_as_it_was(run, tmp_path, monkeypatch):
     folder = RunFolder(run)
     folder.append_line(folder.metrics, {**LINE, "step": 2})
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
@@ -141,8 +143,8 @@ def test_a_run_that_cannot_be_changed_is_not_resumed_and_stays_as_it_was(run, mo
     chosen = SimpleNamespace(plan=SimpleNamespace(describe=lambda: "1 worker"))
     monkeypatch.setattr(resume, "plan_json", lambda chosen: "p" * 500)
     monkeypatch.setattr(resume, "make_plan_chooser", lambda job: None)
-    given = {"callbacks": (), "trackers": (), "early_stopping": None, "epochs": None, "steps": 8}
-    job = SimpleNamespace(source_dir=Path(), to_yaml=lambda: "y" * 5000, **given)
+    monkeypatch.setattr(Job, "to_yaml", lambda job: "y" * 5000)
+    job = load_job(write_job(tmp_path))
     with room(50), pytest.raises(ConfigError, match=r"cannot write .*metrics\.jsonl: File too large"):
         resume.resume_job(job, folder, print)
     with room(400), pytest.raises(ConfigError, match=r"cannot write .*plan\.json: File too large"):

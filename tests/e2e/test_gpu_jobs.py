@@ -23,7 +23,8 @@ from raypar.errors import CheckpointError, ClusterError, ConfigError
 from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
 from raypar.worker.backend import GpuBackend
-from raypar.worker.checkpoint.checkpoint_files import Manifest, check_contract
+from raypar.worker.checkpoint.checkpoint_files import Manifest
+from raypar.worker.checkpoint.contract_comparison import check_contract
 
 
 def joined(monkeypatch, cluster):

@@ -23,17 +23,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.guides import GUIDES, PICTURES, Block, code_blocks, guide_script
+from helpers.guides import GUIDES, PICTURES, Block, code_blocks, guide_script, run_in_forked_processes
 from helpers.moto_s3 import ENVIRONMENT, fake_s3
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 900.0
 SHORT = ("your_own_model", "your_data", "reading_the_swimlane")
-"""Guides whose `bash` blocks run in the default suite too.
+"""Guides whose `bash` blocks run in the default suite too. Commands of `FORKED` run one by one in processes that have loaded
+PyTorch already; all run in a shell in the long tests.
 
 Of `your_own_model.md` these make the data and plan the job, which checks all of its code as the start of a run does. Training
 and export are `bash full`; the default suite trains and exports other jobs (`test_train.py`, `tests/parity/test_export.py`).
 """
+FORKED = ("your_own_model", "your_data")
 RAY_SHIM = """#!{python}
 # `ray start` and `ray stop` for a guide: a cluster with its own ports and folder, whose processes the test knows and ends.
 import os, pathlib, signal, subprocess, sys, time
@@ -162,7 +164,11 @@ def check_pictures(folder: Path) -> None:
 
 @pytest.mark.parametrize("guide", [guide for guide in GUIDES if guide.stem in SHORT], ids=lambda guide: guide.stem)
 def test_the_guides_commands_do_what_it_says(guide: Path, tmp_path: Path):
-    run_guide(guide, tmp_path, full=False)
+    if guide.stem in FORKED:
+        blocks = code_blocks(guide)
+        check_what_is_printed(blocks, run_in_forked_processes(blocks, tmp_path), full=False)
+    else:
+        run_guide(guide, tmp_path, full=False)
     check_pictures(tmp_path)
 
 

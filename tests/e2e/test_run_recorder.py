@@ -18,7 +18,8 @@ from raypar.callbacks import Callback, Callbacks, Tracker
 from raypar.elastic.actions import Teardown
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError
-from raypar.record.events import DriverLoss, RunWarning, ValidationRecord
+from raypar.job.lr_schedule_metric import FollowedMetric
+from raypar.record.events import DriverLoss, RunWarning, StepRecord, ValidationRecord
 
 
 class Full:
@@ -48,6 +49,33 @@ def test_on_a_full_disk_metrics_wait_in_memory_with_one_warning_and_no_line_is_t
     assert len(warnings) == 2 and all("No space left" in text and "cure: " in text for text in warnings)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_a_learning_rate_that_follows_a_metric_is_told_when_it_changes_once_and_by_a_new_driver_too(tmp_path):
+    request = SimpleNamespace(folder=tmp_path)
+    followed = FollowedMetric("validation_loss", 2, {2: 0.5})
+    recorder, lines = RunRecorder(request, followed=followed), []
+
+    def steps(recorder: RunRecorder, *rates: tuple[int, float | None]) -> None:
+        for step, lr in rates:
+            record = StepRecord(step=step, loss=1.0, lr=lr, seconds=1.0, samples_per_s=1.0)
+            recorder._tell_of_learning_rate(record)
+            recorder._write(record)
+        lines.extend(event.line() for event in recorder.new_events())
+
+    steps(recorder, (1, 0.1), (2, 0.1), (3, 0.1))
+    followed.values[4] = 0.51
+    steps(recorder, (4, None), (5, 0.05), (6, 0.05))
+    followed.values[6] = 0.52
+    again = RunRecorder(request, followed=followed)
+    again.remember_learning_rate()
+    steps(again, (7, 0.025))
+    assert lines == [
+        "learning rate 0.1 -> 0.05 from step 5 on: validation_loss was 0.51 after 4 steps",
+        "learning rate 0.05 -> 0.025 from step 7 on: validation_loss was 0.52 after 6 steps",
+    ]
+    steps(RunRecorder(request), (8, 0.01), (9, 0.001))
+    assert len(lines) == 2, "a job of its own schedule says nothing"
 
 
 def test_a_checkpoint_that_cannot_be_committed_gives_its_room_back(tmp_path, monkeypatch):
@@ -156,7 +184,7 @@ def test_a_callback_that_raises_at_the_end_keeps_no_other_hook_from_its_call_and
 
 def test_a_validation_in_which_nothing_counts_has_no_loss_and_the_run_goes_on(tmp_path):
     """Only padding in the validation samples: the run ended with `ZeroDivisionError`, without a cure."""
-    recorder = RunRecorder(SimpleNamespace(folder=tmp_path))
+    recorder = RunRecorder(SimpleNamespace(folder=tmp_path, validation_batching=None))
     recorder.record_validation(4, [{"losses": {0: (0.0, 0.0), 1: (0.0, 0.0)}, "seconds": 0.1}])
     assert math.isnan(recorder.new_events()[0].validation_loss)
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["validation_loss"] is None

@@ -21,8 +21,8 @@ from raypar.actors.ray_connection import RayConnection, start_local_ray
 from raypar.cli import main
 from raypar.errors import InputError, Interrupted
 from raypar.launch import Result, raise_run_failure
+from raypar.user_code.stop_signals import StopSignal, stop_signals_raise
 from raypar.user_code.traceback_filter import is_raypar_file
-from raypar.user_code.user_code_errors import StopSignal, stop_signals_raise
 
 ROOT = Path(__file__).parents[2]
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
@@ -166,7 +166,7 @@ class SignalledAtItsEnd:
 def test_a_signal_in_code_whose_exceptions_python_ignores_still_ends_the_body(number, monkeypatch, capfd):
     """It was lost, and Python printed `Exception ignored in` and a traceback."""
     if signal.getsignal(number) is signal.SIG_IGN:  # `nohup pytest`: SIGHUP is not heard then
-        monkeypatch.setattr("raypar.user_code.user_code_errors.heard_stop_signals", lambda: [number])
+        monkeypatch.setattr("raypar.user_code.stop_signals.heard_stop_signals", lambda: [number])
     monkeypatch.setattr(sys, "unraisablehook", hook := sys.__unraisablehook__)
     with pytest.raises(StopSignal, match=NAMES[number]), stop_signals_raise():
         SignalledAtItsEnd(number)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from helpers.moto_s3 import ENVIRONMENT, FakeS3, fake_s3
 from helpers.run_commands import Command
+from helpers.streamed_runs import StreamedRun, in_one_process, journal_of
 from helpers.tiny_job import write_job
 from helpers.trainee import Undisturbed, as_soon_as
 
@@ -146,6 +147,28 @@ def test_a_run_on_s3_has_the_bits_of_one_in_a_folder_and_is_read_resumed_and_exp
     assert expected.weights_sha256 in out.out
     no_secret_in(s3, first.out, first.err, second.out, second.err, said, out.out, (tmp_path / "r.html").read_text())
     assert not list(tmp_path.glob("raypar-*"))
+
+
+def test_a_stream_is_resumed_on_s3_with_the_journal_and_the_cursors_that_lie_there(
+    s3: FakeS3, own_ray: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    source = "IterableDataset with state_dict"
+    run = StreamedRun(tmp_path, source, "plan.stages=1", "plan.replicas=2", "checkpoint.every=10", f"run_dir={s3.at('runs')}")
+    train_job_in_new_folder(load_job(run.path, run.words), lambda event: None, stop_at_step=20)
+    uri, key = s3.at("runs/tiny"), "runs/tiny/samples.bin/00000000.bin"
+    assert {key, "runs/tiny/cursors.json"} <= set(s3.all_keys("runs/tiny/"))
+    assert len(json.loads(s3.content("runs/tiny/cursors.json"))["0"][0]) == 4
+
+    kept = s3.content(key)
+    at = 32 + 19 * 64 + 8  # of the last step that is done, microbatch 1
+    s3.client.put_object(Bucket="bucket", Key=key, Body=kept[:at] + bytes([kept[at] ^ 1]) + kept[at + 1 :])
+    assert main(["resume", uri]) != 0
+    assert "step 20, microbatch 1: stream 1 of 4 gave other samples" in capfd.readouterr().err
+    s3.client.put_object(Bucket="bucket", Key=key, Body=kept)
+    assert main(["resume", uri, "--set", "plan.stages=2", "--set", "plan.replicas=1"]) == 0
+    want = in_one_process(tmp_path, source)
+    assert hash_in(capfd.readouterr().out) == want.weights_sha256
+    assert journal_of(s3.content(key)) == want.journal
 
 
 def test_ray_trains_storage_arguments_and_checkpoints_work_on_s3(

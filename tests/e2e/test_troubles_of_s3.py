@@ -14,8 +14,8 @@ from raypar.cli import main
 from raypar.errors import CheckpointError, ClusterError, ConfigError
 from raypar.storage.checkpoint_store import CheckpointStore, open_checkpoint_store
 from raypar.storage.filesystems import check_storage_is_writable
-from raypar.storage.folder_download import list_runs_below, remove_run
 from raypar.storage.folder_upload import FolderUpload
+from raypar.storage.list_and_remove_runs import list_runs_below, remove_run
 from raypar.storage.storage_uri import parse_storage_uri
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER

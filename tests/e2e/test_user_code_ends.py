@@ -23,7 +23,7 @@ from raypar.cli import main
 from raypar.errors import UserCodeError
 from raypar.job import DataConfig
 from raypar.plan import Microbatches, ParallelPlan
-from raypar.user_code.user_code_errors import recording_ctrl_c
+from raypar.user_code.stop_signals import recording_ctrl_c
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.run_in_one_process import OneProcessRun

@@ -44,7 +44,7 @@ class Worker:
     def asked(self):
         answer = concurrent.futures.Future()
         if self.well:
-            asyncio.get_running_loop().call_later(ANSWER_S, answer.set_result, (0, "idle", False, 0.0, False))
+            asyncio.get_running_loop().call_later(ANSWER_S, answer.set_result, (0, "idle", False, 0.0, None))
         else:
             self.asked_while_unwell.append(answer)
         return Call(answer)
@@ -53,7 +53,7 @@ class Worker:
         """Answers what it was asked meanwhile, as a process does that was stopped."""
         self.well = True
         for answer in self.asked_while_unwell:
-            answer.set_result((0, "idle", False, 0.0, False))
+            answer.set_result((0, "idle", False, 0.0, None))
 
 
 def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatch):

@@ -18,8 +18,8 @@ from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 MODELS = ZOO | norm_networks.NETWORKS
 """All models."""
@@ -77,16 +77,16 @@ def job_of(model: str, microbatches: int = 3, p: float = 0.1, blocks: int = 0, c
     )
 
 
-_GRAPHS: dict[str, Graph] = {}
+_GRAPHS: dict[str, tuple[Job, Graph]] = {}
 _EXPECTED: dict[str, Result] = {}
-"""What has been made already, by the text of the job."""
+"""What has been made already, by the text of the job: which is kept, because the text has addresses of its functions."""
 
 
 def graph_of(spec: Job) -> Graph:
     """The captured model."""
     if repr(spec) not in _GRAPHS:
-        _GRAPHS[repr(spec)] = make_layer_graph(spec)
-    return _GRAPHS[repr(spec)]
+        _GRAPHS[repr(spec)] = spec, make_layer_graph(spec)
+    return _GRAPHS[repr(spec)][1]
 
 
 def expected(spec: Job) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from functools import partial
 from typing import Any
@@ -18,12 +19,12 @@ from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import canonical_names, parameter_shapes
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
-from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 UNSEEN = "unused"
 """The target, which the losses below do not read."""
@@ -74,6 +75,7 @@ def zoo_job(name: str, p: float = 0.0, microbatches: int = 1, **given: Any) -> J
     return raypar.Trainer(model=(make_zoo_model, {"name": name, "p": p}), **(job | given)).job
 
 
+@functools.cache
 def zoo_graph(name: str, p: float = 0.0) -> Graph:
     """The layers of a zoo model."""
     return make_layer_graph(zoo_job(name, p))

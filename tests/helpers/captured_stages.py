@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from raypar.comm.tensor_layout import empty_message, layout_of, message_of, tensor_of_message
+from raypar.comm.sent_tensor_layout import empty_message, layout_of, message_of, tensor_of_message
 from raypar.model.capture.forward_inputs import ForwardInputs
 from raypar.model.capture.module_graph import ModuleCapture, find_aliases, make_layers, trace_module, traces_of
 from raypar.model.capture.sequential import capture_layer_graph
@@ -21,7 +21,7 @@ from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.graph import Layer
 from raypar.model.layer_skeletons import make_skeletons
 from raypar.plan.seeds import seed_of
-from raypar.worker.stage.stage_tensors import alias_received
+from raypar.worker.stage.layer_tensors import alias_received
 
 
 @dataclass

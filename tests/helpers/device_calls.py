@@ -22,11 +22,11 @@ from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import AdoptPlanCommand, PieceMove
 from raypar.worker.elastic_worker import ElasticWorker
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.step.make_optimizers_by_name import build_optimizer
+from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer
 from raypar.worker.step.optimizer_state import OptimizerState, read_optimizer_state, write_optimizer_state
-from raypar.worker.worker_assignments import make_layer_graph
 
 State = dict[str, Any]
 KINDS = ("kill", "zombie", "late_answer", "join", "drain")
@@ -102,14 +102,14 @@ def resumes(state: State, folder: str) -> None:
     places = (torch.device("cpu"), pretend.device())
     ends = set()
     for first in places:
+        with OneProcessRun(spec, plan, "1f1b", device=first) as run:
+            run.step(0), run.step(1)
+            part = checkpoint_files.create_checkpoint(Path(folder) / first.type, 2)
+            for core in run.cores:
+                core.start_save(part)
+            records = [core.save_result() for core in run.cores]
+            path = checkpoint_files.commit_checkpoint(part, records, steps_done=2, contract=contract_of_job(spec))
         for second in places:
-            with OneProcessRun(spec, plan, "1f1b", device=first) as run:
-                run.step(0), run.step(1)
-                part = checkpoint_files.create_checkpoint(Path(folder), 2)
-                for core in run.cores:
-                    core.start_save(part)
-                records = [core.save_result() for core in run.cores]
-                path = checkpoint_files.commit_checkpoint(part, records, steps_done=2, contract=contract_of_job(spec))
             with OneProcessRun(spec, plan, "zb-h1", device=second) as run:
                 for core in run.cores:
                     core.load(path)

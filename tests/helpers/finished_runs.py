@@ -14,8 +14,8 @@ from raypar.job import Job
 from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
 from raypar.storage.run_folder import RunFolder
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 
 def train_into_folder(

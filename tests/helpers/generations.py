@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +13,13 @@ from helpers.shard_grid import graph
 
 from raypar.comm import blocking_code_as_routine
 from raypar.comm.blocking_code_as_routine import as_routine
-from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
+from raypar.comm.cooperative_scheduler import CooperativeScheduler
+from raypar.comm.local_transport import LocalMesh
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.pieces import AdoptPlanCommand, plan_moves, subtract_pieces
 from raypar.schedule import registry
 from raypar.worker.elastic_worker import ElasticWorker
-from raypar.worker.worker_assignments import make_worker_assignments
+from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
 
 SHARDS = (2, 3, 4)
@@ -34,7 +36,7 @@ class Generations:
     def __init__(self, job: torch_flesh.TorchJob) -> None:
         self.job, self.number, self.bodies = job, 0, dict[int, ElasticWorker]()
 
-    def adopt(self, plan: ParallelPlan, members: list[int], done: int) -> int:
+    def adopt(self, plan: ParallelPlan, members: list[int], done: int, validated: Mapping[int, float] | None = None) -> int:
         """Everybody takes over what the plan asks for. Returns how many elements moved."""
         for worker in members:
             if worker not in self.bodies:
@@ -50,11 +52,17 @@ class Generations:
         mesh, ranks = LocalMesh(len(workers), self.number), {w: rank for rank, w in enumerate(workers)}
         self.number += 1
         parts = make_worker_assignments(
-            self.job.spec, self.job.graph, plan, registry.build_schedule("1f1b", MicrobatchRouting(plan, self.job.batching))
+            self.job.spec,
+            self.job.graph,
+            plan,
+            registry.build_schedule("1f1b", MicrobatchRouting(plan, self.job.batching)),
+            validation_samples={},
         )
         orders = [
             (
-                AdoptPlanCommand(parts[i] if i < len(members) else None, ranks, done, moved, run_begins=not done),
+                AdoptPlanCommand(
+                    parts[i] if i < len(members) else None, ranks, done, moved, run_begins=not done, validated=validated or {}
+                ),
                 lambda i=i: mesh.transports[i],
             )
             for i in range(len(workers))

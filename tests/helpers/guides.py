@@ -1,11 +1,20 @@
-"""The README's and the guides' blocks of code, and the shell script that a guide's commands make."""
+"""The README's and the guides' blocks of code, and how a guide's commands are run: as a shell script, or one by one."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import runpy
+import shlex
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from helpers.processes import Worker
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -54,3 +63,42 @@ def guide_script(blocks: Iterable[Block], instead: Mapping[str, str], *, full: b
         elif block.runs(full):
             lines += ["printf '\\n<<block>>\\n'", text]
     return "\n".join(lines) + "\n"
+
+
+def run_in_forked_processes(blocks: Iterable[Block], folder: Path) -> str:
+    """Write the blocks' files and run their `bash` commands, each `raypar WORDS` or `python FILE` in a process of its own that
+    has loaded PyTorch; what they print, each block after a line `<<block>>`. Fails at the first that fails."""
+    printed = ""
+    for block in blocks:
+        if block.file is not None:
+            (folder / block.file).write_text(block.text)
+        elif block.runs(full=False):
+            printed += "\n<<block>>\n"
+            for command in block.text.splitlines():
+                worker = Worker()
+                try:
+                    worker.call(_run_command, str(folder), shlex.split(command))
+                    code, said = worker.result(120.0)
+                finally:
+                    worker.end()
+                assert code == 0, f"{command}: exit code {code}\n{said}"
+                printed += said
+    return printed
+
+
+def _run_command(state: dict[str, Any], folder: str, words: list[str]) -> tuple[int, str]:
+    """(exit code, what is printed)."""
+    from raypar.cli import main
+
+    os.chdir(folder)
+    os.environ["COLUMNS"] = "130"
+    with io.StringIO() as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code = 0
+        if words[0] == "python":
+            (script,) = words[1:]
+            sys.path.insert(0, folder)
+            runpy.run_path(script, run_name="__main__")
+        else:
+            assert words[0] == "raypar", words
+            code = main(words[1:])
+        return code, out.getvalue()

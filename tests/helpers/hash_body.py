@@ -16,7 +16,8 @@ from typing import Any
 from raypar.elastic.actions import AdoptPlan
 from raypar.errors import CommError, GroupAborted
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
-from raypar.plan.microbatches import contiguous_part, covering_nodes, fold_tree
+from raypar.plan.addition_tree import covering_nodes, fold_tree
+from raypar.plan.microbatches import contiguous_part
 from raypar.plan.pieces import Piece, merge_pieces
 from raypar.schedule.instructions import Backward, ExchangeVotes, Forward, OptimizerStep, Program, Recv, ReduceGradients, Send
 from raypar.schedule.lower import lower_schedule
@@ -230,7 +231,7 @@ class HashBody:
     def pieces(self) -> tuple[Piece, ...]:
         return as_pieces(self.state)
 
-    def mirror_snapshots(self) -> Mapping[int, tuple[Piece, ...]]:
+    def held_snapshots(self) -> Mapping[int, tuple[Piece, ...]]:
         self._take_buddys()
         return {step: as_pieces(copy) for step, copy in self.copies.items()}
 

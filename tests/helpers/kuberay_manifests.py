@@ -63,15 +63,15 @@ def complaints_about_manifest_text(text: str, name: str) -> list[str]:
 
 
 def complaints_about_documents(documents: list[Any], name: str) -> list[str]:
-    """What is wrong with the parsed documents; the first kind of check that finds something ends it."""
+    """The first thing that is wrong with the parsed documents; empty if nothing is."""
     try:
-        return next((found for found in map(list, _checks(documents, name)) if found), [])
+        return next(([found] for check in _checks(documents, name) for found in check), [])
     except KeyError as missing:  # a key that the schema does not ask for, and a rule does
         return [f"rule: no {missing}"]
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """PyYAML's safe loader takes a key given twice, as `kubectl` does not."""
+class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """PyYAML's safe loader, in C where it was built so, takes a key given twice, as `kubectl` does not."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key) for key, _ in node.value]

@@ -269,8 +269,8 @@ def complaints_about_launcher_text(text: str, cloud: str) -> list[str]:
 
 
 def complaints_about_launcher_config(config: Any, cloud: str) -> list[str]:
-    """What is wrong with the parsed file; the first kind of check that finds something ends it."""
-    return next((found for found in map(list, _checks(config, cloud)) if found), [])
+    """The first thing that is wrong with the parsed file; empty if nothing is."""
+    return next(([found] for check in _checks(config, cloud) for found in check), [])
 
 
 def _checks(config: Any, cloud: str) -> Iterator[Iterator[str]]:

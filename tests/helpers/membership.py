@@ -18,7 +18,7 @@ from helpers.watched import Record, WatchedFlesh
 from raypar.job import OptimizerConfig
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
-from raypar.worker.worker_assignments import make_layer_graph
+from raypar.worker.layer_graph_of_job import make_layer_graph
 
 STEPS = 12
 TICK_MS = 5.0

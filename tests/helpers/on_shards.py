@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from raypar.comm.blocking_code_as_routine import as_routine
-from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
+from raypar.comm.cooperative_scheduler import CooperativeScheduler
+from raypar.comm.local_transport import LocalMesh
 from raypar.comm.transport import CommunicationLedger
 from raypar.model.capture.sequential import capture_layer_graph
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import canonical_names
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, shard_slice_of, sharded_loss
-from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
+from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.worker.stage.stage_shard import sum_partial_gradients
+from raypar.worker.stage.sum_gradients_over_shards import sum_partial_gradients
 
 TOLERANCE = 1e-12
 """max error / max value of a tensor, float64."""

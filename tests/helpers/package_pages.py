@@ -33,7 +33,8 @@ COMMAND = "python tests/helpers/package_pages.py"
 @functools.cache
 def first_sentence(file: Path) -> str:
     """The first sentence of a module's docstring, on one line; empty without a docstring."""
-    text = " ".join((ast.get_docstring(ast.parse(file.read_text())) or "").split("\n\n")[0].split())
+    docstring = re.match(r'(?:#.*\n)*(r?""".*?"""|"[^"\n]*")', file.read_text(), re.DOTALL)
+    text = " ".join((ast.literal_eval(docstring[1]) if docstring else "").split("\n\n")[0].split())
     found = re.match(r".+?(?:(?<!et al)[.?])(?=\s|$)", text)
     return found[0] if found else text.rstrip(":")
 

@@ -14,8 +14,8 @@ from raypar.job import DataConfig, Job, PrecisionConfig, ValidationConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 STEPS = 5
 
@@ -68,7 +68,7 @@ class Layout:
     @property
     def graph(self) -> Graph:
         """The model."""
-        return make_layer_graph(self.job)
+        return graph_of(self.model, self.microbatches, self.blocks, self.compute)
 
     @property
     def plan(self) -> ParallelPlan:
@@ -116,10 +116,16 @@ def layouts() -> list[Layout]:
 
 
 @functools.cache
+def graph_of(model: str, microbatches: int, blocks: int, compute: Literal["bf16"] | None = None) -> Graph:
+    """The model, captured once per numerics contract."""
+    return make_layer_graph(job_of(model, microbatches, blocks, compute))
+
+
+@functools.cache
 def expected(model: str, microbatches: int, blocks: int, compute: Literal["bf16"] | None = None) -> reference.Result:
     """The reference run, once per numerics contract: no layout has any part in it."""
     job = job_of(model, microbatches, blocks, compute)
-    return reference.train(make_layer_graph(job), job)
+    return reference.train(graph_of(model, microbatches, blocks, compute), job)
 
 
 def differences(want: reference.Result, name: str, got: Iterable[Any], wanted: Any) -> list[str]:
@@ -137,7 +143,7 @@ def differences(want: reference.Result, name: str, got: Iterable[Any], wanted: A
 def check_local(layout: Layout, order_seed: int = 0) -> None:
     """Run the layout in one process and compare everything with the reference."""
     job, want = layout.job, expected(layout.model, layout.microbatches, layout.blocks, layout.compute)
-    with OneProcessRun(job, layout.plan, layout.schedule, seed=order_seed) as run:
+    with OneProcessRun(job, layout.plan, layout.schedule, graph=layout.graph, seed=order_seed) as run:
         for step in range(STEPS):
             reports = run.step(step)
             assert {r.loss for r in reports} == {want.losses[step]}, f"{layout}, step {step}: loss"

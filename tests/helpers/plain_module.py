@@ -309,6 +309,9 @@ def _loss(
     else:
         with computing_in(spec):
             found = spec.loss.partial()(output, target)
+    if spec.loss.sample_weight is not None:  # rule 5
+        weights = fields[spec.loss.sample_weight]
+        return (found * weights).sum(), float(weights.sum())
     if isinstance(found, tuple):
         return found[0], float(found[1])
     return (found.float() if found.dtype == torch.bfloat16 else found) * float(len(target)), float(len(target))

@@ -14,8 +14,8 @@ from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy, resolve_recomputed_layers
 from raypar.schedule import registry
 from raypar.schedule.instructions import Recompute
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 POLICIES: dict[str, Sequence[RecomputePolicy]] = {
     "tangled": ("full", ("mix*", "skip1"), ("embed", "conv", "drop", "tail"), ("skip0", "frozen")),
@@ -80,7 +80,7 @@ def check_recomputed(cell: RecomputedLayout, order_seed: int = 0) -> None:
     """Run the layout in one process; loss, norm, gradients and parameters must equal those of the reference."""
     layout = cell.layout
     want = expected(layout.model, layout.microbatches, layout.blocks)
-    with OneProcessRun(layout.job, cell.plan, layout.schedule, seed=order_seed) as run:
+    with OneProcessRun(layout.job, cell.plan, layout.schedule, graph=layout.graph, seed=order_seed) as run:
         for step in range(STEPS):
             reports = run.step(step, trace=True)
             assert {r.loss for r in reports} == {want.losses[step]}, f"{cell}, step {step}: loss"

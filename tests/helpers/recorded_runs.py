@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from raypar.draw.throughput_chart import RunHistory
+from raypar.draw.run_history_chart import RunHistory
 from raypar.record.events import Event, parse_event, parse_metrics
 from raypar.record.fold import RunView, timeline
 from raypar.storage.read_run_lines import merge_metrics

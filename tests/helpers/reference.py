@@ -17,6 +17,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy
@@ -56,6 +57,10 @@ class Result:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    validated: dict[int, float] = field(default_factory=dict)
+    """Steps done -> the metric that a scheduler was given."""
+    rates: list[list[float]] = field(default_factory=list)
+    """By step: what a scheduler has made of the learning rates of the groups, for the next one."""
     samples: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
     """Of streams: (step, microbatch) -> (epoch, index) of its samples."""
 
@@ -171,14 +176,14 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
     schedule = spec.lr_schedule.partial() if spec.lr_schedule else None
     scheduler = schedule(optimizer) if schedule and next(iter(inspect.signature(schedule).parameters)) == "optimizer" else None
 
-    data, loss_fn, position = spec.data.call(), spec.loss.partial(), 0
+    data, loss_fn, position = data_of(spec), spec.loss.partial(), 0
     result = Result()
     streams = [stream(spec, k) for k in range(spec.data.streams or 0)]
     others = OtherBuffers(modules, spec.model.buffers)
     for step in range(spec.steps):
         if step in (changed or {}):
             former, spec = spec, changed[step]
-            data = data if spec.data == former.data else spec.data.call()
+            data = data if spec.data == former.data else data_of(spec)
             given = [*(o for _, o in spec.optimizer.options_by_pattern), {}]
             for group, over in zip(optimizer.param_groups, [o for o, n in zip(given, groups, strict=True) if n], strict=True):
                 group |= {**spec.optimizer.args, **over}
@@ -215,6 +220,9 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
                     read = [values[name] for name in graph.outputs or [graph.output]]
                     output = graph.rebuild_output(*read) if graph.rebuild_output else read[0]
                     found = loss_fn(output, fields[spec.data.target or "y"])
+                if spec.loss.sample_weight is not None:  # rule 5
+                    weights = fields[spec.loss.sample_weight]
+                    found = ((found * weights).sum(), weights.sum())
                 if isinstance(found, tuple):
                     total, count = found[0].to(dtype) if found[0].dtype == torch.bfloat16 else found[0], found[1]
                 else:
@@ -254,9 +262,14 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
             if lr is not None and scheduler is None:
                 group["lr"] = lr * factor
         optimizer.step()
-        if scheduler is not None:  # rule 8: the plain loop
+        if scheduler is not None and spec.lr_schedule.metric is None:  # rule 8: the plain loop
             scheduler.step()
         others.end_step()
+        if scheduler is not None and spec.lr_schedule.metric and (step + 1) % spec.validation.every == 0:
+            result.validated[step + 1] = validated(graph, spec, modules, spec.lr_schedule.metric)
+            scheduler.step(result.validated[step + 1])
+        if scheduler is not None:
+            result.rates.append([group["lr"] for group in optimizer.param_groups])
         position += batch
         result.losses.append(sum(s for s, _ in losses) / count)
         result.norms.append(norm)
@@ -265,6 +278,32 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
     result.buffers = {layer.qualify(path): b for layer in graph.layers for path, b in modules[layer.name].named_buffers()}
     result.state = {name: dict(optimizer.state[p]) for name, p in trained.items()}
     return result
+
+
+@torch.no_grad()
+def validated(graph: Graph, spec: Job, modules: dict[str, nn.Module], metric: str) -> float:
+    """Rules 1, 5 and 8: the loss of a validation, or a metric that is a function of (output, target) and gives (sum, count)."""
+    data, name = spec.validation.call(), metric.removeprefix("validation_")
+    of_microbatch = -(-spec.batch_size // spec.microbatches)
+    n = spec.validation.samples or len(data)
+    k = -(-n // of_microbatch)
+    total = count = 0.0
+    for part in modules.values():
+        part.eval()
+    for microbatch in range(k):
+        rows = [data[index] for index in range(microbatch * n // k, (microbatch + 1) * n // k)]
+        fields = stack(rows, spec)
+        values = dict(fields)
+        for layer in graph.layers:
+            out = modules[layer.name](*(values[key] for key in layer.inputs))
+            values.update(zip(layer.outputs, out if isinstance(out, tuple) else (out,), strict=True))
+        target = fields[spec.data.target or "y"]
+        found = (spec.loss if name == "loss" else spec.metrics[name]).partial()(values[graph.output], target)
+        one, of = found if isinstance(found, tuple) else (found * float(len(target)), len(target))
+        total, count = total + float(one), count + float(of)
+    for part in modules.values():
+        part.train()
+    return total / count
 
 
 def permuted_index(x: int, size: int, key: int) -> int:
@@ -305,15 +344,44 @@ def ids_of_epoch(data: Any, spec: Job, epoch: int) -> list[int]:
     return [int(index) for index in spec.data.sampler.partial()(data, epoch)]
 
 
+def data_of(spec: Job) -> Any:
+    """The data set; of `data.mix` of map-style data the samples of all sources, one after the other."""
+    if spec.data.mix and spec.data.streams:
+        return None
+    if spec.data.mix:
+        return torch.utils.data.ConcatDataset(one.call() for one in spec.data.mix)
+    return spec.data.call()
+
+
+def mixed_id(spec: Job, sizes: list[int], position: int) -> tuple[int, int]:
+    """Rule 1, `data.mix`: (epoch of its source, id) at a position, counted from the beginning of the run."""
+    ratios = [Fraction(str(source.ratio)) for source in spec.data.mix]
+    given = [0] * len(ratios)
+    for place in range(1, position + 2):
+        lacks = [ratio * place / sum(ratios) - count for ratio, count in zip(ratios, given, strict=True)]
+        source = lacks.index(max(lacks))
+        given[source] += 1
+    epoch, entry = divmod(given[source] - 1, sizes[source])
+    here = seed_of(seed_of(spec.seed, "mix", source), "epoch", epoch)
+    if spec.data.shuffle == "indexed":
+        entry = permuted_index(entry, sizes[source], here)
+    elif spec.data.shuffle:
+        entry = int(torch.randperm(sizes[source], generator=torch.Generator().manual_seed(here))[entry])
+    return epoch, sum(sizes[:source]) + entry
+
+
 def samples(data: Any, spec: Job, start: int, stop: int) -> dict[str, Tensor]:
     rows = []
+    sizes = [len(source.call()) for source in spec.data.mix]
     named = spec.data.sampler or spec.data.weights or spec.data.group_by
     length = len(ids_of_epoch(data, spec, 0)) if named else len(data)
     used = length // spec.batch_size * spec.batch_size if spec.data.drop_last else length
     for place in range(start, stop):
         epoch, entry = divmod(place, used)
         here = seed_of(spec.seed, "epoch", epoch)
-        if named:
+        if spec.data.mix:
+            epoch, index = mixed_id(spec, sizes, place)
+        elif named:
             index = ids_of_epoch(data, spec, epoch)[entry]
         elif spec.data.shuffle == "indexed":
             index = permuted_index(entry, len(data), here)
@@ -343,6 +411,37 @@ def padded(spec: Job, key: str, rows: list[list[int]]) -> Tensor:
     return torch.tensor([row + [value] * (most - len(row)) for row in rows])
 
 
+def packed(rows: list[dict[str, Any]], spec: Job) -> dict[str, Tensor]:
+    """Rule 1, `data.pack`: lists of whole numbers. The longest document goes first, each into the first row with room."""
+    pack, place = spec.training_data.pack, []
+    packs = [key for key, value in rows[0].items() if isinstance(value, list) and key != "attention_mask"]
+    room: dict[int, int] = {}
+    for document in sorted(rows, key=lambda row: len(row[packs[0]]), reverse=True):
+        size = len(document[packs[0]])
+        row = min(row for row in range(len(rows)) if room.get(row, pack.to) >= size)
+        room[row] = room.get(row, pack.to) - size
+        place.append((row, document))
+    found: dict[str, list[list[int]]] = {}
+    for row in range(max(pack.rows, len(room))):
+        here = [document for where, document in place if where == row]
+        left = room.get(row, pack.to)
+        for key in packs:
+            fill = pack.value.get(key, -100 if key == spec.loss_target_name else 0)
+            parts = [list(document[key]) for document in here]
+            if key == spec.loss_target_name and spec.training_data.pack.first_label == "mask":
+                parts = [[-100, *part[1:]] for part in parts]
+            found.setdefault(key, []).append([word for part in parts for word in part] + [fill] * left)
+        sizes = [len(document[packs[0]]) for document in here]
+        found.setdefault("position_ids", []).append([at for size in sizes for at in range(size)] + [0] * left)
+        numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+        found.setdefault("document_ids", []).append(numbers + [-1] * left)
+    numbers = [(row, number) for row, each in enumerate(found["document_ids"]) for number in each]
+    ends = [0, *(at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1])]
+    most = len(rows) + len(found["document_ids"]) + 1
+    cu_seqlens = torch.tensor(ends + [len(numbers)] * (most - len(ends)), dtype=torch.int32)
+    return {"cu_seqlens": cu_seqlens} | {key: torch.tensor(value) for key, value in found.items()}
+
+
 def collated(rows: list[Any], spec: Job, step: int, microbatch: int) -> dict[str, Tensor]:
     """Rule 1: the user's own collation, seeded by its place."""
     function = spec.data.collate.resolve()
@@ -366,18 +465,35 @@ def flat(prefix: str, fields: Any) -> list[tuple[str, Any]]:
 
 def stack(samples: list[Any], spec: Job) -> dict[str, Tensor]:
     rows = [row if isinstance(row, dict) else dict(zip("xyz", row, strict=False)) for row in samples]
+    if spec.data.pack is not None:
+        return packed(rows, spec)
     if spec.data.pad is not None:
         return {key: padded(spec, key, [list(row[key]) for row in rows]) for key in rows[0]}
-    return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
+    read = [key for key, value in rows[0].items() if not isinstance(value, str)]
+    return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in read}
 
 
 def stream(spec: Job, number: int) -> Iterator[tuple[tuple[int, int], Any]]:
     """Rule 1, streams: ((epoch, index), sample) of one stream, for ever."""
+    if spec.data.mix:
+        yield from mixed_stream(spec, number)
     from torch.utils.data._utils import worker
 
     data, window = None, max(1, spec.data.shuffle_window)
     for epoch in itertools.count():
-        data = spec.data.call() if data is None or hasattr(data, "__next__") else data
+        if data is None or hasattr(data, "__next__"):
+            here = seed_of(spec.seed, "stream")
+            random.seed(here % 2**32)
+            numpy.random.seed(here % 2**32)
+            torch.manual_seed(here % 2**32)
+            data = spec.data.call()
+            if hasattr(data, "__next__"):  # a function is called as the worker
+                random.seed(here % 2**32)
+                numpy.random.seed(here % 2**32)
+                torch.manual_seed(here % 2**32)
+                worker._worker_info = worker.WorkerInfo(id=number, num_workers=spec.data.streams, seed=here, dataset=None)
+                data = spec.data.call()
+                worker._worker_info = None
         if hasattr(data, "set_epoch"):
             data.set_epoch(epoch)
         iterator, read, part = None, 0, []
@@ -401,6 +517,20 @@ def stream(spec: Job, number: int) -> Iterator[tuple[tuple[int, int], Any]]:
                 yield from shuffled(spec, part, epoch, number)
                 part = []
         yield from shuffled(spec, part, epoch, number)
+
+
+def mixed_stream(spec: Job, number: int) -> Iterator[tuple[tuple[int, int], Any]]:
+    """Rule 1, `data.mix` of iterable data: each source is read as the data of a job of its own."""
+    ratios, parts = [Fraction(str(source.ratio)) for source in spec.data.mix], []
+    for at, source in enumerate(spec.data.mix):
+        data = spec.data.replace(mix=(), function=source.function, args=source.args)
+        parts.append(stream(spec.replace(data=data, seed=seed_of(spec.seed, "mix", at)), number))
+    given = [0] * len(ratios)
+    for place in itertools.count(1):
+        lacks = [ratio * place / sum(ratios) - count for ratio, count in zip(ratios, given, strict=True)]
+        source = lacks.index(max(lacks))
+        given[source] += 1
+        yield next(parts[source])
 
 
 def shuffled(spec: Job, part: list[Any], epoch: int, number: int) -> list[Any]:

@@ -21,7 +21,7 @@ from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 from raypar.model.graph import Graph
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
-from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import ParallelPlan
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule import registry
@@ -29,6 +29,9 @@ from raypar.worker.run_in_one_process import OneProcessRun
 
 STEPS, BATCH, VOCAB, SEQ = 3, 10, 23, 7
 DEPTH, HEADS, WIDTH = 6, 5, 20
+SHALLOW = "shallow gpt"
+DEPTHS = {"gpt": DEPTH, SHALLOW: 2}
+"""Model -> blocks, of the example GPT; the shallow one is for claims that its number of blocks has no part in."""
 LR, CLIP = 1e-2, 0.5
 EPS = 1e-5
 """Of AdamW. Attention does not see the bias of its keys: that gradient is rounding alone, 1e-17, of which the default of 1e-8
@@ -55,17 +58,17 @@ def summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     return gpt.loss(logits, targets)
 
 
-def seeded_gpt() -> nn.Module:
-    """The model function of `graph("gpt")`, with the same values under every seed of a job."""
+def seeded_gpt(model: str = "gpt") -> nn.Module:
+    """The model function of `graph(model)`, with the same values under every seed of a job."""
     torch.manual_seed(SEED)
-    return gpt.layers(VOCAB, WIDTH, DEPTH, HEADS, SEQ + 1)
+    return gpt.layers(VOCAB, WIDTH, DEPTHS[model], HEADS, SEQ + 1)
 
 
 @functools.cache
 def graph(model: str) -> Graph:
-    """`gpt`: the example; `llama`: fewer key heads than shards, norms of heads, tied ends; `dropped`: three dropouts."""
-    if model == "gpt":
-        return graph_of(lambda: gpt.layers(VOCAB, WIDTH, DEPTH, HEADS, SEQ + 1))
+    """`gpt`, `shallow gpt`: the example; `llama`: fewer key heads than shards, norms of heads, a tie; `dropped`: dropouts."""
+    if model in DEPTHS:
+        return graph_of(lambda: gpt.layers(VOCAB, WIDTH, DEPTHS[model], HEADS, SEQ + 1))
     if model == "llama":
         return graph_of(models.llama, ties=(("model.embed_tokens.weight", "head.lm_head.weight"),))
     return graph_of(models.dropped)
@@ -244,20 +247,22 @@ def run(cell: Cell, plan: ParallelPlan, order_seed: int = 0, device: torch.devic
 @functools.cache
 def one_process(cell: Cell, shards: tuple[int, ...]) -> Run:
     """The same shards of every layer, one replica: plain PyTorch for the example GPT, else one stage after the other."""
-    if cell.model == "gpt":
+    if cell.model in DEPTHS:
         return plain(cell, shards)
     stages = [i for i in range(1, len(shards)) if shards[i] != shards[i - 1]]
     counts = [shards[0], *(shards[i] for i in stages)]
     return run(cell, ParallelPlan.of([1] * len(counts), counts, layers=len(shards), cuts=stages))
 
 
-def initial(job: Job) -> dict[str, Tensor]:
+def initial(job: Job, model: str = "gpt") -> dict[str, Tensor]:
     """The whole GPT's parameters before the first step."""
-    modules = materialise(graph("gpt"), 0, len(graph("gpt").layers), seed=job.seed, dtype=getattr(torch, job.dtype))
+    modules = materialise(graph(model), 0, len(graph(model).layers), seed=job.seed, dtype=getattr(torch, job.dtype))
     return {f"{layer}.{path}": p.detach() for layer, m in modules.items() for path, p in m.named_parameters()}
 
 
-def steps_of(job: Job, steps: range, counts: int | dict[str, int], slices: Any, state: Any = ()) -> same_shards.Trained:
+def steps_of(
+    job: Job, steps: range, counts: int | dict[str, int], slices: Any, state: Any = (), *, model: str = "gpt"
+) -> same_shards.Trained:
     """`helpers.same_shards` on the grid's data."""
     torch.set_num_threads(1)
     m, data = job.microbatches, Tokens()
@@ -271,7 +276,7 @@ def steps_of(job: Job, steps: range, counts: int | dict[str, int], slices: Any, 
         slices,
         batches,
         blocks=job.batching.blocks,
-        depth=DEPTH,
+        depth=DEPTHS[model],
         heads=HEADS,
         shards=counts,
         sequence=job.sequence_parallel,
@@ -286,8 +291,9 @@ def steps_of(job: Job, steps: range, counts: int | dict[str, int], slices: Any, 
 def plain(cell: Cell, shards: tuple[int, ...]) -> Run:
     """The cell's steps in plain PyTorch."""
     job = cell.job
-    counts = {layer.name: count for layer, count in zip(graph("gpt").layers, shards, strict=True)}
-    made = steps_of(job, range(STEPS), counts, same_shards.gpt_slices(initial(job), HEADS, counts))
+    counts = {layer.name: count for layer, count in zip(cell.graph.layers, shards, strict=True)}
+    like = initial(job, cell.model)
+    made = steps_of(job, range(STEPS), counts, same_shards.gpt_slices(like, HEADS, counts), model=cell.model)
 
     def keyed(by_shard: list[dict[str, Any]]) -> dict[Key, list[Any]]:
         return {(n, counts[n.split(".")[0]], i): [value] for i, mine in enumerate(by_shard) for n, value in mine.items()}

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import random
-from collections.abc import Iterator
+import tarfile
+import tempfile
+from collections.abc import Generator, Iterator
+from functools import cache
 from typing import Any
 
+import numpy
+import pyarrow
 import torch
 from torch import Tensor
+
+from raypar.data.row_feed import FedRowIterator, RowFeed
+from raypar.data.tar_shards import TarShards
 
 WIDTH = 6
 
@@ -52,6 +61,34 @@ def generated(size: int = 23) -> Iterator[dict[str, Any]]:
     """A generator function: each call begins at the first sample."""
     for index in part(size):
         yield row(index)
+
+
+def divided_when_called(size: int = 23) -> Iterator[dict[str, Any]]:
+    """A function that divides the samples when it is called, and returns an iterator."""
+    numbers = part(size)
+    return map(row, numbers)
+
+
+class DividedTwice(Divided):
+    """Asks which worker it is when it is made too, where a `DataLoader` has none yet."""
+
+    def __init__(self, size: int = 23) -> None:
+        super().__init__(size)
+        self.numbers = part(size)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (row(self.numbers[place]) for place in part(len(self.numbers)))
+
+
+class Drawn(Divided):
+    """Chooses the order of its samples when it is made, and divides them when it is read."""
+
+    def __init__(self, size: int = 23) -> None:
+        super().__init__(size)
+        self.order = random.sample(range(size), size)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (row(self.order[place]) for place in part(self.size))
 
 
 def whole(size: int = 23) -> Iterator[dict[str, Any]]:
@@ -115,6 +152,47 @@ ONCE = iter([row(index) for index in range(40)])
 def once() -> Iterator[dict[str, Any]]:
     """The same iterator at each call."""
     return ONCE
+
+
+@cache
+def _shards(size: int) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory()
+    for shard in range(3):
+        with tarfile.open(f"{folder.name}/{shard}.tar", "w") as tar:
+            for index in range(shard, size, 3):
+                for name, value in (("x", row(index)["x"].numpy()), ("y", numpy.float32(index % 5 / 5))):
+                    numpy.save(file := io.BytesIO(), value)
+                    member = tarfile.TarInfo(f"{index}.{name}.npy")
+                    member.size = len(file.getvalue())
+                    tar.addfile(member, io.BytesIO(file.getvalue()))
+    return folder
+
+
+def tar_shards(size: int = 23) -> TarShards:
+    """Three tar files, of which the fields are `x.npy` and `y.npy`."""
+    return TarShards(f"{_shards(size).name}/*.tar")
+
+
+class Fed:
+    """Rows that a feed hands out, as the actor of a `ray.data.Dataset` does."""
+
+    raypar_thread_safe = True
+    num_shards = 1
+
+    def __init__(self, size: int = 23) -> None:
+        rows = [{"x": [(index + place) / size for place in range(WIDTH)], "y": index % 5 / 5} for index in range(size)]
+        self.table = pyarrow.Table.from_pylist(rows)
+        self.feed = RowFeed(self.blocks)
+
+    def blocks(self) -> Generator[pyarrow.Table]:
+        for start in range(0, self.table.num_rows, 5):
+            yield self.table.slice(start, 5)
+
+    def __iter__(self) -> FedRowIterator:
+        return FedRowIterator(self.feed.read, lambda: "the actor")
+
+    def raypar_close(self) -> None:
+        self.feed.close()
 
 
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from helpers import reference, stream_cases, ugly_models
@@ -13,30 +15,47 @@ from helpers.membership import QUICK, STEPS, TICK_MS, Case, any_plan, history
 from helpers.protocol import World
 from helpers.torch_flesh import TorchFlesh, TorchJob
 
+from raypar.actors.stream_sample_journal import SampleJournal
+from raypar.elastic import actions as do
 from raypar.job import DataConfig
+from raypar.job.data_section import MixedSourceConfig
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
-from raypar.worker.data.resolve_streams import resolve_streams
+from raypar.worker.data.check_and_count_streams import resolve_streams
+from raypar.worker.data.mixed_order import MixPattern
 from raypar.worker.elastic_worker import ElasticWorker
-from raypar.worker.worker_assignments import make_layer_graph
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.worker_core import WorkerCore
 
+MIX = (
+    MixedSourceConfig(function=stream_cases.Resuming, args={"size": 17}, ratio=3),
+    MixedSourceConfig(function=stream_cases.Divided, args={"size": 9}, ratio=1),
+)
 SPECS: tuple[tuple[Any, dict[str, Any], int], ...] = (
     (stream_cases.Divided, {}, 4),
     (stream_cases.Plain, {"streams": 1}, 4),
     (stream_cases.generated, {"streams": 2, "shuffle_window": 5}, 6),
     (stream_cases.Resuming, {"streams": 3}, 5),
-    (stream_cases.Divided, {"streams": 3, "shuffle_window": 3}, 3),
+    (stream_cases.Resuming, {"streams": 3, "shuffle_window": 3}, 3),
     (stream_cases.whole, {"streams": 1, "shuffle_window": 4}, 8),
+    (stream_cases.tar_shards, {"streams": 3, "shuffle_window": 3, "input": "x.npy", "target": "y.npy"}, 6),
+    (stream_cases.Fed, {"streams": 1, "shuffle_window": 4}, 4),
+    (None, {"mix": MIX, "streams": 2, "shuffle_window": 3}, 6),
 )
 """Source, keys of `data`, microbatches; 23 samples, of which no stream has the same number as the others."""
+
+
+NOTED = 2
+"""Where a history saves nothing, cursors are noted every so many steps."""
 
 
 @cache
 def job(index: int, steps: int = STEPS) -> TorchJob:
     """Of `SPECS`; one for all histories."""
     source, data, microbatches = SPECS[index]
-    spec = ugly_models.job("plain", microbatches=microbatches, steps=steps).replace(data=DataConfig(function=source, **data))
+    spec = ugly_models.job("plain", microbatches=microbatches, steps=steps).replace(
+        data=DataConfig(**({"function": source} if source else {}), **data)
+    )
     spec = resolve_streams(spec).job
     return TorchJob(spec, make_layer_graph(spec), registry.NAMES)
 
@@ -45,6 +64,11 @@ def job(index: int, steps: int = STEPS) -> TorchJob:
 def wanted(index: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """(step, microbatch) -> (epoch, index) of its samples, as one process reads them."""
     return reference.train(job(index).graph, job(index).spec).samples
+
+
+def between_processes(value: Any) -> Any:
+    """As it comes to a worker or a driver in another process."""
+    return pickle.loads(pickle.dumps(value))
 
 
 @dataclass
@@ -80,6 +104,7 @@ class Body(ElasticWorker):
 
     def step(self, step: int, into_mirror: bool = False) -> Any:
         assert self.core.transport is not None
+        self.core.note_cursors(self.core.flesh.journal.wants_cursors(step))
         generation = self.core.transport.generation
         try:
             report = yield from super().step(step, into_mirror)
@@ -100,6 +125,56 @@ class StreamFlesh(TorchFlesh):
         """(generation, step) -> the microbatches that were read."""
         self.applied: set[tuple[int, int]] = set()
         self.sizes: list[int] = []
+        self._journals: dict[int, SampleJournal] = {}
+        self.given_cursors = 0
+        """Cursors that workers have got."""
+        self.unknown = 0
+        """Microbatches of which the journal knows nothing: who has read them died before a driver had heard of it."""
+
+    def _new_journal(self, done: int) -> SampleJournal:
+        spec, folder = self.job.spec, Path(self.folder.name)
+        every = self.world.policy.save_every or NOTED
+        assert spec.data.streams is not None
+        made = SampleJournal(
+            folder / "samples.bin",
+            folder / "cursors.json",
+            spec.batching,
+            spec.data.streams,
+            every,
+            self.world.story.append,
+            MixPattern.of_ratios(spec.data.ratios) if spec.data.mix else None,
+        )
+        made.open(done)
+        return made
+
+    @property
+    def journal(self) -> SampleJournal:
+        """That of the present driver; a new one has what the former has written."""
+        number = self.world.driver.number
+        if number not in self._journals:
+            self._journals[number] = self._new_journal(max(self.checkpoints))
+        return self._journals[number]
+
+    def outcome(self, answer: Any) -> Any:
+        """Takes what a report says of streams. Writes what is known of the step before: of the last, drivers die too early."""
+        if (read := between_processes(getattr(answer, "streams", None))) is not None:
+            assert (different := self.journal.note(answer.step, read)) is None, self.world.tell(str(different))
+            if answer.step:
+                self.journal.write(self.journal.record(answer.step - 1))
+        return super().outcome(answer)
+
+    def part(self, order: do.AdoptPlan, mesh: Any, worker: int) -> Any:
+        """With what the journal knows. Those that live have told what they have read."""
+        journal = self.journal
+        for process in self.world.processes:
+            if process.alive and process.ready:
+                different = journal.note_digests(between_processes(process.body.core.digests_of_streams()))
+                assert different is None, self.world.tell(str(different))
+        made, connect = super().part(order, mesh, worker)
+        cursors, epochs, digests = journal.known_cursors(), journal.known_epochs(), journal.digests(order.done)
+        self.given_cursors += sum(map(len, cursors.values()))
+        cursors, epochs, digests = between_processes((cursors, epochs, digests))
+        return replace(made, cursors=cursors, epochs=epochs, digests=digests), connect
 
     def make_body(self, number: int) -> ElasticWorker:
         core = TappedCore(self.job.spec, graph=self.job.graph)
@@ -119,6 +194,11 @@ class StreamFlesh(TorchFlesh):
             read = self.by_generation[generation, step]
             assert read == set(range(self.job.spec.microbatches)), tell(f"generation {generation}, step {step}: {read}")
         assert {step for _, step in self.applied} == set(range(self.job.steps)), tell("steps that nobody has applied")
+        for step in range(self.job.steps):
+            for microbatch, digest in enumerate(self.journal.digests_of(step)):
+                ((_, read), *_) = self.reads[step, microbatch]
+                assert digest in (0, read), tell(f"step {step}, microbatch {microbatch}: the journal has another digest")
+                self.unknown += not digest
         return sum(len(found) > 1 for found in self.reads.values())
 
 
@@ -149,5 +229,6 @@ def undisturbed(index: int) -> int:
 def stream_history(seed: int) -> Case:
     """A history of `helpers.membership` whose first plan is one for the layers of the models here."""
     found = history(seed)
-    plan = any_plan(random.Random(f"plan of {seed}"), found.plan.world, job(found.spec).layers, found.replicas)
-    return Case(found.spec, plan, found.changes, found.seed, found.replicas, found.policy)
+    spec = seed % len(SPECS)
+    plan = any_plan(random.Random(f"plan of {seed}"), found.plan.world, job(spec).layers, found.replicas)
+    return Case(spec, plan, found.changes, found.seed, found.replicas, found.policy)

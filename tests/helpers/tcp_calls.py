@@ -13,9 +13,9 @@ from helpers.transport_cases import CREDENTIAL
 from raypar.comm.nccl.endpoint import NcclEndpoint
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.plan.pieces import AdoptPlanCommand
+from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.required_communicators import required_communicators
 from raypar.worker.step.optimizer_state import read_optimizer_state
-from raypar.worker.worker_assignments import make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
 
 

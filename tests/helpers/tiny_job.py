@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 import time
 from collections import OrderedDict
@@ -115,6 +116,12 @@ def ends(*given: object, how: str = "exit") -> None:
         sys.exit(3)
     if how in ("cancelled", "own"):
         raise (asyncio.CancelledError if how == "cancelled" else BaseException)("by a library")
+    if how == "unspoken":
+        os._exit(3)
+    if how == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     raise KeyboardInterrupt
 
 

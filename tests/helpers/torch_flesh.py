@@ -19,20 +19,21 @@ from raypar.comm.blocking_code_as_routine import as_routine
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.local_transport import LocalMesh
 from raypar.elastic import actions as do
-from raypar.elastic.mirror import assign_buddies
+from raypar.elastic.mirror_schedule_and_buddies import assign_buddies
 from raypar.job import Job
 from raypar.job.contract import contract_of_job
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import state_shapes
-from raypar.model.tensor_parallel.layout import compute_shard_layout, make_model_outline_with_layouts
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout, make_model_outline_with_layouts
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import AdoptPlanCommand, Piece
 from raypar.schedule import registry
+from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.elastic_worker import ElasticWorker
+from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey, extract_elements
-from raypar.worker.worker_assignments import ProgramAssignment, make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
 
 

@@ -21,8 +21,8 @@ from helpers.tiny_job import write_job
 from raypar.job.read_job import load_job
 from raypar.launch import Result, train_job_in_new_folder
 from raypar.record.events import Event
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.norm_and_weights_hash import weights_hash
-from raypar.worker.worker_assignments import make_layer_graph
 
 
 class Trainee:

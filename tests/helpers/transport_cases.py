@@ -14,9 +14,10 @@ import torch
 from helpers import standin
 
 from raypar.comm.nccl.connect import connect_nccl as connect_nccl
+from raypar.comm.routine import Routine, RoutineWait, RoutineWork, run_routine
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.transport import Routine, RoutineWait, RoutineWork, Transport, run_routine
+from raypar.comm.transport import Transport
 from raypar.errors import CommError, GroupAborted
 
 BIG = 3 << 20

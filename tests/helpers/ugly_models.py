@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from helpers import norm_models, relayed_models
 from torch import Tensor, nn
 
-from raypar.job import DataConfig, FunctionConfig, Job, LossConfig, ModelConfig, OptimizerConfig
+from raypar.job import DataConfig, Job, LossConfig, LrScheduleConfig, ModelConfig, OptimizerConfig
 from raypar.model.graph import Graph, Layer
 
 WIDTH, VOCAB, SEQ = 8, 11, 6
@@ -195,7 +195,7 @@ def job(model: str = "tangled", *, microbatches: int = 4, batch_size: int = 0, s
             args={"lr": 1e-2, "weight_decay": 0.1},
             groups=({"match": undecayed, "weight_decay": 0.0},),
         ),
-        "lr_schedule": FunctionConfig(function=warm),
+        "lr_schedule": LrScheduleConfig(function=warm),
         "clip_norm": 0.5,
     }
     return Job(**{**fields, **changes})

@@ -83,8 +83,8 @@ class WatchedCore(WorkerCore):
             self._datasets[key] = WatchedDataset(make_dataset(spec))
         return self._datasets[key]
 
-    def _make_loader(self, data: Any, batching: Any, **more: Any) -> Any:
-        loader = super()._make_loader(data, batching, **more)
+    def _make_loader(self, *args: Any, **more: Any) -> Any:
+        loader = super()._make_loader(*args, **more)
         if loader is not None:
             fields = {f.name: getattr(loader._reader, f.name) for f in dataclasses.fields(SampleReader)}
             loader._reader = WatchedReader(**fields)
@@ -202,7 +202,7 @@ class WatchedFlesh(TorchFlesh):
         for process in self.world.processes:
             body: Any = process.body
             if order.from_mirror:
-                held[process.number] = body.mirror_snapshots().get(order.done, ())
+                held[process.number] = body.held_snapshots().get(order.done, ())
             elif process.member.seated and body.applied() == order.done:
                 held[process.number] = body.pieces()
             else:

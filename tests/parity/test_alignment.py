@@ -9,12 +9,12 @@ from helpers import reference, relayed_models, ugly_models
 from helpers.kernel_calls import calls_of, elsewhere, products_in
 from torch import Tensor, nn
 
-from raypar.comm.buffer_pool import as_aligned
+from raypar.comm.buffer_pool import aligned_contiguous
 from raypar.comm.local_transport import LocalMesh
 from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel import autograd_collectives
-from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan import ParallelPlan
 from raypar.plan.shard_ranges import even_ranges_by_shard
 from raypar.worker.norm_and_weights_hash import sum_squared_gradients
@@ -87,9 +87,9 @@ def test_every_plan_makes_the_products_of_one_process(schedule, replicas, chunks
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (2, 0)], ids=str)
 def test_aligned_copies_only_what_lies_elsewhere(shape):
     x = torch.randn(shape)
-    assert as_aligned(x) is x
+    assert aligned_contiguous(x) is x
     for other in (elsewhere(x), x.expand(2, *shape)[1], torch.stack([x, x], -1)[..., 0]):
-        found = as_aligned(other)
+        found = aligned_contiguous(other)
         assert found.is_contiguous() and found.data_ptr() % 64 == 0 and torch.equal(found, x)
 
 
@@ -105,8 +105,8 @@ def test_a_shards_part_of_a_value_lies_as_one_that_it_has_made(shard):
     group = ShardGroup(LocalMesh(3).transports[shard], range(3), sequence_parallel=True)
     value = torch.randn(1, 7, 5).requires_grad_()
     part = autograd_collectives.scatter_to_shards(value, 1, group)
-    assert as_aligned(part) is part
+    assert aligned_contiguous(part) is part
     leaving = SimpleNamespace(dim=1, mine=even_ranges_by_shard(7, 3)[shard])
     with torch.no_grad():
         gradient, *_ = autograd_collectives._Join.backward(leaving, torch.randn(1, 7, 5))
-    assert as_aligned(gradient) is gradient
+    assert aligned_contiguous(gradient) is gradient

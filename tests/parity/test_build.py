@@ -14,7 +14,7 @@ from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import build_on_meta, layer_sizes, parameter_shapes
 from raypar.model.materialise import materialise
 from raypar.plan.seeds import seed_of
-from raypar.worker.worker_assignments import make_layer_graph
+from raypar.worker.layer_graph_of_job import make_layer_graph
 
 
 def chain(*builds, **more) -> Graph:

@@ -8,6 +8,7 @@ import struct
 import sys
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,83 @@ def test_early_stopping_of_a_resumed_run_counts_what_was_not_finite(tmp_path: Pa
     assert early.call("on_validation", validation(30, 2.1))[0] is not None
 
 
+class Adds(Callback):
+    """Adds a metric of its own to every validation."""
+
+    def __init__(self, name: str = "mine") -> None:
+        self.name = name
+
+    def on_validation(self, info: Any) -> dict[str, float]:
+        return {self.name: 1.0}
+
+
+def test_early_stopping_on_a_metric_that_a_callback_before_it_adds_stops_the_run():
+    callbacks = Callbacks([Adds(), EarlyStopping(patience=1, metric="mine"), sent := SentNumbers()])
+    first, second = (callbacks.call("on_validation", validation(number, 1.0)) for number in (1, 2))
+    assert first == (None, {"mine": 1.0})
+    assert second[0] == "EarlyStopping: mine 1.0000 is not below its best 1.0000 for 1 value"
+    assert sent.sent[-1] == (2, {"validation_loss": 1.0, "mine": 1.0}), "trackers get it too"
+    assert callbacks.lines() == []
+
+
+class SentNumbers(Tracker):
+    """Keeps what it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Any] = []
+
+    def log(self, step: int, metrics: Any) -> None:
+        self.sent.append((step, dict(metrics)))
+
+
+@pytest.mark.parametrize("hooks", [("on_step", "on_validation", "on_validation", "on_end"), ("on_step", "on_end")])
+def test_early_stopping_that_has_had_no_value_by_the_first_validation_is_one_warning_with_the_names(hooks: Any):
+    callbacks = Callbacks([EarlyStopping(metric="mine"), EarlyStopping(metric="loss"), Adds("other")])
+    facts = {"on_step": step(1), "on_validation": validation(1, 1.0), "on_end": END}
+    lines = [callbacks.call(hook, facts[hook]) and callbacks.lines() for hook in hooks]
+    assert [len(each) for each in lines] == ([0, 1, 0, 0] if len(hooks) == 4 else [0, 1])
+    of_validation = {"other", "validation_loss"} if len(hooks) == 4 else set()
+    names = ", ".join(sorted({"bubble", "count", "count_per_s", "loss", "norm", "samples_per_s", "seconds"} | of_validation))
+    text = (
+        "EarlyStopping has had no value of 'mine', without which it never stops the run\n"
+        f"  cure: name one of {names}; a callback that adds a metric stands before it"
+    )
+    assert lines[1] == [("warning", text)]
+
+
+STOPS = "callbacks: [{callbacks}], validation: {{function: 'm:f', every: {every}}}"
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "every", "said"),
+    [
+        ("{function: 'raypar:EarlyStopping', args: {metric: acuracy}}", 1, "EarlyStopping names the metric 'acuracy', which"),
+        ("{function: 'raypar:EarlyStopping', args: {metric: loss}}", 1, None),
+        ("{function: 'raypar:EarlyStopping', args: {metric: samples_per_s}}", 1, None),
+        ("'raypar:EarlyStopping'", 0, "EarlyStopping needs validation losses"),
+        (f"{{function: 'raypar:EarlyStopping', args: {{metric: mine}}}}, '{__name__}:Adds'", 1, "names the metric 'mine'"),
+        (f"'{__name__}:Adds', {{function: 'raypar:EarlyStopping', args: {{metric: mine}}}}", 1, None),
+    ],
+)
+def test_early_stopping_on_a_metric_that_nobody_computes_is_refused_before_the_run(
+    callbacks: str, every: int, said: str | None
+):
+    asked = job(STOPS.format(callbacks=callbacks, every=every))
+    with pytest.raises(ConfigError, match=said) if said is not None else nullcontext() as raised:
+        callbacks_from_job(asked)
+    if said is not None and "which" in said:
+        assert raised.value.cure.startswith("it is one of loss, lr, norm, validation_loss;")
+
+
+def test_checkpoints_by_a_metric_that_no_callback_adds_are_refused_before_the_run():
+    best = "checkpoint: {best: [{metric: mine, mode: max}]}"
+    stopping = "{function: 'raypar:EarlyStopping', args: {metric: loss}}"
+    with pytest.raises(ConfigError, match=r"checkpoint\.best names the metric 'mine', which nobody computes"):
+        callbacks_from_job(job(f"{best}, callbacks: [{stopping}]"))
+    assert callbacks_from_job(job(f"{best}, callbacks: [{stopping}, '{__name__}:Adds']"))
+
+
 def test_tensorboard_files_hold_the_numbers_and_the_tracker_travels(tmp_path: Path):
     tracker = Callbacks([cloudpickle.loads(cloudpickle.dumps(TensorBoard()))])
     tracker.call("on_start", {**START, "folder": str(tmp_path)})
@@ -212,7 +290,10 @@ def test_a_tracker_of_ones_own_needs_no_package_and_errors_in_a_circle_end():
 
 def test_a_job_file_asks_for_callbacks_first_then_trackers():
     found = callbacks_from_job(
-        job(f"callbacks: [{{function: '{__name__}:quiet', args: {{patience: 5}}}}], trackers: [tensorboard]")
+        job(
+            f"callbacks: [{{function: '{__name__}:quiet', args: {{patience: 5}}}}], trackers: [tensorboard], "
+            "validation: {function: 'm:f', every: 1}"
+        )
     )
     assert [type(callback) for callback in found] == [EarlyStopping, TensorBoard]
     assert found[0].patience == 5

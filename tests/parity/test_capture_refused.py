@@ -12,7 +12,7 @@ from helpers.model_zoo import ZOO, ids, import_transformers, sum_of_squares, tok
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.layer_skeletons import refuse_unsupported
+from raypar.model.layer_skeletons import refuse_unsupported_modules
 
 
 def blocks(count: int = 3) -> nn.ModuleList:
@@ -441,4 +441,4 @@ def test_a_scripted_module_is_refused(inside: bool):
         model.blocks[1] = torch.jit.script(model.blocks[1])
     made = model if inside else torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(ModelError, match=r"is a RecursiveScriptModule of torch\.jit"):
-        refuse_unsupported("", made)
+        refuse_unsupported_modules("", made)

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from helpers import checkpoint_folders
+from helpers.captured_jobs import graph_of
 from helpers.model_zoo import TokenSamples, import_transformers, make_zoo_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -21,14 +22,15 @@ from raypar.job import Job
 from raypar.job.contract import contract_of_job
 from raypar.job.read_job import load_job, parse_job
 from raypar.model.capture.captured_layer import cache_of
+from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
 from raypar.planner.model_profile import ModelProfile
 from raypar.worker.job_preflight import preflight
+from raypar.worker.layer_graph_of_job import make_layer_graph, make_layer_graph_without_values
 from raypar.worker.measure_profile import profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph, make_layer_graph_without_values
 
 STEPS = 3
 
@@ -72,9 +74,9 @@ def spec_of(model: Any, **given: Any) -> Job:
     return raypar.Trainer(model=model, **job).job
 
 
-def run(spec: Job, schedule: str = "1f1b", **mesh: Any) -> OneProcessRun:
-    """A run of all steps in stages, replicas and shards as `mesh` says."""
-    graph = make_layer_graph(spec)
+def run(spec: Job, schedule: str = "1f1b", graph: Graph | None = None, **mesh: Any) -> OneProcessRun:
+    """A run of all steps in stages, replicas and shards as `mesh` says; runs of one job have one capture of its model."""
+    graph = graph_of(spec) if graph is None else graph
     plan = ParallelPlan.mesh(layers=len(graph.layers), **mesh)
     found = OneProcessRun(spec, plan, schedule, graph=graph)
     for step in range(spec.steps):
@@ -165,11 +167,11 @@ def test_the_input_of_pairs_is_given_by_place_and_tensors_used_in_many_places_ar
         assert all(torch.equal(buffers["places"], torch.arange(6.0)) for buffers in held)
 
 
-@pytest.mark.parametrize("schedule, mesh", [("interleaved", {"pp": 2, "chunks": 2}), ("zb-h1", {"pp": 2})])
-def test_other_schedules_and_recomputation_have_the_bits_of_one_stage(schedule: str, mesh: dict[str, int]):
+def test_other_schedules_and_recomputation_have_the_bits_of_one_stage():
     spec = spec_of((make_zoo_model, {"name": "llama", "p": 0.1}), batch_size=7, microbatches=3)
     wanted = run(spec)
-    assert unequal(run(spec, schedule, **mesh), wanted) == []
+    assert unequal(run(spec, "interleaved", pp=2, chunks=2), wanted) == []
+    assert unequal(run(spec, "zb-h1", pp=2), wanted) == []
     assert unequal(run(spec, pp=2, recompute=range(1, 6)), wanted) == []
 
 
@@ -397,9 +399,9 @@ def test_hundreds_of_values_pass_between_two_stages():
 def test_more_values_than_messages_can_tell_apart_are_refused_before_the_start():
     spec = spec_of((Many, {"count": 1025}), loss=nn.functional.mse_loss, data=Pairs, steps=1)
     with pytest.raises(PlanError, match=r"1025 values .* from stage 0 to stage 1") as error:
-        OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=2), "1f1b")
+        run(spec, pp=2)
     assert "plan.cuts" in error.value.cure
-    OneProcessRun(spec, ParallelPlan.mesh(layers=2), "1f1b").step(0)
+    run(spec)
 
 
 def test_the_profile_has_the_bytes_of_all_values_of_a_layer():
@@ -441,7 +443,8 @@ class Lengths:
 def test_a_forward_that_is_recorded_anew_for_each_batch_is_told_of_once():
     def warnings(lengths: int, **mesh: int) -> list[str]:
         data = {"function": Lengths, "args": {"lengths": lengths}, "target": "y"}
-        return run(spec_of(Cropped, loss=nn.functional.mse_loss, data=data, microbatches=4), **mesh).warnings
+        spec = spec_of(Cropped, loss=nn.functional.mse_loss, data=data, microbatches=4)
+        return run(spec, graph=make_layer_graph(spec), **mesh).warnings
 
     assert warnings(4) == []
     for mesh in ({}, {"pp": 2}):

@@ -224,18 +224,18 @@ def test_what_the_forward_reads_of_the_batch_is_a_guard_and_another_answer_anoth
 
 
 def test_in_evaluation_mode_layers_do_what_the_plain_module_does():
+    """Their dropout is off."""
     for name in ("gpt2", "unet", "lstm"):
-        for p in (0.0, 0.5):
-            model = ZOO[name].make(p)
-            captured = capture(model, ZOO[name].batch())
-            stages = make_stages(captured, model, [1, 3])
-            for module in (model, *(module for stage in stages for module in stage.modules)):
-                module.eval()
-            batch = ZOO[name].batch()
-            found = evaluate_stages(captured, stages, batch)
-            with torch.no_grad():
-                wanted = model(**batch)
-            assert torch.equal(found[-1], wanted if isinstance(wanted, Tensor) else wanted.logits)
+        model = ZOO[name].make(0.5)
+        captured = capture(model, ZOO[name].batch())
+        stages = make_stages(captured, model, [1, 3])
+        for module in (model, *(module for stage in stages for module in stage.modules)):
+            module.eval()
+        batch = ZOO[name].batch()
+        found = evaluate_stages(captured, stages, batch)
+        with torch.no_grad():
+            wanted = model(**batch)
+        assert torch.equal(found[-1], wanted if isinstance(wanted, Tensor) else wanted.logits)
 
 
 def test_layers_have_the_names_of_the_models_modules_and_tensors():
@@ -360,7 +360,7 @@ def check_random(seed: int) -> None:
     check(ZooModel(make, lambda: two_fields(3), lambda: two_fields(2), sum_of_squares), 0.3 * (seed % 2), every_unit=True)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(10, 20))])
 def test_random_modules_are_the_plain_module(seed: int):
     check_random(seed)
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig
-from raypar.model.capture import absent_tensor
-from raypar.model.capture.absent_tensor import absent_like
+from raypar.model.capture import memoryless_tensor
+from raypar.model.capture.memoryless_tensor import memoryless_like
 from raypar.plan import ParallelPlan
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -61,7 +61,7 @@ def test_recurrent_nets_that_are_batch_first_have_the_bits_of_the_plain_module(k
 
 
 def test_a_tensor_of_another_shape_than_in_the_record_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(absent_tensor, "_changes_its_own_shape", lambda func: False)
+    monkeypatch.setattr(memoryless_tensor, "_changes_its_own_shape", lambda func: False)
     job = recurrent_job("GRU").replace(name="another")
     with (
         OneProcessRun(job, ParallelPlan.mesh(layers=3), "1f1b") as run,
@@ -82,9 +82,9 @@ def test_a_tensor_of_another_shape_than_in_the_record_is_an_error(monkeypatch: p
         lambda x: x.as_strided_((2, 2), (1, 2)),
     ],
 )
-def test_operations_that_change_a_shape_in_place_change_that_of_an_absent_tensor(call, requires_grad: bool):
+def test_operations_that_change_a_shape_in_place_change_that_of_a_memoryless_tensor(call, requires_grad: bool):
     real = torch.randn(3, 4)
-    absent = absent_like(real.clone().requires_grad_(requires_grad)) * 2
+    absent = memoryless_like(real.clone().requires_grad_(requires_grad)) * 2
     call(real)
     call(absent)
     assert (absent.shape, absent.stride(), absent.meta.shape) == (real.shape, real.stride(), real.shape)

@@ -12,9 +12,9 @@ from torch import nn
 
 import raypar
 from raypar.errors import PlanError
-from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 CUT = (
     "gpt2", "gpt2_mask", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "bert", "roberta", "albert", "vit", "vitmae",

@@ -17,13 +17,14 @@ from raypar.cli import main
 from raypar.console.read_run_folder import has_checkpoints
 from raypar.errors import CheckpointError, ConfigError
 from raypar.job import CheckpointConfig
-from raypar.job.contract import contract_of_job
+from raypar.job.contract import VALIDATED, contract_of_job
+from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.launch.resume import find_checkpoint, find_last_whole_checkpoint
 from raypar.plan import ParallelPlan
 from raypar.storage.checkpoint_store import STORES, CheckpointStore, open_checkpoint, open_checkpoint_store
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.run_folder import RunFolder
-from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.checkpoint import checkpoint_files, contract_comparison
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.pretrained.weights_file import absolute_weights_path, open_weights, resolve_weights_source
@@ -95,7 +96,7 @@ def test_a_run_saves_to_memory_resumes_with_the_same_bits_and_exports(memory, tm
         assert location == f"{URL}/step_00000002"
     last, skipped = checkpoint_files.latest_usable_checkpoint(URL)
     assert (str(last), skipped) == (location, [])
-    checkpoint_files.check_contract(checkpoint_files.load_manifest(location), SPEC)
+    contract_comparison.check_contract(checkpoint_files.load_manifest(location), SPEC)
     with OneProcessRun(SPEC, ParallelPlan.mesh(pp=3, layers=LAYERS), "gpipe") as local:
         for core in local.cores:
             core.load(location)
@@ -123,8 +124,10 @@ def test_a_runs_checkpoints_lie_where_its_folder_says(memory, tmp_path: Path, mo
     """The recorder writes there, and whoever resumes or shows the run looks there."""
     monkeypatch.setattr(RunFolder, "checkpoint_store_location", property(lambda folder: f"memory://bucket/{folder.name}"))
     folder = RunFolder.create(tmp_path, "mine")
+    followed = FollowedMetric("validation_loss", 2, {2: 0.5, 4: 0.4})
     recorder = RunRecorder(
-        SimpleNamespace(folder=str(folder.path), contract={}, job=SimpleNamespace(checkpoint=CheckpointConfig(keep=1)))
+        SimpleNamespace(folder=str(folder.path), contract={}, job=SimpleNamespace(checkpoint=CheckpointConfig(keep=1))),
+        followed=followed,
     )
     for done in (2, 4):
         begun = recorder.checkpoint_begin(done)
@@ -133,6 +136,7 @@ def test_a_runs_checkpoints_lie_where_its_folder_says(memory, tmp_path: Path, mo
     found = find_last_whole_checkpoint(folder, print)
     assert str(found) == "memory://bucket/mine/step_00000004" == str(recorder.last_checkpoint)
     assert find_checkpoint(str(found), print) == found
+    assert checkpoint_files.load_manifest(found).contract == {VALIDATED: followed.as_json(4)}
     assert memory["memory://bucket/mine"].names() == ["step_00000004"]
     assert main(["export", "mine", "--run-dir", str(tmp_path), "--step", "4", "--out", str(tmp_path / "m.pt")]) == 0
     assert torch.equal(torch.load(tmp_path / "m.pt")["w"], torch.ones(2))

@@ -7,23 +7,27 @@ from typing import Any
 import pytest
 import torch
 from helpers import ragged
-from helpers.captured_jobs import check_run, graph_of
+from helpers.captured_jobs import check_run, graph_of, job_of
 from helpers.ragged import Reader, Sentences, next_word
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
+from raypar.elastic.replica_digests import InitialDigestCheck
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
 from raypar.job import DataConfig, FunctionConfig, Job, LossConfig, ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import Microbatches
+from raypar.plan.pieces import AdoptDescription
 from raypar.plan.seeds import seed_of
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.job_preflight import preflight
-from raypar.worker.worker_assignments import make_layer_graph
+from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_core import WorkerCore
 
 
 def job(collate: Any, name: str = "ragged", **more: Any) -> Job:
@@ -67,7 +71,7 @@ def test_batches_of_many_lengths_have_the_bits_of_one_process_in_every_layout(sc
 def test_a_collation_draws_what_its_place_says_in_any_order_and_in_data_processes():
     one = loader("helpers.ragged:noisy", "helpers.ragged:Sentences")
     two = loader(ragged.noisy, processes=0)
-    three = loader("helpers.ragged:noisy", "helpers.ragged:Sentences", processes=2)
+    three = loader("helpers.ragged:noisy", "helpers.ragged:Sentences", processes=1)
     places = [(0, 0), (0, 1), (3, 2), (0, 3), (1, 0)]
     read = {place: one.get(*place) for place in places}
     three.prefetch(0, range(4))
@@ -211,6 +215,50 @@ def appending(samples: list[Any]) -> dict[str, Any]:
 def test_what_depends_on_the_process_is_refused_before_the_run(collate: Any, says: str):
     with pytest.raises(DataError, match=says):
         preflight(job(collate))
+
+
+PROCESS = [0]
+"""Stands for the number of the process that a worker is."""
+
+
+def of_its_process(samples: list[Any]) -> dict[str, Any]:
+    batch = ragged.longest(samples)
+    batch["ids"][:, PROCESS[0] % 3] = 0
+    return batch
+
+
+def descriptions_of_workers(spec: Job, replicas: int, monkeypatch: pytest.MonkeyPatch) -> list[AdoptDescription]:
+    """What each worker of a run says when it has built its stages, in a process of its own."""
+    adopt, built = WorkerCore.adopt, []
+
+    def adopt_in_own_process(*args: Any, **more: Any) -> AdoptDescription:
+        PROCESS[0] += 1
+        built.append(adopt(*args, **more))
+        return built[-1]
+
+    monkeypatch.setattr(WorkerCore, "adopt", adopt_in_own_process)
+    graph = graph_of(spec)
+    OneProcessRun(spec, ParallelPlan.mesh(pp=1, dp=replicas, layers=len(graph.layers)), "1f1b", graph=graph)
+    return built
+
+
+def test_workers_that_collate_the_same_samples_differently_are_found(monkeypatch: pytest.MonkeyPatch):
+    """Called twice in one process the function gives the same, which passes the check before the run."""
+    preflight(job(of_its_process))
+    found = InitialDigestCheck()
+    first, second = map(found.add, (4, 7), descriptions_of_workers(job(of_its_process), 2, monkeypatch))
+    assert first is None
+    says = "depends on the process that calls it: of the first microbatch, workers 4 and 7 have other numbers in ids"
+    assert isinstance(second, DataError) and says in second.what
+
+
+def test_only_what_a_collate_function_makes_is_compared_before_the_first_step(monkeypatch: pytest.MonkeyPatch):
+    """Without one no sample is read for it."""
+    found = InitialDigestCheck()
+    assert [*map(found.add, range(2), descriptions_of_workers(job(ragged.longest), 2, monkeypatch))] == [None, None]
+    monkeypatch.setattr(MicrobatchLoader, "get", None)
+    built = descriptions_of_workers(job_of("gpt2"), 2, monkeypatch)
+    assert [described["collated"] for described in built] == [{}, {}]
 
 
 def dropping(samples: list[Any]) -> dict[str, Any]:

@@ -13,16 +13,16 @@ from helpers.shard_grid import Cell, cells
 
 from raypar.comm.transport import COLLECTIVES, FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
 from raypar.job import PlanConfig
-from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle
 from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.plan.pieces import AdoptPlanCommand, Piece, PieceMove
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout as StyledLayout
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import assign_programs_to_ranks
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.required_communicators import MAX_DIRECT, required_communicators
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 GRID = [layout for layout in layouts() if layout.plan.world > 1]
 CORNERS = [

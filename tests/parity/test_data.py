@@ -14,17 +14,23 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from helpers import data_cases
+from helpers import data_cases, ugly_models
 from helpers.data_cases import Noisy, Of
+from helpers.generations import Generations
+from helpers.torch_flesh import TorchJob
 
 from raypar.errors import ConfigError, DataError, UserCodeError
-from raypar.job import DataConfig
+from raypar.job import DataConfig, ValidationConfig
+from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
+from raypar.worker.data.data_process_pool import DataProcesses
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.data.user_dataset import dataset_size, make_dataset
+from raypar.worker.job_preflight import preflight
+from raypar.worker.layer_graph_of_job import make_layer_graph
 
 ALL = ("x", "noise", "draw", "id")
 CUT = Microbatches(3, 0, 7)
@@ -33,10 +39,12 @@ CUT = Microbatches(3, 0, 7)
 def loader(
     dataset: Any, *, fields: tuple[str, ...] = ALL, batching: Microbatches = CUT, seed: int = 4, **spec: Any
 ) -> MicrobatchLoader:
-    options = {key: spec.pop(key) for key in ("readers", "timeout_s") if key in spec}
+    options = {key: spec.pop(key) for key in ("readers", "timeout_s", "shared") if key in spec}
     order = SampleOrder(seed, len(dataset))
     described = DataConfig(**{"function": type(dataset), **spec})
-    return MicrobatchLoader(dataset, described, order, batching, seed=seed, fields=fields, **options)
+    return MicrobatchLoader(
+        dataset, described, order, batching, seed=seed, fields=fields, processes=options.pop("shared", None), **options
+    )
 
 
 def expected(step: int, microbatch: int, size: int = 13, seed: int = 4) -> dict[str, torch.Tensor]:
@@ -82,12 +90,56 @@ def test_data_processes_give_the_same_bits_and_end_with_the_loader():
     for step in (0, 1, 2):
         read.prefetch(step, (0, 2))
     assert all(same(read.get(*place), expected(*place)) for place in [(0, 0), (0, 2), (0, 1), (1, 0), (1, 2), (2, 0), (0, 0)])
-    assert read._pool is not None
-    processes = list(read._pool._processes)
+    processes = pids(read._processes)
     assert all(alive(pid) for pid in processes)
     read.close()
     read.close()
     assert all_end(processes, within_s=5)
+
+
+def pids(processes: DataProcesses | None) -> list[int]:
+    assert processes is not None and processes._pool is not None
+    return list(processes._pool._processes)
+
+
+@pytest.mark.full  # that they outlive plans: the next test
+def test_data_processes_outlive_plans_with_what_they_have_read_and_give_another_plan_other_fields():
+    spec = DataConfig(function="helpers.data_cases:Noisy", processes=1)
+    processes = DataProcesses(spec, 4)
+    first = loader(Noisy(), function=spec.function, processes=1, shared=processes)
+    assert same(first.get(0, 0), expected(0, 0))
+    first.prefetch(0, (1, 2))
+    there = pids(processes)
+    first.close()
+    second = loader(Noisy(), function=spec.function, processes=1, shared=processes)
+    assert {read[:2] for read in processes._pending} == {(0, 1), (0, 2)}
+    assert same(second.get(0, 2), expected(0, 2)) and same(second.get(1, 0), expected(1, 0))
+    third = loader(Noisy(), fields=("id",), function=spec.function, processes=1, shared=processes)
+    assert torch.equal(third.get(1, 0)["id"], expected(1, 0)["id"]) and pids(processes) == there
+    second.prefetch(2, ())
+    assert not processes._pending, "what nobody has taken is let go"
+    processes.close()
+    assert all_end(there, within_s=5)
+
+
+def test_the_data_processes_of_a_worker_are_the_same_under_each_of_its_plans():
+    spec = ugly_models.job("plain", steps=3)
+    spec = spec.replace(data=spec.data.replace(function="helpers.ugly_models:Numbers", processes=1))
+    work = TorchJob(spec, make_layer_graph(spec))
+    run = Generations(work)
+    try:
+        run.adopt(ParallelPlan.mesh(dp=2, layers=8), [0, 1], 0)
+        run.step(0)
+        before = [pids(body.core.loader._processes) for body in run.bodies.values()]
+        run.adopt(ParallelPlan.mesh(pp=2, layers=8), [1, 0], 1)
+        run.step(1)
+        loaders = [body.core.loader for body in run.bodies.values()]
+        after = [pids(loader._processes) for loader in loaders if isinstance(loader, MicrobatchLoader)]
+        assert after and all(found in before for found in after)
+    finally:
+        for body in run.bodies.values():
+            body.core.close()
+    assert all_end([pid for each in before for pid in each], within_s=5)
 
 
 def test_batches_are_fresh_and_only_the_fields_asked_for():
@@ -265,7 +317,7 @@ def test_a_factory_that_raises_or_is_not_there():
             UserCodeError,
             r"step 1, microbatch 0 \(samples [\d, ]+\.\.\. 13 in all\): sample 5 \(epoch 0\).*no such picture",
         ),
-        ("Slow", UserCodeError, r"did not give step 1, microbatch 0 \(samples .* within 0.5 s, read by 1 processes"),
+        ("Slow", UserCodeError, r"did not give step 1, microbatch 0 \(samples .* within 0.5 s, read by 1 process\n"),
         ("Dies", UserCodeError, "a data process died while it read step 1, microbatch 0"),
     ],
 )
@@ -288,10 +340,12 @@ def test_failures_in_data_processes_name_step_microbatch_and_samples(name: str, 
 PARENT = """
 import sys, time
 from helpers.data_cases import Leaves
+from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import Microbatches
+from raypar.worker.data.data_process_pool import DataProcesses
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
 from raypar.worker.data.sample_order import SampleOrder
-from raypar.job import DataConfig
+from raypar.job import DataConfig, ValidationConfig
 if __name__ == "__main__":
     folder = sys.argv[1]
     spec = DataConfig(function="helpers.data_cases:Leaves", args={"folder": folder}, processes=1)
@@ -332,3 +386,56 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+class Kept(ugly_models.Numbers):
+    """Gives what it keeps."""
+
+    def __init__(self, change: Any) -> None:
+        self.rows, self.change = [{"x": torch.ones(ugly_models.SEQ), "y": 0.5} for _ in range(9)], change
+        self.dice, self.reads = random.Random(1), 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.reads += 1
+        return self.change(self, self.rows[index])
+
+
+DEPENDS_ON_THE_PROCESS: dict[str, Any] = {
+    "a generator of its own": lambda kept, row: {**row, "x": row["x"] + kept.dice.random()},
+    "a counter": lambda kept, row: {**row, "y": float(kept.reads)},
+    "writes into what it keeps": lambda kept, row: {**row, "x": row["x"].mul_(1.5)},
+}
+
+
+@pytest.mark.parametrize("change", DEPENDS_ON_THE_PROCESS.values(), ids=DEPENDS_ON_THE_PROCESS)
+@pytest.mark.parametrize("key", ["data", "validation"])
+def test_samples_that_depend_on_the_process_that_reads_them_are_refused(key: str, change: Any):
+    """Stages and replicas read the same samples, and workers read them again after a failure."""
+    given = {"function": Kept, "args": {"change": change}}
+    job = ugly_models.job("plain").replace(**{key: DataConfig(**given) if key == "data" else ValidationConfig(**given)})
+    place = "" if key == "data" else r"validation: "
+    words = r"asked twice for samples \d, \d under the same seed, gave field '[xy]' with other numbers.*\n  cure: let a"
+    with pytest.raises(DataError, match=f"^{place}data set Kept, {words}"):
+        preflight(job)
+
+
+@pytest.mark.parametrize("last", [3, 2**63 - 1, -(2**63), torch.tensor(7)], ids=str)
+def test_integers_are_made_one_tensor_at_once_with_the_bits_of_stacking(last: object, monkeypatch: pytest.MonkeyPatch):
+    values = [1, -2, last]
+    wanted = torch.stack([torch.as_tensor(value) for value in values])
+    samples, made = Of([{"label": value} for value in values]), list[object]()
+    as_tensor = torch.as_tensor
+    monkeypatch.setattr(torch, "as_tensor", lambda value: (made.append(value), as_tensor(value))[1])
+    found = SampleReader(samples, (), ("label",), 4).read([(0, 0), (0, 1), (0, 2)])["label"]
+    assert torch.equal(found, wanted)
+    assert (found.dtype, found.stride()) == (torch.int64, (1,))
+    assert bool(made) == (isinstance(last, torch.Tensor) or last == -(2**63)), "one by one where not all are integers"
+
+
+@pytest.mark.parametrize("odd", [True, 2.5], ids=str)
+def test_a_value_that_is_no_integer_among_integers_is_refused(odd: object):
+    with pytest.raises(DataError, match=r"sample 2 \(epoch 0\), field 'label': expected shape"):
+        SampleReader(Of([{"label": value} for value in (1, -2, odd)]), (), ("label",), 4).read([(0, 0), (0, 1), (0, 2)])

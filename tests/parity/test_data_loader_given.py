@@ -15,6 +15,7 @@ import raypar
 from raypar.errors import RayparError
 from raypar.job import Job
 from raypar.plan import ParallelPlan
+from raypar.worker.data.stream_loader import read_stream_microbatches
 from raypar.worker.job_preflight import preflight
 
 
@@ -78,9 +79,31 @@ def test_its_sampler_is_that_of_the_job():
         trainer(Masked(), validation=DataLoader(Masked(), 8, sampler=weighted))
 
 
-class Stream(torch.utils.data.IterableDataset[int]):
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Divides itself over the streams that read it."""
+
     def __iter__(self) -> Any:
-        return iter([1, 2])
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        return (Sentences()[index] for index in range(info.id, len(Sentences()), info.num_workers))
+
+
+def test_a_loader_of_an_iterable_data_set_trains_as_its_parts_do():
+    loader = DataLoader(Stream(), batch_size=8, collate_fn=ragged.longest, num_workers=3, pin_memory=False)
+    job = preflight(trainer(section(loader)).job).job
+    assert (job.data.streams, job.data.processes, job.data.shuffle) == (4, 0, False)
+    plain = trainer({"function": Stream, "target": "labels", "collate": ragged.longest, "streams": 4, "shuffle": False}).job
+    assert job.data.replace(function=Stream) == plain.data
+    read = [read_stream_microbatches(spec, ("ids", "labels"), [(1, 0), (1, 3)]) for spec in (job, plain)]
+    assert [one.digest for one in read[0]] == [one.digest for one in read[1]]
+    windows = trainer(section(loader, shuffle_window=5)).job.data
+    assert (windows.shuffle, windows.shuffle_window) == (True, 5)
+    validated = trainer(section(DataLoader(Masked(), 8)), validation=DataLoader(Stream(), 3)).job
+    assert validated.validation is not None
+    returned = {"function": lambda: loader, "target": "labels", "collate": ragged.longest}
+    assert preflight(trainer(returned).job).job.data.streams == 4
+    with pytest.raises(RayparError, match=r"with the collate_fn longest\n  cure: name it in the job"):
+        preflight(trainer({"function": lambda: loader, "target": "labels"}).job)
 
 
 LOADERS = {
@@ -94,7 +117,17 @@ LOADERS = {
         r"its own generator, which .*\n  cure: leave it out: the order follows from `seed`",
     ),
     "worker_init_fn": (lambda: DataLoader(Masked(), 8, worker_init_fn=print), r"its own worker_init_fn, which"),
-    "a stream": (lambda: DataLoader(Stream(), 8), r"is a DataLoader of a Stream, which cannot be read by sample id"),
+    "batches of a stream": (lambda: DataLoader(Stream(), None), r"with batch_size=None, so that the data set gives batches"),
+    "the last batch of a stream": (
+        lambda: DataLoader(Stream(), 8, drop_last=True),
+        r"its own drop_last, which .*\n  cure: leave",
+    ),
+    "a generator of a stream": (lambda: DataLoader(Stream(), 8, generator=torch.Generator()), r"with its own generator, which"),
+    "worker_init_fn of a stream": (
+        lambda: DataLoader(Stream(), 8, worker_init_fn=print),
+        r"(?s)its own worker_init_fn, .*get_worker",
+    ),
+    "another size of a stream": (lambda: DataLoader(Stream(), 4), r"with batch_size 4, and the job's batch_size is 8"),
 }
 
 

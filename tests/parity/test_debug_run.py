@@ -14,7 +14,7 @@ from raypar.errors import NonFiniteError, UserCodeError
 from raypar.job.contract import contract_of_job
 from raypar.job.read_job import load_job
 from raypar.launch import Result, raise_run_failure
-from raypar.launch.ray_job_resubmission import SUBMITTED_VARIABLE
+from raypar.launch.run_of_submitted_job import SUBMITTED_VARIABLE
 from raypar.storage.run_folder import RunFolder
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -137,7 +137,7 @@ def test_a_run_made_in_python_without_a_job_file_says_what_to_do(folder, capsys)
     assert main(["debug", "odd"]) == 2
     err = capsys.readouterr().err
     assert "run runs/odd has no job.yaml, from which `raypar debug` makes the model and the data again: the model <" in err
-    assert "cure: put what is named here into a module of its own" in err and "`raypar debug JOB`" in err
+    assert "`raypar debug JOB`; for a run that commands can debug, put what is named here into a module of its own" in err
 
 
 def test_what_is_neither_a_job_file_nor_a_run_names_the_runs(folder, capsys):

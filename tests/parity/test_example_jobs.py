@@ -9,8 +9,8 @@ from helpers.model_zoo import import_transformers
 from raypar.job import Job
 from raypar.job.read_job import load_job
 from raypar.plan import ParallelPlan
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 JOBS = Path(__file__).parents[2] / "jobs"
 UNMODIFIED = ("resnet_digits", "unet_shapes", "lstm", "gpt2", "llama", "vit_digits", "t5_reversal")
@@ -38,7 +38,9 @@ def losses(run: OneProcessRun, steps: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", UNMODIFIED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "resnet_digits")) for name in UNMODIFIED]
+)  # `tests/parity/test_written_buffers.py` trains the ResNet as one plain process does
 def test_the_first_steps_of_the_job_are_those_of_one_worker(name: str):
     spec, job = spec_of(name, batch_size=8), load_job(str(JOBS / f"{name}.yaml"))
     graph = make_layer_graph(spec)

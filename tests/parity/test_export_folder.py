@@ -161,7 +161,7 @@ def test_a_folder_has_the_weights_in_another_dtype_and_the_tokenizer(tmp_path: P
     opened = type(module).from_pretrained(tmp_path / "out")
     assert opened.dtype == torch.bfloat16
     assert all(torch.equal(p, q.bfloat16()) for p, q in zip(opened.parameters(), module.parameters(), strict=True))
-    assert f"5 files in {tmp_path / 'out'}" in (said := capsys.readouterr().out)
+    assert f"5 files after 1 step in {tmp_path / 'out'} (" in (said := capsys.readouterr().out)
     assert "GPT2LMHeadModel.from_pretrained(" in said and said.endswith("before the cast to bfloat16\n")
 
 

@@ -6,7 +6,7 @@ import pytest
 from helpers import device_calls, pretend
 from helpers.parity import Layout
 from helpers.processes import Worker
-from helpers.shard_grid import Cell
+from helpers.shard_grid import SHALLOW, Cell
 
 LAYOUTS = [
     Layout("tangled", "1f1b", (2, 2), 4),
@@ -74,8 +74,8 @@ def test_state_on_a_device_survives_faults_with_the_bits_of_the_cpu(run, replica
 
 
 CELLS = [
-    Cell("gpt", "1f1b", (2, 1), (2, 2), 5),
-    Cell("llama", "zb-h1", (1, 1), (4, 2), 5, sequence=True),
+    Cell(SHALLOW, "1f1b", (2, 1), (2, 2), 3),
+    Cell("llama", "zb-h1", (1, 1), (4, 2), 3, sequence=True),
     Cell("dropped", "1f1b", (2, 1), (2, 2), 4, sequence=True),
     Cell("llama", "1f1b", (1, 1), (1, 3), 5),
     Cell("gpt", "zb-v", (1,), (4,), 4, sequence=True),

@@ -23,12 +23,13 @@ from raypar.actors.worker_actor import WorkerActor
 from raypar.job import Job, ModelConfig
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import make_model_outline
-from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
+from raypar.model.tensor_parallel.compute_shard_layout import make_model_outline_with_layouts
 from raypar.plan import MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import AdoptPlanCommand, plan_moves
 from raypar.schedule import registry
-from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
+from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.make_worker_assignments import make_worker_assignments
 
 pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")
 

@@ -9,10 +9,10 @@ from helpers.shard_grid import STEPS, Cell, check, graph, held
 from torch import nn
 
 from raypar.comm.local_transport import LocalMesh
-from raypar.model.tensor_parallel import weight_gradient_memory
-from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel import weight_gradient_memory_reuse
 from raypar.model.tensor_parallel.linear import RowLinear
-from raypar.model.tensor_parallel.weight_gradient_memory import GradientReusePolicy, KeptGradientMemory
+from raypar.model.tensor_parallel.shard_group import ShardGroup
+from raypar.model.tensor_parallel.weight_gradient_memory_reuse import GradientReusePolicy, KeptGradientMemory
 from raypar.worker.run_in_one_process import OneProcessRun
 
 
@@ -174,7 +174,7 @@ class Kept:
 )
 def test_gradients_are_kept_where_they_cost_nothing_or_activations_are_small(monkeypatch, passes, allocated, kept):
     now = itertools.chain([7, 7 + allocated] if allocated is not None else [], itertools.repeat(None))
-    monkeypatch.setattr(weight_gradient_memory, "_allocated", lambda: next(now))
+    monkeypatch.setattr(weight_gradient_memory_reuse, "_allocated", lambda: next(now))
     linear = Kept()
     places = GradientReusePolicy([linear])
     for _ in range(3):
@@ -185,7 +185,7 @@ def test_gradients_are_kept_where_they_cost_nothing_or_activations_are_small(mon
 
 
 def test_what_is_allocated_is_told():
-    before = weight_gradient_memory._allocated()
+    before = weight_gradient_memory_reuse._allocated()
     held = torch.ones(1 << 20)
-    assert before is None or 4 << 20 <= weight_gradient_memory._allocated() - before < 5 << 20
+    assert before is None or 4 << 20 <= weight_gradient_memory_reuse._allocated() - before < 5 << 20
     del held

@@ -17,8 +17,8 @@ from raypar.errors import RayparError
 from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import preflight
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 LAYERS = 4
 PLANS = {

@@ -67,6 +67,17 @@ def test_other_sets_with_such_a_method_are_read_one_by_one_and_seeded(library: N
     assert torch.equal(reader(other, "draw").read(PLACES[::-1])["draw"], found.flip(0))
 
 
+def test_a_class_with_samples_of_its_own_is_read_one_by_one_and_seeded(library: None):
+    class Augmented(Dataset):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index) | {"ids": [1, 2, 3]}
+
+    dataset = Augmented()
+    found = reader(dataset, "ids", "draw").read(PLACES)
+    assert (dataset.lists, dataset.single) == (0, 3) and found["ids"].tolist() == [[1, 2, 3]] * 3
+    assert torch.equal(found["draw"][1:2], reader(dataset, "draw").read(PLACES[1:2])["draw"])
+
+
 def test_a_sample_that_cannot_be_read_is_named(library: None):
     class Broken(Dataset):
         def __getitems__(self, ids: list[int]) -> list[Any]:

@@ -28,12 +28,14 @@ from raypar.job.contract import contract_of_job
 from raypar.model import deferred_init as deferred
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import STATE_DTYPES, state_shapes
-from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import ParallelPlan
-from raypar.worker import worker_assignments
+from raypar.plan.pieces import AdoptDescription
+from raypar.worker import layer_graph_of_job
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, CACHE, PARAMETER
 from raypar.worker.checkpoint.manifest import DTYPES
 from raypar.worker.job_preflight import preflight
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.pretrained import weights_file
 from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -41,7 +43,6 @@ from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.initial_state import make_initial_stage_state
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.state.mirror import StateCopy
-from raypar.worker.worker_assignments import make_layer_graph
 
 WAYS = {way.__name__: way for way in models.WAYS}
 LAYOUTS = {
@@ -300,6 +301,10 @@ def test_generators_are_left_as_they_were():
     assert (random.random(), float(numpy.random.rand()), torch.rand(1).item()) == want
 
 
+def described(initial: dict[str, int]) -> AdoptDescription:
+    return {"rank": 0, "parameters": {}, "bytes": 0, "initial": initial, "collated": {}, "not_kept": ""}
+
+
 def never_the_same() -> nn.Module:
     model = models.blocks()
     nn.init.constant_(model[1].up.weight, random.SystemRandom().random())
@@ -309,7 +314,8 @@ def never_the_same() -> nn.Module:
 def test_workers_that_begin_with_other_values_are_found():
     spec = job("constructors").replace(model=ModelConfig(function=never_the_same))
     found = InitialDigestCheck()
-    errors = [found.add(worker, make_initial_stage_state(make_layer_graph(spec), 0, 4, spec).digests) for worker in range(2)]
+    built = [make_initial_stage_state(make_layer_graph(spec), 0, 4, spec).digests for _ in range(2)]
+    errors = [found.add(worker, described(initial=digests)) for worker, digests in enumerate(built)]
     assert errors[0] is None
     assert isinstance(errors[1], ModelError) and "workers 0 and 1 begin with other values of 1.up.weight" in errors[1].what
 
@@ -749,7 +755,7 @@ def test_what_workers_would_leave_out_silently_is_refused(what):
 
 def test_what_cannot_be_deferred_is_made_whole_and_a_line_says_so(monkeypatch):
     monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
-    monkeypatch.setattr("raypar.worker.worker_assignments.WHOLE_BYTES", 100)
+    monkeypatch.setattr("raypar.worker.layer_graph_of_job.WHOLE_BYTES", 100)
     spec = job("lazy", deferred_init="auto")
     graph = make_layer_graph(spec)
     assert "cannot be made in parts" in graph.initial_values.notes[0]
@@ -827,7 +833,7 @@ def test_deferred_values_are_those_of_one_process(model, monkeypatch):
 @pytest.mark.parametrize("model", [under_autocast, under_vmap, quasirandom])
 def test_what_the_meta_device_does_not_do_is_done_whole(model, monkeypatch):
     monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
-    monkeypatch.setattr("raypar.worker.worker_assignments.WHOLE_BYTES", 100)
+    monkeypatch.setattr("raypar.worker.layer_graph_of_job.WHOLE_BYTES", 100)
     initial = begins_like_one_process(model, "auto")
     assert "cannot be made in parts" in initial.notes[0]
     with pytest.raises((ModelError, UserCodeError)) as error:
@@ -866,7 +872,7 @@ def test_memory_that_skip_init_leaves_without_values_is_found(deferred_init, mon
 
 def test_a_large_model_is_deferred_by_itself(monkeypatch):
     monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
-    monkeypatch.setattr("raypar.worker.worker_assignments.WHOLE_BYTES", 100)
+    monkeypatch.setattr("raypar.worker.layer_graph_of_job.WHOLE_BYTES", 100)
     graph = make_layer_graph(job("gpt2_residual").replace(deferred_init="auto"))
     assert type(graph.initial_values).__name__ == "DeferredInitialValues"
     want = one_process("gpt2_residual", torch.float32)
@@ -942,7 +948,7 @@ def test_process_state_that_an_initialisation_by_name_leaves_changed_decides_no_
 
 
 def test_lines_about_what_the_model_function_costs_are_told_whatever_values_replace_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker_assignments, "LOADS_BYTES", 1)
+    monkeypatch.setattr(layer_graph_of_job, "LOADS_BYTES", 1)
     state = {name: torch.zeros_like(tensor) for name, tensor in WAYS["numpy_copies"]().state_dict().items()}
     torch.save(state, tmp_path / "zeros.pt")
     spec = job("numpy_copies")

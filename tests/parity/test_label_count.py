@@ -16,8 +16,8 @@ from raypar.job import Job
 from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import preflight
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 VOCABULARY, TOKENS = 23, 9
 
@@ -106,7 +106,8 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(what: str):
 def test_without_it_gradients_are_others_by_a_tenth():
     spec = job(MODELS["gpt2"][0], None, steps=1, microbatches=4)
     _, gradients = of_whole_batch(spec)
-    with OneProcessRun(spec, ParallelPlan.mesh(layers=len(make_layer_graph(spec).layers)), "1f1b") as run:
+    graph = make_layer_graph(spec)
+    with OneProcessRun(spec, ParallelPlan.mesh(layers=len(graph.layers)), "1f1b", graph=graph) as run:
         run.step(0)
         found = {name: copies[0] for name, copies in run.gradients().items()}
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
@@ -115,8 +116,9 @@ def test_without_it_gradients_are_others_by_a_tenth():
 
 def test_the_error_of_a_microbatch_without_labels_names_it():
     spec = job(MODELS["all labels"][0], None, steps=1)
-    plan = ParallelPlan.mesh(layers=len(make_layer_graph(spec).layers))
-    with OneProcessRun(spec, plan, "1f1b") as run, pytest.raises(NonFiniteError, match="loss nan") as found:
+    graph = make_layer_graph(spec)
+    plan = ParallelPlan.mesh(layers=len(graph.layers))
+    with OneProcessRun(spec, plan, "1f1b", graph=graph) as run, pytest.raises(NonFiniteError, match="loss nan") as found:
         run.step(0)
     assert found.value.cure.startswith(
         "if a microbatch may have no label (all -100), set loss: {function: model, count: labels}"
@@ -189,7 +191,8 @@ def test_metrics_read_all_that_a_model_with_its_own_loss_returns(model: Any, cou
         preflight(spec)
         graph = make_layer_graph(spec)
         for stages, replicas in ((1, 1), (2, 2)):
-            with OneProcessRun(spec, ParallelPlan.mesh(pp=stages, dp=replicas, layers=len(graph.layers)), "1f1b") as run:
+            plan = ParallelPlan.mesh(pp=stages, dp=replicas, layers=len(graph.layers))
+            with OneProcessRun(spec, plan, "1f1b", graph=graph) as run:
                 seen: list[Any] = [run.step(step)[0].loss for step in range(2)]
                 seen.append(run.validate(2))
                 found.append((seen, {name: copies[0].detach().clone() for name, copies in run.parameters().items()}))

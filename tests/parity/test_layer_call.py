@@ -17,12 +17,12 @@ from raypar.errors import UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.seeds import seed_of
-from raypar.worker.process.gpu_setup import make_seeder
+from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerCall, LayerFunction, PassContext, training_pass_context, validation_pass_context
+from raypar.worker.stage.layer_tensors import LayerTensors, StageTensors, alias_received, own_tensor
 from raypar.worker.stage.stage import Stage
-from raypar.worker.stage.stage_coordinate import StageCoordinate
-from raypar.worker.stage.stage_tensors import LayerTensors, StageTensors, alias_received, own_tensor
+from raypar.worker.stage.stage_coordinate_in_errors import StageCoordinate
 from raypar.worker.stage_builder import build_stage
 
 SIZE = 6
@@ -282,3 +282,14 @@ def test_a_layer_that_leaves_gradients_switched_off_is_refused_and_the_switch_se
     with pytest.raises(UserCodeError, match="stage 3, replica 1, step 1, microbatch 0: it and what comes before it"):
         Scene(Leaves).run(passes(0, 0), X)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("number", [0, 1, 12345, 2**32 - 1, 2**62 + 7])
+def test_generators_are_seeded_as_the_functions_of_their_modules_seed_them(number):
+    def state_after(seed):
+        random.gauss(0, 1), numpy.random.randn()  # each keeps a second number for the next call
+        seed(number)
+        return random.getstate(), [numpy.random.randn() for _ in range(3)], torch.get_rng_state().tolist()
+
+    wanted = state_after(lambda n: (torch.manual_seed(n), random.seed(n % 2**32), numpy.random.seed(n % 2**32)))
+    assert state_after(make_seeder(CPU)) == wanted

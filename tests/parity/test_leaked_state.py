@@ -17,7 +17,7 @@ from torch import nn
 
 from raypar.callbacks import Callback, Callbacks
 from raypar.errors import UserCodeError
-from raypar.job import DataConfig, FunctionConfig, Job, LossConfig, ModelConfig, OptimizerConfig, ValidationConfig
+from raypar.job import DataConfig, Job, LossConfig, LrScheduleConfig, ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -237,7 +237,7 @@ def job(place: str = "", leak: str = "", processes: int = 0) -> Job:
         loss=LossConfig(function=Loss(leak if place == "loss" else "")),
         data=data,
         optimizer=OptimizerConfig(function=LeakyAdam, args={"leak": leak if place == "optimizer" else ""}),
-        lr_schedule=FunctionConfig(function=Schedule(leak if place == "lr_schedule" else "")),
+        lr_schedule=LrScheduleConfig(function=Schedule(leak if place == "lr_schedule" else "")),
         validation=ValidationConfig(function=Samples, every=1),
         clip_norm=1.0,
     )

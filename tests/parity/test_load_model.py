@@ -20,8 +20,8 @@ from raypar.launch.forward_run import find_trained_run
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 
 class Net(nn.Module):

@@ -19,7 +19,7 @@ from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
 from raypar.worker.job_preflight import preflight
 from raypar.worker.metrics.metric import make_metric, values_by_name
-from raypar.worker.process.gpu_setup import make_seeder
+from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.run_in_one_process import OneProcessRun
 
 SAMPLES = 13
@@ -166,7 +166,7 @@ def kept_parts(loss: Any, shard: Any, parts: dict[tuple[int, int], Tensor], targ
     def call(forward_pass: Any, values: Any) -> Any:
         if loss.inputs[0] in shard.group.output_layouts or shard.group.shard == 0:
             parts[forward_pass.microbatch, shard.group.shard] = values[loss.inputs[0]].clone()
-        targets[forward_pass.microbatch] = values[loss.target].clone()
+        targets[forward_pass.microbatch] = values[loss.fields[0]].clone()
         return loss(forward_pass, values)
 
     return call
@@ -553,3 +553,26 @@ def test_fields_that_are_no_tensors_are_left_out_of_what_metrics_get(collate: An
             run.validate(1)
             found.append(run.metrics)
     assert found[:2] == found[2:] and all(value["ones"] for value in found)
+
+
+CALLS = [0]
+
+
+def counts_calls(output: Tensor, target: Tensor) -> Any:
+    CALLS[0] += 1
+    return output.sum() + CALLS[0], len(target)
+
+
+def counts_calls_at_the_end(found: Any) -> dict[str, int]:
+    CALLS[0] += 1
+    return {"calls": CALLS[0]}
+
+
+@pytest.mark.parametrize(
+    "metric", [MetricConfig(function=counts_calls), MetricConfig(function=counts_calls_at_the_end, of="all")]
+)
+def test_a_function_that_depends_on_the_process_is_refused(metric: MetricConfig):
+    job = with_metrics(ugly_models.job("plain"), names=()).replace(metrics={"m": metric, "draws": ALL["dropped"]})
+    with pytest.raises(ConfigError, match=r"metric 'm', called twice with the same output under the same seed, returned "):
+        preflight(job)
+    preflight(job.replace(metrics={"draws": ALL["dropped"]}))

@@ -4,7 +4,7 @@ import torch
 
 from raypar.comm.buffer_pool import BufferPool
 from raypar.comm.local_transport import LocalMesh
-from raypar.comm.transport import run_routine
+from raypar.comm.routine import run_routine
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, optimizer_key
 from raypar.worker.state import mirror
 from raypar.worker.state.mirror import Mirror, StateCopy, split_into_chunks

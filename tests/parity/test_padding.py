@@ -15,6 +15,7 @@ from raypar.errors import ConfigError, DataError
 from raypar.job import DataConfig, FunctionConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PadConfig, ValidationConfig
 from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
+from raypar.worker.data.padding import Padding, spread_indices
 from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.job_preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -113,6 +114,23 @@ def test_samples_beyond_the_ladder_are_told_before_the_run_where_lengths_are_kno
         preflight(job("beyond", data, to=[8]))
 
 
+def test_else_samples_are_read_for_a_moment_to_find_some(monkeypatch: pytest.MonkeyPatch):
+    longer = [index for index in range(23) if len(Masked()[index]["ids"]) > 8]
+    with pytest.raises(
+        DataError,
+        match=rf"sample {longer[0]}: its field 'ids' has length 9, .*; {len(longer)} of 23 samples that were looked at",
+    ):
+        preflight(job("looked", Masked, to=[8]))
+    monkeypatch.setattr("raypar.worker.data.padding.LOOK_S", 0.0)
+    asked: list[int] = []
+    Padding(PadConfig(to=[8]), "labels").check_lengths(
+        Masked(), 23, ("ids",), lambda index: asked.append(index) or {"ids": [1]}
+    )  # type: ignore[func-returns-value]
+    assert len(asked) <= 2
+    for size in (1, 2, 3, 10, 23, 100):
+        assert sorted(spread_indices(size)) == list(range(size))
+
+
 def test_else_at_the_step_that_reads_them():
     with pytest.raises(
         DataError,
@@ -132,6 +150,26 @@ BAD = {
         {"value": {"x": 0.5}},
         r"data.pad.value.x is 0.5, and the field has integers",
     ),
+    "a number beyond bytes": (
+        ([{"x": torch.zeros(1, dtype=torch.uint8)}], ("x",), "y"),
+        {"value": {"x": 256}},
+        r"data.pad.value.x is 256, and the field \(torch.uint8\) has numbers from 0 to 255\n",
+    ),
+    "a label below 0 of bools": (
+        ([{"x": torch.zeros(1, dtype=torch.bool)}], ("x",), "y"),
+        {"value": {"x": -100}},
+        r"data.pad.value.x is -100, and the field \(torch.bool\) has numbers from 0 to 1\n",
+    ),
+    "beyond half precision": (
+        ([{"x": torch.zeros(1, dtype=torch.float16)}], ("x",), "y"),
+        {"value": {"x": -1e9}},
+        r"data.pad.value.x is -1000000000.0, and the field \(torch.float16\) would have -inf instead\n  cure: ",
+    ),
+    "an infinite integer": (
+        ([{"x": [1]}], ("x",), "y"),
+        {"value": {"x": float("inf")}},
+        r"data.pad.value.x is inf, and the field has integers",
+    ),
     "other widths": (
         ([{"x": torch.ones(1, 2)}, {"x": torch.ones(1, 3)}], ("x",), "y"),
         {},
@@ -143,6 +181,19 @@ BAD = {
         r"sample 1 .*found \[1\] torch.float32\n  cure: data.pad pads the first dimension only",
     ),
 }
+
+
+def test_numbers_that_a_dtype_rounds_are_numbers_that_it_has():
+    for dtype, value in (
+        (torch.bfloat16, 0.1),
+        (torch.float16, -float("inf")),
+        (torch.float32, float("nan")),
+        (torch.int8, -128),
+    ):
+        samples = [{"x": torch.zeros(n, dtype=dtype)} for n in (1, 2)]
+        want = torch.tensor(value, dtype=dtype)
+        found = read(samples, ("x",), "y", value={"x": value})["x"][0, 1]
+        assert torch.equal(found, want) or (found != found and want != want)
 
 
 @pytest.mark.parametrize(("given", "pad", "says"), BAD.values(), ids=BAD)

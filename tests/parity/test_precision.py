@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import reference, shard_grid, torch_flesh, ugly_models
+from helpers import ragged, reference, shard_grid, torch_flesh, ugly_models
 from helpers.generations import SHARDS, mesh
 from helpers.parity import Layout, check_local, differences, layouts
 from helpers.protocol import Fault, World
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from raypar.errors import DataError, UserCodeError
-from raypar.job import Job, LossConfig, PrecisionConfig
+from raypar.job import DataConfig, Job, LossConfig, ModelConfig, PadConfig, PrecisionConfig, ValidationConfig
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.schedule import registry
 from raypar.worker.job_preflight import check_layer_shapes
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_job
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.layer_call import LayerCall
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import build_stage
-from raypar.worker.worker_assignments import make_layer_graph
 
 BF16 = PrecisionConfig(compute="bf16")
 S = ugly_models.SEQ
@@ -345,6 +345,37 @@ def test_validation_computes_in_bfloat16_too():
         want = squared(x, batch["y"]).float() * 3.0
     total, count = stage.losses[0]
     assert x.dtype == torch.bfloat16 and torch.equal(torch.as_tensor(total), want) and count == 3.0
+
+
+def test_validation_of_fused_layers_has_the_bits_of_one_process():
+    """In evaluation PyTorch computes a `TransformerEncoderLayer` by one operation, which returns bfloat16; in training, and on
+    shards, the layer returns float32."""
+    data = {"function": ragged.Masked, "pad": PadConfig(multiple=8)}
+    job = ugly_models.job("plain", microbatches=2, batch_size=4).replace(
+        model=ModelConfig(function=ragged.Reader),
+        loss=LossConfig(function=ragged.next_word),
+        data=DataConfig(**data, target="labels"),
+        validation=ValidationConfig(**data, samples=4),
+        precision=BF16,
+    )
+    torch.manual_seed(job.seed)
+    model, total, count = ragged.Reader().eval(), 0.0, 0
+    for first in (0, 2):
+        batch = ragged.longest(
+            [*map(ragged.Sentences().__getitem__, (first, first + 1)), {"ids": [0] * 8, "labels": [0] * 8, "title": ""}]
+        )
+        ids, mask, labels = (batch[name][:2].contiguous() for name in ("ids", "mask", "labels"))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            output = model(ids, mask)
+            assert output.dtype == torch.bfloat16
+            lost, words = ragged.next_word(output, labels)
+        total, count = total + float(lost), count + int(words)
+    graph = make_layer_graph(job)
+    for plan in (ParallelPlan.mesh(layers=len(graph.layers)), ParallelPlan.mesh(pp=2, dp=2, layers=len(graph.layers))):
+        with OneProcessRun(job, plan, "1f1b", graph=graph) as run:
+            assert run.validate(0) == total / count
+    with OneProcessRun(job, ParallelPlan.mesh(tp=2, layers=len(graph.layers)), "1f1b", graph=graph) as run:
+        assert run.validate(0) == pytest.approx(total / count, rel=1e-2)
 
 
 def test_a_step_may_go_on_in_any_thread():

@@ -21,9 +21,9 @@ from raypar.job.contract import contract_of_job
 from raypar.job.read_job import parse_job
 from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import preflight
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 LORA = {
     "llama": {"r": 2, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1},
@@ -57,7 +57,7 @@ def test_a_folder_trained_on_2_x_2_has_the_bits_of_one_process_that_begins_with_
     graph = make_layer_graph(spec)
     plain = spec.replace(init_from=None, model=ModelConfig(function=loaded, args=spec.model.args))
     want, module = plain_module.train(make_layer_graph(plain), plain)
-    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, dp=2, layers=len(graph.layers)), "1f1b") as run:
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, dp=2, layers=len(graph.layers)), "1f1b", graph=graph) as run:
         for step in range(STEPS):
             assert {report.loss for report in run.step(step)} == {want.losses[step]}
         found = run.parameters()
@@ -75,7 +75,8 @@ def test_modules_that_are_trained_whole_beside_adapters_begin_with_the_folder_s_
     adapter = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     spec = with_weights_fingerprint(job(folder, adapter))
     want = dict(loaded(folder, adapter).named_parameters())
-    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=len(make_layer_graph(spec).layers)), "1f1b") as run:
+    graph = make_layer_graph(spec)
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=len(graph.layers)), "1f1b", graph=graph) as run:
         found = run.parameters()
     head = "base_model.model.lm_head.modules_to_save.default.weight"
     assert head in found
@@ -151,8 +152,64 @@ def broken(folder: Path, what: str) -> None:
 def test_a_folder_that_is_not_whole_or_of_another_model_is_one_error_before_workers_start(what, words, tmp_path: Path):
     spec = job(save_base(tmp_path / "base"))
     broken(tmp_path / "base", what)
-    with pytest.raises((ConfigError, CheckpointError), match=words):
+    with pytest.raises((ConfigError, CheckpointError), match=words) as refused:
         preflight(with_weights_fingerprint(spec))
+    assert str(refused.value).count("\n") == 1, "two lines"
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Write the folder's weights as one file, with what `change` makes of them."""
+    from safetensors.torch import load_file, save_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    tensors = {name: value for file in files for name, value in load_file(file).items()}
+    for file in (*files, *folder.glob("*.index.json")):
+        file.unlink()
+    save_file({name: value.contiguous() for name, value in change(tensors).items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("how", ["whole", "adapter"])
+@pytest.mark.parametrize(("kind", "prefix"), [("gpt2", "transformer."), ("llama", "model.")])
+def test_a_folder_whose_names_lack_the_class_s_prefix_is_read_as_from_pretrained_reads_it(
+    kind: str, prefix: str, how: str, tmp_path: Path
+):
+    """As the folder `gpt2` of the hub."""
+    folder, adapter = save_base(tmp_path / "base", kind, tie_word_embeddings=True), LORA[kind] if how == "adapter" else None
+    rewrite(tmp_path / "base", lambda tensors: {name.removeprefix(prefix): value for name, value in tensors.items()})
+    graph = make_layer_graph(spec := with_weights_fingerprint(job(folder, adapter)))
+    assert any(f"add_prefix: {prefix}" in note.replace('"', "") for note in graph.initial_values.notes)
+    want = dict(loaded(folder, adapter).named_parameters())
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=len(graph.layers)), "1f1b", graph=graph) as run:
+        found = run.parameters()
+    assert all(torch.equal(copies[0], want[name]) for name, copies in found.items() if "lora_" not in name)
+    assert len(found) > 20
+
+
+def test_a_folder_of_a_class_with_a_head_is_read_by_the_class_without(tmp_path: Path):
+    """Its names have a prefix more."""
+    folder = save_base(tmp_path / "base", "gpt2", tie_word_embeddings=True)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2Model"]}))
+    own = make_layer_graph(with_weights_fingerprint(job(folder, loss=LossConfig(function=loss_of_states)))).initial_values
+    values = dict(own.stream(["wte.weight", "h.1.attn.c_attn.weight"], torch.float32))
+    transformers = import_transformers()
+    base = transformers.GPT2Model.from_pretrained(folder).state_dict()
+    assert all(torch.equal(value, base[name]) for name, value in values.items())
+
+
+def loss_of_states(output: Any, target: Any) -> Any:
+    return output.last_hidden_state.mean()
+
+
+def test_unequal_values_of_a_tie_name_both_tensors(tmp_path: Path):
+    spec = job(save_base(tmp_path / "base", "llama", tie_word_embeddings=True))
+    rewrite(tmp_path / "base", lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
+    said = (
+        r"has model.embed_tokens.weight and lm_head.weight, which are one parameter of the model, with different values\n  cure"
+    )
+    with pytest.raises(CheckpointError, match=said) as refused:
+        preflight(with_weights_fingerprint(spec))
+    assert str(refused.value).count("\n") == 1
 
 
 def test_a_name_on_the_hub_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

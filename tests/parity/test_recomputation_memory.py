@@ -10,12 +10,12 @@ from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy, resolve_recomputed_layers
 from raypar.planner.model_profile import ModelProfile
-from raypar.planner.plan_search import kept_bytes_by_kind, predict_step
+from raypar.planner.predicted_step import kept_bytes_by_kind, predict_step
 from raypar.schedule import registry
 from raypar.schedule.instructions import KEPT_SIZE, STASH, Compute
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import one_microbatch_of_each_size, profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v")
 CASES = {

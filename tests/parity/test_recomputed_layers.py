@@ -1,5 +1,6 @@
 """Layers as people write them, recomputed: what runs twice, what stays counted once, and what is refused before a run."""
 
+import functools
 import json
 import warnings
 import weakref
@@ -20,10 +21,10 @@ from raypar.launch.choose_plan import choose_plan, describe_chosen_plan, plan_js
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.worker.job_preflight import preflight
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import MeasuredLayers, one_microbatch_of_each_size, profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage_builder import build_stage
-from raypar.worker.worker_assignments import make_layer_graph
 
 SIZE = ugly_models.SEQ
 
@@ -116,18 +117,25 @@ def job(make) -> Job:
     return ugly_models.job("plain", steps=3, virtual_replicas=2).replace(model=ModelConfig(function=make))
 
 
+@functools.cache
+def in_one_process(name: str) -> tuple[Job, Graph, reference.Result]:
+    """The job of a kind, its model, and what one process makes of it: once for all plans."""
+    spec = job(lambda: model(KINDS[name]))
+    graph = make_layer_graph(spec)
+    return spec, graph, reference.train(graph, spec)
+
+
 @pytest.mark.parametrize("recompute", [range(4), (1,), (2, 3)], ids=str)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_recomputed_layer_has_the_bits_of_one_that_is_not(name, schedule, recompute):
     if name == "reentrant checkpoint" and schedule == "zb-h1":
         schedule = "1f1b"  # its weight gradients come from a backward of its own, which cannot be split
-    spec = job(lambda: model(KINDS[name]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        want = reference.train(make_layer_graph(spec), spec)
+        spec, graph, want = in_one_process(name)
         plan = ParallelPlan.mesh(pp=2, layers=4, recompute=recompute)
-        with OneProcessRun(spec, plan, schedule) as run:
+        with OneProcessRun(spec, plan, schedule, graph=graph) as run:
             for step in range(3):
                 assert {r.loss for r in run.step(step)} == {want.losses[step]}
                 found = run.gradients()
@@ -400,6 +408,6 @@ def test_an_output_that_is_read_twice_and_a_frozen_layer_are_recomputed_like_any
     graph: Graph = make_layer_graph(spec)
     want = reference.train(graph, spec)
     for layer in range(len(graph.layers)):
-        with OneProcessRun(spec, ParallelPlan.mesh(pp=1, layers=9, recompute=(layer,)), "gpipe") as run:
+        with OneProcessRun(spec, ParallelPlan.mesh(pp=1, layers=9, recompute=(layer,)), "gpipe", graph=graph) as run:
             for step in range(2):
                 assert {r.norm for r in run.step(step)} == {want.norms[step]}

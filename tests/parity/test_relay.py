@@ -18,9 +18,9 @@ from raypar.model.layer_skeletons import canonical_names
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
 from raypar.worker.job_preflight import check_model_can_shard, preflight
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
-from raypar.worker.worker_assignments import make_layer_graph
 
 LAYERS = 10
 

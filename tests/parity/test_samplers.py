@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from helpers import reference
-from helpers.optimizer_layouts import LAYERS, Points, model
+from helpers.optimizer_layouts import LAYERS, Points, compare_with_one_process, model
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 import raypar
@@ -20,11 +20,11 @@ from raypar.job import DataConfig
 from raypar.job.contract import contract_of_job
 from raypar.launch.steps_of_epochs import with_steps_of_epochs
 from raypar.plan import ParallelPlan
-from raypar.worker.data.epoch_sampler import make_epoch_sampler
 from raypar.worker.data.sample_order import SampleOrder
+from raypar.worker.data.sampler_weights_group_by import make_epoch_sampler
 from raypar.worker.job_preflight import preflight
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 SIZE = len(Points())
 
@@ -80,12 +80,7 @@ def test_two_stages_and_two_replicas_have_the_samples_and_bits_of_one_process(wh
     spec = raypar.Trainer(**GIVEN, data={"function": Points, **ORDERS[what]}).job
     graph = make_layer_graph(spec)
     preflight(spec)
-    want = reference.train(graph, spec)
-    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, dp=2, layers=LAYERS), "1f1b", graph=graph) as run:
-        for step in range(spec.steps):
-            run.step(step)
-        for name, copies in run.parameters().items():
-            assert all(torch.equal(copy, want.parameters[name]) for copy in copies), name
+    assert compare_with_one_process(spec, graph, ParallelPlan.mesh(pp=2, dp=2, layers=LAYERS)) == "equal"
 
 
 @pytest.mark.parametrize("what", ORDERS)
@@ -218,6 +213,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "weights: raise": ({"weights": lambda dataset: 1 / 0}, UserCodeError, r"data.weights .* raised ZeroDivisionError"),
     "lengths: too few": ({"group_by": lambda dataset: [1]}, DataError, r"gave \[1\] lengths for 29 samples"),
+    "lengths: fractions": (
+        {"group_by": lambda dataset: [1.0] * 7 + [0.3] * 22},
+        DataError,
+        r"gave sample 7 the length 0.3\n  cure: give whole numbers",
+    ),
+    "lengths: no number": ({"group_by": lambda dataset: [float("nan")] * 29}, DataError, r"gave sample 0 the length nan"),
     "lengths: no field": ({"group_by": (of_field, {"field": "ids"})}, UserCodeError, r"data.group_by .*of_field raised"),
 }
 
@@ -230,7 +231,7 @@ def test_what_gives_no_order_is_refused_before_the_run(what: str):
 
 
 def test_an_endless_sampler_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("raypar.worker.data.epoch_sampler.MOST_IDS", 100)
+    monkeypatch.setattr("raypar.worker.data.sampler_weights_group_by.MOST_IDS", 100)
     with pytest.raises(DataError, match="gave more than 290 ids in an epoch, no ids"):
         ids(0, sampler=lambda dataset, epoch: itertools.cycle([1, 2]))
 

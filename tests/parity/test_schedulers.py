@@ -1,5 +1,6 @@
 """Schedulers of learning rates, of torch and transformers, stepped after the optimizer: the bits of the plain loop."""
 
+import functools
 import re
 import warnings
 from pathlib import Path
@@ -13,13 +14,14 @@ from torch.optim import lr_scheduler
 
 import raypar
 from raypar.errors import ConfigError, UserCodeError
-from raypar.job import FunctionConfig, Job, OptimizerConfig
+from raypar.job import FunctionConfig, Job, LrScheduleConfig, OptimizerConfig
 from raypar.job.contract import contract_of_job
+from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import check_model_can_shard, preflight
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.step.learning_rates import RECENT, SchedulerRates, is_scheduler, make_learning_rates
-from raypar.worker.worker_assignments import make_layer_graph
 
 GROUPS = ({"match": "*.bias", "lr": 0.3}, {"match": "block0.*", "lr": 0.07})
 SGD = OptimizerConfig(function=torch.optim.SGD, args={"lr": 0.1, "momentum": 0.9}, groups=GROUPS)
@@ -78,7 +80,7 @@ SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def scheduled(what: str, optimizer: OptimizerConfig = SGD, **more: Any) -> Job:
     function, args = SCHEDULERS[what]
-    return job_of(optimizer, lr_schedule=FunctionConfig(function=function, args=args), **more)
+    return job_of(optimizer, lr_schedule=LrScheduleConfig(function=function, args=args), **more)
 
 
 def plain_loop(job: Job, steps: int) -> list[list[dict[str, Any]]]:
@@ -98,8 +100,14 @@ def plain_loop(job: Job, steps: int) -> list[list[dict[str, Any]]]:
     return found
 
 
+@functools.cache
+def graph() -> Graph:
+    """The layers of all jobs here."""
+    return make_layer_graph(job_of(SGD))
+
+
 def made(job: Job) -> SchedulerRates:
-    rates = make_learning_rates(job, make_layer_graph(job))
+    rates = make_learning_rates(job, graph(), {})
     assert isinstance(rates, SchedulerRates)
     return rates
 
@@ -136,7 +144,7 @@ def test_a_step_that_runs_again_has_its_values_of_the_first_time_also_where_they
                 for group in self.optimizer.param_groups:
                     group["momentum"] = 0.5
 
-    job = job_of(SGD, steps=200, lr_schedule=FunctionConfig(function=Late, args={"step_size": 50}))
+    job = job_of(SGD, steps=200, lr_schedule=LrScheduleConfig(function=Late, args={"step_size": 50}))
     rates, optimizer = made(job), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     optimizer.param_groups[0]["raypar_pattern"] = "*"
     for step, momentum, lr in ((4, 0.9, 0.1), (5, 0.5, 0.1), (4, 0.9, 0.1), (RECENT + 90, 0.5, 0.1**4), (4, 0.9, 0.1)):
@@ -197,8 +205,7 @@ def plateau(optimizer: torch.optim.Optimizer) -> object:
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "needs metrics": (lr_scheduler.ReduceLROnPlateau, ConfigError, r"ReduceLROnPlateau needs a metric in each of its steps"),
-    "needs metrics, made by a function": (plateau, ConfigError, r"plateau \(ReduceLROnPlateau\) needs a metric"),
+    "needs a metric": (plateau, ConfigError, r"plateau makes a ReduceLROnPlateau, whose step needs a metric"),
     "lacks an argument": ((lr_scheduler.StepLR, {}), ConfigError, r"lr_schedule.args lacks step_size, which .*StepLR needs"),
     "an unknown argument": (
         (lr_scheduler.StepLR, {"step_size": 1, "gama": 2}),

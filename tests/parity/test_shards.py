@@ -14,7 +14,7 @@ from torch import nn
 from examples import gpt
 from examples.gpt import Embedding, Linear
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
-from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 
 SHARDS = (1, 2, 3, 4)
 

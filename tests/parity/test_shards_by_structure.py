@@ -21,16 +21,16 @@ from raypar.errors import ModelError
 from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules
-from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.infer_styles_by_structure import reasons_for_whole, structure_of
-from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.multihead_attention import ShardedMultiheadAttention
+from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan import ParallelPlan
 from raypar.worker import job_preflight, plain_microbatches
 from raypar.worker.check_layers_with_numbers import check_shards_with_numbers
 from raypar.worker.job_preflight import check_model_can_shard, preflight
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 WIDTH, HEADS, LENGTH = 16, 4, 5
 

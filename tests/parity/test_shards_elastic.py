@@ -11,15 +11,15 @@ from helpers import checkpoint_folders as checkpoint_files
 from helpers import torch_flesh
 from helpers.generations import SHARDS, Generations, mesh
 from helpers.protocol import Fault
-from helpers.shard_grid import Cell, graph
+from helpers.shard_grid import SHALLOW, Cell, graph
 
 from raypar.comm.local_transport import LocalMesh
-from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.schedule import registry
+from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.state.mirror import StateCopy
-from raypar.worker.worker_assignments import make_worker_assignments
 
 PATHS = [
     [(1, 1, 2), (1, 2, 2), (2, 1, 2)],
@@ -29,7 +29,7 @@ PATHS = [
 ]
 
 
-MODELS = ["llama", "gpt", "dropped"]
+MODELS = ["llama", SHALLOW, "dropped"]
 CASES = [
     pytest.param(model, path, marks=[] if number % 5 == 0 else pytest.mark.full)
     for number, (model, path) in enumerate(product(MODELS, PATHS))
@@ -40,7 +40,7 @@ CASES = [
 @pytest.mark.parametrize("model, path", CASES, ids=str)
 def test_workers_that_change_their_shards_go_on_as_from_a_checkpoint(model, path, tmp_path):
     """replicas x stages x shards; two steps under each. Every second generation has new workers in half of its seats."""
-    spec = Cell(model, "1f1b", (1,), (1,), 5, True).job
+    spec = Cell(model, "1f1b", (1,), (1,), 3, True).job
     job = torch_flesh.TorchJob(spec, graph(model), shards=SHARDS)
     live = Generations(job)
     there: Path | None = None
@@ -70,9 +70,9 @@ def test_workers_that_change_their_shards_go_on_as_from_a_checkpoint(model, path
 
 
 def test_a_new_worker_in_the_seat_of_a_shard_gets_its_slices_and_nobody_else_anything():
-    job = torch_flesh.TorchJob(Cell("gpt", "1f1b", (1,), (1,), 5).job, graph("gpt"), shards=SHARDS)
+    job = torch_flesh.TorchJob(Cell(SHALLOW, "1f1b", (1,), (1,), 5).job, graph(SHALLOW), shards=SHARDS)
     live = Generations(job)
-    plan = mesh("gpt", 2, 1, 2)
+    plan = mesh(SHALLOW, 2, 1, 2)
     live.adopt(plan, [0, 1, 2, 3], 0)
     live.step(0)
     sizes = [sum(p.size for p in pieces) for pieces in job.layout(plan)]
@@ -103,12 +103,12 @@ def plans_of(model: str, shards: int):
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("model, sequence", [("gpt", False), ("llama", True)])
+@pytest.mark.parametrize("model, sequence", [(SHALLOW, False), ("llama", True)])
 def test_whatever_befalls_a_worker_the_bits_of_so_many_shards_stay(model, sequence, whole):
     """Killed, stopped, joined: the real run machine and real bodies; 2 shards before and after."""
     from helpers.protocol import random_faults
 
-    spec = Cell(model, "1f1b", (1,), (1,), 4, sequence).job
+    spec = Cell(model, "1f1b", (1,), (1,), 2, sequence).job
     job = torch_flesh.TorchJob(spec, graph(model), shards=SHARDS)
     plan = mesh(model, 2, 1, 2)
     plain, reference = torch_flesh.simulate(job, plan, plans=plans_of(model, 2), **QUICK)
@@ -122,7 +122,7 @@ def test_whatever_befalls_a_worker_the_bits_of_so_many_shards_stay(model, sequen
 
 
 def test_the_only_copy_of_a_slice_comes_back_from_the_mirror():
-    spec = Cell("llama", "1f1b", (1,), (1,), 4).job
+    spec = Cell("llama", "1f1b", (1,), (1,), 2).job
     job = torch_flesh.TorchJob(spec, graph("llama"), shards=SHARDS, mirror_every=1)
     plan = mesh("llama", 1, 1, 4)
     policy = QUICK | {"hires": True, "min_workers": 4}
@@ -137,14 +137,14 @@ def test_the_only_copy_of_a_slice_comes_back_from_the_mirror():
 
 def test_steps_that_are_executed_again_with_other_shards_are_not_held_against_the_run():
     """One of two shards dies and nobody comes: the other goes back to the mirror's cut, or to the beginning, and on alone."""
-    spec = Cell("gpt", "1f1b", (1,), (1,), 4).job.replace(steps=5)
-    job = torch_flesh.TorchJob(spec, graph("gpt"), shards=SHARDS, mirror_every=2)
-    plan = mesh("gpt", 1, 1, 2)
-    plain, reference = torch_flesh.simulate(job, plan, plans=plans_of("gpt", 2), **QUICK)
+    spec = Cell(SHALLOW, "1f1b", (1,), (1,), 2).job.replace(steps=5)
+    job = torch_flesh.TorchJob(spec, graph(SHALLOW), shards=SHARDS, mirror_every=2)
+    plan = mesh(SHALLOW, 1, 1, 2)
+    plain, reference = torch_flesh.simulate(job, plan, plans=plans_of(SHALLOW, 2), **QUICK)
     replayed, other = 0, 0
     for at in range(plain.points // 8, plain.points, plain.points // 6):
         faults = [Fault(at, "kill")]
-        world, found = torch_flesh.simulate(job, plan, faults, plans=lambda _, n: mesh("gpt", 1, 1, n), **QUICK)
+        world, found = torch_flesh.simulate(job, plan, faults, plans=lambda _, n: mesh(SHALLOW, 1, 1, n), **QUICK)
         assert world.over.end == "done", world.tell(f"{at}: {world.over.why}")
         replayed, other = replayed + world.replayed, other + (found != reference)
     assert replayed and other
@@ -153,9 +153,9 @@ def test_steps_that_are_executed_again_with_other_shards_are_not_held_against_th
 @pytest.mark.parametrize("schedule, shards", [("1f1b", 1), ("zb-h1", 1), ("1f1b", 2), ("zb-h1", 2)])
 def test_the_stages_of_a_former_plan_are_freed_without_pythons_collector(schedule, shards):
     """Workers freeze what there is after every adoption: the collector does not look at it again."""
-    job = Cell("gpt", schedule, (1,), (1,), 4, True).job
-    plan = mesh("gpt", 1, 1, shards)
-    with OneProcessRun(job, plan, schedule, graph=graph("gpt")) as local:
+    job = Cell(SHALLOW, schedule, (1,), (1,), 4, True).job
+    plan = mesh(SHALLOW, 1, 1, shards)
+    with OneProcessRun(job, plan, schedule, graph=graph(SHALLOW)) as local:
         local.step(0)
         former = [weakref.ref(p) for core in local.cores for stage in core.stages.values() for p in stage.parameters.values()]
         gc.collect()
@@ -163,20 +163,19 @@ def test_the_stages_of_a_former_plan_are_freed_without_pythons_collector(schedul
         gc.disable()
         try:
             parts = make_worker_assignments(
-                job, graph("gpt"), plan, registry.build_schedule("1f1b", MicrobatchRouting(plan, job.batching))
+                job, graph(SHALLOW), plan, registry.build_schedule("1f1b", MicrobatchRouting(plan, job.batching))
             )
             for core, part, transport in zip(local.cores, parts, LocalMesh(plan.world).transports, strict=True):
                 core.adopt(part, transport)
             assert [reference() for reference in former] == [None] * len(former)
         finally:
-            gc.enable()
-            gc.unfreeze()
+            gc.enable()  # without unfreezing: every later collection would look through all that was frozen before the tests
 
 
 def test_digests_of_two_shards_are_of_different_things():
-    job = torch_flesh.TorchJob(Cell("gpt", "1f1b", (1,), (1,), 4).job, graph("gpt"), shards=SHARDS)
+    job = torch_flesh.TorchJob(Cell(SHALLOW, "1f1b", (1,), (1,), 4).job, graph(SHALLOW), shards=SHARDS)
     live = Generations(job)
-    live.adopt(mesh("gpt", 2, 1, 2), [0, 1, 2, 3], 0)
+    live.adopt(mesh(SHALLOW, 2, 1, 2), [0, 1, 2, 3], 0)
     for body in live.bodies.values():
         body._take_mirror_snapshot(None)
     digests = [live.bodies[w].mirror.digests[0] for w in range(4)]
@@ -184,15 +183,15 @@ def test_digests_of_two_shards_are_of_different_things():
     assert digests[0][0] != digests[1][0], "shards are not compared with each other"
     for worker, (one, other) in enumerate(pairwise([live.bodies[0], live.bodies[2]])):
         assert one.mirror.pieces() == other.mirror.pieces(), worker
-    assert compute_shard_layout(graph("gpt"), 2).cuts
+    assert compute_shard_layout(graph(SHALLOW), 2).cuts
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_training_goes_on_beside_the_mirrors_cut_and_not_in_it(shards):
     """All went back to the cut, and before the first step worker 0 gets what it had only kept for others."""
-    job = torch_flesh.TorchJob(Cell("gpt", "1f1b", (1,), (1,), 4).job, graph("gpt"), shards=SHARDS)
+    job = torch_flesh.TorchJob(Cell(SHALLOW, "1f1b", (1,), (1,), 4).job, graph(SHALLOW), shards=SHARDS)
     live = Generations(job)
-    live.adopt(mesh("gpt", 1, 2, shards), list(range(2 * shards)), 0)
+    live.adopt(mesh(SHALLOW, 1, 2, shards), list(range(2 * shards)), 0)
     live.step(0)
     body = live.bodies[0]
     copies = {
@@ -204,6 +203,6 @@ def test_training_goes_on_beside_the_mirrors_cut_and_not_in_it(shards):
     body.mirror._snapshots[1] |= copies
     body._old = body.mirror.state_of_snapshot(1)
     before = {worker: copy.digest() for worker, copy in body.mirror._snapshots[1].items()}
-    assert live.adopt(mesh("gpt", 1, 1, 1), [0], 1) == 0
+    assert live.adopt(mesh(SHALLOW, 1, 1, 1), [0], 1) == 0
     live.step(1)
     assert {worker: copy.digest() for worker, copy in body.mirror._snapshots[1].items()} == before

@@ -10,8 +10,8 @@ from examples import gpt
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, sharded_loss
-from raypar.model.tensor_parallel.layout import compute_shard_layout
-from raypar.worker.stage.stage_shard import sum_partial_gradients
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
+from raypar.worker.stage.sum_gradients_over_shards import sum_partial_gradients
 
 SHARDS = (2, 3, 4)
 
@@ -125,7 +125,7 @@ def test_partial_gradients_are_completed_in_one_message_a_step():
         }
         before = group.transport.ledger.as_dict()["all_reduce"]
         for wait in sum_partial_gradients(run.gradients, partial=partial, cuts=layout.cuts, group=group):
-            blocking_code_as_routine.wait_for(wait.handle, wait.what)
+            blocking_code_as_routine.wait_for_handle(wait.handle, wait.what)
         after = group.transport.ledger.as_dict()["all_reduce"]
         return {key: after[key] - before[key] for key in after}
 

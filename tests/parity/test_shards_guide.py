@@ -6,9 +6,9 @@ from pathlib import Path
 import yaml
 
 from raypar.job.read_job import load_job, parse_plan_section
-from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.registry import STYLES
-from raypar.worker.worker_assignments import make_layer_graph
+from raypar.worker.layer_graph_of_job import make_layer_graph
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "examples/guides/choose_a_plan.md"

@@ -21,11 +21,11 @@ from raypar.model.layer_skeletons import canonical_names, make_model_outline, pa
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, shard_slice_of
-from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
+from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.plan import ParallelPlan

@@ -227,7 +227,7 @@ def test_a_job_file_with_shards_makes_the_plan_and_the_job():
 
 def bytes_of_tied(plan: ParallelPlan) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """By rank, (parameters, optimizer state) in bytes: as the memory sheet predicts them, and as they are after a step."""
-    from raypar.planner.plan_search import state_bytes
+    from raypar.planner.predicted_step import state_bytes
     from raypar.worker.measure_profile import profile_job
     from raypar.worker.run_in_one_process import OneProcessRun
     from raypar.worker.step.optimizer_state import read_optimizer_state

@@ -20,9 +20,9 @@ from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import canonical_names
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, shard_slice_of, sharded_loss
-from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.layout import compute_shard_layout
-from raypar.worker.stage.stage_shard import sum_partial_gradients
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
+from raypar.model.tensor_parallel.shard_group import ShardGroup
+from raypar.worker.stage.sum_gradients_over_shards import sum_partial_gradients
 
 X = torch.arange(14).view(2, 7) % 23
 
@@ -58,7 +58,7 @@ def two_stages(graph, layout, cut, loss, *, sequence):
         }
         partial = set().union(*(partial_names(m, g, canonical) for m, g in zip(stages, groups, strict=True)))
         for wait in sum_partial_gradients(gradients, partial=partial, cuts=layout.cuts, group=group):
-            blocking_code_as_routine.wait_for(wait.handle, wait.what)
+            blocking_code_as_routine.wait_for_handle(wait.handle, wait.what)
         return total.detach(), sent.detach(), received.grad, gradients
 
     return on_shards(layout.shards, work)[0]

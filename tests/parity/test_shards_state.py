@@ -7,13 +7,14 @@ import pytest
 import torch
 from helpers import checkpoint_folders as checkpoint_files
 from helpers import same_shards
-from helpers.shard_grid import HEADS, Cell, graph, held, initial, layout_for, steps_of
+from helpers.shard_grid import HEADS, SHALLOW, Cell, graph, held, initial, layout_for, steps_of
 
 from raypar.job import PlanConfig
 from raypar.job.contract import contract_of_job
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.plan import ParallelPlan
+from raypar.worker.checkpoint import contract_comparison
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, StateKey, optimizer_key
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -40,7 +41,7 @@ def mesh(model: str, replicas: int, stages: int, shards: int) -> ParallelPlan:
     return ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=len(graph(model).layers))
 
 
-def trained(spec, plan, steps: range, root: Path, resume: Path | None = None, *, model: str = "gpt") -> Path:
+def trained(spec, plan, steps: range, root: Path, resume: Path | None = None, *, model: str = SHALLOW) -> Path:
     """The checkpoint after these steps."""
     with OneProcessRun(spec, plan, "1f1b", graph=graph(model)) as local:
         for core in local.cores if resume is not None else ():
@@ -73,13 +74,13 @@ def test_a_run_that_changes_its_shards_has_the_bits_of_a_reference_that_changes_
     before, after, sequence, tmp_path
 ):
     """replicas x stages x shards"""
-    job = Cell("gpt", "1f1b", (1,), (1,), 5, sequence).job
-    path = trained(job, mesh("gpt", *before), range(BEFORE), tmp_path)
-    checkpoint_files.check_checkpoint_fits_model(checkpoint_files.verify_checkpoint(path), parameter_shapes(graph("gpt")))
-    last = trained(job, mesh("gpt", *after), range(BEFORE, AFTER), tmp_path, path)
+    job = Cell(SHALLOW, "1f1b", (1,), (1,), 5, sequence).job
+    path = trained(job, mesh(SHALLOW, *before), range(BEFORE), tmp_path)
+    checkpoint_files.check_checkpoint_fits_model(checkpoint_files.verify_checkpoint(path), parameter_shapes(graph(SHALLOW)))
+    last = trained(job, mesh(SHALLOW, *after), range(BEFORE, AFTER), tmp_path, path)
 
-    like, (first, second) = initial(job), (before[2], after[2])
-    made = steps_of(job, range(BEFORE), first, same_shards.gpt_slices(like, HEADS, first))
+    like, (first, second) = initial(job, SHALLOW), (before[2], after[2])
+    made = steps_of(job, range(BEFORE), first, same_shards.gpt_slices(like, HEADS, first), model=SHALLOW)
     whole = same_shards.gpt_whole(made.slices, like, HEADS)
     assert checkpoint_files.checkpoint_weights_hash(path) == weights_hash(whole)
     kinds = {
@@ -92,13 +93,13 @@ def test_a_run_that_changes_its_shards_has_the_bits_of_a_reference_that_changes_
         {name: {"step": torch.tensor(float(BEFORE)), **{kind: kinds[kind][i][name] for kind in kinds}} for name in like}
         for i in range(second)
     ]
-    end = steps_of(job, range(BEFORE, AFTER), second, same_shards.gpt_slices(whole, HEADS, second), state)
+    end = steps_of(job, range(BEFORE, AFTER), second, same_shards.gpt_slices(whole, HEADS, second), state, model=SHALLOW)
     assert checkpoint_files.checkpoint_weights_hash(last) == weights_hash(same_shards.gpt_whole(end.slices, like, HEADS))
 
 
 @pytest.mark.parametrize("shards", [2, 4])
 def test_every_plan_of_as_many_shards_writes_the_same_weights(shards, tmp_path):
-    job = Cell("llama", "1f1b", (1,), (1,), 4, True).job
+    job = Cell("llama", "1f1b", (1,), (1,), 2, True).job
     hashes = set()
     for number, (replicas, stages) in enumerate([(1, 1), (2, 1), (1, 2), (2, 2)]):
         if replicas * stages * shards <= 8:
@@ -134,21 +135,23 @@ def test_every_element_is_written_once_also_of_key_heads_that_shards_share(tmp_p
 
 def test_a_run_goes_on_with_another_way_to_cut(tmp_path):
     """Styles and sequence parallelism are parts of the plan: state is by name and slice. What changes is told."""
-    job = Cell("gpt", "1f1b", (1,), (1,), 4).job
-    path = trained(job, mesh("gpt", 1, 1, 2), range(1), tmp_path / "first")
+    job = Cell(SHALLOW, "1f1b", (1,), (1,), 4).job
+    path = trained(job, mesh(SHALLOW, 1, 1, 2), range(1), tmp_path / "first")
     manifest = checkpoint_files.load_manifest(path)
     assert not {"styles", "sequence_parallel"} & manifest.contract.keys()
     others = {
         "plan.styles": job.replace(plan=PlanConfig(styles={"*.up": "whole", "*.down": "whole"})),
         "plan.sequence_parallel": job.replace(plan=PlanConfig(sequence_parallel=True)),
     }
-    assert not checkpoint_files.list_changed_shard_settings(manifest, job)
+    assert not contract_comparison.list_changed_shard_settings(manifest, job)
     for number, (name, other) in enumerate(others.items()):
-        checkpoint_files.check_contract(manifest, other)
-        assert checkpoint_files.list_changed_shard_settings(manifest, other) == [name]
-        assert checkpoint_files.list_changed_shard_settings(replace(manifest, contract=contract_of_job(other)), job) == [name]
+        contract_comparison.check_contract(manifest, other)
+        assert contract_comparison.list_changed_shard_settings(manifest, other) == [name]
+        assert contract_comparison.list_changed_shard_settings(replace(manifest, contract=contract_of_job(other)), job) == [
+            name
+        ]
         found = checkpoint_files.read_checkpoint_state(path)
-        with OneProcessRun(other, mesh("gpt", 1, 1, 3), "1f1b", graph=graph("gpt")) as local:
+        with OneProcessRun(other, mesh(SHALLOW, 1, 1, 3), "1f1b", graph=graph(SHALLOW)) as local:
             for core in local.cores:
                 core.load(path)
             layout = local.cores[0].layout(3)
@@ -162,10 +165,10 @@ def test_a_run_goes_on_with_another_way_to_cut(tmp_path):
 
 
 def test_sequence_parallelism_that_begins_in_the_middle_has_the_bits_of_a_reference_in_which_it_does(tmp_path):
-    before, after = (Cell("gpt", "1f1b", (1,), (2,), 5, sequence).job for sequence in (False, True))
-    path = trained(before, mesh("gpt", 1, 1, 2), range(BEFORE), tmp_path)
-    last = trained(after, mesh("gpt", 1, 2, 2), range(BEFORE, AFTER), tmp_path, path)
-    like = initial(before)
-    made = steps_of(before, range(BEFORE), 2, same_shards.gpt_slices(like, HEADS, 2))
-    end = steps_of(after, range(BEFORE, AFTER), 2, made.slices, made.state)
+    before, after = (Cell(SHALLOW, "1f1b", (1,), (2,), 5, sequence).job for sequence in (False, True))
+    path = trained(before, mesh(SHALLOW, 1, 1, 2), range(BEFORE), tmp_path)
+    last = trained(after, mesh(SHALLOW, 1, 2, 2), range(BEFORE, AFTER), tmp_path, path)
+    like = initial(before, SHALLOW)
+    made = steps_of(before, range(BEFORE), 2, same_shards.gpt_slices(like, HEADS, 2), model=SHALLOW)
+    end = steps_of(after, range(BEFORE, AFTER), 2, made.slices, made.state, model=SHALLOW)
     assert checkpoint_files.checkpoint_weights_hash(last) == weights_hash(same_shards.gpt_whole(end.slices, like, HEADS))

@@ -16,7 +16,7 @@ from raypar.errors import UserCodeError
 from raypar.job import Job, LossConfig
 from raypar.model.graph import Graph, Layer
 from raypar.plan import MicrobatchRouting, ParallelPlan
-from raypar.plan.microbatches import TreeNode, covering_nodes, fold_tree
+from raypar.plan.addition_tree import TreeNode, covering_nodes, fold_tree
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.gradient_accumulator import Row
 from raypar.worker.stage.stage import Stage

@@ -19,7 +19,7 @@ from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece
 from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_squared_gradients, weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.step.make_optimizers_by_name import (
+from raypar.worker.step.optimizer_and_parameter_groups import (
     build_optimizer,
     check_optimizer_groups,
     read_learning_rate,

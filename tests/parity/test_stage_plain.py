@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from examples import plain_gpt
-from raypar.job import DataConfig, FunctionConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PrecisionConfig
-from raypar.job.validation_errors import dotted_keys
+from raypar.job import DataConfig, Job, LossConfig, LrScheduleConfig, ModelConfig, OptimizerConfig, PrecisionConfig
+from raypar.job.walk_sections import dotted_keys
 from raypar.plan import ParallelPlan
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -49,7 +49,7 @@ def test_plain_gpt_ends_with_the_weights_of_a_pipeline(microbatches, blocks, com
         loss=LossConfig(function="examples.gpt:loss"),
         data=DataConfig(function=data["function"], args=data["args"]),
         optimizer=OptimizerConfig(function="torch.optim:AdamW", args=optimizer),
-        lr_schedule=FunctionConfig(function="examples.gpt:cosine", args=schedule),
+        lr_schedule=LrScheduleConfig(function="examples.gpt:cosine", args=schedule),
         clip_norm=1.0,
         precision=PrecisionConfig(compute=compute),
     )

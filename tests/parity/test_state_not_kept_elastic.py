@@ -14,8 +14,8 @@ from raypar.errors import StateNotKeptError
 from raypar.job import OptimizerConfig
 from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 BEGINS, STEPS = 5, 24
 """Steps after which a list is kept (they are looked for after 4 and 8), and of the job."""

@@ -1,6 +1,9 @@
 """Iterable data: in every layout the samples, and the bits, of one process that reads the streams in turn."""
 
+import functools
 import re
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,17 +13,22 @@ from helpers import reference, stream_cases, ugly_models
 from torch.utils.data import DataLoader
 
 from raypar.errors import ConfigError, RayparError, UserCodeError
-from raypar.job import DataConfig, Job, MetricConfig, ModelConfig, ValidationConfig
+from raypar.job import DataConfig, Job, LrScheduleConfig, MetricConfig, ModelConfig, ValidationConfig
 from raypar.job.contract import contract_of_job
 from raypar.launch.steps_of_epochs import with_steps_of_epochs
+from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
-from raypar.worker.checkpoint.checkpoint_files import list_contract_differences, with_streams_of
-from raypar.worker.data.resolve_streams import resolve_streams
+from raypar.worker.checkpoint.check_job_changes import changes_at_resume
+from raypar.worker.checkpoint.contract_comparison import list_contract_differences, with_streams_of
+from raypar.worker.data.check_and_count_streams import resolve_streams
 from raypar.worker.data.stream_loader import OpenStreams, StreamLoader, read_stream_microbatches
+from raypar.worker.data.stream_reader import StreamReader
+from raypar.worker.data.stream_source import StreamSource
 from raypar.worker.job_preflight import preflight
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_job
+from raypar.worker.process.thread_activity import describe_thread_activity, reads_samples
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 STEPS = 5
 SOURCES: dict[str, Any] = {
@@ -28,6 +36,9 @@ SOURCES: dict[str, Any] = {
     "with set_epoch": stream_cases.Plain,
     "generator function": stream_cases.generated,
     "generator function, not divided": stream_cases.whole,
+    "divided when it is called": stream_cases.divided_when_called,
+    "in an order drawn when it is made": stream_cases.Drawn,
+    "divided again when it is read": stream_cases.DividedTwice,
 }
 PLANS = {
     "1 worker": ParallelPlan.mesh(layers=8),
@@ -44,11 +55,26 @@ def job(source: Any, *, microbatches: int = 4, model: str = "plain", **data: Any
     return resolve_streams(made).job
 
 
+@functools.cache
+def in_one_process(source: Any) -> tuple[Job, Graph, reference.Result]:
+    """A job that reads this source, its model, and what one process makes of it: once for all plans."""
+    spec = job(source)
+    graph = make_layer_graph(spec)
+    return spec, graph, reference.train(graph, spec)
+
+
 def run(spec: Job, plan: ParallelPlan, schedule: str = "1f1b") -> dict[tuple[int, int], Any]:
     """Trains under a plan, compares every bit with one process; (step, microbatch) -> samples that were read."""
-    want = reference.train(make_layer_graph(spec), spec)
+    graph = make_layer_graph(spec)
+    return compare(spec, graph, reference.train(graph, spec), plan, schedule)
+
+
+def compare(
+    spec: Job, graph: Graph, want: reference.Result, plan: ParallelPlan, schedule: str
+) -> dict[tuple[int, int], list[Any]]:
+    """See `run`."""
     read: dict[tuple[int, int], list[Any]] = {}
-    with OneProcessRun(spec, plan, schedule) as here:
+    with OneProcessRun(spec, plan, schedule, graph=graph) as here:
         for step in range(STEPS):
             reports = here.step(step)
             for core in here.cores:
@@ -67,9 +93,9 @@ def run(spec: Job, plan: ParallelPlan, schedule: str = "1f1b") -> dict[tuple[int
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_every_plan_gives_the_samples_and_bits_of_one_process(source, plan):
-    spec = job(source)
+    spec, graph, want = in_one_process(source)
     assert spec.data.streams == (1 if source in (stream_cases.Plain, stream_cases.whole) else 4)
-    run(spec, plan, "interleaved" if plan is PLANS["chunks"] else "1f1b")
+    compare(spec, graph, want, plan, "interleaved" if plan is PLANS["chunks"] else "1f1b")
 
 
 @pytest.mark.parametrize(("streams", "microbatches"), [(1, 3), (2, 3), (3, 7), (5, 5)])
@@ -143,14 +169,15 @@ CURSORS: dict[str, tuple[Any, bool]] = {
 @pytest.mark.parametrize(("size", "done"), [(1000, 20), (41, 20), (41, 3)])
 def test_who_goes_on_reads_the_same_and_with_cursors_little_of_it_twice(source, fast, window, size, done):
     spec = resolve_streams(unresolved(lambda: source(size), streams=2, shuffle_window=window)).job
-    first, later = OpenStreams(), OpenStreams()
+    first, later = OpenStreams(wants_cursors=True), OpenStreams()
     reading = loader_of(spec, first)
     want = {}
     for step in range(done + 3):
         for microbatch in range(4):
             reading.get(step, microbatch)
             want[step, microbatch] = reading.sample_positions(step, microbatch), reading.digest(step, microbatch)
-        report = reading.report(step, with_cursors=True)
+        reading.read_ahead(step + 1, range(4))  # as workers do while they wait for others
+        report = reading.report(step)
         if step == done - 2:
             cursors, epochs = report.cursors, {stream: (mark,) for stream, mark in report.epochs.items()}
     assert bool(cursors) == (source is not stream_cases.Divided)
@@ -163,12 +190,36 @@ def test_who_goes_on_reads_the_same_and_with_cursors_little_of_it_twice(source, 
             again.get(step, microbatch)
             assert (again.sample_positions(step, microbatch), again.digest(step, microbatch)) == want[step, microbatch]
     found = again.report(done + 1)
-    assert found.again == {at: want[at][1] for at in ((done - 1, 2), (done - 1, 3))}
+    assert found.again == {(done - 1, m): want[done - 1, m][1] for m in range(4)}
     skipped = max(reader.skipped for reader in later.readers.values())
     if fast:
         assert skipped <= 6 + window
     elif size == 1000:
         assert skipped > 50
+
+
+def test_who_finds_a_place_by_reading_says_how_far_it_has_come_and_how_long_it_will_take():
+    inside, over = threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        for index in range(100):
+            time.sleep(0.02 if index < 30 else 0)
+            if index == 30:
+                inside.set()
+                over.wait(20)
+            yield stream_cases.row(index)
+
+    spec = unresolved(slow, streams=1)
+    reader = StreamReader(StreamSource(spec.data, 0, 1, spec.seed), spec.seed)
+    thread = threading.Thread(target=reader.seek, args=(60,), daemon=True)
+    thread.start()
+    assert inside.wait(20) and thread.ident is not None
+    told = describe_thread_activity(thread.ident)
+    assert reader.skipped == 30 and reads_samples(thread.ident)
+    over.set()
+    thread.join(20)
+    assert re.fullmatch(r"reading sample 30 of stream 0 \(to find its place: 30 of 60, about 1 s left\)", told or ""), told
+    assert reader.skipped == 60 and (reader.given, reader.seconds > 0.6) == (60, True)
 
 
 def test_validation_reads_the_same_samples_in_each_pass():
@@ -321,6 +372,20 @@ def test_a_job_that_names_no_number_of_streams_is_resumed_with_that_of_its_check
     assert with_streams_of(manifest, spec).data.streams == 4
     other = unresolved(stream_cases.Divided, streams=2)
     assert [line.split(" was ")[0] for line in list_contract_differences(manifest, other)] == ["data"]
+
+
+def test_nor_has_it_other_validation_sets_where_learning_rates_follow_them():
+    sets = {"plain": {"function": stream_cases.Plain, "samples": 10}}
+    spec = unresolved(stream_cases.Divided).replace(
+        validation=ValidationConfig.model_validate({"every": 1, "sets": sets}),
+        lr_schedule=LrScheduleConfig(function="torch.optim.lr_scheduler:ReduceLROnPlateau", metric="validation/plain/loss"),
+    )
+    manifest: Any = SimpleNamespace(contract=contract_of_job(resolve_streams(spec).job), steps_done=3)
+    assert list_contract_differences(manifest, spec) == []
+    resumed = with_streams_of(manifest, spec)
+    assert resumed.validation.sets["plain"].streams == 1 and changes_at_resume(manifest, resumed).lines == ()
+    other = spec.replace(validation=spec.validation.replace(every=2))
+    assert [line.split(" was ")[0] for line in list_contract_differences(manifest, other)] == ["validation"]
 
 
 def test_epochs_of_a_stream_are_refused():

@@ -7,7 +7,7 @@ import torch
 from helpers import tcp_calls
 from helpers.parity import STEPS, Layout, expected
 from helpers.processes import Workers
-from helpers.shard_grid import Cell, run
+from helpers.shard_grid import SHALLOW, Cell, run
 from helpers.standin import needs_cupy
 
 LAYOUTS = [
@@ -87,9 +87,9 @@ def test_the_other_layouts_over_tcp_give_the_bits_of_one_process(workers, layout
 
 
 CELLS = [
-    Cell("gpt", "1f1b", (1, 1), (2, 2), 5),
+    Cell(SHALLOW, "1f1b", (1, 1), (2, 2), 5),
     Cell("llama", "zb-h1", (1, 1), (1, 3), 5, sequence=True),
-    Cell("gpt", "zb-v", (1,), (4,), 4, sequence=True),
+    Cell(SHALLOW, "zb-v", (1,), (4,), 4, sequence=True),
     Cell("gpt", "gpipe", (2,), (2,), 3, sequence=True),
     Cell("llama", "interleaved", (1,), (4,), 5),
     Cell("dropped", "1f1b", (1, 1), (3, 1), 4),
@@ -131,7 +131,7 @@ def test_a_layout_over_nccl_gives_the_bits_of_one_process(workers, layout):
 
 
 ON_DEVICE = [
-    Cell("gpt", "1f1b", (2, 1), (1, 2), 5),
+    Cell(SHALLOW, "1f1b", (2, 1), (1, 2), 5),
     Cell("llama", "1f1b", (1, 1), (2, 2), 5, sequence=True),
     Cell("llama", "zb-h1", (1, 1), (1, 3), 4),
     Cell("gpt", "gpipe", (2,), (2,), 3, sequence=True),
@@ -159,7 +159,7 @@ def test_other_shards_over_nccl_give_the_bits_of_the_local_transport(workers, ce
 
 
 ALL_THREE = [
-    Cell("gpt", "1f1b", (2, 2), (2, 2), 4),
+    Cell(SHALLOW, "1f1b", (2, 2), (2, 2), 4),
     Cell("llama", "zb-h1", (2, 2), (2, 2), 5, sequence=True),
     Cell("dropped", "1f1b", (1, 2), (2, 3), 4),
 ]

@@ -11,8 +11,8 @@ from examples import gpt
 from raypar.job import ModelConfig
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.plan import ParallelPlan
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 
 def tied(frozen: bool = False) -> nn.Sequential:

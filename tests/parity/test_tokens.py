@@ -3,6 +3,7 @@
 import json
 import pickle
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from raypar.cli import main
-from raypar.data.token_files import TokenFile, token_loss
-from raypar.errors import DataError
+from raypar.data.token_files import Split, TokenFile, token_loss
+from raypar.errors import DataError, UserCodeError
+from raypar.job import DataConfig
+from raypar.worker.data.sample_reader import SampleReader
 
 
 def by_letter(text: str) -> list[int]:
@@ -91,6 +94,42 @@ def test_a_window_that_is_not_there_is_refused_with_those_there_are(prepared: Pa
         file[index]
 
 
+def read_as(dataset: TokenFile, ids: list[int]) -> dict[str, torch.Tensor]:
+    reader = SampleReader.of(dataset, DataConfig(function=TokenFile), seed=3, fields=("x", "y"))
+    return reader.read([(0, index) for index in ids])
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "all"])
+def test_the_windows_of_a_microbatch_are_read_at_once_and_are_those_that_are_read_one_by_one(prepared: Path, split: Split):
+    data, ids = TokenFile(prepared, 10, split=split), [7, 0, 7, 9]
+    found = read_as(data, ids)
+    for place, name in enumerate(("x", "y")):
+        one_by_one = torch.stack([data[index][place] for index in ids])
+        assert torch.equal(found[name], one_by_one) and found[name].stride() == one_by_one.stride() == (10, 1)
+    with pytest.raises(UserCodeError, match=r"sample 92 .*no window 92") as raised:
+        read_as(TokenFile(prepared, 10), [3, 92])
+    assert "its length is 92, so samples 0 to 91 are read" in str(raised.value)
+
+
+def test_a_token_file_is_asked_once_a_microbatch_and_one_with_samples_of_its_own_for_each(prepared: Path):
+    class Counted(TokenFile):
+        calls = 0
+
+        def __getitems__(self, ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            self.calls += 1
+            return super().__getitems__(ids)
+
+    class Negated(Counted):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            x, y = super().__getitem__(index)
+            return x, -y
+
+    counted, negated = Counted(prepared, 10), Negated(prepared, 10)
+    plain = read_as(counted, [4, 2, 5])
+    assert counted.calls == 1
+    assert torch.equal(read_as(negated, [4, 2, 5])["y"], -plain["y"])
+
+
 def test_a_context_longer_than_the_text_is_refused(prepared: Path):
     with pytest.raises(DataError, match=r"validation part of token file .* has 102 tokens"):
         TokenFile(prepared, 102, split="validation")
@@ -118,3 +157,20 @@ def test_padding_counts_for_nothing_in_the_token_loss():
     kept = targets != -100
     assert count == 4.0
     torch.testing.assert_close(total, F.cross_entropy(logits[kept], targets[kept], reduction="sum"))
+
+
+@pytest.mark.parametrize("tokens", [500, 5_000_000], ids=["whole", "pieces"])
+def test_other_tokens_under_the_same_name_have_another_digest(tokens: int, tmp_path: Path):
+    def write(values: numpy.ndarray, name: str = "t.bin") -> TokenFile:
+        values.astype("<u2").tofile(tmp_path / name)
+        return TokenFile(tmp_path / name, 8)
+
+    values = numpy.random.RandomState(0).randint(0, 999, tokens)
+    first = write(values).raypar_content_digest
+    assert write(values, "copy.bin").raypar_content_digest == first
+    for other in (values[::-1], numpy.concatenate([values[: -tokens // 2], values[: tokens // 2] + 1]), values[:-100]):
+        assert write(other).raypar_content_digest != first
+    held_out = TokenFile(tmp_path / "copy.bin", 8, split="validation").raypar_content_digest
+    values[0] += 1
+    write(values, "copy.bin")
+    assert TokenFile(tmp_path / "copy.bin", 8, split="validation").raypar_content_digest == held_out

@@ -20,11 +20,14 @@ import raypar
 from raypar.callbacks import Callback, EarlyStopping
 from raypar.cli import main
 from raypar.errors import CheckpointError, ConfigError, DataError, PlanError
-from raypar.job import ElasticConfig, InitFromConfig, PrecisionConfig
-from raypar.job.callable_text import find_unstable_argument, stable_argument_text, stable_callable_label
+from raypar.job import DataConfig, ElasticConfig, InitFromConfig, PrecisionConfig, ValidationConfig
 from raypar.job.contract import contract_of_job
+from raypar.job.stable_callable_text import find_unstable_argument, stable_argument_text, stable_callable_label
+from raypar.launch.forward_run import choose_data
 from raypar.launch.resume import prepare_resumed_run
+from raypar.launch.trainer_arguments import validation_argument
 from raypar.worker import measure_profile
+from raypar.worker.checkpoint import contract_comparison
 from raypar.worker.job_preflight import preflight
 from raypar.worker.worker_core import WorkerCore
 
@@ -269,22 +272,31 @@ def test_more_workers_than_fit_here_are_taken_to_be_on_other_machines(monkeypatc
 def test_the_cure_of_a_finished_checkpoint_is_more_steps_than_it_has_done(monkeypatch: pytest.MonkeyPatch):
     from types import SimpleNamespace
 
-    from raypar.worker.checkpoint import checkpoint_files, job_changes
+    from raypar.worker.checkpoint import check_job_changes, checkpoint_files
 
-    monkeypatch.setattr(checkpoint_files, "load_manifest", lambda path: SimpleNamespace(steps_done=225))
-    monkeypatch.setattr(job_changes, "changes_at_resume", lambda manifest, spec: None)
+    of_job = SimpleNamespace(only="all")
+    monkeypatch.setattr(checkpoint_files, "load_manifest", lambda path: SimpleNamespace(steps_done=225, frozen=None))
+    monkeypatch.setattr(check_job_changes, "changes_at_resume", lambda manifest, spec: None)
     with pytest.raises(CheckpointError, match="225 of 10 steps already done") as x:
         prepare_resumed_run(
-            Path("c"), SimpleNamespace(stop_at_step=None, job=SimpleNamespace(steps=10, epochs=None)), None, None
+            Path("c"),
+            SimpleNamespace(stop_at_step=None, job=SimpleNamespace(steps=10, epochs=None, checkpoint=of_job)),
+            None,
+            None,
         )
     assert "--set steps=450" in x.value.cure
     with pytest.raises(CheckpointError, match="225 of 10 steps already done") as x:
         prepare_resumed_run(
-            Path("c"), SimpleNamespace(stop_at_step=None, job=SimpleNamespace(steps=10, epochs=1.5)), None, None
+            Path("c"),
+            SimpleNamespace(stop_at_step=None, job=SimpleNamespace(steps=10, epochs=1.5, checkpoint=of_job)),
+            None,
+            None,
         )
     assert "--set epochs=3;" in x.value.cure and "steps=" not in x.value.cure
     with pytest.raises(CheckpointError, match="225 of 5 steps already done") as x:
-        prepare_resumed_run(Path("c"), SimpleNamespace(stop_at_step=5, job=SimpleNamespace(steps=400, epochs=2)), None, None)
+        prepare_resumed_run(
+            Path("c"), SimpleNamespace(stop_at_step=5, job=SimpleNamespace(steps=400, epochs=2, checkpoint=of_job)), None, None
+        )
     assert "--stop-at-step" in x.value.cure and "--set" not in x.value.cure
 
 
@@ -354,9 +366,9 @@ def test_a_loss_with_other_class_weights_is_another_loss(one, other, tmp_path):
         checkpoint_files.create_checkpoint(tmp_path, 1), [], steps_done=1, contract=contract_of_job(before)
     )
     manifest = checkpoint_files.load_manifest(path)
-    checkpoint_files.check_contract(manifest, again)
+    contract_comparison.check_contract(manifest, again)
     with pytest.raises(CheckpointError, match="belongs to another job: loss was"):
-        checkpoint_files.check_contract(manifest, after)
+        contract_comparison.check_contract(manifest, after)
 
 
 def test_a_run_in_another_precision_is_not_resumed(tmp_path):
@@ -366,9 +378,9 @@ def test_a_run_in_another_precision_is_not_resumed(tmp_path):
         folder = checkpoint_files.create_checkpoint(tmp_path / str(before.precision), 1)
         path = checkpoint_files.commit_checkpoint(folder, [], steps_done=1, contract=contract_of_job(before))
         manifest = checkpoint_files.load_manifest(path)
-        checkpoint_files.check_contract(manifest, before)
+        contract_comparison.check_contract(manifest, before)
         with pytest.raises(CheckpointError, match="belongs to another job: precision was") as caught:
-            checkpoint_files.check_contract(manifest, after)
+            contract_comparison.check_contract(manifest, after)
         assert "not set" in caught.value.what and "{'compute': 'bf16'}" in caught.value.what
 
 
@@ -456,3 +468,72 @@ def test_a_state_dict_is_no_place_that_workers_can_read():
     with pytest.raises(ConfigError, match="init_from is a state_dict with 2 entries") as refused:
         InitFromConfig.model_validate(nn.Linear(2, 2).state_dict())
     assert "save_file" in refused.value.cure
+
+
+# -- several validation sets -------------------------------------------------------------------------------------------------
+
+
+def make_rows(size: int = 3) -> list[int]:
+    return list(range(size))
+
+
+def test_validation_takes_data_sets_by_name_in_every_form():
+    rows, loader = [1, 2, 3], torch.utils.data.DataLoader([4, 5], batch_size=2, collate_fn=list)
+    job = raypar.Trainer(
+        **{**GIVEN, "validation": {"every": 3, "a": rows, "b": loader, "c": (make_rows, {"size": 2}), "d": "m:f",
+                                      "e": {"function": rows, "samples": 2}, "f": DataConfig(function=make_rows)}}
+    ).job  # fmt: skip
+    assert job.validation is not None and job.validation.every == 3
+    made = {name: job.data_of_set(one) for name, one in job.validation_sets.items()}
+    assert list(made) == list("abcdef") and made["d"].function == "m:f" and made["f"].function is make_rows
+    assert [made[name].call() for name in "abce"] == [rows, [4, 5], [0, 1], rows]
+    assert made["b"].collate is not None and made["b"].collate.function is list and made["a"].collate is None
+    assert job.validation_sets["e"].samples == 2
+
+
+def test_a_mapping_of_splits_alone_is_several_sets_and_one_word_of_a_section_is_not():
+    for given in ({"a": [1], "b": [2]}, {"sets": {"a": [1], "b": [2]}}):
+        assert list(raypar.Trainer(**GIVEN, validation=given).job.validation_sets) == ["a", "b"]
+    for given, says in (
+        ({"functoin": [1]}, "unknown key validation.functoin: did you mean validation.function"),
+        ({"a": [1], "samples": 3}, "validation has the sets a, and beside them samples, which is of one set"),
+        ({"a": (torch.ones(2), torch.ones(2))}, "validation set a: validation is a tuple of Tensor"),
+        (
+            {"a": torch.utils.data.DataLoader([1], drop_last=True)},
+            "validation set a: validation is a DataLoader with drop_last",
+        ),
+        ({"a": [1], 2: [2]}, "the key 2 is no text"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            raypar.Trainer(**GIVEN, validation=given)
+
+
+def test_evaluation_takes_several_sets_and_the_name_of_one_of_the_jobs():
+    several = validation_argument({"a": [1], "b": make_rows})
+    assert isinstance(several, ValidationConfig) and list(several.by_name) == ["a", "b"]
+    job = raypar.Trainer(**GIVEN, validation={"a": [1], "b": {"function": [2], "samples": 1}}).job
+    chosen = choose_data(job, validation_argument("b"), None)
+    assert chosen.samples == 1 and not chosen.sets and chosen.function() == [2]
+    assert choose_data(job, None, None) == job.validation
+    limited = choose_data(job, None, 7)
+    assert [one.samples for one in limited.sets.values()] == [7, 7]
+    with pytest.raises(ConfigError, match=r"the job has no validation set 'c'\n  cure: its sets are a, b; another"):
+        choose_data(job, "c", None)
+    with pytest.raises(ConfigError, match=r"no validation set 'c'\n  cure: its validation has no names"):
+        choose_data(raypar.Trainer(**GIVEN, validation=[1]).job, "c", None)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optimizer": ["torch.optim:Adam", "torch.optim:SGD"]}, "optimizer is 2 optimizers"),
+        ({"optimizer": [(torch.optim.Adam, {"lr": 1.0}), (torch.optim.SGD, {"lr": 1.0})]}, "optimizer is 2 optimizers"),
+        ({"optimizer": {"generator": torch.optim.Adam, "discriminator": torch.optim.Adam}}, "optimizer is 2 optimizers"),
+        ({"loss": (torch.nn.functional.mse_loss, torch.nn.functional.l1_loss)}, "loss is 2 losses"),
+    ],
+)
+def test_losses_and_optimizers_in_turn_are_refused_by_a_sentence_of_their_own(given: dict[str, Any], said: str):
+    job = {"model": lambda: torch.nn.Linear(2, 2), "loss": "torch.nn:MSELoss", "data": [1], "steps": 1, "batch_size": 1}
+    with pytest.raises(ConfigError, match=rf"{said}: a run has one, and several that take turns \(a GAN\) .*\n  cure: ") as one:
+        raypar.Trainer(**{"microbatches": 1, **job, **given})
+    assert str(one.value).count("\n") == 1

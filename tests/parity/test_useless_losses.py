@@ -13,8 +13,8 @@ from raypar.job import LossConfig, ModelConfig
 from raypar.plan import ParallelPlan
 from raypar.worker import job_preflight
 from raypar.worker.job_preflight import preflight
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 
 def constant(output: Tensor, target: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from raypar.job import ModelConfig, PrecisionConfig
 from raypar.model.graph import Graph, Layer
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage_builder import build_stage
-from raypar.worker.worker_assignments import make_layer_graph
 
 SIZE = ugly_models.SEQ
 

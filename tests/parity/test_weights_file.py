@@ -275,6 +275,42 @@ def test_weights_of_another_training_or_model_have_another_fingerprint(what: str
     assert found[0] == found[1] and len(set(found)) == 3
 
 
+@pytest.mark.parametrize("limit", [1 << 20, 40_000], ids=["whole", "pages"])
+@pytest.mark.parametrize("what", ["file", "index", "pt"])
+def test_a_digest_of_pieces_finds_a_part_that_was_changed_behind_the_first_bytes(
+    what: str, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Rows of an embedding of 120 KB: of the last ones every change is found, of a page in between where that is read."""
+    monkeypatch.setattr("raypar.worker.pretrained.weights_file.DIGEST_BYTES", limit)
+    plain = {**weights(), "large": torch.arange(30_000, dtype=torch.float32).view(300, 100)}
+    found, prints = [], []
+    for number, row in enumerate((None, None, 299, 170, 100)):
+        (tmp_path / str(number)).mkdir()
+        tensors = {name: tensor.clone() for name, tensor in plain.items()}
+        if row is not None:
+            tensors["large"][row, 99] += 1
+        with open_weights(form(what, tmp_path / str(number), tensors)) as file:
+            found.append(file.digest_of_pieces(tensors))
+            prints.append(file.fingerprint())
+    assert len(set(prints)) == 1 and found[0] == found[1] != found[2], "the fingerprint has the first 4 KiB of each"
+    assert found[3] != found[0] and (found[4] != found[0]) == (limit == 1 << 20)
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 100], ids=["whole", "pages"])
+def test_a_digest_of_pieces_reads_tensors_that_a_checkpoint_has_in_parts(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("raypar.worker.pretrained.weights_file.DIGEST_BYTES", limit)
+    found = []
+    for number, seed in enumerate((0, 0, 1)):
+        (tmp_path / str(number)).mkdir()
+        with open_weights(form("checkpoint", tmp_path / str(number), weights(seed))) as file:
+            found.append(file.digest_of_pieces(file.names))
+            stored = b"".join(file._bytes_at("cube", start, start + 7) for start in range(0, file._nbytes("cube") - 6, 7))
+            assert len(stored) > 7 and stored == file._bytes_at("cube", 0, len(stored))
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_reading_holds_one_tensor_at_a_time(stored: str, tmp_path: Path):
@@ -586,7 +622,7 @@ def test_any_name_of_a_tie_serves(there: str, tmp_path: Path):
 
 def test_of_several_names_of_a_tie_the_first_is_read_and_the_shapes_of_all_are_checked(tmp_path: Path):
     ties = [["embed.weight", "head.weight"]]
-    with open_weights(stored(tmp_path, {"head.weight": torch.ones(7, 4), "embed.weight": torch.zeros(7, 4)})) as file:
+    with open_weights(stored(tmp_path, {"head.weight": torch.zeros(7, 4), "embed.weight": torch.zeros(7, 4)})) as file:
         assert match_weights(file, {"embed.weight": (7, 4)}, ties).names == {"embed.weight": "embed.weight"}
     said = r"head.weight is \[7, 4\] in the model and \[9, 4\] in the file"
     path = stored(tmp_path, {"head.weight": torch.ones(9, 4), "embed.weight": torch.zeros(7, 4)})
@@ -595,21 +631,26 @@ def test_of_several_names_of_a_tie_the_first_is_read_and_the_shapes_of_all_are_c
 
 
 @pytest.mark.parametrize("head", [torch.ones(7, 4), torch.zeros(7, 4), torch.zeros(7, 4).bfloat16()])
-def test_names_of_a_tie_with_different_values_are_told(head: torch.Tensor, tmp_path: Path):
-    ties = [["embed.weight", "head.weight"]]
+def test_names_of_a_tie_with_different_values_are_refused_unless_one_is_chosen(head: torch.Tensor, tmp_path: Path):
+    ties, shapes = [["embed.weight", "head.weight"]], {"embed.weight": (7, 4), "head.weight": (7, 4)}
     with open_weights(stored(tmp_path, {"head.weight": head, "embed.weight": torch.zeros(7, 4)})) as file:
-        told = [
-            note
-            for note in match_weights(file, {"embed.weight": (7, 4), "head.weight": (7, 4)}, ties).notes
-            if "one parameter" in note
-        ]
-    says = "has embed.weight and head.weight, which are one parameter of the model, with different values: those of embed"
-    same = head.dtype == torch.float32 and not head.any()
-    assert len(told) == (not same) and all(says in note for note in told)
+        if head.dtype == torch.float32 and not head.any():
+            assert match_weights(file, shapes, ties).names == {name: name for name in shapes}
+            return
+        said = (
+            "has embed.weight and head.weight, which are one parameter of the model, with different values\n"
+            r"  cure: to begin with embed.weight, set init_from to \{.*allow_unexpected.: \[.?head.weight.?\]"
+        )
+        with pytest.raises(CheckpointError, match=said) as refused:
+            match_weights(file, shapes, ties)
+        assert str(refused.value).count("\n") == 1
+        for chosen, other in (("embed.weight", "head.weight"), ("head.weight", "embed.weight")):
+            source = InitFromConfig(path=str(file.path), allow_unexpected=(other,))
+            assert match_weights(file, shapes, ties, source=source).names == dict.fromkeys(shapes, chosen)
 
 
 def test_a_tie_that_is_missing_is_counted_once(tmp_path: Path):
-    said = r"none of the model's 1 tensors is in the file: embed.weight;"
+    said = r"none of the model's 1 tensor is in the file: embed.weight;"
     with open_weights(stored(tmp_path, {"other": torch.ones(1)})) as file, pytest.raises(CheckpointError, match=said):
         match_weights(file, {"embed.weight": (7, 4), "head.weight": (7, 4)}, [["embed.weight", "head.weight"]])
 
@@ -680,7 +721,7 @@ def test_a_new_head_is_let_through_by_name_and_said(tmp_path: Path):
             "2 tensors begin with the model's own initial values, not with those of F.safetensors: head.weight, head.bias",
             "2 tensors of F.safetensors are not used: head.weight, pooler.weight",
         )
-        with pytest.raises(CheckpointError, match="none of the model's 1 tensors is in"):
+        with pytest.raises(CheckpointError, match="none of the model's 1 tensor is in"):
             match_weights(file, {"other": (1,)}, source=InitFromConfig(path="F", allow_missing=("*",), allow_unexpected=("*",)))
 
 

@@ -14,7 +14,7 @@ from raypar.job import OptimizerConfig
 from raypar.torch_compat import avoid_dynamo_import as module
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo, without_dynamo
 from raypar.worker.stage.backward import run_autograd_backward
-from raypar.worker.step.make_optimizers_by_name import build_optimizer
+from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer
 
 NAMES = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
@@ -22,7 +22,7 @@ TRAIN = """
 import sys
 import torch
 from torch import nn
-from raypar.worker.step.make_optimizers_by_name import build_optimizer
+from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer
 from raypar.job import OptimizerConfig, FunctionConfig
 
 class Own(torch.optim.AdamW):

@@ -6,8 +6,8 @@ from helpers.shard_grid import Cell
 from helpers.shard_grid import graph as grid_graph
 
 from raypar.plan import ParallelPlan
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
 
 TANGLED = ugly_models.job("tangled")
 LAYERS = len(make_layer_graph(TANGLED).layers)

@@ -29,10 +29,10 @@ from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.job_preflight import check_model_can_shard, preflight
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import one_microbatch_of_each_size, profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.running_statistics import NormCall, RunningNorm, fold_norm_calls
-from raypar.worker.worker_assignments import make_layer_graph
 
 QUICK = [
     Layout("norms", "1f1b", (2, 2), 4),
@@ -497,7 +497,7 @@ def test_the_contract_of_a_job_names_the_policy_only_where_it_is_set():
 
 def test_the_resnet_of_the_jobs_is_that_of_one_process_with_two_stages_and_two_replicas():
     job = load_job(str(Path(__file__).parents[2] / "jobs" / "resnet_digits.yaml"))
-    spec = job.replace(steps=2, validation=None)
+    spec = job.replace(steps=2, batch_size=8, validation=None)
     plan = job.to_plan(10)
     assert [stage.replicas for stage in plan.stages] == [2, 2] and job.schedule_name == "1f1b"
     want = reference.train(make_layer_graph(spec), spec)

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from raypar.plan.microbatches import addition_tree_children, contiguous_part, covering_nodes, fold_tree
+from raypar.plan.addition_tree import addition_tree_children, covering_nodes, fold_tree
+from raypar.plan.microbatches import contiguous_part
 
 
 def text(left, right):

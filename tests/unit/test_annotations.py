@@ -4,9 +4,9 @@ import ast
 import contextlib
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "raypar"
+from helpers.sources import PACKAGE, source_files, tree_of
+
 LARGEST_SHARE, LARGEST_SHARE_WITH_ALIASES = 0.04, 0.05
 """Of all annotations of arguments, results, variables and fields."""
 
@@ -40,10 +40,8 @@ def names_in(expression: ast.expr) -> Iterator[str]:
 @functools.cache
 def trees() -> dict[str, ast.Module]:
     return {
-        ".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): ast.parse(
-            path.read_text()
-        )
-        for path in sorted(PACKAGE.rglob("*.py"))
+        ".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): tree_of(path)
+        for path in source_files()
     }
 
 
@@ -58,17 +56,27 @@ def aliases(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 @functools.cache
+def names_in_annotations() -> dict[str, list[set[str]]]:
+    """Module -> the names in each of its annotations."""
+    return {module: [set(names_in(one)) for one in annotations(tree)] for module, tree in trees().items()}
+
+
+@functools.cache
 def names_that_say_nothing() -> dict[str, set[str]]:
     """Module -> names in it that stand for `Any`, or for a type with `Any` in it."""
     found = {module: {"Any"} for module in trees()}
+    given = {module: [(name, set(names_in(value))) for name, value in aliases(tree)] for module, tree in trees().items()}
+    imports = {
+        module: [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module in found]
+        for module, tree in trees().items()
+    }
     grows = True
     while grows:
         grows = False
-        for module, tree in trees().items():
-            new = {name for name, value in aliases(tree) if found[module] & set(names_in(value))}
-            for node in ast.walk(tree):
-                if isinstance(node, ast.ImportFrom) and node.module in found:
-                    new |= {one.asname or one.name for one in node.names if one.name in found[node.module]}
+        for module in found:
+            new = {name for name, names in given[module] if found[module] & names}
+            for node in imports[module]:
+                new |= {one.asname or one.name for one in node.names if one.name in found[str(node.module)]}
             grows = grows or not new <= found[module]
             found[module] |= new
     return found
@@ -80,20 +88,20 @@ def share(count: int, whole: int) -> str:
 
 
 def test_few_annotations_have_any_in_them():
-    found = [one for tree in trees().values() for one in annotations(tree)]
-    empty = [one for one in found if "Any" in names_in(one)]
+    found = [names for one in names_in_annotations().values() for names in one]
+    empty = [names for names in found if "Any" in names]
     assert len(empty) <= LARGEST_SHARE * len(found), share(len(empty), len(found))
 
 
 def test_few_annotations_have_a_name_in_them_that_hides_any():
-    found = [(module, one) for module, tree in trees().items() for one in annotations(tree)]
-    empty = [one for module, one in found if not names_that_say_nothing()[module].isdisjoint(names_in(one))]
+    found = [(module, names) for module, one in names_in_annotations().items() for names in one]
+    empty = [names for module, names in found if not names_that_say_nothing()[module].isdisjoint(names)]
     assert len(empty) <= LARGEST_SHARE_WITH_ALIASES * len(found), share(len(empty), len(found))
 
 
 def test_a_name_that_stands_for_any_counts_where_it_is_imported_too():
     """`worker.interpreter.InstructionRule` has Any in it, and so has an annotation with it; `Tensor` has none."""
     assert "InstructionRule" in names_that_say_nothing()["raypar.worker.step.interpreter"]
-    assert "Json" not in names_that_say_nothing()["raypar.files.json_values"]
+    assert "Json" not in names_that_say_nothing()["raypar.files.json_type"]
     both = ast.parse("x: dict[str, Any] = {}\ndef f(a: 'list[Any]', *b: int) -> None: ...")
     assert ["Any" in names_in(one) for one in annotations(both)] == [True, True, False, False]

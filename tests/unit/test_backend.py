@@ -3,11 +3,11 @@
 import ast
 import inspect
 from contextlib import nullcontext
-from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
+from helpers.sources import PACKAGE, nodes_of, source_files
 
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.nccl.endpoint import NcclEndpoint
@@ -17,12 +17,10 @@ from raypar.comm.transport import WorkerEndpoint
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ClusterError, ConfigError
 from raypar.job import Job, PrecisionConfig
-from raypar.job.value_names import PrecisionName
+from raypar.job.precision_and_plan_names import PrecisionName
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS
 from raypar.worker.backend import BACKENDS, make_backend
-
-PACKAGE = Path(__file__).parents[2] / "raypar"
 
 
 def test_a_worker_on_processors_needs_nothing_but_sockets():
@@ -99,8 +97,8 @@ def test_no_other_file_asks_which_kind_of_device_a_job_has():
     `gpu` is also a line of a worker's fingerprint."""
     names = {
         str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path in source_files()
+        for node in nodes_of(path)
         if isinstance(node, ast.Constant) and node.value == "gpu"
     }
     ways_in = {"job/job.py", "job/validation_errors.py", "trainer.py", "launch/convert_ray_train_configs.py"}

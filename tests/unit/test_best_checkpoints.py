@@ -17,6 +17,7 @@ from raypar.actors.run_recorder import RunRecorder
 from raypar.callbacks import Callbacks, EarlyStopping, callbacks_from_job
 from raypar.cli import main
 from raypar.elastic.actions import RunStep, StartCheckpoint, Teardown, Validate
+from raypar.elastic.due_work_rules import list_due_saves_and_validations
 from raypar.elastic.events import (
     AllWorkersCopiedState,
     CheckpointSaved,
@@ -28,12 +29,11 @@ from raypar.elastic.events import (
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.step_flow import list_due_saves_and_validations
 from raypar.errors import CheckpointError, ConfigError
 from raypar.job import Job
-from raypar.plan import ParallelPlan
-from raypar.record.best_values import BestRule, BestValues, parse_rules
-from raypar.storage.best_checkpoint import find_best_step
+from raypar.plan import Microbatches, MicrobatchesOfSets, ParallelPlan
+from raypar.record.best_checkpoint_rules import BestRule, BestValues, parse_rules
+from raypar.storage.find_best_checkpoint import find_best_step
 from raypar.storage.run_folder import RunFolder
 
 ACCURACY, LOSS = BestRule("validation_accuracy", "max"), BestRule("validation_loss", "min", 2)
@@ -63,7 +63,7 @@ def test_several_rules_keep_their_own_and_the_keep_best_of_each():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_best_are_those_that_sorting_all_values_gives_also_of_very_many(seed: int, monkeypatch: Any):
-    monkeypatch.setattr("raypar.record.best_values.MOST_VALUES", 20)
+    monkeypatch.setattr("raypar.record.best_checkpoint_rules.MOST_VALUES", 20)
     chance, values = random.Random(seed), {}
     rule = BestRule("m", chance.choice(["min", "max"]), 3)
     best = BestValues([rule])
@@ -140,7 +140,7 @@ def test_a_new_driver_saves_what_the_former_one_has_not_come_to():
 def recorder_of(folder: Path, rules: list[BestRule], first: int = 0, keep: int = 1) -> RunRecorder:
     job = SimpleNamespace(best_rules=rules, checkpoint=SimpleNamespace(keep=keep))
     request = SimpleNamespace(folder=folder, job=job, policy=SimpleNamespace(steps_before_run=first), run="r")
-    request.callbacks = pickle.dumps(Callbacks([]))
+    request.callbacks, request.validation_batching = pickle.dumps(Callbacks([])), None
     recorder = RunRecorder(request)  # type: ignore[arg-type]
     recorder.start_callbacks()
     return recorder
@@ -166,6 +166,17 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path):
         validate(recorder, done, accuracy)
         there.append(save(recorder, tmp_path, done))
     assert there == [[2], [4], [4, 6], [4, 8]]
+
+
+def test_a_checkpoint_that_is_saved_before_its_validation_is_among_the_best_once_its_value_is_known(tmp_path: Path):
+    """`checkpoint.every` saves first: with keep: 1 and best keep: 2 three checkpoints were left."""
+    recorder = recorder_of(tmp_path, [BestRule("validation_accuracy", "max", 2)])
+    there = []
+    for done, accuracy in ((2, 0.5), (4, 0.6), (6, 0.7), (8, 0.1)):
+        save(recorder, tmp_path, done)
+        validate(recorder, done, accuracy)
+        there.append(sorted(int(path.name.removeprefix("step_")) for path in (tmp_path / "checkpoints").glob("step_*")))
+    assert there == [[2], [2, 4], [4, 6], [4, 6, 8]]
 
 
 def test_a_resumed_run_knows_the_best_of_before_and_forgets_what_it_does_again(tmp_path: Path):
@@ -243,7 +254,49 @@ def test_early_stopping_on_a_metric_that_shall_grow_and_in_a_resumed_run(tmp_pat
     assert stops == [None, None, None]
     callbacks.call("on_validation", facts(12, 0.5))
     stop, _ = callbacks.call("on_validation", facts(14, 0.6))
-    assert stop == "EarlyStopping: validation_accuracy 0.6000 is not above its best 0.6000 for the 3. time"
+    assert stop == "EarlyStopping: validation_accuracy 0.6000 is not above its best 0.6000 for 3 values in a row"
+
+
+def of_sets(step: int, a: float, b: float) -> dict[str, Any]:
+    values = {"validation/a/loss": a, "validation/b/accuracy": b}
+    return {"step": step, "validation_loss": a, "count": 1.0, "seconds": 0.1, **values}
+
+
+def test_several_early_stoppings_each_on_a_validation_set_go_on_counting_right_after_a_resume(tmp_path: Path):
+    lines = [of_sets(2, 1.0, 0.5), of_sets(4, 0.9, 0.4), of_sets(6, 0.8, 0.5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def stops(loss: float, accuracy: float) -> str | None:
+        several = [
+            EarlyStopping(patience=3, metric="validation/a/loss"),
+            EarlyStopping(patience=3, metric="validation/b/accuracy", mode="max"),
+        ]
+        callbacks = Callbacks(several)
+        callbacks.call("on_start", {"run": "r", "folder": str(tmp_path), "first": 7})
+        return callbacks.call("on_validation", of_sets(8, loss, accuracy))[0]
+
+    said = "EarlyStopping: validation/b/accuracy 0.5000 is not above its best 0.5000 for 3 values in a row"
+    assert stops(0.7, 0.5) == said, "the two values before the resume count"
+    assert stops(0.9, 0.6) is None, "the loss of a was best just before the resume"
+
+
+def test_the_best_of_several_sets_are_known_right_after_a_resume(tmp_path: Path):
+    rules = [BestRule("validation/a/loss", "min"), BestRule("validation/b/accuracy", "max")]
+    lines = [of_sets(2, 1.0, 0.9), of_sets(4, 0.5, 0.4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for done in (2, 4):
+        (tmp_path / "checkpoints" / f"step_{done:08d}").mkdir(parents=True)
+
+    def validated(a: float, b: float) -> bool:
+        recorder = recorder_of(tmp_path, rules, first=4)
+        recorder.request.validation_batching = MicrobatchesOfSets.of({"a": Microbatches(1), "b": Microbatches(1)})  # type: ignore[misc]
+        report = {"losses": {0: (a, 1.0), 1: (9.0, 1.0)}, "seconds": 0.1, "metrics": {"b/accuracy": b}}
+        found = recorder.record_validation(6, [report])[1]
+        recorder.metrics.close()
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return found
+
+    assert [validated(*one) for one in ((0.6, 0.8), (0.4, 0.8), (0.6, 0.95))] == [False, True, True]
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_a_ping_whose_connection_broke_is_silence_and_one_that_cannot_be_sent_ke
     async def run():
         posted = []
         registry, handles = registry_of({0: lambda: Ref(0), 1: lambda: Ref(1), 2: lambda: 1 / 0}, posted)
-        refs.answers = {0: BROKEN, 1: (3, "in step 3", False, 0.0, False)}
+        refs.answers = {0: BROKEN, 1: (3, "in step 3", False, 0.0, None)}
         await registry._ping(handles)
         assert posted == [] and set(registry._answered_s) == {1} and not registry._unanswered_pings
         refs.answers[0] = ActorDiedError()
@@ -195,11 +195,11 @@ def test_a_worker_that_is_late_is_not_pinged_again_meanwhile_and_keeps_none_of_t
         late = Ref(1)
         late.future = lambda: answer
         registry, handles = registry_of({0: lambda: Ref(0), 1: lambda: late}, posted)
-        refs.answers = {0: (3, "in step 3", False, 0.0, False), 1: None}
+        refs.answers = {0: (3, "in step 3", False, 0.0, None), 1: None}
         pinging = asyncio.ensure_future(registry._ping(handles))
         await asyncio.sleep(0.05)
         assert set(registry._answered_s) == {0} and registry._unanswered_pings == {1} and not pinging.done()
-        answer.set_result((3, "in step 3", True, 0.0, False))
+        answer.set_result((3, "in step 3", True, 0.0, None))
         registry.note = lambda kind, **facts: None
         await pinging
         assert set(registry._answered_s) == {0, 1} and not registry._unanswered_pings
@@ -221,7 +221,7 @@ def test_the_late_answer_of_a_worker_that_was_dismissed_meanwhile_counts_for_not
         await asyncio.sleep(0.05)
         registry._reported_silent.add(0)
         del handles[0]
-        answer.set_result((3, "in step 3", True, 0.0, False))
+        answer.set_result((3, "in step 3", True, 0.0, None))
         await pinging
         assert posted == [] and not registry._answered_s and not registry._unanswered_pings
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from raypar.elastic.mirror import assign_buddies
+from raypar.elastic.mirror_schedule_and_buddies import assign_buddies
 from raypar.plan import ModelOutline, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard

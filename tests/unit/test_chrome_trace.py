@@ -4,7 +4,7 @@ import itertools
 import json
 
 from raypar.draw.chrome_trace import chrome_trace, chrome_trace_of_run
-from raypar.draw.throughput_chart import ChartMark, RunHistory
+from raypar.draw.run_history_chart import ChartMark, RunHistory
 from raypar.schedule.step_timeline import Timeline
 
 MEASURED = Timeline.from_spans(

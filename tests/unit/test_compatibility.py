@@ -15,16 +15,17 @@ import pytest
 import raypar
 from raypar.cli import main
 from raypar.errors import PlanError
-from raypar.job import FunctionConfig, ModelConfig, PlanConfig
-from raypar.job.callable_text import CONTRACT_CHARACTERS, stable_callable_label
+from raypar.job import LrScheduleConfig, ModelConfig, PlanConfig
 from raypar.job.contract import contract_of_job
 from raypar.job.read_job import parse_job
+from raypar.job.stable_callable_text import CONTRACT_CHARACTERS, stable_callable_label
 from raypar.launch.launch_options import LaunchOptions
-from raypar.launch.ray_job_resubmission import find_unfinished_run
 from raypar.launch.resume import find_last_whole_checkpoint, prepare_resumed_run
+from raypar.launch.run_of_submitted_job import find_unfinished_run
 from raypar.record.events import Event
 from raypar.storage.run_folder import RunFolder
-from raypar.worker.checkpoint.checkpoint_files import describe_edition_change, list_contract_differences, load_manifest
+from raypar.worker.checkpoint.checkpoint_files import load_manifest
+from raypar.worker.checkpoint.contract_comparison import describe_edition_change, list_contract_differences
 
 JOB = """
 name: old
@@ -254,18 +255,20 @@ def test_a_checkpoint_of_an_earlier_edition_of_the_numerics_contract_goes_on_and
     assert (describe_edition_change(manifest) is not None) == told
 
 
+@pytest.mark.parametrize("place", ["raypar.worker.tokens", "raypar.token_files"])
 @pytest.mark.parametrize("form", ["name", "object"])
-def test_a_checkpoint_of_a_job_whose_token_files_were_elsewhere_goes_on(form: str, old: RunFolder, tmp_path: Path):
-    from raypar.data.token_files import TokenFile, write_tokens
+def test_a_checkpoint_of_a_job_whose_token_files_were_elsewhere_goes_on(form: str, place: str, old: RunFolder, tmp_path: Path):
+    from raypar.data.token_files import TokenFile
+    from raypar.data.tokenize_text import write_tokens
 
     write_tokens(tmp_path / "text.bin", [range(100)], dtype="uint16", notes={})
     arguments = {"path": str(tmp_path / "text.bin"), "context": 4}
-    named = {"function": "raypar.worker.tokens:TokenFile", "args": arguments}
+    named = {"function": f"{place}:TokenFile", "args": arguments}
     data = TokenFile(**arguments) if form == "object" else (named["function"], named["args"])
     job = {"model": "m:model", "loss": "m:loss", "steps": 2, "batch_size": 2, "microbatches": 1}
     spec = raypar.Trainer(data=data, **job).job
-    former = json.loads(json.dumps(contract_of_job(spec)).replace("raypar.data.token_files", "raypar.worker.tokens"))
-    assert "raypar.worker.tokens" in json.dumps(former)
+    former = json.loads(json.dumps(contract_of_job(spec)).replace("raypar.data.token_files", place))
+    assert place in json.dumps(former)
     manifest = replace(load_manifest(old.checkpoints / "step_00000005"), contract=former)
     assert list_contract_differences(manifest, spec) == []
 
@@ -275,7 +278,7 @@ def test_a_checkpoint_that_holds_a_long_text_whole_is_of_the_same_job(old: RunFo
     samples = functools.partial(list, [{"x": i} for i in range(5000)])
     manifest = load_manifest(old.checkpoints / "step_00000005")
     job = {"model": "m:model", "loss": "m:loss", "data": "m:data", "steps": 2, "batch_size": 2, "microbatches": 1}
-    spec = raypar.Trainer(**job).job.replace(lr_schedule=FunctionConfig(function=samples))
+    spec = raypar.Trainer(**job).job.replace(lr_schedule=LrScheduleConfig(function=samples))
     whole = stable_callable_label(samples)
     held = contract_of_job(spec) | {"lr_schedule": {"function": whole, "args": {}}}
     assert len(contract_of_job(spec)["lr_schedule"]["function"]) < 1000 < CONTRACT_CHARACTERS < len(whole)

@@ -11,13 +11,14 @@ import yaml
 
 import raypar
 from raypar.callbacks import check_callbacks
-from raypar.errors import ConfigError, InputError, PlanError, RayparError, ScheduleError
-from raypar.job import FunctionConfig, Job, ModelConfig, OptimizerConfig, PrecisionConfig
+from raypar.errors import ConfigError, DataError, InputError, PlanError, RayparError, ScheduleError
+from raypar.job import FunctionConfig, Job, LrScheduleConfig, ModelConfig, OptimizerConfig, PrecisionConfig, ValidationConfig
 from raypar.job.contract import contract_of_job
 from raypar.job.keys_of_other_frameworks import ADVICE
-from raypar.job.read_job import load_job, parse_job, parse_plan_section
-from raypar.job.validation_errors import dotted_keys
+from raypar.job.read_job import load_job, parse_data_argument, parse_job, parse_plan_section
+from raypar.job.walk_sections import dotted_keys
 from raypar.launch import choose_plan
+from raypar.launch.forward_run import choose_data, naming_argument
 from raypar.storage.run_folder import RunFolder, check_run_dir_is_writable
 from raypar.worker.autocast_precisions import autocast_of
 
@@ -43,7 +44,7 @@ def test_the_quickstart_is_a_job():
     )
     assert spec.validation is not None and (spec.validation.every, spec.validation.samples) == (50, 128)
     assert (
-        spec.lr_schedule == FunctionConfig(function="examples.gpt:cosine", args={"warmup": 20, "total": 200})
+        spec.lr_schedule == LrScheduleConfig(function="examples.gpt:cosine", args={"warmup": 20, "total": 200})
         and spec.clip_norm == 1.0
     )
     assert (job.schedule_name, job.workers, job.plan_is_auto, job.checkpoint.keep) == ("1f1b", 4, False, 2)
@@ -89,7 +90,7 @@ OVERRIDES = {
         job.optimizer.options_by_pattern == (("*.bias", {"weight_decay": 0}),)
     ),
     "clip_norm=1": lambda job: job.clip_norm == 1.0,
-    "lr_schedule=m:cosine": lambda job: job.lr_schedule == FunctionConfig(function="m:cosine"),
+    "lr_schedule=m:cosine": lambda job: job.lr_schedule == LrScheduleConfig(function="m:cosine"),
     "data={function: 'm:text', names: [a, b], input: a, target: b, processes: 2}": lambda job: (
         (
             job.data.names,
@@ -447,3 +448,85 @@ def test_advice_about_names_of_other_frameworks_names_keys_that_there_are_and_no
         assert named, advice
         for key in named:
             assert key in keys or key in OTHER_NAMES, (key, advice)
+
+
+# -- several validation sets ---------------------------------------------------------------------------------------------------
+
+SETS = "{every: 2, short: 'm:a', long: {function: 'm:b', samples: 3}}"
+
+
+def test_several_validation_sets_stand_in_validation_by_name():
+    job = parse_job(SMALL, [f"validation={SETS}"])
+    assert job.validation is not None and job.validation.every == 2
+    assert {name: (one.function, one.samples) for name, one in job.validation_sets.items()} == {
+        "short": ("m:a", 0),
+        "long": ("m:b", 3),
+    }
+    same = parse_job(SMALL, ["validation={every: 2, sets: {short: 'm:a', long: {function: 'm:b', samples: 3}}}"])
+    assert job == same == parse_job(job.to_yaml(), name="small")
+    changed = parse_job(SMALL, [f"validation={SETS}", "validation.long.samples=5", "validation.every=7"])
+    assert (changed.validation_sets["long"].samples, changed.validation and changed.validation.every) == (5, 7)
+    assert list(parse_job(SMALL, ["validation={set1: 'm:a', set2: 'm:b'}"]).validation_sets) == ["set1", "set2"]
+    alone = parse_job(SMALL, ["validation=m:a", "validation.every=3"])
+    assert list(alone.validation_sets) == [""] and alone.validation_sets[""] is alone.validation
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ("{every: 2}", "validation.function is missing"),
+        ("{a: 'm:f', samples: 3}", r"validation has the sets a, and beside them samples, which is of one set\n  cure: write"),
+        ("{a: 'm:f', smples: 3}", "unknown key validation.smples: did you mean validation.samples?"),
+        ("{a: {function: 'm:f'}, evry: 2}", r"(?s)\A(?!.*validation\.a\b).*unknown key validation.evry: did you mean"),
+        ("{a: {function: 'm:f', every: 3}}", "unknown key validation.sets.a.every: did you mean validation.every"),
+        ("{a: {samples: 3}}", "validation.sets.a.function is missing"),
+        ("{'a/b': 'm:f'}", r"validation: 'a/b' is no name of a set\n  cure: at most 60 letters"),
+        ("{a: 'm:f', sets: {a: 'm:f'}}", "validation has two sets a, one of them in sets"),
+        ("{a: 'm:f', a: 'm:g'}", "key 'a' is given twice"),
+        ("{a: {function: 'm:f', metrics: [f1]}}", r"validation.a.metrics names 'f1', which is none of the job's metrics"),
+        ("{function: 'm:f', b: 'm:f'}", "unknown key validation.b"),
+    ],
+)
+def test_what_is_wrong_with_validation_sets_is_said(given: str, says: str):
+    with pytest.raises(ConfigError, match=says):
+        parse_job(SMALL, [f"validation={given}"])
+
+
+def test_without_sets_contracts_and_names_are_as_they_were():
+    plain = parse_job(SMALL, ["validation={function: 'm:f', every: 2}"])
+    several = parse_job(SMALL, [f"validation={SETS}"])
+    assert contract_of_job(plain) == contract_of_job(several) == contract_of_job(parse_job(SMALL))
+    assert plain.series == {"loss", "lr", "norm", "validation_loss"}
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("./rows/*.jsonl", r"^--data ./rows/\*.jsonl names no data set\n.* a file is named so: --data '{jsonl: ./rows/"),
+        ("a:b:c", r"^--data a:b:c names no data set\n  cure: give --data module:function, the name of one of the job's .*}'$"),
+        ("{function: a:b, colour: red}", r"^unknown key colour in --data\n  cure: valid keys here: function, args, parquet"),
+        ("{parquet: [1]}", r"^parquet.0 in --data: expected a valid string, got 1 .*\n  cure: correct parquet.0 in --data$"),
+        ("{every: 2}", r"^function in --data is missing\n  cure: add function to --data"),
+        ("{function: ab}", r"^function in --data: expected module:name.*\n  cure: correct function in --data$"),
+    ],
+)  # fmt: skip
+def test_an_error_in_data_given_by_itself_names_its_argument(text: str, says: str):
+    with pytest.raises(ConfigError, match=says) as caught:
+        parse_data_argument(text)
+    assert "job file" not in str(caught.value) and "validation." not in str(caught.value)
+
+
+def test_a_file_where_a_validation_set_is_named_has_its_form_as_the_cure():
+    with pytest.raises(ConfigError, match=r"no validation set 'rows.parquet'\n.*--data '{parquet: rows.parquet}'"):
+        choose_data(parse_job(SMALL), "rows.parquet", None)
+
+
+def test_errors_about_keys_of_data_say_in_which_argument_they_stand():
+    for given, cure, says in (
+        (ValidationConfig(function="a:b"), "set data.input: x", "set data.input: x; keys of this data set stand in --data"),
+        (ValidationConfig(function="a:b"), "give metadata", "give metadata"),
+        (None, "set data.input: x", "set data.input: x"),
+    ):
+        with pytest.raises(DataError) as caught, naming_argument(given, "--data"):
+            raise DataError("sample 0 has no field 'z'", cure=cure)
+        assert caught.value.cure == says and caught.value.args == ("sample 0 has no field 'z'", says)

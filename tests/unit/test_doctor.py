@@ -17,8 +17,8 @@ from raypar.comm.nccl import bindings
 from raypar.doctor import check_machine as machine
 from raypar.doctor import gather
 from raypar.doctor.check_cluster import check_cluster
-from raypar.doctor.check_environment import check_environment
-from raypar.doctor.checks import CHECKS, examine, refuse_unfit_machine
+from raypar.doctor.check_environment_variables import check_environment_variables
+from raypar.doctor.checks import CHECKS, refuse_unfit_machine, run_checks
 from raypar.doctor.finding import Finding, NotKnown, findings_as_json, format_findings, has_failures
 from raypar.doctor.machine_facts import (
     ClusterFacts,
@@ -64,15 +64,15 @@ def levels(findings: list[Finding]) -> list[str]:
 
 
 def test_a_machine_that_is_well_has_no_warning():
-    found = examine(vars(WELL))
+    found = run_checks(vars(WELL))
     assert set(levels(found)) == {"ok"} and not has_failures(found)
     assert all(finding.cure == "" for finding in found)
-    assert levels(examine(vars(replace(WELL, cluster=NotKnown(""), address=None))))[-1] == "not checked"
+    assert levels(run_checks(vars(replace(WELL, cluster=NotKnown(""), address=None))))[-1] == "not checked"
 
 
 def test_a_fact_that_is_not_known_is_told_once_by_the_check_that_needs_it():
     for name in ("versions", "processors", "shm", "limits", "runs", "temporary", "token", "tls", "ray", "torch"):
-        found = [one for one in examine(vars(replace(WELL, **{name: NotKnown("slow")}))) if one.level != "ok"]
+        found = [one for one in run_checks(vars(replace(WELL, **{name: NotKnown("slow")}))) if one.level != "ok"]
         assert [(one.level, one.text) for one in found] == [("not checked", "slow")], name
 
 
@@ -84,7 +84,7 @@ def test_a_run_makes_those_checks_of_the_doctor_that_apply_to_it():
     assert {fact for check in CHECKS if "run" in check.where for fact in check.facts} == handed_over
     assert [check.name for check in CHECKS if "run" in check.where] == ["address space", "room for logs"]
     little = LimitFacts(100, 100, 10, None, 1 << 30)
-    failures = [finding for finding in examine({"limits": little}) if finding.level == "failure"]
+    failures = [finding for finding in run_checks({"limits": little}) if finding.level == "failure"]
     assert [finding.subject for finding in failures] == ["open files", "processes", "address space"]
     with pytest.raises(ClusterError) as refused:
         refuse_unfit_machine({"limits": little})
@@ -176,7 +176,7 @@ SICK = {
 @pytest.mark.parametrize("case", SICK)
 def test_each_trouble_is_found_with_its_cure_and_nothing_else(case):
     changed, level, text, cure = SICK[case]
-    found = [finding for finding in examine(vars(replace(WELL, **changed))) if finding.level != "ok"]
+    found = [finding for finding in run_checks(vars(replace(WELL, **changed))) if finding.level != "ok"]
     assert [finding.level for finding in found] == [level], found
     assert text in found[0].text and cure in found[0].cure
     assert has_failures(found) == (level == "failure")
@@ -201,7 +201,7 @@ SETTINGS_CASES = {
 @pytest.mark.parametrize("case", SETTINGS_CASES)
 def test_settings_that_change_bits_or_hang_are_found(case):
     environment, text = SETTINGS_CASES[case]
-    found = check_environment(environment, HOST)
+    found = check_environment_variables(environment, HOST)
     assert levels(found) == ["warning"] and text in found[0].text and found[0].cure
     assert "geheim" not in str(found)
 
@@ -215,14 +215,14 @@ def test_settings_that_change_bits_or_hang_are_found(case):
     ],
 )  # fmt: skip
 def test_settings_that_do_no_harm(environment):
-    assert levels(check_environment(environment, HOST)) == ["ok"]
+    assert levels(check_environment_variables(environment, HOST)) == ["ok"]
 
 
 @pytest.mark.parametrize(
     "wanted, there", [("eth", True), ("=eth", False), ("=eth0", True), ("^lo", True), ("^lo,eth", False), ("ib", False)]
 )
 def test_the_network_that_nccl_is_told_to_use(wanted, there):
-    found = check_environment({"NCCL_SOCKET_IFNAME": wanted}, HOST)
+    found = check_environment_variables({"NCCL_SOCKET_IFNAME": wanted}, HOST)
     assert any("finds no network" in finding.text for finding in found) != there
 
 

@@ -17,7 +17,7 @@ from helpers.guides import GUIDES, LANGUAGES, README, ROOT, Block, code_blocks
 import raypar
 from raypar.cli import COMMANDS, _Parser
 from raypar.job import Job
-from raypar.job.validation_errors import dotted_keys
+from raypar.job.walk_sections import dotted_keys
 
 CONTRIBUTING = ROOT / ".github/CONTRIBUTING.md"
 FOR_DEVELOPERS = [*(ROOT / ".github").rglob("*.md"), *(ROOT / "raypar").glob("*.md"), ROOT / "jobs/bench/README.md"]
@@ -140,6 +140,9 @@ def leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
     """The keys of a job in a block, as `plan.stages`; what users name themselves is left out."""
     for key, value in tree.items():
         here = ".".join((*path, str(key)))
+        if path == ("validation",) and here not in KEYS:  # the name of a set
+            yield from leaves(value if isinstance(value, dict) else {}, ("validation", "sets"))
+            continue
         yield here
         if here == "metrics":
             yield from (f"metrics.{inner}" for one in value.values() if isinstance(one, dict) for inner in one)

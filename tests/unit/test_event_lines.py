@@ -50,6 +50,10 @@ STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_
             {"kind": "recovering", "generation": 2, "workers": [0], "state": "beginning", "step": 0},
             "trying generation 2: 1 worker; no memory has all of the state any more: all begin again from the initial weights",
         ),
+        (
+            {"kind": "learning_rate", "text": "learning rate 0.1 -> 0.05 from step 7 on", "step": 7, "lr": 0.05, "before": 0.1},
+            "learning rate 0.1 -> 0.05 from step 7 on",
+        ),
         ({"kind": "joined", "worker": 6, "node": NODE, "pid": 78}, "joined: worker 6 (pid 78, node b09ad58f)"),
         (
             {"kind": "draining", "worker": 2, "node": NODE, "pid": 7, "why": "node b09ad58f is being drained"},

@@ -2,8 +2,8 @@
 
 import pytest
 
-from raypar.actors import membership_event_text
-from raypar.actors.worker_failures import NodeLossTracker
+from raypar.actors import worker_and_generation_events
+from raypar.actors.node_loss import NodeLossTracker
 from raypar.elastic.actions import AdoptPlan, ReportStraggler
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece, PieceMove
@@ -30,31 +30,32 @@ def order(done: int = 7, **more) -> AdoptPlan:
     ],
 )
 def test_a_new_generation_says_where_its_state_comes_from(given, state, text):
-    facts = membership_event_text.generation_facts(order(**given), "1f1b")
-    assert text in membership_event_text.describe_generation(order(**given))
+    facts = worker_and_generation_events.generation_facts(order(**given), "1f1b")
+    assert text in worker_and_generation_events.describe_generation(order(**given))
     assert facts["state"] == state
     assert (facts["workers"], facts["moved_elements"], facts["step"]) == ([0, 4], 1510, given.get("done", 7))
 
 
 def test_shards_are_told_by_layer_whatever_the_stages():
     uniform = ParallelPlan.mesh(dp=2, pp=2, tp=2, layers=4)
-    assert membership_event_text.format_shards(uniform) == "2"
-    assert membership_event_text.format_shards(ParallelPlan.of((1, 1, 1), (2, 1, 2), layers=4)) == "2/1/2"
+    assert worker_and_generation_events.format_shards(uniform) == "2"
+    assert worker_and_generation_events.format_shards(ParallelPlan.of((1, 1, 1), (2, 1, 2), layers=4)) == "2/1/2"
     assert uniform.shards_by_layer == ParallelPlan.mesh(tp=2, layers=4).shards_by_layer == (2, 2, 2, 2)
-    assert membership_event_text.generation_facts(order(), "1f1b")["shards"] == "1"
+    assert worker_and_generation_events.generation_facts(order(), "1f1b")["shards"] == "1"
 
 
 def test_steps_that_are_executed_again_are_told_only_where_there_are_any():
-    assert membership_event_text.recovery_finished_text(order(), 0.5, 0).endswith("after 0.50 s")
-    assert membership_event_text.recovery_finished_text(order(), 0.5, 3).endswith("after 0.50 s; 3 steps are executed again")
+    assert worker_and_generation_events.recovery_finished_text(order(), 0.5, 0).endswith("after 0.50 s")
+    said = worker_and_generation_events.recovery_finished_text(order(), 0.5, 3)
+    assert said.endswith("after 0.50 s; 3 steps are executed again")
 
 
 def test_a_worker_that_is_lost_before_it_has_started_has_no_node():
-    assert membership_event_text.worker_lost_event("worker 3 (stage 1)", WHO, "it died").text == (
+    assert worker_and_generation_events.worker_lost_event("worker 3 (stage 1)", WHO, "it died").text == (
         "worker 3 (stage 1) (worker 3, node 0a1b2c3d, pid 77) is lost: it died"
     )
     facts = {"kind": "lost", "worker": 3, "coordinate": "worker 3", "why": "it died"}
-    assert membership_event_text.worker_lost_event("worker 3", {"worker": 3}, "it died").facts() == facts | {
+    assert worker_and_generation_events.worker_lost_event("worker 3", {"worker": 3}, "it died").facts() == facts | {
         "text": "worker 3 (worker 3) is lost: it died"
     }
 
@@ -70,16 +71,16 @@ def test_a_worker_that_is_lost_before_it_has_started_has_no_node():
 )
 def test_a_straggler_is_named_with_its_place(found, text):
     coordinate = ParallelPlan.mesh(dp=2, pp=2, layers=2).coordinate(3)
-    told = membership_event_text.straggler_text(ReportStraggler(3, 2.04, 20, **found), coordinate, WHO)
+    told = worker_and_generation_events.straggler_text(ReportStraggler(3, 2.04, 20, **found), coordinate, WHO)
     assert told == f"worker 3 (stage 1, replica 1, node 0a1b2c3d) {text}"
 
 
 def test_who_hangs_is_told_differently_from_who_is_dead():
     assert (
-        membership_event_text.describe_why_worker_given_up("did not answer")
+        worker_and_generation_events.describe_why_worker_given_up("did not answer")
         == "did not answer (it hangs, or cannot be reached); its process is killed"
     )
-    assert membership_event_text.describe_why_worker_given_up("its state differs").endswith("its process is killed")
+    assert worker_and_generation_events.describe_why_worker_given_up("its state differs").endswith("its process is killed")
 
 
 def test_a_node_is_told_as_lost_once_all_its_workers_are_lost_together():

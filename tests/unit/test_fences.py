@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import ray
+from helpers.sources import PACKAGE, nodes_of, source_files
 from ray.core.generated import autoscaler_pb2, common_pb2
 from ray.exceptions import ActorDiedError, RpcError
 
@@ -27,7 +28,7 @@ from raypar.ray_compat import (
     actor_errors,
     authentication,
     autoscaler,
-    job_packages,
+    job_submission,
     key_value_store,
     local_cluster,
     nodes,
@@ -35,7 +36,6 @@ from raypar.ray_compat import (
     settings,
 )
 
-PACKAGE = Path(__file__).parents[2] / "raypar"
 ROOMS = ("ray_compat", "torch_compat")
 LIBRARIES = ("ray", "torch")
 
@@ -105,8 +105,8 @@ def defined_names(nodes: Iterable[Any]) -> Iterator[str]:
 def test_no_file_outside_the_rooms_names_a_private_api():
     """Nor an attribute whose name begins with `_` and that raypar does not define itself, such as `tensor._backward_hooks`."""
     known, wrong, attributes = OF_EVERY_MODULE | STANDARD_LIBRARY | OF_USERS_CODE, [], []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        place, nodes = path.relative_to(PACKAGE), list(ast.walk(ast.parse(path.read_text())))
+    for path in source_files():
+        place, nodes = path.relative_to(PACKAGE), nodes_of(path)
         known |= set(defined_names(nodes))
         if place.parts[0] not in ROOMS:
             wrong += [f"{place}:{line}: {name}" for line, name in private_names(nodes)]
@@ -334,14 +334,14 @@ CASES: dict[str, Case] = {
     "tokens gone, a cluster to join": (
         authentication.TOKENS,
         {"ray._raylet.AuthenticationTokenLoader": GONE},
-        lambda: authentication.lets_in_without_token("127.0.0.1:1"),
+        lambda: authentication.control_store_lets_in_without_token("127.0.0.1:1"),
         False,
     ),
     "the mode gone": (authentication.MODE, {"ray._raylet.get_authentication_mode": GONE}, authentication.shows_token, False),
     "addresses gone": (
         authentication.OPEN_CLUSTER,
         {"ray._private.services.canonicalize_bootstrap_address": GONE},
-        lambda: authentication.lets_in_without_token("127.0.0.1:1"),
+        lambda: authentication.control_store_lets_in_without_token("127.0.0.1:1"),
         False,
     ),
     "the store gone": (
@@ -461,15 +461,15 @@ CASES: dict[str, Case] = {
         None,
     ),
     "ignore files gone": (
-        job_packages.RULES,
+        job_submission.RULES,
         {"ray._private.runtime_env.packaging.get_excludes_from_ignore_files": GONE},
-        lambda: job_packages.ignore_rules(Path(), with_git=True),
+        lambda: job_submission.ignore_rules(Path(), with_git=True),
         None,
     ),
     "ignore files otherwise": (
-        job_packages.RULES,
+        job_submission.RULES,
         {"ray._private.runtime_env.packaging.get_excludes_from_ignore_files": lambda place, include_gitignore: None},
-        lambda: job_packages.ignore_rules(Path(), with_git=True),
+        lambda: job_submission.ignore_rules(Path(), with_git=True),
         None,
     ),
     "a raylet's options renamed": (settings.OPTIONS, {}, lambda: settings.parse_raylet_command(7), None),

@@ -3,16 +3,19 @@
 import itertools
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from raypar.actors.stream_sample_journal import SampleJournal
 from raypar.errors import ClusterError, ConfigError, LeaseLostError
-from raypar.storage import folder_upload, pyarrow_store, run_files
+from raypar.plan.microbatches import Microbatches
+from raypar.storage import folder_download, folder_upload, pyarrow_store, stored_file_layout
 from raypar.storage.filesystems import uri_of_filesystem_object
-from raypar.storage.folder_download import _download_lines
-from raypar.storage.folder_upload import FolderUpload, LineFileUpload
-from raypar.storage.run_files import (
+from raypar.storage.folder_download import _download_lines, download_run
+from raypar.storage.folder_upload import FolderUpload, LineFileUpload, RecordFileUpload
+from raypar.storage.storage_uri import StorageUri
+from raypar.storage.stored_file_layout import (
     FULL_CHUNK_BYTES,
     MERGE_LEVELS,
     MERGED_CHUNKS,
@@ -21,7 +24,7 @@ from raypar.storage.run_files import (
     chunks_to_write,
     first_line_of_name,
 )
-from raypar.storage.storage_uri import StorageUri
+from raypar.worker.data.microbatch_stream_positions import StreamCursor, StreamsRead
 
 PLACE = StorageUri("s3", "bucket/run/metrics.jsonl")
 
@@ -86,7 +89,7 @@ def read(filesystem: Any, folder: str, tmp_path: Path) -> list[bytes]:
 def test_a_writer_killed_anywhere_leaves_every_line_once_and_the_next_one_goes_on(tmp_path: Path, monkeypatch: Any):
     from pyarrow.fs import LocalFileSystem
 
-    monkeypatch.setattr(run_files, "FULL_CHUNK_BYTES", 40)  # two or three lines
+    monkeypatch.setattr(stored_file_layout, "FULL_CHUNK_BYTES", 40)  # two or three lines
     filesystem, file = LocalFileSystem(), tmp_path / "metrics.jsonl"
     lines = [b'{"step": %d}\n' % step for step in range(1, 90)]
     for after in range(60):
@@ -114,7 +117,7 @@ def test_a_file_that_was_written_anew_takes_the_place_of_the_old_one(tmp_path: P
     """A resumed run begins after its checkpoint: lines of steps that are run again must not be seen beside the new ones."""
     from pyarrow.fs import LocalFileSystem
 
-    monkeypatch.setattr(run_files, "FULL_CHUNK_BYTES", 40)
+    monkeypatch.setattr(stored_file_layout, "FULL_CHUNK_BYTES", 40)
     filesystem, file = LocalFileSystem(), tmp_path / "metrics.jsonl"
     before = [b"step %d\n" % n for n in range(30)]
     for longer, added, after in itertools.product((5, 60), (0, 1, 12), range(14)):
@@ -180,6 +183,108 @@ def test_a_working_folder_is_sent_with_what_callbacks_put_there_and_nothing_else
         "checkpoints/step_00000001/manifest.json": "{}",
     }
     assert upload.take_notes() == []
+
+
+class Counting:
+    """A file system that counts what is written and removed."""
+
+    def __init__(self, filesystem: Any) -> None:
+        self.filesystem, self.done = filesystem, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("move", "delete_file"):
+            return lambda *paths: self.done.append(Path(paths[-1]).name) or getattr(self.filesystem, name)(*paths)
+        return getattr(self.filesystem, name)
+
+
+def test_a_file_of_records_is_sent_in_pieces_of_which_only_those_at_its_end_are_sent_again(tmp_path: Path, monkeypatch: Any):
+    from pyarrow.fs import LocalFileSystem
+
+    for module in (folder_upload, folder_download):
+        monkeypatch.setattr(module, "RECORD_PIECE_BYTES", 100)
+    file, there, filesystem = tmp_path / "samples.bin", tmp_path / "there", Counting(LocalFileSystem())
+    upload = RecordFileUpload(file, cast(Any, filesystem), str(there), lambda: None)
+
+    def sends() -> list[str]:
+        filesystem.done.clear()
+        upload.send()
+        out = tmp_path / "read"
+        folder_download._download_pieces(LocalFileSystem(), PLACE, str(there), out)
+        assert (out.read_bytes() if out.exists() else b"") == (file.read_bytes() if file.exists() else b"")
+        return filesystem.done
+
+    def write(at: int, count: int, value: int = 1) -> None:
+        with open(file, "r+b" if file.exists() else "w+b") as out:
+            out.seek(at)
+            out.write(bytes([value]) * count)
+
+    assert sends() == []
+    write(0, 450)
+    assert sends() == [f"0000000{number}.bin" for number in range(5)]
+    assert sends() == []
+    write(450, 70)
+    assert sends() == ["00000004.bin", "00000005.bin"]
+    write(470, 10, 2)  # a step that was executed again
+    assert sends() == ["00000004.bin"]
+    file.write_bytes(b"anew" * 40)
+    assert sends() == [*(f"0000000{number}.bin" for number in (5, 4, 3, 2)), "00000000.bin", "00000001.bin"]
+    write(160, 400)
+    assert sends() == [f"0000000{number}.bin" for number in range(1, 6)]
+    file.write_bytes(b"x" * 560)  # begun anew, and as long
+    assert sends() == [f"0000000{number}.bin" for number in range(6)]
+    upload = RecordFileUpload(file, cast(Any, filesystem), str(there), lambda: None)
+    file.unlink()
+    assert sends() == [f"0000000{number}.bin" for number in range(5, -1, -1)]
+
+
+def test_a_record_file_is_taken_up_to_the_first_piece_that_is_missing_or_short(tmp_path: Path, monkeypatch: Any):
+    from pyarrow.fs import LocalFileSystem
+
+    monkeypatch.setattr(folder_download, "RECORD_PIECE_BYTES", 4)
+    there, out = tmp_path / "there", tmp_path / "samples.bin"
+    there.mkdir()
+    for name, content in {"00000000.bin": b"abcd", "00000001.bin": b"ef", "00000002.bin": b"ghij", "other": b"x"}.items():
+        (there / name).write_bytes(content)
+    (there / "00000003.bin").mkdir()
+    folder_download._download_pieces(LocalFileSystem(), PLACE, str(there), out)
+    assert out.read_bytes() == b"abcdef"
+    (there / "00000000.bin").unlink()
+    folder_download._download_pieces(LocalFileSystem(), PLACE, str(there), out)
+    assert not out.exists()
+    with open(there / "00000004.bin", "wb") as file:
+        file.truncate(5 << 30)
+    with pytest.raises(ConfigError, match="more than a run writes"):
+        folder_download._download_pieces(LocalFileSystem(), PLACE, str(there), out)
+
+
+def test_a_run_that_goes_on_from_shared_storage_has_the_journal_of_its_samples_and_their_cursors(tmp_path: Path):
+    from fsspec.implementations.local import LocalFileSystem as Fsspec
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    place = uri_of_filesystem_object(PyFileSystem(FSSpecHandler(Fsspec())), str(tmp_path / "there"))
+    assert isinstance(place, StorageUri)
+    work, again, shown = (tmp_path / name for name in ("work", "again", "shown"))
+    for folder in (work, again, shown):
+        folder.mkdir()
+
+    def journal(folder: Path) -> SampleJournal:
+        return SampleJournal(folder / "samples.bin", folder / "cursors.json", Microbatches(2, 0, 8), 2, 10, print)
+
+    first, upload = journal(work), FolderUpload(work, place, lambda: None)
+    upload.start()
+    first.open(0)
+    for step in range(20):
+        cursors = {k: StreamCursor(4 * step, 0, 4 * step, f'{{"at": {step}}}') for k in range(2)}
+        first.note(step, StreamsRead({0: step + 1, 1: step + 100}, {0: (0, 0), 1: (1, step + 1)}, cursors))
+        first.write(first.record(step))
+    upload.finish(30)
+    download_run(place, again, records=True)
+    second = journal(again)
+    second.open(20)
+    assert second.digests(20) == {0: 20, 1: 119} and second.known_cursors() == first.known_cursors()
+    assert second.known_epochs() == {1: ((1, 20),)} and second.note(19, StreamsRead({0: 7})) is not None
+    download_run(place, shown)
+    assert not (shown / "samples.bin").exists(), "who only looks at a run needs none"
 
 
 def test_a_storage_that_does_not_answer_is_told_once_and_gets_everything_later(tmp_path: Path, monkeypatch: Any):

@@ -29,6 +29,7 @@ from helpers.tiny_job import JOB
 from safetensors.torch import load_file
 
 from raypar.cli import main
+from raypar.doctor.check_machine import ADDRESS_SPACE_BYTES
 from raypar.errors import ConfigError
 from raypar.job.contract import contract_of_job
 from raypar.job.read_job import load_job
@@ -159,8 +160,9 @@ def watched() -> Iterator[list[str]]:
         raise AssertionError("it hangs")
 
     before, limits = signal.signal(signal.SIGALRM, hangs), resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_BYTES, limits[1]))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    room = max(used + MEMORY_BYTES, ADDRESS_SPACE_BYTES)  # with less than that, commands refuse to begin
+    resource.setrlimit(resource.RLIMIT_AS, (room, limits[1]))
     signal.setitimer(signal.ITIMER_REAL, HANGS_S, HANGS_S)
     OPENED = opened = []
     try:

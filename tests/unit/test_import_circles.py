@@ -4,18 +4,18 @@ import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "raypar"
+from helpers.sources import PACKAGE, nodes_of, source_files
 
 
 def modules() -> dict[str, Path]:
     """Name -> file of every module; a package has the name of its folder."""
-    found = {".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in PACKAGE.rglob("*.py")}
+    found = {".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in source_files()}
     return {name.removesuffix(".__init__"): path for name, path in sorted(found.items())}
 
 
 def imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
     """The modules that a file names in imports anywhere in it; of `from package import module` the module."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.sources import PACKAGE, source_files, tree_of
 
-PACKAGE = Path(__file__).parents[2] / "raypar"
 PURE = ("errors", "plan", "schedule", "planner", "elastic", "record", "telemetry", "draw")
 MAY_IMPORT = {
     "errors": "",
     "files": "errors yaml",
     "storage": "files record errors",
     "user_code": "errors",
-    "data": "files errors torch numpy",
-    "draw": "schedule plan errors files.json_values",
+    "data": "files storage errors torch numpy",
+    "draw": "schedule plan errors files.json_type",
     "record": "plan schedule elastic errors files draw",
     "fences": "errors",
     "ray_compat": "fences errors ray",
@@ -27,14 +27,15 @@ MAY_IMPORT = {
     "planner": "plan schedule errors",
     "elastic": "plan errors",
     "telemetry": "plan record errors",
-    "comm": "plan errors files.json_values torch_compat torch numpy cupy",
+    "comm": "plan errors files.json_type torch_compat torch numpy cupy",
     "model": "plan comm errors user_code torch_compat torch numpy",
-    "doctor": "plan storage errors ray_compat.settings files.json_values",
+    "doctor": "plan storage errors ray_compat.settings files.json_type",
     "worker": "job schedule model comm plan planner.model_profile errors fences torch_compat "
     "user_code torch numpy safetensors files data storage",
-    "actors": "job worker model elastic planner comm schedule plan record telemetry files storage callbacks errors "
+    "actors": "job worker data model elastic planner comm schedule plan record telemetry files storage callbacks errors "
     "fences ray_compat user_code torch numpy ray draw doctor",
-    "job": "plan schedule elastic record.events record.best_values errors files user_code pydantic yaml",
+    "job": "plan schedule elastic record.events record.best_checkpoint_rules record.metric_names errors files user_code "
+    "pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 
@@ -66,10 +67,6 @@ IMPURE = {"time", "random", "os", "datetime", "secrets", "socket", "subprocess",
 """Clock, chance and environment are arguments of the pure packages, never fetched by them."""
 
 
-def files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
 def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
@@ -95,7 +92,7 @@ def imports(tree: ast.AST, *, lazy: bool = True) -> Iterator[str]:
 @functools.cache
 def imports_of(path: Path, *, lazy: bool = True) -> list[str]:
     """`imports` of a file."""
-    return list(imports(ast.parse(path.read_text()), lazy=lazy))
+    return list(imports(tree_of(path), lazy=lazy))
 
 
 def forbidden(name: str, package: str) -> bool:
@@ -110,14 +107,14 @@ def forbidden(name: str, package: str) -> bool:
 
 
 def test_every_file_belongs_to_a_row_of_the_table():
-    assert {package_of(path) for path in files()} <= {*MAY_IMPORT, *EDGE}
+    assert {package_of(path) for path in source_files()} <= {*MAY_IMPORT, *EDGE}
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_imports_point_only_towards_the_core(package: str):
     wrong = [
         f"{path.relative_to(PACKAGE)} imports {name}"
-        for path in files()
+        for path in source_files()
         if package_of(path) == package
         for name in imports_of(path)
         if forbidden(name, package)
@@ -129,7 +126,7 @@ def test_imports_point_only_towards_the_core(package: str):
 def test_pure_packages_use_the_standard_library_without_clock_chance_or_environment(package: str):
     wrong = [
         f"{path.relative_to(PACKAGE)} imports {name}"
-        for path in files()
+        for path in source_files()
         if package_of(path) == package
         for name in imports_of(path)
         if name.split(".")[0] not in {"raypar", *sys.stdlib_module_names} or name.split(".")[0] in IMPURE
@@ -142,7 +139,7 @@ def test_the_shell_has_an_order(package: str):
     above = EDGE_FILES[EDGE_FILES.index(package) + 1 :]
     wrong = [
         f"{path.relative_to(PACKAGE)} imports {name}"
-        for path in files()
+        for path in source_files()
         if package_of(path) == package
         for name in imports_of(path)
         if name.startswith("raypar.")
@@ -157,7 +154,7 @@ def test_the_shell_has_an_order(package: str):
 def test_the_shell_imports_heavy_things_inside_functions_only():
     wrong = [
         f"{path.relative_to(PACKAGE)} imports {name} at the top"
-        for path in files()
+        for path in source_files()
         if package_of(path) in EDGE
         for name in imports_of(path, lazy=False)
         if name.split(".")[0] in HEAVY or name.split(".")[1:2] in (["worker"], ["comm"], ["model"], ["actors"], ["ray_compat"])
@@ -170,7 +167,7 @@ def test_the_shell_imports_heavy_things_inside_functions_only():
 def test_one_place_imports(module: str):
     wrong = [
         str(path.relative_to(PACKAGE))
-        for path in files()
+        for path in source_files()
         if not path.relative_to(PACKAGE).as_posix().startswith(ONLY_IN[module])
         and any(name.split(".")[0] == module for name in imports_of(path))
     ]
@@ -208,7 +205,7 @@ LIGHT_FILES = [
 def test_the_pure_core_and_the_command_line_load_neither_torch_nor_ray():
     light = [
         ".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-        for path in files()
+        for path in source_files()
         if package_of(path) in {*PURE, *LIGHT_FILES}
     ]
     assert loaded(light, {"torch", "ray", "cupy", "numpy"}) == ""
@@ -232,14 +229,16 @@ def test_a_driver_starts_without_torch_and_with_all_of_raypar_that_pickles_need(
     assert loaded(["raypar.actors.driver_actor"], {"torch", "cupy", "numpy", *needs}) == " ".join(sorted(needs))
 
 
-def test_cupy_is_loaded_only_when_a_transport_needs_it():
-    comm = [
-        ".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts))
-        for path in (PACKAGE / "comm" / "nccl").glob("*.py")
-    ]
-    assert comm and loaded(["raypar", *comm], {"cupy"}) == ""
-
-
 def test_what_the_readme_and_messages_name_is_there_after_import_raypar_alone():
     code = "import raypar; assert raypar.callbacks.Callback is raypar.Callback; raypar.errors.RayparError"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+EXTRAS = {"datasets", "torchmetrics", "torchdata", "peft", "transformers", "accelerate", "tokenizers", "webdataset"}
+"""Libraries that users bring: raypar imports them, if at all, where a job uses them."""
+
+
+def test_no_module_of_raypar_loads_the_libraries_that_users_bring_or_cupy():
+    """A transport loads CuPy when it needs it."""
+    names = [".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in source_files()]
+    assert loaded([name.removesuffix(".__init__") for name in names if not name.endswith("__main__")], EXTRAS | {"cupy"}) == ""

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers.sources import PACKAGE, nodes_of
 from helpers.toy_instructions import add_toy_instructions
 
 from raypar.draw.chrome_trace import chrome_trace
@@ -128,8 +129,8 @@ def test_no_module_asks_an_instruction_for_its_class():
     classes = {kind.__name__ for kind in INSTRUCTIONS.values()}
     found = []
     for place in ("schedule", "worker", "planner", "elastic", "actors", "commands"):
-        for path in (ROOT / "raypar" / place).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+        for path in (PACKAGE / place).rglob("*.py"):
+            for node in nodes_of(path):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
                     asked = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
                     found += [f"{path.name}:{node.lineno}"] * bool(asked & classes)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypar.comm.transport import RoutineWork, drive_routine, interleave_with_routine
+from raypar.comm.routine import RoutineWork, drive_routine, interleave_with_routine
 from raypar.errors import CommError
 
 

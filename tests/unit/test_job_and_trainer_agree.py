@@ -24,10 +24,10 @@ from raypar.job.contract import contract_of_job, unmarked_keys
 from raypar.job.key import DRIVER
 from raypar.job.read_job import RUN_ARGUMENTS, load_job, parse_job
 from raypar.job.signature import with_signature
-from raypar.job.validation_errors import section_types
+from raypar.job.walk_sections import section_types
 from raypar.launch import start_new_run
-from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result
+from raypar.launch.run_of_submitted_job import choose_lasting_run_dir
 from raypar.trainer import Trainer
 from raypar.worker.data.user_dataset import make_dataset
 
@@ -46,10 +46,11 @@ FULL: dict[str, Any] = {
         "target": "labels",
         "collate": {"function": "m:c"},
         "pad": {},
+        "pack": {"to": 8},
     },
     "optimizer": {"function": "torch.optim:SGD", "args": {"lr": 3e-4}, "groups": [{"match": "*.bias", "lr": 1e-3}]},
     "lr_schedule": {"function": "m:cosine", "args": {"warmup": 2}},
-    "validation": {"function": "m:text", "every": 2, "collate": {"function": "m:c"}, "pad": {}},
+    "validation": {"function": "m:text", "every": 2, "collate": {"function": "m:c"}, "pad": {}, "pack": {"to": 8}},
     "plan": {"stages": 2, "replicas": [1, 2], "styles": {"*.up": "column"}},
     "elastic": {"min_workers": 2},
     "placement": {"label_selector": {"market": "spot"}, "on_demand": 1},
@@ -87,7 +88,14 @@ VALUES: tuple[Any, ...] = (
 def paths(model: Any = Job, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The paths of all keys in a job's tree; an item of a list has the number 0, one of a mapping a name."""
     found = []
-    items = {"callbacks": (0,), "trackers": (0,), "metrics": ("accuracy",), "best": (0,)}
+    items = {
+        "callbacks": (0,),
+        "trackers": (0,),
+        "metrics": ("accuracy",),
+        "best": (0,),
+        "mix": (0,),
+        "sets": ("accuracy",),
+    }
     for name, info in model.model_fields.items():
         found.append((*above, name))
         for inner in section_types(info.annotation):
@@ -105,6 +113,13 @@ def with_value(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
         tree["loss"] = {"function": "m:loss"}
     if len(path) > 2 and path[1] in ("sampler", "weights", "group_by"):  # there is one of them at most
         tree["data"][path[1]] = {"function": "m:f"}
+    if path[1:2] == ("mix",) and len(path) > 2:  # in the place of a function
+        tree["data"] = {"mix": [{"function": "m:text", "ratio": 3}, {"function": "m:code", "ratio": 1}]}
+    if path[:2] == ("validation", "sets"):
+        every = tree["validation"].pop("every")
+        tree["validation"] = {"every": every, "sets": {"accuracy": tree["validation"]}}
+    if "preprocess_logits" in path:
+        tree["metrics"]["accuracy"] |= {"of": "all", "preprocess_logits": {"function": "m:classes"}}
     here: Any = tree
     for part in path[:-1]:
         here = here[part]
@@ -139,7 +154,12 @@ def as_from_python(error: RayparError) -> tuple[type, str, str]:
 def test_every_value_of_every_key_is_the_same_job_or_the_same_error_both_ways(path: tuple[Any, ...]):
     compared = 0
     for value in VALUES:
-        if isinstance(value, list) and path in (("data",), ("validation",), ("data", "function"), ("validation", "function")):
+        if (
+            isinstance(value, list)
+            and path[0] in ("data", "validation")
+            and (len(path) == 1 or path[-1] == "function")
+            and (set(path) <= {"data", "validation", "mix", "sets", "accuracy", 0, "function"})
+        ):
             continue  # from Python a list is a data set
         if path in (("elastic",), ("name",)) and value is None:
             continue  # from Python it is the default, of `name` that of the former release; of a file it could mean either
@@ -737,3 +757,7 @@ def test_where_a_list_belongs_the_error_says_so():
     for key in ("trackers", "callbacks"):
         with pytest.raises(ConfigError, match=f"^{key}: expected a list, got 'x'"):
             parse_job(dump_yaml({**FULL, key: "x"}))
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.best: expected a list.*\n.*also where it has one item: \[{'metric': 'loss'}\]"
+    ):
+        parse_job(dump_yaml({**FULL, "checkpoint": {"best": {"metric": "loss"}}}))

@@ -15,7 +15,7 @@ from raypar.job import reference as job_reference
 from raypar.job.job import Job
 from raypar.job.reference import TRAINER_ALSO_TAKES, TYPE_OF_KEY, make_reference
 from raypar.job.section_docstrings import key_docstring
-from raypar.job.validation_errors import dotted_keys
+from raypar.job.walk_sections import dotted_keys
 from raypar.launch.trainer_arguments import Arguments
 from raypar.trainer import Trainer
 

@@ -4,7 +4,7 @@ import copy
 import datetime
 import json
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from raypar.errors import RayparError
 from raypar.files.safe_yaml import parse_yaml
 from raypar.job import Job
 from raypar.job.schema import SCHEMA_OF_KEY, _value, make_schema
-from raypar.job.validation_errors import dotted_keys, walk_sections
+from raypar.job.walk_sections import dotted_keys, walk_sections
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
@@ -33,9 +33,9 @@ batch_size: 8
 microbatches: 4
 model: {function: m:layers}
 loss: {function: m:loss}
-data: {function: m:text, collate: {function: m:collate}, pad: {}}
+data: {function: m:text, collate: {function: m:collate}, pad: {}, pack: {to: 8}}
 lr_schedule: {function: m:lr}
-validation: {function: m:text, every: 1, collate: {function: m:collate}, pad: {}}
+validation: {function: m:text, every: 1, collate: {function: m:collate}, pad: {}, pack: {to: 8}}
 optimizer: {function: "torch.optim:SGD"}
 plan: {}
 elastic: {}
@@ -72,11 +72,16 @@ VALUES: list[Any] = [
     {"a": 1},
 ]
 OF_OTHER_KEYS: dict[str, list[Any]] = {
+    "loss": ["model"],  # without `count`, which pack needs
+    "loss.function": ["model"],
     "batch_size": [1, 3],  # there are 4 microbatches
     "validation": [None, "m:f"],  # without `every`, which early_stopping needs
     "validation.every": [0],
+    "validation.metrics": [["a"], []],  # no metric of the job; a metric of the job that nothing computes
+    "validation.sets.metrics": [["a"], []],
     "metrics": [{}],  # checkpoint.best names one
     "early_stopping.metric": ["text", "auto", "m:f", "model"],  # which nobody computes
+    "lr_schedule.metric": ["text", "auto", "m:f", "model"],
     "checkpoint.best.metric": ["text", "auto", "m:f", "model"],
     "checkpoint.best.mode": [None],  # the name of the metric does not say it
     "checkpoint.best": [["a"]],
@@ -106,13 +111,26 @@ def set_key(key: str, value: Any) -> dict[str, Any]:
     *path, last = key.split(".")
     if len(path) == 2 and path[1] in ("sampler", "weights", "group_by"):  # there is one of them at most
         tree["data"][path[1]] = {"function": "m:f"}
-    here = tree
-    for part in path:
-        here = here[part]
-        here = here[0] if isinstance(here, list) else here["accuracy"] if part == "metrics" else here
+    if path[1:] == ["mix"]:  # in the place of a function
+        tree["data"] = {"mix": [{"function": "m:text", "ratio": 3}, {"function": "m:code", "ratio": 1}]}
+    if key.startswith("validation.sets"):
+        one = {name: part for name, part in tree["validation"].items() if name != "every"}
+        tree["validation"] = {"every": 1, "sets": {"accuracy": one}}
+    if key.startswith("metrics.preprocess_logits"):  # of metrics of all predictions only
+        tree["metrics"]["accuracy"] |= {"of": "all", "preprocess_logits": {"function": "m:f"}}
+    here = inside(tree, path)
     if key == "epochs" and value is not None:
         del tree["steps"]
     here[last] = value
+    return tree
+
+
+def inside(tree: Any, path: Sequence[str]) -> Any:
+    """What lies at a path of keys; of a list the first, of what has names of its own `accuracy`."""
+    for part in path:
+        tree = tree[part]
+        named = part in ("metrics", "sets") and isinstance(tree, dict)
+        tree = tree[0] if isinstance(tree, list) else tree["accuracy"] if named else tree
     return tree
 
 
@@ -136,6 +154,27 @@ def test_the_jobs_that_come_with_raypar_are_right(file: Path):
 
 def test_so_are_the_job_files_of_the_guides():
     assert [(page, errors(tree)) for page, tree in job_blocks() if errors(tree)] == []
+
+
+SET = {"function": "m:text", "samples": 3}
+
+
+@pytest.mark.parametrize(
+    "validation, right",
+    [
+        ({"every": 2, "short": "m:text", "long": SET}, True),
+        ({"every": 2, "sets": {"short": "m:text", "long": SET}}, True),
+        ({"every": 2}, False),
+        ({"short": "m:text", **SET}, False),
+        ({"short": {**SET, "every": 2}}, False),
+        ({"short": 3}, False),
+        ({**SET, "sets": {"short": SET}}, False),
+    ],
+)
+def test_several_validation_sets_are_right_in_both_forms(validation: dict[str, Any], right: bool):
+    tree = {key: value for key, value in WHOLE_TREE.items() if key not in ("early_stopping", "checkpoint")}
+    tree["validation"] = validation
+    assert accepted(tree) is right is not bool(errors(tree))
 
 
 def test_a_misspelt_key_and_a_wrong_type_are_found():
@@ -174,6 +213,9 @@ def test_the_schema_and_raypar_agree_on_every_key(key: str):
 @pytest.mark.parametrize("path", [(), *(path for path, _ in walk_sections(Job))], ids=".".join)
 def test_an_unknown_key_is_found_in_every_section(path: tuple[str, ...]):
     tree = set_key(".".join((*path, "unheard_of")), 1)
+    if path == ("validation",):  # what is no key may be the name of a set
+        assert not accepted(tree) and "'unheard_of' is not one of ['function', 'args'" in " ".join(errors(tree))
+        return
     assert not accepted(tree) and errors(tree) == ["Additional properties are not allowed ('unheard_of' was unexpected)"]
 
 
@@ -182,12 +224,11 @@ def test_the_first_error_of_a_validator_names_a_misspelt_key_and_where_it_is(key
     """Also where the section has a short form, and where the key is required: then a second error says that it is missing."""
     *above, last = key.split(".")
     tree = set_key(f"{key}q", 1)
-    here = tree
-    for part in above:
-        here = here[part]
-        here = here[0] if isinstance(here, list) else here["accuracy"] if part == "metrics" else here
-    here.pop(last, None)
+    inside(tree, above).pop(last, None)
     first, *more = CHECK.iter_errors(tree)
+    if above == ["validation"]:  # it may be the name of a set, which has other values
+        assert [*first.absolute_path] == [*above, f"{last}q"] and first.message == "1 is not of type 'string', 'object'"
+        return
     assert first.message == f"Additional properties are not allowed ('{last}q' was unexpected)"
     assert [part for part in first.absolute_path if part not in (0, "accuracy")] == above
     assert [error.message for error in more] in ([], [f"'{last}' is a required property"])

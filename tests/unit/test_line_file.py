@@ -13,14 +13,17 @@ import pytest
 from raypar.actors import jsonl_file
 from raypar.actors import run_state_in_ray_kv as store
 from raypar.actors.jsonl_file import BLOCK_LINES, MIRRORED_LINES, JsonlFile
+from raypar.actors.messages import StepCall
 from raypar.actors.run_recorder import RunRecorder, format_step_ranges
 from raypar.actors.run_state_in_ray_kv import KEPT_STEPS, STEPS_IN_BLOCK, DriverReplaced, Journal
+from raypar.actors.step_actions import StepActions
 from raypar.actors.step_reports import StepReports
 from raypar.console.event_printer import EventPrinter
-from raypar.elastic.actions import Teardown
+from raypar.elastic.actions import EmitValidation, RunStep, Teardown
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
+from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.plan import ParallelPlan
 from raypar.record.events import RunWarning, parse_event
 from raypar.storage.read_run_lines import jsonl_line_sort_key, parse_jsonl_lines, read_lines_file
@@ -76,7 +79,9 @@ class Driver:
     def __init__(self, folder, *, first=0, last=END) -> None:
         self.journal = Journal("tiny")
         policy = RunPolicy(workers=2, steps_before_run=first, job_steps=last)
-        request = SimpleNamespace(folder=folder, run="tiny", policy=policy, plan=PLAN, traced_steps=frozenset())
+        request = SimpleNamespace(
+            folder=folder, run="tiny", policy=policy, plan=PLAN, traced_steps=frozenset(), validation_batching=None
+        )
         request.batching = SimpleNamespace(batch_size=8)
         request.job = SimpleNamespace(best_rules=[], metrics_every=0)
         self.recorder = RunRecorder(request, self.journal)
@@ -461,6 +466,38 @@ def test_a_step_whose_loss_was_not_finite_is_told_again_as_it_was(tmp_path):
     for event in driver.recorder.new_events():
         console(event)
     assert "step 4/4  loss nan" in said.getvalue()
+
+
+def test_a_value_that_the_learning_rates_follow_is_in_the_store_before_anyone_sees_the_validation():
+    """So a new driver has it for the next step's call, which every worker gets with it."""
+    journal, posted, sent = Journal("tiny"), [], []
+    machine = RunMachine(RunPolicy(workers=2, job_steps=END), plan=PLAN)
+    reports = StepReports(machine, SimpleNamespace(), None, FollowedMetric("validation_loss", 10))
+    worker = SimpleNamespace(step=SimpleNamespace(remote=lambda call: sent.append(StepCall.from_bytes(call).validated)))
+    actions = StepActions(
+        machine,
+        SimpleNamespace(call_all=lambda call, keep: call(worker)),
+        reports,
+        journal,
+        SimpleNamespace(
+            request=SimpleNamespace(validation_batching=None),
+            record_validation=lambda done, found: (Journal("tiny").validated(), 0),
+        ),
+        SimpleNamespace(perform=lambda call, event: posted.append(call()[0])),
+        SimpleNamespace(post=posted.append),
+        SimpleNamespace(),
+        SimpleNamespace(),
+        (),
+    )
+    for done, loss in ((10, 1.0), (20, 3.0)):
+        reports.validations = {0: {"losses": {0: (loss, 2.0)}}}
+        actions.emit_validation(EmitValidation(done), "")
+    assert posted == [{10: 0.5}, {10: 0.5, 20: 1.5}]
+    for step in (9, 10, 11, 20):
+        actions.run_step(RunStep(step, False), "")
+    assert sent == [None, 0.5, None, 1.5]
+    actions.run_step(RunStep(30, False), "")
+    assert len(sent) == 4 and "after 30 steps was lost with a driver" in str(posted[-1].error)
 
 
 def test_a_driver_that_was_replaced_commits_nothing_more_than_the_steps_of_a_quarter_of_a_second(monkeypatch, keys):

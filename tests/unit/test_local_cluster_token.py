@@ -76,7 +76,7 @@ def test_another_terminal_finds_the_token_by_the_clusters_raylet_and_by_no_other
 def test_the_first_lines_say_where_a_joined_cluster_has_no_token(shows, lets_in, told, monkeypatch, tmp_path):
     monkeypatch.setattr(ray_connection, "check_address_answers", lambda address: None)
     monkeypatch.setattr(ray_connection, "shows_token", lambda: shows)
-    monkeypatch.setattr(ray_connection, "lets_in_without_token", lambda address: lets_in)
+    monkeypatch.setattr(ray_connection, "control_store_lets_in_without_token", lambda address: lets_in)
     monkeypatch.setattr("raypar.actors.removed_working_dir.wait_until_working_dir_unpacked", lambda: None)
     monkeypatch.setattr(ray, "init", lambda **given: None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: type("Context", (), {"gcs_address": "127.0.0.1:1"}))

@@ -41,7 +41,8 @@ def required_packages(file: Path) -> set[str]:
 def test_the_suite_does_without_torchvision_and_no_guide_tells_people_to_uninstall_something():
     """PyPI's torchvision belongs to PyTorch for CUDA: beside one for CPUs `import transformers` fails, which imports it."""
     assert "torchvision" not in PROJECT[: PROJECT.index("[tool.")] + (ROOT / "constraints.txt").read_text()
-    assert not [path for path in (ROOT / "tests").rglob("*.py") if "torchvision" in required_packages(path)]
+    named = [path for path in (ROOT / "tests").rglob("*.py") if "torchvision" in path.read_text()]
+    assert named and not [path for path in named if "torchvision" in required_packages(path)]
     pages = [ROOT / "README.md", *(ROOT / "examples").rglob("*.md")]
     assert len(pages) > 5 and not [path for path in pages if "uninstall" in path.read_text()]
 
@@ -67,7 +68,7 @@ def test_type_checkers_read_the_annotations_of_an_installed_raypar():
     assert re.search(r"^\[tool\.setuptools\.package-data\]\nraypar = \[\"py\.typed\", \"\*\.pyi\"\]$", PROJECT, re.MULTILINE)
 
 
-def test_raypar_is_imported_without_cupy_also_where_there_is_none():
+def test_raypar_is_imported_without_cupy_also_where_there_is_none_and_asking_for_it_names_the_cure():
     """Neither its public names nor the command line look for it; who has none pays and misses nothing."""
     code = (
         "import sys; sys.modules['cupy'] = None; sys.modules['cupy_backends'] = None\n"
@@ -75,7 +76,13 @@ def test_raypar_is_imported_without_cupy_also_where_there_is_none():
         "for name in raypar.__all__: getattr(raypar, name)\n"
         "import raypar.worker.worker_core, raypar.actors.worker_actor\n"
         "print(sorted(name for name, module in sys.modules.items() if name.startswith('cupy') and module is not None))\n"
+        "from raypar.comm.nccl import connect\n"
+        "from raypar.comm.nccl.device import CudaDevice\n"
+        "try: CudaDevice()\n"
+        "except raypar.errors.ClusterError as error: print(error)\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == "[]"
+    first, said = found.stdout.split("\n", 1)
+    assert first == "[]" and not found.stderr
+    assert "needs CuPy, which cannot be imported" in said and "pip install 'raypar[cuda13]'" in said

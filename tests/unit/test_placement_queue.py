@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypar.actors.placement_queue import DEAD_S, ClusterRoom, PlacementQueue, Ticket, placement_obstacle, ticket_key
+from raypar.actors.queue_of_waiting_runs import DEAD_S, ClusterRoom, PlacementQueue, Ticket, placement_obstacle, ticket_key
 from raypar.errors import ClusterError, Interrupted
 
 FULL = ClusterRoom(cpus=6, free_cpus=1, may_add_nodes=False, cpus_by_run={"first": 4})

@@ -6,14 +6,8 @@ import pytest
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches
-from raypar.plan.microbatches import (
-    DEFAULT_MAX_BLOCKS,
-    addition_tree_children,
-    contiguous_part,
-    contiguous_part_index,
-    covering_nodes,
-    fold_tree,
-)
+from raypar.plan.addition_tree import addition_tree_children, covering_nodes, fold_tree
+from raypar.plan.microbatches import DEFAULT_MAX_BLOCKS, contiguous_part, contiguous_part_index
 
 SIZES = list(product(range(1, 12), range(25)))
 

@@ -20,10 +20,10 @@ from raypar.launch.plan_as_dict import plan_as_dict, whole_bytes_on_shards
 from raypar.launch.plan_to_show import refuse_no_profile
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
-from raypar.planner.plan_search import predict_step
+from raypar.planner.predicted_step import predict_step
 from raypar.schedule.data_flow import message_routes
 from raypar.trainer import Trainer
-from raypar.worker.worker_assignments import make_layer_graph
+from raypar.worker.layer_graph_of_job import make_layer_graph
 
 
 class Size(NamedTuple):

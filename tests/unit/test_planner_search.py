@@ -16,14 +16,8 @@ from raypar.plan.tensor_parallel_layout import ShardWorkShare, TensorParallelLay
 from raypar.planner.candidate_plans import enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile, largest_work_shares
 from raypar.planner.plan_report import plan_report, plan_report_as_dict, short_plan_report
-from raypar.planner.plan_search import (
-    ABOUT_AS_FAST,
-    evaluate_candidate,
-    predict_step,
-    reachable_shard_counts,
-    search_plans,
-    simulation_costs,
-)
+from raypar.planner.plan_search import ABOUT_AS_FAST, evaluate_candidate, reachable_shard_counts, search_plans
+from raypar.planner.predicted_step import predict_step, simulation_costs
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raypar.actors.event_feed import EventFeed
+from raypar.actors.events_for_client import EventFeed
 from raypar.actors.members_file_text import MembersFileText
 from raypar.actors.run_recorder import RunRecorder
 from raypar.cli import main
@@ -18,7 +18,8 @@ from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import UserCodeError
 from raypar.files.redact_secrets import REMOVED
-from raypar.launch.result import Result, keep_full_error
+from raypar.launch.result import Result
+from raypar.launch.run_failure import keep_full_error
 from raypar.launch.start_new_run import warnings_about_secrets
 from raypar.plan import ParallelPlan
 from raypar.record.events import RunWarning, SavedCheckpoint, parse_event, parse_metrics

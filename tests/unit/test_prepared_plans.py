@@ -14,7 +14,7 @@ from raypar.elastic.seating import plans_after_one_loss
 from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import ScheduleError, WorkerLost
 from raypar.plan import Microbatches, ParallelPlan
-from raypar.plan.stage_connections import ModelOutline
+from raypar.plan.model_outline import ModelOutline
 from raypar.planner.model_profile import LayerProfile, ModelProfile
 
 LAYERS = 4
@@ -89,7 +89,7 @@ def test_the_preparation_keeps_the_jobs_schedule_and_nothing_of_plans_that_are_o
     former = set(cache._assignments)
     now = plans_after_one_loss(machine_of(then))
     cache.prepare(then, now)
-    assert {cache.schedule(plan) for plan in now} == {"1f1b"}
+    assert {cache.schedule_name(plan) for plan in now} == {"1f1b"}
     assert set(cache._assignments) == set(cache._held) == {*now, cache.find(then.world - 1)}
     assert former - set(cache._assignments)
 

@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from raypar.model import python_state
 from raypar.model.python_state import PythonState
@@ -270,6 +271,23 @@ def test_modes_and_what_is_registered_later_are_compared_and_put_back():
     assert module.old == 1 and not before.changed(state.read())
     state.put_back(first)
     assert not module[0].training and module.calls == 0 and not first.changed(state.read())
+
+
+class Barred(nn.Module):
+    """Shows its progress."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in tqdm(range(2), disable=True):
+            x = x + 1
+        return x
+
+
+def test_progress_bars_are_no_state(monkeypatch: pytest.MonkeyPatch):
+    """A thread of theirs notes the time, which made a model look as if its microbatches left something."""
+    state = PythonState({"": Barred()})
+    before = state.read()
+    monkeypatch.setattr(tqdm, "monitor", 1.0)
+    assert before.changed(state.read()) == []
 
 
 class Doubles(torch.autograd.Function):

@@ -15,7 +15,7 @@ from ray.exceptions import AuthenticationError, RayTaskError
 
 from raypar.actors import driver_client
 from raypar.actors import local_nodes as nodes
-from raypar.actors.cluster_info import ClusterCapacity, require_capacity
+from raypar.actors.cluster_info import ClusterCapacity, require_capacity, require_processor_for_ray_data
 from raypar.actors.first_placement import (
     impossible_placement_error,
     make_groups,
@@ -93,6 +93,22 @@ def test_more_workers_than_there_are_is_refused_only_where_nothing_grows():
     require_capacity(4, replace(has, may_add_nodes=True), gpus=1)
     with pytest.raises(ClusterError, match="its autoscaler stops at 3"):
         require_capacity(4, replace(has, may_add_nodes=True, max_cpus=3))
+
+
+def test_workers_that_leave_no_processor_to_ray_data_are_refused_before_the_run():
+    has = ClusterCapacity(nodes=1, cpus=4, free_cpus=4, max_cpus=None)
+    says = (
+        r"tasks that compute its rows need a CPU, and of the 4 CPUs of the cluster 4 workers of 1 CPU each leave none\n  cure: "
+    )
+    with pytest.raises(ClusterError, match=says + r"let the run have at most 3 workers, .*add a node; .*write_parquet"):
+        require_processor_for_ray_data(4, has)
+    require_processor_for_ray_data(3, has)
+    require_processor_for_ray_data(4, replace(has, may_add_nodes=True))
+    require_processor_for_ray_data(4, replace(has, may_add_nodes=True, max_cpus=5))
+    with pytest.raises(
+        ClusterError, match=r"of the 1 CPU of the cluster 1 worker of 1 CPU each leave none\n  cure: add a node"
+    ):
+        require_processor_for_ray_data(1, replace(has, cpus=1))
 
 
 def test_what_is_waited_for_is_said_and_at_the_end_why_it_was_in_vain():

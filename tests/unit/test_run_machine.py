@@ -3,6 +3,7 @@
 import random
 import re
 from collections import Counter, deque
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -20,6 +21,7 @@ from raypar.elastic.actions import (
     WarnUser,
     WriteJournal,
 )
+from raypar.elastic.due_work_rules import MAX_OPEN_STEPS
 from raypar.elastic.events import (
     AllWorkersCopiedState,
     CallFailed,
@@ -39,7 +41,6 @@ from raypar.elastic.events import (
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import (
     CheckpointError,
     CommTimeout,
@@ -72,6 +73,17 @@ def test_no_step_is_issued_beyond_a_validation_and_both_follow_in_order():
     assert do(machine, ValidationReported(0, 2)) == [EmitValidation(2)]
     assert do(machine, ValidationEmitted(2)) == [RunStep(2), RunStep(3)], "training goes on while the files are written"
     assert do(machine, CheckpointSaved(2)) == []
+
+
+def test_a_resumed_run_whose_rates_follow_a_validation_that_its_checkpoint_lacks_validates_first():
+    """The checkpoint after 2 steps was saved before the validation there, which an undisturbed run has."""
+    policy = RunPolicy(workers=2, job_steps=4, steps_before_run=2, validates=True, validate_every=2, save_every=2)
+    assert do(RunMachine(policy), WorkersReady()) == [RunStep(2), RunStep(3)]
+    machine = RunMachine(replace(policy, validates_first=True))
+    assert do(machine, WorkersReady()) == [Validate(2)]
+    do(machine, ValidationReported(1, 2))
+    assert do(machine, ValidationReported(0, 2)) == [EmitValidation(2)]
+    assert do(machine, ValidationEmitted(2)) == [RunStep(2), RunStep(3)]
 
 
 def test_the_run_ends_when_its_last_checkpoint_is_complete():

@@ -143,10 +143,11 @@ def test_speed_bubble_and_computing_are_means_of_the_last_steps_of_a_generation(
     telemetry = of_plan(ParallelPlan.mesh(dp=4))
     for step in range(1, 101):
         telemetry.add_step(line(step, seconds=2.0), 2.0 * step)
-    telemetry.add_step(line(101, seconds=12.0, bubble=0.75, busy_shares=[1.0] * 4), 212.0)
+    telemetry.add_step(line(101, seconds=12.0, bubble=0.75, busy_shares=[1.0] * 4, data_wait=0.5), 212.0)
     found = values(telemetry)
     assert found["raypar_samples_per_second"] == pytest.approx(8 / 3)
     assert found["raypar_bubble_ratio"] == pytest.approx(0.3)
+    assert found["raypar_data_wait_ratio"] == pytest.approx(0.05)
     assert found["raypar_worker_busy_ratio", "0", "0", "0"] == pytest.approx(0.55)
     telemetry.begin_generation(ParallelPlan.mesh(dp=4))
     telemetry.add_step(line(102, seconds=4.0), 216.0)

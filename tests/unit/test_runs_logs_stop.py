@@ -21,7 +21,7 @@ from raypar.files.find_writing_process import describe_process, oldest_process
 from raypar.launch.stop_run import stop_local_run
 from raypar.launch.submit_to_job_server import make_entrypoint, make_runtime_env, submission_error
 from raypar.record.events import StartupStage
-from raypar.storage.follow_run_files import NewLines
+from raypar.storage.follow_run_files import NewLineReader
 from raypar.storage.run_folder import RunFolder
 
 JOB = """
@@ -136,8 +136,8 @@ def test_runs_lists_a_folder_in_the_order_of_starts_also_as_json(tmp_path, capfd
 def test_a_long_file_is_read_from_its_end_and_then_what_is_new(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(step(n, 1000.0 + n)) + "\n" for n in range(1, 101)))
-    assert len(NewLines(path).read()) == 100
-    lines = NewLines(path, last_bytes=200)
+    assert len(NewLineReader(path).read()) == 100
+    lines = NewLineReader(path, last_bytes=200)
     assert [event.step for event in lines.read()] == [99, 100]
     with open(path, "a") as file:
         file.write(json.dumps(step(101, 1.0))[:20])
@@ -147,7 +147,7 @@ def test_a_long_file_is_read_from_its_end_and_then_what_is_new(tmp_path):
     assert [event.step for event in lines.read()] == [101] and lines.read() == []
     path.write_text(json.dumps(step(1, 1.0)) + "\n")
     assert [event.step for event in lines.read()] == [1], "it was shortened"
-    assert NewLines(tmp_path / "none").read() == []
+    assert NewLineReader(tmp_path / "none").read() == []
 
 
 def test_the_log_of_a_run_has_its_events_and_a_step_every_ten_seconds():
@@ -271,7 +271,7 @@ def test_a_submitted_job_has_time_to_save_when_it_is_stopped(tmp_path):
 def test_what_rays_client_raises_in_words(tmp_path, monkeypatch):
     """Known by types, HTTP codes and what the job server knows: Ray may say the same in other words."""
     from raypar.launch.job_server import JobServer, NoSuchJob
-    from raypar.ray_compat import job_packages
+    from raypar.ray_compat import job_submission
 
     known = {"first": {"status": "RUNNING"}}
 
@@ -289,7 +289,7 @@ def test_what_rays_client_raises_in_words(tmp_path, monkeypatch):
     known.clear()
     assert "did not take the job: Request failed" in said("Request failed with status code 500: a job that already exists")
     assert "pip install 'raypar[jobs]'" in said("No module named 'aiohttp'", ImportError)
-    monkeypatch.setattr(job_packages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(job_submission.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'raypar[jobs]'" in said("what is needed is not installed")
     monkeypatch.undo()
     assert ".rayignore" in said("Package size (600 MiB) exceeds the maximum size of 512 MiB.", ValueError)

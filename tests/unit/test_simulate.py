@@ -191,7 +191,7 @@ def test_workers_that_wait_for_each_other_are_named():
 
 
 def test_a_schedule_for_another_number_of_workers_is_refused():
-    with pytest.raises(ScheduleError, match="1 workers, the plan 2"):
+    with pytest.raises(ScheduleError, match="1 worker, the plan 2"):
         simulate_schedule(orders("0F0 0B0"), routed([1, 1], 1), StageConnections.chain(2), SimulationCosts.uniform(2))
 
 

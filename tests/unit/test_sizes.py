@@ -4,9 +4,9 @@ prints."""
 import ast
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "raypar"
+from helpers.sources import PACKAGE, source_files, tree_of
+
 FUNCTION_LINES, CONSTRUCTOR_LINES, EXCEPTIONS = 60, 40, 4
 COMMAND_LINES = 80
 CONSTRUCTORS = {"__init__", "__post_init__", "__new__"}
@@ -39,8 +39,8 @@ def documentation(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt
 @functools.cache
 def too_long() -> set[str]:
     found = set()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for name, node in functions(ast.parse(path.read_text())):
+    for path in source_files():
+        for name, node in functions(tree_of(path)):
             lines = extent(node) - sum(map(extent, documentation(node)))
             if lines > (CONSTRUCTOR_LINES if node.name in CONSTRUCTORS else FUNCTION_LINES):
                 found.add(f"{path.relative_to(PACKAGE).as_posix()} {name}")

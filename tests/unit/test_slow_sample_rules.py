@@ -56,6 +56,13 @@ def test_a_sample_that_takes_more_than_two_minutes_is_waited_for_no_longer():
     assert ClaimGeneration(2) in ticks(machine, 123.5, since_s=120.25, reading=READS)
 
 
+def test_a_worker_that_comes_further_in_finding_its_place_in_a_stream_is_waited_for_as_long_as_that_takes():
+    machine = trained(PAIR)
+    assert ticks(machine, 600.0, reading=READS, searching=READS) == []
+    assert ticks(machine, 719.0, since_s=600.25, reading=READS) == [], "one sample"
+    assert ClaimGeneration(2) in ticks(machine, 723.5, since_s=719.25, reading=READS)
+
+
 def test_a_worker_that_reads_and_answers_no_pings_is_replaced_after_the_usual_limit():
     """One sample holds the interpreter: when it last answered it was reading."""
     machine = trained(PAIR)

@@ -13,7 +13,8 @@ from raypar.planner import stage_balance
 from raypar.planner.candidate_plans import enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_report import processors_of_prediction, stage_balance_as_dict, stage_balance_text
-from raypar.planner.plan_search import balance_stages, evaluate_candidate, predict_step, search_plans
+from raypar.planner.plan_search import balance_stages, evaluate_candidate, search_plans
+from raypar.planner.predicted_step import predict_step
 from raypar.schedule import registry
 
 SCHEDULES = [
@@ -176,15 +177,15 @@ def check_against_every_cut(seed: int, schedule: str, chunks: int) -> None:
     assert found == balance_stages(model, even, schedule, cut)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("schedule", "chunks", "seed"), [(*kind, number % 2) for number, kind in enumerate(SCHEDULES)])
 def test_no_other_cut_is_predicted_to_be_faster(schedule: str, chunks: int, seed: int):
+    """With seed 0 stages have other numbers of replicas and of shards each."""
     check_against_every_cut(seed, schedule, chunks)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
-@pytest.mark.parametrize("seed", range(2, 60))
+@pytest.mark.parametrize("seed", range(60))
 def test_no_other_cut_is_predicted_to_be_faster_in_full(schedule: str, chunks: int, seed: int):
     check_against_every_cut(seed, schedule, chunks)
 
@@ -222,11 +223,10 @@ def searched(model: ModelProfile, even: ParallelPlan, schedule: str, cut: Microb
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_of_more_cuts_than_can_be_compared_a_good_one_is_found(schedule: str, chunks: int):
-    for seed in range(2):
-        model, even, cut = random_case(seed, schedule, chunks)
-        best = searched(model, even, schedule, cut, most_compared=0)
-        every = min(step_ms(model, other, schedule, cut) for other in all_cuts(even))
-        assert best.score(best.best)[1] <= 1.05 * every
+    model, even, cut = random_case(1, schedule, chunks)
+    best = searched(model, even, schedule, cut, most_compared=0)
+    every = min(step_ms(model, other, schedule, cut) for other in all_cuts(even))
+    assert best.score(best.best)[1] <= 1.05 * every
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
@@ -276,7 +276,7 @@ def test_a_cut_that_does_not_fit_into_memory_is_not_taken():
 def test_a_schedule_that_does_not_fit_is_refused_before_anything_is_searched():
     even = plan_of("1f1b", 2, 6)
     made = registry.build_schedule("1f1b", MicrobatchRouting(even, Microbatches(4)))
-    with pytest.raises(ScheduleError, match="the schedule has 1 workers, the plan 2"):
+    with pytest.raises(ScheduleError, match="the schedule has 1 worker, the plan 2"):
         balance_stages(profile(*[1.0] * 6), even, lambda routing: made[:1], Microbatches(4))
 
 

@@ -10,7 +10,7 @@ from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 from raypar.plan.state_bytes import StateBytes
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.model_profile import LayerProfile, ModelProfile
-from raypar.planner.plan_search import state_bytes
+from raypar.planner.predicted_step import state_bytes
 
 MODEL = ModelOutline(
     (),

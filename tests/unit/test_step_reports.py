@@ -9,12 +9,14 @@ import pytest
 
 from raypar.actors import step_reports
 from raypar.actors.messages import pickle_error_for_client
-from raypar.actors.step_reports import StepReports, loss_and_grad_norm_of_step, reconstruct_lost_report
+from raypar.actors.step_reports import StepReports, loss_and_grad_norm_of_step, merge_reports, reconstruct_lost_report
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.worker_protocol import WorkerStatus
+from raypar.errors import RayparError
+from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.plan import ParallelPlan
-from raypar.plan.microbatches import VoteResult
+from raypar.plan.vote_result import VoteResult
 
 
 def report(loss: float = 1.0) -> dict:
@@ -39,9 +41,41 @@ def see(reports: StepReports, step: int, loss: float) -> dict:
 def test_reports_are_kept_by_rank_and_computing_is_counted_by_microbatch(reports):
     assert reports.keep_step_report(5, 1, 0, report()).busy_s == pytest.approx(0.05)
     assert reports.keep_step_report(3, 1, 0, report()).busy_s is None, "it has computed nothing"
+    slow = report() | {"read_seconds": 0.04}
+    assert reports.keep_step_report(5, 1, 0, slow).busy_s == pytest.approx(0.06), "a worker that reads slowly is slow, too"
     reports.mark_committed(0)
     assert sorted(reports.take_reports(0)) == [0, 1]
     assert reports.outcomes == {0: (1.0, 2.0)}
+
+
+@pytest.mark.parametrize(("read", "share"), [((0.03, 0.15), 0.5), ((0.0, 0.0028), None), ((0.0, 0.0), None)])
+def test_the_longest_wait_for_samples_is_a_share_of_the_step(read: tuple[float, float], share: float | None):
+    both = {
+        rank: report() | {"count": 8.0, "skipped": False, "peak_rss_bytes": 1, "read_seconds": seconds}
+        for rank, seconds in enumerate(read)
+    }
+    assert merge_reports(both).get("data_wait") == share
+    assert merge_reports({0: merge_reports(both)}).get("data_wait") == share, "also from the journal"
+
+
+def test_the_value_that_the_learning_rates_follow_goes_with_the_step_after_its_validation(reports):
+    def validate(done: int, loss: float) -> dict[int, float]:
+        reports.validations = {5: {"losses": {0: (loss, 1.0)}, "metrics": {"near": 2.0}}, 3: {"losses": {1: (loss, 3.0)}}}
+        return reports.follow_validation(done, None)
+
+    assert validate(2, 1.0) == {} and reports.validated_before(2) is None, "most jobs follow none"
+    reports.followed = FollowedMetric("validation_loss", 2)
+    assert validate(2, 1.0) == {2: 0.5} and validate(4, 2.0) == {2: 0.5, 4: 1.0}
+    assert validate(5, 9.0) == {2: 0.5, 4: 1.0}, "the one at the end of a run, which a longer run does not have"
+    assert [reports.validated_before(step) for step in range(6)] == [None, None, 0.5, None, 1.0, None]
+    assert reports.clause_on_learning_rates_after_wrong_step(4) == ""
+    assert (
+        "go on with the values of validation_loss that validations after it"
+        in reports.clause_on_learning_rates_after_wrong_step(3)
+    )
+    reports.followed.values.pop(4)
+    with pytest.raises(RayparError, match=r"learning rate of step 5 follows validation_loss, .* after 4 steps was lost"):
+        reports.validated_before(4)
 
 
 def test_only_the_last_steps_are_kept_for_a_comparison(reports, monkeypatch):
@@ -84,6 +118,16 @@ def test_a_step_that_was_found_applied_is_seen_with_its_loss_and_no_time(reports
     ) == (0.5, 2.0)
     with pytest.raises(KeyError):
         reports.mark_committed(3)
+
+
+@pytest.mark.parametrize("rates", [(0.25, None), (None, 0.25)])
+def test_its_learning_rate_is_that_of_any_worker_that_knows_it(reports, rates):
+    """A stage without trained parameters has none."""
+    for number, lr in zip((3, 5), rates, strict=True):
+        outcome = VoteResult(loss=0.5, norm=2.0, count=8.0, factor=0.125, skipped=False, lr=lr)
+        reports.keep_reports_from_status(WorkerStatus(number, 1, vote_results={0: outcome}))
+    reports.mark_committed(0)
+    assert step_reports.merge_reports(reports.take_reports(0))["lr"] == 0.25
 
 
 def test_an_error_that_cannot_be_pickled_reaches_the_client_as_its_text():

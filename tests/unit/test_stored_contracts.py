@@ -22,11 +22,11 @@ from raypar.job.contract import NAMES, contract_of_job, keys_that_may_change
 from raypar.job.function_section import ModelConfig
 from raypar.job.key import marked_keys
 from raypar.job.read_job import parse_job
-from raypar.job.validation_errors import dotted_keys
+from raypar.job.walk_sections import dotted_keys
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.make_run_request import contract_fields
 from raypar.trainer import Trainer
-from raypar.worker.checkpoint.checkpoint_files import check_number_of_samples, list_contract_differences
+from raypar.worker.checkpoint.contract_comparison import check_number_of_samples, list_contract_differences
 
 STORED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/contracts.json").read_text())
 FILES = {name: entry for name, entry in STORED.items() if "job" in entry}

@@ -18,11 +18,15 @@ from torch import nn
 from raypar.errors import ModelError, PlanError
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, shard_slice_of
-from raypar.model.tensor_parallel.group import ShardedModule
-from raypar.model.tensor_parallel.layout import compute_shard_layout, held_elements_by_layer, make_model_outline_with_layouts
+from raypar.model.tensor_parallel.compute_shard_layout import (
+    compute_shard_layout,
+    held_elements_by_layer,
+    make_model_outline_with_layouts,
+)
 from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout, sequence_part_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
+from raypar.model.tensor_parallel.shard_group import ShardedModule
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.model.tensor_parallel.styles.registry import STYLES, parse_style
 from raypar.model.tensor_parallel.styles.style import ShardingStyle, share_evenly

@@ -10,7 +10,7 @@ from raypar.errors import ActiveError, Interrupted, OutlivedError
 from raypar.job.contract import contract_of_job
 from raypar.job.read_job import load_job
 from raypar.launch import Result, raise_run_failure, resume
-from raypar.launch.ray_job_resubmission import SUBMITTED_VARIABLE, choose_lasting_run_dir, find_unfinished_run
+from raypar.launch.run_of_submitted_job import SUBMITTED_VARIABLE, choose_lasting_run_dir, find_unfinished_run
 from raypar.storage.run_folder import RunFolder
 
 JOB = """

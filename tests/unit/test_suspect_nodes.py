@@ -1,14 +1,6 @@
 """A node whose worker did not answer gets no new workers for a while, but not for ever: networks heal."""
 
-from raypar.elastic.placement_constraints import (
-    CALM_S,
-    LEAST_AGE_S,
-    MOST_SUSPECT_S,
-    SUSPECT_S,
-    YOUNG_S,
-    FlappingNodes,
-    SuspectNodes,
-)
+from raypar.elastic.suspect_nodes import CALM_S, LEAST_AGE_S, MOST_SUSPECT_S, SUSPECT_S, YOUNG_S, FlappingNodes, SuspectNodes
 
 
 def test_a_node_is_avoided_until_ray_has_noticed_its_death_and_may_be_used_again_after_that():

@@ -6,8 +6,8 @@ import pytest
 from ray.exceptions import ActorDiedError, RayActorError
 from test_run_follower import END, Driver, follow, step  # noqa: F401 - a fixture
 
-from raypar.actors import local_cluster_folder
-from raypar.actors.local_cluster_folder import RESERVE_BYTES, describe_full_temp, give_reserve_to_ray, room_for_new_driver
+from raypar.actors import local_cluster_temp_folder
+from raypar.actors.local_cluster_temp_folder import RESERVE_BYTES, describe_full_temp, give_reserve_to_ray, room_for_new_driver
 from raypar.errors import WorkerLost
 
 Usage = namedtuple("Usage", "total used free")
@@ -18,7 +18,7 @@ def free(monkeypatch):
     """Sets how many bytes are free."""
 
     def made(count: int) -> None:
-        monkeypatch.setattr(local_cluster_folder.shutil, "disk_usage", lambda path: Usage(1 << 30, 0, count))
+        monkeypatch.setattr(local_cluster_temp_folder.shutil, "disk_usage", lambda path: Usage(1 << 30, 0, count))
 
     made(1 << 30)
     return made

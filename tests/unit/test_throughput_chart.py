@@ -9,7 +9,7 @@ import pytest
 from helpers.recorded_runs import history_of, view_of
 
 from raypar.cli import main
-from raypar.draw.throughput_chart import _LABEL, MARK_KINDS, ChartMark, RunHistory, throughput_bins, throughput_svg
+from raypar.draw.run_history_chart import _LABEL, MARK_KINDS, ChartMark, RunHistory, throughput_bins, throughput_svg
 from raypar.record.history import MOST_MARKS
 from raypar.storage.run_folder import RunFolder
 
@@ -163,9 +163,9 @@ def test_losses_over_many_decades_are_drawn_on_a_logarithmic_axis():
     assert ">loss (log)<" in drawing
 
 
-def test_the_loss_of_a_hundred_thousand_steps_is_drawn_within_bounds_and_its_peak_stays():
-    losses = [2.0] * 100_000
-    losses[70_000] = 9.0
+def test_the_loss_of_thousands_of_steps_is_drawn_within_bounds_and_its_peak_stays():
+    losses = [2.0] * 20_000
+    losses[14_000] = 9.0
     drawing, lines = loss_panel(losses)
     assert len(drawing) < 150_000 and len(lines) == 2
     faint, mean = lines
@@ -199,17 +199,17 @@ def test_a_run_without_steps_is_still_a_drawing_and_the_command_writes_it(tmp_pa
     assert "cannot write" in capsys.readouterr().err
 
 
-def test_a_run_that_was_resumed_a_hundred_thousand_times_is_drawn_too():
+def test_a_run_that_was_resumed_thousands_of_times_is_drawn_too():
     """Others may have written the folder. The time must not be that of every start beside every line."""
-    count = 100_000
+    count = 20_000
     starts = [{"kind": "started", "time": 1000.0 + 10 * number} for number in range(count)]
     steps = [
         {"step": number + 1, "loss": 1.0, "seconds": 1.0, "samples_per_s": 8.0, "time": 1003.0 + 10 * number}
         for number in range(count)
     ]
-    began_s = time.monotonic()
+    began_s = time.process_time()
     found = history_of(steps, starts)
-    assert time.monotonic() - began_s < 60
+    assert time.process_time() - began_s < 5
     assert len(found.between_starts_s) <= MOST_MARKS and set(found.between_starts_s) == {7.0}, (
         "7 s between an end and the next start"
     )

@@ -20,11 +20,12 @@ from torch import nn
 from raypar.errors import DataError, ModelError
 from raypar.fences.fence import FENCES, Fence
 from raypar.job.read_job import parse_job
-from raypar.model.tensor_parallel.weight_gradient_memory import KeptGradientMemory
+from raypar.model.tensor_parallel.weight_gradient_memory_reuse import KeptGradientMemory
 from raypar.plan import ParallelPlan
 from raypar.torch_compat import (
     autograd,
     avoid_dynamo_import,
+    device_assertion,
     dispatch,
     modules,
     multi_tensor,
@@ -232,7 +233,7 @@ CASES: dict[str, Case] = {
     "buffers that are no state kept otherwise": (
         modules.PERSISTENCE,
         {"raypar.torch_compat.modules.nn": PLAIN},
-        raises(ModelError, lambda: modules.caches_of(nn.ReLU())),
+        raises(ModelError, lambda: modules.non_persistent_buffer_names(nn.ReLU())),
         "says",
     ),
     "compiled calls kept otherwise": (
@@ -249,9 +250,9 @@ CASES: dict[str, Case] = {
     ),
     "operations on lists gone": (multi_tensor.LISTS, {"torch._foreach_mul_": GONE}, foreach, [1.5, 1.5, 2.5]),
     "checks on a device gone": (
-        multi_tensor.ASSERTION,
+        device_assertion.ASSERTION,
         {"torch._assert_async": GONE},
-        lambda: multi_tensor.assert_on_device(torch.tensor(True), "no"),
+        lambda: device_assertion.assert_on_device(torch.tensor(True), "no"),
         None,
     ),
     "inference mode gone": (
@@ -263,7 +264,7 @@ CASES: dict[str, Case] = {
     "autocast gone": (
         process_state.AUTOCAST,
         {"torch._C._is_any_autocast_enabled": GONE},
-        lambda: process_state.reader(process_state.AUTOCAST, "_is_any_autocast_enabled", False)(),
+        lambda: process_state.torch_state_reader(process_state.AUTOCAST, "_is_any_autocast_enabled", False)(),
         False,
     ),
     "modes gone": (
@@ -371,5 +372,5 @@ def test_with_the_api_and_without_the_numbers_are_the_same():
     assert foreach() == [1.5, 1.5, 2.5] and shared_hooks() == [5.0, 7.0]
     assert gradient_by(lambda loss: run_autograd_backward([loss], [None])) == [2.0, 4.0]
     with pytest.raises(RuntimeError, match="too large"):
-        multi_tensor.assert_on_device(torch.tensor(False), "too large")
+        device_assertion.assert_on_device(torch.tensor(False), "too large")
     assert storages.count_holders(torch.ones(1)) is not None

@@ -16,7 +16,8 @@ import raypar
 from raypar.console.event_printer import EventPrinter
 from raypar.errors import ConfigError, InputError, Interrupted, PlanError, RayparError, UserCodeError, error_first_line
 from raypar.launch.launch_run import describe_end
-from raypar.launch.result import Result, raise_run_failure
+from raypar.launch.result import Result
+from raypar.launch.run_failure import raise_run_failure
 from raypar.user_code.traceback_filter import filter_traceback_text, is_raypar_file, is_user_file
 from raypar.user_code.user_code_errors import error_text
 

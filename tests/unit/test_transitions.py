@@ -11,7 +11,14 @@ from helpers.transitions import declared_transitions, record_transitions
 from test_recovery_rules import WHOLE, do, layout, lost
 from test_run_machine import World as RandomWorld
 
-from raypar.elastic import failures, membership_rules, plan_rules, recovery_rules, running_rules, silent_worker_rules
+from raypar.elastic import (
+    failures,
+    find_and_adopt_plan_rules,
+    membership_rules,
+    recovery_rules,
+    running_rules,
+    wait_for_silent_workers,
+)
 from raypar.elastic.events import (
     AllWorkersCopiedState,
     CallFailed,
@@ -37,12 +44,12 @@ from raypar.elastic.events import (
 )
 from raypar.elastic.phases import Phase as P
 from raypar.elastic.phases import UnexpectedEvent
-from raypar.elastic.replica_digests import MAX_DOUBTS
+from raypar.elastic.replica_digests import MAX_DOUBTS, end_run_if_doubts_stay
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.silent_worker_rules import ENDED_GRACE_S
 from raypar.elastic.transition_diagram import draw_diagram, insert_diagram
 from raypar.elastic.transition_table import ON_ENTER, RECOVERING, ROWS, TABLE, TransitionRow, make_transition_row
+from raypar.elastic.wait_for_silent_workers import ENDED_GRACE_S
 from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import GroupAborted, OutOfMemory, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
@@ -476,6 +483,21 @@ SCENES = {
 """Name -> (the run, what happens, the phase after it)."""
 
 
+def test_a_doubt_about_state_that_learning_rates_have_followed_ends_the_run():
+    """The validation after 4 steps may have measured wrong state: steps run again, and it does not."""
+    for follows, validated, agreed, ends in (
+        (True, 4, 3, True),
+        (True, 4, 4, False),
+        (True, 5, 4, False),
+        (False, 4, 3, False),
+    ):
+        machine = arrive(P.RUNNING, mirror_every=1, validate_every=4, rates_follow_validations=follows)
+        machine.progress.validated, machine.trust.agreed = validated, agreed
+        assert end_run_if_doubts_stay(machine) is None, "no doubt"
+        machine.trust.doubt, machine.trust.doubts = "silent corruption", 1
+        assert (end_run_if_doubts_stay(machine) is P.OVER) == ends, (follows, validated, agreed)
+
+
 def doubted(phase):
     machine = arrive(phase, mirror_every=1)
     machine.trust.doubts = MAX_DOUBTS
@@ -569,7 +591,7 @@ def calls(function):
 
 def test_no_rule_calls_another_rule_and_none_starts_the_work_of_a_phase():
     """A rule returns the next phase; what that phase begins with is the table's. Steps are issued within a phase too."""
-    modules = (failures, membership_rules, plan_rules, recovery_rules, running_rules, silent_worker_rules)
+    modules = (failures, membership_rules, find_and_adopt_plan_rules, recovery_rules, running_rules, wait_for_silent_workers)
     rules = {row.rule: next(vars(module)[row.rule] for module in modules if row.rule in vars(module)) for row in ROWS}
     works = {work.__name__: work for work in ON_ENTER.values()}
     tails = (rules.keys() | works.keys()) - {"issue_steps"}

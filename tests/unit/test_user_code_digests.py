@@ -64,6 +64,13 @@ def test_files_are_followed_over_imports_and_named_below_the_folder_of_import(mi
     assert "mine.model" not in sys.modules, "nothing was imported"
 
 
+def test_folders_without_init_are_followed_at_any_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "no_init" / "inside").mkdir(parents=True)
+    (tmp_path / "no_init" / "inside" / "model.py").write_text("def make():\n    return None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "no_init/inside/model.py" in code_of_job(job("no_init.inside.model:make"))
+
+
 @pytest.mark.parametrize("name, before, after, told", [
     ("layers", "tanh", "relu", "mine/layers.py"),
     ("sizes", "8", "16", "mine/sizes.py"),

@@ -11,24 +11,35 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from helpers import ugly_models
 from helpers.partial_objects import make_with
 
 import raypar
 from raypar.actors import wait_reporter
-from raypar.actors.event_feed import EventFeed
+from raypar.actors.events_for_client import EventFeed
 from raypar.actors.wait_reporter import WaitReporter
 from raypar.console.event_printer import EventPrinter
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import StepTimes
 from raypar.elastic.user_messages import WaitAnnouncer, describe_waited_workers
+from raypar.job import DataConfig, FunctionConfig
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.record.events import ActivityNotice, Note, StepRecord
+from raypar.worker.data.microbatch_loader import MicrobatchLoader
+from raypar.worker.data.sample_order import SampleOrder
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import read_microbatches
-from raypar.worker.process.thread_activity import ACTIVITIES, PURPOSES, WAITING_FOR_WORKERS, describe_thread_activity
-from raypar.worker.worker_assignments import make_layer_graph
+from raypar.worker.process.thread_activity import (
+    ACTIVITIES,
+    PURPOSES,
+    WAITING_FOR_WORKERS,
+    describe_thread_activity,
+    reads_samples,
+)
 
 STEP = StepRecord(step=1, seconds=1.0, samples_per_s=8.0)
 
@@ -157,6 +168,45 @@ def test_the_deepest_frame_that_has_words_says_what_a_thread_is_doing(file, code
     over.set()
     thread.join(20)
     assert describe_thread_activity(thread.ident) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("sampler", "computing the order of epoch 0 (data.sampler waits_in_sampler)"),
+        ("collate", "calling data.collate waits_in_collate"),
+    ],
+)
+def test_who_waits_for_a_sampler_or_a_collate_function_reads_samples(key: str, words: str):
+    """The step's deadline passed, and a worker that was asleep in a sampler cost a new generation."""
+    inside, over = threading.Event(), threading.Event()
+
+    def waits_in_sampler(dataset: Any, epoch: int) -> list[int]:
+        inside.set()
+        over.wait(20)
+        return list(range(len(dataset)))
+
+    def waits_in_collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        inside.set()
+        over.wait(20)
+        return {"x": torch.tensor(samples)}
+
+    function = FunctionConfig(function={"sampler": waits_in_sampler, "collate": waits_in_collate}[key])
+    data = DataConfig(function=lambda: [1.0, 2.0], **{key: function})
+    job = ugly_models.job("plain", microbatches=2, batch_size=2).replace(data=data)
+
+    def read() -> None:
+        order = SampleOrder.of_job(job, data.call())
+        MicrobatchLoader(data.call(), data, order, job.batching, seed=1, fields=("x",)).get(0, 0)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    assert inside.wait(20) and thread.ident is not None
+    told, reads = describe_thread_activity(thread.ident), reads_samples(thread.ident)
+    over.set()
+    thread.join(20)
+    assert (told or "").replace("test_who_waits_for_a_sampler_or_a_collate_function_reads_samples.<locals>.", "") == words
+    assert reads
 
 
 def test_computation_inside_a_measurement_is_described_as_the_measurement():

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from raypar.comm.nccl import bindings
-from raypar.comm.nccl.communicator import CommunicatorStream
+from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.device import WORKER_ENVIRONMENT, Device
 from raypar.comm.nccl.transport import NcclTransport
 from raypar.comm.tcp.transport import TcpTransport
 from raypar.comm.transport import COLLECTIVES, CommunicatorKey, Handle
 from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
-from raypar.files.json_values import Json
+from raypar.files.json_type import Json
 
 HELLO_TAG, READY_TAG = 1, 2
 """Tags on the control transport."""

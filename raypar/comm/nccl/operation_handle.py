@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from raypar.comm.nccl.communicator import CommunicatorStream
+from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.device import Device, StreamEvent
 from raypar.comm.transport import describe_operation
 from raypar.errors import CommError, CommTimeout

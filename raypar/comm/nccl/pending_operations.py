@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from raypar.comm.nccl.communicator import CommunicatorStream
+from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.device import Device
 from raypar.comm.nccl.operation_handle import NcclHandle
 from raypar.comm.tcp.transport import TcpTransport

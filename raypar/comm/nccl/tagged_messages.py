@@ -21,10 +21,17 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from raypar.comm.nccl.communicator import CommunicatorStream
+from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.operation_handle import NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
-from raypar.comm.nonblocking_operation import OperationPhase, PhasedOperation, Phases, take_oldest
+from raypar.comm.phased_operation import OperationPhase, PhasedOperation, Phases, take_oldest
+from raypar.comm.sent_tensor_layout import (
+    TensorLayout,
+    empty_message,
+    fill_from_message,
+    tensor_for_message,
+    tensor_of_message,
+)
 from raypar.comm.tcp.message_header import (
     LAID_OUT,
     announced_message_bytes,
@@ -33,13 +40,6 @@ from raypar.comm.tcp.message_header import (
     dtype_of_code,
 )
 from raypar.comm.tcp.transport import TcpTransport
-from raypar.comm.tensor_layout import (
-    TensorLayout,
-    empty_message,
-    fill_from_message,
-    tensor_for_message,
-    tensor_of_message,
-)
 from raypar.comm.transport import CommunicatorKey
 from raypar.errors import CommError
 

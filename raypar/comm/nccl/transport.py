@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from raypar.comm.collectives import ONE_PHASE_BYTES, even_slices
-from raypar.comm.nccl.communicator import CommunicatorStream
+from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.device import Device
 from raypar.comm.nccl.operation_handle import NcclBatchHandle, NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
 from raypar.comm.nccl.tagged_messages import Mailbox
+from raypar.comm.sent_tensor_layout import layout_of, message_of
 from raypar.comm.tcp.transport import TcpTransport
-from raypar.comm.tensor_layout import layout_of, message_of
 from raypar.comm.transport import CommunicatorKey, Handle, check_collective_group, check_one_tensor_per_rank, check_peer_rank
 from raypar.errors import CommError
 

@@ -1,6 +1,6 @@
 """The bytes of a message on a TCP transport's connection: a header, then the tensor as raw memory.
 
-A tensor that does not lie in memory as a new one does says so in its header (`comm.tensor_layout`); others have no word of it.
+A tensor that does not lie in memory as a new one does says so in its header (`comm.sent_tensor_layout`); others say nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import ALIGNED
-from raypar.comm.tensor_layout import TensorLayout
+from raypar.comm.sent_tensor_layout import TensorLayout
 from raypar.errors import CommError
 
 MESSAGE_MAGIC = 0x72617970  # "rayp"

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from raypar.comm.collectives import MessageBasedTransport
-from raypar.comm.nonblocking_operation import PhasedOperation, PostedMessage, take_oldest, tensor_mismatch_error
+from raypar.comm.phased_operation import OperationMessage, PhasedOperation, take_oldest, tensor_mismatch_error
+from raypar.comm.sent_tensor_layout import TensorLayout, empty_message, tensor_of_message
 from raypar.comm.tcp.message_header import MessageHeader, pack_header, tensor_memory, unpack_header
-from raypar.comm.tensor_layout import TensorLayout, empty_message, tensor_of_message
 from raypar.comm.transport import generation_over_error
 from raypar.errors import CommError
 
@@ -40,7 +40,7 @@ class OutgoingMessage:
 
     __slots__ = ("buffers", "message")
 
-    def __init__(self, message: PostedMessage, buffers: list[bytes | memoryview]) -> None:
+    def __init__(self, message: OperationMessage, buffers: list[bytes | memoryview]) -> None:
         self.message = message
         """Keeps the tensor alive."""
         self.buffers = buffers
@@ -59,7 +59,7 @@ class EarlyMessage:
         """Its header; None of a message from the same rank."""
         self.complete = complete
         """Whether all of it has arrived."""
-        self.receive: PostedMessage | None = None
+        self.receive: OperationMessage | None = None
         """Its receive, if that is posted."""
 
 
@@ -83,6 +83,7 @@ class PeerConnection:
         "socket_full",
         "staged_bytes",
         "staging",
+        "write_error",
         "write_lock",
     )
 
@@ -98,7 +99,7 @@ class PeerConnection:
         """Headers and small messages are read into it."""
         self.staged_bytes = 0
         """Bytes in `staging` that are not parsed."""
-        self.receiving: PostedMessage | EarlyMessage | None = None
+        self.receiving: OperationMessage | EarlyMessage | None = None
         """The message that is being received."""
         self.payload: memoryview | None = None
         """The memory of its tensor, if it did not come whole with its header."""
@@ -112,8 +113,10 @@ class PeerConnection:
         """Messages that are not wholly in the socket, in order."""
         self.socket_full = False
         """Whether the rest of the queue has to wait until the socket is writable."""
+        self.write_error: str | None = None
+        """Why nothing more can be sent. The peer is lost when all that it had sent before has been read."""
         self.mask_lock = threading.Lock()
-        """Guards `mask` and `lost`."""
+        """Guards `mask` and `lost_reason`."""
         self.read_by_waiter = False
         """Whether a waiting thread reads this socket itself."""
         self.mask = select.EPOLLIN
@@ -130,7 +133,7 @@ class TcpTransport(MessageBasedTransport):
         super().__init__(rank, size, generation)
         self._match = threading.Lock()
         """Guards `_posted` and `_arrived`."""
-        self._posted: dict[SourceChannelTag, deque[PostedMessage]] = {}
+        self._posted: dict[SourceChannelTag, deque[OperationMessage]] = {}
         """Receives whose messages have not come."""
         self._arrived: dict[SourceChannelTag, deque[EarlyMessage]] = {}
         """Messages whose receives are not posted."""
@@ -167,7 +170,7 @@ class TcpTransport(MessageBasedTransport):
 
     # -- sending
 
-    def post_send(self, message: PostedMessage) -> None:
+    def post_send(self, message: OperationMessage) -> None:
         """See `MessageBasedTransport.post_send`."""
         tensor = message.tensor
         assert tensor is not None
@@ -189,7 +192,7 @@ class TcpTransport(MessageBasedTransport):
             if unsent:
                 message.fail(self._gone(connection, message))
 
-    def _send_to_self(self, message: PostedMessage, tensor: Tensor) -> None:
+    def _send_to_self(self, message: OperationMessage, tensor: Tensor) -> None:
         needs, layout = tensor.requires_grad and message.channel == 0, message.operation.layout
         copy = tensor.detach().clone()
         if layout is not None:
@@ -207,9 +210,8 @@ class TcpTransport(MessageBasedTransport):
     def _flush(self, connection: PeerConnection) -> None:
         """Send queued messages until the socket is full. Any thread; one at a time."""
         queue = connection.queue
-        while queue and not connection.socket_full and connection.write_lock.acquire(False):
-            sent: list[PostedMessage] = []
-            reason = None
+        while queue and not connection.socket_full and not connection.write_error and connection.write_lock.acquire(False):
+            sent: list[OperationMessage] = []
             try:
                 while queue:
                     outgoing = queue[0]
@@ -228,13 +230,14 @@ class TcpTransport(MessageBasedTransport):
                 connection.socket_full = True
                 self._watch(connection)
             except OSError as error:
-                reason = error.strerror or str(error)
+                connection.write_error = error.strerror or str(error)
+                # What the peer sent before it left, its goodbye included, may not have been read: the readers find the end.
+                with contextlib.suppress(OSError):
+                    connection.socket.shutdown(socket.SHUT_RDWR)
             finally:
                 connection.write_lock.release()
             for message in sent:
                 message.complete()
-            if reason is not None:
-                self._lose(connection, reason)
 
     def _watch(self, connection: PeerConnection) -> None:
         """Set what the I/O thread is woken for on this connection."""
@@ -249,7 +252,7 @@ class TcpTransport(MessageBasedTransport):
 
     # -- receiving
 
-    def post_recv(self, message: PostedMessage) -> None:
+    def post_recv(self, message: OperationMessage) -> None:
         """See `MessageBasedTransport.post_recv`."""
         key = (message.peer, message.channel, message.tag)
         with self._match:
@@ -265,7 +268,7 @@ class TcpTransport(MessageBasedTransport):
             if self._aborted is not None or connection.lost_reason is not None:
                 message.fail(self._gone(connection, message))
 
-    def _hand_over(self, message: PostedMessage, arrival: EarlyMessage) -> None:
+    def _hand_over(self, message: OperationMessage, arrival: EarlyMessage) -> None:
         """Complete a receive with a message that has arrived in a tensor of its own."""
         tensor = arrival.tensor
         if message.tensor is None:
@@ -277,14 +280,14 @@ class TcpTransport(MessageBasedTransport):
                 message.tensor.copy_(tensor)
         self._received(message, tensor.nbytes if arrival.header is None else arrival.header.nbytes)
 
-    def _fits(self, message: PostedMessage, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    def _fits(self, message: OperationMessage, dtype: torch.dtype, shape: Sequence[int]) -> bool:
         out = message.tensor
         if out is None or (out.dtype == dtype and out.shape == torch.Size(shape)):
             return True
         message.fail(tensor_mismatch_error(message, dtype, shape))
         return False
 
-    def _received(self, message: PostedMessage, nbytes: int) -> None:
+    def _received(self, message: OperationMessage, nbytes: int) -> None:
         if message.channel == 0:
             self.ledger.count("recv", received=nbytes)
         message.complete()
@@ -313,7 +316,7 @@ class TcpTransport(MessageBasedTransport):
                         if 0 < count < room and connection.payload is None:
                             return  # a short read: there was no more
                     if count == 0:
-                        reason = "it closed the connection"
+                        reason = connection.write_error or "it closed the connection"
                         break
             except BlockingIOError:
                 return
@@ -412,7 +415,7 @@ class TcpTransport(MessageBasedTransport):
         if isinstance(message, EarlyMessage) and message.header is not None and message.header.layout is not None:
             self._lay_out(message, message.header, message.header.layout)
         connection.receiving, connection.payload, connection.payload_received = None, None, 0
-        if isinstance(message, PostedMessage):
+        if isinstance(message, OperationMessage):
             assert message.tensor is not None
             self._received(message, message.tensor.nbytes)
             return
@@ -505,7 +508,7 @@ class TcpTransport(MessageBasedTransport):
 
     # -- ending
 
-    def _gone(self, connection: PeerConnection, message: PostedMessage) -> CommError:
+    def _gone(self, connection: PeerConnection, message: OperationMessage) -> CommError:
         if self._aborted is not None:
             return generation_over_error(self._aborted)
         return CommError(
@@ -526,7 +529,7 @@ class TcpTransport(MessageBasedTransport):
             pending = [outgoing.message for outgoing in connection.queue]
             connection.queue.clear()
         partial = connection.receiving
-        if isinstance(partial, PostedMessage):
+        if isinstance(partial, OperationMessage):
             pending.append(partial)
         elif partial is not None and partial.receive is not None:
             pending.append(partial.receive)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from raypar.model.capture.layer_programs import LayerProgram
+from raypar.model.capture.cut_trace_into_layers import LayerProgram
 from raypar.model.capture.replay import CPU, check_against_record, run_layer
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.capture.trace_data import TensorKey

@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.capture.absent_tensor import absent_like
 from raypar.model.capture.captured_layer import CapturedLayer, cache_of
+from raypar.model.capture.cut_trace_into_layers import USES, CutTrace, LayerProgram, used_parameter
 from raypar.model.capture.forward_inputs import ForwardInputs, choose_forward_inputs
-from raypar.model.capture.layer_programs import USES, CutTrace, LayerProgram, used_parameter
+from raypar.model.capture.memoryless_tensor import memoryless_like
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.capture.trace_data import TensorKey
 from raypar.model.capture.units import LARGE_PART, find_units, open_units, units_by_pattern
 from raypar.model.graph import Graph, Layer, join_names
-from raypar.model.initial_values_protocol import InitialValues
+from raypar.model.initial_values_source_protocol import InitialValues
 from raypar.model.layer_skeletons import (
     SkeletonCopier,
     build_on_meta,
     make_skeletons,
     norms_with_running_statistics,
+    running_statistics_names,
     shared_skeleton,
-    statistics_of,
 )
 from raypar.model.parameter_aliasing_check import refuse_parameter_aliasing
 from raypar.plan.stage_connections import LATER_USE
-from raypar.torch_compat.modules import caches_of, has_backward_hooks
+from raypar.torch_compat.modules import has_backward_hooks, non_persistent_buffer_names
 from raypar.torch_compat.pytree import tree_unflatten
 
 
@@ -61,6 +61,8 @@ class ModuleCapture:
     """Patterns of modules that are units."""
     autocast_dtype: torch.dtype | None = None
     """The dtype of the autocast in which layers run; None: there is none."""
+    lengths: Callable[[], Mapping[str, Sequence[int]]] = dict
+    """Asked after `read`: padded field -> the lengths of the samples of the first microbatch."""
 
 
 def capture_module_graph(made: nn.Module, initial: InitialValues, request: ModuleCapture) -> Graph:
@@ -85,7 +87,7 @@ def capture_module_graph(made: nn.Module, initial: InitialValues, request: Modul
     cache = trace_module(
         skeleton, buffers, batch, inputs, dtype=request.dtype, units=request.units, autocast_dtype=request.autocast_dtype
     )
-    cache.skeleton = skeleton
+    cache.skeleton, cache.first_lengths = skeleton, request.lengths()
     refuse_parameter_aliasing([(name, made.get_submodule(name)) for name in cache.units])
     _refuse_written_overlaps(made, cache.written_buffers)
     layers, ties = make_layers(cache, skeleton)
@@ -125,11 +127,23 @@ def set_captured_buffers(graph: Graph, initial: InitialValues, dtype: torch.dtyp
         cache.set_buffers(dict(initial.stream([name for name, _ in cache.model.named_buffers() if name in owned], dtype)))
 
 
-def check_captured_evaluation(graph: Graph, batch: Mapping[str, Tensor]) -> None:
+def check_evaluation_calls_same_units(graph: Graph, batch: Mapping[str, Tensor]) -> None:
     """Raises `ModelError` if a captured model in evaluation calls other units than in training, or calls them otherwise."""
     cache = traces_of(graph)
     if cache is not None:
         cache.trace_of({name: batch[name] for name in cache.inputs.fields}, training=False)
+
+
+def trace_ahead(graph: Graph, batches: Iterable[Mapping[str, Tensor]], *, training: bool) -> None:
+    """Trace a captured model for batches before they come, and keep these traces beside others. Layers that are the same for
+    every batch need none.
+
+    Raises `ModelError` as `TraceCache.trace_of` does, with the traces before it made.
+    """
+    cache = traces_of(graph)
+    if cache is not None and not all(cache.first_trace.is_fixed(index) for index in range(len(graph.layers))):
+        for batch in batches:
+            cache.trace_ahead(batch, training=training)
 
 
 def captured_outputs_on_meta(graph: Graph) -> dict[str, Tensor] | None:
@@ -144,7 +158,7 @@ def captured_outputs_on_meta(graph: Graph) -> dict[str, Tensor] | None:
 
 
 def recorded_values(graph: Graph) -> dict[str, Tensor]:
-    """Value -> an absent tensor like the one of the first batch; the fields of the batch themselves. Empty for models that are
+    """Value -> a memoryless tensor like that of the first batch; the fields of the batch themselves. Empty for models that are
     not captured."""
     cache = traces_of(graph)
     if cache is None:
@@ -157,7 +171,7 @@ def recorded_values(graph: Graph) -> dict[str, Tensor]:
                 fact = facts[key]
                 dtype = own if fact.dtype == cache.autocast_dtype and own is not None else fact.dtype
                 shape = torch.empty(fact.shape, dtype=dtype, device="meta", requires_grad=fact.requires_grad)
-                found[name] = absent_like(shape)
+                found[name] = memoryless_like(shape)
     return found
 
 
@@ -187,7 +201,7 @@ def samples_of(graph: Graph) -> int:
 
 
 def build_without_values(graph: Graph, index: int) -> nn.Module:
-    """A layer of a captured model as it is when it is recorded: with absent parameters and real buffers."""
+    """A layer of a captured model as it is when it is recorded: with memoryless parameters and real buffers."""
     cache, layer = traces_of(graph), graph.layers[index]
     assert cache is not None
     module = build_on_meta(layer)
@@ -502,7 +516,7 @@ def _put(shell: nn.Module, path: str, skeleton: nn.Module) -> None:
     elif last in there._parameters:
         here.register_parameter(last, there._parameters[last])
     else:
-        here.register_buffer(last, there._buffers[last], persistent=last not in caches_of(there))
+        here.register_buffer(last, there._buffers[last], persistent=last not in non_persistent_buffer_names(there))
 
 
 def _refuse_distant_statistics(first_trace: CutTrace, shells: Sequence[nn.Module], skeleton: nn.Module) -> None:
@@ -518,7 +532,11 @@ def _refuse_distant_statistics(first_trace: CutTrace, shells: Sequence[nn.Module
         what = f"{path} ({type(norm).__name__}) has running statistics, and "
         for program in first_trace.layers:
             for event in program.events:
-                read = [key.name for key in event.inputs if key.kind == "buffer" and key.name in statistics_of(path, norm)]
+                read = [
+                    key.name
+                    for key in event.inputs
+                    if key.kind == "buffer" and key.name in running_statistics_names(path, norm)
+                ]
                 if read:
                     raise ModelError(
                         f"{what}{event.label}() between units reads {read[0]} at {event.location}, where the calls of this "
@@ -559,7 +577,7 @@ def _add_unused(shells: Sequence[nn.Module], first_trace: CutTrace, skeleton: nn
 
 
 def _put_absent_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make every parameter of a skeleton absent, in place: floating point ones in `dtype`."""
+    """Make every parameter of a skeleton memoryless, in place: floating point ones in `dtype`."""
     made: dict[int, nn.Parameter] = {}
     for part in model.modules():
         for key, parameter in part._parameters.items():
@@ -567,7 +585,7 @@ def _put_absent_parameters(model: nn.Module, dtype: torch.dtype) -> None:
                 continue
             if id(parameter) not in made:
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
-                absent = absent_like(torch.empty(parameter.shape, dtype=kind, device="meta"))
+                absent = memoryless_like(torch.empty(parameter.shape, dtype=kind, device="meta"))
                 made[id(parameter)] = nn.Parameter(absent, requires_grad=parameter.requires_grad)
                 vars(made[id(parameter)]).update(vars(parameter))
             part._parameters[key] = made[id(parameter)]

@@ -19,8 +19,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from raypar.errors import with_article
-from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, memory_of
-from raypar.model.capture.operation_watch import OperationWatch, UnitAttributes
+from raypar.model.capture.data_dependent_unit_shapes import (
+    UnitsOnRandomNumbers,
+    is_fused_in_evaluation,
+    run_with_random_values,
+    with_dtypes_of_fused,
+)
+from raypar.model.capture.memoryless_tensor import MemorylessTensor, ValuesNeeded, memory_of
+from raypar.model.capture.operation_watch import OperationWatch
 from raypar.model.capture.refusal import (
     DRAWS_MASKS,
     SKIPS_LAYERS,
@@ -50,7 +56,7 @@ from raypar.model.capture.trace_data import (
     comparable,
     form_of,
 )
-from raypar.model.capture.units_on_random_numbers import UnitsOnRandomNumbers, run_with_random_values
+from raypar.model.capture.unit_attributes import UnitAttributes
 from raypar.torch_compat.autograd import is_wrapped_by_transform
 from raypar.torch_compat.dispatch import NESTED_TENSORS, PACKING
 from raypar.torch_compat.pytree import TreeSpec, tree_flatten, tree_map
@@ -257,7 +263,7 @@ class Recorder(TorchFunctionMode):
         """The key of a tensor that nothing recorded has made. Raises for one that depends on the forward."""
         if id(value) in self.made_inside:
             raise InnerModuleUsed(self.made_inside[id(value)][0])
-        hidden = isinstance(value, AbsentTensor) or value.is_meta or value.requires_grad or is_wrapped_by_transform(value)
+        hidden = isinstance(value, MemorylessTensor) or value.is_meta or value.requires_grad or is_wrapped_by_transform(value)
         if hidden or self.watch.has_made(value):
             raise Refused(
                 f"a tensor {list(value.shape)} that is used at {user_location()} was made where the capture does not look",
@@ -329,6 +335,9 @@ class Recorder(TorchFunctionMode):
                     out = run_with_random_values(name, module, call, args, kwargs, self._on_random_numbers.parts)
                     self._on_random_numbers.arguments += tree_flatten((args, kwargs))[0]
                     self._unit_has_asked = True
+                if self.like is not None and torch.is_autocast_enabled("cpu") and is_fused_in_evaluation(module):
+                    self._on_random_numbers.has_fused = True
+                    out = with_dtypes_of_fused(name, module, call, args, kwargs, out)
             self._unit_has_asked |= self.watch.gave_dynamic_shape
             self._refuse_numbers_of_values(name, module, out)
             return out
@@ -396,7 +405,7 @@ class Recorder(TorchFunctionMode):
         """An argument in the call log: its value, if it depends on the batch, buffers and constants alone."""
         if not isinstance(leaf, TensorKey):
             return comparable(value) if isinstance(value, _NUMBERS) else type(value)
-        if leaf not in self._pure or isinstance(value, AbsentTensor) or memory_of(value) in self._uninitialised:
+        if leaf not in self._pure or isinstance(value, MemorylessTensor) or memory_of(value) in self._uninitialised:
             return tuple(value.shape), value.dtype
         with self.watch.paused():
             return tuple(value.shape), value.dtype, *map(_digest, _dense_parts(value.detach()))
@@ -629,6 +638,7 @@ class Recorder(TorchFunctionMode):
             passed_through=frozenset(self.passed_through),
             call_log=(*self.call_log, ("return", "its end", described)),
             gradient_parts=self._on_random_numbers.gradient_parts(self.model, leaves),
+            has_fused_units=self._on_random_numbers.has_fused,
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.capture.layer_programs import LayerProgram
+from raypar.model.capture.cut_trace_into_layers import LayerProgram
 from raypar.model.capture.trace_data import Event, ModuleArgument, TensorKey, Trace, form_of
 from raypar.torch_compat.pytree import tree_flatten, tree_unflatten
 
@@ -41,7 +41,8 @@ def check_against_record(program: LayerProgram, values: Values, trace: Trace) ->
             value, fact = values.get(key), trace.facts.get(key)
             if type(value) is not Tensor or fact is None or key in gone:  # the part of a shard stands in for the whole
                 continue
-            if (tuple(value.shape), value.dtype) != (fact.shape, fact.dtype):
+            either = trace.has_fused_units and value.is_floating_point() and fact.dtype.is_floating_point
+            if tuple(value.shape) != fact.shape or not (either or value.dtype == fact.dtype):
                 raise ModelError(
                     f"layer {program.name!r}: a tensor of {event.label} at {event.location} is {list(value.shape)} "
                     f"{value.dtype}, and was {list(fact.shape)} {fact.dtype} when the forward was recorded, with parameters "

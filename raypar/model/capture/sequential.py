@@ -15,14 +15,14 @@ from raypar.model.deferred_init import OperationRecording, materialise_hidden_te
 from raypar.model.framework_wrappers import refuse_framework_wrappers
 from raypar.model.graph import Graph
 from raypar.model.initial_values import CallGuard, DeferredInitialValues, LayerBuildValues, SeededByNameValues, WholeModelValues
-from raypar.model.initial_values_protocol import InitialValues
+from raypar.model.initial_values_source_protocol import InitialValues
 from raypar.model.layer_skeletons import (
     SkeletonCopier,
     build_on_meta,
     make_skeletons,
     named_state,
-    refuse_lazy,
-    refuse_unsupported,
+    refuse_lazy_parameters,
+    refuse_unsupported_modules,
 )
 from raypar.model.parameter_aliasing_check import (
     Replaced,
@@ -67,10 +67,10 @@ def capture_layer_graph(
     pairs = layers_in(made) if captured is None else [("", captured)]
     statistics: dict[str, ReferenceType[Tensor]] = {}
     for name, module in pairs:
-        refuse_unsupported(name, module)
+        refuse_unsupported_modules(name, module)
         refuse_shared_statistics(name, module, statistics)
         _refuse_skips_beside_the_chain(name, module)
-    refuse_lazy(pairs)
+    refuse_lazy_parameters(pairs)
     refuse_parameter_aliasing(pairs, replaced)
     state = state_in(made) if whole is not None else dict(named_state(pairs))
     if recording is not None:
@@ -209,7 +209,7 @@ def replace_builds_by_skeletons(
     seen: dict[str, ReferenceType[nn.Parameter]] = {}
     statistics: dict[str, ReferenceType[Tensor]] = {}
     for layer, (name, module) in zip(graph.layers, built.modules(), strict=True):
-        refuse_unsupported(name, module)
+        refuse_unsupported_modules(name, module)
         refuse_parameter_aliasing([(name, module)], replaced if graph.init is None or replaced == "all" else "parameters")
         refuse_undeclared_ties(name, module, seen, graph.ties)
         refuse_shared_statistics(name, module, statistics)

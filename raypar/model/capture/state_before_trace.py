@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from raypar.model.graph import join_names
-from raypar.model.layer_skeletons import norms_with_running_statistics, statistics_of
+from raypar.model.layer_skeletons import norms_with_running_statistics, running_statistics_names
 from raypar.model.python_state import Content
-from raypar.torch_compat.modules import caches_of
+from raypar.torch_compat.modules import non_persistent_buffer_names
 
 Container = dict[Any, Any] | list[Any] | set[Any]
 """A user's container. It is read and restored by methods of the base class: a subclass may forbid that."""
@@ -44,7 +44,7 @@ class StateBefore:
         self._buffers = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()]
         """(name, buffer, its version, its value)."""
         norms = norms_with_running_statistics(model)
-        self.statistics = frozenset[str]().union(*(statistics_of(path, norm) for path, norm in norms))
+        self.statistics = frozenset[str]().union(*(running_statistics_names(path, norm) for path, norm in norms))
         """Names of the buffers that norms have as their running statistics."""
 
     def restore(self) -> None:
@@ -65,7 +65,9 @@ class StateBefore:
 
     def replaced_buffers(self) -> frozenset[str]:
         """Names of the buffers in whose place the forward has put other tensors; caches (persistent=False) apart."""
-        caches = {join_names(path, key) for path, module in self.model.named_modules() for key in caches_of(module)}
+        caches = {
+            join_names(path, key) for path, module in self.model.named_modules() for key in non_persistent_buffer_names(module)
+        }
         now = dict(self.model.named_buffers())
         return frozenset(name for name, buffer, *_ in self._buffers if now.get(name) is not buffer and name not in caches)
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError, RayparError
-from raypar.model.capture.absent_tensor import AbsentTensor
+from raypar.model.capture.cut_trace_into_layers import CutTrace, LayerProgram, buffers_read_by, cut_into_layers
 from raypar.model.capture.forward_inputs import ForwardInputs
-from raypar.model.capture.layer_programs import CutTrace, LayerProgram, buffers_read_by, cut_into_layers
+from raypar.model.capture.memoryless_tensor import MemorylessTensor
 from raypar.model.capture.record_forward import record_forward
 from raypar.model.capture.refusal import InnerModuleUsed, Refused
 from raypar.model.capture.replay import Values, run_event
@@ -27,20 +27,15 @@ from raypar.model.capture.trace_data import Guard, TensorKey, Trace, comparable
 from raypar.model.capture.units import coarsen_units, refine_units
 from raypar.model.random_state import preserve_random_state
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
-from raypar.torch_compat.modules import caches_of
-from raypar.user_code.user_code_errors import (
-    USER_CODE_ERRORS,
-    cure_for_known_error,
-    error_text,
-    is_chain_of_users,
-    reraise_ctrl_c,
-)
+from raypar.torch_compat.modules import non_persistent_buffer_names
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, is_chain_of_users
 
 MANY_TRACES = 8
 """After so many traces of one signature the user is told."""
 
 
-class RepeatedTraces:
+class RetraceCounter:
     """Counts the traces of each signature, and keeps a line for the user where there are many."""
 
     def __init__(self) -> None:
@@ -76,7 +71,8 @@ def _first_new_answer(made: Trace, before: Trace | None) -> Guard | None:
 
 
 MOST_TRACES = 32
-"""Size of the LRU cache of traces. A forward that reads values of the batch in Python needs a trace for each set of answers."""
+"""Size of the LRU cache of traces, beside those made ahead. A forward that reads values of the batch in Python needs a trace
+for each set of answers."""
 MOST_REFINEMENTS = 500
 """Limit on how often a unit is split because outer code uses a module inside it."""
 
@@ -117,7 +113,7 @@ class TraceCache:
         units_are_named: bool = False,
     ) -> None:
         self.model = model
-        """The model, with absent parameters and real buffers."""
+        """The model, with memoryless parameters and real buffers."""
         self.skeleton: nn.Module | None = None
         """The model as it was made, on the meta device; None in tests that trace a module by itself."""
         self._made_training = [(part, part.training) for part in model.modules()]
@@ -144,9 +140,15 @@ class TraceCache:
         """The first trace. It defines the layers; every later trace must have the same layers, values and parameters."""
         self.first_batch: Mapping[str, Tensor] = {}
         """The batch of the first trace."""
+        self.first_lengths: Mapping[str, Sequence[int]] = {}
+        """Padded field -> the lengths of its samples before they were padded, in the first batch."""
+        self.ahead: dict[Hashable, str | None] = {}
+        """Which batches have been traced ahead, as the caller names them -> a line for the user, if that was not possible."""
+        self._room = MOST_TRACES
+        """How many traces are kept."""
         self._traces: OrderedDict[Signature, list[CutTrace]] = OrderedDict()
         """Traces by signature; those of one signature differ in what the forward has read."""
-        self.repeated = RepeatedTraces()
+        self.repeated = RetraceCounter()
         """Lines for the user about batches that are traced anew again and again."""
         self._lock = threading.RLock()
         """Held while a trace is looked for or made."""
@@ -199,11 +201,20 @@ class TraceCache:
             self._last = _Answer(batch, training, found)
             return found
 
+    def trace_ahead(self, fields: Mapping[str, Tensor], *, training: bool) -> None:
+        """Trace the model for a batch that is to come; the trace has a place of its own beside the `MOST_TRACES` others. Raises
+        as `trace_of` does."""
+        with self._lock:
+            before = sum(map(len, self._traces.values()))
+            self._room += 1  # first, so that it takes no other's place
+            self.trace_of(fields, training=training)
+            self._room -= sum(map(len, self._traces.values())) == before
+
     def _find(self, fields: Mapping[str, Tensor], *, training: bool) -> CutTrace:
         signature = (training, *((name, tuple(value.shape), value.dtype) for name, value in fields.items()))
         kept = self._traces.setdefault(signature, [])
         self._traces.move_to_end(signature)
-        known = any(value.is_meta or isinstance(value, AbsentTensor) for value in fields.values())
+        known = any(value.is_meta or isinstance(value, MemorylessTensor) for value in fields.values())
         for number, cut in enumerate(kept):
             if known or self._answers_as_before(cut, fields):
                 kept.append(kept.pop(number))
@@ -216,7 +227,7 @@ class TraceCache:
             _check_fits(made, self._first_trace, training=training)
         self.repeated.add(signature, made.trace, kept[-1].trace if kept else None, time.perf_counter() - start)
         kept.append(made)
-        while sum(map(len, self._traces.values())) > MOST_TRACES:
+        while sum(map(len, self._traces.values())) > self._room:
             oldest = next(key for key, cuts in self._traces.items() if cuts)
             self._traces[oldest].pop(0)
         return made
@@ -359,7 +370,7 @@ class TraceCache:
         for name, module, _ in self._glue_modules(attributes):
             for key, former in formers[id(module._buffers)].items():
                 now = module._buffers.get(key)
-                is_cache = key in caches_of(module) and not isinstance(now, AbsentTensor)
+                is_cache = key in non_persistent_buffer_names(module) and not isinstance(now, MemorylessTensor)
                 if now is not former and not is_cache:
                     raise ModelError(
                         f"the forward of {name or type(module).__name__} assigns a new tensor to its buffer {key!r} between "

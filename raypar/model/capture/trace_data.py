@@ -168,6 +168,9 @@ class Trace:
     """(call, location, what its arguments are) of the events that are not pure, and of the end."""
     gradient_parts: Mapping[str, int]
     """Parameter -> how many gradients autograd adds up for it: one for each use in an operation, inside of units too."""
+    has_fused_units: bool
+    """Whether units have autocast's dtype because a fused operation computes them: on shards, where none does, they may have
+    float32."""
 
     @cached_property
     def output_leaves_without_tensors(self) -> tuple[Any, ...]:

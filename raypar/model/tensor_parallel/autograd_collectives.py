@@ -15,10 +15,10 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from raypar.comm.buffer_pool import as_aligned
+from raypar.comm.buffer_pool import aligned_contiguous
 from raypar.errors import ModelError
-from raypar.model.autograd_context import AutogradContext
-from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.autograd_context_type import AutogradContext
+from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
 P = ParamSpec("P")
@@ -95,7 +95,7 @@ class _Join(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: _JoinContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        return (None if gradient is None else as_aligned(select_ranges(gradient, ctx.dim, ctx.mine))), None, None, None
+        return (None if gradient is None else aligned_contiguous(select_ranges(gradient, ctx.dim, ctx.mine))), None, None, None
 
 
 class _ContiguousPart(torch.autograd.Function):
@@ -104,13 +104,13 @@ class _ContiguousPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        aligned = as_aligned(x)
+        aligned = aligned_contiguous(x)
         return x.view_as(x) if aligned is x else aligned
 
     @staticmethod
     def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor | None]:
         (gradient,) = gradients
-        return (None if gradient is None else as_aligned(gradient),)
+        return (None if gradient is None else aligned_contiguous(gradient),)
 
 
 class _SplitContext(AutogradContext):
@@ -124,7 +124,7 @@ class _Split(torch.autograd.Function):
     def forward(ctx: _SplitContext, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
         ctx.dim, ctx.held, ctx.group = dim, even_ranges_by_shard(x.shape[dim], group.size), group
         ctx.set_materialize_grads(False)
-        return as_aligned(select_ranges(x, dim, ctx.held[group.shard]))
+        return aligned_contiguous(select_ranges(x, dim, ctx.held[group.shard]))
 
     @staticmethod
     @first_derivative_only

@@ -15,8 +15,8 @@ from raypar.model.layer_skeletons import canonical_names, state_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
-from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.local_part_layout import FEATURES, LocalPartLayout, sequence_part_layout
+from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, let_einops_take_parts
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.plan.shard_ranges import even_ranges_by_shard
@@ -216,14 +216,15 @@ class _LayerBoundary:
 def sharded_loss(
     loss: Callable[..., Tensor | tuple[Tensor, Tensor | float]], group: ShardGroup, inputs: Sequence[str]
 ) -> Callable[..., Tensor | tuple[Tensor, Tensor | float]]:
-    """The loss of values (named `inputs`) and target, for values that may have been left cut along their last dim (logits)."""
+    """The loss of values (named `inputs`) and what it reads beside them, for values that may have been left cut along their
+    last dim (logits)."""
     if group.size == 1:
         return loss
 
     def run(*given: Any) -> Any:
-        *values, target = given
+        values, beside = given[: len(inputs)], given[len(inputs) :]
         parts = [(value, group.output_layouts.get(name)) for name, value in zip(inputs, values, strict=True)]
-        found = loss(*(value if part is None else ShardedValue(value, part, group) for value, part in parts), target)
+        found = loss(*(value if part is None else ShardedValue(value, part, group) for value, part in parts), *beside)
         for value in found if isinstance(found, tuple) else (found,):
             if isinstance(value, ShardedValue):
                 raise ModelError(

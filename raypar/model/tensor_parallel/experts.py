@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from raypar.model.tensor_parallel.autograd_collectives import copy_to_shards, reduce_from_shards
-from raypar.model.tensor_parallel.group import ShardedModule, ShardGroup
+from raypar.model.tensor_parallel.shard_group import ShardedModule, ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, unsupported_on_part_error
 from raypar.torch_compat.pytree import tree_map
 

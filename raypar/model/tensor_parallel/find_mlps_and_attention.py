@@ -2,7 +2,7 @@
 
 Module names play no part. Linear layers with functions of PyTorch between them are an MLP, and attention if the columns'
 outputs are split into heads on the way. That split also shows how a fused layer orders queries, keys and values. Where a group
-may have several styles, all are proposed, and `prove_styles` decides.
+may have several styles, all are proposed, and `try_styles` decides.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import prod
 
 from torch import nn
 
-from raypar.model.tensor_parallel.layer_record import LayerRecord, RecordedCall
+from raypar.model.tensor_parallel.record_layer_calls import LayerRecord, RecordedCall
 from raypar.model.tensor_parallel.styles.head_styles import (
     AttentionStyle,
     FusedKvStyle,

@@ -17,14 +17,15 @@ from raypar.model.capture.module_graph import recorded_values, runs_of_leaf_unit
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import parameter_shapes, shared_skeleton
 from raypar.model.tensor_parallel.find_mlps_and_attention import Styles, find_mlps_and_attention, rows_of_samples
-from raypar.model.tensor_parallel.layer_record import LayerRecord, record_layers
-from raypar.model.tensor_parallel.prove_styles import find_why_styles_fail
+from raypar.model.tensor_parallel.record_layer_calls import LayerRecord, record_layers
 from raypar.model.tensor_parallel.styles.head_styles import is_plain_attention
 from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle, VocabularyStyle
 from raypar.model.tensor_parallel.styles.style import ShardingStyle, is_plain_linear
+from raypar.model.tensor_parallel.try_styles import find_why_styles_fail
 from raypar.plan.stage_connections import owner_of, parameter_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 
 SHARD_COUNTS = (2, 3)
 """Numbers of shards with which inferred styles are tried: one that divides most numbers of heads, and one that does not."""

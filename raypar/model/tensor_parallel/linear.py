@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from raypar.comm.transport import Handle
 from raypar.errors import ModelError
 from raypar.model import split_linear_backward
-from raypar.model.autograd_context import AutogradContext
+from raypar.model.autograd_context_type import AutogradContext
 from raypar.model.split_linear_backward import (
     CastMarkingStash,
     DeferredWeightGradient,
@@ -27,10 +27,10 @@ from raypar.model.split_linear_backward import (
     will_accumulate_weight_gradient,
 )
 from raypar.model.tensor_parallel import autograd_collectives
-from raypar.model.tensor_parallel.group import ShardedModule, ShardGroup
 from raypar.model.tensor_parallel.local_part_layout import FEATURES, LocalPartLayout, sequence_part_layout
+from raypar.model.tensor_parallel.shard_group import ShardedModule, ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, take_part
-from raypar.model.tensor_parallel.weight_gradient_memory import KeptGradientMemory
+from raypar.model.tensor_parallel.weight_gradient_memory_reuse import KeptGradientMemory
 from raypar.model.transposed_linear import is_transposed_linear, linear_features
 from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
@@ -300,7 +300,7 @@ class _Pending:
 # readers have given their gradients, `_Depart` posts the sum of them, `_Late` computes a weight gradient, `_Arrive` waits.
 
 
-class SharedInput:
+class InputOfSeveralLayers:
     """A value that several column layers read, and the sum of its gradients while that is under way."""
 
     def __init__(self, x: Tensor, seq: int | None, group: ShardGroup) -> None:
@@ -312,12 +312,12 @@ class SharedInput:
 
 
 class _ArriveContext(AutogradContext):
-    shared: SharedInput
+    shared: InputOfSeveralLayers
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _ArriveContext, x: Tensor, shared: SharedInput) -> Tensor:
+    def forward(ctx: _ArriveContext, x: Tensor, shared: InputOfSeveralLayers) -> Tensor:
         ctx.shared = shared
         ctx.set_materialize_grads(False)
         return x.view_as(x)
@@ -330,12 +330,12 @@ class _Arrive(torch.autograd.Function):
 
 
 class _DepartContext(AutogradContext):
-    shared: SharedInput
+    shared: InputOfSeveralLayers
 
 
 class _Depart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _DepartContext, x: Tensor, shared: SharedInput) -> Tensor:
+    def forward(ctx: _DepartContext, x: Tensor, shared: InputOfSeveralLayers) -> Tensor:
         ctx.shared = shared
         ctx.set_materialize_grads(False)
         if shared.seq is None:
@@ -421,7 +421,7 @@ def _apply_to_shared_input(layer: ColumnLinear, x: Tensor, seq: int | None) -> T
     left: list[Tensor] | None = None
     weight: Tensor = layer.weight
     if group.shared_input is None or group.shared_input[0].source() is not x or group.shared_input[0].version != x._version:
-        shared = SharedInput(x, seq, group)
+        shared = InputOfSeveralLayers(x, seq, group)
         arrived = _Arrive.apply(x, shared)  # type: ignore[no-untyped-call]
         if stash is None and weight.requires_grad:
             left = []

@@ -16,12 +16,13 @@ from raypar.errors import CommError, RayparError
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype
 from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules, sharded_loss
-from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
+from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan.shard_ranges import count_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 
 
 class _Done:
@@ -72,6 +73,7 @@ def check_shards_on_meta(
     batch: Mapping[str, Tensor],
     target: str,
     *,
+    weights: Sequence[str] = (),
     sequence: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> bool:
@@ -107,7 +109,9 @@ def check_shards_on_meta(
                     access.refuse_mixed_use()
                     place = "the loss"
                 read = [values[name] for name in graph.loss_inputs]
-                sharded_loss(graph.loss_of_values(loss), group, graph.loss_inputs)(*read, values[target])
+                sharded_loss(graph.loss_of_values(loss), group, graph.loss_inputs)(
+                    *read, *(values[name] for name in (target, *weights))
+                )
             except RayparError as error:
                 raise _placed(error, place) from error
             except USER_CODE_ERRORS as error:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypar.model.tensor_parallel import autograd_collectives
-from raypar.model.tensor_parallel.group import ShardedModule, ShardGroup
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout, sequence_part_layout
+from raypar.model.tensor_parallel.shard_group import ShardedModule, ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, take_part, unsupported_on_part_error
 from raypar.plan.shard_ranges import IndexRanges, count_indices, even_ranges_by_shard
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from raypar.errors import ModelError
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.group import ShardedModule, ShardGroup
+from raypar.model.tensor_parallel.shard_group import ShardedModule, ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, flatten_arguments
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 

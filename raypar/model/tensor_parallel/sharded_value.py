@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel.autograd_collectives import copy_to_shards, select_ranges
-from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.local_part_layout import SEQUENCE, LocalPartLayout, sequence_part_layout
+from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan.shard_ranges import (
     IndexRanges,
     count_indices,
@@ -38,7 +38,7 @@ _ANY_PLACE: set[str] = set()
 """Names of functions whose `ShardedValue` argument need not be the first."""
 
 
-def implements(*names: str, any_place: bool = False) -> Callable[[Implementation], Implementation]:
+def implements_on_parts(*names: str, any_place: bool = False) -> Callable[[Implementation], Implementation]:
     """Decorator: the function computes these torch functions on parts; it is entered into `IMPLEMENTATIONS`."""
 
     def enter(found: Implementation) -> Implementation:

@@ -18,7 +18,7 @@ from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.model.tensor_parallel.sharded_value import (
     ShardedValue,
     common_ranges,
-    implements,
+    implements_on_parts,
     narrow_part,
     take_common_part_of_operands,
     take_part,
@@ -43,7 +43,7 @@ ELEMENTWISE = (
 # fmt: on
 
 
-@implements(*ELEMENTWISE, any_place=True)
+@implements_on_parts(*ELEMENTWISE, any_place=True)
 def elementwise_on_parts(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> ShardedValue:
     """Any function that computes each element from the elements at the same place, broadcast or not."""
     if func.__name__ in ("to", "type", "type_as"):
@@ -87,13 +87,13 @@ def _add_operators() -> None:
 _add_operators()
 
 
-@implements("detach")
+@implements_on_parts("detach")
 def _detach(func: Callable[..., Tensor], x: ShardedValue) -> ShardedValue:
     """Also where no gradients are recorded."""
     return ShardedValue(x.local.detach(), x.part_layout, x.group)
 
 
-@implements("dropout")
+@implements_on_parts("dropout")
 def _dropout(
     func: Callable[..., Tensor], x: ShardedValue, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> ShardedValue:
@@ -128,7 +128,7 @@ def _sizes(shape: Sequence[Any]) -> Sequence[int]:
     return shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
 
 
-@implements("view", "reshape")
+@implements_on_parts("view", "reshape")
 def _view(
     func: Callable[..., Tensor], x: ShardedValue, *shape: int | Sequence[int] | torch.dtype, **kwargs: Any
 ) -> ShardedValue:
@@ -138,20 +138,20 @@ def _view(
     return x.reshaped(_sizes(kwargs.get("shape", shape)))
 
 
-@implements("view_as", "reshape_as")
+@implements_on_parts("view_as", "reshape_as")
 def _view_as(func: Callable[..., Tensor], x: ShardedValue, other: Tensor | ShardedValue) -> ShardedValue:
     """To the shape of another value."""
     return x.reshaped(other.shape)
 
 
-@implements("flatten")
+@implements_on_parts("flatten")
 def _flatten(func: Callable[..., Tensor], x: ShardedValue, start_dim: int = 0, end_dim: int = -1) -> ShardedValue:
     """Several dims become one."""
     shape, start, end = list(x.shape), start_dim % x.dim(), end_dim % x.dim()
     return x.reshaped([*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]])
 
 
-@implements("unflatten")
+@implements_on_parts("unflatten")
 def _unflatten(func: Callable[..., Tensor], x: ShardedValue, dim: int, sizes: Sequence[int]) -> ShardedValue:
     """One dim becomes several."""
     shape, at = list(x.shape), dim % x.dim()
@@ -163,13 +163,13 @@ def _moved(x: ShardedValue, order: Sequence[int]) -> ShardedValue:
     return ShardedValue(x.local.permute(*order), x.part_layout.moved_to(list(order).index(x.part_layout.dim)), x.group)
 
 
-@implements("permute")
+@implements_on_parts("permute")
 def _permute(func: Callable[..., Tensor], x: ShardedValue, *dims: int | Sequence[int]) -> ShardedValue:
     """The dims in another order."""
     return _moved(x, [d % x.dim() for d in _sizes(dims)])
 
 
-@implements("transpose", "swapaxes", "swapdims")
+@implements_on_parts("transpose", "swapaxes", "swapdims")
 def _transpose(func: Callable[..., Tensor], x: ShardedValue, dim0: int, dim1: int) -> ShardedValue:
     """Two dims exchanged."""
     order = list(range(x.dim()))
@@ -178,7 +178,7 @@ def _transpose(func: Callable[..., Tensor], x: ShardedValue, dim0: int, dim1: in
     return _moved(x, order)
 
 
-@implements("movedim", "moveaxis")
+@implements_on_parts("movedim", "moveaxis")
 def _movedim(func: Callable[..., Tensor], x: ShardedValue, source: int, destination: int) -> ShardedValue:
     """One dim at another place."""
     order = [d for d in range(x.dim()) if d != source % x.dim()]
@@ -186,14 +186,14 @@ def _movedim(func: Callable[..., Tensor], x: ShardedValue, source: int, destinat
     return _moved(x, order)
 
 
-@implements("unsqueeze")
+@implements_on_parts("unsqueeze")
 def _unsqueeze(func: Callable[..., Tensor], x: ShardedValue, dim: int) -> ShardedValue:
     """A new dim of size 1."""
     at = dim % (x.dim() + 1)
     return ShardedValue(x.local.unsqueeze(at), x.part_layout.moved_to(x.part_layout.dim + (at <= x.part_layout.dim)), x.group)
 
 
-@implements("squeeze")
+@implements_on_parts("squeeze")
 def _squeeze(func: Callable[..., Tensor], x: ShardedValue, dim: int | None = None) -> ShardedValue:
     """Without a dim of size 1."""
     if dim is None:
@@ -206,7 +206,7 @@ def _squeeze(func: Callable[..., Tensor], x: ShardedValue, dim: int | None = Non
     return ShardedValue(x.local.squeeze(at), x.part_layout.moved_to(x.part_layout.dim - (at < x.part_layout.dim)), x.group)
 
 
-@implements("expand", "broadcast_to")
+@implements_on_parts("expand", "broadcast_to")
 def _expand(func: Callable[..., Tensor], x: ShardedValue, *sizes: int | Sequence[int]) -> ShardedValue:
     """Repeats dims of size 1, but not the cut dim."""
     shape = list(_sizes(sizes))
@@ -218,7 +218,7 @@ def _expand(func: Callable[..., Tensor], x: ShardedValue, *sizes: int | Sequence
     return ShardedValue(x.local.expand(*shape), x.part_layout.moved_to(at), x.group)
 
 
-@implements("repeat_interleave")
+@implements_on_parts("repeat_interleave")
 def _repeat_interleave(
     func: Callable[..., Tensor], x: ShardedValue, repeats: int, dim: int | None = None, **kwargs: Operand
 ) -> ShardedValue:
@@ -231,7 +231,7 @@ def _repeat_interleave(
     return ShardedValue(x.local.repeat_interleave(repeats, at), part, x.group)
 
 
-@implements("unbind")
+@implements_on_parts("unbind")
 def _unbind(func: Callable[..., Tensor], x: ShardedValue, dim: int = 0) -> tuple[ShardedValue, ...]:
     """Slices along a dim that is not cut."""
     at = dim % x.dim()
@@ -241,7 +241,7 @@ def _unbind(func: Callable[..., Tensor], x: ShardedValue, dim: int = 0) -> tuple
     return tuple(ShardedValue(local, part, x.group) for local in x.local.unbind(at))
 
 
-@implements("split", "chunk")
+@implements_on_parts("split", "chunk")
 def _split(
     func: Callable[..., Tensor], x: ShardedValue, sizes: int | Sequence[int] | None = None, dim: int = 0, **kwargs: Any
 ) -> tuple[ShardedValue, ...]:
@@ -263,7 +263,7 @@ def _split(
     return tuple(pieces)
 
 
-@implements("__getitem__", "select", "narrow")
+@implements_on_parts("__getitem__", "select", "narrow")
 def _getitem(func: Callable[..., Tensor] | None, x: ShardedValue, *index: Any) -> ShardedValue:
     """Slices, numbers, None and Ellipsis that leave the cut dim whole."""
     if func is not None and func.__name__ != "__getitem__":
@@ -304,13 +304,13 @@ def _getitem(func: Callable[..., Tensor] | None, x: ShardedValue, *index: Any) -
     return ShardedValue(x.local[tuple(entries)], x.part_layout.moved_to(place), x.group)
 
 
-@implements("copy_")
+@implements_on_parts("copy_")
 def _copy_into(func: Callable[..., Tensor], x: ShardedValue, source: Tensor | ShardedValue, *args: Operand) -> ShardedValue:
     """A value into memory that is cut as it is."""
     return _write_into(Tensor.copy_, x, source)
 
 
-@implements("new_empty", "new_zeros", "new_ones")
+@implements_on_parts("new_empty", "new_zeros", "new_ones")
 def _new(func: Callable[..., Tensor], x: ShardedValue, *shape: int | Sequence[int], **kwargs: Any) -> ShardedValue:
     """Of a shape that has the cut dim, at the same place."""
     sizes = list(_sizes(shape)) if shape else list(kwargs.pop("size"))
@@ -328,7 +328,7 @@ def _as_slice(entry: Any) -> Any:
     return entry
 
 
-@implements("cat", "concat", "stack", any_place=True)
+@implements_on_parts("cat", "concat", "stack", any_place=True)
 def _cat(func: Callable[..., Tensor], tensors: Sequence[Tensor | ShardedValue], dim: int = 0) -> ShardedValue:
     """Along a dim that is not cut."""
     parts, model = take_common_part_of_operands(func.__name__, tensors)
@@ -347,7 +347,7 @@ def _cat(func: Callable[..., Tensor], tensors: Sequence[Tensor | ShardedValue], 
 # -- sums over other dims, products ------------------------------------------------------------------------------------
 
 
-@implements("mean", "sum", "amax", "amin", "var", "std")
+@implements_on_parts("mean", "sum", "amax", "amin", "var", "std")
 def _reduce(
     func: Callable[..., Tensor], x: ShardedValue, dim: int | Sequence[int] | None = None, *args: Operand, **kwargs: Operand
 ) -> ShardedValue:
@@ -361,7 +361,7 @@ def _reduce(
     return ShardedValue(made, x.part_layout.moved_to(x.part_layout.dim - before), x.group)
 
 
-@implements("softmax", "log_softmax", "cumsum")
+@implements_on_parts("softmax", "log_softmax", "cumsum")
 def _along(
     func: Callable[..., Tensor],
     x: ShardedValue,
@@ -375,7 +375,7 @@ def _along(
     return x.like(func(x.local, dim, *args, **kwargs))
 
 
-@implements("view_as_complex", "view_as_real")
+@implements_on_parts("view_as_complex", "view_as_real")
 def _pairs(func: Callable[..., Tensor], x: ShardedValue) -> ShardedValue:
     """Pairs in the last dim as complex numbers, or back; the cut dim is another."""
     if func.__name__ == "view_as_complex" and x.part_layout.dim == x.dim() - 1:
@@ -383,7 +383,7 @@ def _pairs(func: Callable[..., Tensor], x: ShardedValue) -> ShardedValue:
     return x.like(func(x.local))
 
 
-@implements("pad")
+@implements_on_parts("pad")
 def _pad(
     func: Callable[..., Tensor],
     x: ShardedValue,
@@ -397,7 +397,7 @@ def _pad(
     return x.like(func(x.local, pad, *args, **kwargs))
 
 
-@implements("normalize")
+@implements_on_parts("normalize")
 def _normalize(
     func: Callable[..., Tensor],
     x: ShardedValue,
@@ -412,7 +412,7 @@ def _normalize(
     return x.like(func(x.local, p, dim, *args, **kwargs))
 
 
-@implements("layer_norm", "rms_norm")
+@implements_on_parts("layer_norm", "rms_norm")
 def _norm(
     func: Callable[..., Tensor],
     x: ShardedValue,
@@ -431,7 +431,7 @@ def _seen(x: ShardedValue, values: Any) -> list[Any]:
     return [take_part(v, 0, ((0, v.shape[0]),), x.group) if isinstance(v, Tensor) else v for v in values]
 
 
-@implements("linear")
+@implements_on_parts("linear")
 def _linear(func: Callable[..., Tensor], x: ShardedValue, weight: Tensor, bias: Tensor | None = None) -> ShardedValue:
     """A whole linear layer on a part of the rows."""
     if x.part_layout.dim == x.dim() - 1:
@@ -439,7 +439,7 @@ def _linear(func: Callable[..., Tensor], x: ShardedValue, weight: Tensor, bias: 
     return x.like(F.linear(x.local, *_seen(x, (weight, bias))))
 
 
-@implements("matmul", "bmm", any_place=True)
+@implements_on_parts("matmul", "bmm", any_place=True)
 def matmul_sharded_values(func: Callable[..., Tensor], left: Tensor | ShardedValue, right: Any) -> ShardedValue:
     """Two parts that are cut along the same batch dim; or a part and a whole matrix that does not sum over what is cut."""
     cut: ShardedValue = left if isinstance(left, ShardedValue) else right
@@ -468,7 +468,7 @@ def _beside(cut: ShardedValue, x: Tensor | ShardedValue, back: int) -> Tensor:
     return take_part(x, 0, ((0, x.shape[0]),), cut.group)
 
 
-@implements("einsum", any_place=True)
+@implements_on_parts("einsum", any_place=True)
 def _einsum(func: Callable[..., Tensor], equation: str, *operands: Tensor | ShardedValue) -> ShardedValue:
     """Where no operand is summed over what is cut, and all that are cut are cut along the same letter."""
     values = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
@@ -526,7 +526,7 @@ def _letters_of(
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-@implements("scaled_dot_product_attention", any_place=True)
+@implements_on_parts("scaled_dot_product_attention", any_place=True)
 def _attention(
     func: Callable[..., Tensor],
     query: ShardedValue,

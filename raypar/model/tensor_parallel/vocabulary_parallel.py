@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.autograd_context import AutogradContext
+from raypar.model.autograd_context_type import AutogradContext
 from raypar.model.split_linear_backward import is_autocast_enabled
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.autograd_collectives import first_derivative_only
-from raypar.model.tensor_parallel.group import ShardedModule, ShardGroup
 from raypar.model.tensor_parallel.local_part_layout import sequence_part_layout
-from raypar.model.tensor_parallel.sharded_value import ShardedValue, implements, unsupported_on_part_error
+from raypar.model.tensor_parallel.shard_group import ShardedModule, ShardGroup
+from raypar.model.tensor_parallel.sharded_value import ShardedValue, implements_on_parts, unsupported_on_part_error
 from raypar.plan.shard_ranges import IndexRanges
-from raypar.torch_compat.multi_tensor import assert_on_device
+from raypar.torch_compat.device_assertion import assert_on_device
 
 
 class VocabularyEmbedding(ShardedModule):
@@ -125,7 +125,7 @@ class _CrossEntropy(torch.autograd.Function):
         return out.mul_(gradient.masked_fill(~counted, 0.0).unsqueeze(1)), None, None, None, None, None, None
 
 
-@implements("cross_entropy")
+@implements_on_parts("cross_entropy")
 def _cross_entropy(
     func: Callable[..., Tensor],
     logits: ShardedValue,

@@ -21,7 +21,7 @@ class SharedEntry:
     is_always_there: bool
     """Whether every checkpoint has it: its value is never again the one with which the optimizer was made."""
     forms: frozenset[str]
-    """What it may be (`form_of`)."""
+    """What it may be (`describe_tensor_form`)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,11 @@ class ExpectedOptimizerState:
                     raise _not_of_this(manifest, f"lacks {describe_shared(pattern, key)}")
                 continue
             value = there[pattern, key]
-            found = form_of(value.dtype, value.shape, self.shapes_are_fixed) if isinstance(value, EncodedTensor) else NUMBER
+            found = (
+                describe_tensor_form(value.dtype, value.shape, self.shapes_are_fixed)
+                if isinstance(value, EncodedTensor)
+                else NUMBER
+            )
             if found not in expected.forms:
                 wanted = " or ".join(sorted(expected.forms))
                 raise _not_of_this(manifest, f"has {describe_shared(pattern, key)} as {found}, and it is {wanted}")
@@ -95,7 +99,7 @@ def check_kept_state(manifest: Manifest) -> None:
         )
 
 
-def form_of(dtype: str, shape: Sequence[int], is_shape_fixed: bool) -> str:
+def describe_tensor_form(dtype: str, shape: Sequence[int], is_shape_fixed: bool) -> str:
     """What a tensor is, as text: its dtype and shape, or number of dims."""
     return f"{dtype} of shape {list(shape)}" if is_shape_fixed else f"{dtype} of {len(shape)} dims"
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import BinaryIO, TypeVar, cast
 
 from raypar.errors import CheckpointError
+from raypar.files.atomic_write import written_aside
 from raypar.files.os_error_cure import cure_of_os_error
+from raypar.files.remove_if_killed import removed_if_killed
 from raypar.plan.wording import after_steps
 from raypar.storage.checkpoint_store import CheckpointRef, CheckpointStore, open_checkpoint, open_checkpoint_store
 from raypar.storage.pyarrow_store import open_for_writing
@@ -87,14 +87,13 @@ def has_saved_another(store: CheckpointStore, known: Collection[str]) -> bool:
 
 def write_to_folder(out: Path, tensors: CheckpointTensors, ties: Mapping[str, str]) -> int:
     """Write the file whole or not at all; returns its size in bytes. Raises `CheckpointError`."""
-    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        if out.suffix == ".pt":
-            with open(aside, "wb") as file:  # unlike torch's own file class, this one says why writing failed
-                save_state_dict(file, tensors, ties)
-        else:
-            write_safetensors(aside, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})
-        os.replace(aside, out)
+        with written_aside(out) as aside, removed_if_killed(aside):
+            if out.suffix == ".pt":
+                with open(aside, "wb") as file:  # unlike torch's own file class, this one says why writing failed
+                    save_state_dict(file, tensors, ties)
+            else:
+                write_safetensors(aside, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})
     except CheckpointError as error:
         if not isinstance(error.__cause__, OSError):
             raise
@@ -102,9 +101,6 @@ def write_to_folder(out: Path, tensors: CheckpointTensors, ties: Mapping[str, st
     except Exception as error:
         # torch raises its own classes for a full disk.
         raise unwritable_out_error(out, error) from error
-    finally:
-        with contextlib.suppress(OSError):  # it is not there, or the disk is read-only
-            aside.unlink()
     return out.stat().st_size
 
 

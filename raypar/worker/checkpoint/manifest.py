@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from raypar.files.json_values import Json
-from raypar.files.untrusted_files import shorten
+from raypar.files.json_type import Json
+from raypar.files.printable_text import shorten
+from raypar.job.contract import FROZEN
+from raypar.worker.checkpoint.frozen_table import FrozenTable, parse_frozen_table
 from raypar.worker.checkpoint.safetensors_header import (
     ITEM_BYTES,
     MAX_ELEMENTS,
@@ -135,7 +137,13 @@ class Manifest:
     def ties(self) -> dict[str, str]:
         """Other name of a tied parameter, or of a buffer with several names -> its first name."""
         first = {(e.file, e.key): e.name for e in self.entries if e.kind in (PARAMETER, BUFFER)}
-        return {e.name: first[e.file, e.key] for e in self.entries if e.kind == TIE}
+        found = {e.name: first[e.file, e.key] for e in self.entries if e.kind == TIE}
+        return {**found, **(self.frozen.ties if self.frozen is not None else {})}
+
+    @cached_property
+    def frozen(self) -> FrozenTable | None:
+        """The parameters that the checkpoint leaves out; None if it has all."""
+        return parse_frozen_table(self.contract.get(FROZEN), DTYPES)
 
     @cached_property
     def tensors(self) -> Mapping[str, Mapping[str, ManifestEntry]]:
@@ -148,8 +156,9 @@ class Manifest:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameter name -> shape of the unsharded tensor."""
-        return {e.name: e.shape for e in self.entries if e.kind == PARAMETER}
+        """Parameter name -> shape of the unsharded tensor, of those that are left out too."""
+        frozen = self.frozen.tensors if self.frozen is not None else {}
+        return {e.name: e.shape for e in self.entries if e.kind == PARAMETER} | {n: one.shape for n, one in frozen.items()}
 
 
 def manifest_to_json(
@@ -206,7 +215,11 @@ def parse_manifest(body: Mapping[str, Any], checkpoint: CheckpointRef) -> Manife
         _check_whole(f"{shorten(name)} ({shorten(str(kind))})", list(group))
     _check_kinds(entries)
     _check_ties(entries)
-    return Manifest(checkpoint, steps_done, contract, entries, files, metrics, manifest_format, _kept(body.get("kept")))
+    made = Manifest(checkpoint, steps_done, contract, entries, files, metrics, manifest_format, _kept(body.get("kept")))
+    both = {entry.name for entry in entries} & (made.frozen.tensors.keys() if made.frozen is not None else set())
+    if both:
+        raise ValueError(f"{shorten(min(both))} is there, and is said to be left out")
+    return made
 
 
 def check_header_matches_manifest(manifest: Manifest, file: str, header: SafetensorsHeader) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from raypar.errors import CheckpointError
-from raypar.files.json_values import Json
-from raypar.files.untrusted_files import open_regular_file, parse_untrusted_json, shorten
+from raypar.files.json_type import Json
+from raypar.files.printable_text import shorten
+from raypar.files.untrusted_files import open_regular_file, parse_untrusted_json
 from raypar.storage.checkpoint_store import LocalFile, OpenedFile
 
 ITEM_BYTES = {

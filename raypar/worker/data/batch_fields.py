@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from raypar.errors import DataError
@@ -42,6 +44,8 @@ def top_values(value: object, names: Sequence[str], what: str) -> Mapping[str, o
 
     A named tuple has its fields by their own names and, as every tuple, by `FIELD_NAMES`; with `names` by these only.
     """
+    if type(value) is tuple and len(value) <= len(names or FIELD_NAMES):  # first, as most samples are such
+        return dict(zip(names or FIELD_NAMES, value, strict=False))
     if isinstance(value, Mapping):
         return value
     if _is_dataclass_object(value):
@@ -101,3 +105,13 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 def _is_dataclass_object(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def digest_of_fields(fields: Mapping[str, Tensor]) -> int:
+    """8 bytes of hash of a microbatch: names, dtypes, shapes and numbers of its fields."""
+    found = hashlib.blake2b(digest_size=8)
+    for name in sorted(fields):
+        value = fields[name]
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
+    return int.from_bytes(found.digest(), "little")

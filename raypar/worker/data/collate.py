@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import random
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy
 import torch
 from torch import Tensor
 
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError, with_article
 from raypar.job import DataConfig
 from raypar.plan.seeds import seed_of
-from raypar.user_code.user_code_errors import error_text, reraise_ctrl_c
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import error_text
 from raypar.worker.data.batch_fields import flatten_fields
+from raypar.worker.process.seed_generators import seed_host_generators
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 
 MicrobatchPlace = tuple[int, int]
@@ -47,12 +47,9 @@ class Collation:
         It gets shallow copies of samples that are mappings, lists or dataclasses, so that a data set which keeps its samples
         gives the same ones in every epoch.
         """
-        here = seed_of(self.seed, "collate", *place) % 2**32
-        random.seed(here)
-        numpy.random.seed(here)
-        torch.default_generator.manual_seed(here)
+        seed_host_generators(seed_of(self.seed, "collate", *place))
         try:
-            made = self.function([_shallow_copy(sample) for sample in samples])
+            made = self.function([shallow_copy(sample) for sample in samples])
         except BaseException as error:  # some classes of libraries are no Exception
             reraise_ctrl_c(error)
             raise UserCodeError(
@@ -115,20 +112,26 @@ class Collation:
     ) -> None:
         """Raise `DataError` if the function, called twice with the same samples under the same seed, gives two results."""
         first, second = (self.tensors(self.values(samples, ids, place), fields, ids, place) for _ in range(2))
-        for name in fields:
-            one, other = first[name], second[name]
-            if one.shape != other.shape or one.dtype != other.dtype:
-                what = f"{list(one.shape)} {one.dtype} and then {list(other.shape)} {other.dtype}"
-            elif one.numpy().tobytes() != other.numpy().tobytes():
-                what = f"other numbers: {int((one != other).sum())} of {one.numel()}"
-            else:
-                continue
-            raise DataError(
-                f"data.collate {self.label}, called twice with the same samples under the same seed, returned field {name!r} "
-                f"with {what}",
-                cure="let it depend on its samples and the seeded generators of python, numpy and torch alone: no generator of "
-                "its own, no counter, no clock, and leave the samples as they are",
-            )
+        refuse_unequal_batches(
+            first,
+            second,
+            f"data.collate {self.label}, called twice with the same samples under the same seed, returned",
+            cure="let it depend on its samples and the seeded generators of python, numpy and torch alone: no generator of "
+            "its own, no counter, no clock, and leave the samples as they are",
+        )
+
+
+def refuse_unequal_batches(first: Mapping[str, Tensor], second: Mapping[str, Tensor], who: str, cure: str) -> None:
+    """Raise `DataError` for a field that two batches made in the same way have with other bits. `who`: what has made them."""
+    for name, one in first.items():
+        other = second[name]
+        if one.shape != other.shape or one.dtype != other.dtype:
+            what = f"{list(one.shape)} {one.dtype} and then {list(other.shape)} {other.dtype}"
+        elif one.numpy().tobytes() != other.numpy().tobytes():
+            what = f"other numbers: {int((one != other).sum())} of {one.numel()}"
+        else:
+            continue
+        raise DataError(f"{who} field {name!r} with {what}", cure=cure)
 
 
 def make_collation(
@@ -175,7 +178,8 @@ def _cure_of_texts(samples: Sequence[object]) -> str:
     )
 
 
-def _shallow_copy(sample: object) -> object:
+def shallow_copy(sample: object) -> object:
+    """A sample as a collate function gets it, which may change its fields: of what has any a copy of its own."""
     mutable = isinstance(sample, (Mapping, list)) or (dataclasses.is_dataclass(sample) and not isinstance(sample, type))
     return copy.copy(sample) if mutable else sample
 

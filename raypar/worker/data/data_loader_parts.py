@@ -19,18 +19,20 @@ class DataLoaderParts:
 
     dataset: Any
     """Its data set."""
+    of_stream: bool
+    """Whether that is iterable: the loader has no order of its own then."""
     collate: Callable[..., Any] | None
     """Its own collate function; None: PyTorch's, in whose place raypar's stacks fields."""
-    shuffle: bool
-    """Whether its samples are shuffled."""
-    sampler: Any
-    """Its sampler, if that does more than to shuffle or not; else None."""
-    drop_last: bool
-    """Whether it leaves out a batch that is not whole."""
     batch_size: int | None
     """Samples of a batch; None: it makes none."""
-    processes: int
-    """Its `num_workers`."""
+    shuffle: bool = False
+    """Whether its samples are shuffled."""
+    sampler: Any = None
+    """Its sampler, if that does more than to shuffle or not; else None."""
+    drop_last: bool = False
+    """Whether it leaves out a batch that is not whole."""
+    processes: int = 0
+    """Its `num_workers`; 0 of an iterable data set, whose workers are streams."""
 
 
 def is_data_loader(value: object) -> bool:
@@ -41,11 +43,12 @@ def is_data_loader(value: object) -> bool:
 def data_loader_parts(loader: Any, what: str) -> DataLoaderParts:
     """The parts of a `DataLoader` (`what`, for messages). Raises `ConfigError` for those that no key of a job stands for."""
     name, batch_sampler = f"{what} is {with_article(type(loader).__name__)}", loader.batch_sampler
-    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        raise ConfigError(
-            f"{name} of {with_article(type(loader.dataset).__name__)}, which cannot be read by sample id",
-            cure="give a loader of a map-style data set, with __len__ and __getitem__",
-        )
+    if loader.worker_init_fn is not None:
+        divides = "; a data set divides itself in __iter__, by get_worker_info()" if _of_stream(loader) else ""
+        instead = f"each sample is read with generators that are seeded for it{divides}"
+        raise _no_key(name, "worker_init_fn", instead)
+    if _of_stream(loader):
+        return _parts_of_stream(loader, name)
     if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
         raise _no_key(name, f"batch_sampler, {with_article(type(batch_sampler).__name__)}", "batches are cut from data.shuffle")
     batches = loader if batch_sampler is None else batch_sampler  # a loader that is given one has none of its settings itself
@@ -55,17 +58,42 @@ def data_loader_parts(loader: Any, what: str) -> DataLoaderParts:
         is_usual = not sampler.replacement and sampler.num_samples == len(loader.dataset)
         if sampler.generator is not None:
             raise _no_key(name, "generator", "the order follows from `seed`")
-    if loader.worker_init_fn is not None:
-        raise _no_key(name, "worker_init_fn", "each sample is read with generators that are seeded for it")
-    usual = (torch.utils.data.default_collate, default_convert)
     return DataLoaderParts(
         dataset=loader.dataset,
-        collate=None if loader.collate_fn in usual else loader.collate_fn,
+        of_stream=False,
+        collate=_own_collate(loader),
         shuffle=type(sampler) is not SequentialSampler,
         sampler=None if is_usual else sampler,
         drop_last=bool(batches.drop_last),
         batch_size=batches.batch_size,
         processes=loader.num_workers,
+    )
+
+
+def _of_stream(loader: Any) -> bool:
+    return isinstance(loader.dataset, torch.utils.data.IterableDataset)
+
+
+def _own_collate(loader: Any) -> Callable[..., Any] | None:
+    return None if loader.collate_fn in (torch.utils.data.default_collate, default_convert) else loader.collate_fn
+
+
+def _parts_of_stream(loader: Any, name: str) -> DataLoaderParts:
+    """The parts of a loader of an iterable data set; its workers are streams, of which the job says how many."""
+    if loader.batch_size is None:
+        raise ConfigError(
+            f"{name} with batch_size=None, so that the data set gives batches itself, and raypar makes batches of samples",
+            cure="let the data set give samples, or give it itself (loader.dataset) if it does",
+        )
+    if loader.drop_last:
+        raise _no_key(name, "drop_last", "the last samples of an epoch and the first of the next one are a batch together")
+    if loader.generator is not None:
+        raise _no_key(name, "generator", "the generators are seeded by `seed` before each sample")
+    return DataLoaderParts(
+        dataset=loader.dataset,
+        of_stream=True,
+        collate=_own_collate(loader),
+        batch_size=loader.batch_size,
     )
 
 
@@ -96,6 +124,8 @@ def check_job_says_the_same(parts: DataLoaderParts, spec: DataConfig, key: str) 
             f"{name} with its own sampler, {with_article(type(parts.sampler).__name__)}",
             cure="name it in the job, data.sampler, or leave it out" if key == "data" else "leave it out",
         )
+    if parts.of_stream:
+        return
     if not parts.shuffle and spec.shuffle is not False and not spec.names_ids:
         raise ConfigError(
             f"{name} that does not shuffle, and {key}.shuffle is {str(spec.shuffle).lower()}",

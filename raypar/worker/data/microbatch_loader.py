@@ -6,21 +6,21 @@ compute), or ahead of time in CPU processes of their own. Both give the same bit
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from typing import Protocol
 
 from torch import Tensor
 
-from raypar.errors import ConfigError, RayparError, UserCodeError
+from raypar.errors import RayparError, UserCodeError
 from raypar.job import DataConfig
 from raypar.plan.microbatches import Microbatches
-from raypar.user_code.user_code_errors import error_text
-from raypar.worker.data.data_processes import Answer, read_in_data_process, start_data_process, unpack
+from raypar.plan.wording import count_noun
+from raypar.worker.data.batch_fields import digest_of_fields
+from raypar.worker.data.data_process_pool import DataProcesses
+from raypar.worker.data.inside_data_process import unpack
+from raypar.worker.data.mixed_order import MixedOrder
 from raypar.worker.data.sample_order import SampleOrder, SamplePosition
 from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.data.user_dataset import MapStyleDataset, dataset_size
@@ -46,12 +46,12 @@ class MicrobatchLoader:
     `batching.batch_size` samples a step; `fields`: which to collate; `readers`: how many times a step's microbatch is asked for
     (stages of one worker that read batch fields), so that it is read once and let go after its last use. `guard`: gets lines
     about process state that samples leave changed, here or in the data processes. `batch_names`: the fields of every batch that
-    `data.collate` makes; empty: not known.
+    `data.collate` makes; empty: not known. `processes`: data processes that outlive this loader; without, it has its own.
     """
 
     _spec: DataConfig
     """The data set and its fields."""
-    _order: SampleOrder
+    _order: SampleOrder | MixedOrder
     """Which sample lies at which position of the stream."""
     _batching: Microbatches
     """Which samples of a step a microbatch has."""
@@ -69,10 +69,10 @@ class MicrobatchLoader:
     """Gets the lines about process state that samples leave changed."""
     _reader: SampleReader
     """Reads samples in this process."""
-    _pool: ProcessPoolExecutor | None
-    """The data processes; None before the first is needed, and after `close`."""
-    _pending: dict[tuple[int, int], Future[Answer]]
-    """(step, microbatch) -> the read under way in the data processes."""
+    _processes: DataProcesses | None
+    """The data processes; None where samples are read here."""
+    _owns_processes: bool
+    """Whether they end with this loader."""
     _kept: dict[tuple[int, int], tuple[dict[str, Tensor], int]]
     """(step, microbatch) -> (fields that were read, how many times they will still be asked for)."""
 
@@ -80,7 +80,7 @@ class MicrobatchLoader:
         self,
         dataset: MapStyleDataset,
         spec: DataConfig,
-        order: SampleOrder,
+        order: SampleOrder | MixedOrder,
         batching: Microbatches,
         *,
         seed: int,
@@ -89,6 +89,7 @@ class MicrobatchLoader:
         timeout_s: float = READ_TIMEOUT_S,
         guard: TorchStateGuard | None = None,
         batch_names: Sequence[str] = (),
+        processes: DataProcesses | None = None,
     ) -> None:
         dataset_size(dataset, spec.label)
         self._spec, self._order, self._batching = spec, order, batching
@@ -96,7 +97,9 @@ class MicrobatchLoader:
         self._guard = guard
         self._batch_names = tuple(batch_names)
         self._reader = SampleReader.of(dataset, spec, seed, self._fields, guard=guard, batch_names=batch_names)
-        self._pool, self._pending, self._kept = None, {}, {}
+        self._owns_processes = processes is None
+        self._processes = (processes or DataProcesses(spec, seed)) if spec.processes else None
+        self._kept = {}
 
     def sample_positions(self, step: int, microbatch: int) -> list[SamplePosition]:
         """(epoch, id) of the samples of a microbatch."""
@@ -111,14 +114,13 @@ class MicrobatchLoader:
 
     def prefetch(self, step: int, microbatches: Sequence[int]) -> None:
         """Start to read these microbatches in the data processes, if any; those being read already are left alone."""
-        if not self._spec.processes:
+        if self._processes is None:
             return
-        for key in [key for key in self._pending if key[0] < step - 1]:
-            self._pending.pop(key).cancel()
+        self._processes.drop_before(step - 1)
         for microbatch in microbatches:
-            key = (step, microbatch)
-            if key not in self._pending and key not in self._kept:
-                self._pending[key] = self._submit(self.sample_positions(*key), key)
+            if (step, microbatch) not in self._kept:
+                places = self.sample_positions(step, microbatch)
+                self._processes.request((step, microbatch, self._fields), places, self._batch_names)
 
     def read_ahead(self, step: int, microbatches: Sequence[int]) -> None:
         """Read these microbatches now, up to about `AHEAD_BYTES`, while the step waits for others. `get` raises the errors."""
@@ -142,46 +144,25 @@ class MicrobatchLoader:
         batch, left = self._kept.pop(key, (None, self._readers))
         if batch is None:
             places = self.sample_positions(step, microbatch)
-            batch = self._wait(key, places) if self._spec.processes else self._reader.read(places, key)
+            batch = self._wait(self._processes, key, places) if self._processes else self._reader.read(places, key)
         if left > 1:
             self._kept[key] = (batch, left - 1)
         return batch
 
+    def first_batch_digests(self) -> dict[str, int]:
+        """Field -> 8 bytes of hash over the job's first microbatch, which is read for this and let go."""
+        fields = self.get(0, 0)
+        self._kept.pop((0, 0), None)
+        return {name: digest_of_fields({name: value}) for name, value in fields.items()}
+
     def close(self) -> None:
-        """End the data processes; what is still being read is dropped. Idempotent."""
-        self._pending.clear()
+        """Let go of what was read; data processes that were not given end. Idempotent."""
         self._kept.clear()
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            processes = list((getattr(pool, "_processes", None) or {}).values())
-            pool.shutdown(wait=False, cancel_futures=True)
-            # A sample that takes for ever must not keep us: the processes hold nothing that could be lost.
-            for process in processes:
-                process.terminate()
+        if self._processes is not None and self._owns_processes:
+            self._processes.close()
 
-    def _submit(self, places: list[SamplePosition], key: tuple[int, int]) -> Future[Answer]:
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                self._spec.processes,
-                multiprocessing.get_context("spawn"),
-                initializer=start_data_process,
-                initargs=(self._spec, self._fields, self._seed, self._batch_names),
-            )
-        try:
-            return self._pool.submit(read_in_data_process, places, key)
-        except BrokenProcessPool as error:
-            raise self._died(error) from error
-        except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises for what it cannot take along
-            self.close()
-            raise ConfigError(
-                f"data has processes: {self._spec.processes}, and they cannot be given {self._spec.label}"
-                + (f" and collate {self._spec.collate.label}" if self._spec.collate is not None else "")
-                + f": {error_text(error)}",
-                cure="put functions and classes into a module that the processes can import, or set data.processes: 0",
-            ) from error
-
-    def _wait(self, key: tuple[int, int], places: list[SamplePosition]) -> dict[str, Tensor]:
-        future = self._pending.pop(key, None) or self._submit(places, key)
+    def _wait(self, processes: DataProcesses, key: tuple[int, int], places: list[SamplePosition]) -> dict[str, Tensor]:
+        future = processes.take((*key, self._fields), places, self._batch_names)
         where = f"step {key[0] + 1}, microbatch {key[1]} (samples {_ids(places)})"
         try:
             packed, left = future.result(self._timeout_s)
@@ -191,27 +172,15 @@ class MicrobatchLoader:
         except FutureTimeout:
             future.cancel()
             raise UserCodeError(
-                f"the data set did not give {where} within {self._timeout_s:g} s, read by {self._spec.processes} processes",
+                f"the data set did not give {where} within {self._timeout_s:g} s, read by "
+                f"{count_noun(self._spec.processes, 'process', 'processes')}",
                 cure="raise data.processes, make __getitem__ cheaper, or find what it waits for",
             ) from None
         except BrokenProcessPool as error:
-            raise self._died(error, where) from error
+            raise processes.died(error, where) from error
         except RayparError as error:
-            error.args = (f"{where}: {error.what}", error.cure)
-            error.what = error.args[0]
+            error.add_place(where)
             raise
-
-    def _died(self, error: Exception, where: str = "the samples") -> RayparError:
-        target = self._spec.function
-        if not isinstance(target, str) and getattr(target, "__module__", "") in {"__main__", None}:
-            return ConfigError(
-                f"data processes cannot import {self._spec.label}: it lives in the script that was started",
-                cure="put it into a module of its own and name it module:name, or set data.processes: 0",
-            )
-        return UserCodeError(
-            f"a data process died while it read {where}: {error}",
-            cure="it may have run out of memory (lower data.processes), or the data set crashed: try data.processes: 0",
-        )
 
 
 def _ids(places: Sequence[SamplePosition]) -> str:

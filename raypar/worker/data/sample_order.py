@@ -13,8 +13,10 @@ from torch import Tensor
 from raypar.errors import DataError
 from raypar.job import Job
 from raypar.plan.seeds import seed_of
-from raypar.worker.data.epoch_sampler import EpochSampler, make_epoch_sampler
 from raypar.worker.data.indexed_permutation import permuted
+from raypar.worker.data.mixed_order import MixedOrder, MixPattern, seed_of_source
+from raypar.worker.data.mixture import Mixture
+from raypar.worker.data.sampler_weights_group_by import EpochSampler, make_epoch_sampler
 from raypar.worker.data.user_dataset import MapStyleDataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 
@@ -50,9 +52,14 @@ class SampleOrder:
             )
 
     @staticmethod
-    def of_job(spec: Job, dataset: MapStyleDataset, guard: TorchStateGuard | None = None) -> SampleOrder:
+    def of_job(spec: Job, dataset: MapStyleDataset, guard: TorchStateGuard | None = None) -> SampleOrder | MixedOrder:
         """The order of a job's training data. Raises `DataError` for a data set without a whole batch, and what a sampler of
         the job's raises. `guard`: restores process state that a sampler leaves changed."""
+        if isinstance(dataset, Mixture):
+            pattern = MixPattern.of_ratios(spec.data.ratios)
+            sizes, shuffle = dataset.sizes, spec.data.shuffle
+            orders = [SampleOrder(seed_of_source(spec.seed, at), size, shuffle) for at, size in enumerate(sizes)]
+            return MixedOrder(orders, [sum(sizes[:at]) for at in range(len(sizes))], pattern)
         whole = spec.batch_size if spec.data.drop_last else 1
         sampler = make_epoch_sampler(spec, dataset, guard) if spec.data.names_ids else None
         return SampleOrder(spec.seed, len(dataset), spec.data.shuffle, whole, sampler)

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import random
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
-from raypar.errors import ConfigError, DataError, UserCodeError
+from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
 from raypar.job import DataConfig
 from raypar.plan.seeds import seed_of
-from raypar.user_code.user_code_errors import error_text, reraise_ctrl_c
+from raypar.plan.wording import word_form
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import error_text
 from raypar.worker.data.batch_fields import flatten_fields, top_values, value_at
-from raypar.worker.data.collate import Collation, MicrobatchPlace, make_collation
+from raypar.worker.data.collate import Collation, MicrobatchPlace, make_collation, refuse_unequal_batches
+from raypar.worker.data.packing import Packing
 from raypar.worker.data.padding import Padding
 from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.user_dataset import MapStyleDataset, reads_by_list
+from raypar.worker.process.seed_generators import seed_host_generators
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 
 INPUT_NAMES = ("input_ids", "pixel_values", "inputs", "input", "image", "images", "img", "features", "tokens", "text", "x")
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 """What fields for the first layer, and for the loss, are often called; to guess them in messages."""
+_LARGEST = 2**63 - 1
+"""The largest integer that a tensor holds."""
 WHERE_FIELDS_ARE_NAMED = (
     "name the fields there are: data.input and data.target, for tuples data.names (from Python keys of the dict data=)"
 )
@@ -63,6 +67,8 @@ class SampleReader:
     """The job's own collation; None: each field's values are stacked."""
     padding: Padding | None = None
     """How values of unequal length are stacked; None: they must be of one length."""
+    packing: Packing | None = None
+    """How samples are packed into rows; None: each has a row."""
 
     @classmethod
     def of(
@@ -79,7 +85,13 @@ class SampleReader:
 
         Raises as `make_collation` does.
         """
-        collation, padding = make_collation(spec, seed, expected=batch_names, guard=guard), None
+        collation, padding, packing = make_collation(spec, seed, expected=batch_names, guard=guard), None, None
+        if spec.pack is not None:
+            if collation is not None or spec.pad is not None:
+                other = "pad" if collation is None else f"collate {collation.label}"
+                raise ConfigError(f"data has pack and {other}, and each of them makes batches", cure="leave one of them out")
+            assert spec.target is not None, "Job.training_data names it"
+            packing = Packing(spec.pack, spec.target, spec.names)
         if spec.pad is not None:
             if collation is not None:
                 raise ConfigError(
@@ -88,7 +100,7 @@ class SampleReader:
                 )
             assert spec.target is not None, "Job.training_data names it"
             padding = Padding(spec.pad, spec.target, spec.names)
-        return cls(dataset, spec.names, tuple(fields), seed, guard, collation, padding)
+        return cls(dataset, spec.names, tuple(fields), seed, guard, collation, padding, packing)
 
     def read(self, places: Sequence[SamplePosition], at: MicrobatchPlace = (0, 0)) -> dict[str, Tensor]:
         """Read samples: field -> [samples, ...], in fresh memory. `at`: the microbatch that they are.
@@ -98,11 +110,32 @@ class SampleReader:
         if self.collation is not None:
             ids = [index for _, index in places]
             return self.collation.tensors(self.collation.values(self.samples(places), ids, at), self.fields, ids, at)
-        columns: list[list[Tensor]] = [[] for _ in self.fields]
-        for place, sample in zip(places, self._samples(places), strict=True):
+        if self.packing is not None:
+            samples = [self._tensors(sample, index) for sample, (_, index) in zip(self._samples(places), places, strict=True)]
+            return self.packing.batch(samples, self.fields, places)
+        columns: list[list[Tensor | int]] = [[] for _ in self.fields]
+        for (_, index), sample in zip(places, self._samples(places), strict=True):
+            found = top_values(sample, self.names, f"sample {index}")
             for column, name in zip(columns, self.fields, strict=True):
-                column.append(self._tensor(sample, name, place[1]))
+                column.append(self._value(sample, found, name, index))
         return {name: self._batch(name, column, places) for name, column in zip(self.fields, columns, strict=True)}
+
+    def refuse_dependence_on_process(self, places: Sequence[SamplePosition]) -> None:
+        """Raise `DataError` if these samples, read twice under the same seeds, are two batches: workers that read the same
+        samples, or the same ones again after a failure, would train on others."""
+        first, second = (self.read(places) for _ in range(2))
+        refuse_unequal_batches(
+            first,
+            second,
+            f"data set {type(self.dataset).__name__}, asked twice for {word_form(places, 'sample', 'samples')} "
+            f"{', '.join(str(index) for _, index in places)} under the same seed, gave",
+            cure="let a sample depend on its id and on the generators of python, numpy and torch alone, which are seeded for "
+            "it: no generator of its own, no counter, no clock, and leave samples that are kept as they are",
+        )
+
+    def sample(self, index: int) -> object:
+        """A sample as it is in epoch 0. Leaves generators seeded by it."""
+        return self._sample((0, index), seeded=self._seeded)
 
     def samples(self, places: Sequence[SamplePosition]) -> list[object]:
         """The samples at these places, as the data set gives them. Leaves python, numpy and torch seeded by the last one."""
@@ -120,8 +153,9 @@ class SampleReader:
                     self.guard.check("the data set's __getitems__")
                 yield from found
                 return
+        seeded = self._seeded
         for place in places:
-            yield self._sample(place, seeded=self._seeded)
+            yield self._sample(place, seeded=seeded)
 
     def field_names(
         self, places: Sequence[SamplePosition], at: MicrobatchPlace = (0, 0), *, also: Collection[str] = ()
@@ -134,6 +168,8 @@ class SampleReader:
             ids = [index for _, index in places]
             return tuple(self.collation.values(self.samples(places), ids, at))
         sample, what = self._sample(places[0], seeded=True), f"sample {places[0][1]}"
+        if self.packing is not None:
+            return self.packing.batch_names(self._tensors(sample, places[0][1]))
         found = tuple(flatten_fields(sample, self.names, what, _is_one_tensor))
         return found + tuple(name for name in also if name not in found and name in top_values(sample, self.names, what))
 
@@ -144,6 +180,8 @@ class SampleReader:
             found = self.collation.values(self.samples(places), ids, (0, 0))
         else:
             sample = self._sample(places[0], seeded=True)
+            if self.packing is not None:
+                return self.packing.batch_names(self._tensors(sample, places[0][1]))
             found = flatten_fields(sample, self.names, f"sample {places[0][1]}", _is_one_tensor)
         return tuple(name for name, value in found.items() if isinstance(value, Tensor) or _can_be_tensor(value))
 
@@ -157,13 +195,11 @@ class SampleReader:
         """One sample, as the data set gives it. `seeded`: seed the generators first."""
         epoch, index = place
         if seeded:
-            here = seed_of(self.seed, "sample", epoch, index) % 2**32
-            random.seed(here)
-            numpy.random.seed(here)
-            # The CPU's share of torch.manual_seed, which takes 65 us: it visits every kind of device.
-            torch.default_generator.manual_seed(here)
+            seed_host_generators(seed_of(self.seed, "sample", epoch, index))
         try:
             sample = self.dataset[index]
+        except RayparError:
+            raise  # of a data set that comes with raypar: it names the file
         except BaseException as error:  # some classes of libraries are no Exception
             reraise_ctrl_c(error)
             size, more, cure = self._size(), "", f"read it by itself: dataset[{index}]"
@@ -190,8 +226,8 @@ class SampleReader:
             reraise_ctrl_c(error)
             return None
 
-    def _tensor(self, sample: Any, name: str, index: int) -> Tensor:
-        found = sample if isinstance(sample, Mapping) else top_values(sample, self.names, f"sample {index}")
+    def _value(self, sample: object, found: Mapping[str, object], name: str, index: int) -> Tensor | int:
+        """A field of a sample; an integer as it is: a batch of them is made at once. `found`: the sample's `top_values`."""
         try:
             value = found[name] if name in found else value_at(found, name)
         except KeyError:
@@ -204,6 +240,8 @@ class SampleReader:
             ) from None
         if isinstance(value, Tensor):
             return value.detach()
+        if type(value) is int and abs(value) <= _LARGEST:
+            return value
         try:
             return torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -212,15 +250,33 @@ class SampleReader:
                 cure="return tensors, arrays or numbers",
             ) from error
 
-    def _batch(self, name: str, column: list[Tensor], places: Sequence[SamplePosition]) -> Tensor:
+    def _tensors(self, sample: object, index: int) -> dict[str, Tensor]:
+        """The fields of a sample that can be tensors; of a named tuple also those that are asked for by another name."""
+        what = f"sample {index}"
+        values = flatten_fields(sample, self.names, what, _is_one_tensor)
+        others = top_values(sample, self.names, what)
+        values |= {name: others[name] for name in self.fields if name in others and name not in values}
+        return {
+            name: value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+            for name, value in values.items()
+            if isinstance(value, Tensor) or _can_be_tensor(value)
+        }
+
+    def _batch(self, name: str, values: list[Tensor | int], places: Sequence[SamplePosition]) -> Tensor:
+        column = [value for value in values if isinstance(value, Tensor)]
+        if not column and self.padding is None:
+            return torch.tensor(values)
+        if len(column) < len(values):
+            column = [torch.as_tensor(value) for value in values]
         if self.padding is not None and self.padding.pads(name, column[0]):
             return self.padding.stack(name, column, places)
         return self._stack(name, column, places)
 
     @staticmethod
     def _stack(name: str, column: list[Tensor], places: Sequence[SamplePosition]) -> Tensor:
-        kinds = [(tuple(value.shape), value.dtype) for value in column]
-        if kinds.count(kinds[0]) != len(kinds):
+        shape, dtype = column[0].shape, column[0].dtype
+        if any(value.shape != shape or value.dtype != dtype for value in column):
+            kinds = [(tuple(value.shape), value.dtype) for value in column]
             usual = Counter(kinds).most_common(1)[0][0]
             odd, (epoch, index) = next((k, p) for k, p in zip(kinds, places, strict=True) if k != usual)
             cure = "pad or crop samples to one shape, and give every sample the same dtype"

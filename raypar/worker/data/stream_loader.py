@@ -2,50 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
+from raypar.data.row_feed import RowsLostError
 from raypar.errors import RayparError
 from raypar.job import DataConfig, Job
 from raypar.plan.microbatches import Microbatches
+from raypar.worker.data.batch_fields import digest_of_fields
 from raypar.worker.data.collate import MicrobatchPlace
+from raypar.worker.data.fed_stream_reader import FedPart, FedStreamReader
 from raypar.worker.data.microbatch_loader import AHEAD_BYTES
+from raypar.worker.data.microbatch_stream_positions import EpochMark, StreamCursor, StreamPositions, StreamsRead
+from raypar.worker.data.mixed_stream_reader import MixedStreamReader, make_stream_reader
 from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.sample_reader import SampleReader
-from raypar.worker.data.stream_positions import EpochMark, StreamCursor, StreamPositions, StreamsRead
+from raypar.worker.data.stream_feed_messages import FedSource
+from raypar.worker.data.stream_feed_process import StreamFeedProcess
 from raypar.worker.data.stream_reader import StreamReader
-from raypar.worker.data.stream_source import StreamSource
+from raypar.worker.data.stream_source import MadeDatasets, StreamSource
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 
-
-def digest_of_fields(fields: Mapping[str, Tensor]) -> int:
-    """8 bytes of hash of a microbatch: names, dtypes, shapes and numbers of its fields."""
-    found = hashlib.blake2b(digest_size=8)
-    for name in sorted(fields):
-        value = fields[name]
-        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        found.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
-    return int.from_bytes(found.digest(), "little")
-
+KEPT_DIGESTS = 4
+"""Of so many of the last steps a worker keeps the digests: more than a driver that dies can have left unwritten."""
 
 TOLD_S = 2.0
 """Who reads a stream for longer than this to find a place in it tells the user."""
 
 
-def _line_about_skipping(count: int, seconds: float, *, has_state: bool) -> str:
-    """The line about a place in a stream that was found by reading."""
-    why = "where the data set's state_dict leads was not used" if has_state else "the data set has no state_dict"
-    return (
-        f"{count:,} samples of a stream were read again to find its place, in {seconds:.1f} s; {why}\n"
-        "  cure: give the data set state_dict and load_state_dict that lead to the next sample (with a buffer of its own in it)"
-    )
+def _line_about_skipping(count: int, seconds: float, sources: Sequence[StreamSource | FedSource]) -> str:
+    """The line about a place in a stream that was found by reading. `sources`: those of which the stream is."""
+    reasons = dict.fromkeys(one.why_places_are_read_for for one in [one for one in sources if not one.keeps_place] or sources)
+    found = f"{count:,} samples of a stream were read again to find its place, in {seconds:.1f} s"
+    return "\n".join(f"{found}; {reason}" for reason in reasons)
 
 
 @dataclass(frozen=True)
@@ -58,6 +51,9 @@ class StreamMicrobatch:
     """(epoch, index in the epoch) of its samples, in the stream of the microbatch."""
     digest: int
     """`digest_of_fields`."""
+
+
+AnyStreamReader = StreamReader | MixedStreamReader | FedStreamReader
 
 
 class _Queue:
@@ -79,19 +75,50 @@ class _Queue:
 class OpenStreams:
     """What a worker keeps of its streams from one plan to the next: readers where they are, and microbatches read ahead."""
 
-    readers: dict[int, StreamReader] = field(default_factory=dict)
+    process: StreamFeedProcess | None = None
+    """The node's data process, where one reads the stream for all its workers."""
+    readers: dict[int, AnyStreamReader] = field(default_factory=dict)
     """Stream -> its reader."""
     read: dict[tuple[int, int], StreamMicrobatch] = field(default_factory=dict)
     """(step, microbatch) -> the microbatch, of the step under way and of those read ahead: a step that is executed again
     needs no reading."""
     marks: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Stream -> epoch -> position of its first sample, as other workers have found them."""
+    """Stream of a source -> epoch -> position of its first sample, as other workers have found them."""
+    wants_cursors: bool = False
+    """Whether places are noted from which streams can be read, at the end of the steps whose microbatches are read."""
+    noted: dict[tuple[int, int], StreamCursor] = field(default_factory=dict)
+    """(step, stream) -> such a place, not reported yet."""
     cursors: dict[int, tuple[StreamCursor, ...]] = field(default_factory=dict)
     """Stream -> places from which it can be read, as workers have reported them."""
     known: dict[tuple[int, int], int] = field(default_factory=dict)
     """(step, microbatch) -> digest, of the last step that is done: what a place that a cursor has found is compared with."""
     again: dict[tuple[int, int], int] = field(default_factory=dict)
     """(step, microbatch) -> digest, of microbatches that were read again to find a place, and are to be reported."""
+
+    digests: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(step, microbatch) -> digest, of what was read in the last `KEPT_DIGESTS` steps."""
+    made: dict[int, MadeDatasets] = field(default_factory=dict)
+    """By source, what is known of the data sets that the job's function makes."""
+    reported: tuple[int, float] = (0, 0.0)
+    """(samples, seconds) that were reported."""
+
+    @property
+    def skipped(self) -> int:
+        """Samples that were read to find places."""
+        return sum(reader.skipped for reader in list(self.readers.values()))
+
+    def read_since_report(self) -> tuple[int, float]:
+        """(samples, seconds) that data sets have given since the last report."""
+        given = sum(reader.given for reader in self.readers.values())
+        seconds = sum(reader.seconds for reader in self.readers.values())
+        before, self.reported = self.reported, (given, seconds)
+        return given - before[0], seconds - before[1]
+
+    def note(self, step: int, microbatch: int, digest: int) -> None:
+        """Keep the digest of a microbatch that was read."""
+        for old in [key for key in self.digests if key[0] <= step - KEPT_DIGESTS]:
+            del self.digests[old]
+        self.digests[step, microbatch] = digest
 
     def learn(
         self,
@@ -102,10 +129,11 @@ class OpenStreams:
         """Take over what all workers have found of the streams: where epochs begin, cursors, and digests of microbatches."""
         self.cursors = {stream: tuple(StreamCursor(*one) for one in found) for stream, found in cursors.items()}
         self.known = dict(known)
-        for stream, epochs in marks.items():
-            self.marks.setdefault(stream, {}).update(epochs)
-            if stream in self.readers:
-                self.readers[stream].epochs.update(epochs)
+        for number, epochs in marks.items():
+            self.marks.setdefault(number, {}).update(epochs)
+        for reader in self.readers.values():
+            for number, part in reader.parts.items():
+                part.epochs.update(marks.get(number, ()))
 
     def close(self) -> None:
         """Let go of everything."""
@@ -137,6 +165,8 @@ class StreamLoader:
     """Restores process state that samples leave changed."""
     _open: OpenStreams
     """Readers and microbatches."""
+    _owns_streams: bool
+    """Whether they end with this loader."""
     _queue: _Queue
     """The samples of the microbatch that is collated."""
     _reader: SampleReader
@@ -159,9 +189,11 @@ class StreamLoader:
         self.positions = StreamPositions(spec.streams, batching)
         self._spec, self._seed, self._own = spec, seed, sorted(own)
         self._keeps, self._guard = keeps, guard
-        self._open = streams if streams is not None else OpenStreams()
+        self._open, self._owns_streams = (OpenStreams(), True) if streams is None else (streams, False)
         self._queue = _Queue()
         self._reader = SampleReader.of(self._queue, spec, seed, fields, guard=guard, batch_names=batch_names)
+        if self._open.process is not None:
+            self._open.process.begin()
 
     def get(self, step: int, microbatch: int) -> dict[str, Tensor]:
         """One microbatch: field -> [samples, ...]. Raises `DataError` or `UserCodeError`."""
@@ -187,15 +219,19 @@ class StreamLoader:
                 return
             room -= sum(tensor.nbytes for tensor in self._open.read[key].fields.values())
 
-    def report(self, step: int, *, with_cursors: bool = False) -> StreamsRead:
+    def report(self, step: int) -> StreamsRead:
         """What was read of a step that is over."""
         digests = {m: found.digest for (at, m), found in sorted(self._open.read.items()) if at == step}
         streams = {self.positions.stream_of(m) for m in digests}
-        epochs = {k: self._open.readers[k].epoch_of(self.positions.samples_before(step + 1, k)) for k in sorted(streams)}
+        epochs: dict[int, EpochMark] = {}
+        for reader in (self._open.readers[stream] for stream in sorted(streams)):
+            end = self.positions.samples_before(step + 1, reader.stream)
+            epochs |= {number: part.epoch_of(reader.position_of(number, end)) for number, part in reader.parts.items()}
         again, self._open.again = self._open.again, {}
-        found = {k: self._open.readers[k].cursor() for k in sorted(streams)} if with_cursors else {}
-        cursors = {stream: cursor for stream, cursor in found.items() if cursor is not None}
-        return StreamsRead(digests, epochs, cursors, again)
+        cursors = {stream: cursor for (at, stream), cursor in sorted(self._open.noted.items()) if at == step}
+        for old in [key for key in self._open.noted if key[0] <= step]:
+            del self._open.noted[old]
+        return StreamsRead(digests, epochs, cursors, again, self._open.read_since_report())
 
     def digest(self, step: int, microbatch: int) -> int:
         """The digest of a microbatch of the step under way that was read."""
@@ -207,52 +243,95 @@ class StreamLoader:
         return list(found.samples) if found is not None else []
 
     def close(self) -> None:
-        """Nothing: streams outlive plans, and their owner closes them."""
+        """Close the streams, unless they were given: those outlive plans, and their owner closes them."""
+        if self._owns_streams:
+            self._open.close()
 
     def _read_until(self, step: int, microbatch: int) -> None:
         """Read this microbatch, after those of its stream that come before it in the step and that this worker runs too."""
+        if not self._keeps:
+            self._open.read[step, microbatch] = self._read(step, microbatch)
+            return
         before = [m for m in self._own if m <= microbatch and m % self.positions.streams == microbatch % self.positions.streams]
         for one in before:
-            if (step, one) not in self._open.read and (self._keeps or one == microbatch):
-                self._open.read[step, one] = self._read(step, one)
+            if (step, one) not in self._open.read:
+                found = self._open.read[step, one] = self._read(step, one)
+                self._open.note(step, one, found.digest)
+                self._note_cursor(step, one)
+
+    def _note_cursor(self, step: int, microbatch: int) -> None:
+        """Note where the stream of a microbatch goes on, if that is wanted and the step has read its part of it."""
+        stream = self.positions.stream_of(microbatch)
+        if self._open.wants_cursors and microbatch == max(m for m in self._own if self.positions.stream_of(m) == stream):
+            for number, part in self._open.readers[stream].parts.items():
+                if (cursor := part.cursor()) is not None:
+                    self._open.noted[step, number] = cursor
 
     def _read(self, step: int, microbatch: int) -> StreamMicrobatch:
-        reader, before = self._reader_of(self.positions.stream_of(microbatch)), self.positions.before(step, microbatch)
-        if before is not None and self._keeps and not reader.is_before(self.positions.of(step, microbatch).start):
-            self._open.again[before] = self._find(reader, *before)
-        return self._read_from(reader, step, microbatch)
+        reader = self._reader_of(self.positions.stream_of(microbatch))
+        while True:
+            try:
+                if self._keeps and not reader.is_before(self.positions.of(step, microbatch).start):
+                    self._open.again |= self._find(reader, self.positions.leading_to(step, microbatch))
+                return self._read_from(reader, step, microbatch)
+            except RowsLostError:  # the node's data process is gone: the stream is opened again, by what is known now
+                for number, part in reader.parts.items():
+                    if isinstance(part, FedPart):
+                        self._open.cursors[number] = tuple({*self._open.cursors.get(number, ()), *part.cursors})
+                reader.forget()
 
-    def _find(self, reader: StreamReader, step: int, microbatch: int) -> int:
-        """Go to the end of a microbatch, and return its digest. A cursor that does not lead to the microbatch that is known is
-        not used: a data set that shuffles by a buffer of its own does not keep it."""
-        due, start = self._open.known.get((step, microbatch)), self.positions.of(step, microbatch).start
-        usable = [cursor for cursor in self._open.cursors.get(reader.source.stream, ()) if cursor.position <= start]
-        if due is not None and usable:
-            epochs = dict(reader.epochs)
-            with contextlib.suppress(RayparError):
-                reader.open_at(max(usable))
-                if self._read_from(reader, step, microbatch).digest == due:
-                    return due
-            reader.epochs = epochs  # what a wrong cursor has found is not where epochs begin
-        reader.forget()
+    def _find(self, reader: AnyStreamReader, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
+        """Go to the end of these microbatches, which follow one another; returns their digests. A cursor that does not lead to
+        those that are known is not used: a data set that shuffles by a buffer of its own does not keep it."""
+        if not places:
+            return {}
+        start = self.positions.of(*places[0]).start
+        known = {**self._open.digests, **self._open.known}
+        due = {place: known[place] for place in places if place in known}
+        usable: dict[int, StreamCursor] = {}
+        for number in reader.parts:
+            position = reader.position_of(number, start)
+            cursors = [cursor for cursor in self._open.cursors.get(number, ()) if cursor.position <= position]
+            usable |= {number: max(cursors)} if cursors else {}
+        if due and usable:
+            epochs = {number: dict(part.epochs) for number, part in reader.parts.items()}
+            try:
+                reader.forget()
+                for number, cursor in usable.items():
+                    reader.parts[number].open_at(cursor)
+                found = {place: self._read_from(reader, *place).digest for place in places}
+                if due.items() <= found.items():
+                    return found
+            except RowsLostError:
+                raise
+            except RayparError:
+                pass
+            for number, part in reader.parts.items():
+                part.epochs = epochs[number]  # what a wrong cursor has found is not where epochs begin
+        reader.forget(distrust_cursors=bool(due and usable))
         begun, skipped = time.perf_counter(), reader.skipped
-        found = self._read_from(reader, step, microbatch).digest
+        found = {place: self._read_from(reader, *place).digest for place in places}
         seconds, count = time.perf_counter() - begun, reader.skipped - skipped
         if seconds > TOLD_S and self._guard is not None:
-            line = _line_about_skipping(count, seconds, has_state=reader.source.keeps_place)
+            line = _line_about_skipping(count, seconds, [part.source for part in reader.parts.values()])
             self._guard.pass_on([("streams read again", line)])
         return found
 
-    def _reader_of(self, stream: int) -> StreamReader:
+    def _reader_of(self, stream: int) -> AnyStreamReader:
         """The reader of a stream, made when it is first needed."""
         reader = self._open.readers.get(stream)
         if reader is None:
-            source = StreamSource(self._spec, stream, self.positions.streams, self._seed, self._guard)
-            reader = self._open.readers[stream] = StreamReader(source, self._seed, self._spec.shuffle_window)
-            reader.epochs.update(self._open.marks.get(stream, {}))
+            if self._open.process is not None:
+                count = max(len(self.positions.batching.samples(microbatch)) for microbatch in self._own)
+                reader = FedStreamReader(self._open.process, self._spec, count, self._guard)
+            else:
+                reader = make_stream_reader(self._spec, stream, self._seed, self._guard, self._open.made)
+            self._open.readers[stream] = reader
+            for number, part in reader.parts.items():
+                part.epochs.update(self._open.marks.get(number, ()))
         return reader
 
-    def _read_from(self, reader: StreamReader, step: int, microbatch: int) -> StreamMicrobatch:
+    def _read_from(self, reader: AnyStreamReader, step: int, microbatch: int) -> StreamMicrobatch:
         positions = self.positions.of(step, microbatch)
         reader.seek(positions.start)
         found = [reader.read() for _ in positions]
@@ -266,9 +345,7 @@ class StreamLoader:
             return self._reader.read(places, at)
         except RayparError as error:
             self._queue.samples.clear()
-            stream = self.positions.stream_of(at[1])
-            error.args = (f"stream {stream} of {self.positions.streams}: {error.what}", error.cure)
-            error.what = error.args[0]
+            error.add_place(f"stream {self.positions.stream_of(at[1])} of {self.positions.streams}")
             raise
 
 
@@ -276,14 +353,21 @@ class FirstSamples(list[object]):
     """The samples of a first microbatch, as a data set."""
 
 
-def first_samples(spec: Job) -> FirstSamples:
-    """The samples of a job's first microbatch."""
-    assert spec.data.streams is not None, "the checks before a run say how many streams there are"
-    reader = StreamReader(StreamSource(spec.data, 0, spec.data.streams, spec.seed), spec.seed, spec.data.shuffle_window)
-    reader.seek(0)
-    found = FirstSamples(reader.read()[1] for _ in spec.batching.samples(0))
-    reader.close()
-    return found
+def first_samples(spec: Job, data: DataConfig | None = None) -> FirstSamples:
+    """The samples of a job's first microbatch.
+
+    `data`: that of training, which it is by default, or of validation. Forward passes over fewer samples have these repeated.
+    """
+    data = data if data is not None else spec.data
+    assert data.streams is not None, "the checks before a run say how many streams there are"
+    count, passes = len(spec.batching.samples(0)), spec.forward_passes
+    reader = make_stream_reader(data, 0, spec.seed)
+    try:
+        reader.seek(0)
+        read = [reader.read()[1] for _ in range(count if passes is None else min(count, passes.samples))]
+    finally:
+        reader.close()
+    return FirstSamples(read[index % len(read)] for index in range(count))
 
 
 def read_stream_microbatches(

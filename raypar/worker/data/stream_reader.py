@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
+from raypar.data.row_feed import RowsLostError
 from raypar.errors import DataError
 from raypar.plan.seeds import seed_of
+from raypar.worker.data.microbatch_stream_positions import EpochMark, StreamCursor
 from raypar.worker.data.sample_order import SamplePosition
-from raypar.worker.data.stream_positions import EpochMark, StreamCursor
 from raypar.worker.data.stream_source import StreamSource
 
 KEPT_EPOCHS = 256
 """Of so many epochs a reader knows where they begin."""
+
+
+@dataclass
+class PlaceSearch:
+    """How far a reader has come that reads samples only to find a place; its text says how long it will still take."""
+
+    count: int
+    """Samples to read."""
+    done: int = 0
+    """Samples that were read."""
+    begun_s: float = field(default_factory=time.monotonic)
+    """When it began."""
+
+    def __str__(self) -> str:
+        left_s = (self.count - self.done) * (time.monotonic() - self.begun_s) / max(1, self.done)
+        return f"to find its place: {self.done:,} of {self.count:,}, about {left_s:.0f} s left"
 
 
 class StreamReader:
@@ -28,6 +49,10 @@ class StreamReader:
     """Epoch -> the position of its first sample, of the epochs that were found, by this worker or by others."""
     skipped: int
     """Samples read in vain so far, to find a place."""
+    given: int
+    """Samples that the data set has given so far."""
+    seconds: float
+    """Seconds that it took over them."""
     _seed: int
     """The job's seed."""
     _window: int
@@ -47,18 +72,35 @@ class StreamReader:
 
     def __init__(self, source: StreamSource, seed: int, window: int = 0) -> None:
         self.source, self.epochs, self.skipped = source, {0: 0}, 0
+        self.given, self.seconds = 0, 0.0
         self._seed, self._window = seed, max(1, window)
         self._window_start = None
         self._position, self._epoch, self._read, self._ended, self._ahead = None, 0, 0, True, deque()
 
     def seek(self, position: int) -> None:
         """Go to a position; samples before it are read and dropped. Raises as `read` does."""
-        if self._position is None or position < self._position:
-            epoch, start = self.epoch_of(position)
-            self._open(epoch)
-            self._position = start
-        if position > self._position:
-            self._skip(position - self._position)
+        while self._position != position:
+            with contextlib.suppress(RowsLostError):
+                if self._position is None or position < self._position:
+                    epoch, start = self.epoch_of(position)
+                    self._open(epoch)
+                    self._position = start
+                if position > self._position:
+                    self._skip(position - self._position)
+
+    @property
+    def stream(self) -> int:
+        """Number of the stream."""
+        return self.source.stream
+
+    @property
+    def parts(self) -> Mapping[int, StreamReader]:
+        """Number -> the reader of a source; of a stream that is no mixture the reader itself."""
+        return {self.stream: self}
+
+    def position_of(self, number: int, position: int) -> int:
+        """The position in the source with this number; see `parts`."""
+        return position
 
     def epoch_of(self, position: int) -> EpochMark:
         """The last known epoch that begins at a position or before it."""
@@ -83,8 +125,8 @@ class StreamReader:
         self._open(cursor.epoch, cursor.number, cursor.state)
         self._position = cursor.position
 
-    def forget(self) -> None:
-        """Forget where the reader is: the next `seek` begins an epoch."""
+    def forget(self, *, distrust_cursors: bool = False) -> None:
+        """Forget where the reader is: the next `seek` begins an epoch. `distrust_cursors`: they have led to other samples."""
         self._position = None
 
     def read(self) -> tuple[SamplePosition, object]:
@@ -95,7 +137,11 @@ class StreamReader:
         assert self._position is not None, "seek comes first"
         position, self._position = self._position, None
         if not self._ahead:
-            self._fill(position)
+            try:
+                self._fill(position)
+            except RowsLostError:
+                self.seek(position)
+                return self.read()
         self._position = position + 1
         return self._ahead.popleft()
 
@@ -106,9 +152,26 @@ class StreamReader:
         self.source.close()
 
     def _skip(self, count: int) -> None:
-        for _ in range(count):
-            self.read()
-        self.skipped += count
+        search = PlaceSearch(count)  # `thread_activity` tells of it
+        while search.done < count:
+            done = self._skip_windows(count - search.done)
+            if not done:
+                self.read()
+                done = 1
+            search.done += done
+            self.skipped += done
+
+    def _skip_windows(self, most: int) -> int:
+        """Skip whole windows among so many samples, if the source can; some of them, then the next call goes on. How many."""
+        count = (self._read + most) // self._window * self._window - self._read
+        if not self.source.skips or self._ahead or self._ended or count <= 0:
+            return 0
+        assert self._position is not None, "seek comes first"
+        position, self._position = self._position, None
+        found = self.source.skip(count)
+        self._ended = not found
+        self._position, self._read = position + found, self._read + found
+        return found
 
     def _open(self, epoch: int, index: int = 0, state: str = "") -> None:
         self._ahead.clear()
@@ -139,10 +202,12 @@ class StreamReader:
         if self._window > 1:
             self._window_start = self._cursor(position)
         samples: list[object] = []
+        begun = time.perf_counter()
         while len(samples) < self._window and not self._ended:
             found = self.source.read()
             self._ended = not found
             samples += found
+        self.given, self.seconds = self.given + len(samples), self.seconds + time.perf_counter() - begun
         return samples
 
     def _note_start(self, position: int) -> None:

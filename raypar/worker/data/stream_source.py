@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
-
-import numpy
-import torch
 
 from raypar.errors import DataError, RayparError, UserCodeError, with_article
 from raypar.job import DataConfig
 from raypar.plan.seeds import seed_of
 from raypar.torch_compat.worker_info import seen_as_worker
-from raypar.user_code.user_code_errors import error_text, reraise_ctrl_c
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import error_text
 from raypar.worker.data.user_dataset import is_stream, make_dataset
+from raypar.worker.process.seed_generators import seed_host_generators
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 
 
@@ -33,6 +32,17 @@ _in_use: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary(
 """Data sets of this process that streams have read: each stream needs one of its own, which keeps where it is."""
 _without_weak_references: deque[object] = deque(maxlen=256)
 """The last of them that cannot be referred to weakly: iterators of Python's own types."""
+
+
+@dataclass
+class MadeDatasets:
+    """What is known of the data sets that a job's function makes, for all its streams in this process."""
+
+    are_iterators: bool = False
+    """Whether it returns iterators: then it is called for each stream and epoch, as that worker. Other data sets are made once
+    for each stream and divide themselves when they are read, as those of a `DataLoader`, which are made before its workers."""
+    original: IterableDataset | None = None
+    """A data set of `datasets`, which is copied for each stream: it takes long to make, and little to copy."""
 
 
 class StreamSource:
@@ -54,6 +64,8 @@ class StreamSource:
     """The job's seed."""
     _guard: TorchStateGuard | None
     """Restores process state that the data set leaves changed."""
+    _made: MadeDatasets
+    """What all streams know of the data sets that the function makes."""
     _dataset: IterableDataset | None
     """The data set; None before the first epoch. One that is an iterator itself is made anew for each epoch."""
     _iterator: Iterator[object] | None
@@ -74,11 +86,12 @@ class StreamSource:
         guard: TorchStateGuard | None = None,
         *,
         seeded_as: int | None = None,
+        made: MadeDatasets | None = None,
     ) -> None:
         self.stream, self.streams, self._seeded_as = stream, streams, stream if seeded_as is None else seeded_as
         self._spec, self._seed, self._guard = spec, seed, guard
         self._dataset, self._iterator, self._epoch, self._index = None, None, -1, 0
-        self._seeds_samples = True
+        self._seeds_samples, self._made = True, made or MadeDatasets()
 
     def begin(self, epoch: int, index: int = 0, state: str = "") -> None:
         """Open an epoch at its first sample, or at sample `index`, for which the data set's state is given (`state`).
@@ -91,7 +104,7 @@ class StreamSource:
         self._seeds_samples = not getattr(self._dataset, "raypar_thread_safe", False)
         here = seed_of(self._seed, "stream", epoch, self._seeded_as)
         self._epoch, self._index = epoch, index
-        _seed_generators(here)
+        seed_host_generators(here)
         try:
             with seen_as_worker(self.stream, self.streams, here, self._dataset):
                 if hasattr(self._dataset, "set_epoch"):
@@ -111,7 +124,7 @@ class StreamSource:
         assert self._iterator is not None, "no epoch is open"
         here = seed_of(self._seed, "stream", self._epoch, self._seeded_as, self._index)
         if self._seeds_samples:
-            _seed_generators(here)
+            seed_host_generators(here)
         iterator, self._iterator = self._iterator, None  # a generator that has raised is over
         try:
             with seen_as_worker(self.stream, self.streams, here, self._dataset):
@@ -129,9 +142,37 @@ class StreamSource:
         return (sample,)
 
     @property
+    def skips(self) -> bool:
+        """Whether samples of the epoch under way can be skipped without being read."""
+        return hasattr(self._iterator, "raypar_skip")
+
+    def skip(self, count: int) -> int:
+        """Skip up to `count` samples; how many, 0 if the epoch has ended. Raises `RowsLostError`, `UserCodeError`."""
+        iterator, self._iterator = self._iterator, None
+        try:
+            found: int = iterator.raypar_skip(count)  # type: ignore[union-attr]
+        except RayparError:
+            raise
+        except BaseException as error:  # some classes of libraries are no Exception
+            raise self._raised(error, f"sample {self._index} (epoch {self._epoch})") from error
+        self._iterator = iterator
+        self._index += found
+        return found
+
+    @property
     def keeps_place(self) -> bool:
         """Whether the data set tells its state, and can begin with it."""
         return all(hasattr(self._dataset, name) for name in ("state_dict", "load_state_dict"))
+
+    @property
+    def why_places_are_read_for(self) -> str:
+        """Why a place in the stream is found by reading samples, and the cure: in the data set's own words, if it has some."""
+        own = getattr(self._dataset, "raypar_why_places_are_read_for", None)
+        if isinstance(own, str):
+            return own
+        why = "the data set's state_dict did not lead there" if self.keeps_place else "the data set has no state_dict"
+        cure = "give the data set state_dict and load_state_dict that lead to the next sample (with a buffer of its own in it)"
+        return f"{why}\n  cure: {cure}"
 
     def state(self) -> str:
         """The data set's state as JSON, for `begin`; empty if it has none, or one that JSON does not keep."""
@@ -147,11 +188,23 @@ class StreamSource:
 
     def close(self) -> None:
         """Let go of the data set: generators close their files."""
+        if (close := getattr(self._dataset, "raypar_close", None)) is not None:
+            close()
         self._iterator, self._dataset, self._epoch = None, None, -1
 
     def _make(self) -> IterableDataset:
         """A data set that no other stream reads. Raises `DataError` for one that cannot be had twice."""
-        made: IterableDataset = make_dataset(self._spec)
+        if self._made.original is not None:
+            return copy.deepcopy(self._made.original)
+        here = seed_of(self._seed, "stream")  # the same for all streams: they divide what is made here
+        seed_host_generators(here)
+        made: IterableDataset | None = None if self._made.are_iterators else make_dataset(self._spec)
+        self._made.are_iterators = made is None or hasattr(made, "__next__")
+        if self._made.are_iterators:
+            seed_host_generators(here)
+            with seen_as_worker(self.stream, self.streams, here, None):
+                made = make_dataset(self._spec)
+        assert made is not None
         if not is_stream(made):
             raise DataError(
                 f"data set {self._spec.label} is {with_article(type(made).__name__)}, which is read by sample id, and not as "
@@ -173,6 +226,8 @@ class StreamSource:
                     f"data set {self._spec.label} is one object for all streams, and cannot be copied: {error_text(error)}",
                     cure="give a function or class that makes a new one at each call",
                 ) from error
+        if type(made).__module__.partition(".")[0] == "datasets":
+            self._made.original = copy.deepcopy(made)
         try:
             _in_use[id(made)] = made
         except TypeError:
@@ -186,11 +241,3 @@ class StreamSource:
             f"the data set raised {error_text(error)}\n{traceback.format_exc()}",
             cure="read the data set by itself: for sample in data(): ...; its worker is torch.utils.data.get_worker_info()",
         )
-
-
-def _seed_generators(seed: int) -> None:
-    """Seed the generators of python, numpy and torch (on the CPU alone: `torch.manual_seed` visits every kind of device)."""
-    here = seed % 2**32
-    random.seed(here)
-    numpy.random.seed(here)
-    torch.default_generator.manual_seed(here)

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from raypar.errors import ConfigError, UserCodeError, with_article
 from raypar.job import MetricConfig
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.data.sample_reader import TARGET_NAMES
+from raypar.worker.metrics.all_predictions import PredictionsMetric
 
 State = Mapping[str, object]
-"""What a metric has measured of one microbatch: values that can be pickled, their tensors in host memory."""
+"""What a metric has measured of one microbatch."""
 Batch = Mapping[str, Tensor]
 """The fields of one microbatch, collated."""
 MOST_VALUES = 100
@@ -32,12 +34,25 @@ class Metric(Protocol):
     """Its name among the job's metrics."""
     needs_batch: bool
     """Whether it reads other fields of the batch than the target."""
+    in_training: bool
+    """Whether it measures steps of training too."""
+    part: str | None
+    """The part of the model's output that it gets, as `logits`; None: all of it."""
 
     def measure(self, output: object, batch: Batch, target: Tensor) -> State:
         """The state after this one microbatch. Raises what the user's code raises, and `UserCodeError` for what it returns."""
 
-    def compute(self, states: Sequence[State]) -> object:
-        """The value that the states of microbatches, in their order, make; likewise."""
+    merges_by_user: bool
+    """Whether `merge` runs code of the user's."""
+
+    def merge(self, before: State, state: State) -> State:
+        """The state after the microbatches of `before` and one more. Both are used up. Raises likewise."""
+
+    def pack(self, states: Sequence[State]) -> list[State]:
+        """The states as values that can be pickled, their tensors in host memory."""
+
+    def compute(self, state: State) -> object:
+        """The value that the state after all microbatches, packed or not, makes. It is used up. Raises likewise."""
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------------
@@ -50,8 +65,8 @@ class FunctionMetric:
     contract). The value of (sum, count) is sum / count, NaN where nothing counts.
     """
 
-    def __init__(self, name: str, function: Callable[..., object]) -> None:
-        self.name = name
+    def __init__(self, name: str, function: Callable[..., object], part: str | None = None) -> None:
+        self.name, self.part = name, part
         self.needs_batch = not _takes_target(function)
         self._function = function
 
@@ -61,40 +76,63 @@ class FunctionMetric:
         parts = found if isinstance(found, tuple) and len(found) == 2 else (found,)
         return {"parts": tuple(self._summand(part) for part in parts)}
 
+    merges_by_user = False
+    in_training = True
+
+    def merge(self, before: State, state: State) -> State:
+        """See `Metric`."""
+        totals, parts = self.parts(before), self.parts(state)
+        if [part.shape for part in parts] != [total.shape for total in totals]:
+            shapes = (" and ".join(str(list(part.shape)) for part in those) for those in (totals, parts))
+            raise UserCodeError(
+                f"metric {self.name!r} returned {next(shapes)} for one microbatch and {next(shapes)} for another",
+                cure="return numbers of the same shape for every microbatch, whatever its size",
+            )
+        return {"parts": tuple(a + b.to(a.device) for a, b in zip(totals, parts, strict=True))}
+
+    def pack(self, states: Sequence[State]) -> list[State]:
+        """See `Metric`. What lies on a device comes as one copy for each dtype, so that it is waited for once."""
+        host = iter(_in_one_copy([part for state in states for part in self.parts(state)]))
+        return [{"parts": tuple(next(host) for _ in self.parts(state))} for state in states]
+
     @staticmethod
     def parts(state: State) -> tuple[Tensor, ...]:
         """What a state adds: (sum, count), or one tensor."""
         return cast("tuple[Tensor, ...]", state["parts"])
 
-    def compute(self, states: Sequence[State]) -> object:
+    def compute(self, state: State) -> object:
         """See `Metric`."""
-        totals: list[Tensor] = []
-        for parts in map(self.parts, states):
-            if totals and [part.shape for part in parts] != [total.shape for total in totals]:
-                shapes = (" and ".join(str(list(part.shape)) for part in those) for those in (totals, parts))
-                raise UserCodeError(
-                    f"metric {self.name!r} returned {next(shapes)} for one microbatch and {next(shapes)} for another",
-                    cure="return numbers of the same shape for every microbatch, whatever its size",
-                )
-            totals = [a + b for a, b in zip(totals, parts, strict=True)] if totals else list(parts)
-        if len(totals) == 1:
-            return totals[0]
-        total, count = (each.double() for each in totals)
-        return torch.where(count == 0, math.nan, total / count)
+        total, *count = self.parts(*self.pack([state]))
+        if not count:
+            return total
+        return torch.where(count[0] == 0, math.nan, total.double() / count[0].double())
 
     def _summand(self, value: object) -> Tensor:
-        """What is added up: a tensor in host memory, float64 or int64. Raises `UserCodeError` for what is no number."""
+        """What is added up: a tensor, float64 or int64, where the value lies: nothing waits for a device. Raises
+        `UserCodeError` for what is no number."""
         if isinstance(value, Real):
             return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
         if isinstance(value, Tensor) and not value.is_complex() and value.numel() <= MOST_VALUES:
-            value = value.detach().cpu()
-            return value.double() if value.is_floating_point() else value.long()
+            value = value.detach()
+            return _without_more_memory(value.double() if value.is_floating_point() else value.long())
         given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else with_article(type(value).__name__)
         raise UserCodeError(
             f"metric {self.name!r} returned {given}",
             cure=f"return (sum, count), or one tensor that adds up over microbatches, of at most {MOST_VALUES} numbers; or "
             "give an object with update, compute, reset and merge_state",
         )
+
+
+def _in_one_copy(parts: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, of float64 or int64, in host memory."""
+    host = list(parts)
+    for dtype in (torch.float64, torch.int64):
+        places = [place for place, part in enumerate(parts) if part.device.type != "cpu" and part.dtype == dtype]
+        if places:
+            copied = torch.cat([parts[place].reshape(-1) for place in places]).cpu()
+            for place, numbers in zip(places, copied.split([parts[place].numel() for place in places]), strict=True):
+                host[place] = numbers.view(parts[place].shape)
+    return host
 
 
 def _takes_target(function: Callable[..., object]) -> bool:
@@ -142,6 +180,10 @@ def _is_of_torchmetrics(one: object) -> bool:
     return all(hasattr(one, name) for name in ("_defaults", "_update_count", "_reduce_states"))
 
 
+_OBJECT = "object that took the microbatch"
+"""The only entry of a state that is the object itself, as long as its worker keeps it."""
+
+
 class ObjectMetric:
     """An object with `update(output, target)`, `compute` and `reset`. Each microbatch is taken by a copy of its own.
 
@@ -150,10 +192,11 @@ class ObjectMetric:
     """
 
     needs_batch = False
+    in_training = True
 
-    def __init__(self, name: str, made: MetricObject) -> None:
+    def __init__(self, name: str, made: MetricObject, part: str | None = None) -> None:
         """Raises `ConfigError` for an object whose states cannot be merged."""
-        self.name = name
+        self.name, self.part = name, part
         self._reset = copy.deepcopy(made)
         self._reset.reset()
         if not _is_of_torchmetrics(made) and not (hasattr(made, "merge_state") and hasattr(made, "__dict__")):
@@ -163,6 +206,9 @@ class ObjectMetric:
                 cure="give it a method merge_state(other) that adds the state of another one, or give a function that returns "
                 "(sum, count)",
             )
+        self._of_library = [self.new(), self.new()] if _is_of_torchmetrics(made) else []
+
+    merges_by_user = True
 
     def measure(self, output: object, batch: Batch, target: Tensor) -> State:
         """See `Metric`."""
@@ -170,45 +216,77 @@ class ObjectMetric:
         if target.device.type != "cpu" and hasattr(one, "to"):
             one = one.to(target.device)
         one.update(output, target)
-        if _is_of_torchmetrics(one):
-            of_library = cast("TorchmetricsObject", one)
-            names = (*of_library._defaults, "_update_count")
-            return {name: _in_host_memory(getattr(one, name)) for name in names}
-        return {name: _in_host_memory(value) for name, value in vars(one).items()}
+        if self._of_library:
+            (state,) = self.pack([self._state_of_library(cast("TorchmetricsObject", one))])
+            return state
+        state = {_OBJECT: one}
+        return state if target.device.type == "cpu" else self.pack([state])[0]
 
-    def compute(self, states: Sequence[State]) -> object:
+    def merge(self, before: State, state: State) -> State:
         """See `Metric`."""
-        merged, *others = (self._with_state(state) for state in states)
-        for later in others:
-            if _is_of_torchmetrics(merged):
-                merged = _reduce(cast("TorchmetricsObject", merged), cast("TorchmetricsObject", later))
-            else:
-                cast("MergeableObject", merged).merge_state(later)
-        return merged.compute()
+        if not self._of_library:
+            first, later = self._with_state(before), self._with_state(state)
+            cast("MergeableObject", first).merge_state(later)
+            return {_OBJECT: first}
+        # All that a microbatch leaves in an object of torchmetrics are its states, so the same two objects serve every merge.
+        for one, found in zip(self._of_library, (before, state), strict=True):
+            _set_state(one, found)
+        one, later_one = cast("list[TorchmetricsObject]", self._of_library)
+        _reduce(one, later_one)
+        return self._state_of_library(later_one)
+
+    def pack(self, states: Sequence[State]) -> list[State]:
+        """See `Metric`. What each copy shares with the others, such as functions, stays here."""
+        shared = vars(self._reset) if hasattr(self._reset, "__dict__") else {}
+        return [
+            {n: _in_host_memory(value) for n, value in vars(state[_OBJECT]).items() if value is not shared.get(n, _OBJECT)}
+            if _OBJECT in state
+            else {n: _in_host_memory(value) for n, value in state.items()}
+            for state in states
+        ]
+
+    def compute(self, state: State) -> object:
+        """See `Metric`."""
+        return self._with_state(state).compute()
+
+    @staticmethod
+    def _state_of_library(one: TorchmetricsObject) -> State:
+        return {name: getattr(one, name) for name in (*one._defaults, "_update_count")}
 
     def new(self) -> MetricObject:
         """A copy that has taken nothing."""
         return copy.deepcopy(self._reset)
 
     def _with_state(self, state: State) -> MetricObject:
+        """The object that has taken the microbatch: itself, or of what it has sent."""
+        if _OBJECT in state:
+            return cast("MetricObject", state[_OBJECT])
         one = self.new()
-        for name, value in state.items():
-            setattr(one, name, value)
+        _set_state(one, state)
         return one
 
 
-def _reduce(first: TorchmetricsObject, later: TorchmetricsObject) -> TorchmetricsObject:
-    """The object of both. Of lists, what comes in is put before what is there."""
+def _set_state(one: MetricObject, state: State) -> None:
+    for name, value in state.items():
+        setattr(one, name, value)
+
+
+def _reduce(first: TorchmetricsObject, later: TorchmetricsObject) -> None:
+    """Make `later` the object of both. Of lists, what comes in is put before what is there."""
     later._update_count += first._update_count  # by which a state that is a mean is divided
     later._reduce_states({name: getattr(first, name) for name in first._defaults})
-    return later
+
+
+def _without_more_memory(tensor: Tensor) -> Tensor:
+    """The tensor, in memory of its own: a view would keep, and be pickled with, all that it is of."""
+    own = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
+    return tensor if own else tensor.contiguous().clone()
 
 
 def _in_host_memory(value: object) -> object:
-    """The value with its tensors in host memory, each in memory of its own: a view would be pickled with all that it is of."""
+    """The value with its tensors in host memory, each in memory of its own."""
     if isinstance(value, Tensor):
-        here = value.detach().cpu()
-        return here if here.untyped_storage().nbytes() == here.nbytes and here.is_contiguous() else here.contiguous().clone()
+        return _without_more_memory(value.detach().cpu())
     if type(value) in (list, tuple):
         parts = [_in_host_memory(each) for each in cast("Sequence[object]", value)]
         return parts if isinstance(value, list) else tuple(parts)
@@ -228,6 +306,14 @@ def make_metrics(configs: Mapping[str, MetricConfig]) -> dict[str, Metric]:
 def make_metric(name: str, ref: MetricConfig) -> Metric:
     """The metric that a function, a class, or a function that makes an object stands for. Raises `ConfigError`."""
     given = ref.resolve()
+    if ref.of == "all":
+        return PredictionsMetric(
+            name,
+            ref.partial(),
+            part=ref.output,
+            preprocess=ref.preprocess_logits.partial() if ref.preprocess_logits is not None else None,
+            limit_bytes=ref.limit_mib << 20,
+        )
     if isinstance(given, type) or _makes_object(given, ref.args):
         try:
             made = ref.call(f"metrics.{name}.args")
@@ -242,14 +328,34 @@ def make_metric(name: str, ref: MetricConfig) -> Metric:
     else:
         made = ref.partial()
     if all(callable(getattr(made, method, None)) for method in ("update", "compute", "reset")):
-        return ObjectMetric(name, cast("MetricObject", made))
+        return ObjectMetric(name, cast("MetricObject", made), ref.output)
     if not callable(made):
         raise ConfigError(
             f"metric {name!r} is {with_article(type(made).__name__)}",
             cure="give a function of (output, batch) or (output, target), or an object with update, compute, reset and "
             "merge_state",
         )
-    return FunctionMetric(name, made)
+    return FunctionMetric(name, made, ref.output)
+
+
+def part_of_output(metric: Metric, output: object) -> object:
+    """What a metric gets of the model's output. Raises `UserCodeError` for an output without its part."""
+    found = output
+    for name in metric.part.split(".") if metric.part is not None else ():
+        if isinstance(found, Mapping) and name in found:
+            found = found[name]
+        elif isinstance(found, (tuple, list)) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif not isinstance(found, Tensor) and hasattr(found, name):
+            found = getattr(found, name)
+        else:
+            has = f" with {', '.join(map(str, found))}" if isinstance(found, Mapping) else ""
+            raise UserCodeError(
+                f"metric {metric.name!r} measures {metric.part!r} of the model's output, which is "
+                f"{with_article(type(output).__name__)}{has}",
+                cure=f"set metrics.{metric.name}.output to a name that it has, or leave it out: then the metric gets all of it",
+            )
+    return found
 
 
 def _makes_object(function: Callable[..., object], args: Mapping[str, object]) -> bool:

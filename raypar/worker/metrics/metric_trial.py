@@ -6,21 +6,26 @@ another value than one object that takes the microbatches one after the other.
 
 from __future__ import annotations
 
+import functools
 import math
+import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from raypar.errors import ConfigError
+from raypar.errors import ConfigError, UserCodeError
+from raypar.files.printable_text import shorten
 from raypar.job import Job, ValidationConfig
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.check_loss import move_half_to_target
+from raypar.worker.metrics.all_predictions import PredictionsMetric
 from raypar.worker.metrics.metric import Batch, FunctionMetric, Metric, ObjectMetric, State, values_by_name
 from raypar.worker.plain_microbatches import MICROBATCHES, NotCompared, refuse_large_models, with_few_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -39,6 +44,7 @@ class _Recorded:
 
     def __init__(self, metric: Metric) -> None:
         self.metric, self.name, self.needs_batch = metric, metric.name, metric.needs_batch
+        self.part, self.in_training = metric.part, metric.in_training
         self.given: list[_Measured] = []
         self.states: list[State] = []
 
@@ -47,12 +53,21 @@ class _Recorded:
         self.states.append(self.metric.measure(output, batch, target))
         return self.states[-1]
 
-    def compute(self, states: Sequence[State]) -> object:
-        return 0.0  # merging is tried afterwards
+    merges_by_user = False
+
+    def merge(self, before: State, state: State) -> State:
+        return before  # merging is tried afterwards
+
+    def pack(self, states: Sequence[State]) -> list[State]:
+        return self.metric.pack(states)
+
+    def compute(self, state: State) -> object:
+        return 0.0
 
 
-def try_metrics(spec: Job, graph: Graph, samples: int) -> tuple[str, ...]:
-    """Lines for the user about metrics that are not exact, or could not be tried. `samples`: of a validation, or of an epoch.
+def try_metrics(spec: Job, graph: Graph, validation: Mapping[str, int], samples: int) -> tuple[str, ...]:
+    """Lines for the user about metrics that are not exact, or could not be tried. `validation`: validation set -> number of its
+    samples; `samples`: number of samples of training that there are at least.
 
     Raises `ConfigError` for a metric that would give another value than one process with one object, and what metrics raise.
     """
@@ -67,17 +82,19 @@ def try_metrics(spec: Job, graph: Graph, samples: int) -> tuple[str, ...]:
         )
     with preserve_random_state(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first validation shows them
-        recorded = _record(spec, graph, samples)
-        lines = [_check(one, exact=spec.metrics[name].exact) for name, one in recorded.items()]
+        recorded, counts = _record(spec, graph, next(iter(validation.values()), samples)), spec.samples_of_metrics(validation)
+        lines = [_check(one, counts[name], exact=spec.metrics[name].exact) for name, one in recorded.items()]
     return tuple(line for line in lines if line is not None)
 
 
 def _record(spec: Job, graph: Graph, samples: int) -> dict[str, _Recorded]:
-    """Each metric with what it was given of at most `MICROBATCHES` microbatches, and measured."""
+    """Each metric with what it was given of at most `MICROBATCHES` microbatches, and measured; of the first validation set, or
+    of training. `samples`: those of it."""
     size, data = -(-spec.batch_size // spec.microbatches), spec.training_data
     keys = [name for name in ValidationConfig.model_fields if name in type(data).model_fields]
-    tried = spec.validation or ValidationConfig.model_construct(**{name: getattr(data, name) for name in keys})
-    tried = tried.replace(samples=min(samples, MICROBATCHES * size), processes=0)
+    first = next(iter(spec.validation_sets.values()), data)
+    given = {name: getattr(first, name) for name in keys}
+    tried = ValidationConfig.model_construct(**given, samples=min(samples, MICROBATCHES * size)).replace(processes=0)
     few = with_few_microbatches(spec, 1).replace(batch_size=size, validation=tried, metrics=spec.metrics)
     with OneProcessRun(few, ParallelPlan.mesh(layers=len(graph.layers)), "1f1b", graph=graph) as run:
         measuring = run.cores[0].stages[0].metrics
@@ -88,10 +105,14 @@ def _record(spec: Job, graph: Graph, samples: int) -> dict[str, _Recorded]:
     return recorded
 
 
-def _check(one: _Recorded, *, exact: bool) -> str | None:
-    """A line for the user, if there is something to be said. Raises `ConfigError`."""
+def _check(one: _Recorded, samples: int, *, exact: bool) -> str | None:
+    """A line for the user, if there is something to be said. Raises `ConfigError`. `samples`: those that it measures in a
+    validation."""
     metric = one.metric
+    if isinstance(metric, PredictionsMetric):
+        return _call_with_few_predictions(metric, one.states, samples)
     if isinstance(metric, FunctionMetric):
+        _refuse_two_values(metric.name, lambda: [_numbers(part) for part in metric.parts(metric.measure(*one.given[0]))])
         for given in one.given:
             _refuse_means(metric, given)
     if isinstance(metric, ObjectMetric):
@@ -127,8 +148,57 @@ def _refuse_means(metric: FunctionMetric, given: _Measured) -> None:
             )
 
 
+def _refuse_two_values(name: str, call: Callable[[], object]) -> None:
+    """Raises `ConfigError` if a function, called twice in the same way, returns two values."""
+    found = []
+    for _ in range(2):
+        with preserve_random_state():  # both calls begin with the same state of the generators
+            found.append(call())
+    if repr(found[0]) != repr(found[1]):  # NaN is as NaN
+        raise ConfigError(
+            f"metric {name!r}, called twice with the same output under the same seed, returned {shorten(found[0])} and "
+            f"{shorten(found[1])}",
+            cure="let it depend on what it is given and the seeded generators of python, numpy and torch alone: no generator "
+            "of its own, no counter, no clock",
+        )
+
+
 def _numbers(part: Tensor) -> list[float]:
     return [float(number) for number in part.reshape(-1)]
+
+
+# -- of all predictions ------------------------------------------------------------------------------------------------------
+
+_OF_CODE = (TypeError, AttributeError, NameError, ImportError, LookupError)
+"""Errors that a function raises for any number of samples."""
+
+
+def _call_with_few_predictions(metric: PredictionsMetric, states: Sequence[State], samples: int) -> str | None:
+    """A line for the user, if the function raised what may be because it got few samples. Raises `ConfigError`."""
+    try:
+        metric.refuse_too_many(states[0], samples)
+        few = pickle.dumps(metric.pack(states))
+
+        def compute() -> dict[str, float]:
+            return values_by_name(metric.name, metric.compute(functools.reduce(metric.merge, pickle.loads(few))))
+
+        _refuse_two_values(metric.name, compute)
+    except ConfigError:
+        raise
+    except UserCodeError as error:
+        raise ConfigError(error.what, error.cure) from error
+    except _OF_CODE as error:
+        raise ConfigError(
+            f"metric {metric.name!r} raised {error_text(error)}",
+            cure="it is called with one object that has predictions and label_ids, arrays of NumPy, and returns a dict",
+        ) from error
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        return (
+            f"metric {metric.name!r} raised {error_text(error)} for the predictions of the first microbatches; whether it does "
+            "so for those of all samples the first validation says"
+        )
+    return None
 
 
 # -- objects -----------------------------------------------------------------------------------------------------------------
@@ -142,7 +212,8 @@ def _compare_with_one_object(metric: ObjectMetric, one: _Recorded, *, exact: boo
     wanted = values_by_name(metric.name, in_order.compute())
     count = len(one.states)
     try:
-        merged = values_by_name(metric.name, metric.compute(one.states))
+        sent: list[State] = pickle.loads(pickle.dumps(metric.pack(one.states)))  # as if each came from another worker
+        merged = values_by_name(metric.name, metric.compute(functools.reduce(metric.merge, sent)))
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)
         raise ConfigError(

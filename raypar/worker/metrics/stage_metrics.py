@@ -10,29 +10,100 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from raypar.comm.transport import Handle, Routine, RoutineWait, Transport
+from raypar.comm.routine import Routine, RoutineWait
+from raypar.comm.transport import Handle, Transport
 from raypar.errors import RayparError, UserCodeError
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.build_shard_modules import gather_outputs
 from raypar.plan.seeds import seed_of
-from raypar.plan.wording import after_steps
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.metrics.metric import Batch, Metric, State, values_by_name
+from raypar.plan.wording import after_steps, count_noun
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
+from raypar.worker.metrics.all_predictions import PredictionsMetric
+from raypar.worker.metrics.metric import Batch, Metric, State, part_of_output, values_by_name
+from raypar.worker.prediction import Prediction
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import PassContext
-from raypar.worker.stage.stage_coordinate import StageCoordinate
+from raypar.worker.stage.layer_tensors import require_value
+from raypar.worker.stage.stage_coordinate_in_errors import StageCoordinate
 from raypar.worker.stage.stage_shard import StageShard
-from raypar.worker.stage.stage_tensors import require_value
 from raypar.worker.step.message_tags import metrics_tag
 
-States = dict[int, dict[str, State]]
-"""Microbatch -> metric -> its state after that microbatch."""
+K = TypeVar("K")
+
+States = dict[tuple[str, int], dict[str, State]]
+"""(validation set, its microbatch) -> metric -> its state after that microbatch. In training the name of the set is empty, as
+it is where there is one."""
+
+
+class MergedStates:
+    """The states of a job's metrics after the first microbatches, merged in their order."""
+
+    metrics: Mapping[str, Metric]
+    """Name -> metric."""
+    count: int
+    """How many microbatches were added."""
+    states: dict[str, State]
+    """Name -> state; empty as long as none was added."""
+
+    def __init__(
+        self, metrics: Mapping[str, Metric], *, seed: int, seed_generators: Callable[[int], None], guard: TorchStateGuard
+    ) -> None:
+        """`seed`: the job's."""
+        self.metrics, self.count, self.states = metrics, 0, {}
+        self._seed, self._seed_generators, self._guard = seed, seed_generators, guard
+
+    def begin(self) -> None:
+        """Forget all."""
+        self.count, self.states = 0, {}
+
+    def add(self, found: Mapping[str, State]) -> None:
+        """Merge the states after the next microbatch. Raises `UserCodeError`."""
+        if not self.count:
+            self.states, self.count = dict(found), 1
+            return
+        for name, state in found.items():
+            metric = self.metrics[name]
+            if not metric.merges_by_user:
+                self.states[name] = metric.merge(self.states[name], state)
+                continue
+            self._seed_generators(seed_of(self._seed, "metric", name, "merge", self.count))
+            with torch.no_grad(), self._user_code(name):
+                self.states[name] = metric.merge(self.states[name], state)
+        self.count += 1
+
+    def values(self) -> dict[str, float]:
+        """Name -> value; nothing where no microbatch was added. The states are used up. Raises `UserCodeError`."""
+        found: dict[str, float] = {}
+        for name, state in self.states.items():
+            self._seed_generators(seed_of(self._seed, "metric", name))
+            with torch.no_grad(), self._user_code(name):
+                found |= values_by_name(name, self.metrics[name].compute(state))
+        self.begin()
+        return found
+
+    @contextmanager
+    def _user_code(self, name: str) -> Iterator[None]:
+        """Run a metric's code that merges or computes inside. Raises `UserCodeError`."""
+        try:
+            yield
+        except RayparError:
+            raise
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
+            raise UserCodeError(
+                f"metric {name!r} raised {error_text(error)}, when it had measured "
+                f"{count_noun(self.count, 'microbatch', 'microbatches')}\n{traceback.format_exc()}",
+                cure="this is an error of the metric's merge_state or compute, or of what they call",
+            ) from error
+        self._guard.check(f"metric {name!r}", evaluating=True)
 
 
 class StageMetrics:
@@ -41,7 +112,7 @@ class StageMetrics:
     metrics: dict[str, Metric]
     """Name -> metric."""
     states: States
-    """What was measured of this worker's microbatches in the pass under way."""
+    """What was measured of this worker's microbatches in the pass under way, and is not merged yet."""
 
     def __init__(
         self,
@@ -55,17 +126,29 @@ class StageMetrics:
         guard: TorchStateGuard,
         seed_generators: Callable[[int], None],
         every: int = 0,
+        merges: bool = True,
+        of_sets: Mapping[str, Collection[str]] | None = None,
+        samples: Mapping[str, int] | None = None,
     ) -> None:
         """`target`: the name of the target, as the loss's; `shard`: which shard of the stage this is. The first measures.
-        `every`: every how many steps of training."""
-        self.metrics, self.states, self._gathered = dict(metrics), {}, States()
+        `every`: every how many steps of training; `merges`: whether states are merged, not kept by microbatch; `of_sets`:
+        validation set -> its metrics; of one that is not named, all; `samples`: metric -> number of samples that it
+        measures in a validation, over all sets and workers."""
+        self.metrics, self.states, self._of_sets = dict(metrics), {}, dict(of_sets or {})
+        self._merged = {
+            name: MergedStates(self.metrics, seed=seed, seed_generators=seed_generators, guard=guard)
+            for name in dict.fromkeys(["", *self._of_sets])
+        }
+        self._samples = dict(samples or {})
         self._graph, self._target, self._seed = graph, target, seed
         self._coordinate, self._shard, self._guard = coordinate, shard, guard
-        self._seed_generators, self._every = seed_generators, every
+        self._seed_generators, self._every, self._merges = seed_generators, every, merges
 
     def begin(self) -> None:
         """Begin a step or a validation: forget what one that was broken off has left."""
-        self.states, self._gathered = {}, {}
+        self.states = {}
+        for merged in self._merged.values():
+            merged.begin()
 
     def are_due(self, step: int) -> bool:
         """Whether a step of training, from 0, is measured."""
@@ -86,28 +169,41 @@ class StageMetrics:
         output = read[0] if rebuild is None else rebuild(*read)
         given = [*read, *batch.values()]
         versions = [tensor._version for tensor in given]
-        found = self.states[microbatch] = {}
+        found = self.states[forward_pass.data_set, microbatch] = {}
+        measured = self.metrics if forward_pass.training else self._of_sets.get(forward_pass.data_set, self.metrics)
         for name, metric in self.metrics.items():
+            if name not in measured or (forward_pass.training and not metric.in_training):
+                continue
             with self._user_code(name, forward_pass):
-                found[name] = metric.measure(output, batch, target)
+                found[name] = metric.measure(part_of_output(metric, output), batch, target)
+                if isinstance(metric, PredictionsMetric):
+                    metric.refuse_too_many(found[name], self._samples.get(name, 0))
             if [tensor._version for tensor in given] != versions:
                 raise UserCodeError(
                     f"metric {name!r} writes into the output or the batch, "
-                    f"{self._coordinate.describe(forward_pass.step, microbatch)}",
+                    f"{self._coordinate.describe(forward_pass.step, microbatch, forward_pass.data_set)}",
                     cure="compute with new tensors (no in-place operations), or clone them first",
                 )
+        if self._merges:
+            self._merge()
+
+    def _merge(self) -> None:
+        """Merge what follows the first microbatches of a set without a gap. Raises `UserCodeError`."""
+        for of_set, merged in self._merged.items():
+            while (following := self.states.pop((of_set, merged.count), None)) is not None:
+                merged.add(following)
 
     def gather(self, step: int, stage: int, ranks: Sequence[int], transport: Transport) -> Routine[None]:
         """Bring the states of all microbatches to the first of `ranks`, the workers that measure, for `compute`.
 
         `step`: number of steps that are done; `stage`: the last stage. One message from each other worker, in host memory.
         """
-        root, states, tag = ranks[0], self.states, metrics_tag(step, stage)
-        self.states = {}
+        root, tag = ranks[0], metrics_tag(step, stage)
         if transport.rank not in ranks:
             return
         if transport.rank != root:
-            sent = transport.send(_pack(states), to=root, tag=tag)
+            sent = transport.send(self._pack(), to=root, tag=tag)
+            self.begin()
             if not sent.done():
                 yield RoutineWait(sent, "the states of metrics to be taken")
             return
@@ -115,48 +211,54 @@ class StageMetrics:
         for rank, handle in awaited:
             if not handle.done():
                 yield RoutineWait(handle, f"the states of metrics of rank {rank} {after_steps(step)}")
-            states |= pickle.loads(handle.tensor().numpy().tobytes())
-        self._gathered = states
+            merged, states = pickle.loads(handle.tensor().numpy().tobytes())
+            self.states |= states
+            for of_set, (count, of_first) in merged.items():  # the microbatches from the first on are one worker's
+                self._merged[of_set].count, self._merged[of_set].states = count, of_first
 
     def compute(self) -> dict[str, float]:
-        """Name -> value, of the gathered states of all microbatches, merged in their order; empty on workers that have none.
+        """Name -> value, of the gathered states of all microbatches, merged in their order; of several validation sets
+        `SET/NAME`. Empty on workers that have none, and where states are kept by microbatch.
 
         Raises `UserCodeError`.
         """
-        states, self._gathered = self._gathered, {}
+        if not self._merges:
+            return {}
+        self._merge()
+        assert not self.states, "each microbatch of the pass was measured by somebody"
         found: dict[str, float] = {}
-        for name, metric in self.metrics.items() if states else ():
-            self._seed_generators(seed_of(self._seed, "metric", name))
-            with torch.no_grad():
-                try:
-                    found |= values_by_name(name, metric.compute([states[m][name] for m in sorted(states)]))
-                except RayparError:
-                    raise
-                except USER_CODE_ERRORS as error:
-                    reraise_ctrl_c(error)
-                    raise UserCodeError(
-                        f"metric {name!r} raised {error_text(error)}, when it had measured {len(states)} microbatches\n"
-                        f"{traceback.format_exc()}",
-                        cure="this is an error of the metric's merge_state or compute, or of what they call",
-                    ) from error
-                self._guard.check(f"metric {name!r}", evaluating=True)
+        for of_set, merged in self._merged.items():
+            found |= {f"{of_set}/{name}" if of_set else name: value for name, value in merged.values().items()}
         return found
 
     @contextmanager
     def _user_code(self, name: str, forward_pass: PassContext) -> Iterator[None]:
         """Run a metric's code on a microbatch inside, with generators seeded by its place. Raises `UserCodeError`."""
-        step, microbatch = forward_pass.step, forward_pass.microbatch
+        step, microbatch, data_set = forward_pass.step, forward_pass.microbatch, forward_pass.data_set
         place = (step, microbatch) if forward_pass.training else (microbatch,)
+        metric = self.metrics[name]
+        code = metric.code if isinstance(metric, Prediction) else f"metric {name!r}"
         self._seed_generators(seed_of(self._seed, "metric", *place, name))
         try:
             yield
         except RayparError as error:
-            raise UserCodeError(f"{error.what}, {self._coordinate.describe(step, microbatch)}", error.cure) from error
+            raise UserCodeError(f"{error.what}, {self._coordinate.describe(step, microbatch, data_set)}", error.cure) from error
         except USER_CODE_ERRORS as error:
-            raise self._coordinate.user_code_error(f"metric {name!r}", step, microbatch, error) from error
-        self._guard.check(f"metric {name!r}", evaluating=True)
+            raise self._coordinate.user_code_error(code, step, microbatch, error, data_set) from error
+        self._guard.check(code, evaluating=True)
+
+    def _pack(self) -> Tensor:
+        """The states as one message: by set how many microbatches the merged ones are of, and those; and the others."""
+        states = pack_states(self.metrics, {(of_set, 0): one.states for of_set, one in self._merged.items() if one.count})
+        merged = {of_set: (self._merged[of_set].count, found) for (of_set, _), found in states.items()}
+        return torch.frombuffer(bytearray(pickle.dumps((merged, pack_states(self.metrics, self.states)))), dtype=torch.uint8)
 
 
-def _pack(states: States) -> Tensor:
-    """The states as one message."""
-    return torch.frombuffer(bytearray(pickle.dumps(states)), dtype=torch.uint8)
+def pack_states(metrics: Mapping[str, Metric], states: Mapping[K, Mapping[str, State]]) -> dict[K, dict[str, State]]:
+    """States that can be pickled, their tensors in host memory."""
+    packed: dict[K, dict[str, State]] = {place: {} for place in states}
+    for name, metric in metrics.items():
+        places = [place for place, found in states.items() if name in found]
+        for place, state in zip(places, metric.pack([states[place][name] for place in places]), strict=True):
+            packed[place][name] = state
+    return packed

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from raypar.errors import CheckpointError
 from raypar.job import Job
+from raypar.job.function_section import FROM_FOLDER
 from raypar.model.graph import Graph
-from raypar.model.initial_values_protocol import DimRanges, InitialValues
+from raypar.model.initial_values_source_protocol import DimRanges, InitialValues
 from raypar.model.layer_skeletons import parameter_shapes, parameters_and_buffers_on_meta, persistent_buffers
 from raypar.plan.wording import count_noun
 from raypar.storage.checkpoint_store import CheckpointRef
@@ -110,6 +111,7 @@ def weights_from_file(spec: Job, graph: Graph, own: InitialValues) -> WeightsFro
             source=source,
             dtype=spec.dtype,
             dtypes={there[name]: tensor.dtype for name, tensor in state.items() if name in there},
+            may_differ_by_prefix=spec.model.function == FROM_FOLDER and not source.says_how_names_differ,
         )
         fingerprint = source.fingerprint or file.fingerprint()
     notes = [*found.notes]

@@ -13,21 +13,15 @@ import itertools
 import math
 import mmap
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from raypar.errors import CheckpointError, error_first_line, error_message, with_article
-from raypar.files.untrusted_files import (
-    cure_of_read_error,
-    open_regular_file,
-    parse_untrusted_json,
-    read_limited_bytes,
-    repr_text,
-    shorten,
-)
+from raypar.files.printable_text import repr_text, shorten
+from raypar.files.untrusted_files import cure_of_read_error, open_regular_file, parse_untrusted_json, read_limited_bytes
 from raypar.job.init_from_section import format_name_list
 from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_ranges, positions_of_indices
 from raypar.storage.checkpoint_store import (
@@ -64,6 +58,12 @@ _MIN_RUN_BYTES = 256 << 10
 """Contiguous bytes of a slice that are worth a read of their own; shorter runs are copied out of whole rows."""
 _FIRST_BYTES = 4096
 """Bytes of each tensor in the fingerprint."""
+DIGEST_BYTES = 64 << 20
+"""Most bytes that are read for a digest of pieces, and a page of each tensor: about a fifth of a second."""
+_PAGE = 16384
+"""Bytes of a piece of a tensor, where not all of it is read."""
+_WHOLE_PIECE = 1 << 20
+"""Bytes of a piece of a tensor that is read whole."""
 _INDEX = ".safetensors.index.json"
 _TORCH_NAMES = {theirs: ours for ours, theirs in DTYPES.items()} | {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 """safetensors' name of a dtype -> torch's."""
@@ -152,6 +152,24 @@ class WeightsFile:
             digest.update(repr((name, stored.dtype, stored.shape)).encode() + self._first_bytes(name))
         return digest.hexdigest()
 
+    def digest_of_pieces(self, names: Iterable[str]) -> str:
+        """sha256 over names, dtypes, shapes and bytes of these tensors: of all bytes if they are at most `DIGEST_BYTES`, else
+        of every n-th page of each tensor and its last one.
+
+        It finds what `fingerprint` does not: weights of which a later part was trained or edited, as some rows of an embedding.
+        """
+        digest = hashlib.sha256()
+        stored = sorted({self.aliases.get(name, name) for name in names})
+        total = sum(self._nbytes(name) for name in stored)
+        piece, stride = (_WHOLE_PIECE, _WHOLE_PIECE) if total <= DIGEST_BYTES else (_PAGE, -(-total // DIGEST_BYTES) * _PAGE)
+        for name in stored:
+            known, size = self.names[name], self._nbytes(name)
+            digest.update(repr((name, known.dtype, known.shape)).encode())
+            last = max(0, size - piece)
+            for start in sorted({*range(0, size, stride), last} if size else ()):
+                digest.update(self._bytes_at(name, start, min(start + piece, size)))
+        return digest.hexdigest()
+
     def differ(self, first: str, second: str) -> bool:
         """Whether these two tensors have another dtype, shape or first 4 KiB."""
         one, two = self.names[first], self.names[second]
@@ -175,6 +193,14 @@ class WeightsFile:
 
     def _first_bytes(self, name: str) -> bytes:
         """The first `_FIRST_BYTES` bytes of a tensor."""
+        raise NotImplementedError
+
+    def _nbytes(self, name: str) -> int:
+        """Bytes of a tensor."""
+        raise NotImplementedError
+
+    def _bytes_at(self, name: str, start: int, stop: int) -> bytes:
+        """These bytes of a tensor, as it is stored."""
         raise NotImplementedError
 
 
@@ -375,6 +401,19 @@ class _SafetensorsWeights(WeightsFile):
         self._files.read_into(memoryview(content), first.file, first.offset)
         return bytes(content)
 
+    def _nbytes(self, name: str) -> int:
+        return sum(block.nbytes for block in self._tensors[name].blocks)
+
+    def _bytes_at(self, name: str, start: int, stop: int) -> bytes:
+        content, begin = bytearray(stop - start), 0
+        for block in self._tensors[name].blocks:
+            first, last = max(start, begin), min(stop, begin + block.nbytes)
+            if first < last:
+                part = memoryview(content)[first - start : last - start]
+                self._files.read_into(part, block.file, block.offset + first - begin)
+            begin += block.nbytes
+        return bytes(content)
+
     def _fill(self, name: str, out: Tensor, slices: tuple[int, IndexRanges]) -> None:
         tensor = self._tensors[name]
         shape, (dim, spans) = tensor.stored.shape or (1,), slices
@@ -553,6 +592,11 @@ def _open_index(index: Path, path: Path | None = None) -> _IndexedWeights:
 def _open_checkpoint(checkpoint: CheckpointRef) -> WeightsFile:
     """The parameters and buffers of a checkpoint. `load_manifest` checks that every slice of each is there once."""
     manifest = load_manifest(checkpoint)
+    if manifest.frozen is not None:
+        raise CheckpointError(
+            f"{checkpoint} holds only what was trained, and frozen values are those of {manifest.frozen.path}",
+            cure=f"make one file of both, and begin with that: raypar export {checkpoint} --out FILE.safetensors",
+        )
     entries = [entry for entry in manifest.entries if entry.kind in (PARAMETER, BUFFER)]
     with _files_closed_on_error() as files:
         headers = {name: files.add_of_checkpoint(manifest, name) for name in sorted({entry.file for entry in entries})}
@@ -604,6 +648,18 @@ class _StateDictWeights(WeightsFile):
         tensor = self._tensors[name]
         few = tensor.reshape(-1)[: max(1, _FIRST_BYTES // tensor.element_size())].contiguous()
         return bytes(few.view(torch.uint8).numpy().data)
+
+    def _nbytes(self, name: str) -> int:
+        return int(self._tensors[name].nbytes)
+
+    def _bytes_at(self, name: str, start: int, stop: int) -> bytes:
+        import torch
+
+        tensor = self._tensors[name].detach()
+        size = tensor.element_size()
+        first = start // size
+        few = tensor.reshape(-1)[first : -(-stop // size)].contiguous()
+        return bytes(few.view(torch.uint8).numpy().data)[start - first * size : stop - first * size]
 
     def _fill(self, name: str, out: Tensor, slices: tuple[int, IndexRanges]) -> None:
         tensor = self._tensors[name].detach()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from raypar.errors import CheckpointError, ConfigError
 from raypar.job import InitFromConfig
 from raypar.job.init_from_section import MAX_SHOWN_NAMES, format_name_list
+from raypar.plan.wording import count_noun
 from raypar.worker.pretrained.weights_file import FLOATING, PART, WeightsFile, format_tensor_count
 
 if TYPE_CHECKING:
@@ -46,21 +47,27 @@ def match_weights(
     source: InitFromConfig | None = None,
     dtype: str | torch.dtype = "float32",
     dtypes: Mapping[str, str | torch.dtype] | None = None,
+    may_differ_by_prefix: bool = False,
 ) -> WeightsMatch:
     """Find the tensor of `file` for each of `wanted`: name -> shape of the model's parameters and persistent buffers.
 
     Raises `CheckpointError` that lists tensors that are missing, unexpected, or of another shape or dtype, unless `source`
     allows them. Floating-point values are cast; others must have the model's dtype.
 
-    `ties`: groups of names of one parameter; the file needs one of a group. If it has several, their shapes are compared and
-    the first one's values are used; a note tells of others that begin otherwise. `optional`: names of non-persistent buffers;
-    the file may have them, and they are read if they are in `wanted` too. `dtype`: the model's; `dtypes`: those of tensors
-    with another one.
+    `ties`: groups of names of one parameter; the file needs one of a group. If it has several, they must be alike in shape and
+    in their first 4 KiB, unless `source` allows the others to be unexpected; the first one's values are used.
+    `optional`: names of non-persistent buffers; the file may have them, and they are read if they are in `wanted` too. `dtype`:
+    the model's; `dtypes`: those of tensors with another one. `may_differ_by_prefix`: whether the names may lack a prefix, or
+    have one more, as `from_pretrained` takes them; a note says so.
     """
     source = source or InitFromConfig(path=str(file.path))
     here, others = _dtype_name(dtype), {name: _dtype_name(each) for name, each in (dtypes or {}).items()}
     model = _Model(wanted, {name: tuple(names) for names in ties for name in names}, optional, here, others)
-    found = _compare(file, model, source)
+    found, notes = _compare(file, model, source), list(file.notes)
+    if found.differences and may_differ_by_prefix:
+        found, source, line = _with_other_prefix(file, model, source, found)
+        notes += line
+    _refuse_unequal_ties(file, source, found)
     if found.differences:
         raise CheckpointError(
             f"{file.path} does not fit the model: {'; '.join(found.differences)}",
@@ -68,17 +75,11 @@ def match_weights(
         )
     if wanted and not found.names and found.missing - set(optional):
         raise CheckpointError(
-            f"none of the model's {len(wanted)} tensors is in {file.path}, and init_from.allow_missing allows it",
+            f"none of the model's {count_noun(len(wanted), 'tensor')} is in {file.path}, and init_from.allow_missing allows it",
             cure="give weights of this model, correct rename or the prefixes, or leave init_from out",
         )
     short = file.path.name
     new, unused = [name for name in wanted if name in found.missing - set(optional)], found.allowed_unexpected
-    notes = [*file.notes]
-    notes += [
-        f"{short} has {first} and {other}, which are one parameter of the model, with different values: "
-        f"those of {first} are used"
-        for first, other in found.disagreeing
-    ]
     notes += [
         f"{short} holds {there}: {number} {'tensors are' if number > 1 else 'tensor is'} cast to {here}"
         for (there, here), number in sorted(found.casts.items())
@@ -97,6 +98,28 @@ def match_weights(
             f"that are not persistent are: {format_name_list(buffers)}"
         )
     return WeightsMatch(found.names, tuple(name for name in wanted if name in found.missing), tuple(notes))
+
+
+def _with_other_prefix(
+    file: WeightsFile, model: _Model, source: InitFromConfig, found: _Comparison
+) -> tuple[_Comparison, InitFromConfig, list[str]]:
+    """(comparison, settings, a line about them) with other prefixes, if everything fits with them; else as given."""
+    best = _other_prefix(file, model, source)
+    other = found if best is None else _compare(file, model, best)
+    if best is None or other.differences:
+        return found, source, []
+    return other, best, [f"the names in {file.path.name} differ by a prefix: init_from is {_literal(best)}"]
+
+
+def _refuse_unequal_ties(file: WeightsFile, source: InitFromConfig, found: _Comparison) -> None:
+    """Raise `CheckpointError` if two names of one parameter have different values."""
+    if found.disagreeing and not found.differences:
+        first, second = found.disagreeing[0]
+        raise CheckpointError(
+            f"{file.path} has {first} and {second}, which are one parameter of the model, with different values",
+            cure=f"to begin with {first}, set init_from to {_literal(source, allow_unexpected=[second])}; or make a model that "
+            "does not tie them (tie_word_embeddings: false in its configuration)",
+        )
 
 
 @dataclass(frozen=True)
@@ -177,7 +200,8 @@ def _compare(file: WeightsFile, model: _Model, source: InitFromConfig) -> _Compa
         first_of_tie = not tied.intersection(names)
         tied.update(names)
         if present:
-            _read(file, model, result, name, [there[other] for other in present], compare=first_of_tie)
+            used = [other for other in present if not _either_matches(other, there[other], source.allow_unexpected)]
+            _read(file, model, result, name, [there[other] for other in used or present], compare=first_of_tie)
         elif first_of_tie:
             result.lacking.append(name)
     _sort_unread(file, model, source, result, there, left_out)
@@ -380,7 +404,7 @@ def _dtype_name(dtype: str | torch.dtype) -> str:
 
 def _not_in(names: Sequence[str], total: int, there: str, where: str) -> list[str]:
     """The sentence about `names`, which of model and file only `there` has; empty if there are none."""
-    whole = f"the {there}'s {total} tensors"
+    whole = f"the {there}'s {count_noun(total, 'tensor')}"
     number = f"none of {whole} is" if len(names) == total else f"{len(names)} of {whole} {_is(names)} not"
     return [f"{number} in the {where}: {format_name_list(names)}"] if names else []
 

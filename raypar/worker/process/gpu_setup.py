@@ -1,12 +1,10 @@
-"""Sets up a process that may compute on a GPU: environment, PyTorch's settings, seeding, batches copied from the host."""
+"""Sets up a process that may compute on a GPU: environment, PyTorch's settings, batches copied from the host."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -30,24 +28,6 @@ def configure_torch(device: torch.device, *, exact: bool) -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # filling would write all memory once more
     torch.backends.cudnn.benchmark = False
-
-
-def make_seeder(device: torch.device) -> Callable[[int], None]:
-    """A function that seeds the generators that layers draw from: PyTorch's, Python's and NumPy's (rule 3 of the contract).
-
-    It is cheaper than `torch.manual_seed`, which visits every kind of device (65 us).
-    """
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
-
-    def seed(number: int) -> None:
-        for generator in generators:
-            generator.manual_seed(number)
-        random.seed(number % 2**32)
-        numpy.random.seed(number % 2**32)
-
-    return seed
 
 
 @dataclass(frozen=True)

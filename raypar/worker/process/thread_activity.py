@@ -21,15 +21,30 @@ IDLE = "idle"
 READING_SAMPLE, WAITING_FOR_DATA = "reading sample", "waiting for its data processes"
 """How the activities of a worker begin whose data set has the turn."""
 
+ORDERING, COLLATING = "computing the order", "calling data.collate"
+"""The same of a worker in the job's sampler, or its collate function."""
+
 ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("torch/__init__.py", "<module>", "loading PyTorch"),
     ("ray/__init__.py", "<module>", "loading Ray"),
     ("raypar/job/function_section.py", "resolve", "importing {self.function}"),
-    ("raypar/worker/worker_assignments.py", "_call_model", "calling the model function {spec.model.label}"),
+    ("raypar/worker/layer_graph_of_job.py", "_call_model", "calling the model function {spec.model.label}"),
     ("raypar/worker/data/user_dataset.py", "make_dataset", "making the data set {spec.label}"),
     ("raypar/worker/data/sample_reader.py", "_sample", READING_SAMPLE + " {index}"),
     ("raypar/worker/data/stream_source.py", "read", READING_SAMPLE + " {self._index} of stream {self.stream}"),
+    ("raypar/worker/data/stream_source.py", "skip", READING_SAMPLE + " {self._index} of stream {self.stream}"),
+    ("raypar/worker/data/sampler_weights_group_by.py", "_drawn", ORDERING + " of epoch {epoch} ({self.key} {self.label})"),
+    ("raypar/worker/data/sampler_weights_group_by.py", "_numbers", ORDERING + " of all epochs ({key} {ref.label})"),
+    ("raypar/worker/data/collate.py", "values", COLLATING + " {self.label}"),
     ("raypar/worker/data/microbatch_loader.py", "_wait", WAITING_FOR_DATA + " to read {where}"),
+    (
+        "raypar/worker/data/fed_stream_reader.py",
+        "_wait_for",
+        WAITING_FOR_DATA + " to read sample {position} of stream {self.stream}",
+    ),
+    ("raypar/worker/metrics/stage_metrics.py", "measure", "computing the metric {name}"),
+    ("raypar/worker/metrics/stage_metrics.py", "add", "merging states of the metric {name}"),
+    ("raypar/worker/metrics/stage_metrics.py", "values", "computing the metric {name}"),
     ("raypar/worker/stage/loss.py", "make_loss_function", "making the loss {ref.label}"),
     ("raypar/worker/job_preflight.py", "_check_lr_schedule", "calling the lr_schedule {ref.label}"),
     ("raypar/worker/job_preflight.py", "check_layer_shapes", "checking the shapes of layer {layer.name}"),
@@ -41,7 +56,7 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/actors/ray_connection.py", "join_cluster", "joining the Ray cluster at {address}"),
     ("raypar/actors/ray_connection.py", "leave_cluster", "leaving the Ray cluster"),
     ("raypar/actors/local_nodes.py", "start_local_nodes", "starting the nodes of the local Ray cluster"),
-    ("raypar/actors/local_cluster_folder.py", "remove_local_ray_on_exit", "ending the local Ray cluster"),
+    ("raypar/actors/local_cluster_temp_folder.py", "remove_local_ray_on_exit", "ending the local Ray cluster"),
     ("raypar/actors/driver_client.py", "wait_for_driver_answer", "waiting for the driver's process"),
     ("raypar/actors/driver_client.py", "remove_run_from_cluster", "removing the run from the cluster"),
     ("raypar/actors/run_state_in_ray_kv.py", "commit", "waiting for Ray's control store"),
@@ -67,6 +82,7 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
 
 PURPOSES: tuple[tuple[str, str, str], ...] = (
     ("raypar/worker/measure_profile.py", "_load_before_run", " (read before the run: {what})"),
+    ("raypar/worker/data/stream_reader.py", "_skip", " ({search})"),
 )
 """The same of functions that say for what an activity further in is; their words are added."""
 
@@ -84,8 +100,9 @@ def describe_thread_activity(thread: int) -> str | None:
 
 
 def reads_samples(thread: int) -> bool:
-    """Whether the thread with this `ident` reads a sample of the user's data set, or waits for data processes that do."""
-    return (describe_thread_activity(thread) or "").startswith((READING_SAMPLE, WAITING_FOR_DATA))
+    """Whether the thread with this `ident` reads samples of the user's data set, or waits for data processes that do; with the
+    job's sampler and collate function."""
+    return (describe_thread_activity(thread) or "").startswith((READING_SAMPLE, WAITING_FOR_DATA, ORDERING, COLLATING))
 
 
 def describe_activity(frame: FrameType | None) -> str | None:

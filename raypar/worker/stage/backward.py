@@ -14,7 +14,7 @@ from raypar.model.split_linear_backward import Stash
 from raypar.torch_compat.autograd import backward_engine, root_metadata
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
-from raypar.worker.stage.stage_tensors import Hook, Hooks, StageTensors
+from raypar.worker.stage.layer_tensors import Hook, Hooks, StageTensors
 
 
 class LayerBackwardHooks:

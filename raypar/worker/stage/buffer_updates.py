@@ -21,6 +21,7 @@ from raypar.errors import UserCodeError
 from raypar.model.graph import BufferPolicy
 from raypar.model.layer_skeletons import norms_with_running_statistics
 from raypar.torch_compat.modules import NormBase
+from raypar.worker.stage.layer_tensors import LayerBuffer
 from raypar.worker.stage.running_statistics import (
     STATISTICS,
     NormCall,
@@ -28,7 +29,6 @@ from raypar.worker.stage.running_statistics import (
     check_update_arithmetic,
     fold_norm_calls,
 )
-from raypar.worker.stage.stage_tensors import LayerBuffer
 
 
 @dataclass

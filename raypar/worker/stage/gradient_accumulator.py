@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from raypar.errors import ModelError
-from raypar.plan.microbatches import TreeNode, addition_tree_children, covering_nodes
+from raypar.plan.addition_tree import TreeNode, addition_tree_children, covering_nodes
 from raypar.torch_compat.multi_tensor import add_all
 
 Row = list[Tensor | None]

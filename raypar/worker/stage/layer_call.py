@@ -27,9 +27,9 @@ from raypar.plan.seeds import seed_of
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.buffer_updates import BufferUpdates, same_bits
+from raypar.worker.stage.layer_tensors import LayerBuffer, LayerTensors
 from raypar.worker.stage.recomputation import SavedTensors
-from raypar.worker.stage.stage_coordinate import StageCoordinate
-from raypar.worker.stage.stage_tensors import LayerBuffer, LayerTensors
+from raypar.worker.stage.stage_coordinate_in_errors import StageCoordinate
 
 R = TypeVar("R")
 
@@ -40,7 +40,7 @@ class PassContext(NamedTuple):
     step: int
     """The step, from 0. In validation: the last training step that has begun, used in messages only."""
     microbatch: int
-    """Index of the microbatch in the step, or in the validation pass."""
+    """Index of the microbatch in the step, or in the validation set."""
     training: bool
     """False in validation."""
     seeds: Mapping[str, int]
@@ -49,8 +49,10 @@ class PassContext(NamedTuple):
     """Keeps the tensors that autograd saves in the call; None: autograd keeps them itself."""
     is_first: bool = True
     """False where recomputation runs a layer again: what it writes into buffers is dropped then."""
+    data_set: str = ""
+    """The name of the validation set, where there are several."""
 
-    def saving_to(self, saved: SavedTensors | None, *, is_first: bool = True) -> PassContext:
+    def with_saved_tensors(self, saved: SavedTensors | None, *, is_first: bool = True) -> PassContext:
         """This pass, for a call whose saved tensors go to `saved`; None: autograd keeps them."""
         return self if saved is None else self._replace(saved=saved, is_first=is_first)
 
@@ -70,9 +72,10 @@ def training_pass_context(seed: int, step: int, microbatch: int, layers: Sequenc
     return PassContext(step, microbatch, True, {name: seed_of(seed, "forward", step, microbatch, name) for name in layers})
 
 
-def validation_pass_context(seed: int, step: int, microbatch: int, layers: Sequence[str]) -> PassContext:
-    """The pass of a microbatch in validation, which draws the same random numbers after every step."""
-    return PassContext(step, microbatch, False, {name: seed_of(seed, "validation", microbatch, name) for name in layers})
+def validation_pass_context(seed: int, step: int, microbatch: int, layers: Sequence[str], data_set: str = "") -> PassContext:
+    """The pass of a microbatch of a validation set, which draws the same random numbers after every step."""
+    seeds = {name: seed_of(seed, "validation", microbatch, name) for name in layers}
+    return PassContext(step, microbatch, False, seeds, data_set=data_set)
 
 
 LayerFunction = Callable[[PassContext, LayerTensors, Sequence[Tensor]], tuple[Tensor, ...]]
@@ -154,7 +157,7 @@ class LayerCall:
             _refuse_written_inputs(self.layer, inputs, versions, error)
         shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(self.layer.inputs, inputs, strict=True))
         code = f"{self.label} (inputs: {shapes})"
-        return self._coordinate.user_code_error(code, forward_pass.step, forward_pass.microbatch, error)
+        return self._coordinate.user_code_error(code, forward_pass.step, forward_pass.microbatch, error, forward_pass.data_set)
 
     def _check_graph(
         self, forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
@@ -165,7 +168,7 @@ class LayerCall:
         """
         trained = any(p.requires_grad for p in (*inputs, *weights.module.parameters()))
         if trained and not all(out.requires_grad for out in outputs if out.is_floating_point() or out.is_complex()):
-            place = self._coordinate.describe(forward_pass.step, forward_pass.microbatch)
+            place = self._coordinate.describe(forward_pass.step, forward_pass.microbatch, forward_pass.data_set)
             raise UserCodeError(
                 f"{self.label} left torch.set_grad_enabled(False) behind and returned a tensor without a gradient, "
                 f"{place}: it and what comes before it would not be trained",

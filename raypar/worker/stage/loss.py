@@ -10,28 +10,41 @@ import torch
 from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
-from raypar.errors import ConfigError, UserCodeError
+from raypar.errors import ConfigError, UserCodeError, with_article
 from raypar.job import FunctionConfig, LossConfig
 from raypar.model.capture.forward_inputs import loss_in
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.data.padding import MASKED_LABEL
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import PassContext
-from raypar.worker.stage.stage_coordinate import StageCoordinate
-from raypar.worker.stage.stage_tensors import require_value
+from raypar.worker.stage.layer_tensors import require_value
+from raypar.worker.stage.stage_coordinate_in_errors import StageCoordinate
 
 
 def make_loss_function(
     ref: FunctionConfig, device: torch.device = CPU
 ) -> Callable[..., Tensor | tuple[Tensor, Tensor | float]]:
-    """The function (output, target) -> loss; a class is instantiated with `ref.args` first.
+    """The function (output, target) -> loss; with `loss.sample_weight` (output, target, weights) -> (sum, count).
 
-    Raises `ConfigError` for a loss with parameters, which would not be trained, and for `reduction="sum"`, which does not say
-    by what the sum over all microbatches is divided.
+    Raises as `make_loss_of_output`.
     """
     if ref.is_loss_of_model:
         count = ref.count if isinstance(ref, LossConfig) else None
         return loss_of_model if count is None else partial(counted_loss_of_model, shifted=count == "shifted_labels")
+    function = make_loss_of_output(ref, device)
+    weighted = isinstance(ref, LossConfig) and ref.sample_weight is not None
+    return partial(weighted_loss, function, ref.label) if weighted else function
+
+
+def make_loss_of_output(
+    ref: FunctionConfig, device: torch.device = CPU
+) -> Callable[..., Tensor | tuple[Tensor, Tensor | float]]:
+    """The function of the user's, (output, target) -> loss; a class is instantiated with `ref.args` first.
+
+    Raises `ConfigError` for a loss with parameters, which would not be trained, and for `reduction="sum"`, which does not say
+    by what the sum over all microbatches is divided.
+    """
     made = ref.resolve()
     if isinstance(made, type):
         try:
@@ -67,6 +80,32 @@ def counted_loss_of_model(output: object, target: Tensor, *, shifted: bool) -> t
     return torch.where(count > 0, loss, torch.nan_to_num(loss)) * count, count
 
 
+def weighted_loss(function: Callable[..., object], label: str, *given: Tensor) -> tuple[Tensor, Tensor]:
+    """(weighted sum, sum of the weights) of what `function` returns for all of `given` but the last, the weights, which have
+    the shape of what it returns. Raises `UserCodeError` for others, and for negative weights."""
+    *read, weights = given
+    losses = function(*read)
+    if not isinstance(losses, Tensor) or losses.shape != weights.shape:
+        raise UserCodeError(*wrong_losses(losses, label, weights))
+    if not weights.is_meta and not bool((weights >= 0).all()):
+        raise UserCodeError(
+            f"a weight of the loss is {float(weights.min())}",
+            cure="give finite weights >= 0; of a sample that does not count 0",
+        )
+    weights = weights.to(torch.promote_types(losses.dtype, torch.float32))
+    return (losses * weights).sum(), weights.sum()
+
+
+def wrong_losses(losses: object, label: str, weights: Tensor) -> tuple[str, str]:
+    """(what, cure) of a loss that is not one value for each weight."""
+    shape = list(losses.shape) if isinstance(losses, Tensor) else with_article(type(losses).__name__)
+    return (
+        f"the loss {label} returned {shape}, and loss.sample_weight has weights {list(weights.shape)}",
+        "return a value for each weight: a loss module with args: {reduction: none}; or a function of (output, target) that "
+        "ends in .flatten(1).mean(1), for a value for each sample",
+    )
+
+
 def _module(module: nn.Module, label: str, device: torch.device) -> Callable[..., Tensor | tuple[Tensor, Tensor | float]]:
     """A loss module on `device`; its calls raise `UserCodeError` if they write to a buffer."""
     name = next((name for name, _ in module.named_parameters()), None)
@@ -98,30 +137,37 @@ def _module(module: nn.Module, label: str, device: torch.device) -> Callable[...
     return run
 
 
+_NO_LOSS = torch.zeros(())
+
+
 class LossCall:
     """Computes (sum, count) of a microbatch from what the loss reads and the target (rule 5 of the numerics contract)."""
 
     inputs: tuple[str, ...]
     """Names of the values that the loss reads: the model's output, or those of which it is rebuilt."""
-    target: str
-    """Name of the target, a field of the batch or a value of the graph."""
+    fields: tuple[str, ...]
+    """Names of the target, a field of the batch or a value of the graph, and of weights where it has them."""
     _function: Callable[..., Tensor | tuple[Tensor, Tensor | float]]
-    """(a value for each of `inputs`, target) -> a scalar, or (sum, count)."""
+    """(a value for each of `inputs`, then of `fields`) -> a scalar, or (sum, count)."""
     _coordinate: StageCoordinate
     """The stage's place in the plan, for messages."""
     _guard: TorchStateGuard
     """Restores process state that the loss leaves changed."""
+    _only_in_training: bool
+    """Whether it is 0 in evaluation mode, where nothing is called for it: in a run that predicts."""
 
     def __init__(
         self,
         function: Callable[..., Tensor | tuple[Tensor, Tensor | float]],
         *,
         inputs: tuple[str, ...],
-        target: str,
+        fields: tuple[str, ...],
         coordinate: StageCoordinate,
         guard: TorchStateGuard,
+        only_in_training: bool = False,
     ) -> None:
-        self._function, self.inputs, self.target = function, inputs, target
+        self._function, self.inputs, self.fields = function, inputs, fields
+        self._only_in_training = only_in_training
         self._coordinate, self._guard = coordinate, guard
 
     def __call__(self, forward_pass: PassContext, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | float]:
@@ -129,13 +175,18 @@ class LossCall:
 
         Raises `UserCodeError` for what the loss raises, and for a loss that is no scalar or has no gradient.
         """
-        read, target = [values[name] for name in self.inputs], require_value(values, self.target, "the loss")
+        read = [values[name] for name in self.inputs]
+        target, *weights = (require_value(values, name, "the loss") for name in self.fields)
+        if self._only_in_training and not forward_pass.training:
+            return _NO_LOSS, float(target.shape[0])
         try:
-            found = forward_pass.call(self._function, *read, target)
+            found = forward_pass.call(self._function, *read, target, *weights)
         except USER_CODE_ERRORS as error:
             shapes = ", ".join(str(list(value.shape)) for value in read)
             code = f"the loss (output {shapes}, target {list(target.shape)})"
-            raise self._coordinate.user_code_error(code, forward_pass.step, forward_pass.microbatch, error) from error
+            raise self._coordinate.user_code_error(
+                code, forward_pass.step, forward_pass.microbatch, error, forward_pass.data_set
+            ) from error
         self._guard.check("the loss", evaluating=not forward_pass.training)
         total, count = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         _check_total(total, read)

@@ -12,7 +12,7 @@ from raypar.job import PrecisionConfig
 from raypar.worker.autocast_precisions import autocast_of
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerFunction, PassContext
-from raypar.worker.stage.stage_tensors import LayerTensors
+from raypar.worker.stage.layer_tensors import LayerTensors
 
 
 class StagePrecision:

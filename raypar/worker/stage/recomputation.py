@@ -17,6 +17,7 @@ from torch import Tensor
 
 from raypar.errors import ModelError, UserCodeError
 from raypar.model.graph import Graph, Layer
+from raypar.plan.wording import count_noun
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,14 @@ class StageRecomputation:
     """Values that recomputed layers and a recomputed loss read, except those that recomputed layers write."""
 
     @staticmethod
-    def of(graph: Graph, layers: Sequence[Layer], positions: Sequence[int], target: str | None) -> StageRecomputation:
-        """`positions`: of the layers to recompute. `target`: what the loss reads beside the graph's; None: there is no loss."""
+    def of(graph: Graph, layers: Sequence[Layer], positions: Sequence[int], of_loss: Sequence[str]) -> StageRecomputation:
+        """`positions`: of the layers to recompute. `of_loss`: what the loss reads beside the graph's; empty: there is no
+        loss."""
         read = [name for position in positions for name in layers[position].inputs]
         made = {name for position in positions for name in layers[position].outputs}
-        loss = target is not None and not made.isdisjoint(graph.loss_inputs)
+        loss = bool(of_loss) and not made.isdisjoint(graph.loss_inputs)
         if loss:
-            read += [*graph.loss_inputs, str(target)]
+            read += [*graph.loss_inputs, *of_loss]
         return StageRecomputation(tuple(positions), loss, tuple(dict.fromkeys(name for name in read if name not in made)))
 
 
@@ -81,7 +83,7 @@ class SavedTensors:
         """
         if again._layouts != self._layouts:
             first = next((n for n, (a, b) in enumerate(zip(self._layouts, again._layouts, strict=False)) if a != b), None)
-            what = f"{len(again._layouts)} tensors where it had saved {len(self._layouts)}"
+            what = f"{count_noun(len(again._layouts), 'tensor')} where it had saved {len(self._layouts)}"
             if first is not None:
                 (shape, dtype), (now, now_dtype) = self._layouts[first], again._layouts[first]
                 what = f"{list(now)} {now_dtype} as tensor {first} where it had saved {list(shape)} {dtype}"

@@ -100,7 +100,7 @@ class RunningNorm:
         """What a call has left in the stand-ins. `x`: what was normalised."""
         if isinstance(self.norm, InstanceNorm):
             return self._call_of_instances(x, mean)
-        arithmetic = arithmetic_of(x, mean.dtype)
+        arithmetic = update_arithmetic_of(x, mean.dtype)
         if arithmetic == "strided" and x.dtype == torch.float32:
             variance = unrounded_variance(x, mean)
         return NormCall(self.path, arithmetic, mean, variance)
@@ -120,7 +120,7 @@ class RunningNorm:
         mean, variance = (averages.new_zeros(instances.shape[1]) for _ in range(2))
         torch.batch_norm_update_stats(instances, mean, variance, 1.0)
         shape = x.shape[0], x.shape[1]
-        return NormCall(self.path, arithmetic_of(instances, mean.dtype), mean.view(shape), variance.view(shape))
+        return NormCall(self.path, update_arithmetic_of(instances, mean.dtype), mean.view(shape), variance.view(shape))
 
 
 _PYTORCH_FORWARDS = (BatchNorm.forward, InstanceNorm.forward)
@@ -167,7 +167,7 @@ _NORMALISING = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_
 # -- the update --------------------------------------------------------------------------------------------------------------
 
 
-def arithmetic_of(x: Tensor, averages: torch.dtype) -> Arithmetic:
+def update_arithmetic_of(x: Tensor, averages: torch.dtype) -> Arithmetic:
     """How PyTorch's kernel updates averages of this dtype for an input."""
     dense = x.is_contiguous()
     dense = dense or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
@@ -175,7 +175,7 @@ def arithmetic_of(x: Tensor, averages: torch.dtype) -> Arithmetic:
     return "strided" if not dense else "dense" if x.dtype == averages else "mixed"
 
 
-def fold(average: Tensor, found: Tensor, factor: float, arithmetic: Arithmetic, *, is_variance: bool) -> Tensor:
+def fold_running_average(average: Tensor, found: Tensor, factor: float, arithmetic: Arithmetic, *, is_variance: bool) -> Tensor:
     """What PyTorch's kernel makes of a running average and a call's statistics: factor * found + (1 - factor) * average."""
     if arithmetic == "strided":  # the kernel computes in double
         return (found.double() * factor + average.double() * (1 - factor)).to(average.dtype)
@@ -271,14 +271,14 @@ def _factor(norm: NormBase, count: int) -> float:
 def _fold_together(
     averages: Sequence[Tensor], found: Sequence[Tensor], factor: float, arithmetic: Arithmetic, *, is_variance: bool
 ) -> list[Tensor]:
-    """`fold` of several norms in one call; or of the instances of one norm, whose new averages are the mean of all."""
+    """As `fold_running_average`, of several norms at once; or of the instances of one norm, their results averaged."""
     if found[0].dim() > 1:
         (average,), (by_instance,) = averages, found
         repeated = average.expand_as(by_instance).reshape(-1)
-        new = fold(repeated, by_instance.reshape(-1), factor, arithmetic, is_variance=is_variance)
+        new = fold_running_average(repeated, by_instance.reshape(-1), factor, arithmetic, is_variance=is_variance)
         return [new.view_as(by_instance).mean(0, keepdim=False)]
     sizes = [average.numel() for average in averages]
-    new = fold(torch.cat(list(averages)), torch.cat(list(found)), factor, arithmetic, is_variance=is_variance)
+    new = fold_running_average(torch.cat(list(averages)), torch.cat(list(found)), factor, arithmetic, is_variance=is_variance)
     return list(new.split(sizes))
 
 
@@ -287,7 +287,7 @@ def _fold_together(
 
 @cache
 def check_update_arithmetic() -> None:
-    """Raises `ModelError` unless `fold` has the bits of PyTorch's own kernel here: other builds may round otherwise."""
+    """Raises `ModelError` unless `fold_running_average` has the bits of PyTorch's own kernel here: builds may differ."""
     generator = torch.Generator().manual_seed(0)
     for dtype, given in ((torch.float32, torch.float32), (torch.float64, torch.float64), (torch.float32, torch.bfloat16)):
         for strided in (False, True):

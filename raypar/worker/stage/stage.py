@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from raypar.errors import RayparError, UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.model.split_linear_backward import DeferredWeightGradient, Stash
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
-from raypar.model.tensor_parallel.weight_gradient_memory import GradientReusePolicy
+from raypar.model.tensor_parallel.weight_gradient_memory_reuse import GradientReusePolicy
 from raypar.plan import MicrobatchRouting
 from raypar.torch_compat.autograd import has_gradient_hooks
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
@@ -28,19 +28,19 @@ from raypar.worker.stage.backward import DeferredGradients, LayerBackwardHooks, 
 from raypar.worker.stage.buffer_updates import BufferUpdates
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator, Ready
 from raypar.worker.stage.layer_call import LayerFunction, training_pass_context, validation_pass_context
-from raypar.worker.stage.loss import LossCall
-from raypar.worker.stage.recomputation import NO_RECOMPUTATION, SavedTensors, StageRecomputation
-from raypar.worker.stage.stage_coordinate import StageCoordinate
-from raypar.worker.stage.stage_shard import StageShard
-from raypar.worker.stage.stage_tensors import (
+from raypar.worker.stage.layer_tensors import (
     Hooks,
     ParameterUse,
     StageTensors,
-    alias_of,
     alias_received,
+    make_alias,
     own_tensor,
     read_inputs,
 )
+from raypar.worker.stage.loss import LossCall
+from raypar.worker.stage.recomputation import NO_RECOMPUTATION, SavedTensors, StageRecomputation
+from raypar.worker.stage.stage_coordinate_in_errors import StageCoordinate
+from raypar.worker.stage.stage_shard import StageShard
 
 Batch = Mapping[str, Tensor]
 """The fields of one microbatch, collated."""
@@ -168,8 +168,8 @@ class Stage:
     buffer_updates: Mapping[str, BufferUpdates]
     """Layer name -> what forward has written into its buffers in the step under way; layers that write none are left out."""
 
-    first_microbatch: int = 0
-    """The first microbatch of the present pass over validation data, of a data set that takes several passes."""
+    place_in_set: Callable[[int], tuple[str, int]] = field(default=lambda microbatch: ("", microbatch))
+    """Microbatch of the present pass over validation data -> (data set, its number in it)."""
     metrics: StageMetrics | None = None
     """Measures microbatches where the stage has the last layer and the job has metrics."""
     step: int = -1
@@ -320,7 +320,7 @@ class Stage:
         forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
         for position, layer in enumerate(self.layers):
             saved = self._new_saved_tensors(position) if position in recomputation.positions else None
-            outputs = layer.call(forward_pass.saving_to(saved), self.weights.of_layer(position), layer.read(values))
+            outputs = layer.call(forward_pass.with_saved_tensors(saved), self.weights.of_layer(position), layer.read(values))
             live.drop(saved)
             if layer.shared:
                 layer.refuse_hooks(values)
@@ -331,7 +331,7 @@ class Stage:
                 values[name] = output
         if self.loss is not None:
             saved = SavedTensors("the loss") if recomputation.with_loss else None
-            live.loss, count = self.loss(forward_pass.saving_to(saved), values)
+            live.loss, count = self.loss(forward_pass.with_saved_tensors(saved), values)
             live.drop(saved)
             self.losses[microbatch] = (live.loss.detach(), count)
             if self.metrics is not None and self.metrics.are_due(self.step):
@@ -371,18 +371,18 @@ class Stage:
         if self.shard is not None:  # other microbatches have run since
             self.shard.group.value_layouts = live.value_layouts
         # Aliases, as in the first forward: of a leaf itself autocast would keep one cast for several readers.
-        values = {name: alias_of(value) if value.requires_grad else value for name, value in live.kept_inputs.items()}
+        values = {name: make_alias(value) if value.requires_grad else value for name, value in live.kept_inputs.items()}
         forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
         dropped = iter(live.dropped)
         for position in self.recomputation.positions:
             layer, again = self.layers[position], self._new_saved_tensors(position)
-            call = forward_pass.saving_to(again, is_first=False)
+            call = forward_pass.with_saved_tensors(again, is_first=False)
             outputs = layer.call(call, self.weights.of_layer(position), layer.read(values))
             next(dropped).refill(again)
             values.update(zip(layer.layer.outputs, outputs, strict=True))
         if self.loss is not None and self.recomputation.with_loss:
             again = SavedTensors("the loss")
-            self.loss(forward_pass.saving_to(again), values)
+            self.loss(forward_pass.with_saved_tensors(again), values)
             next(dropped).refill(again)
         live.kept_inputs, live.value_layouts = {}, {}
 
@@ -392,9 +392,8 @@ class Stage:
     def evaluate(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """As `forward`, but in evaluation mode; keeps the losses only. A layer's outputs go when nothing here reads them."""
         self._train(False)
-        forward_pass = validation_pass_context(
-            self.seed, self.step, self.first_microbatch + microbatch, self.weights.layer_names
-        )
+        data_set, number = self.place_in_set(microbatch)
+        forward_pass = validation_pass_context(self.seed, self.step, number, self.weights.layer_names, data_set)
         with torch.no_grad():
             values = {**batch, **received}
             for position, layer in enumerate(self.layers):
@@ -412,7 +411,7 @@ class Stage:
         """By layer: the outputs of layers here that nothing reads after it, where nothing is differentiated."""
         kept = {*self.values.outgoing, *self.graph.loss_inputs, *self.graph.handed_on}
         if self.loss is not None:
-            kept.add(self.loss.target)
+            kept.update(self.loss.fields)
         last: dict[str, int] = {}
         for position, layer in enumerate(self.layers):
             last |= dict.fromkeys((*(n for n in layer.layer.inputs if n in last), *layer.layer.outputs), position)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import CheckpointError
-from raypar.model.initial_values_protocol import InitialValues
+from raypar.model.initial_values_source_protocol import InitialValues
 from raypar.worker.checkpoint.checkpoint_files import (
     CheckpointAt,
     KeptState,
@@ -30,6 +30,7 @@ from raypar.worker.checkpoint.checkpoint_files import (
 from raypar.worker.checkpoint.expected_optimizer_state import check_kept_state
 from raypar.worker.checkpoint.manifest import ALL_PARAMETERS
 from raypar.worker.checkpoint.state_key import ATTRIBUTE, BUFFER, CACHE, GROUP, OPTIMIZER, PARAMETER, optimizer_key
+from raypar.worker.pretrained.frozen_values import read_frozen_values
 from raypar.worker.stage.stage import Stage
 from raypar.worker.step.optimizer_state import OptimizerState, Value, read_optimizer_state, write_optimizer_state
 
@@ -125,7 +126,11 @@ def restore_from_checkpoint(
     names = {name for stage in stages.values() for name in stage.parameters}
     shards = [stage.shard for stage in stages.values()]  # those of one worker cut a parameter alike
     take = shards[0].part if shards and shards[0] is not None else None
-    found = read_checkpoint_state(checkpoint, names, take, only_weights=not optimizers)
+    manifest = load_manifest(checkpoint)
+    left_out = names & (manifest.frozen.tensors.keys() if manifest.frozen is not None else set())
+    found = read_checkpoint_state(checkpoint, names - left_out, take, only_weights=not optimizers)
+    for name, value in read_frozen_values(manifest, sorted(left_out)):
+        found[name] = {PARAMETER: value if take is None else take(name, value)}
     shared = read_shared_state(checkpoint)
     wanted = {name: tensor.dtype for stage in stages.values() for name, tensor in stage.buffers.items()}
     buffers = read_checkpoint_buffers(checkpoint, wanted)

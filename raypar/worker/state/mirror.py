@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import BufferPool
-from raypar.comm.transport import Handle, Routine, RoutineWait, Transport, interleave_with_routine
+from raypar.comm.routine import Routine, RoutineWait, interleave_with_routine
+from raypar.comm.transport import Handle, Transport
 from raypar.errors import CommError
 from raypar.plan.pieces import Digest, Piece
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey

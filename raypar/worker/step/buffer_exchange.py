@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.comm.transport import Handle, Routine, RoutineWait, Transport
+from raypar.comm.routine import Routine, RoutineWait
+from raypar.comm.transport import Handle, Transport
 from raypar.worker.stage.buffer_updates import BufferUpdate
 from raypar.worker.stage.running_statistics import NormCall
 from raypar.worker.stage.stage import Stage

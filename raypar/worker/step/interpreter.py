@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.comm.transport import Handle, Routine, RoutineWait, RoutineWork, Transport
+from raypar.comm.routine import Routine, RoutineWait, RoutineWork
+from raypar.comm.transport import Handle, Transport
 from raypar.plan import GradientRelay, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge
 from raypar.schedule.instructions import (
     INPUT_GRADIENTS,
@@ -131,7 +132,10 @@ class Interpreter:
     spans: list[InstructionSpan] = field(default_factory=list)
     """The instructions of the last step and their times, if it was traced."""
     busy_ns: int = 0
-    """Time that compute instructions of the last step took, without the time that layers waited for other shards."""
+    """Time that compute instructions of the last step took, without `read_ns` and the time that layers waited for other
+    shards."""
+    read_ns: int = 0
+    """Time that compute instructions of the last step waited for their batch fields, or read them."""
     _validating: bool = False
     """Whether the pass under way is one of validation, whose messages have tags of their own."""
     _replica: int = field(init=False)
@@ -169,7 +173,7 @@ class Interpreter:
                 self.busy_ns += end - start
             if trace:
                 self.spans.append(InstructionSpan(str(instruction), start, end))
-        self.busy_ns -= sum(stage.waited_ns for stage in self.stages.values())
+        self.busy_ns -= self.read_ns + sum(stage.waited_ns for stage in self.stages.values())
         yield from self._drain()
 
     def run_validation_pass(self, program: Program, step: int) -> Routine[None]:
@@ -190,7 +194,7 @@ class Interpreter:
         self._validating = validating
         for store in (self._local, self._outgoing, self._incoming, self._sending, self.spans):
             store.clear()
-        self.busy_ns = 0
+        self.busy_ns = self.read_ns = 0
 
     # -- communication -------------------------------------------------------------------------------------------
 
@@ -249,7 +253,12 @@ class Interpreter:
 
     def _batch(self, stage: int, step: int, microbatch: int) -> Batch:
         source = self.batch_sources[stage]
-        return {} if source is None else source.get(step, microbatch)
+        if source is None:
+            return {}
+        start = time.perf_counter_ns()
+        batch = source.get(step, microbatch)
+        self.read_ns += time.perf_counter_ns() - start
+        return batch
 
     def _forward(self, instruction: Forward, step: int, received: Received) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from raypar.errors import UserCodeError
 from raypar.job import OptimizerConfig
-from raypar.worker.step.make_optimizers_by_name import optimizer_group_of
+from raypar.worker.step.optimizer_and_parameter_groups import optimizer_group_of
 from raypar.worker.step.optimizer_state import state_of_code
-from raypar.worker.step.tried_optimizer import Gradients, TriedOptimizer, describe_coupling, values_and_gradients
+from raypar.worker.step.optimizer_under_trial import Gradients, TriedOptimizer, describe_coupling, values_and_gradients
 
 STEPS = 100
 """Steps of a late trial before the counters are set forward."""

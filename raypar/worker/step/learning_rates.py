@@ -1,4 +1,5 @@
-"""The learning rates of a job's steps: a factor by step, or what a scheduler gives a dummy optimizer (rule 8)."""
+"""The learning rates of a job's steps: a factor by step, or what a scheduler gives a dummy optimizer (rule 8), after each step
+or after each validation."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from raypar.errors import ConfigError, RayparError, UserCodeError, with_article
-from raypar.job import FunctionConfig, Job
-from raypar.job.callable_text import argument_refusal
+from raypar.job import FunctionConfig, Job, LrScheduleConfig
+from raypar.job.stable_callable_text import argument_refusal
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import frozen_parameters, parameter_shapes
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.step.make_optimizers_by_name import (
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
+from raypar.worker.step.optimizer_and_parameter_groups import (
     build_optimizer,
     optimizer_group_of,
     read_learning_rate,
@@ -60,16 +62,19 @@ class SchedulerRates:
     """What the plain loop `optimizer.step(); scheduler.step()` has in each step: learning rates, and momenta if they change.
 
     A scheduler counts its calls, so it is run from the first step on, on an optimizer of the job's class with one small
-    parameter in each of the job's groups. What the groups of that one hold before step n is a pure function of n.
+    parameter in each of the job's groups. What the groups of that one hold before step n is a pure function of n; with
+    `lr_schedule.metric`, whose scheduler makes a step after each validation, of the values of the validations up to n.
     """
 
     _spec: Job
     """The job."""
+    _validated: Mapping[int, float]
+    """Number of steps done -> value of the job's `followed_metric`, of all validations so far, ascending; others add to it."""
     _dims: Mapping[str, int]
     """Qualified name of each trained parameter of the whole model -> its number of dimensions."""
     _optimizer: torch.optim.Optimizer
     """The dummy."""
-    _scheduler: LRScheduler
+    _scheduler: LRScheduler | ReduceLROnPlateau
     """The scheduler, of the dummy."""
     _first: EntriesByGroup
     """What the dummy's groups held before the scheduler was made."""
@@ -78,11 +83,11 @@ class SchedulerRates:
     _place: int
     """How many steps the scheduler has made."""
     _recent: dict[int, EntriesByGroup]
-    """Step -> what the dummy's groups hold in it, of the last steps."""
+    """Number of the scheduler's steps -> what the dummy's groups hold after them, of the last ones."""
 
-    def __init__(self, spec: Job, dims: Mapping[str, int]) -> None:
-        """Raises `ConfigError` or `UserCodeError` for a scheduler that cannot be made, or needs metrics."""
-        self._spec, self._dims, self._changed = spec, dims, set()
+    def __init__(self, spec: Job, dims: Mapping[str, int], validated: Mapping[int, float]) -> None:
+        """Raises `ConfigError` or `UserCodeError` for a scheduler that cannot be made, or needs a metric and has none."""
+        self._spec, self._dims, self._changed, self._validated = spec, dims, set(), validated
         self._begin()
 
     def set(self, optimizer: torch.optim.Optimizer, step: int) -> float | None:
@@ -101,19 +106,21 @@ class SchedulerRates:
     def at(self, step: int) -> EntriesByGroup:
         """What the scheduler sets in a step, from 0: also what it changes later only, and may have changed already when a step
         runs again. The groups are in the job's order, that of all other parameters last."""
-        if step not in self._recent and step < self._place:
+        given = [(value,) for done, value in self._validated.items() if done <= step] if self._spec.followed_metric else None
+        calls = step if given is None else len(given)
+        if calls not in self._recent and calls < self._place:
             self._begin()
-        while self._place < step:
+        while self._place < calls:
             self._optimizer.step()
-            self._scheduler.step()
+            self._scheduler.step(*(given[self._place] if given is not None else ()))
             self._place += 1
-            if self._place > step - RECENT:
+            if self._place > calls - RECENT:
                 self._note()
         for old in [place for place in self._recent if place <= self._place - RECENT]:
             del self._recent[old]
         return {
             pattern: {key: value for key, value in entries.items() if (pattern, key) in self._changed}
-            for pattern, entries in self._recent[step].items()
+            for pattern, entries in self._recent[calls].items()
         }
 
     def _begin(self) -> None:
@@ -133,7 +140,7 @@ class SchedulerRates:
         self._note()
 
     def _note(self) -> None:
-        """Keep what the dummy's groups hold now as the values of the step."""
+        """Keep what the dummy's groups hold now as the values after the scheduler's last step."""
         now = _entries(self._optimizer)
         for pattern, entries in self._first.items():
             for key, value in entries.items():
@@ -142,8 +149,10 @@ class SchedulerRates:
         self._recent[self._place] = now
 
 
-def make_learning_rates(spec: Job, graph: Graph) -> LearningRates:
-    """The learning rates of a job for its model. Raises `ConfigError` or `UserCodeError` if a scheduler cannot be made."""
+def make_learning_rates(spec: Job, graph: Graph, validated: Mapping[int, float]) -> LearningRates:
+    """The learning rates of a job for its model. `validated`: number of steps done -> value of the metric that they follow, if
+    they do, of all validations so far; the caller adds to it. Raises `ConfigError` or `UserCodeError` if a scheduler cannot be
+    made."""
     ref = spec.scheduled
     if ref is None:
         return FactorRates(_constant_factor)
@@ -151,7 +160,7 @@ def make_learning_rates(spec: Job, graph: Graph) -> LearningRates:
         return FactorRates(ref.partial())
     frozen = frozen_parameters(graph)
     dims = {name: len(shape) for name, shape in parameter_shapes(graph).items() if name not in frozen}
-    return SchedulerRates(spec, dims) if dims else FactorRates(_constant_factor)
+    return SchedulerRates(spec, dims, validated) if dims else FactorRates(_constant_factor)
 
 
 def is_scheduler(ref: FunctionConfig) -> bool:
@@ -173,13 +182,15 @@ def is_scheduler(ref: FunctionConfig) -> bool:
 
 
 def check_scheduler(spec: Job, graph: Graph, steps: int) -> None:
-    """Run a scheduler through the first steps of the job, twice.
+    """Run a scheduler through the first steps of the job, twice; one that follows a metric as if each step were validated and
+    no value better than the first.
 
     Raises `ConfigError` for one that is not the same again, `UserCodeError` for what it raises.
     """
     ref = spec.scheduled
     assert ref is not None
-    one, other = make_learning_rates(spec, graph), make_learning_rates(spec, graph)
+    validated = dict.fromkeys(range(1, steps), 1.0)
+    one, other = (make_learning_rates(spec, graph, validated) for _ in range(2))
     assert isinstance(one, SchedulerRates) and isinstance(other, SchedulerRates)
     for step in range(steps):
         try:
@@ -200,12 +211,10 @@ def check_scheduler(spec: Job, graph: Graph, steps: int) -> None:
             )
 
 
-def _make_scheduler(ref: FunctionConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The scheduler that `ref` makes of the dummy. Raises `ConfigError` for one that needs metrics, or wrong arguments, and
-    `UserCodeError` for what it raises."""
+def _make_scheduler(ref: LrScheduleConfig, optimizer: torch.optim.Optimizer) -> LRScheduler | ReduceLROnPlateau:
+    """The scheduler that `ref` makes of the dummy. Raises `ConfigError` for one that needs a metric where none is named, or
+    none where one is, and for wrong arguments, and `UserCodeError` for what it raises."""
     function: Callable[..., object] = ref.resolve()
-    if isinstance(function, type) and issubclass(function, ReduceLROnPlateau):
-        raise _error_of_metrics(ref.label)
     parameter = next((name for name in inspect.signature(function).parameters if name not in ref.args), "optimizer")
     given = {**ref.args, parameter: optimizer}
     try:
@@ -224,13 +233,25 @@ def _make_scheduler(ref: FunctionConfig, optimizer: torch.optim.Optimizer) -> LR
             cure="it gets the optimizer and lr_schedule.args; a scheduler of other schedulers is made by a function of the "
             "optimizer; one that needs the parameters themselves is not supported: give a function of the step",
         ) from error
-    if isinstance(made, ReduceLROnPlateau) or (callable(step := getattr(made, "step", None)) and _needs_arguments(step)):
-        raise _error_of_metrics(f"{ref.label} ({type(made).__name__})")
-    if not callable(getattr(made, "step", None)):
+    step = getattr(made, "step", None)
+    if not callable(step):
         raise ConfigError(
             f"lr_schedule {ref.label} returned {with_article(type(made).__name__)} for an optimizer, which is no scheduler",
             cure="return an object of torch.optim.lr_scheduler; or give a function whose only parameter without a default is "
             "the step, which returns the factor on the learning rates",
+        )
+    if isinstance(made, ReduceLROnPlateau) or _needs_arguments(step):
+        if ref.metric is None:
+            raise ConfigError(
+                f"lr_schedule {ref.label} makes {with_article(type(made).__name__)}, whose step needs a metric",
+                cure="name one that validations measure: lr_schedule: {function: ..., args: {...}, metric: validation_loss}, "
+                "and set validation.every",
+            )
+    elif ref.metric is not None:
+        raise ConfigError(
+            f"lr_schedule.metric is {ref.metric}, and the step of {with_article(type(made).__name__)}, which {ref.label} "
+            "makes, needs none",
+            cure="leave metric out: the scheduler then makes a step after each step of the optimizer",
         )
     return made  # type: ignore[return-value]  # whatever has a `step` that can be called
 
@@ -244,14 +265,6 @@ def _needs_arguments(step: Callable[..., object]) -> bool:
     return any(
         one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
         for one in parameters
-    )
-
-
-def _error_of_metrics(what: str) -> ConfigError:
-    return ConfigError(
-        f"lr_schedule {what} needs a metric in each of its steps, and learning rates are a function of the step here",
-        cure="give a schedule that needs none, such as torch.optim.lr_scheduler:CosineAnnealingLR; or end the run where the "
-        "validation loss falls no more (early_stopping)",
     )
 
 

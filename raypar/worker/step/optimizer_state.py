@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import CheckpointError, RayparError, StateNotKeptError, with_article
-from raypar.model.python_state import Content, PythonState, is_same_content, read_content
+from raypar.model.python_state import Content, PythonState, comparable_content, is_same_content
 from raypar.worker.checkpoint.manifest import ALL_PARAMETERS, DTYPES
 from raypar.worker.checkpoint.safetensors_header import MAX_ELEMENTS
 from raypar.worker.checkpoint.state_key import ATTRIBUTE, GROUP, NOT_KEPT, OPTIMIZER, StateKey, why_unusable_name
@@ -24,7 +24,7 @@ Value = Tensor | float | int | bool | None
 SHARED_BYTES = 64 << 10
 """The largest tensor that many parameters may share: it is saved as text, and moves with each of them."""
 GIVEN = "raypar_given"
-"""Name of the attribute of an optimizer that holds its `ValuesWhenMade`."""
+"""Name of the attribute of an optimizer that holds its `OptimizerSettingsWhenMade`."""
 _NOT_ATTRIBUTES = ("state", "param_groups", GIVEN)
 
 
@@ -87,7 +87,7 @@ class OptimizerState:
                 mine = found[place[1]]
                 theirs, other = shared.setdefault(place, mine), first.setdefault(place, name)
                 for entry in sorted({*mine, *theirs}):
-                    if not is_same_content(read_content(mine.get(entry)), read_content(theirs.get(entry))):
+                    if not is_same_content(comparable_content(mine.get(entry)), comparable_content(theirs.get(entry))):
                         raise RayparError(
                             f"{other} and {name} come with unequal {entry!r}, which they share: "
                             f"{theirs.get(entry)} and {mine.get(entry)}",
@@ -98,8 +98,8 @@ class OptimizerState:
 
 
 @dataclass(frozen=True)
-class ValuesWhenMade:
-    """What entries of `param_groups` and attributes held when an optimizer was made (`read_content`).
+class OptimizerSettingsWhenMade:
+    """What entries of `param_groups` and attributes held when an optimizer was made (`comparable_content`).
 
     What a step has changed since is saved and moved as state; all else a new optimizer has again.
     """
@@ -110,14 +110,14 @@ class ValuesWhenMade:
     """Name -> what it held."""
 
     @staticmethod
-    def of(optimizer: torch.optim.Optimizer) -> ValuesWhenMade:
+    def of(optimizer: torch.optim.Optimizer) -> OptimizerSettingsWhenMade:
         known = _read_elsewhere(optimizer)
-        return ValuesWhenMade(
+        return OptimizerSettingsWhenMade(
             tuple(
-                {key: read_content(value, known, SHARED_BYTES) for key, value in _entries(group)}
+                {key: comparable_content(value, known, SHARED_BYTES) for key, value in _entries(group)}
                 for group in optimizer.param_groups
             ),
-            {name: read_content(value, known, SHARED_BYTES) for name, value in _attributes(optimizer)},
+            {name: comparable_content(value, known, SHARED_BYTES) for name, value in _attributes(optimizer)},
         )
 
 
@@ -174,7 +174,7 @@ def read_given_values(optimizer: torch.optim.Optimizer) -> OptimizerState:
     return OptimizerState({}, groups, {name: v for name, v in _attributes(optimizer) if why_not_kept(v) is None})
 
 
-def copied(state: OptimizerState) -> OptimizerState:
+def copy_optimizer_state(state: OptimizerState) -> OptimizerState:
     """The same state in tensors of its own."""
 
     def copy(values: Mapping[str, Value]) -> dict[str, Value]:
@@ -196,7 +196,7 @@ def _changed(
     for name in given.keys() - present.keys():
         raise _cannot_keep(f"{name!r}{what}", "removed")
     for name, value in present.items():
-        if name in given and is_same_content(read_content(value, known, SHARED_BYTES), given[name]):
+        if name in given and is_same_content(comparable_content(value, known, SHARED_BYTES), given[name]):
             continue
         why = why_unusable_name(name) or why_not_kept(value)
         if why is None and isinstance(value, Tensor) and value.nbytes > SHARED_BYTES:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from raypar.errors import ConfigError, UserCodeError
 from raypar.job import OptimizerConfig
-from raypar.model.python_state import read_content
+from raypar.model.python_state import comparable_content
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
-from raypar.worker.checkpoint.expected_optimizer_state import NUMBER, ExpectedOptimizerState, SharedEntry, form_of
+from raypar.worker.checkpoint.expected_optimizer_state import NUMBER, ExpectedOptimizerState, SharedEntry, describe_tensor_form
 from raypar.worker.checkpoint.state_key import StateKey
 from raypar.worker.step.late_optimizer_trial import (
     FAR,
@@ -29,9 +29,9 @@ from raypar.worker.step.late_optimizer_trial import (
     find_late_coupling,
     trains_halves_like_wholes,
 )
-from raypar.worker.step.make_optimizers_by_name import optimizer_group_of
-from raypar.worker.step.optimizer_state import OptimizerState, Value, copied, read_given_values, state_of_code
-from raypar.worker.step.tried_optimizer import Gradients, TriedOptimizer, describe_coupling, values_and_gradients
+from raypar.worker.step.optimizer_and_parameter_groups import optimizer_group_of
+from raypar.worker.step.optimizer_state import OptimizerState, Value, copy_optimizer_state, read_given_values, state_of_code
+from raypar.worker.step.optimizer_under_trial import Gradients, TriedOptimizer, describe_coupling, values_and_gradients
 
 SAVED_AFTER, STEPS = 6, 12
 """Steps after which the state is saved and loaded into a new optimizer, and all steps of the first trial."""
@@ -147,18 +147,18 @@ def _train_and_resume(whole: TriedOptimizer, gradients: Gradients) -> _ObservedS
 
     Raises `ConfigError` for state that cannot be kept.
     """
-    code, given = state_of_code(whole.optimizer), copied(read_given_values(whole.optimizer))
+    code, given = state_of_code(whole.optimizer), copy_optimizer_state(read_given_values(whole.optimizer))
     begun = code.read()
     whole.run(gradients[:1])
-    first = copied(whole.state())
+    first = copy_optimizer_state(whole.state())
     whole.run(gradients[1:SAVED_AFTER])
     state, resumed = whole.state(), whole.saved_and_loaded()
-    saved_state = copied(state)
-    before = {place: read_content(value) for place, value in _tensors(state)}
+    saved_state = copy_optimizer_state(state)
+    before = {place: comparable_content(value) for place, value in _tensors(state)}
     aliases, saved = _aliases(whole, state), code.read()
     whole.run(gradients[SAVED_AFTER:])
     whole.check_code(saved.changed(code.read()))
-    after = {place: read_content(value) for place, value in _tensors(whole.state())}
+    after = {place: comparable_content(value) for place, value in _tensors(whole.state())}
     for one, other in aliases:
         if before[one] != after.get(one) or (other in before and before[other] != after.get(other)):
             raise ConfigError(
@@ -168,7 +168,7 @@ def _train_and_resume(whole: TriedOptimizer, gradients: Gradients) -> _ObservedS
     code.put_back(begun)  # as in a new process
     resumed.run(gradients[SAVED_AFTER:])
     whole.check_resumed(resumed, SAVED_AFTER)
-    seen = [*_after_step_without_effect(whole, gradients[0]), first, saved_state, copied(whole.state())]
+    seen = [*_after_step_without_effect(whole, gradients[0]), first, saved_state, copy_optimizer_state(whole.state())]
     with contextlib.suppress(UserCodeError):  # some optimizers refuse to step after a last step
         resumed.fast_forward(FAR)
         resumed.run(gradients[:1])
@@ -197,7 +197,7 @@ def _expected_state(seen: _ObservedState, *, shapes_are_fixed: bool) -> Expected
     for place in dict.fromkeys(place for values in later for place in values):
         values = [of[place] for of in later if place in of]
         forms = (
-            form_of(str(value.dtype).removeprefix("torch."), value.shape, shapes_are_fixed)
+            describe_tensor_form(str(value.dtype).removeprefix("torch."), value.shape, shapes_are_fixed)
             if isinstance(value, Tensor)
             else NUMBER
             for value in values

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,18 +18,22 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from raypar.comm.transport import Routine, RoutineWait, Transport
+from raypar.comm.routine import Routine, RoutineWait
+from raypar.comm.transport import Transport
 from raypar.errors import DataError, NonFiniteError, RayparError, UserCodeError
 from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import canonical_names
 from raypar.plan import MicrobatchRouting, TiedParameter
-from raypar.plan.microbatches import TreeNode, VoteResult, mean_loss
+from raypar.plan.addition_tree import TreeNode
+from raypar.plan.microbatches import mean_loss
 from raypar.plan.ownership import Ownership
 from raypar.plan.seeds import seed_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.plan.vote_result import VoteResult
 from raypar.torch_compat.multi_tensor import scale_all
-from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_squared_gradients
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage, fold_gradients
@@ -112,6 +117,8 @@ class StepCommit:
 
     while_votes_arrive: Callable[[int], None] | None = None
     """Called with the number of the next step while the votes of other workers are on their way: reads its samples."""
+    late_read_ns: int = 0
+    """How long that took in the last step, if the votes were there before it was over; else 0, because nobody waited."""
     gather_metrics: Callable[[], Routine[None]] | None = None
     """A routine to complete before this worker votes in a step whose metrics are measured; None: none is."""
     order_digest: Callable[[int], int | None] | None = None
@@ -158,7 +165,7 @@ class StepCommit:
         """Begin a step. Drops the last step's gradients first: kept, they would be a second set beside the new ones."""
         self.step, self.outcome, self.applied, self._reduced_uses = step, None, False, None
         self.can_apply_late = self._has_buffer_updates = False
-        self._settled = {}
+        self._settled, self.late_read_ns = {}, 0
         for stage in self.stages.values():
             for parameter in stage.parameters.values():
                 parameter.grad = None
@@ -249,7 +256,10 @@ class StepCommit:
         recvs = {rank: self.transport.recv(None, source=rank, tag=tag) for rank in others}
         sends = [self.transport.send(mine, to=rank, tag=tag) for rank in others]
         if others and self.while_votes_arrive is not None:
+            start = time.perf_counter_ns()
             self.while_votes_arrive(self.step + 1)
+            if all(handle.done() for handle in recvs.values()):
+                self.late_read_ns = time.perf_counter_ns() - start
         ballots = {self.rank: mine}
         for rank, handle in recvs.items():
             if not handle.done():

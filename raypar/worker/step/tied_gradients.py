@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from raypar.comm.transport import Handle, Routine, RoutineWait, Transport
+from raypar.comm.routine import Routine, RoutineWait
+from raypar.comm.transport import Handle, Transport
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
 from raypar.plan import MicrobatchRouting, ParallelPlan, TiedParameter

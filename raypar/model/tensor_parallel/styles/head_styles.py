@@ -9,9 +9,9 @@ from typing import ClassVar, Self
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear
 from raypar.model.tensor_parallel.multihead_attention import ShardedMultiheadAttention
+from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.styles.style import (
     COLUMN_COLLECTIVES,
     ROW_COLLECTIVES,

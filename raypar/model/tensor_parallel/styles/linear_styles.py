@@ -13,9 +13,9 @@ from torch import nn
 
 from raypar.errors import PlanError
 from raypar.model.tensor_parallel.experts import ShardedExperts
-from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear
 from raypar.model.tensor_parallel.local_part_layout import FEATURES
+from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.styles.style import (
     COLUMN_COLLECTIVES,
     ROW_COLLECTIVES,

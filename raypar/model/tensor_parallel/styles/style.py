@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.transposed_linear import is_linear, is_transposed_linear, linear_features
 from raypar.plan.shard_ranges import IndexRanges, TensorCut, even_ranges_by_shard
 from raypar.plan.stage_connections import parameter_of

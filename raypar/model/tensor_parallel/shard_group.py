@@ -1,0 +1,127 @@
+"""The shards of one replica of a stage: their collectives, and the base of the modules that call them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypar.comm import blocking_code_as_routine
+from raypar.comm.transport import Handle, Transport
+from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
+from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
+
+
+class ShardGroup:
+    """The shards that compute one replica of a stage together, seen by one of them: collectives, and notes of running layers.
+
+    `timeout_s`: how long a collective may wait for the other shards.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        *,
+        channel: int = 0,
+        sequence_parallel: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.transport = transport
+        self.ranks = tuple(ranks)
+        """Ranks of the shards, ascending."""
+        self.shard = self.ranks.index(transport.rank)
+        """The number of this shard."""
+        self.channel = channel
+        """Sets the collectives of this group apart from all others."""
+        self.sequence_parallel = sequence_parallel and self.size > 1
+        """Whether values between the layers of the stage are cut along dim 1 (sequence parallelism)."""
+        self.timeout_s = timeout_s
+        self.partially_used_parameters: dict[int, nn.Parameter] = {}
+        """Id -> parameter that every shard holds whole but computes with a part of a value only.
+
+        What a backward pass adds to its gradient is a part of a sum over shards (`sum_partial_gradients`). All of
+        them are known after the step's last forward pass. One layer must not compute with such a parameter on parts and on
+        whole values: its gradient would be of both kinds."""
+        self.shared_input: Any = None
+        """(`linear.InputOfSeveralLayers`, its tensor) of the value that column layers of the running layer read last."""
+        self.grad_enabled = False
+        """Whether the running layer was called with gradients."""
+        self.output_layouts: dict[str, LocalPartLayout] = {}
+        """Value that the loss alone reads -> how the last forward pass left it cut; values without an entry are whole."""
+        self.value_layouts: dict[str, LocalPartLayout] = {}
+        """Value that stays in parts between layers -> how the last forward pass left it cut."""
+        self.waited_ns = 0
+        """Time that layers have waited for other shards since somebody set it to 0."""
+
+    @property
+    def size(self) -> int:
+        """Number of shards."""
+        return len(self.ranks)
+
+    def wait(self, handle: Handle, what: str) -> None:
+        """Block until the operation is done; under the cooperative scheduler other workers run meanwhile."""
+        if not handle.done():
+            start = time.perf_counter_ns()
+            blocking_code_as_routine.wait_for_handle(handle, f"{what} of shard {self.shard}", self.timeout_s)
+            self.waited_ns += time.perf_counter_ns() - start
+
+    def post_all_reduce(self, tensor: Tensor) -> Handle:
+        """Start to sum a contiguous tensor over the shards, in place, in shard order."""
+        return self.transport.all_reduce(tensor, group=self.ranks, channel=self.channel)
+
+    def all_reduce(self, tensor: Tensor, what: str) -> Tensor:
+        """Sum over the shards, in place where `tensor` is contiguous."""
+        tensor = tensor.contiguous()
+        self.wait(self.post_all_reduce(tensor), what)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
+        """The tensors of all shards, which have one shape, in shard order."""
+        tensor = tensor.contiguous()
+        pieces = [tensor if i == self.shard else torch.empty_like(tensor) for i in range(self.size)]
+        self.wait(self.transport.all_gather(pieces, tensor, group=self.ranks, channel=self.channel), what)
+        return pieces
+
+    def gather_and_concat(self, tensor: Tensor, dim: int, held: Sequence[IndexRanges], what: str) -> Tensor:
+        """The whole value, of which each shard holds one run of indices along `dim`, in shard order (maybe an empty one)."""
+        tensor = tensor.contiguous()
+        pieces = []
+        for shard, spans in enumerate(held):
+            shape = list(tensor.shape)
+            shape[dim] = sum(stop - start for start, stop in spans)
+            pieces.append(tensor if shard == self.shard else tensor.new_empty(shape))
+        self.wait(self.transport.all_gather(pieces, tensor, group=self.ranks, channel=self.channel), what)
+        return torch.cat(pieces, dim)
+
+    def post_reduce_scatter(self, tensor: Tensor, dim: int) -> tuple[Tensor, Handle, list[Tensor]]:
+        """Start to sum over the shards and keep this shard's even part of `dim`.
+
+        Returns (where the part will be, handle, tensors that must stay alive until it is done).
+        """
+        pieces = [
+            tensor[(slice(None),) * dim + (slice(*(spans[0] if spans else (0, 0))),)].contiguous()
+            for spans in even_ranges_by_shard(tensor.shape[dim], self.size)
+        ]
+        out = torch.empty_like(pieces[self.shard])
+        return out, self.transport.reduce_scatter(out, pieces, group=self.ranks, channel=self.channel), pieces
+
+    def reduce_scatter(self, tensor: Tensor, dim: int, what: str) -> Tensor:
+        """This shard's even part, along `dim`, of the sum over the shards."""
+        out, handle, _pieces = self.post_reduce_scatter(tensor, dim)
+        self.wait(handle, what)
+        return out
+
+
+class ShardedModule(nn.Module):
+    """A layer whose parameters are this shard's slices. No code but the layer itself may compute with them."""
+
+    def __init__(self, name: str, group: ShardGroup) -> None:
+        super().__init__()
+        self.name = name
+        """Qualified name of the layer that it stands for."""
+        self.group = group
+        """The shards that compute the layer together."""

@@ -1,0 +1,96 @@
+"""What one plan's step takes: its time by simulation, the bytes that are kept, the bytes of the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
+from raypar.plan.ownership import StateKind
+from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.schedule import registry
+from raypar.schedule.instructions import KEPT_INPUTS, KEPT_SIZE, Schedule, splits_backward
+from raypar.schedule.simulate import SimulationCosts, simulate_schedule
+from raypar.schedule.step_timeline import KeptBytes, Timeline
+
+MakeSchedule = Callable[[MicrobatchRouting], Schedule]
+"""Makes the orders of a plan's workers."""
+
+
+def predict_step(
+    profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches
+) -> tuple[Timeline, tuple[int, ...]]:
+    """The predicted step of a plan under a schedule (a name, or orders): its timeline, and bytes of memory by worker."""
+    routing = MicrobatchRouting(plan, microbatches)
+    orders = registry.build_schedule(schedule, routing) if isinstance(schedule, str) else schedule
+    split = any(map(splits_backward, orders))
+    crossing = profile.crossing(plan)
+    costs = replace(simulation_costs(profile, plan, split=split), kept_bytes=kept_bytes_by_kind(profile, routing, orders))
+    timeline = simulate_schedule(orders, routing, crossing, costs)
+    if profile.processors is not None:
+        needed_ms = sum(timeline.busy_ms) / profile.processors
+        if needed_ms > timeline.makespan_ms:
+            # Workers take turns on the processors: everything is slower by the same factor.
+            slower = simulation_costs(profile, plan, split=split, factor=needed_ms / timeline.makespan_ms)
+            timeline = simulate_schedule(orders, routing, crossing, replace(slower, kept_bytes=costs.kept_bytes))
+    activations = timeline.peak_bytes or (0,) * plan.world
+    memory = tuple(map(sum, zip(activations, *state_bytes(profile, routing).values(), strict=True)))
+    return timeline, memory
+
+
+def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, factor: float = 1.0) -> SimulationCosts:
+    """What a plan's step costs on this profile, all times multiplied by `factor`.
+
+    `split`: whether the schedule splits backward passes; whole ones cost what was measured of them whole.
+    """
+    stages = profile.stages(plan)
+    optimizer_ms = max(sum(stages[s].optimizer_ms for s in plan.stages_of(rank)) for rank in range(plan.world))
+    return SimulationCosts(
+        forward_ms=tuple(factor * s.forward_ms for s in stages),
+        input_ms=tuple(factor * (s.input_ms if split else s.backward_ms) for s in stages),
+        weight_ms=tuple(factor * s.weight_ms if split else 0.0 for s in stages),
+        latency_ms=factor * profile.link.latency_ms,
+        bandwidth_bytes_per_ms=profile.link.bandwidth / factor,
+        reduce_ms=tuple(factor * reduction_ms(s, p.replicas, profile.link) for s, p in zip(stages, plan.stages, strict=True)),
+        step_ms=factor * (profile.step_ms + optimizer_ms),
+        recompute_ms=tuple(factor * profile.recompute_ms(plan, s) for s in range(len(stages))),
+    )
+
+
+def kept_bytes_by_kind(profile: ModelProfile, routing: MicrobatchRouting, orders: Schedule) -> KeptBytes:
+    """Kind of kept memory -> by stage and microbatch, bytes that one shard of the stage keeps under this schedule."""
+    cut, stages = routing.microbatches, range(len(routing.plan.stages))
+    checkpointed = {(i.stage, i.microbatch) for order in orders for i in order if KEPT_INPUTS in i.allocates}
+    found = {
+        (s, size, again): profile.kept_bytes(routing.plan, s, size, recompute=again)
+        for s in stages
+        for size in {len(cut.samples(m)) for m in range(cut.count)}
+        for again in (False, True)
+    }
+    return {
+        kind: [[found[s, len(cut.samples(m)), (s, m) in checkpointed][kind] for m in range(cut.count)] for s in stages]
+        for kind in KEPT_SIZE
+    }
+
+
+def reduction_ms(stage: LayerProfile, replicas: int, link: LinkProfile) -> float:
+    """Time of one reduction: all-to-all of subtree sums, then all-gather.
+
+    It moves 2 (n-1)/n of the bytes, as a ring does (Patarasuk and Yuan 2009).
+    """
+    if replicas == 1:
+        return 0.0
+    return 2 * link.ms((replicas - 1) / replicas * stage.parameter_bytes)
+
+
+def state_bytes(profile: ModelProfile, routing: MicrobatchRouting, zero: int = 0) -> dict[StateKind, tuple[int, ...]]:
+    """Kind of state -> by rank, its bytes in memory, under a ZeRO stage.
+
+    Gradients are the open sums of the canonical reduction: one for each open subtree of the replica's blocks, so
+    floor(log2 blocks) + 1 of them.
+    """
+    plan = routing.plan
+    state = profile.state_on_shards({stage.shards for stage in plan.stages}).of_plan(plan, zero)
+    blocks = [len(routing.blocks_of_replica(plan.stages_of(rank)[0], seat.replica)) for rank, seat in enumerate(plan.seats)]
+    gradients = (nbytes * max(1, count.bit_length()) for nbytes, count in zip(state["gradient"], blocks, strict=True))
+    return {**state, "gradient": tuple(gradients)}

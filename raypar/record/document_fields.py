@@ -1,0 +1,80 @@
+"""Which fields the JSON documents of a run folder have, and their check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from raypar.files.json_type import Json
+from raypar.files.printable_text import shorten
+from raypar.record.events import (
+    MAX_GENERATIONS,
+    MAX_TIME_S,
+    MAX_WORKER_NUMBER,
+    STEP,
+    TIME,
+    WORKER,
+    WORKER_FIELDS,
+    Check,
+    count_up_to,
+    is_flag,
+    is_list_of,
+    is_mapping_of,
+    is_real,
+    is_text,
+    number_up_to,
+)
+from raypar.record.folder import CLUSTER, MEMBERS, PLAN, TOTALS, TRACE
+
+
+def _records(fields: Mapping[str, Check], *required: str) -> Check:
+    return is_list_of(lambda value: isinstance(value, dict) and _wrong(value, fields, required) is None)
+
+
+_BYTES = count_up_to(2**63)
+
+_STAGES = _records(
+    dict.fromkeys(("first", "last", "position", "replicas", "shards"), count_up_to(MAX_WORKER_NUMBER)), "replicas"
+)
+
+_LAYERS = _records({"name": is_text, "parameters": _BYTES, "parameter_bytes": _BYTES}, "name")
+
+_NODE: dict[str, Check] = {"node": is_text, "pid": count_up_to(2**31), "head": is_flag}
+
+FIELDS: dict[str, dict[str, Check]] = {
+    PLAN: {
+        "schedule": is_text, "stages": lambda value: bool(value) and _STAGES(value), "layers": _LAYERS,
+        "workers": is_list_of(is_text), "predicted_memory_bytes": is_list_of(is_mapping_of(_BYTES)),
+        "predicted_ms": number_up_to(MAX_TIME_S), "predicted_bubble": is_real, "predicted_for": is_text,
+    },
+    MEMBERS: {
+        "time": TIME, "phase": is_text, "generation": count_up_to(MAX_GENERATIONS), "step": STEP, "plan": is_text,
+        "schedule": is_text, "steps": STEP, "members": _records(WORKER_FIELDS), "spares": _records(WORKER_FIELDS),
+        "wanted": WORKER, "why": is_text,
+        "driver_pid": count_up_to(2**31),
+        "replaying": lambda value: isinstance(value, dict) and all(STEP(value.get(key)) for key in ("step", "until")),
+    },
+    CLUSTER: {"kind": is_text, "address": is_text, "nodes": _records(_NODE, *_NODE), "submitted": is_flag},
+    TRACE: {},  # `draw.swimlane_data_in_traces` checks what is read of it
+    TOTALS: {"time": TIME},  # the rest is checked by `totals.read_totals`
+}  # fmt: skip
+"""Document -> its fields and their checks."""
+
+NEVER_NULL = ("time", "stages", "members", "spares", "nodes")
+"""Fields that may be absent, but not null."""
+
+
+def check_document(name: str, found: Json) -> None:
+    """Raise `ValueError` unless `found` is valid as the content of the document `name`, one of `FIELDS`."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{shorten(found)} is not a JSON object")
+    key = _wrong(found, FIELDS[name], ("phase",) if name == MEMBERS else ())
+    if key is not None:
+        raise ValueError(f"{key} is {shorten(found[key])}" if key in found else f"it has no {key}")
+
+
+def _wrong(found: Mapping[str, Json], fields: Mapping[str, Check], required: tuple[str, ...]) -> str | None:
+    """The first key that is missing or of the wrong type; None if there is none."""
+    for key in (*required, *(key for key in NEVER_NULL if key in found)):
+        if found.get(key) is None:
+            return key
+    return next((key for key, check in fields.items() if found.get(key) is not None and not check(found[key])), None)

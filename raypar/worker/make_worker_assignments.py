@@ -1,0 +1,58 @@
+"""Each worker's part of a plan: its program, and the microbatches that it measures in validations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from raypar.job import Job
+from raypar.model.graph import Graph
+from raypar.model.layer_skeletons import make_model_outline
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
+from raypar.plan import Microbatches, MicrobatchesOfSets, ParallelPlan
+from raypar.plan.forward_pass_batching import whole_batching
+from raypar.schedule.instructions import Schedule
+from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
+
+
+def make_validation_batching(spec: Job, samples: Mapping[str, int]) -> Microbatches | None:
+    """The samples of all validation sets in microbatches; None if the job has no validation. `samples`: those of each set.
+
+    Of a run that makes forward passes only those of one pass, as if all were of that size.
+    """
+    if spec.validation is None or not samples:
+        return None
+    if spec.forward_passes is not None:
+        count = spec.forward_passes.microbatches
+        return Microbatches(count, count, count * -(-spec.batch_size // spec.microbatches))
+    sets = {name: batching_of_set(spec, name, count) for name, count in samples.items()}
+    return sets[""] if "" in sets else MicrobatchesOfSets.of(sets)
+
+
+def batching_of_set(spec: Job, name: str, samples: int) -> Microbatches:
+    """The samples of one validation set in microbatches of at most its batch size, or the size of those of training."""
+    own = spec.validation_sets[name].batch_size
+    return whole_batching(samples, *((spec.batch_size, spec.microbatches) if own is None else (own, 1)))
+
+
+def make_worker_assignments(
+    spec: Job,
+    graph: Graph,
+    plan: ParallelPlan,
+    schedule: Schedule,
+    *,
+    validation_samples: Mapping[str, int] = MappingProxyType({}),
+) -> tuple[ProgramAssignment, ...]:
+    """The assignment of each rank, by rank, lowered from the schedule. `validation_samples`: those of each validation set;
+    without any there is no validation.
+
+    Raises `ScheduleError` if the result would not run.
+    """
+    counts = {stage.shards for stage in plan.stages}
+    layouts = (
+        {count: compute_shard_layout(graph, count, dict(spec.styles)) for count in counts | {1}} if max(counts) > 1 else {}
+    )
+    validation = make_validation_batching(spec, validation_samples)
+    return assign_programs_to_ranks(
+        schedule, plan, make_model_outline(graph).crossing(plan), spec.batching, validation, layouts=layouts
+    )

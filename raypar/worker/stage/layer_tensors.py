@@ -1,0 +1,201 @@
+"""The tensors that a stage's layers compute with: values in autograd's graph, parameters, one leaf for each use, and buffers.
+
+A stage gets its layers' tensors from `StageTensors.of_layer`, at every layer boundary. Today these tensors are
+whole parameters (or a shard's slices of them), which lie in the modules all the time. Weights that are gathered from the
+replicas that own them, or fetched from host memory, would be made in `of_layer`, too. Mixed precision makes none here: autocast
+casts them, for each operation as its lists say, and the leaves to whose `.grad` microbatches are added stay float32.
+
+A layer reads the very tensor that another layer of the stage returned, so autograd adds the gradients of a value in its own
+order. A value from another stage is read through one alias, whose complete gradient is what the stage hands on (rule 4 of the
+numerics contract).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raypar.errors import UserCodeError
+from raypar.model.graph import Graph, Layer
+from raypar.model.layer_skeletons import canonical_names
+from raypar.torch_compat.autograd import has_gradient_hooks, share_hooks, share_hooks_of_leaf
+from raypar.torch_compat.modules import non_persistent_buffer_names
+from raypar.worker.data.sample_reader import WHERE_FIELDS_ARE_NAMED
+
+Hook = Callable[[Tensor | None], None]
+"""Called with the gradient of a value once it is complete. Returns None, so autograd goes on with the very gradient."""
+Hooks = OrderedDict[int, Hook]
+"""A tensor's hooks as PyTorch keeps them. The tensors of all microbatches share the dict, so that a hook can be exchanged in
+all of them at once."""
+
+
+def make_alias(value: Tensor) -> Tensor:
+    """Another tensor of the same memory, shape and strides, with a node of its own in the autograd graph.
+
+    Not `view_as`, which gives dims of length 1 the strides of a new tensor: a channels_last image of one channel, (4, 1, 2, 1),
+    would become (4, 4, 2, 1), and its convolution would choose another kernel.
+    """
+    return torch.ops.aten.alias.default(value)  # type: ignore[no-any-return]
+
+
+def own_tensor(output: Tensor, hooks: Hooks, *, is_value: bool) -> Tensor:
+    """The tensor of a value that requires a gradient and that a layer returned as `output`: as a rule `output` itself.
+
+    It is an alias if `output` `is_value` already (the layer has returned what it read, or one tensor under two names), because
+    the gradients of each value are added apart; if `output` has hooks of users' code, which then come after those that readers
+    register, in one stage as in two; and if it is a leaf (a parameter). A leaf's gradient would come at another time than that
+    of what a layer computes, and autocast would keep one cast of it for several readers.
+    """
+    if is_value or output.is_leaf or has_gradient_hooks(output):
+        output = make_alias(output)
+    share_hooks(output, hooks)
+    return output
+
+
+def alias_received(value: Tensor, hooks: Hooks) -> Tensor:
+    """The tensor through which all layers of a stage read a value from another stage that requires a gradient.
+
+    The gradient reaches `hooks`, with the strides that autograd gave it, and goes no further: the leaf behind the alias takes
+    none, because it would copy a gradient that somebody else refers to.
+    """
+    leaf = value.detach().requires_grad_()
+    share_hooks_of_leaf(leaf, hooks)
+    alias = make_alias(leaf)
+    leaf.requires_grad_(False)
+    return alias
+
+
+def require_value(values: Mapping[str, Tensor], name: str, reader: str) -> Tensor:
+    """The value `name`. Raises `UserCodeError` if no layer has written it and the batch has no such field."""
+    if name not in values:
+        raise UserCodeError(
+            f"{reader} reads {name!r}, which no layer writes and the batch does not have (it has {sorted(values)})",
+            cure=WHERE_FIELDS_ARE_NAMED,
+        )
+    return values[name]
+
+
+def read_inputs(values: Mapping[str, Tensor], names: Sequence[str], layer: str) -> list[Tensor]:
+    """A layer's arguments."""
+    return [values[name] if name in values else require_value(values, name, f"layer {layer!r}") for name in names]
+
+
+class ParameterUse(NamedTuple):
+    """One layer's use of a trainable parameter: a leaf with a gradient of its own (rule 6 of the numerics contract)."""
+
+    name: str
+    """Qualified name (`layer.path`) under which this layer has the parameter; a tie's other names stay as they are."""
+    shape: torch.Size
+    """Shape of the tensor that this worker holds."""
+    dtype: torch.dtype
+    """Dtype of the parameter, and of its summed gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBuffer:
+    """A buffer as the stage keeps it: part of the stage's state, which changes at commits only (`buffer_updates.py`)."""
+
+    path: str
+    """The buffer's path in its layer."""
+    owner: nn.Module
+    """The module that has the buffer."""
+    key: str
+    """Its name in `owner`."""
+    tensor: Tensor
+    """The tensor that holds its value, whatever forward has put in its place."""
+    persistent: bool
+    """Whether PyTorch's `state_dict` has it. Forward may replace the tensor of a buffer that is not persistent (a cache)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """What one layer computes with."""
+
+    module: nn.Module
+    """The layer's module, with the tensors in their places."""
+    buffers: tuple[LayerBuffer, ...]
+    """The module's buffers as they were given."""
+    uses: range
+    """Indices in `StageTensors.uses` of this layer's uses."""
+
+
+class StageTensors:
+    """The tensors of one stage, by layer, by parameter and by use."""
+
+    layer_names: tuple[str, ...]
+    """Names of the stage's layers, in order."""
+    modules: Mapping[str, nn.Module]
+    """Layer name -> module, in layer order."""
+    parameters: dict[str, nn.Parameter]
+    """Canonical name -> parameter, frozen ones too. A tied parameter stands once, as its first use in this stage."""
+    uses: list[ParameterUse]
+    """Every use of a trainable parameter, in layer order."""
+    leaves: list[nn.Parameter]
+    """By index of `uses`: the tensor to whose `.grad` autograd adds. Leaves of a tie share their memory."""
+    buffers: dict[str, Tensor]
+    """Qualified name -> buffer as it was given, whatever forward has put in its place since."""
+    persistent: frozenset[str]
+    """Names of the buffers that exports contain."""
+    _layers: list[LayerTensors]
+    """By position of the layer in the stage."""
+    _use_of: dict[int, int]
+    """`id` of a leaf -> index of its use."""
+
+    def __init__(self, graph: Graph, layers: Sequence[Layer], modules: Mapping[str, nn.Module]) -> None:
+        canonical = canonical_names(graph)
+        self.layer_names = tuple(layer.name for layer in layers)
+        self.modules, self.parameters = modules, {}
+        self.uses, self.leaves, self._layers = [], [], []
+        for layer in layers:
+            first = len(self.uses)
+            named = dict(modules[layer.name].named_parameters())
+            for path in _in_order_of_use(layer, named, canonical):
+                parameter, name = named[path], layer.qualify(path)
+                home = self.parameters.setdefault(canonical.get(name, name), parameter)
+                if home is not parameter:
+                    parameter.data = home.data  # one memory, but a leaf and a gradient for every layer that uses it
+                if parameter.requires_grad:
+                    self.uses.append(ParameterUse(name, parameter.shape, parameter.dtype))
+                    self.leaves.append(parameter)
+            module = modules[layer.name]
+            self._layers.append(LayerTensors(module, layer_buffers(module), range(first, len(self.uses))))
+        self._use_of = {id(leaf): use for use, leaf in enumerate(self.leaves)}
+        buffers = [(layer.qualify(b.path), b) for layer, held in zip(layers, self._layers, strict=True) for b in held.buffers]
+        self.buffers = {name: buffer.tensor for name, buffer in buffers}
+        self.persistent = frozenset(name for name, buffer in buffers if buffer.persistent)
+
+    def of_layer(self, position: int) -> LayerTensors:
+        """What the stage's layer at `position` computes with, ready for its forward."""
+        return self._layers[position]
+
+    def use_of(self, leaf: Tensor) -> int:
+        """Index of the use whose leaf this is."""
+        return self._use_of[id(leaf)]
+
+    def uses_of(self, leaf_ids: Sequence[int]) -> tuple[int, ...]:
+        """Indices of the uses with these leaves, given by `id`; ids of other tensors are left out."""
+        return tuple(self._use_of[leaf] for leaf in leaf_ids if leaf in self._use_of)
+
+
+def _in_order_of_use(layer: Layer, paths: Iterable[str], canonical: Mapping[str, str]) -> list[str]:
+    """The paths of a layer's parameters; those that are one parameter in the order of their uses, which `own_names` has."""
+    order = {path: number for number, (path, _) in enumerate(layer.own_names or ())}
+    several: dict[str, list[str]] = {}
+    for path in paths:
+        several.setdefault(canonical.get(layer.qualify(path), path), []).append(path)
+    by_use = {name: iter(sorted(same, key=lambda path: order.get(path, 0))) for name, same in several.items()}
+    return [next(by_use[name]) for name in [canonical.get(layer.qualify(path), path) for path in paths]]
+
+
+def layer_buffers(module: nn.Module) -> tuple[LayerBuffer, ...]:
+    """Every buffer of a layer once, under its first path."""
+    return tuple(
+        LayerBuffer(path, owner, key, tensor, key not in non_persistent_buffer_names(owner))
+        for path, tensor in module.named_buffers()
+        for owner, key in [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2])]
+    )
