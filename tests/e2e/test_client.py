@@ -20,6 +20,7 @@ from raypar.actors.cluster_info import ClusterCapacity
 from raypar.actors.driver_client import collecting_signals
 from raypar.actors.ray_connection import RayConnection
 from raypar.cli import main
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ClusterError, DataError
 from raypar.launch import Result, raise_run_failure
 from raypar.record.events import SavedCheckpoint
@@ -102,7 +103,7 @@ def test_a_driver_may_take_long_to_start_and_no_time_at_all_to_answer_afterwards
     monkeypatch.setattr(driver_client, "ray", fake)
     monkeypatch.setattr("raypar.actors.actor_handle_types.ray", fake)
     driver = SimpleNamespace(start=ask("start"), events=ask("events"), stop=ask("stop"))
-    request = SimpleNamespace(policy=SimpleNamespace(steps_before_run=0, elastic=True))
+    request = SimpleNamespace(policy=RunPolicy(workers=2, job_steps=9, elastic=True))
     end = driver_client._follow(driver, request, told.append, [])
     assert end.end == "done"
     (at_s,) = ended

@@ -16,6 +16,7 @@ from raypar.actors.control_store_watch import (
     silence_limit_s,
     watch_control_store,
 )
+from raypar.elastic.run_policy import RunPolicy
 
 FAST = {"interval_s": 0.01, "limit_s": 0.3, "report_after_s": 0.1}
 DEADLINE_S = 10.0
@@ -56,7 +57,7 @@ def test_a_client_whose_ray_calls_all_block_ends_with_the_error_in_time(monkeypa
     fake = SimpleNamespace(wait=blocks, get=blocks, kill=blocks, remote=lambda made: actor, get_runtime_context=lambda: context)
     monkeypatch.setattr(driver_client, "ray", fake)
     monkeypatch.setattr(driver_client, "LEAVE_S", 0.2)
-    policy = SimpleNamespace(steps_before_run=0, elastic=True, forward_passes=0)
+    policy = RunPolicy(workers=2, job_steps=9, elastic=True)
     told: list[dict] = []
     with watch_control_store("10.0.0.7:6379", probe=answers(True, False), **FAST):
         assert in_time(lambda: driver_client.follow_run(SimpleNamespace(run="r", policy=policy), told.append)) < DEADLINE_S

@@ -26,6 +26,7 @@ from raypar.actors.ray_connection import join_cluster
 from raypar.cli import main
 from raypar.elastic.desired_capacity import StartInputs, StartLimits
 from raypar.elastic.placement_constraints import PlacementConstraints
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 from raypar.ray_compat.autoscaler import autoscaler_has_node_types
@@ -213,7 +214,7 @@ def test_a_driver_of_another_raypar_that_cannot_begin_is_one_clear_error(monkeyp
     monkeypatch.setattr(driver_client.ray, "wait", lambda asked, timeout: (asked, []))
     monkeypatch.setattr(driver_client.ray, "get", get)
     remote = SimpleNamespace(remote=lambda *given: object())
-    request = SimpleNamespace(policy=SimpleNamespace(steps_before_run=0, elastic=True))
+    request = SimpleNamespace(policy=RunPolicy(workers=2, job_steps=9, elastic=True))
     with pytest.raises(
         ClusterError, match=r"the driver could not begin: AttributeError.*'Course' object has no attribute"
     ) as found:

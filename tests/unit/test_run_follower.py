@@ -7,6 +7,7 @@ from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from raypar.actors import driver_client
 from raypar.actors.driver_client import RunFollower
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import OutOfMemory, WorkerLost
 from raypar.record.events import Event
 
@@ -46,7 +47,7 @@ def follow(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(driver_client, "ray", fake)
         monkeypatch.setattr(driver_client.time, "sleep", lambda seconds: None)
         told: list[Event] = []
-        request = SimpleNamespace(policy=SimpleNamespace(steps_before_run=0, elastic=elastic), folder="/r/tiny", storage="")
+        request = SimpleNamespace(policy=RunPolicy(workers=2, job_steps=9, elastic=elastic), folder="/r/tiny", storage="")
         end = RunFollower(driver, request, tell or told.append, list(asked)).follow()
         return end, told
 
@@ -134,7 +135,7 @@ def test_a_driver_whose_process_has_not_begun_is_not_waited_for_after_a_signal(m
         return [], calls
 
     monkeypatch.setattr(driver_client, "ray", SimpleNamespace(wait=never, get=driver.get))
-    request = SimpleNamespace(policy=SimpleNamespace(steps_before_run=7, elastic=True))
+    request = SimpleNamespace(policy=RunPolicy(workers=2, job_steps=9, steps_before_run=7, elastic=True))
     end = RunFollower(driver, request, lambda event: None, asked).follow()
     assert (end.end, end.why, end.done, driver.stops) == ("interrupted", "SIGTERM", 7, [])
 
@@ -155,7 +156,7 @@ def test_a_driver_that_does_not_begin_on_a_node_without_memory_is_not_waited_for
     monkeypatch.setattr(driver_client, "ray", SimpleNamespace(wait=never, get=None))
     monkeypatch.setattr(driver_client, "kill_actor", lambda handle, *, no_restart: None)
     monkeypatch.setattr(driver_client, "memory_shortage_here", shortage)
-    request = SimpleNamespace(policy=SimpleNamespace(steps_before_run=0, elastic=True))
+    request = SimpleNamespace(policy=RunPolicy(workers=2, job_steps=9, elastic=True))
     follower = RunFollower(Driver([]), request, told.append, [])
     if waited_s is None:
         with pytest.raises(WorkerLost, match="the driver does not answer for 300 s, nor another one 60 s later"):
