@@ -33,7 +33,7 @@ from harness import ROOT, page, table
 from safetensors.torch import load_file
 
 KILLED_AFTER = 70
-LIMIT_S = 240.0
+LIMIT_S = 900.0
 RANKS, PROCESSES = 2, 2
 RESUMED = {"as it was": (RANKS, PROCESSES), "1 rank": (1, PROCESSES), "3 processes": (RANKS, 3)}
 """Name -> (ranks, loader processes of each) of a run that goes on."""
