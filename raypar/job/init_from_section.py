@@ -23,8 +23,9 @@ class InitFromConfig(Section):
     """A .safetensors file, a folder with an index, a state_dict, an export, a checkpoint or a run of raypar."""
     strip_prefix: str = ""
     """Removed from the beginning of the file's names."""
-    add_prefix: str = ""
-    """Added before the file's names."""
+    add_prefix: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ""
+    """Added before the file's names. With several prefixes each tensor is read for several parts of the model, such as a
+    policy and its reference."""
     rename: dict[str, str] = {}
     """Regular expression -> replacement, for the file's names."""
     allow_missing: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -85,8 +86,8 @@ class InitFromConfig(Section):
                 )
             new = after
         found: dict[str, str] = {}
-        for name, now in new.items():
-            now = self.add_prefix + now
+        prefixes = (self.add_prefix,) if isinstance(self.add_prefix, str) else self.add_prefix
+        for name, now in ((name, prefix + now) for prefix in prefixes for name, now in new.items()):
             if now in found:
                 raise ConfigError(
                     f"init_from: {found[now]} and {name} would both be {now}", cure="correct rename, or strip_prefix"

@@ -47,6 +47,17 @@ def test_a_llama_is_fine_tuned_and_its_merged_folder_has_the_accuracy_that_raypa
 
 
 @pytest.mark.chaos
+@pytest.mark.parametrize(("name", "trained"), [("distill", 53), ("dpo", 53)])
+def test_what_learns_beside_a_frozen_model_has_the_weights_of_a_plain_loop_and_opens_alone(name, trained, tmp_path):
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGING_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(rf"the checkpoint holds {4 * trained} tensors, of the (teacher|reference) 0\n", done.stdout), done.stdout
+    assert re.search(r"of \d+ tensors of .* and of a plain loop.* 0 differ\n", done.stdout)
+    assert re.search(r"the (student|policy) alone: .*The value of ", done.stdout) and done.stdout.splitlines()[-1] == "equal"
+
+
+@pytest.mark.chaos
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_submitted_job_that_is_stopped_and_submitted_again_ends_with_the_weights_of_one_that_is_not(nodes, tmp_path):
     """Stages and shards on one node; stages and replicas on a head and another node."""

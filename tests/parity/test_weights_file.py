@@ -571,6 +571,22 @@ def test_names_that_differ_by_a_prefix_are_refused_with_the_line_that_reads_them
         assert found.names == {wanted.format(name): there.format(name) for name in SHAPES}
 
 
+def test_several_parts_of_a_model_begin_with_the_same_weights(tmp_path: Path):
+    """As a policy and its frozen reference (DPO) do."""
+    shapes = {f"{part}{name}": shape for part in ("policy.", "reference.") for name, shape in SHAPES.items()}
+    with open_weights(stored(tmp_path, weights())) as file:
+        with pytest.raises(CheckpointError) as caught:
+            match_weights(file, shapes)
+        value = f'{{"path": "{file.path}", "add_prefix": ["policy.", "reference."]}}'
+        assert caught.value.cure == f"its names differ by a prefix: set init_from to {value}"
+        found = match_weights(file, shapes, source=InitFromConfig(**yaml.safe_load(value)))
+        assert found.names == {f"{part}{name}": name for part in ("policy.", "reference.") for name in SHAPES}
+        with pytest.raises(ConfigError, match=r"would both be policy\.embed\.weight"):
+            match_weights(file, shapes, source=InitFromConfig(path=str(file.path), add_prefix=["policy.", "policy."]))
+    with pytest.raises(ValueError, match="add_prefix"):
+        InitFromConfig(path="F", add_prefix=[])
+
+
 def test_a_prefix_that_does_not_make_all_fit_is_said_with_what_is_left(tmp_path: Path):
     tensors = {f"transformer.{name}": tensor for name, tensor in weights().items()} | {"lm_head.bias": torch.zeros(7)}
     with open_weights(stored(tmp_path, tensors)) as file, pytest.raises(CheckpointError) as caught:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, Sequence[int]]
 _MAX_PATTERNS = 20
 """More of them help nobody: then the weights are those of another model."""
+_MAX_PARTS = 3
+"""The most parts of a model that may all begin with the same weights, as a policy, its reference and its critic do."""
 
 
 @dataclass(frozen=True)
@@ -323,13 +325,14 @@ def _other_prefix(file: WeightsFile, model: _Model, source: InitFromConfig) -> I
             return 0
         return sum(any(other in there for other in model.names_of(name)) for name in model.wanted)
 
+    parts = tuple(dict.fromkeys(f"{name.partition('.')[0]}." for name in model.wanted))
     choices = [
         source.replace(strip_prefix=strip, add_prefix=add)
         for strip in _common_prefixes(file.names)
-        for add in _common_prefixes(model.wanted)
+        for add in (*_common_prefixes(model.wanted), *([parts] if 1 < len(parts) <= _MAX_PARTS else []))
         if strip != add or not strip
     ]
-    best = max(choices, key=lambda choice: (number(choice), -len(choice.strip_prefix + choice.add_prefix)))
+    best = max(choices, key=lambda choice: (number(choice), -len("".join((choice.strip_prefix, *choice.add_prefix)))))
     return best if number(best) > number(source) else None
 
 
