@@ -16,10 +16,12 @@ import pandas
 import pyarrow
 import pytest
 import ray.data
+import tokenizers
 import torch
 from helpers.ragged import WORDS, Sentences, longest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset, get_worker_info
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 import raypar
 from raypar.actors.ray_row_stream import RayRowStream
@@ -96,6 +98,12 @@ def write_shard(path: Path, indices: range) -> None:
                 tar.addfile(info, io.BytesIO(file.getvalue()))
 
 
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"[PAD]": 0, "[MASK]": 1} | {f"w{i}": i for i in range(2, WORDS)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "[PAD]"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", mask_token="[MASK]")
+
+
 def names(folder: Path) -> dict[str, Any]:
     """What the names in the table stand for."""
     for shard in range(2):
@@ -118,6 +126,9 @@ def names(folder: Path) -> dict[str, Any]:
         "stream_loader": DataLoader(Numbers(), batch_size=8, num_workers=4),
         "words": Sentences(24),
         "to_longest": longest,
+        "tokenized": [{"input_ids": Sentences()[index]["ids"]} for index in range(24)],
+        "tokenizer": tokenizer(),
+        "DataCollatorForLanguageModeling": DataCollatorForLanguageModeling,
         "sampler": SequentialSampler(range(24)),
         "weight_of": lambda dataset: torch.arange(1.0, len(dataset) + 1),
         "weighed": [{**pair(index), "w": index % 3} for index in range(24)],
@@ -157,10 +168,10 @@ def test_what_is_written_here_trains(what: str, here: str, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(RayRowStream, "_read", RowFeed(lambda: blocks_in_order(Rows())).read)
     given = eval(f"dict({here})", names(tmp_path))
-    words = "words" in here or "Token" in here
+    masked, words = "tokenized" in here, "words" in here or "oken" in here
     model: Callable[[], nn.Module] = of_words if words else of_pairs
-    if "words" in here:
-        given["data"] |= {"input": "ids", "target": "labels"}
+    if "words" in here or masked:
+        given["data"] |= {"input": "input_ids" if masked else "ids", "target": "labels"}
     job = raypar.Trainer(
         **{
             "steps": 1,
