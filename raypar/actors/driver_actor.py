@@ -77,6 +77,7 @@ def make_action_table(
         do.EmitStep: steps.emit_step,
         do.Validate: steps.validate,
         do.EmitValidation: steps.emit_validation,
+        do.ForgetValidations: steps.forget_validations,
         do.StartCheckpoint: checkpoints.start_checkpoint,
         do.AbortGroups: steps.abort_groups,
         do.RequestStacks: steps.request_stacks,

@@ -19,6 +19,7 @@ from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import RayparError
+from raypar.plan.wording import after_steps
 from raypar.record.events import Note, ReplayProgress, RunWarning, Wait
 
 
@@ -105,13 +106,32 @@ class StepActions:
             self.tasks.post(on.CallFailed("error", error))
             return
 
+        if action.again:
+            self._tell_other_value(done)
+
         def record() -> tuple[str | None, bool]:
             if values:
                 self.journal.store_validated(values)
+            if action.again:
+                return None, False
             return self.recorder.record_validation(done + action.number, found)
 
         self.side_effects.perform(
             record, lambda outcome: self.side_effects.after_telling_client(on.ValidationEmitted(done, *outcome))
+        )
+
+    def forget_validations(self, action: do.ForgetValidations, reason: str) -> None:
+        """Forget the values of validations that are run again, which learning rates follow; a new driver must not use them."""
+        left = self.reports.forget_validations(action.done)
+        self.side_effects.perform(lambda: self.journal.store_validated(left), lambda _: on.Tick())
+
+    def _tell_other_value(self, done: int) -> None:
+        """Warn if a validation that was run again has found another value than people have seen."""
+        followed, before = self.reports.followed, self.reports.doubted.pop(done, None)
+        if followed is None or before is None or before == (found := followed.values[done]):
+            return
+        self.side_effects.note(
+            RunWarning(text=f"{followed.name} {after_steps(done)}: {before} was seen, {found} is right and used from now on")
         )
 
     def abort_groups(self, action: do.AbortGroups, reason: str) -> None:

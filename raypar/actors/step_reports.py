@@ -53,6 +53,8 @@ class StepReports:
         """Step -> its merged report in a former driver's journal, for steps that the user may not have seen."""
         self.validations: dict[int, Report] = {}
         """Worker -> its report of the present validation."""
+        self.doubted: dict[int, float] = {}
+        """Steps -> value that was forgotten by `forget_validations`, until that validation has run again."""
         self._open: dict[int, dict[int, Report]] = defaultdict(dict)
         """Step -> rank -> report, of steps that are not committed."""
         self._unseen: dict[int, dict[int, Report]] = {}
@@ -102,6 +104,14 @@ class StepReports:
             return {}
         *_, measured = merge_validation_reports(batching, self.validations.values())
         self.followed.add(done, measured)
+        return dict(self.followed.values)
+
+    def forget_validations(self, done: int) -> dict[int, float]:
+        """Forget the values that the learning rates follow, of validations after `done` steps or more; returns the others."""
+        assert self.followed is not None
+        self.doubted |= {at: value for at, value in self.followed.values.items() if at >= done}
+        for at in self.doubted.keys() & self.followed.values.keys():
+            del self.followed.values[at]
         return dict(self.followed.values)
 
     def clause_on_learning_rates_after_wrong_step(self, step: int) -> str:

@@ -57,6 +57,16 @@ class EmitValidation:
     """Steps before the validation."""
     number: int = 0
     """As in `Validate`."""
+    again: bool = False
+    """Whether the validation is one of a replay: its value is kept for the learning rates, without metrics or callbacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetValidations:
+    """Forget the values that learning rates follow, of validations after `done` steps or more: they run again. No answer."""
+
+    done: int
+    """Steps before the first of these validations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +290,7 @@ Action = (
     | EmitStep
     | Validate
     | EmitValidation
+    | ForgetValidations
     | StartCheckpoint
     | AbortGroups
     | RequestStacks

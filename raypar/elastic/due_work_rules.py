@@ -39,7 +39,8 @@ def issue_steps(m: RunState) -> Phase | None:
     p = m.progress
     if m.planned.reason is not None:
         return begin_recovery(m, m.planned.reason, counts=False) if p.committed == p.issued else None
-    barrier = max(find_next_save_or_validation(m), p.committed)
+    again = p.doubted_validations[:1]
+    barrier = max(min([find_next_save_or_validation(m), *again]), p.committed)
     while p.issued < min(barrier, min(p.emitted, p.committed) + MAX_OPEN_STEPS):
         saved_next = p.issued + 1 in next_saved_steps(m)
         if saved_next and m.mirror.awaits_report:
@@ -50,6 +51,9 @@ def issue_steps(m: RunState) -> Phase | None:
         into_mirror = not alone and m.mirror.begin_if_due(p.issued, saved_next)
         m.decide(RunStep(p.issued, into_mirror), f"step {p.issued} is within {MAX_OPEN_STEPS} of the last one seen by all")
         p.issued += 1
+    if again and p.committed == p.issued == again[0]:
+        p.due = deque(["validate"])
+        return choose_due_work(m)
     seen = p.emitted == (p.journalled if m.recovery.not_kept else p.committed)
     if seen and p.committed == p.issued == barrier:
         p.due = list_due_saves_and_validations(m, barrier)
@@ -115,6 +119,9 @@ def choose_due_work(m: RunState) -> Phase:
     p = m.progress
     done = p.ends_at
     if not p.due and m.stopping.request is not None and m.stopping.stop_step is None:
+        if done < p.emitted and not m.recovery.not_kept:  # in a replay: what people have seen is executed again first
+            m.stopping.stop_step = p.emitted
+            return Phase.FLUSHING
         m.stopping.stop_step = done
         p.due = deque(["end"] if m.policy.forward_passes or done in (p.saved, p.saving) else ["save", "end"])
     if not p.due:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from raypar.elastic.actions import WarnUser
+from raypar.elastic.actions import ForgetValidations, WarnUser
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
 from raypar.errors import DataError, ModelError, RayparError, WorkerLost
@@ -103,6 +103,7 @@ def compare_replica_digests(m: RunState, done: int, digests: Mapping[int, Digest
     m.trust.tainted |= set(m.membership.members) | set(m.recovery.statuses)
     m.trust.doubt, m.trust.doubts = what, m.trust.doubts + 1
     m.trust.doubted_steps = range(m.trust.agreed, m.progress.journalled)
+    doubt_followed_validations(m)
     # They leave once the others have sound state. Earlier, a new driver would find that the remaining ones agree, and go on.
     m.trust.wrong |= wrong
     m.membership.leaving |= wrong
@@ -114,13 +115,7 @@ def compare_replica_digests(m: RunState, done: int, digests: Mapping[int, Digest
 
 
 def end_run_if_doubts_stay(m: RunState) -> Phase | None:
-    """End the run if digests have differed too often in a row, or learning rates follow a validation of state that may have
-    been wrong: steps are executed again, and validations are not."""
-    if m.trust.doubt and (done := last_validation_that_rates_follow(m)) > m.trust.agreed:
-        what = f"{m.trust.doubt}; the learning rates follow a validation of state that may have been wrong, that "
-        what += after_steps(done)
-        cure = "`raypar resume` goes on from the last checkpoint, and validates again"
-        return m.end_run("failed", what, WorkerLost(what, cure=cure))
+    """End the run if digests have differed too often in a row."""
     if m.trust.doubts <= MAX_DOUBTS:
         return None
     what = m.trust.doubt
@@ -128,12 +123,15 @@ def end_run_if_doubts_stay(m: RunState) -> Phase | None:
     return m.end_run("failed", what, WorkerLost(f"{what}, for the {m.trust.doubts}th time in a row", cure=cure))
 
 
-def last_validation_that_rates_follow(m: RunState) -> int:
-    """After how many steps the last one was; 0 if there was none. One at the end of a run only does not count."""
-    every, validated = m.policy.validate_every, m.progress.validated
-    if not m.policy.rates_follow_validations or not every or validated is None:
-        return 0
-    return validated // every * every
+def doubt_followed_validations(m: RunState) -> None:
+    """Have the validations of state that may have been wrong run again in the replay, if the learning rates follow them. One at
+    the end of a run only is followed by none."""
+    every, p = m.policy.validate_every, m.progress
+    if not m.policy.rates_follow_validations or not every or p.validated is None:
+        return
+    p.doubted_validations = tuple(range((m.trust.agreed // every + 1) * every, p.validated + 1, every))
+    if p.doubted_validations:
+        m.decide(ForgetValidations(p.doubted_validations[0]), "the learning rates follow them, and the state may be wrong")
 
 
 def compare_digests_in_recovery(m: RunState) -> None:

@@ -153,6 +153,8 @@ class RunProgress:
     """When that checkpoint is begun again; None while it is being written."""
     validated: int | None = None
     """Steps of the last complete validation pass."""
+    doubted_validations: tuple[int, ...] = ()
+    """Steps of the validations that a replay runs again: learning rates follow them, and the state may have been wrong."""
     passes: int = 0
     """Forward passes that are made, of a run that makes nothing else (`RunPolicy.forward_passes`)."""
     best: int | None = None

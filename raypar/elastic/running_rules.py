@@ -191,14 +191,16 @@ def count_validation(m: RunState, event: ValidationReported) -> None:
         return
     p.answers.add(event.worker)
     if len(p.answers) == len(m.membership.members):
-        p.validated, number = event.done, p.passes
+        again, number = event.done in p.doubted_validations, p.passes
+        p.doubted_validations = tuple(done for done in p.doubted_validations if done > event.done)
+        p.validated = max(event.done, p.validated or 0)
         if m.policy.forward_passes:
             p.passes += 1
             m.health.attempts = 0
             m.health.deaths.clear()
         if not m.stopping.interrupted:
             m.timer.deadline_s = None  # callbacks may take as long as they like
-        m.decide(EmitValidation(event.done, number), "all workers have validated")
+        m.decide(EmitValidation(event.done, number, again), "all workers have validated")
 
 
 def finish_validation(m: RunState, event: ValidationEmitted) -> Phase:

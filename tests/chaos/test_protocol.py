@@ -245,6 +245,48 @@ def test_state_that_changes_by_itself_is_found_and_executed_again(shape, every: 
 
 
 @pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1)])
+def test_a_validation_of_wrong_state_that_learning_rates_follow_is_run_again(shape, every: int, whole: bool):
+    """The steps after it are executed again with the rates that its right value gives, and nobody sees it twice."""
+    work, plan = job(steps=9, mirror_every=every), REPLICAS[shape]
+    quick = QUICK | {"rates_follow_validations": True}
+    plain, reference = simulate(work, plan, **quick)
+    assert reference != simulate(work, plan, **QUICK)[1]
+    again = 0
+    for at in range(plain.points // 8, plain.points * 3 // 4, 1 if whole else 17):  # what changes last is seen by nobody
+        world, end = simulate(work, plan, [Fault(at, "corrupt")], **quick)
+        assert any("silent corruption" in line for line in world.story), world.tell(f"changed at {at}")
+        assert end == reference, world.tell(f"changed at {at}")
+        again += any("ForgetValidations" in line for line in world.story)
+    assert again > 1
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+def test_such_a_validation_is_run_again_or_the_run_ends_whatever_else_happens(whole: bool):
+    plan, quick = REPLICAS[4, 1], QUICK | {"rates_follow_validations": True}
+    kinds: tuple[Kind, ...] = ("corrupt", "kill_driver", "stop_driver", "ctrl_c", "stop", "delay", "late_answer")
+    ends, again = Counter[str](), 0
+    work = job(steps=9, mirror_every=3)
+    plain, _ = simulate(work, plan, **quick)
+    reference = plain.flesh.final([plain.processes[w].body for w in plain.driver.machine.membership.members])
+    for seed in range(400 if whole else 30):
+        faults = [Fault(plain.points * (seed % 10 + 2) // 16, "corrupt", 1), *random_faults(seed, 2, plain, kinds=kinds)]
+        early = plain.points // 2  # what changes after the last step is seen by nobody
+        faults = [replace(f, at=f.at % early) if f.kind == "corrupt" else f for f in faults]
+        world, _ = simulate(work, plan, faults, **quick)
+        ends[world.over.end] += 1
+        again += any("ForgetValidations" in line for line in world.story)
+        if world.over.end == "done":
+            bodies = [world.processes[w].body for w in world.driver.machine.membership.members]
+            assert world.flesh.final(bodies) == reference, world.tell(f"{faults}: other bits")
+        elif world.over.end == "failed":
+            why = world.over.why
+            assert any(known in why for known in ("the only copies", "executed again", "lost with a driver")), world.tell(why)
+    assert again > 3 and ends["done"] > 3, (again, ends)
+
+
+@pytest.mark.parametrize("whole", WHOLE)
 @pytest.mark.parametrize("shape", REPLICAS)
 def test_silent_corruption_among_other_faults(shape, whole: bool):
     """While every stage keeps replicas to compare with, the end has the right bits or is an error with a name.

@@ -209,6 +209,8 @@ class HashBody:
 
     def __post_init__(self) -> None:
         self.mine: tuple[Element, ...] = ()
+        self.rate: int | None = None
+        """What the present step's learning rate follows; None if it follows no validation."""
         self.snapshot_due = False
         self.compared: dict[int, tuple[int, int]] = {}
         self.totals: dict[int, int] | None = None
@@ -402,7 +404,7 @@ class HashBody:
         new: dict[Element, int] = {}
         for kind, n, e in self.mine:
             if kind == "o":
-                o = h(11, self.state["o", n, e], self.totals[n], e, outcome)
+                o = h(11, self.state["o", n, e], self.totals[n], e, outcome, *(() if self.rate is None else (self.rate,)))
                 new["o", n, e] = o
                 new["w", n, e] = h(12, self.state["w", n, e], o)
         self.state, self.done, self.totals, self.last = new, step + 1, None, outcome

@@ -237,6 +237,10 @@ class Hashes:
     def save(self, done: int, place: Any, copies: dict[Any, int]) -> None:
         self.checkpoints[done] = copies
 
+    def measured(self, bodies: Sequence[HashBody]) -> int:
+        """What a validation finds: of each element the value that the last of its holders has, which may be wrong."""
+        return h(*(value for _, value in sorted({e: body.state[e] for body in bodies for e in body.mine}.items())))
+
     def final(self, bodies: Sequence[HashBody]) -> int:
         state: dict[Any, int] = {}
         for body in bodies:
@@ -322,6 +326,8 @@ class World:
         self.changed: list[Change] = []
         """What has happened."""
         self.validations: list[int] = []
+        self.followed: dict[int, int] = {}
+        """Steps -> what the validation after them has found, as Ray's control store has it."""
         self.story: list[str] = []
         self.over: do.Teardown | None = None
         self.ctrl_c: on.StopRequested | None = None
@@ -598,6 +604,7 @@ class Driver:
         self.stall_told = False
         self.machine = RunMachine(world.policy, plan=world.plan, held_pieces=world.flesh.layout)
         self.machine.membership.nodes = dict(world.nodes)
+        self.followed = dict(world.followed)
         self.outcomes: dict[int, Any] = {}
         self.inbox: deque[Any] = deque()
         self.copying: tuple[int, set[int]] = (0, set())
@@ -738,10 +745,15 @@ class Driver:
         generation = machine.membership.generation
         match action:
             case do.RunStep(step, cut):
+                try:
+                    rate = self.rate_of(step)
+                except RayparError as error:
+                    self.post(on.CallFailed("error", error))
+                    return
                 for worker in machine.membership.members:
                     self.ask(
                         worker,
-                        lambda p: p.member.step(generation, step, cut),
+                        lambda p: self.begin_step(p, generation, step, cut, rate),
                         lambda a, w=worker: self.stepped(w, step, generation, a),
                     )
             case do.WriteJournal(step):
@@ -764,7 +776,13 @@ class Driver:
                         lambda a, w=worker: self.answered(a, generation, w, on.ValidationReported(w, done, generation)),
                     )
             case do.EmitValidation(done):
-                self.effect(lambda: self.emit_validation(done))
+                if self.follows(done):
+                    self.followed[done] = world.flesh.measured([world.processes[w].body for w in machine.membership.members])
+                values = dict(self.followed)
+                self.effect(lambda: self.emit_validation(done, values))
+            case do.ForgetValidations(done):
+                self.followed = values = {at: value for at, value in self.followed.items() if at < done}
+                self.effect(lambda: self.keep_followed(values))
             case do.ClaimGeneration(number):
                 self.effect(lambda: on.GenerationClaimed(number, world.claims.setdefault(number, self.number) == self.number))
             case do.FenceWorkers(number, workers):
@@ -895,9 +913,10 @@ class Driver:
         return described["not_kept"] if described is not None else ""
 
     def journal(self, step: int) -> Any:
-        """Compare and set: what is there already is the same, or the protocol is wrong."""
+        """Compare and set: what is there already is the same, or the protocol is wrong, or a former driver's state was."""
         world = self.world
-        assert world.journal.setdefault(step, self.outcomes[step]) == self.outcomes[step], world.tell(f"two journals of {step}")
+        same = world.journal.setdefault(step, self.outcomes[step]) == self.outcomes[step]
+        assert same or any("silent corruption" in line for line in world.story), world.tell(f"two journals of {step}")
         return on.StepJournalled(step)
 
     def emit(self, step: int) -> Any:
@@ -907,7 +926,30 @@ class Driver:
         self.world.await_changes(len(self.world.seen))
         return on.StepEmitted(step)
 
-    def emit_validation(self, done: int) -> Any:
+    def follows(self, done: int) -> bool:
+        """Whether the learning rates follow the validation after so many steps, if there is one."""
+        policy = self.world.policy
+        return policy.rates_follow_validations and done > 0 and done % policy.validate_every == 0
+
+    def rate_of(self, step: int) -> int | None:
+        """What the learning rate of a step follows, as `StepReports.validated_before` and `SchedulerRates` have it."""
+        if self.follows(step) and step not in self.followed:
+            raise RayparError(f"the value after {step} steps was lost with a driver")
+        if not self.world.policy.rates_follow_validations:
+            return None
+        return h(*(value for done, value in sorted(self.followed.items()) if done <= step))
+
+    def begin_step(self, process: Process, generation: int, step: int, cut: bool, rate: int | None) -> Any:
+        if rate is not None:
+            process.body.rate = rate
+        return process.member.step(generation, step, cut)
+
+    def keep_followed(self, values: dict[int, int]) -> Any:
+        self.world.followed = values
+        return on.Tick()
+
+    def emit_validation(self, done: int, values: dict[int, int]) -> Any:
+        self.world.followed = values
         if done not in self.world.validations:
             self.world.validations.append(done)
         return on.ValidationEmitted(done)

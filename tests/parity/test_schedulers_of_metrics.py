@@ -29,7 +29,7 @@ from raypar.storage.checkpoint_store import open_checkpoint
 from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.step.learning_rates import SchedulerRates
+from raypar.worker.step.learning_rates import SchedulerRates, make_learning_rates
 
 GROUPS = ({"match": "*.bias", "lr": 3.0}, {"match": "block0.*", "lr": 0.7})
 SGD = OptimizerConfig(function=torch.optim.SGD, args={"lr": 1.0, "momentum": 0.9}, groups=GROUPS)
@@ -130,6 +130,20 @@ def test_the_rate_of_a_step_depends_on_the_validations_before_it_alone_also_when
         for step in (3, 12, 0, 7, 8, 2, 11):
             assert core.learning_rates.set(optimizer, step) == rates[step], step
         assert rates[0] == 1.0 and rates[-1] == 0.25
+
+
+def test_a_validation_that_finds_another_value_when_it_is_run_again_gives_the_rates_of_that_value():
+    """As where the state was wrong the first time: the scheduler is run again from the first value on."""
+    job = following("loss")
+    with OneProcessRun(job, PLANS["one worker"], "1f1b") as local:
+        core = local.cores[0]
+        optimizer = core.step_commit.optimizers[0]
+        rates = []
+        for first in (9.0, 1.0):
+            core.validated.update({EVERY: first, 2 * EVERY: 5.0, 3 * EVERY: 5.0})
+            rates.append([core.learning_rates.set(optimizer, step) for step in range(3 * EVERY + 1)])
+        fresh = make_learning_rates(job, local.graph, core.validated)
+        assert rates[1] == [fresh.set(optimizer, step) for step in range(3 * EVERY + 1)] != rates[0]
 
 
 def test_a_worker_that_joins_late_and_one_that_goes_on_have_the_same_rates():

@@ -19,7 +19,7 @@ from raypar.actors.run_state_in_ray_kv import KEPT_STEPS, STEPS_IN_BLOCK, Driver
 from raypar.actors.step_actions import StepActions
 from raypar.actors.step_reports import StepReports
 from raypar.console.event_printer import EventPrinter
-from raypar.elastic.actions import EmitValidation, RunStep, Teardown
+from raypar.elastic.actions import EmitValidation, ForgetValidations, RunStep, Teardown
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
@@ -498,6 +498,35 @@ def test_a_value_that_the_learning_rates_follow_is_in_the_store_before_anyone_se
     assert sent == [None, 0.5, None, 1.5]
     actions.run_step(RunStep(30, False), "")
     assert len(sent) == 4 and "after 30 steps was lost with a driver" in str(posted[-1].error)
+
+
+def test_a_validation_that_is_run_again_gives_the_learning_rates_its_value_and_nobody_sees_it_twice():
+    """A driver that takes over in between must not go on with the value of wrong state: it has none, which ends the run."""
+    journal, told = Journal("tiny"), []
+    machine = RunMachine(RunPolicy(workers=2, job_steps=END), plan=PLAN)
+    reports = StepReports(machine, SimpleNamespace(), None, FollowedMetric("validation_loss", 10))
+    actions = StepActions(
+        machine,
+        SimpleNamespace(),
+        reports,
+        journal,
+        SimpleNamespace(request=SimpleNamespace(validation_batching=None)),  # it cannot record a validation
+        SimpleNamespace(
+            perform=lambda call, event: event(call()), note=lambda event: told.append(event.text), after_telling_client=id
+        ),
+        SimpleNamespace(),
+        SimpleNamespace(),
+        SimpleNamespace(),
+        (),
+    )
+    reports.followed.values.update({10: 0.5, 20: 1.5, 30: 2.5})
+    actions.forget_validations(ForgetValidations(20), "")
+    assert reports.followed.values == journal.validated() == {10: 0.5}
+    for done, loss in ((20, 3.0), (30, 4.0)):
+        reports.validations = {0: {"losses": {0: (loss, 2.0)}}}
+        actions.emit_validation(EmitValidation(done, again=True), "")
+    assert reports.followed.values == journal.validated() == {10: 0.5, 20: 1.5, 30: 2.0}
+    assert told == ["validation_loss after 30 steps: 2.5 was seen, 2.0 is right and used from now on"]
 
 
 def test_a_driver_that_was_replaced_commits_nothing_more_than_the_steps_of_a_quarter_of_a_second(monkeypatch, keys):

@@ -11,6 +11,7 @@ from helpers.machine_steps import commit, do
 
 from raypar.elastic.actions import (
     AbortGroups,
+    CompareReplayedStep,
     EmitStep,
     EmitValidation,
     RequestStacks,
@@ -84,6 +85,28 @@ def test_a_resumed_run_whose_rates_follow_a_validation_that_its_checkpoint_lacks
     do(machine, ValidationReported(1, 2))
     assert do(machine, ValidationReported(0, 2)) == [EmitValidation(2)]
     assert do(machine, ValidationEmitted(2)) == [RunStep(2), RunStep(3)]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_replay_runs_a_validation_in_doubt_again_before_the_steps_that_follow_it(stopped: bool):
+    """Six steps were seen; silent corruption was found before the validation after four. Who stops the run in that validation
+    gets what was seen, too."""
+    policy = RunPolicy(workers=1, job_steps=9, validates=True, validate_every=4, rates_follow_validations=True)
+    machine = RunMachine(policy)
+    p, trust = machine.progress, machine.trust
+    p.emitted = p.journalled = 6
+    p.issued = p.committed = trust.agreed = 3
+    p.served_flush_point, p.validated, trust.doubted_steps, p.doubted_validations = 4, 4, range(3, 6), (4,)
+    assert do(machine, WorkersReady()) == [RunStep(3)]
+    assert do(machine, StepReported(0, 3)) == [CompareReplayedStep(3, True), Validate(4)]
+    assert do(machine, ValidationReported(0, 4)) == [EmitValidation(4, again=True)]
+    if stopped:
+        assert do(machine, StopRequested("enough")) == []
+    assert do(machine, ValidationEmitted(4)) == [RunStep(4), RunStep(5)]
+    assert do(machine, StepReported(0, 4))[:1] == [CompareReplayedStep(4, True)]
+    compared, *then = do(machine, StepReported(0, 5))
+    assert compared == CompareReplayedStep(5, True)
+    assert then == ([StartCheckpoint(6)] if stopped else [RunStep(7)]) and p.validated == 4
 
 
 def test_the_run_ends_when_its_last_checkpoint_is_complete():

@@ -44,7 +44,7 @@ from raypar.elastic.events import (
 )
 from raypar.elastic.phases import Phase as P
 from raypar.elastic.phases import UnexpectedEvent
-from raypar.elastic.replica_digests import MAX_DOUBTS, end_run_if_doubts_stay
+from raypar.elastic.replica_digests import MAX_DOUBTS, compare_replica_digests, end_run_if_doubts_stay
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.transition_diagram import draw_diagram, insert_diagram
@@ -483,19 +483,21 @@ SCENES = {
 """Name -> (the run, what happens, the phase after it)."""
 
 
-def test_a_doubt_about_state_that_learning_rates_have_followed_ends_the_run():
-    """The validation after 4 steps may have measured wrong state: steps run again, and it does not."""
-    for follows, validated, agreed, ends in (
-        (True, 4, 3, True),
-        (True, 4, 4, False),
-        (True, 5, 4, False),
-        (False, 4, 3, False),
+def test_validations_of_state_in_doubt_that_learning_rates_follow_are_run_again():
+    """The validation after 4 steps may have measured wrong state if the replicas have agreed last after 3 steps."""
+    for follows, validated, agreed, again in (
+        (True, 4, 3, (4,)),
+        (True, 9, 3, (4, 8)),
+        (True, 4, 4, ()),
+        (True, 5, 4, ()),
+        (True, None, 0, ()),
+        (False, 4, 3, ()),
     ):
         machine = arrive(P.RUNNING, mirror_every=1, validate_every=4, rates_follow_validations=follows)
         machine.progress.validated, machine.trust.agreed = validated, agreed
-        assert end_run_if_doubts_stay(machine) is None, "no doubt"
-        machine.trust.doubt, machine.trust.doubts = "silent corruption", 1
-        assert (end_run_if_doubts_stay(machine) is P.OVER) == ends, (follows, validated, agreed)
+        assert not compare_replica_digests(machine, 9, {0: (1, 2), 1: (1, 3)})
+        assert machine.progress.doubted_validations == again, (follows, validated, agreed)
+        assert end_run_if_doubts_stay(machine) is None
 
 
 def doubted(phase):

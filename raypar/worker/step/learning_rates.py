@@ -82,6 +82,8 @@ class SchedulerRates:
     """(pattern, key) of the entries that the scheduler has changed up to now, and of all learning rates."""
     _place: int
     """How many steps the scheduler has made."""
+    _given: list[tuple[float, ...]]
+    """What the scheduler was given by its steps; a validation of state that was wrong is run again, and finds another value."""
     _recent: dict[int, EntriesByGroup]
     """Number of the scheduler's steps -> what the dummy's groups hold after them, of the last ones."""
 
@@ -108,10 +110,14 @@ class SchedulerRates:
         runs again. The groups are in the job's order, that of all other parameters last."""
         given = [(value,) for done, value in self._validated.items() if done <= step] if self._spec.followed_metric else None
         calls = step if given is None else len(given)
+        if given is not None and any(old is not new for (old,), (new,) in zip(self._given, given, strict=False)):
+            self._begin()
         if calls not in self._recent and calls < self._place:
             self._begin()
         while self._place < calls:
             self._optimizer.step()
+            if given is not None:
+                self._given.append(given[self._place])
             self._scheduler.step(*(given[self._place] if given is not None else ()))
             self._place += 1
             if self._place > calls - RECENT:
@@ -135,7 +141,7 @@ class SchedulerRates:
         self._optimizer = build_optimizer(self._spec.optimizer, small)
         vars(self._optimizer)["step"] = types.MethodType(_no_step, self._optimizer)
         self._first = _entries(self._optimizer)
-        self._place, self._recent = 0, {}
+        self._place, self._recent, self._given = 0, {}, []
         self._scheduler = _make_scheduler(ref, self._optimizer)
         self._note()
 
