@@ -5,15 +5,25 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from raypar.errors import ConfigError
 from raypar.job.section import PathText, Section
 
+T = TypeVar("T")
 MAX_SHOWN_NAMES = 5
 """How many names of tensors a message lists."""
+
+
+def _prefixes(value: T) -> T | tuple[str, ...]:
+    """`value`, if it is a text or a list of texts. Raises `ValueError`."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(prefix, str) for prefix in value):
+        raise ValueError("a text, or a list of texts")
+    return tuple(value)
 
 
 class InitFromConfig(Section):
@@ -23,7 +33,7 @@ class InitFromConfig(Section):
     """A .safetensors file, a folder with an index, a state_dict, an export, a checkpoint or a run of raypar."""
     strip_prefix: str = ""
     """Removed from the beginning of the file's names."""
-    add_prefix: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ""
+    add_prefix: Annotated[Any, BeforeValidator(_prefixes)] = ""
     """Added before the file's names. With several prefixes each tensor is read for several parts of the model, such as a
     policy and its reference."""
     rename: dict[str, str] = {}
@@ -86,7 +96,7 @@ class InitFromConfig(Section):
                 )
             new = after
         found: dict[str, str] = {}
-        prefixes = (self.add_prefix,) if isinstance(self.add_prefix, str) else self.add_prefix
+        prefixes: tuple[str, ...] = (self.add_prefix,) if isinstance(self.add_prefix, str) else self.add_prefix
         for name, now in ((name, prefix + now) for prefix in prefixes for name, now in new.items()):
             if now in found:
                 raise ConfigError(

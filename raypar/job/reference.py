@@ -16,7 +16,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 
-from raypar.job import function_section, plan_section
+from raypar.job import function_section, init_from_section, plan_section
 from raypar.job.job import Job
 from raypar.job.read_job import RunArguments
 from raypar.job.section import FileList, PathText
@@ -29,6 +29,7 @@ TYPE_OF_VALIDATOR: dict[Callable[..., Any], str] = {
     function_section.callable_or_name: "`module:name`",
     function_section._loss_function: "`module:name`, or `model`",
     plan_section._counts: "integer ≥ 1, or a list of them",
+    init_from_section._prefixes: "text, or a list of them",
     plan_section._recompute_policy: "`none`, `full`, or a list of patterns",
     typing.get_args(PathText)[1].func: "path",
     typing.get_args(FileList)[1].func: "path or URI, or a list of them",

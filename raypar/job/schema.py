@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BaseModel, BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 
-from raypar.job import elastic_section, function_section, plan_section
+from raypar.job import elastic_section, function_section, init_from_section, plan_section
 from raypar.job.data_section import ValidationConfig, ValidationSetConfig
 from raypar.job.data_short_forms import FUNCTION_OF_FILES, MIXTURE
 from raypar.job.function_section import FROM_FOLDER
@@ -38,6 +38,7 @@ SCHEMA_OF_VALIDATOR: dict[Callable[..., Any], tuple[Schema, ...]] = {
     function_section.callable_or_name: (_FUNCTION,),
     function_section._loss_function: (_FUNCTION, {"const": function_section.LOSS_OF_MODEL}),
     plan_section._counts: (_COUNT, {"type": "array", "items": _COUNT, "minItems": 1}),
+    init_from_section._prefixes: ({"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}),
     plan_section._recompute_policy: ({"enum": ["none", "full"]}, _TEXTS),
     typing.get_args(PathText)[1].func: ({"type": "string"},),
     typing.get_args(FileList)[1].func: ({"type": "string"}, {"type": "array", "items": {"type": "string"}}),

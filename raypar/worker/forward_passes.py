@@ -98,7 +98,7 @@ class Totals:
         """The loss over the data set."""
         self.of_all_sets = of_all_sets
         """The loss over this data set and those before it: microbatch by microbatch, as sums of sums have other bits."""
-        metrics = make_metrics(job.metrics)
+        metrics = make_metrics(job.metrics, job.loss_target_name)
         self._merged = MergedStates(metrics, seed=job.seed, seed_generators=make_seeder(CPU), guard=guard)
 
     def add(self, kept: Sequence[bytes]) -> None:

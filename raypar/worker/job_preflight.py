@@ -272,7 +272,7 @@ def _check_first_microbatch(
         places = order.ids(0, len(spec.batching.samples(0)))
     reader = SampleReader.of(dataset, spec.training_data, spec.seed, guard=guard)
     _check_batch(reader, places, _fields_read(spec, graph), key_of_pad="data")
-    reads_batch = any(metric.needs_batch for metric in make_metrics(spec.metrics).values())
+    reads_batch = any(metric.needs_batch for metric in make_metrics(spec.metrics, spec.loss_target_name).values())
     with preserve_random_state():
         names = reader.field_names(places)
         if order is not None:

@@ -98,7 +98,7 @@ def of_job(graph: Graph, spec: Job, guard: CallGuard = contextlib.nullcontext) -
     if not spec.reads_streams:
         return graph
     with guard("the modules of the metrics"):
-        reads_batch = any(metric.needs_batch for metric in make_metrics(spec.metrics).values())
+        reads_batch = any(metric.needs_batch for metric in make_metrics(spec.metrics, spec.loss_target_name).values())
     if not reads_batch:
         return graph.with_fields_handed_on(spec.loss_fields)
     with preserve_random_state(), guard("the data sets"):

@@ -364,7 +364,9 @@ class WorkerCore:
             return False
         with self.guard.watching("the modules of the metrics"):
             metrics: Mapping[str, Metric] = (
-                make_metrics(self.spec.metrics) if prediction is None else {prediction.name: self._for_passes(prediction)}
+                make_metrics(self.spec.metrics, self.spec.loss_target_name)
+                if prediction is None
+                else {prediction.name: self._for_passes(prediction)}
             )
         last.metrics = StageMetrics(
             metrics,

@@ -310,9 +310,9 @@ def test_without_metrics_there_is_no_message_no_call_and_nothing_more_is_read(na
 def make_metrics_if(allowed: bool) -> Any:
     from raypar.worker.metrics.metric import make_metrics
 
-    def make(configs: Any) -> Any:
+    def make(configs: Any, target: str) -> Any:
         assert allowed, "metrics are made though the job has none"
-        return make_metrics(configs)
+        return make_metrics(configs, target)
 
     return make
 

@@ -93,3 +93,30 @@ def test_so_it_does_of_a_stream_with_several_validation_sets():
 def test_a_field_that_only_one_of_the_two_data_sets_has_is_missed_before_the_run():
     with pytest.raises(RayparError, match="metric 'ones' raised AssertionError"):
         preflight(job(WithoutGroups, Stream))
+
+
+class Answers(Listed):
+    """Samples whose target has a name of its own."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        found = super().__getitem__(index)
+        return {"x": found["x"], "answer": found["y"]}
+
+
+def test_a_metric_whose_second_parameter_is_called_as_the_jobs_target_gets_the_target():
+    """With the batch in its place `len` counted fields, and the value was wrong without a word."""
+
+    def by_field(output: Tensor, answer: Tensor) -> tuple[Tensor, int]:
+        return answer.sum(), len(answer)
+
+    def by_target(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return target.sum(), len(target)
+
+    spec = job(Listed, Listed).replace(
+        data=DataConfig(function=Answers, target="answer", shuffle=False),
+        validation=ValidationConfig(function=Answers, samples=7),
+        metrics={"one": MetricConfig(function=by_field), "other": MetricConfig(function=by_target)},
+    )
+    preflight(spec)
+    for found in values(spec, ParallelPlan.mesh(pp=2, layers=2)):
+        assert found["one"] == found["other"] > 2.0

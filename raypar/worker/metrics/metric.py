@@ -65,9 +65,10 @@ class FunctionMetric:
     contract). The value of (sum, count) is sum / count, NaN where nothing counts.
     """
 
-    def __init__(self, name: str, function: Callable[..., object], part: str | None = None) -> None:
+    def __init__(self, name: str, function: Callable[..., object], part: str | None = None, target: str = "target") -> None:
+        """`target`: how the job calls the target (`data.target`)."""
         self.name, self.part = name, part
-        self.needs_batch = not _takes_target(function)
+        self.needs_batch = not _takes_target(function, (*TARGET_NAMES, target))
         self._function = function
 
     def measure(self, output: object, batch: Batch, target: Tensor) -> State:
@@ -135,13 +136,13 @@ def _in_one_copy(parts: Sequence[Tensor]) -> list[Tensor]:
     return host
 
 
-def _takes_target(function: Callable[..., object]) -> bool:
+def _takes_target(function: Callable[..., object], names_of_targets: Sequence[str]) -> bool:
     """Whether the function's second parameter has a name of targets: it gets the target in the place of the batch."""
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # a function of C that does not say
         return False
-    return len(names) > 1 and names[1] in TARGET_NAMES
+    return len(names) > 1 and names[1] in names_of_targets
 
 
 # -- objects -----------------------------------------------------------------------------------------------------------------
@@ -298,12 +299,12 @@ def _in_host_memory(value: object) -> object:
 # -- both --------------------------------------------------------------------------------------------------------------------
 
 
-def make_metrics(configs: Mapping[str, MetricConfig]) -> dict[str, Metric]:
-    """The metrics of a job by name. Raises `ConfigError`."""
-    return {name: make_metric(name, ref) for name, ref in configs.items()}
+def make_metrics(configs: Mapping[str, MetricConfig], target: str = "target") -> dict[str, Metric]:
+    """The metrics of a job by name. `target`: how the job calls the target. Raises `ConfigError`."""
+    return {name: make_metric(name, ref, target) for name, ref in configs.items()}
 
 
-def make_metric(name: str, ref: MetricConfig) -> Metric:
+def make_metric(name: str, ref: MetricConfig, target: str = "target") -> Metric:
     """The metric that a function, a class, or a function that makes an object stands for. Raises `ConfigError`."""
     given = ref.resolve()
     if ref.of == "all":
@@ -335,7 +336,7 @@ def make_metric(name: str, ref: MetricConfig) -> Metric:
             cure="give a function of (output, batch) or (output, target), or an object with update, compute, reset and "
             "merge_state",
         )
-    return FunctionMetric(name, made, ref.output)
+    return FunctionMetric(name, made, ref.output, target)
 
 
 def part_of_output(metric: Metric, output: object) -> object:
