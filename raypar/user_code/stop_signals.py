@@ -25,8 +25,21 @@ REPEAT_SIGNAL_S = 0.05
 class StopHandler:
     """A signal handler that raises `StopSignal`."""
 
+    def __init__(self) -> None:
+        self.name: str | None = None
+        """The last signal that came."""
+
     def __call__(self, number: int, frame: FrameType | None = None) -> None:
-        raise StopSignal(STOP_SIGNALS[signal.Signals(number)])
+        self.name = STOP_SIGNALS[signal.Signals(number)]
+        raise StopSignal(self.name)
+
+
+def stop_signal_name(error: KeyboardInterrupt) -> str | None:
+    """The signal from which `error` comes: calls of Ray make a plain `KeyboardInterrupt` of a `StopSignal`. None: user code."""
+    if isinstance(error, StopSignal):
+        return str(error)
+    handler = signal.getsignal(signal.SIGINT)
+    return handler.name if isinstance(handler, StopHandler) else None
 
 
 def heard_stop_signals() -> list[signal.Signals]:
@@ -54,14 +67,15 @@ def stop_signals_raise() -> Iterator[None]:
         if isinstance(signal.getsignal(number), StopHandler):  # else a handler that has noted the signal
             threading.Timer(REPEAT_SIGNAL_S, os.kill, (os.getpid(), number)).start()
 
-    before = {number: signal.signal(number, StopHandler()) for number in heard_stop_signals()}
+    handler = StopHandler()
+    before = {number: signal.signal(number, handler) for number in heard_stop_signals()}
     sys.unraisablehook = repeat_ignored_signal
     try:
         yield
     finally:
         sys.unraisablehook = hook
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 class _RecordingHandler:
@@ -100,7 +114,11 @@ def reraise_ctrl_c(error: BaseException) -> None:
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.SIG_IGN or isinstance(handler, StopHandler):
+    if isinstance(handler, StopHandler):
+        if (name := stop_signal_name(error)) is not None:
+            raise StopSignal(name) from error
+        return
+    if handler is signal.SIG_IGN:
         return
     if isinstance(handler, _RecordingHandler) and not handler.pressed:
         return

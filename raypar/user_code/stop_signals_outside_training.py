@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 from raypar.errors import Interrupted
-from raypar.user_code.stop_signals import StopSignal, stop_signals_raise
+from raypar.user_code.stop_signals import stop_signal_name, stop_signals_raise
 from raypar.user_code.traceback_filter import shows_raypar_frames
 
 
@@ -27,9 +27,11 @@ def stopped_before_training(resume: str = "") -> Iterator[None]:
     with stop_signals_raise():
         try:
             yield
-        except StopSignal as signal:
+        except KeyboardInterrupt as error:
+            if (name := stop_signal_name(error)) is None:
+                raise
             left = "the run's checkpoints are as they were" if resume else "nothing is left of this start"
-            raise before_training_error(str(signal), left, resume) from None
+            raise before_training_error(name, left, resume) from None
 
 
 @contextlib.contextmanager
@@ -37,8 +39,10 @@ def after_the_run(end: str) -> Iterator[None]:
     """The body comes after the end of a run. Raises `Interrupted` where a signal ends the body. `end`: the end in words."""
     try:
         yield
-    except StopSignal as signal:
-        raise Interrupted(f"stopped by {signal} when the run was over: {end}") from None
+    except KeyboardInterrupt as error:
+        if (name := stop_signal_name(error)) is None:
+            raise
+        raise Interrupted(f"stopped by {name} when the run was over: {end}") from None
 
 
 def before_training_error(why: str, left: str, resume: str = "") -> Interrupted:

@@ -22,6 +22,7 @@ from raypar.cli import main
 from raypar.errors import InputError, Interrupted
 from raypar.launch import Result, raise_run_failure
 from raypar.user_code.stop_signals import StopSignal, stop_signals_raise
+from raypar.user_code.stop_signals_outside_training import after_the_run, stopped_before_training
 from raypar.user_code.traceback_filter import is_raypar_file
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,13 @@ def ends_itself(number: int):
 
 
 def raises_keyboard_interrupt():
+    raise KeyboardInterrupt
+
+
+def waits_as_ray_does(number: int):
+    """A model function whose wait a signal ends as it ends `ray.get`: by a plain `KeyboardInterrupt`, whatever was raised."""
+    with contextlib.suppress(KeyboardInterrupt):
+        ends_itself(number)
     raise KeyboardInterrupt
 
 
@@ -113,6 +121,20 @@ def test_a_keyboard_interrupt_of_users_code_is_an_error_of_that_code(stop_at, tm
     job = ["model={function: test_stopped_before_training:raises_keyboard_interrupt}"]
     with pytest.raises(InputError, match="raised by the code itself: nobody has pressed Ctrl-C"):
         Trainer.from_yaml(write_job(tmp_path), job).fit(verbose=False)
+
+
+@pytest.mark.parametrize("number", NAMES)
+def test_a_signal_that_ends_a_wait_for_ray_before_the_run_is_told_by_its_name(number, stop_at, tmp_path):
+    """While rows of Ray Data are read for the checks: `raised by the code itself: nobody has pressed Ctrl-C`."""
+    stop_at("", number)
+    job = [f"model={{function: test_stopped_before_training:waits_as_ray_does, args: {{number: {int(number)}}}}}"]
+    with pytest.raises(Interrupted, match=rf"stopped before training began \({NAMES[number]}\): nothing was trained"):
+        Trainer.from_yaml(write_job(tmp_path), job).fit(verbose=False)
+    with pytest.raises(Interrupted, match=rf"\({NAMES[number]}\)"), stopped_before_training():
+        waits_as_ray_does(number)
+    over = f"stopped by {NAMES[number]} when the run was over"
+    with pytest.raises(Interrupted, match=over), stopped_before_training(), after_the_run("done"):
+        waits_as_ray_does(number)
 
 
 def test_a_run_that_was_stopped_while_its_workers_started_says_what_is_left(tmp_path):
