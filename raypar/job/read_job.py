@@ -19,7 +19,6 @@ from raypar.job.data_section import SET_NAME, ValidationConfig
 from raypar.job.function_section import FunctionConfig
 from raypar.job.importable_name import is_importable_name
 from raypar.job.job import JOB_BYTES, RUN_NAME_CURE, Job, is_run_name
-from raypar.job.plan_section import PlanConfig
 from raypar.job.section import Section, Workers
 from raypar.job.validation_errors import config_error
 from raypar.job.walk_sections import keys_of, section_types, short_key
@@ -119,14 +118,6 @@ def parse_job(
         return Job.model_validate(tree)
     except ValidationError as error:
         raise config_error(error.errors(), (), Job) from None
-
-
-def parse_plan_section(given: Mapping[str, Any]) -> PlanConfig:
-    """The section `plan` of a job by itself, checked. Raises `ConfigError` or `PlanError`."""
-    try:
-        return PlanConfig.model_validate(dict(given))
-    except ValidationError as error:
-        raise config_error(error.errors(), ("plan",), Job) from None
 
 
 def parse_data_argument(text: str) -> ValidationConfig | str:

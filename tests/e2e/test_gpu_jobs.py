@@ -23,8 +23,9 @@ from raypar.errors import CheckpointError, ClusterError, ConfigError
 from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
 from raypar.worker.backend import GpuBackend
+from raypar.worker.checkpoint.check_job_changes import changes_at_resume
 from raypar.worker.checkpoint.checkpoint_files import Manifest
-from raypar.worker.checkpoint.contract_comparison import check_contract
+from raypar.worker.checkpoint.contract_comparison import list_contract_differences
 
 
 def joined(monkeypatch, cluster):
@@ -152,9 +153,9 @@ def test_a_checkpoint_of_another_kind_of_device_is_refused():
     old = {key: value for key, value in plain.items() if key != "device"}
     for contract in (plain, old):
         manifest = Manifest(Path("step_1"), 1, contract, (), {}, {})
-        check_contract(manifest, job)
+        assert not list_contract_differences(manifest, job)
         with pytest.raises(CheckpointError, match="device was 'cpu', is 'gpu'"):
-            check_contract(manifest, job.replace(device="gpu"))
+            changes_at_resume(manifest, job.replace(device="gpu"))
 
 
 def test_a_gpu_is_part_of_what_a_worker_computes_with():

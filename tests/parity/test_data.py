@@ -373,6 +373,40 @@ def test_data_processes_end_when_their_worker_is_killed(tmp_path: Path):
     assert all_end(children, within_s=5)
 
 
+LOADING_PARENT = """
+import os, sys, time
+from raypar.worker.data.data_process_pool import DataProcesses
+from raypar.job import DataConfig
+if __name__ == "__main__":
+    os.environ["LOADED_BY"] = str(os.getpid())
+    import long_to_load
+    processes = DataProcesses(DataConfig(function=long_to_load.Samples, processes=1), 1)
+    processes.request((0, 0, ("x",)), [], ())
+    time.sleep(60)
+"""
+LONG_TO_LOAD = """
+import os, pathlib, time
+if os.environ["LOADED_BY"] != str(os.getpid()):
+    pathlib.Path(os.environ["LOADING"]).write_text(str(os.getpid()))
+    time.sleep(30)
+class Samples: ...
+"""
+
+
+def test_a_data_process_that_still_imports_the_data_sets_module_ends_when_its_worker_is_killed(tmp_path: Path):
+    """It lived until all was imported: torch alone takes half a minute on a busy machine."""
+    (tmp_path / "parent.py").write_text(LOADING_PARENT)
+    (tmp_path / "long_to_load.py").write_text(LONG_TO_LOAD)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "LOADING": str(tmp_path / "loading")}
+    with subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], stderr=subprocess.DEVNULL, env=env) as parent:
+        deadline = time.monotonic() + 60
+        while not (loading := tmp_path / "loading").exists() or not loading.read_text():
+            assert time.monotonic() < deadline and parent.poll() is None
+            time.sleep(0.05)
+        parent.kill()
+    assert all_end([int(loading.read_text())], within_s=5)
+
+
 def all_end(pids: list[int], within_s: float) -> bool:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline and any(alive(pid) for pid in pids):

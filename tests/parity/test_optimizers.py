@@ -603,7 +603,7 @@ def test_a_checkpoint_of_format_1_is_read_and_training_goes_on_from_it():
     there = Path(__file__).parents[1] / "data/checkpoint_format_1/step_00000002"
     manifest = checkpoint_files.verify_checkpoint(there)
     job = ugly_models.job("tangled", steps=5)
-    contract_comparison.check_contract(manifest, job)
+    assert not contract_comparison.list_contract_differences(manifest, job)
     raw = {key: value for file in manifest.files for key, value in load_file(there / file).items()}
     found = checkpoint_files.read_checkpoint_state(there)
     assert {len(state) for state in found.values()} == {1, 4}, "frozen ones have no optimizer state"

@@ -1,11 +1,12 @@
 """What the guide on plans says of shards is so."""
 
+import json
 import re
 from pathlib import Path
 
 import yaml
 
-from raypar.job.read_job import load_job, parse_plan_section
+from raypar.job.read_job import load_job
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.registry import STYLES
 from raypar.worker.layer_graph_of_job import make_layer_graph
@@ -20,9 +21,9 @@ def written() -> dict:
 
 
 def test_the_plan_that_is_shown_is_one():
-    plan = parse_plan_section(written())
-    assert plan.workers == 4 and plan.sequence_parallel
-    assert plan.to_plan(6).describe() == "2 stages x 1/2 replicas x 2/1 shards"
+    job = load_job(ROOT / "jobs/quickstart.yaml", [f"plan={json.dumps(written())}"])
+    assert job.workers == 4 and job.plan.sequence_parallel
+    assert job.to_plan(6).describe() == "2 stages x 1/2 replicas x 2/1 shards"
 
 
 def test_the_styles_that_are_shown_are_those_of_the_quickstart():

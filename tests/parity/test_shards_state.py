@@ -145,7 +145,7 @@ def test_a_run_goes_on_with_another_way_to_cut(tmp_path):
     }
     assert not contract_comparison.list_changed_shard_settings(manifest, job)
     for number, (name, other) in enumerate(others.items()):
-        contract_comparison.check_contract(manifest, other)
+        assert not contract_comparison.list_contract_differences(manifest, other)
         assert contract_comparison.list_changed_shard_settings(manifest, other) == [name]
         assert contract_comparison.list_changed_shard_settings(replace(manifest, contract=contract_of_job(other)), job) == [
             name

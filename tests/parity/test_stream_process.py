@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -414,6 +415,51 @@ print(process._peer, flush=True)
 time.sleep(60)
 """
 """A worker that reads a sample, and stays."""
+
+
+STARTER = """
+import os, sys, time
+sys.path[:] = sys.argv[2:]
+os.environ["STARTED_BY"] = str(os.getpid())
+from raypar.worker.data.stream_feed_process import StreamFeedJob, StreamFeedProcess
+from raypar.worker.data.stream_feed_messages import SampleRequest
+process = StreamFeedProcess(StreamFeedJob(bytes.fromhex(sys.argv[1]), os.urandom(9).hex().encode(), {}), "it")
+print(flush=True)
+process.read(SampleRequest(0, 1, {})) if process._job.job else process.begin()
+time.sleep(60)
+"""
+"""A worker that starts the process, and asks it for a sample, or not yet."""
+
+
+class LongToLoad:
+    """A job whose modules are imported for half a minute."""
+
+    def __reduce__(self) -> tuple[Callable[[float], None], tuple[float]]:
+        return time.sleep, (30.0,)
+
+
+@pytest.mark.parametrize("job", [b"", pickle.dumps(LongToLoad())], ids=["nobody has read", "it still loads the job"])
+def test_the_data_process_ends_at_once_with_its_only_worker_also_before_it_has_answered(job: bytes):
+    """It stayed for a minute, or until it had loaded the data set."""
+    with subprocess.Popen([sys.executable, "-c", STARTER, job.hex(), *sys.path], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None and worker.stdout.readline()
+        deadline = time.monotonic() + 30
+        while not (found := started_by(worker.pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(1.0 + 2 * bool(job))
+        worker.kill()
+    wait_until_gone(found)
+
+
+def started_by(worker: int) -> set[int]:
+    """Data processes with this worker's mark in their environment, which have a session of their own by now."""
+    found = set()
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if one.environ().get("STARTED_BY") == str(worker) and os.getsid(one.pid) == one.pid:
+                found.add(one.pid)
+    return found
 
 
 @pytest.mark.full

@@ -28,6 +28,7 @@ from raypar.launch.resume import prepare_resumed_run
 from raypar.launch.trainer_arguments import validation_argument
 from raypar.worker import measure_profile
 from raypar.worker.checkpoint import contract_comparison
+from raypar.worker.checkpoint.check_job_changes import changes_at_resume
 from raypar.worker.job_preflight import preflight
 from raypar.worker.worker_core import WorkerCore
 
@@ -366,9 +367,9 @@ def test_a_loss_with_other_class_weights_is_another_loss(one, other, tmp_path):
         checkpoint_files.create_checkpoint(tmp_path, 1), [], steps_done=1, contract=contract_of_job(before)
     )
     manifest = checkpoint_files.load_manifest(path)
-    contract_comparison.check_contract(manifest, again)
+    assert not contract_comparison.list_contract_differences(manifest, again)
     with pytest.raises(CheckpointError, match="belongs to another job: loss was"):
-        contract_comparison.check_contract(manifest, after)
+        changes_at_resume(manifest, after)
 
 
 def test_a_run_in_another_precision_is_not_resumed(tmp_path):
@@ -378,9 +379,9 @@ def test_a_run_in_another_precision_is_not_resumed(tmp_path):
         folder = checkpoint_files.create_checkpoint(tmp_path / str(before.precision), 1)
         path = checkpoint_files.commit_checkpoint(folder, [], steps_done=1, contract=contract_of_job(before))
         manifest = checkpoint_files.load_manifest(path)
-        contract_comparison.check_contract(manifest, before)
+        assert not contract_comparison.list_contract_differences(manifest, before)
         with pytest.raises(CheckpointError, match="belongs to another job: precision was") as caught:
-            contract_comparison.check_contract(manifest, after)
+            changes_at_resume(manifest, after)
         assert "not set" in caught.value.what and "{'compute': 'bf16'}" in caught.value.what
 
 

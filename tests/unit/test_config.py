@@ -15,7 +15,7 @@ from raypar.errors import ConfigError, DataError, InputError, PlanError, RayparE
 from raypar.job import FunctionConfig, Job, LrScheduleConfig, ModelConfig, OptimizerConfig, PrecisionConfig, ValidationConfig
 from raypar.job.contract import contract_of_job
 from raypar.job.keys_of_other_frameworks import ADVICE
-from raypar.job.read_job import load_job, parse_data_argument, parse_job, parse_plan_section
+from raypar.job.read_job import load_job, parse_data_argument, parse_job
 from raypar.job.walk_sections import dotted_keys
 from raypar.launch import choose_plan
 from raypar.launch.forward_run import choose_data, naming_argument
@@ -217,12 +217,12 @@ def test_a_text_that_is_no_job(text: str, said: str):
     assert said in found.value.what
 
 
-def test_a_plan_alone_is_checked_like_that_of_a_job_file():
-    assert parse_plan_section({"stages": 2, "replicas": [1, 3]}).to_plan(4).world == 4
+def test_a_plan_is_checked():
+    assert parse_job(SMALL, ["plan={stages: 2, replicas: [1, 3]}"]).to_plan(4).world == 4
     with pytest.raises(ConfigError, match=r"unknown key plan\.stges: did you mean plan\.stages"):
-        parse_plan_section({"stges": 2})
+        parse_job(SMALL, ["plan.stges=2"])
     with pytest.raises(ConfigError, match=r"plan\.stages: expected a valid integer, got 'two'"):
-        parse_plan_section({"stages": "two"})
+        parse_job(SMALL, ["plan.stages=two"])
 
 
 def test_shards_multiply_the_workers_and_their_styles_belong_to_the_job():

@@ -1,11 +1,14 @@
 """Recomputation as data: which layers, where in a schedule, what it costs in time and memory."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from raypar.draw.swimlane_svg import swimlane_svg
 from raypar.draw.text_grid import order_grid
 from raypar.errors import ConfigError, PlanError, ScheduleError
-from raypar.job.read_job import parse_plan_section
+from raypar.job.read_job import load_job
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.plan.recomputation import describe_recomputed_layers, resolve_recomputed_layers
 from raypar.planner.model_profile import LayerProfile, ModelProfile
@@ -20,6 +23,7 @@ from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.step_timeline import Timeline, peak_kept_bytes
 from raypar.schedule.validate import find_schedule_problems
 
+QUICKSTART = Path(__file__).parents[2] / "jobs/quickstart.yaml"
 NAMES = ("embed", "block0", "block1", "block2", "head")
 
 
@@ -215,13 +219,14 @@ def test_the_picture_has_a_colour_and_a_legend_for_each():
     "given, policy", [("none", "none"), ("full", "full"), (["block*"], ("block*",)), (("a", "b"), ("a", "b")), (None, "none")]
 )
 def test_a_plan_section_takes_none_full_or_patterns(given, policy):
-    assert parse_plan_section({} if given is None else {"recompute": given}).recompute == policy
+    job = load_job(QUICKSTART, [] if given is None else [f"plan.recompute={json.dumps(given)}"])
+    assert job.plan.recompute == policy
 
 
 @pytest.mark.parametrize("given", ["ful", "block*", True, 3, [], [""], [1], {"block*": True}, None])
 def test_anything_else_is_refused_with_what_it_may_be(given):
     with pytest.raises(ConfigError, match=r"recompute: expected none, full, or a list of patterns of layer names"):
-        parse_plan_section({"recompute": given})
+        load_job(QUICKSTART, [f"plan.recompute={json.dumps(given)}"])
 
 
 def test_the_planner_keeps_the_recomputation_that_it_is_given():

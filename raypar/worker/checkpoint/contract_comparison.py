@@ -154,17 +154,6 @@ def list_changed_shard_settings(manifest: Manifest, spec: Job) -> list[str]:
     return [name for key, name in keys_that_may_change().items() if manifest.contract.get(key) != now.get(key)]
 
 
-def check_contract(manifest: Manifest, spec: Job) -> None:
-    """Raises `CheckpointError` if resuming with this job would not give the bits of one undisturbed run."""
-    differences = list_contract_differences(manifest, spec)
-    if differences:
-        raise CheckpointError(
-            f"checkpoint {manifest.checkpoint} belongs to another job: {'; '.join(differences)}",
-            cure="give these as they were; or begin a new run with its weights: without resuming, and with "
-            f"init_from={manifest.checkpoint}",
-        )
-
-
 def check_number_of_samples(manifest: Manifest, samples: int) -> None:
     """Raises `CheckpointError` if the data set has another number of samples than when the checkpoint was written. Those of
     before that was kept say nothing of it."""

@@ -16,8 +16,8 @@ from typing import BinaryIO
 from raypar.errors import CheckpointError
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
-from raypar.files.untrusted_files import open_regular_file, parse_untrusted_json
-from raypar.storage.checkpoint_store import LocalFile, OpenedFile
+from raypar.files.untrusted_files import parse_untrusted_json
+from raypar.storage.checkpoint_store import OpenedFile
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
@@ -50,12 +50,6 @@ class SafetensorsHeader:
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
     nbytes: int
-
-
-def read_safetensors_header(path: Path, *, follow: bool = True) -> Mapping[str, TensorInfo]:
-    """The tensors of a file, by name. `follow`: whether it may be a symbolic link. Raises `CheckpointError`."""
-    with open_regular_file(path, follow=follow, error=CheckpointError, cure="give a .safetensors file") as file:
-        return parse_safetensors_header(LocalFile(file), path).tensors
 
 
 def parse_safetensors_header(file: OpenedFile, location: Path | str) -> SafetensorsHeader:

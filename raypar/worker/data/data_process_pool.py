@@ -11,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from raypar.errors import ConfigError, RayparError, UserCodeError
 from raypar.job import DataConfig
 from raypar.user_code.user_code_errors import error_text
+from raypar.worker.data.end_with_parent import EndWithParent, call_in_child
 from raypar.worker.data.inside_data_process import Answer, read_in_data_process, start_data_process
 from raypar.worker.data.sample_order import SamplePosition
 
@@ -70,8 +71,8 @@ class DataProcesses:
             self._pool = ProcessPoolExecutor(
                 self._spec.processes,
                 multiprocessing.get_context("spawn"),
-                initializer=start_data_process,
-                initargs=(self._spec, self._seed),
+                initializer=call_in_child,
+                initargs=(EndWithParent(), start_data_process, self._spec, self._seed),
             )
         step, microbatch, fields = read
         try:

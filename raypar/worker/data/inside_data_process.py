@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait as wait_for_sentinel
 
 import torch
 from torch import Tensor
@@ -62,13 +57,8 @@ _process: DataProcess | None = None
 
 
 def start_data_process(spec: DataConfig, seed: int) -> None:
-    """Runs once in every data process: makes the data set, and sees to it that the process ends with its parent."""
+    """Runs once in every data process: makes the data set."""
     global _process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        # Not PR_SET_PDEATHSIG: that follows the thread which started us, and actor methods run in threads that come and go.
-        threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
     guard = TorchStateGuard(
         threads=1, base=DEFAULT_TORCH_STATE
     )  # the arguments are unpickled, and the data set's module imported, by now
@@ -79,11 +69,6 @@ def start_data_process(spec: DataConfig, seed: int) -> None:
     except RayparError as error:
         dataset = error
     _process = DataProcess(spec, seed, dataset, guard)
-
-
-def _follow(sentinel: int) -> None:
-    wait_for_sentinel([sentinel])
-    os._exit(1)
 
 
 def read_in_data_process(

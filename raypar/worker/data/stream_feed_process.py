@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import pickle
-import selectors
+import select
 import signal
 import socket
 import struct
@@ -44,9 +44,10 @@ import os, sys
 if os.fork():
     os._exit(0)
 os.setsid()
-sys.path[:] = sys.argv[1:]
+starter = int(sys.argv[1])
+sys.path[:] = sys.argv[2:]
 from raypar.worker.data.stream_feed_process import main
-main()
+main(starter)
 """
 """The program of the process. It is no child of the worker that starts it, and outlives that one while others read."""
 
@@ -74,6 +75,8 @@ class StreamFeedProcess:
         self._job, self._label = job, label
         self._connection: socket.socket | None = None
         self._peer, self._losses, self._furthest, self._started_s = 0, 0, -1, float("-inf")
+        self._until_connected = contextlib.ExitStack()
+        """Closes the pipe whose end tells a process that is started from here, and not connected yet, that we have ended."""
 
     def begin(self) -> None:
         """Start the process if there is none, without waiting for it."""
@@ -113,6 +116,7 @@ class StreamFeedProcess:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+        self._until_connected.close()
 
     def _lost(self, error: Exception) -> DataError:
         self.close()
@@ -150,14 +154,18 @@ class StreamFeedProcess:
             made.close()
             return False
         self._connection = made
+        self._until_connected.close()
         return True
 
     def _start(self) -> None:
         self._started_s = time.monotonic()
-        with open(os.memfd_create("raypar-stream"), "w+b") as told:
+        self._until_connected.close()
+        reads, writes = os.pipe()
+        self._until_connected.callback(os.close, writes)
+        with open(os.memfd_create("raypar-stream"), "w+b") as told, open(reads, "rb"):
             told.write(pickle.dumps(self._job))
             told.seek(0)
-            begun = subprocess.Popen([sys.executable, "-c", _START, *sys.path], stdin=told)
+            begun = subprocess.Popen([sys.executable, "-c", _START, str(reads), *sys.path], stdin=told, pass_fds=[reads])
         begun.wait(START_S)  # its first process, which ends at once
 
 
@@ -195,8 +203,8 @@ def _receive_bytes(connection: socket.socket, size: int) -> bytearray:
 # -- in the data process -----------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    """Serve the workers of this node until none is left."""
+def main(starter: int) -> None:
+    """Serve the workers of this node until none is left. `starter`: of the pipe that ends with the worker that started this."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the workers decide
     with open(0, "rb") as told:
         job: StreamFeedJob = pickle.load(told)
@@ -208,30 +216,34 @@ def main() -> None:
     listener.listen(1024)
     listener.setblocking(False)
     sys.setswitchinterval(SWITCH_S)
-    serve(listener, _Feed(job))
+    serve(listener, _Feed(job), starter)
     os._exit(0)  # not when the data set's threads have ended
 
 
-def serve(listener: socket.socket, feed: Callable[[], StreamFeed]) -> None:
-    """Answer workers in threads until the last connection is closed, or none was made within `START_S`. `feed` may raise."""
-    open_ones: set[threading.Thread] = set()
+def serve(listener: socket.socket, feed: Callable[[], StreamFeed], starter: int | None = None) -> None:
+    """Answer workers in threads until the last connection is closed, or `starter` or `START_S` has ended without any. `feed`
+    may raise."""
+    workers = set[int]()
     until_s = time.monotonic() + START_S
-    woken, wake = socket.socketpair()
-    with listener, selectors.DefaultSelector() as ready, woken, wake:
-        ready.register(listener, selectors.EVENT_READ)
-        ready.register(woken, selectors.EVENT_READ)
-        while open_ones or time.monotonic() < until_s:
-            for key, _ in ready.select(1.0):
-                if key.fileobj is woken:
-                    woken.recv(1024)
-                    continue
-                connection, _ = listener.accept()
-                connection.setblocking(True)
-                thread = threading.Thread(target=_answer, args=(connection, feed, wake), daemon=True)
-                open_ones.add(thread)
-                thread.start()
-                until_s = 0.0
-            open_ones = {thread for thread in open_ones if thread.is_alive()}
+    ready = select.poll()  # unlike `selectors`, it tells of a closed connection while its thread makes the data set
+    ready.register(listener, select.POLLIN)
+    if starter is not None:
+        ready.register(starter, select.POLLHUP)
+    with listener:
+        while workers or time.monotonic() < until_s:
+            # The listener last: what it accepts may have the number of a connection that has just been closed.
+            for number, _ in sorted(ready.poll(1000), key=lambda found: found[0] == listener.fileno()):
+                if number == listener.fileno():
+                    connection, _ = listener.accept()
+                    connection.setblocking(True)
+                    workers.add(connection.fileno())
+                    ready.register(connection, select.POLLRDHUP)
+                    threading.Thread(target=_answer, args=(connection, feed), daemon=True).start()
+                    until_s = 0.0
+                else:
+                    ready.unregister(number)
+                    workers.discard(number)
+                    until_s = 0.0
 
 
 class _Feed:
@@ -272,7 +284,7 @@ def _make_feed(told: StreamFeedJob) -> StreamFeed | RayparError:
     return StreamFeed(job.training_data, job.seed, job.batch_size, TorchStateGuard(job.threads, DEFAULT_TORCH_STATE))
 
 
-def _answer(connection: socket.socket, feed: Callable[[], StreamFeed], wake: socket.socket) -> None:
+def _answer(connection: socket.socket, feed: Callable[[], StreamFeed]) -> None:
     """Answer one worker until it closes its connection."""
     with contextlib.suppress(OSError, EOFError), connection:
         _peer_of(connection)
@@ -286,5 +298,3 @@ def _answer(connection: socket.socket, feed: Callable[[], StreamFeed], wake: soc
             except Exception as error:  # ours: the worker shall say so, rather than wait
                 answer = DataError(f"the data process has failed: {error_text(error)}", cure="report this")
             _send(connection, answer)
-    with contextlib.suppress(OSError):
-        wake.send(b"x")
