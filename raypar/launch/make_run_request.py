@@ -12,7 +12,7 @@ from raypar.job import FunctionConfig, Job
 from raypar.job.contract import CHANGES, CODE, DATA_DIGEST, FINGERPRINT, FROZEN, SAMPLES, contract_of_job
 from raypar.launch.choose_plan import ChosenPlan
 from raypar.launch.launch_options import LaunchOptions
-from raypar.launch.user_code_digests import code_of_job, describe_code_change
+from raypar.launch.user_code_digests import code_of_job, describe_change_beside_training, describe_code_change
 from raypar.launch.user_value_digests import FUNCTIONS_OF_DATA, values_of_job
 from raypar.plan.wording import count_noun
 from raypar.storage.filesystems import pickle_registered_filesystems
@@ -126,7 +126,8 @@ def contract_fields(options: LaunchOptions) -> ContractFields:
     beside: dict[str, Json] = {CODE: code}
     if options.changes.history:
         beside[CHANGES] = options.changes.as_json()
-    warnings = () if changed is None else (changed,)
+    lines = (changed, describe_change_beside_training(options.former_code, code))
+    warnings = tuple(line for line in lines if line is not None)
     return {"contract": {**contract_of_job(options.job), **beside}, "changes": options.changes.lines, "warnings": warnings}
 
 

@@ -1,4 +1,4 @@
-"""Digests of the user's code that decides a run's results, and what of it has changed since a checkpoint was written.
+"""Digests of the user's code on which a run's results depend, and what of it has changed since a checkpoint was written.
 
 Followed are the files of the job's functions and of what they import, as far as they are the user's (neither of an installed
 package nor of Python), and of what a script or notebook defines the functions and classes that are used. Comments, docstrings
@@ -16,26 +16,48 @@ import inspect
 import linecache
 import sys
 import textwrap
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 from raypar.files.json_type import Json
 from raypar.job import FunctionConfig, Job
-from raypar.launch.user_value_digests import FUNCTIONS_OF_DATA, VALUES
+from raypar.job.section import Section
+from raypar.launch.user_value_digests import VALUES
 
 PACKAGE = "package "
 """What the names of packages begin with; other names are paths below the folder of import, or `script: function`."""
+BESIDE = "beside training: "
+"""What the names begin with of code that only validation, metrics and callbacks use."""
 
 
 def code_of_job(spec: Job) -> dict[str, str]:
-    """Name of a file, a script's function or a package -> digest or version, of the code on which the job's results depend."""
+    """Name of a file, a script's function or a package -> digest or version, of the code of all the job's functions."""
     found = _Code()
-    of_data = [getattr(spec.data, name) for name in FUNCTIONS_OF_DATA]
-    for ref in (spec.model, spec.loss, spec.data, *spec.data.mix, spec.optimizer, *filter(None, [*of_data, spec.lr_schedule])):
+    for key in ("model", "loss", "data", "optimizer", "lr_schedule"):
+        for ref in _functions_in(getattr(spec, key)):
+            found.follow_ref(ref)
+    of_training = dict(found.digests)
+    for ref in _functions_in(spec):
         found.follow_ref(ref)
-    return dict(sorted(found.digests.items()))
+    beside = {BESIDE + name: digest for name, digest in found.digests.items() if name not in of_training}
+    return dict(sorted((of_training | beside).items()))
+
+
+def _functions_in(part: object) -> Iterator[FunctionConfig]:
+    """The functions in a section of the job, that itself included."""
+    if isinstance(part, FunctionConfig) and getattr(part, "function", None) is not None:  # `validation.sets` have none beside
+        yield part
+    inside: Iterable[object] = ()
+    if isinstance(part, Section):
+        inside = (getattr(part, name) for name in type(part).model_fields if name not in ("function", "args"))
+    elif isinstance(part, Mapping):
+        inside = part.values()
+    elif isinstance(part, tuple):
+        inside = part
+    for one in inside:
+        yield from _functions_in(one)
 
 
 def describe_code_change(then: Json, now: Mapping[str, str], said: Collection[str] = ()) -> str | None:
@@ -49,7 +71,9 @@ def describe_code_change(then: Json, now: Mapping[str, str], said: Collection[st
     parts = []
     for name in sorted({*then, *now}):
         before, after = then.get(name), now.get(name)
-        if before == after or (name.startswith(VALUES) and (None in (before, after) or name.removeprefix(VALUES) in said)):
+        if before == after or name.startswith(BESIDE):
+            continue
+        if name.startswith(VALUES) and (None in (before, after) or name.removeprefix(VALUES) in said):
             continue
         if name.startswith(PACKAGE):
             parts.append(f"{name} {before or '(not used)'} -> {after or '(not used)'}")
@@ -64,6 +88,24 @@ def describe_code_change(then: Json, now: Mapping[str, str], said: Collection[st
         f"{changed} changed since the checkpoint: {', '.join(parts[:10])}{more}; the run goes on with the {word} of "
         f"now, so that its results are those of an undisturbed run neither of the former {word} nor of "
         f"{'these' if only_values else 'this one'}"
+    )
+
+
+def describe_change_beside_training(then: Json, now: Mapping[str, str]) -> str | None:
+    """One line that says what has changed of code that only validation, metrics and callbacks use; None if nothing has.
+
+    `then`: as the checkpoint has it. Of what only one of both has nothing is said: these may change at a resume.
+    """
+    if not isinstance(then, Mapping):
+        return None
+    changed = [name.removeprefix(BESIDE) for name in now if name.startswith(BESIDE) and then.get(name, now[name]) != now[name]]
+    if not changed:
+        return None
+    named = ", ".join(changed[:10]) + (f" and {len(changed) - 10} more" if len(changed) > 10 else "")
+    return (
+        f"code that only validation, metrics and callbacks use has changed since the checkpoint: {named}; what it measures "
+        "does not compare with what was measured before, nor what is chosen by it (best checkpoint, early stopping, learning "
+        "rates)"
     )
 
 

@@ -21,8 +21,8 @@ from helpers.tiny_job import WIDTH
 from helpers.trainee import Trainee
 
 from raypar.actors.ray_row_stream import RayRowStream
+from raypar.data.batch_fields import digest_of_fields
 from raypar.job.read_job import load_job
-from raypar.worker.data.batch_fields import digest_of_fields
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.norm_and_weights_hash import weights_hash
 

@@ -164,6 +164,14 @@ def test_batches_of_grouped_samples_have_similar_lengths_and_every_sample_once()
     assert of_field(Texts(), "n")[5] == 5 and of_field([(1, torch.ones(4))], 1) == [4]
 
 
+def test_the_length_of_a_field_is_asked_for_by_the_name_that_the_field_has_in_a_batch():
+    nested = [{"inputs": {"ids": [1] * n, "more": (torch.ones(2), torch.ones(n + 1))}, "a.b": [0]} for n in (3, 5)]
+    assert of_field(nested, "inputs.ids") == [3, 5] and of_field(nested, "inputs.more.1") == [4, 6]
+    assert of_field(nested, "a.b") == [1, 1] and of_field([(torch.ones(4), {"ids": [1, 2]})], "y.ids") == [2]
+    with pytest.raises(KeyError, match="items"):
+        of_field(nested, "inputs.items")
+
+
 class Broken:
     def __call__(self, dataset: Any, epoch: int) -> list[int]:
         raise OSError("no such disk")

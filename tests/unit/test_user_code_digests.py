@@ -14,10 +14,11 @@ from helpers.tiny_job import write_job
 
 from raypar.actors import driver_startup
 from raypar.job import DataConfig, Job
+from raypar.job.metrics_section import MetricConfig
 from raypar.job.read_job import load_job
 from raypar.launch import Result, launch_run, train_job_in_new_folder
 from raypar.launch.trainer_arguments import Given
-from raypar.launch.user_code_digests import code_of_job, describe_code_change
+from raypar.launch.user_code_digests import code_of_job, describe_change_beside_training, describe_code_change
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.state_key import OPTIMIZER, PARAMETER, StateKey
 
@@ -37,9 +38,9 @@ LAYERS = (
 )
 
 
-def job(model, loss="torch.nn.functional:mse_loss") -> Job:
+def job(model, loss="torch.nn.functional:mse_loss", **more) -> Job:
     data, optimizer = "mine.data:samples", "torch.optim:SGD"
-    return Job(name="j", steps=2, batch_size=4, microbatches=2, model=model, loss=loss, data=data, optimizer=optimizer)
+    return Job(name="j", steps=2, batch_size=4, microbatches=2, model=model, loss=loss, data=data, optimizer=optimizer, **more)
 
 
 @pytest.fixture
@@ -155,6 +156,30 @@ def test_what_an_object_that_was_given_calls_is_followed(mine: Path):
         del sys.modules[name]
     found = code_of_job(job("mine.sizes:WIDTH").replace(data=DataConfig(function=Given(Samples()))))
     assert {"mine/layers.py", "mine/sizes.py"} <= {*found}
+
+
+def test_every_callable_of_the_job_is_followed_and_of_those_beside_training_another_thing_is_said(mine: Path):
+    for name in ("scores", "logits", "held_out", "collated", "rows", "watch"):
+        (mine / f"{name}.py").write_text("x = 1\n")
+    training = code_of_job(job("mine.model:make"))
+    changes = {
+        "metrics": {"f1": MetricConfig(function="mine.scores:f1", of="all", preprocess_logits="mine.logits:top")},
+        "validation": {"sets": {"own": {"function": "mine.held_out:rows", "collate": "mine.collated:batch"}}, "every": 1},
+        "callbacks": ("mine.watch:Watch",),
+    }
+    found = code_of_job(job("mine.model:make", **changes))
+    beside = [f"beside training: mine/{name}.py" for name in ("collated", "held_out", "logits", "scores", "watch")]
+    assert found == {**training, **{name: found[name] for name in beside}}
+    changed = {**found, beside[3]: "other", "mine/model.py": "other"}
+    line = describe_code_change(found, changed)
+    assert line is not None and "since the checkpoint: mine/model.py; the run goes on with the code of now" in line
+    assert describe_change_beside_training(found, changed) == (
+        "code that only validation, metrics and callbacks use has changed since the checkpoint: mine/scores.py; what it "
+        "measures does not compare with what was measured before, nor what is chosen by it (best checkpoint, early stopping, "
+        "learning rates)"
+    )
+    assert describe_code_change(training, found) is None and describe_code_change(found, training) is None
+    assert describe_change_beside_training(training, found) is None, "checkpoints of before had no digests of it"
 
 
 @pytest.fixture

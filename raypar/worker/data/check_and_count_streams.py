@@ -20,7 +20,7 @@ from raypar.plan.wording import count_noun
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.data.mixed_stream_reader import sources_with_seeds
-from raypar.worker.data.mixture import StreamMixture
+from raypar.worker.data.mixture import StreamMixture, known_parts
 from raypar.worker.data.pickled_sample import pickle_sample
 from raypar.worker.data.stream_feed import unpicklable
 from raypar.worker.data.stream_source import MadeDatasets, StreamSource
@@ -174,7 +174,7 @@ def _count_streams(spec: Job, dataset: object) -> tuple[int, str]:
             "never be read",
             cure=f"set data.streams <= {most}, or more microbatches",
         )
-    parts = _known_parts(dataset)
+    parts = known_parts(dataset)
     if asked is not None and parts is not None and asked > parts:
         raise ConfigError(
             f"data.streams is {asked}, and data set {spec.data.label} has {count_noun(parts, 'shard')}: others are empty",
@@ -200,12 +200,6 @@ def _count_streams(spec: Job, dataset: object) -> tuple[int, str]:
         "  cure: divide the data set by torch.utils.data.get_worker_info(), if reading is what takes the time, or set "
         "data.processes: 1, and one process of each node reads it for all its workers"
     ) * (most > 1 and not spec.data.processes)
-
-
-def _known_parts(dataset: object) -> int | None:
-    """Into how many parts the data set can be divided, where it says so: `num_shards` of `datasets`."""
-    found = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
-    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
 
 
 class AlikeError(DataError):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from raypar.data.batch_fields import flatten_fields
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError, with_article
 from raypar.job import DataConfig
 from raypar.plan.seeds import seed_of
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import error_text
-from raypar.worker.data.batch_fields import flatten_fields
 from raypar.worker.process.seed_generators import seed_host_generators
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 

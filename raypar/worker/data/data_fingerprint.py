@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 
+from raypar.data.batch_fields import digest_of_fields
 from raypar.errors import RayparError
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
@@ -20,7 +21,6 @@ from raypar.job import Job
 from raypar.job.contract import contract_of_validation_set
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.wording import word_form
-from raypar.worker.data.batch_fields import digest_of_fields
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
 from raypar.worker.data.mixed_order import MixedOrder
 from raypar.worker.data.sample_order import SampleOrder

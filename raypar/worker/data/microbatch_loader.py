@@ -13,11 +13,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from raypar.data.batch_fields import digest_of_fields
 from raypar.errors import RayparError, UserCodeError
 from raypar.job import DataConfig
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.wording import count_noun
-from raypar.worker.data.batch_fields import digest_of_fields
 from raypar.worker.data.data_process_pool import DataProcesses
 from raypar.worker.data.inside_data_process import unpack
 from raypar.worker.data.mixed_order import MixedOrder

@@ -55,12 +55,17 @@ class Mixture:
         return self.sources[source][index - (int(self._ends[source - 1]) if source else 0)]
 
 
+def known_parts(dataset: object) -> int | None:
+    """Into how many parts an iterable data set can be divided, where it says so: `num_shards` of `datasets`."""
+    found = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+
+
 class StreamMixture:
     """The sources of a mixture of iterable data sets, which `MixedStreamReader` reads. `digests`: see `Mixture`."""
 
     def __init__(self, sources: Sequence[object], digests: Digests = ()) -> None:
-        parts = [getattr(source, "num_shards", getattr(source, "n_shards", None)) for source in sources]
-        self.num_shards = min((number for number in parts if isinstance(number, int)), default=None)
+        self.num_shards = min((number for source in sources if (number := known_parts(source)) is not None), default=None)
         """Into how many streams the source with the fewest shards can be divided; None if no source says it."""
         self.sources = tuple(sources)
         """The data sets."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from raypar.data.batch_fields import flatten_fields
 from raypar.errors import ConfigError, DataError
 from raypar.job import PadConfig
-from raypar.worker.data.batch_fields import flatten_fields
 from raypar.worker.data.sample_order import SamplePosition
 
 MASKED_LABEL = -100

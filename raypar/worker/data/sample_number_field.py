@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from raypar.data.batch_fields import top_values
 from raypar.errors import ConfigError, DataError
 from raypar.job import DataConfig, FunctionConfig
 from raypar.job.data_section import ValidationConfig
 from raypar.plan.wording import count_noun
-from raypar.worker.data.batch_fields import top_values
 from raypar.worker.data.collate import Collation, make_collation, shallow_copy
 from raypar.worker.data.user_dataset import MapStyleDataset, is_stream, make_dataset
 

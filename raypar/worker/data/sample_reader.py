@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypar.data.batch_fields import flatten_fields, top_values, value_at
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
 from raypar.job import DataConfig
 from raypar.plan.seeds import seed_of
 from raypar.plan.wording import word_form
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import error_text
-from raypar.worker.data.batch_fields import flatten_fields, top_values, value_at
 from raypar.worker.data.collate import Collation, MicrobatchPlace, make_collation, refuse_unequal_batches
 from raypar.worker.data.packing import Packing
 from raypar.worker.data.padding import Padding

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from raypar.data.batch_fields import digest_of_fields
 from raypar.data.row_feed import RowsLostError
 from raypar.errors import RayparError
 from raypar.job import DataConfig, Job
 from raypar.plan.microbatches import Microbatches
-from raypar.worker.data.batch_fields import digest_of_fields
 from raypar.worker.data.collate import MicrobatchPlace
 from raypar.worker.data.fed_stream_reader import FedPart, FedStreamReader
 from raypar.worker.data.microbatch_loader import AHEAD_BYTES
