@@ -182,9 +182,9 @@ def _is_plain_subclass(value: list[T] | tuple[T, ...]) -> bool:
 
 
 def _is_of_package(kind: type) -> bool:
-    """Whether a class comes from an installed package."""
+    """Whether a class comes from an installed package, or from raypar, which may be a clone."""
     file = str(getattr(sys.modules.get(kind.__module__), "__file__", None))
-    return "site-packages" in file or "dist-packages" in file
+    return "site-packages" in file or "dist-packages" in file or kind.__module__.startswith("raypar.")
 
 
 def _is_tensor(value: Any) -> bool:

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from raypar import Trainer
+from raypar.actors.ray_row_stream import RayRowStream
 from raypar.launch import launch_run
 from raypar.launch.launch_options import LaunchOptions
+from raypar.launch.trainer_arguments import Given
 from raypar.launch.user_code_digests import describe_code_change
 from raypar.launch.user_value_digests import ITEMS, WHOLE_BYTES, values_of_job
 
@@ -115,6 +117,11 @@ def test_a_checkpoint_without_these_digests_tells_no_change():
     now = given()
     assert describe_code_change({"a.py": "1"}, {"a.py": "1"} | now) is None
     assert describe_code_change({"a.py": "1"} | now, {"a.py": "1"} | given(lr_schedule=warmup(1))) is None
+
+
+def test_the_random_name_of_an_actor_of_ray_data_is_no_value_also_where_raypar_is_no_installed_package():
+    one, other = (given(data=Given(RayRowStream(b"", "x: double", too_large=False))) for _ in range(2))
+    assert one == other
 
 
 def test_a_repr_that_raises_is_no_error():
