@@ -28,6 +28,8 @@ ANSWER_S = 1.0
 """A reader is answered within this time, with rows or with how far they have come."""
 SILENT_S = 120.0
 """A reader gives up when its rows have come no further for so long."""
+MOST_NEW_PASSES = 5
+"""A reader gives up when its pass was given up for other readers more often, before it had its rows."""
 
 
 class FedRows(NamedTuple):
@@ -255,6 +257,31 @@ def _as_bytes(table: Table) -> bytes:
     return bytes(sink.getvalue())
 
 
+class PassProgress:
+    """How far the pass has come for which a reader waits. One that is given up for readers at other places is begun anew."""
+
+    def __init__(self) -> None:
+        self.reached, self._new_passes, self._since_s = -1, 0, time.monotonic()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has come no further for `SILENT_S`."""
+        return time.monotonic() - self._since_s > SILENT_S
+
+    def note(self, reached: int, who: str, waited: str) -> None:
+        """Note how far it is. Raises `DataError` after too many passes. `who`: who makes them, `waited`: for what, in words."""
+        if reached == self.reached:
+            return
+        self._new_passes += reached < self.reached
+        self.reached, self._since_s = reached, time.monotonic()
+        if self._new_passes > MOST_NEW_PASSES:
+            raise DataError(
+                f"{who} has begun {self._new_passes} times anew, for readers at other places; {waited} is waited for",
+                cure=f"it reads at {MOST_PASSES} places at a time: resume the run, whose workers then begin at one place; "
+                "report this if it happens again",
+            )
+
+
 class ReadRows(Protocol):
     """How a reader asks: `RowFeed.read`, also of another process."""
 
@@ -292,16 +319,16 @@ class FedRowIterator:
 
         Raises `DataError` if the rows come no further for `SILENT_S`.
         """
-        reached, since_s = -1, time.monotonic()
+        progress = PassProgress()
         while True:
             answer = self._read(row if last is None else last, with_content=last is None)
             if answer.content or (answer.ended and answer.reached <= row) or (last is not None and answer.reached > row):
                 return answer
-            if answer.reached > reached:
-                reached, since_s = answer.reached, time.monotonic()
-            if time.monotonic() - since_s > SILENT_S:
+            progress.note(answer.reached, self._who(), f"row {row:,}")
+            if progress.is_silent:
                 raise DataError(
-                    f"{self._who()} has computed {reached:,} rows, and none for {SILENT_S:.0f} s; row {row:,} is waited for",
+                    f"{self._who()} has computed {answer.reached:,} rows, and none for {SILENT_S:.0f} s; row {row:,} is waited "
+                    "for",
                     cure="look at what its functions wait for; its tasks need processors that workers leave free: give "
                     "the cluster more, or the run fewer workers",
                 )

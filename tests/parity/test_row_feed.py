@@ -133,21 +133,45 @@ def test_a_pass_that_ends_does_not_take_the_order_from_one_that_begins(monkeypat
 def test_rows_that_do_not_come_are_an_error_that_names_the_actor_and_what_computing_raises_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(row_feed, "SILENT_S", 0.1)
+    monkeypatch.setattr(row_feed, "SILENT_S", 1.4)
 
     def stuck() -> Generator[pyarrow.Table]:
         yield pyarrow.Table.from_pylist(SAMPLES[:7])
-        time.sleep(0.5)
+        time.sleep(5)
 
     def broken() -> Generator[pyarrow.Table]:
         yield pyarrow.Table.from_pylist(SAMPLES[:7])
         raise KeyError("column z")
 
     rows = FedRowIterator(RowFeed(stuck).read, lambda: "the actor rows-1")
-    with pytest.raises(DataError, match=r"the actor rows-1 has computed 7 rows, and none for 0 s; row 7 is waited for\n  c"):
+    with pytest.raises(DataError, match=r"the actor rows-1 has computed 7 rows, and none for 1 s; row 7 is waited for\n  c"):
         list(rows)
     with pytest.raises(KeyError, match="column z"):
         list(FedRowIterator(RowFeed(broken).read, lambda: ""))
+
+
+def test_a_reader_whose_pass_is_given_up_for_others_waits_for_the_new_one_and_for_ever_new_ones_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """`has computed 40 rows, and none for 120 s`, while the new pass was computing them."""
+    monkeypatch.setattr(row_feed, "SILENT_S", 0.3)
+    content = row_feed._as_bytes(pyarrow.Table.from_pylist(SAMPLES[45:46]))
+
+    def answers(*reached: int) -> FedRowIterator:
+        given = iter([*(FedRows(one, False) for one in reached), FedRows(46, False, 45, content)])
+
+        def read(row: int, *, with_content: bool) -> FedRows:
+            time.sleep(0.02)
+            return next(given)
+
+        rows = FedRowIterator(read, lambda: "the actor rows-1")
+        rows._row = 45
+        return rows
+
+    assert next(answers(40, *range(3, 40))) == SAMPLES[45]
+    said = r"the actor rows-1 has begun 6 times anew, for readers at other places; row 45 is waited for\n  cure"
+    with pytest.raises(DataError, match=said):
+        next(answers(*[40, 3] * 20))
 
 
 def job(data: Any, **more: Any) -> Any:

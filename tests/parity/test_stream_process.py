@@ -30,7 +30,7 @@ from raypar.worker.data.check_and_count_streams import resolve_streams
 from raypar.worker.data.microbatch_stream_positions import StreamsRead
 from raypar.worker.data.pickled_sample import pickle_sample
 from raypar.worker.data.stream_feed import StreamFeed
-from raypar.worker.data.stream_feed_messages import SampleRequest
+from raypar.worker.data.stream_feed_messages import FedSamples, SampleRequest
 from raypar.worker.data.stream_feed_process import StreamFeedJob, StreamFeedProcess, socket_name
 from raypar.worker.data.stream_loader import OpenStreams, StreamLoader
 from raypar.worker.layer_graph_of_job import make_layer_graph
@@ -274,7 +274,7 @@ def test_an_error_of_the_source_reaches_all_workers_with_its_place(node: Node):
 def test_waiting_ends_with_an_error_that_names_the_process_and_the_sample(node: Node, monkeypatch: pytest.MonkeyPatch):
     spec = job(slow_at_17)
     monkeypatch.setattr(row_feed, "ANSWER_S", 0.05)
-    monkeypatch.setattr(fed_stream_reader, "SILENT_S", 0.2)
+    monkeypatch.setattr(row_feed, "SILENT_S", 0.2)
     worker = Worker(spec, node.process(spec), range(4))
     with pytest.raises(DataError, match=rf"of this node \(process {os.getpid()}\) that reads .*slow_at_17 has read no "):
         for step in range(3):
@@ -415,6 +415,31 @@ print(process._peer, flush=True)
 time.sleep(60)
 """
 """A worker that reads a sample, and stays."""
+
+
+def test_a_worker_whose_pass_is_given_up_for_others_waits_for_the_new_one(monkeypatch: pytest.MonkeyPatch):
+    """`has read no sample for 120 s`, while the new pass read those before its place."""
+    monkeypatch.setattr(row_feed, "SILENT_S", 0.3)
+
+    class Answers:
+        who = "the data process"
+
+        def __init__(self, *progress: int) -> None:
+            empty = [FedSamples((), one, 0, {}, {}, {}, []) for one in progress]
+            self.given = iter([*empty, FedSamples((pickle_sample(((0, 45), "it")),), 46, 0, {}, {}, {}, [])])
+
+        def read(self, request: SampleRequest) -> FedSamples:
+            time.sleep(0.02)
+            return next(self.given)
+
+    def read_from(*progress: int) -> object:
+        reader = fed_stream_reader.FedStreamReader(Answers(*progress), job(stream_cases.whole).data, 1, None)  # type: ignore[arg-type]
+        reader.seek(45)
+        return reader.read()
+
+    assert read_from(40, *range(3, 40)) == ((0, 45), "it")
+    with pytest.raises(DataError, match=r"the data process has begun 6 times anew, for readers at other places; sample 45 of"):
+        read_from(*[40, 3] * 20)
 
 
 STARTER = """

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from raypar.data.row_feed import SILENT_S
+from raypar.data.row_feed import SILENT_S, PassProgress
 from raypar.errors import DataError
 from raypar.job import DataConfig
 from raypar.user_code.stop_signals import reraise_ctrl_c
@@ -126,7 +126,7 @@ class FedStreamReader:
         """Have samples handed over, this one and those that come after it in its microbatch."""
         self._samples.clear()
         opening: Opening | None = None
-        progress, since_s = -1, time.monotonic()
+        progress = PassProgress()
         skipped: int | None = None
         while True:
             known = {number: max(part.epochs) for number, part in self.parts.items()}
@@ -139,9 +139,8 @@ class FedStreamReader:
             skipped = answer.skipped
             if self._take(position, answer):
                 return
-            if answer.progress > progress:
-                progress, since_s = answer.progress, time.monotonic()
-            if time.monotonic() - since_s > SILENT_S:
+            progress.note(answer.progress, self._process.who, f"sample {position:,} of the stream")
+            if progress.is_silent:
                 raise DataError(
                     f"{self._process.who} has read no sample for {SILENT_S:.0f} s; sample {position:,} of the stream is "
                     "waited for",
