@@ -1,4 +1,4 @@
-"""A stream that the node's data process reads, as its workers see it: samples by position, as of `StreamReader`."""
+"""A stream that the node's data process reads, as its workers see it: samples by position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raypar.errors import DataError
 from raypar.job import DataConfig
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
-from raypar.worker.data.microbatch_stream_positions import EpochMark, StreamCursor
+from raypar.worker.data.microbatch_stream_positions import EpochMark, StreamCursor, last_epoch_before
 from raypar.worker.data.mixed_order import MixPattern
 from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.stream_feed_messages import FedSamples, FedSource, Opening, SampleRequest
@@ -25,7 +25,7 @@ KEPT_CURSORS = 32
 
 
 class FedPart:
-    """What is known of a source of the stream: where its epochs begin, and places from which it can be read."""
+    """A `StreamPart`: what is known of it here."""
 
     epochs: dict[int, int]
     """Epoch -> the position of its first sample."""
@@ -41,20 +41,20 @@ class FedPart:
         self.source = FedSource()
 
     def epoch_of(self, position: int) -> EpochMark:
-        """The last known epoch that begins at a position or before it."""
-        return max((epoch, start) for epoch, start in self.epochs.items() if start <= position)
+        """See `StreamPart`."""
+        return last_epoch_before(self.epochs, position)
 
     def cursor(self) -> StreamCursor | None:
-        """The last place that is known; None if the data set keeps none."""
+        """See `StreamPart`."""
         return self.cursors[-1] if self.cursors else None
 
     def open_at(self, cursor: StreamCursor) -> None:
-        """Have the stream opened at this place, if it is not open."""
+        """See `StreamPart`: if the stream is not open, it is opened there."""
         self.chosen = cursor
 
 
 class FedStreamReader:
-    """As `StreamReader`: samples of the job's one stream by position. Any position can be asked for.
+    """A `SampleStream`, the job's only one. Any position can be asked for.
 
     `count`: the samples of a microbatch, which are asked for together.
     """
@@ -84,19 +84,19 @@ class FedStreamReader:
         self._position, self._samples, self._from_epochs = None, {}, False
 
     def position_of(self, number: int, position: int) -> int:
-        """The position in the source with this number; see `StreamReader.parts`."""
+        """See `SampleStream`."""
         return position if self._pattern is None else self._pattern.count(number, position)
 
     def seek(self, position: int) -> None:
-        """Go to a position."""
+        """See `SampleStream`."""
         self._position = position
 
     def is_before(self, position: int) -> bool:
-        """Whether a position can be reached by reading on."""
+        """See `SampleStream`."""
         return self._position is not None and self._position <= position
 
     def forget(self, *, distrust_cursors: bool = False) -> None:
-        """Forget where the reader is. `distrust_cursors`: they have led to other samples."""
+        """See `SampleStream`."""
         self._position = None
         self._samples.clear()
         self._from_epochs = self._from_epochs or distrust_cursors
@@ -104,10 +104,7 @@ class FedStreamReader:
             part.chosen = None
 
     def read(self) -> tuple[SamplePosition, object]:
-        """((epoch, index in the epoch), sample) at the present position, and go to the next one.
-
-        Raises what reading raises, `RowsLostError` if the data process is gone: the stream is to be opened again.
-        """
+        """See `SampleStream`."""
         assert self._position is not None, "seek comes first"
         position, self._position = self._position, None
         if position not in self._samples:

@@ -12,6 +12,11 @@ EpochMark = tuple[int, int]
 """(epoch, position in its stream of its first sample): where a stream can be read from."""
 
 
+def last_epoch_before(epochs: Mapping[int, int], position: int) -> EpochMark:
+    """The last of these epochs, with the positions of their first samples, that begins at a position or before it."""
+    return max((epoch, start) for epoch, start in epochs.items() if start <= position)
+
+
 class StreamCursor(NamedTuple):
     """Where a data set that keeps its place (`state_dict`) can go on reading a stream."""
 

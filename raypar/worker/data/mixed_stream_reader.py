@@ -39,7 +39,7 @@ def make_stream_reader(
 
 
 class MixedStreamReader:
-    """As `StreamReader`: samples of a stream by position, read forwards. Each source is a stream by itself."""
+    """A `SampleStream`, read forwards. Each source is a stream by itself."""
 
     stream: int
     """Number of the stream."""
@@ -56,42 +56,42 @@ class MixedStreamReader:
 
     @property
     def skipped(self) -> int:
-        """Samples read in vain so far, to find a place."""
+        """See `SampleStream`."""
         return sum(reader.skipped for reader in self._readers)
 
     @property
     def given(self) -> int:
-        """Samples that the sources have given so far."""
+        """See `SampleStream`."""
         return sum(reader.given for reader in self._readers)
 
     @property
     def seconds(self) -> float:
-        """Seconds that they took over them."""
+        """See `SampleStream`."""
         return sum(reader.seconds for reader in self._readers)
 
     def position_of(self, number: int, position: int) -> int:
-        """How many samples the source with this number has given before a position of the stream."""
+        """See `SampleStream`."""
         return self._pattern.count(self._sources[number], position)
 
     def seek(self, position: int) -> None:
-        """See `StreamReader.seek`."""
+        """See `SampleStream`."""
         self._position = None
         for number, reader in self.parts.items():
             reader.seek(self.position_of(number, position))
         self._position = position
 
     def is_before(self, position: int) -> bool:
-        """See `StreamReader.is_before`."""
+        """See `SampleStream`."""
         return self._position is not None and self._position <= position
 
     def forget(self, *, distrust_cursors: bool = False) -> None:
-        """See `StreamReader.forget`."""
+        """See `SampleStream`."""
         self._position = None
         for reader in self._readers:
             reader.forget()
 
     def read(self) -> tuple[SamplePosition, object]:
-        """((epoch of its source, index in it), sample) at the present position. Raises as `StreamReader.read` does."""
+        """See `SampleStream`."""
         assert self._position is not None, "seek comes first"
         position, self._position = self._position, None
         found = self._readers[self._pattern.source_at(position)].read()

@@ -18,13 +18,12 @@ from raypar.worker.data.collate import MicrobatchPlace
 from raypar.worker.data.fed_stream_reader import FedPart, FedStreamReader
 from raypar.worker.data.microbatch_loader import AHEAD_BYTES
 from raypar.worker.data.microbatch_stream_positions import EpochMark, StreamCursor, StreamPositions, StreamsRead
-from raypar.worker.data.mixed_stream_reader import MixedStreamReader, make_stream_reader
+from raypar.worker.data.mixed_stream_reader import make_stream_reader
 from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.sample_reader import SampleReader
-from raypar.worker.data.stream_feed_messages import FedSource
+from raypar.worker.data.sample_stream_protocol import PlaceKeeping, SampleStream
 from raypar.worker.data.stream_feed_process import StreamFeedProcess
-from raypar.worker.data.stream_reader import StreamReader
-from raypar.worker.data.stream_source import MadeDatasets, StreamSource
+from raypar.worker.data.stream_source import MadeDatasets
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 
 KEPT_DIGESTS = 4
@@ -34,7 +33,7 @@ TOLD_S = 2.0
 """Who reads a stream for longer than this to find a place in it tells the user."""
 
 
-def _line_about_skipping(count: int, seconds: float, sources: Sequence[StreamSource | FedSource]) -> str:
+def _line_about_skipping(count: int, seconds: float, sources: Sequence[PlaceKeeping]) -> str:
     """The line about a place in a stream that was found by reading. `sources`: those of which the stream is."""
     reasons = dict.fromkeys(one.why_places_are_read_for for one in [one for one in sources if not one.keeps_place] or sources)
     found = f"{count:,} samples of a stream were read again to find its place, in {seconds:.1f} s"
@@ -51,9 +50,6 @@ class StreamMicrobatch:
     """(epoch, index in the epoch) of its samples, in the stream of the microbatch."""
     digest: int
     """`digest_of_fields`."""
-
-
-AnyStreamReader = StreamReader | MixedStreamReader | FedStreamReader
 
 
 class _Queue:
@@ -77,7 +73,7 @@ class OpenStreams:
 
     process: StreamFeedProcess | None = None
     """The node's data process, where one reads the stream for all its workers."""
-    readers: dict[int, AnyStreamReader] = field(default_factory=dict)
+    readers: dict[int, SampleStream] = field(default_factory=dict)
     """Stream -> its reader."""
     read: dict[tuple[int, int], StreamMicrobatch] = field(default_factory=dict)
     """(step, microbatch) -> the microbatch, of the step under way and of those read ahead: a step that is executed again
@@ -280,7 +276,7 @@ class StreamLoader:
                         self._open.cursors[number] = tuple({*self._open.cursors.get(number, ()), *part.cursors})
                 reader.forget()
 
-    def _find(self, reader: AnyStreamReader, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    def _find(self, reader: SampleStream, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
         """Go to the end of these microbatches, which follow one another; returns their digests. A cursor that does not lead to
         those that are known is not used: a data set that shuffles by a buffer of its own does not keep it."""
         if not places:
@@ -317,7 +313,7 @@ class StreamLoader:
             self._guard.pass_on([("streams read again", line)])
         return found
 
-    def _reader_of(self, stream: int) -> AnyStreamReader:
+    def _reader_of(self, stream: int) -> SampleStream:
         """The reader of a stream, made when it is first needed."""
         reader = self._open.readers.get(stream)
         if reader is None:
@@ -331,7 +327,7 @@ class StreamLoader:
                 part.epochs.update(self._open.marks.get(number, ()))
         return reader
 
-    def _read_from(self, reader: AnyStreamReader, step: int, microbatch: int) -> StreamMicrobatch:
+    def _read_from(self, reader: SampleStream, step: int, microbatch: int) -> StreamMicrobatch:
         positions = self.positions.of(step, microbatch)
         reader.seek(positions.start)
         found = [reader.read() for _ in positions]

@@ -13,7 +13,7 @@ import torch
 from raypar.data.row_feed import RowsLostError
 from raypar.errors import DataError
 from raypar.plan.seeds import seed_of
-from raypar.worker.data.microbatch_stream_positions import EpochMark, StreamCursor
+from raypar.worker.data.microbatch_stream_positions import EpochMark, StreamCursor, last_epoch_before
 from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.stream_source import StreamSource
 
@@ -90,7 +90,7 @@ class StreamReader:
 
     @property
     def stream(self) -> int:
-        """Number of the stream."""
+        """See `SampleStream`."""
         return self.source.stream
 
     @property
@@ -99,15 +99,15 @@ class StreamReader:
         return {self.stream: self}
 
     def position_of(self, number: int, position: int) -> int:
-        """The position in the source with this number; see `parts`."""
+        """See `SampleStream`."""
         return position
 
     def epoch_of(self, position: int) -> EpochMark:
-        """The last known epoch that begins at a position or before it."""
-        return max((epoch, start) for epoch, start in self.epochs.items() if start <= position)
+        """See `StreamPart`."""
+        return last_epoch_before(self.epochs, position)
 
     def is_before(self, position: int) -> bool:
-        """Whether a position can be reached by reading on."""
+        """See `SampleStream`."""
         return self._position is not None and self._position <= position
 
     def cursor(self) -> StreamCursor | None:
@@ -126,14 +126,11 @@ class StreamReader:
         self._position = cursor.position
 
     def forget(self, *, distrust_cursors: bool = False) -> None:
-        """Forget where the reader is: the next `seek` begins an epoch. `distrust_cursors`: they have led to other samples."""
+        """See `SampleStream`: the next `seek` begins an epoch."""
         self._position = None
 
     def read(self) -> tuple[SamplePosition, object]:
-        """((epoch, index in the epoch), sample) at the present position, and go to the next one.
-
-        Raises `UserCodeError` for what the data set raises, `DataError` for an epoch without samples.
-        """
+        """See `SampleStream`."""
         assert self._position is not None, "seek comes first"
         position, self._position = self._position, None
         if not self._ahead:
