@@ -31,7 +31,7 @@ from raypar.actors.step_timeline_files import write_step_timeline_files
 from raypar.callbacks import Callbacks
 from raypar.elastic.actions import Teardown
 from raypar.elastic.due_work_rules import MAX_OPEN_STEPS
-from raypar.errors import CheckpointError, NonFiniteError, RayparError, UserCodeError, error_first_line
+from raypar.errors import CheckpointError, NonFiniteError, RayparError, error_first_line
 from raypar.files.atomic_write import replace_file_atomically
 from raypar.files.json_type import Json
 from raypar.files.os_error_cure import cure_of_os_error
@@ -60,7 +60,7 @@ from raypar.record.events import (
 )
 from raypar.record.fold import RunView
 from raypar.record.folder import output_file
-from raypar.record.metric_names import MeasuredNames, is_of_validation, name_in_validation
+from raypar.record.metric_names import LOST_NAME_CURE, MeasuredNames, name_in_validation
 from raypar.record.totals import read_totals
 from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint_store
 from raypar.storage.read_run_lines import Line, jsonl_line_sort_key
@@ -149,9 +149,9 @@ class RunRecorder:
         """The user's callbacks; None before `start_callbacks`."""
         self._best: BestValues | None = None
         """Which checkpoints are the best; None before the record of former drivers and starts was read for it."""
-        self._measured = MeasuredNames()
+        self._measured = MeasuredNames(of_validation=True)
         """The names of all that validations have measured since this driver began."""
-        self._measured_in_training = MeasuredNames()
+        self._measured_in_training = MeasuredNames(of_validation=False)
         """The same of steps whose metrics are computed."""
         self._guard: EnvironmentGuard | None = None
         """Guards the state of the driver's process, where callbacks run."""
@@ -386,7 +386,7 @@ class RunRecorder:
         if not longest:
             self._warn_of_lost_metrics(step + 1)
         if (metrics := brief.get("metrics")) is not None:
-            self._look_for_names(self._measured_in_training, f"step {step + 1}", metrics)
+            self._note_names(self._measured_in_training, f"step {step + 1}", metrics)
         self._tell_of_learning_rate(record)
         stop, own = self._call("on_step", _without_kind(record))
         record = replace(record, more={**record.more, **own})
@@ -460,21 +460,13 @@ class RunRecorder:
             )
             self._warn(f"the metrics of step {step} are lost with a worker, though the step itself is not", cure)
 
-    def _look_for_names(self, before: MeasuredNames, where: str, measured: Mapping[str, float]) -> None:
+    def _note_names(self, names: MeasuredNames, where: str, measured: Mapping[str, float]) -> None:
         """Warn of names of metrics that had a value before and have none now. Raises `UserCodeError` if `checkpoint.best` or
         early stopping depends on one. `where`: what has measured these."""
-        of_validation = before is self._measured
         rules = [(rule.metric, "checkpoint.best") for rule in (self._best.rules if self._best is not None else ())]
         watched = [*rules, *(self.callbacks.watched_metrics if self.callbacks is not None else ())]
-        needed = {name: key for name, key in watched if is_of_validation(name) == of_validation}
-        lacking, found = before.without_value(needed, measured), f"it has {', '.join(sorted(measured)) or 'none'}"
-        cure = "let the metric's compute return the same names each time, NaN for one that has no value"
-        if lacking:
-            name, ago = lacking[0], f", which {before.known[lacking[0]]} had" if lacking[0] in before.known else ""
-            raise UserCodeError(f"{needed[name]} depends on {name}{ago}, and {where} has no value of it: {found}", cure=cure)
-        since = dict(before.known)
-        if vanished := before.vanished(where, measured):
-            self._warn(f"{where} has no value of {', '.join(vanished)}, which {since[vanished[0]]} had: {found}", cure)
+        if (line := names.note(where, measured, watched)) is not None:
+            self._warn(line, LOST_NAME_CURE)
 
     def _write_outputs(self, outputs: Mapping[int, bytes]) -> None:
         """Write a file for each microbatch, whole or not at all. Raises `RayparError`."""
@@ -501,7 +493,7 @@ class RunRecorder:
         self._write_outputs({m: data for report in reports for m, data in report.get("outputs", {}).items()})
         loss, count, measured = merge_validation_reports(self.request.validation_batching, reports)
         seconds = max(r["seconds"] for r in reports)
-        self._look_for_names(self._measured, f"the validation {after_steps(done)}", measured)
+        self._note_names(self._measured, f"the validation {after_steps(done)}", measured)
         metrics = {name: value for name, value in measured.items() if name != name_in_validation("loss")}
         record = ValidationRecord(step=done, validation_loss=loss, count=count, seconds=seconds, more=metrics)
         stop, own = self._call("on_validation", _without_kind(record))

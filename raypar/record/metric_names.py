@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from raypar.errors import UserCodeError
+
 VALIDATION = "validation_"
 """What the names of values of a validation begin with, as in `validation_loss`."""
 OF_SETS = "validation/"
@@ -49,23 +51,42 @@ def metric_of(name: str) -> tuple[str | None, str]:
     return of_set, short.partition("/")[0]
 
 
+LOST_NAME_CURE = "let the metric's compute return the same names each time, NaN for one that has no value"
+"""What helps where a metric has given a name before and does not now."""
+
+
 @dataclass
 class MeasuredNames:
     """The names under which metrics have given values so far in a run, to see when one of them has none any more."""
 
+    of_validation: bool
+    """Whether they belong to validations, not to steps."""
     known: dict[str, str] = field(default_factory=dict)
     """Name -> where it had its last value, such as `the validation after 4 steps`."""
     told: set[str] = field(default_factory=set)
     """Names that were found to have vanished."""
 
-    def vanished(self, where: str, names: Collection[str]) -> list[str]:
-        """The names that had a value before and have none now; each once. `where`: what has measured `names`."""
-        lost = sorted(self.known.keys() - set(names) - self.told)
-        self.told |= set(lost)
-        self.known |= dict.fromkeys(names, where)
-        return lost
+    def note(self, where: str, names: Collection[str], watched: Iterable[tuple[str, str]]) -> str | None:
+        """A line about names that had a value before and have none now, each once; None if there are none.
 
-    def without_value(self, needed: Iterable[str], names: Collection[str]) -> list[str]:
+        Raises `UserCodeError` if something depends on one of them. `where`: what has measured `names`; `watched`: (name of a
+        number, the key of the job that depends on it).
+        """
+        needed = {name: key for name, key in watched if is_of_validation(name) == self.of_validation}
+        found = f"it has {', '.join(sorted(names)) or 'none'}"
+        for name in self._without_value(needed, names):
+            ago = f", which {self.known[name]} had" if name in self.known else ""
+            what = f"{needed[name]} depends on {name}{ago}, and {where} has no value of it: {found}"
+            raise UserCodeError(what, cure=LOST_NAME_CURE)
+        vanished = sorted(self.known.keys() - set(names) - self.told)
+        self.told |= set(vanished)
+        line = (
+            f"{where} has no value of {', '.join(vanished)}, which {self.known[vanished[0]]} had: {found}" if vanished else None
+        )
+        self.known |= dict.fromkeys(names, where)
+        return line
+
+    def _without_value(self, needed: Iterable[str], names: Collection[str]) -> list[str]:
         """Of the names that something depends on those that have no value now: they had one before, or their metric gave
         others, or none of its names. Numbers of others, such as callbacks, are left out."""
         measured = {metric_of(name) for name in (*self.known, *names)}

@@ -12,6 +12,7 @@ from raypar.actors import worker_actor as module
 from raypar.actors.driver_startup import DriverStartup
 from raypar.actors.removed_working_dir import WorkingDirGuard
 from raypar.actors.worker_actor import WorkerActor
+from raypar.elastic.run_policy import RunPolicy
 
 
 @pytest.mark.parametrize("store", ["raises", "does not answer"])
@@ -84,7 +85,7 @@ def test_who_has_started_is_kept_alive_while_another_loads_its_code():
 
     startup = make_with(
         DriverStartup,
-        request=SimpleNamespace(policy=SimpleNamespace(elastic=True), start_deadline_s=10.0),
+        request=SimpleNamespace(policy=RunPolicy(workers=2, job_steps=9, elastic=True), start_deadline_s=10.0),
         pool=SimpleNamespace(workers={0: worker(0, 0.0), 1: worker(1, 2.5)}),
         calls=SimpleNamespace(ask=ask),
     )

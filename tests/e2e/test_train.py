@@ -26,6 +26,7 @@ from raypar.actors.queue_of_waiting_runs import PlacementQueue, RayTicketStore, 
 from raypar.actors.ray_connection import connect_ray
 from raypar.actors.ray_lease_store import RayLeaseStore
 from raypar.cli import main
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import (
     CheckpointError,
     ClusterError,
@@ -500,7 +501,7 @@ def test_a_run_that_is_active_cannot_be_started_twice(tmp_path):
         pass
 
     other = Other.options(name="driver", namespace=run_namespace("taken")).remote()
-    request = SimpleNamespace(run="taken", policy=SimpleNamespace(elastic=False))
+    request = SimpleNamespace(run="taken", policy=RunPolicy(workers=1, job_steps=9))
     with pytest.raises(ClusterError, match="'taken' is active"):
         follow_run(request, print)
     ray.kill(other)

@@ -139,7 +139,7 @@ def test_a_new_driver_saves_what_the_former_one_has_not_come_to():
 
 def recorder_of(folder: Path, rules: list[BestRule], first: int = 0, keep: int = 1) -> RunRecorder:
     job = SimpleNamespace(best_rules=rules, checkpoint=SimpleNamespace(keep=keep))
-    request = SimpleNamespace(folder=folder, job=job, policy=SimpleNamespace(steps_before_run=first), run="r")
+    request = SimpleNamespace(folder=folder, job=job, policy=RunPolicy(workers=2, job_steps=9, steps_before_run=first), run="r")
     request.callbacks, request.validation_batching = pickle.dumps(Callbacks([])), None
     recorder = RunRecorder(request)  # type: ignore[arg-type]
     recorder.start_callbacks()

@@ -14,6 +14,7 @@ from raypar.actors.worker_calls import AnswerLost, WorkerCalls
 from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic.events import CallFailed, GroupsAborted, Tick
+from raypar.elastic.run_policy import RunPolicy
 from raypar.plan import ParallelPlan
 
 BROKEN = ActorUnavailableError("The actor is temporarily unavailable: recvmsg:Connection reset by peer", None)
@@ -26,7 +27,7 @@ class Scene:
         self.answers, self.posted = list(answers), []
         self.membership = SimpleNamespace(members=(0,), plan=None, generation=2)
         self.pool = SimpleNamespace(workers={0: SimpleNamespace(ping=SimpleNamespace(remote=self.answer))})
-        machine = SimpleNamespace(membership=self.membership, policy=SimpleNamespace(elastic=True))
+        machine = SimpleNamespace(membership=self.membership, policy=RunPolicy(workers=1, job_steps=9, elastic=True))
         failures = WorkerFailures(machine, None, self.posted.append)
         self.calls = WorkerCalls(machine, self.pool, failures, BackgroundTasks(self.posted.append), {0})
 
@@ -163,7 +164,7 @@ def registry_of(workers, posted):
     """Pings `workers` (number -> what its ping returns); appends what it posts to `posted`."""
     handles = {number: SimpleNamespace(ping=SimpleNamespace(remote=answer)) for number, answer in workers.items()}
     seats = SimpleNamespace(plan=ParallelPlan.mesh(dp=2, layers=1), members=(0, 1))
-    machine = SimpleNamespace(membership=seats, policy=SimpleNamespace(elastic=False))
+    machine = SimpleNamespace(membership=seats, policy=RunPolicy(workers=2, job_steps=9))
     failures, pool = WorkerFailures(machine, None, posted.append), SimpleNamespace(workers=handles)
     return WorkerRegistry(pool, None, posted.append, None, lambda number: True, failures), handles
 

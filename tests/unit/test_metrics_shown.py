@@ -19,6 +19,7 @@ from raypar.console.run_log import RunLogFormatter
 from raypar.console.run_report import RunFiles, build_run_report
 from raypar.console.run_report_html import run_report_html
 from raypar.console.run_status import build_run_status, format_status
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError, UserCodeError
 from raypar.job import Job
 from raypar.launch.result import Result
@@ -263,7 +264,7 @@ def test_a_name_that_a_metric_gives_no_more_in_training_is_said(tmp_path: Path):
 
 
 def step_recorder(folder: Path, every: int) -> RunRecorder:
-    policy = SimpleNamespace(end_step=9, steps_before_run=0)
+    policy = RunPolicy(workers=2, job_steps=9)
     request = SimpleNamespace(
         folder=folder, policy=policy, batching=SimpleNamespace(batch_size=4), traced_steps=(), plan=SimpleNamespace(world=2)
     )

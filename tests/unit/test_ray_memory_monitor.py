@@ -9,6 +9,7 @@ from test_run_follower import END, Driver, follow, step  # noqa: F401 - a fixtur
 
 from raypar.actors.driver_client import MOST_DRIVER_DEATHS, unanswering_driver_error
 from raypar.actors.worker_calls import WorkerCalls
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import OutOfMemory, WorkerLost
 from raypar.fences.fence import warnings_sent_to
 from raypar.ray_compat import actor_errors
@@ -34,7 +35,7 @@ def test_a_killed_process_is_one_line_with_the_numbers():
 
 @pytest.mark.parametrize("elastic", [True, False])
 def test_a_worker_that_ray_has_killed_for_memory_is_a_lost_worker(elastic):
-    calls = SimpleNamespace(machine=SimpleNamespace(policy=SimpleNamespace(elastic=elastic)))
+    calls = SimpleNamespace(machine=SimpleNamespace(policy=RunPolicy(workers=1, job_steps=9, elastic=elastic)))
     failure = WorkerCalls._failure(calls, "worker 3 (stage 1)", OutOfMemoryError(RAYS))
     assert failure.kind == "lost" and isinstance(failure.error, OutOfMemory)
     assert failure.error.what.startswith("worker 3 (stage 1) was killed by Ray")

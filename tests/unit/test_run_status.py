@@ -68,7 +68,7 @@ def test_the_precision_is_that_of_the_last_start_and_only_said_where_it_is_set()
 
 def test_members_json_is_written_again_when_the_last_step_has_been_executed_again():
     """Nothing else in it changes then, and it said for ever that steps were being executed again."""
-    status = MembersFileText(SimpleNamespace(plan=ParallelPlan.mesh(layers=1), policy=SimpleNamespace(job_steps=20)))
+    status = MembersFileText(SimpleNamespace(plan=ParallelPlan.mesh(layers=1), policy=RunPolicy(workers=1, job_steps=20)))
     machine = RunMachine(RunPolicy(workers=1, job_steps=20))
     machine.phase = Phase.RUNNING
     progress = machine.progress
@@ -87,7 +87,7 @@ def test_members_json_is_written_again_when_the_last_step_has_been_executed_agai
 
 def test_steps_that_are_executed_again_are_counted_in_members_json_also_after_the_clock_was_set_back(monkeypatch):
     """They were not until the clock had caught up with its former time."""
-    status = MembersFileText(SimpleNamespace(plan=ParallelPlan.mesh(layers=1), policy=SimpleNamespace(job_steps=20)))
+    status = MembersFileText(SimpleNamespace(plan=ParallelPlan.mesh(layers=1), policy=RunPolicy(workers=1, job_steps=20)))
     machine = RunMachine(RunPolicy(workers=1, job_steps=20))
     machine.phase, machine.progress.committed, machine.progress.journalled = Phase.RUNNING, 3, 10
     clocks = {"time": 1e9, "monotonic": 50.0}
@@ -104,7 +104,7 @@ def test_steps_that_are_executed_again_are_counted_in_members_json_also_after_th
 def test_the_facts_of_workers_are_made_when_something_has_changed_and_not_after_every_report():
     """With 64 workers each of their reports had the facts of all 64 made: three quarters of a driver's time."""
     plan = ParallelPlan.mesh(dp=3)
-    status = MembersFileText(SimpleNamespace(plan=plan, policy=SimpleNamespace(job_steps=20)))
+    status = MembersFileText(SimpleNamespace(plan=plan, policy=RunPolicy(workers=1, job_steps=20)))
     machine = RunMachine(RunPolicy(workers=3, job_steps=20), plan=plan)
     machine.phase = Phase.RUNNING
     asked = []

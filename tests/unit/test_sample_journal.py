@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from raypar.actors.stream_sample_journal import SampleJournal
+from raypar.elastic.run_policy import RunPolicy
 from raypar.plan.microbatches import BatchesOfSteps, Microbatches
 from raypar.worker.data.microbatch_stream_positions import StreamCursor, StreamPositions, StreamsRead
 
@@ -195,7 +196,7 @@ def test_a_run_of_forward_passes_has_no_journal_and_says_nothing_of_places_in_st
     folder = SimpleNamespace(samples=tmp_path / "samples.bin", cursors=tmp_path / "cursors.json")
 
     def of_run(streams: int | None, passes: int) -> SampleJournal | None:
-        policy = SimpleNamespace(forward_passes=passes, save_every=10)
+        policy = RunPolicy(workers=1, job_steps=9, forward_passes=passes, save_every=10)
         request = SimpleNamespace(contract={"data": {"streams": streams}}, policy=policy, batching=CUT)
         return SampleJournal.of_run(request, folder, print)  # type: ignore[arg-type]
 

@@ -18,6 +18,7 @@ from raypar.actors.run_recorder import RunRecorder
 from raypar.console.event_printer import EventPrinter
 from raypar.console.run_report import summary_facts
 from raypar.console.run_status import build_run_status, format_status
+from raypar.elastic.run_policy import RunPolicy
 from raypar.job import Job
 from raypar.plan import ParallelPlan
 from raypar.worker.data.slow_data_watch import STEPS, SlowDataWatch
@@ -101,7 +102,7 @@ def test_a_worker_tells_it_once():
 
 
 def test_the_share_is_in_the_file_progress_line_status_and_report(tmp_path: Path):
-    policy = SimpleNamespace(end_step=100, steps_before_run=0)
+    policy = RunPolicy(workers=2, job_steps=100)
     request = SimpleNamespace(folder=tmp_path, policy=policy, batching=SimpleNamespace(batch_size=8), traced_steps=())
     request.plan = SimpleNamespace(world=2)
     recorder = RunRecorder(request)  # type: ignore[arg-type]

@@ -229,11 +229,7 @@ def _call(ref: FunctionConfig, dataset: MapStyleDataset, epoch: int) -> object:
 
 def _weights(ref: WeightsConfig, dataset: MapStyleDataset, size: int) -> Tensor:
     """The weights of the samples [size], float64. Raises `DataError` for others than `torch.multinomial` draws with."""
-    found = _numbers(ref, dataset, "data.weights").to(torch.float64)
-    if found.shape != (size,):
-        raise DataError(
-            f"data.weights {ref.label} gave {list(found.shape)} weights for {size:,} samples", cure="give one for each sample"
-        )
+    found = _numbers(ref, dataset, "data.weights", size, "weights").to(torch.float64)
     if size > MOST_WEIGHTS:
         raise DataError(
             f"data.weights for {size:,} samples, and up to {MOST_WEIGHTS:,} can be drawn of", cure="give a data.sampler instead"
@@ -256,11 +252,7 @@ def _weights(ref: WeightsConfig, dataset: MapStyleDataset, size: int) -> Tensor:
 
 def _lengths(ref: FunctionConfig, dataset: MapStyleDataset, size: int) -> Tensor:
     """The lengths of all samples [size], int64. Raises `DataError` for another number of them."""
-    found = _numbers(ref, dataset, "data.group_by")
-    if found.shape != (size,):
-        raise DataError(
-            f"data.group_by {ref.label} gave {list(found.shape)} lengths for {size:,} samples", cure="give one for each sample"
-        )
+    found = _numbers(ref, dataset, "data.group_by", size, "lengths")
     whole = found.to(torch.int64)
     wrong = (whole != found).nonzero()
     if len(wrong):
@@ -271,8 +263,11 @@ def _lengths(ref: FunctionConfig, dataset: MapStyleDataset, size: int) -> Tensor
     return whole
 
 
-def _numbers(ref: FunctionConfig, dataset: MapStyleDataset, key: str) -> Tensor:
-    """What a function of the data set gives, as a tensor; of objects given from Python, their numbers."""
+def _numbers(ref: FunctionConfig, dataset: MapStyleDataset, key: str, size: int, what: str) -> Tensor:
+    """What a function of the data set gives [size], as a tensor; of objects given from Python, their numbers. `what`: in words.
+
+    Raises `UserCodeError` for what it raises, and `DataError` for another number of them.
+    """
     function = ref.resolve()
     try:
         takes_dataset = any(
@@ -280,10 +275,15 @@ def _numbers(ref: FunctionConfig, dataset: MapStyleDataset, key: str) -> Tensor:
         )
         found = function(dataset, **ref.args) if takes_dataset else function(**ref.args)
         values: Sequence[object] | Tensor = found if hasattr(found, "__array__") or isinstance(found, Tensor) else list(found)
-        return torch.as_tensor(values).detach().to("cpu", copy=True)
+        numbers = torch.as_tensor(values).detach().to("cpu", copy=True)
     except BaseException as error:  # some classes of libraries are no Exception
         reraise_ctrl_c(error)
         raise UserCodeError(
             f"{key} {ref.label} raised {error_text(error)}\n{traceback.format_exc()}",
             cure=f"call it by itself, with the data set and {key}.args: it returns a number for each sample",
         ) from error
+    if numbers.shape != (size,):
+        raise DataError(
+            f"{key} {ref.label} gave {list(numbers.shape)} {what} for {size:,} samples", cure="give one for each sample"
+        )
+    return numbers
