@@ -5,8 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
+from typing import Any
 
 from torch import nn
+
+from raypar.user_code.stop_signals import reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that every module has, which are hooks and the like."""
@@ -38,10 +42,19 @@ def _options(module: nn.Module, seen: set[int]) -> Iterator[tuple[str, str]]:
             yield key, text
         elif hasattr(type(value), "to_dict") and id(value) not in seen:  # `PretrainedConfig`, from a file
             seen.add(id(value))
-            settings = value.to_dict()
+            settings = _settings_of(value)
             for name, setting in settings.items() if isinstance(settings, Mapping) else ():
                 if name not in OF_A_COPY and (text := _plain_text(setting)) is not None:
                     yield f"{key}.{name}", text
+
+
+def _settings_of(configuration: Any) -> object:
+    """What an object's `to_dict` gives; None if it raises, as one of the user's own kind may."""
+    try:
+        return configuration.to_dict()
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        return None
 
 
 def _plain_text(value: object) -> str | None:

@@ -431,13 +431,13 @@ class ValidationRecord(Event):
     def progress_line(self) -> str:
         """The line for people: `step 50: validation loss 1.9021, accuracy 0.8125`; of several sets `validation loss short 1.9,
         long 2.1, accuracy short 0.8, long 0.7`."""
-        by_name: dict[str, list[str]] = {}
+        by_name: dict[tuple[bool, str], list[str]] = {}
         for full, value in self.metrics.items():
-            of_set, name = split_name(full)
+            of_set, name = split_name(full)  # numbers of callbacks are of no set, and may have any name
             text = f"{value:.4f}" if of_set and name == "loss" else format_metric(value)
-            by_name.setdefault(name, []).append(f"{of_set} {text}" if of_set else text)
-        losses = by_name.pop("loss", [f"{self.validation_loss:.4f}"])
-        numbers = [f"{name} {', '.join(values)}" for name, values in by_name.items()]
+            by_name.setdefault((of_set is None, name), []).append(f"{of_set} {text}" if of_set else text)
+        losses = by_name.pop((False, "loss"), [f"{self.validation_loss:.4f}"])
+        numbers = [f"{name} {', '.join(values)}" for (_, name), values in by_name.items()]
         return ", ".join([f"step {self.step}: validation loss {', '.join(losses)}", *numbers])
 
 

@@ -215,3 +215,19 @@ def test_the_configuration_of_a_folder_counts_and_its_place_does_not(tmp_path: P
             made = transformers.GPT2LMHeadModel(transformers.AutoConfig.from_pretrained(tmp_path / place))
         digests.append(digest_of_module(made))
     assert digests[0] == digests[1] != digests[2]
+
+
+class WithSettings(nn.Linear):
+    """Its settings have a `to_dict` of their own kind, as those of no library have."""
+
+    class Settings:
+        def to_dict(self, indent: int) -> dict[str, int]:
+            return {"indent": indent}
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.settings = self.Settings()
+
+
+def test_settings_that_are_no_configuration_of_transformers_end_no_check():
+    assert digest_of_module(WithSettings()) == digest_of_module(WithSettings()) != ""

@@ -11,7 +11,7 @@ from helpers.captured_jobs import graph_of
 from helpers.ragged import Masked, Reader, next_word
 from torch import Tensor, nn
 
-from raypar.errors import ConfigError
+from raypar.errors import ConfigError, ModelError
 from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PadConfig, ValidationConfig
 from raypar.model.capture.module_graph import traces_of
 from raypar.model.capture.trace_cache import MOST_TRACES, TraceCache
@@ -133,6 +133,19 @@ def test_traces_made_ahead_leave_room_for_others():
     assert cache._room == MOST_TRACES + 6 - 1  # the first batch had one of the shapes
     trace_ladder(spec, graph, spec.batching, training=True)
     assert cache._room == MOST_TRACES + 6 - 1
+
+
+def test_a_trace_ahead_that_fails_takes_no_room(monkeypatch: pytest.MonkeyPatch):
+    cache = traces_of(make_layer_graph(job("room")))
+    assert cache is not None
+
+    def fails(*given: Any, **named: Any) -> Any:
+        raise ModelError("it cannot be traced", cure="none")
+
+    monkeypatch.setattr(cache, "trace_of", fails)
+    with pytest.raises(ModelError):
+        cache.trace_ahead(cache.first_batch, training=True)
+    assert cache._room == MOST_TRACES
 
 
 def test_batches_of_all_shapes_are_made_of_the_first_microbatch():

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,8 @@ def test_a_validation_is_one_line_with_its_metrics():
     record = parse_metrics(LINES[-1])
     assert isinstance(record, ValidationRecord)
     assert record.progress_line() == "step 8: validation loss 0.2500, accuracy 0.5000, f1 0.1250"
+    of_callback = replace(record, more={"validation_accuracy": 0.5, "accuracy": 0.25, "loss": 3.0})
+    assert of_callback.progress_line() == "step 8: validation loss 0.2500, accuracy 0.5000, accuracy 0.2500, loss 3"
     out = io.StringIO()
     printer = EventPrinter(steps=8, out=out)
     printer(record)

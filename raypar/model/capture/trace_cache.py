@@ -207,8 +207,10 @@ class TraceCache:
         with self._lock:
             before = sum(map(len, self._traces.values()))
             self._room += 1  # first, so that it takes no other's place
-            self.trace_of(fields, training=training)
-            self._room -= sum(map(len, self._traces.values())) == before
+            try:
+                self.trace_of(fields, training=training)
+            finally:
+                self._room -= sum(map(len, self._traces.values())) == before
 
     def _find(self, fields: Mapping[str, Tensor], *, training: bool) -> CutTrace:
         signature = (training, *((name, tuple(value.shape), value.dtype) for name, value in fields.items()))
