@@ -236,7 +236,7 @@ def measure_memory(source: str, window: int) -> dict[str, Any]:
         found = []
         with OneProcessRun(spec, ParallelPlan.mesh(layers=len(graph.layers)), "1f1b", graph=graph) as run:
             for step in range(MEMORY_STEPS):
-                run.cores[0].note_cursors(kept.wants_cursors(step))
+                run.cores[0].data.streams.wants_cursors = kept.wants_cursors(step)
                 (report,) = run.step(step)
                 assert report.streams is not None and kept.note(step, report.streams) is None
                 kept.write(kept.record(step))

@@ -242,7 +242,7 @@ class WorkerActor:
 
         asked = StepCall.from_bytes(call)
         core, elastic_worker = self._loaded
-        core.note_cursors(asked.cursors)
+        core.data.streams.wants_cursors = asked.cursors
         if asked.validated is not None:
             core.validated[asked.step] = asked.validated
         elastic_worker.trace, self.step_thread_id = asked.trace, threading.get_native_id()
@@ -270,7 +270,7 @@ class WorkerActor:
         """This worker's status (`elastic.worker_protocol.WorkerStatus`), after its calls in progress have ended."""
 
         def status() -> WorkerStatus:
-            read = self.core.digests_of_streams() if self.core is not None else {}
+            read = dict(self.core.data.streams.digests) if self.core is not None else {}
             return dataclasses.replace(self.generation_guard.report_status(generation), samples=read)
 
         return self._run_call("saying where it stands", status)
@@ -309,7 +309,7 @@ class WorkerActor:
         """
         self.heard_s = time.monotonic()
         reading = any(reads_samples(thread) for thread in list(self.calls))
-        skipped = self.core.samples_skipped if reading and self.core is not None else None
+        skipped = self.core.data.streams.skipped if reading and self.core is not None else None
         return self._done, self.doing, self.leaving, thread_cpu_wait_s(self.step_thread_id), skipped
 
     @ray.method(concurrency_group="ctl")

@@ -137,7 +137,7 @@ class ElasticWorker:
         """Connect, send and receive state, then build stages. Until all state has arrived the old stages stay as they are."""
         part, connect = order
         self.core.take_layouts_from_assignment(part.assignment)
-        self.core.learn_streams(part)
+        self.core.data.learn_streams(part)
         self.core.validated.update(part.validated)
         base: dict[str, list[ParameterState]] = {}
         if part.from_mirror:

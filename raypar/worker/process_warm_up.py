@@ -26,8 +26,8 @@ def warm_up_process(core: WorkerCore, *, data: bool) -> None:
         optimizer.step()
     samples: dict[str, int] = {}
     if data:
-        core.dataset(core.spec.data)
+        core.data.dataset(core.spec.data)
         for name, one in core.spec.validation_sets.items():
-            dataset = core.dataset(core.spec.data_of_set(one))
+            dataset = core.data.dataset(core.spec.data_of_set(one))
             samples[name] = one.samples or (0 if is_stream(dataset) else len(dataset))
     core.trace_ladder(make_validation_batching(core.spec, samples))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,29 +21,24 @@ from raypar.model.capture.module_graph import lines_about_repeated_traces
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
 from raypar.model.layer_skeletons import SkeletonCopier, make_model_outline
-from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.forward_pass_batching import whole_batching
 from raypar.plan.microbatches import mean_loss
 from raypar.plan.ownership import Ownership
-from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand, Digest
+from raypar.plan.pieces import AdoptDescription, Digest
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.plan.wording import after_steps
 from raypar.schedule.instructions import Instruction
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
-from raypar.worker.data.data_process_pool import DataProcesses
 from raypar.worker.data.loader_of_validation_sets import LoaderOfSets
 from raypar.worker.data.microbatch_loader import BatchSource, MicrobatchLoader
 from raypar.worker.data.microbatch_stream_positions import StreamsRead
-from raypar.worker.data.mixed_order import MixedOrder
-from raypar.worker.data.sample_order import SampleOrder
-from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.data.slow_data_watch import SlowDataWatch
 from raypar.worker.data.stream_feed_process import StreamFeedProcess
-from raypar.worker.data.stream_loader import OpenStreams, StreamLoader
-from raypar.worker.data.user_dataset import MapStyleDataset, make_dataset
+from raypar.worker.data.stream_loader import StreamLoader
+from raypar.worker.data.worker_data import WorkerData
 from raypar.worker.forward_passes import MicrobatchesOfPass, pack_measures
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.metrics.metric import Metric, State, make_metrics
@@ -157,6 +150,8 @@ class WorkerCore:
     """Restores state of this process that users' code leaves changed."""
     step_timeout_s: float
     """Bounds every wait of a step."""
+    data: WorkerData
+    """Its data sets, streams and data processes, and the loaders of the present plan."""
     transport: Transport | None
     """Connects the workers of the present plan; None before the first plan and after `close`."""
     stages: dict[int, Stage]
@@ -185,14 +180,6 @@ class WorkerCore:
     """Stage -> its source of batches in validation passes."""
     _own_validation_microbatches: list[int]
     """Microbatches of a validation pass that this worker runs, ascending."""
-    _loaders: list[MicrobatchLoader | StreamLoader]
-    """The loaders of the present plan, to be closed."""
-    _data_processes: dict[str | None, DataProcesses]
-    """Validation set, None for training -> the data processes of its data set, if it has any; they outlive plans."""
-    _streams: OpenStreams
-    """Readers of the streams of iterable training data, and microbatches that were read; they outlive plans."""
-    _datasets: dict[tuple[Hashable, ...], MapStyleDataset]
-    """Data set function and arguments -> the data set made; data sets outlive plans."""
     validated: dict[int, float]
     """Number of steps done -> value of the job's `followed_metric`, of the validations that this worker was told of."""
     _layouts: dict[int, TensorParallelLayout]
@@ -225,8 +212,8 @@ class WorkerCore:
         self.graph = guard_graph_builds(graph, self.guard)
         self.stages = {}
         self.transport = None
-        self._loaders, self._datasets, self._layouts, self._passes = [], {}, {}, {}
-        self._streams, self._data_processes = OpenStreams(stream_process), {}
+        self._layouts, self._passes = {}, {}
+        self.data = WorkerData(spec, self.guard, batch_names=graph.batch_names, stream_process=stream_process)
         self.validated = {}
         self._writer = CheckpointWriter()
         self._slow_data = SlowDataWatch(spec.data)
@@ -254,7 +241,7 @@ class WorkerCore:
         self.take_layouts_from_assignment(assignment)
         self.guard.establish()
         self.guard.compare_everything = True
-        self._close_loaders()
+        self.data.close_loaders()
         former = list(self.stages.values())
         reductions = list(self.step_commit.reductions.values()) if self.stages else []
         self.assignment, self.transport, self.rank = assignment, transport, transport.rank
@@ -319,8 +306,9 @@ class WorkerCore:
         )
         self._own_microbatches = own = self._microbatches(routing)
         metrics = self._add_metrics()
-        fields = self._all_fields(self.spec.training_data, self.spec.batching) if metrics and self.spec.metrics_every else ()
-        self.loader = self._make_loader(None, self.spec.training_data, self.spec.batching, own=own, more=fields)
+        data, batching = self.spec.training_data, self.spec.batching
+        fields = self.data.all_fields(data, batching) if metrics and self.spec.metrics_every else ()
+        self.loader = self._make_loader(None, data, batching, own=own, more=fields)
         self.step_commit.while_votes_arrive = self._read_ahead
         self.step_commit.order_digest = self.loader.order_digest if isinstance(self.loader, MicrobatchLoader) else None
         self.interpreter = build(
@@ -349,7 +337,7 @@ class WorkerCore:
         loaders: dict[str, MicrobatchLoader | StreamLoader] = {}
         for name, part in batching.of_each_set.items():
             data, places = self.spec.data_of_set(self.spec.validation_sets[name]), map(batching.place_in_set, own)
-            fields = self._all_fields(data, part) if reads_all_fields else ()
+            fields = self.data.all_fields(data, part) if reads_all_fields else ()
             mine = [number for of_set, number in places if of_set == name]
             loader = self._make_loader(name, data, part, own=mine, more=fields)
             if loader is not None:
@@ -402,13 +390,6 @@ class WorkerCore:
             return self.spec.samples_of_metrics({"": passes.samples})
         return self.spec.samples_of_metrics({name: part.batch_size for name, part in batching.of_each_set.items()})
 
-    def _all_fields(self, data: DataConfig, batching: Microbatches) -> tuple[str, ...]:
-        """All fields of the batches of `data` that are tensors."""
-        with preserve_random_state():
-            dataset = self.dataset(data)
-            reader, size = SampleReader.of(dataset, data, self.spec.seed, guard=self.guard), len(dataset)
-            return reader.tensor_names([(0, index % size) for index in batching.samples(0)])
-
     @property
     def _last_stage(self) -> Stage | None:
         """The stage with the last layer, if it is here."""
@@ -418,24 +399,6 @@ class WorkerCore:
         """The microbatches that this worker runs, ascending."""
         replica = routing.plan.seats[self.rank].replica
         return sorted({m for index in self.stages for m in routing.microbatches_of_replica(index, replica)})
-
-    def learn_streams(self, part: AdoptPlanCommand) -> None:
-        """Take over what all workers have found of the streams of iterable data."""
-        digests = {(part.steps_done - 1, microbatch): digest for microbatch, digest in part.digests.items()}
-        self._streams.learn(part.epochs, part.cursors, digests)
-
-    def digests_of_streams(self) -> dict[tuple[int, int], int]:
-        """(step, microbatch) -> digest, of what was read of streams in the last steps: a driver may not have written it."""
-        return dict(self._streams.digests)
-
-    def note_cursors(self, wanted: bool) -> None:
-        """Whether this worker shall note places from which streams can be read, at the end of the steps that it reads now."""
-        self._streams.wants_cursors = wanted
-
-    @property
-    def samples_skipped(self) -> int:
-        """Samples of streams that were read to find a place."""
-        return self._streams.skipped
 
     def release_initial_values(self) -> None:
         """Free the initial values of the whole model, once this worker has its part of the state."""
@@ -474,59 +437,16 @@ class WorkerCore:
         """Whether steps wait for other shards in the middle of a layer, which a plain routine cannot do."""
         return any(stage.shard is not None for stage in self.stages.values())
 
-    def dataset(self, spec: DataConfig) -> MapStyleDataset:
-        """The user's data set, made once per worker and data specification."""
-        given = ((name, _identity(value)) for name, value in sorted(spec.args.items()))
-        key: tuple[Hashable, ...] = (_identity(spec.function), *given, *map(_identity, spec.mix))
-        if key not in self._datasets:
-            with self.guard.watching(f"the data set function {spec.label}"):
-                self._datasets[key] = make_dataset(spec)
-        return self._datasets[key]
-
     def _make_loader(
         self, of_set: str | None, data: DataConfig, batching: Microbatches, *, own: list[int], more: Sequence[str] = ()
     ) -> MicrobatchLoader | StreamLoader | None:
         """A loader of the batch fields that this worker's stages read, and of `more`; None if they read none. `of_set`: the
         validation set, None for training; `own`: the microbatches that this worker runs."""
-        training = of_set is None
         fields = tuple(dict.fromkeys([*(f for stage in self.stages.values() for f in stage.batch_fields), *more]))
         if not fields:
             return None
-        if data.streams is not None:
-            streams = self._streams if training else None
-            of_streams = StreamLoader(
-                data,
-                batching,
-                seed=self.spec.seed,
-                fields=fields,
-                own=own,
-                streams=streams,
-                keeps=training,
-                guard=self.guard,
-                batch_names=self.graph.batch_names if training else (),
-            )
-            self._loaders.append(of_streams)
-            return of_streams
-        dataset = self.dataset(data)
-        if training:
-            order: SampleOrder | MixedOrder = SampleOrder.of_job(self.spec, dataset, self.guard)
-        else:
-            order = SampleOrder(self.spec.seed, len(dataset), shuffle=False)
         readers = sum(bool(stage.batch_fields) for stage in self.stages.values())
-        loader = MicrobatchLoader(
-            dataset,
-            data,
-            order,
-            batching,
-            seed=self.spec.seed,
-            fields=fields,
-            readers=readers,
-            guard=self.guard,
-            batch_names=self.graph.batch_names if training else (),
-            processes=self._data_processes.setdefault(of_set, DataProcesses(data, self.spec.seed)),
-        )
-        self._loaders.append(loader)
-        return loader
+        return self.data.make_loader(of_set, data, batching, fields=fields, readers=readers, own=own)
 
     def _first_batch_digests(self) -> dict[str, int]:
         """Field -> digest of what `data.collate` makes of the job's first microbatch here: all readers must find the same."""
@@ -728,11 +648,6 @@ class WorkerCore:
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
-    def _close_loaders(self) -> None:
-        for loader in self._loaders:
-            loader.close()
-        self._loaders.clear()
-
     def abort(self, reason: str) -> None:
         """Make every pending wait of this worker raise `GroupAborted`; may be called from any thread."""
         if self.transport is not None:
@@ -740,24 +655,10 @@ class WorkerCore:
 
     def close(self) -> None:
         """Release transports, loaders and their processes; idempotent."""
-        self._close_loaders()
-        for processes in self._data_processes.values():
-            processes.close()
-        self._streams.close()
+        self.data.close()
         if self.transport is not None:
             self.transport.close()
             self.transport = None
-
-
-def _identity(value: Any) -> str:
-    """Text that is equal for two values only if they have equal JSON or are one object.
-
-    Names and `repr` would not do: two lambdas have the same ones, and two large tensors may.
-    """
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError):
-        return f"object {id(value)}"
 
 
 def guard_graph_builds(graph: Graph, guard: TorchStateGuard) -> Graph:

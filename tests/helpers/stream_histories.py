@@ -104,7 +104,7 @@ class Body(ElasticWorker):
 
     def step(self, step: int, into_mirror: bool = False) -> Any:
         assert self.core.transport is not None
-        self.core.note_cursors(self.core.flesh.journal.wants_cursors(step))
+        self.core.data.streams.wants_cursors = self.core.flesh.journal.wants_cursors(step)
         generation = self.core.transport.generation
         try:
             report = yield from super().step(step, into_mirror)
@@ -168,7 +168,7 @@ class StreamFlesh(TorchFlesh):
         journal = self.journal
         for process in self.world.processes:
             if process.alive and process.ready:
-                different = journal.note_digests(between_processes(process.body.core.digests_of_streams()))
+                different = journal.note_digests(between_processes(dict(process.body.core.data.streams.digests)))
                 assert different is None, self.world.tell(str(different))
         made, connect = super().part(order, mesh, worker)
         cursors, epochs, digests = journal.known_cursors(), journal.known_epochs(), journal.digests(order.done)

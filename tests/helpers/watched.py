@@ -21,6 +21,7 @@ from raypar.plan.pieces import Piece, subtract_pieces
 from raypar.worker.data.sample_order import SampleOrder, SamplePosition
 from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.data.user_dataset import make_dataset
+from raypar.worker.data.worker_data import WorkerData
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.step.message_tags import state_tag
 from raypar.worker.worker_core import WorkerCore
@@ -70,25 +71,29 @@ class WatchedReader(SampleReader):
         return batch
 
 
+class WatchedData(WorkerData):
+    """Watched data sets and readers."""
+
+    def dataset(self, data: Any) -> Any:
+        key = repr((data.function, data.args))
+        if key not in self._datasets:
+            self._datasets[key] = WatchedDataset(make_dataset(data))
+        return self._datasets[key]
+
+    def make_loader(self, *args: Any, **more: Any) -> Any:
+        loader = super().make_loader(*args, **more)
+        fields = {f.name: getattr(loader._reader, f.name) for f in dataclasses.fields(SampleReader)}
+        loader._reader = WatchedReader(**fields)
+        return loader
+
+
 class WatchedCore(WorkerCore):
     """Reads through watched data sets and readers."""
 
     def __init__(self, flesh: WatchedFlesh) -> None:
         super().__init__(flesh.job.spec, graph=flesh.job.graph)
         self.flesh = flesh
-
-    def dataset(self, spec: Any) -> Any:
-        key = repr((spec.function, spec.args))
-        if key not in self._datasets:
-            self._datasets[key] = WatchedDataset(make_dataset(spec))
-        return self._datasets[key]
-
-    def _make_loader(self, *args: Any, **more: Any) -> Any:
-        loader = super()._make_loader(*args, **more)
-        if loader is not None:
-            fields = {f.name: getattr(loader._reader, f.name) for f in dataclasses.fields(SampleReader)}
-            loader._reader = WatchedReader(**fields)
-        return loader
+        self.data = WatchedData(flesh.job.spec, self.guard, batch_names=self.graph.batch_names)
 
     def _batch_sources(self, loader: Any) -> Any:
         return {index: feed and Tap(self, index, feed) for index, feed in super()._batch_sources(loader).items()}

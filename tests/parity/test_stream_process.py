@@ -367,7 +367,7 @@ def test_training_has_the_bits_of_one_process_also_when_the_data_process_is_kill
     want = reference.train(graph, spec)
     with OneProcessRun(spec, plan, "1f1b", graph=graph) as here:
         for core in here.cores:
-            core._streams.process = real_node.process(spec)
+            core.data.streams.process = real_node.process(spec)
         killed = set()
         for step in range(STEPS):
             if step in (3, 6):

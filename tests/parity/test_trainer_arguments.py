@@ -432,8 +432,8 @@ def test_two_data_sets_of_one_name_are_two():
     given = {**GIVEN, "model": lambda: nn.Sequential(nn.Linear(1, 1))}
     spec = raypar.Trainer(**(given | {"data": lambda: [1, 2], "validation": lambda: [3]})).job
     core = WorkerCore(spec)
-    assert [core.dataset(data) for data in (spec.data, spec.validation_data)] == [[1, 2], [3]]
-    assert core.dataset(spec.data) is core.dataset(spec.data)
+    assert [core.data.dataset(data) for data in (spec.data, spec.validation_data)] == [[1, 2], [3]]
+    assert core.data.dataset(spec.data) is core.data.dataset(spec.data)
 
 
 def only(rows: torch.Tensor) -> torch.Tensor:
@@ -446,8 +446,8 @@ def test_two_data_sets_whose_arguments_print_alike_are_two():
     other[1000] = 1.0
     given = {**GIVEN, "model": lambda: nn.Sequential(nn.Linear(1, 1)), "data": (only, {"rows": train})}
     spec = raypar.Trainer(**(given | {"validation": (only, {"rows": other})})).job
-    core = WorkerCore(spec)
-    assert [core.dataset(data) is rows for data, rows in ((spec.data, train), (spec.validation_data, other))] == [True, True]
+    made = WorkerCore(spec).data
+    assert made.dataset(spec.data) is train and made.dataset(spec.validation_data) is other
 
 
 def test_modules_in_a_partial_are_told_apart_by_their_weights():
