@@ -124,12 +124,15 @@ def end_run_if_doubts_stay(m: RunState) -> Phase | None:
 
 
 def doubt_followed_validations(m: RunState) -> None:
-    """Have the validations of state that may have been wrong run again in the replay, if the learning rates follow them. One at
-    the end of a run only is followed by none."""
+    """Have the validations of state that may have been wrong run again in the replay, if the learning rates follow them.
+
+    Also one after as many steps as the copies that agreed: it has used the workers' state after these were taken. A validation
+    at the end of a run only is followed by none.
+    """
     every, p = m.policy.validate_every, m.progress
     if not m.policy.rates_follow_validations or not every or p.validated is None:
         return
-    p.doubted_validations = tuple(range((m.trust.agreed // every + 1) * every, p.validated + 1, every))
+    p.doubted_validations = tuple(range(max(1, -(-m.trust.agreed // every)) * every, p.validated + 1, every))
     if p.doubted_validations:
         m.decide(ForgetValidations(p.doubted_validations[0]), "the learning rates follow them, and the state may be wrong")
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import torch_flesh
+from helpers.protocol import Fault
 from torch import Tensor, nn
 
 import raypar
@@ -116,3 +118,14 @@ def test_what_is_trained_has_the_bits_of_a_plain_loop_and_what_is_frozen_costs_i
     for rank, elements in enumerate(trained_elements):
         assert exchanged.get((rank, None), 0) == (elements if "dp" in mesh else 0), "replicas exchange what is trained"
         assert elements or not [by for (by, to), number in sent.items() if to == rank and number], "the frozen part gets none"
+
+
+@pytest.mark.parametrize("case", ["teacher first", pytest.param("student first", marks=pytest.mark.full)], indirect=True)
+@pytest.mark.parametrize("mesh", [{"pp": 2, "dp": 2}, pytest.param({"pp": 4}, marks=pytest.mark.full)], ids=str)
+def test_a_worker_or_driver_that_dies_beside_a_stage_that_trains_nothing_changes_no_bit(mesh: dict[str, int], case: Case):
+    work = torch_flesh.TorchJob(case.job.replace(steps=3), case.graph, mirror_every=1)
+    plan = ParallelPlan.mesh(layers=work.layers, **mesh)
+    plain, reference = torch_flesh.simulate(work, plan, validates=False)
+    for kind, at in (("kill", plain.points // 2), ("kill", plain.points * 3 // 4), ("kill_driver", plain.points * 5 // 8)):
+        world, found = torch_flesh.simulate(work, plan, [Fault(at, kind)], validates=False)
+        assert found == reference, world.tell(f"{kind} at {at}: {world.over.why}")

@@ -484,12 +484,14 @@ SCENES = {
 
 
 def test_validations_of_state_in_doubt_that_learning_rates_follow_are_run_again():
-    """The validation after 4 steps may have measured wrong state if the replicas have agreed last after 3 steps."""
+    """That after 4 steps may be of wrong state if the replicas have agreed last after 3 steps; or after 4, as the copies
+    that agreed were taken before it."""
     for follows, validated, agreed, again in (
         (True, 4, 3, (4,)),
         (True, 9, 3, (4, 8)),
-        (True, 4, 4, ()),
-        (True, 5, 4, ()),
+        (True, 4, 4, (4,)),
+        (True, 5, 4, (4,)),
+        (True, 4, 5, ()),
         (True, None, 0, ()),
         (False, 4, 3, ()),
     ):
