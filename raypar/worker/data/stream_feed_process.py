@@ -76,7 +76,7 @@ class StreamFeedProcess:
         self._connection: socket.socket | None = None
         self._peer, self._losses, self._furthest, self._started_s = 0, 0, -1, float("-inf")
         self._until_connected = contextlib.ExitStack()
-        """Closes the pipe whose end tells a process that is started from here, and not connected yet, that we have ended."""
+        """Closes the pipes whose end tells processes that are started from here, and not connected yet, that we have ended."""
 
     def begin(self) -> None:
         """Start the process if there is none, without waiting for it."""
@@ -159,7 +159,6 @@ class StreamFeedProcess:
 
     def _start(self) -> None:
         self._started_s = time.monotonic()
-        self._until_connected.close()
         reads, writes = os.pipe()
         self._until_connected.callback(os.close, writes)
         with open(os.memfd_create("raypar-stream"), "w+b") as told, open(reads, "rb"):
