@@ -216,7 +216,7 @@ class DriverActor:
         samples = SampleJournal.of_run(request, recorder.run_folder, self._show_warning)  # which it calls from any thread
         reports = StepReports(machine, plans, samples, request.followed)
         generations = GenerationChange(
-            request, machine, journal, plans, pool, registry, recorder, side_effects, reports, failures, calls, tasks
+            request, machine, journal, plans, pool, registry, recorder, side_effects, reports, failures, calls, tasks, feed
         )
         self.startup = DriverStartup(
             request,
@@ -230,7 +230,6 @@ class DriverActor:
             reports,
             failures,
             calls,
-            generations,
             tasks,
             feed,
         )

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import ray
 
 from raypar.actors import worker_and_generation_events
-from raypar.actors.actor_handle_types import PendingAnswer, WorkerHandle
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.cluster_info import NodeResources, list_live_node_resources, memory_per_worker
 from raypar.actors.events_for_client import EventFeed
 from raypar.actors.first_placement import FirstPlacement, make_groups
-from raypar.actors.generation_change import GenerationChange
 from raypar.actors.messages import CallFailure, RunRequest, WorkerHello
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.run_recorder import RunRecorder
@@ -28,18 +24,16 @@ from raypar.actors.worker_calls import WorkerCalls
 from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_pool import WorkerPool, remove_leftover_placement_groups
 from raypar.actors.worker_registry import WorkerRegistry
-from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.desired_capacity import StartLimits, least_workers_at_start
+from raypar.elastic.phases import Phase
 from raypar.elastic.placement_constraints import match_labels
-from raypar.elastic.replica_digests import InitialDigestCheck
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.seating import WorkerPlaces, spread_replicas_over_nodes
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 from raypar.plan.wording import count_noun, format_worker_numbers
-from raypar.record.events import DriverLoss, JobChange, Note, RunStart, RunWarning, StagesBuilt, Wait
-from raypar.schedule.program_assignment import ProgramAssignment
+from raypar.record.events import DriverLoss, JobChange, Note, RunStart, RunWarning, Wait
 
 
 @dataclass
@@ -71,15 +65,13 @@ class DriverStartup:
     """Makes the events about workers that have failed."""
     calls: WorkerCalls
     """Calls to workers, whose answers become events."""
-    generations: GenerationChange
-    """Has workers adopt their parts of a plan."""
     tasks: BackgroundTasks
     """Work beside the event loop."""
     feed: EventFeed
     """What the client is told."""
 
     async def start(self) -> on.RunEvent | None:
-        """Place and start the workers of the job's plan, and build their stages.
+        """Place and start the workers of the job's plan; the machine then has them adopt it.
 
         None if a worker was lost meanwhile: the machine has been told, and an elastic run continues with the others.
         """
@@ -88,7 +80,7 @@ class DriverStartup:
         plan, members = await self._place_workers()
         for number in members:
             self.pool.start_worker(number, request.spec, request.listen_host, request.orphan_timeout_s)
-        hellos: dict[int, WorkerHello] = await self._everybody(members, lambda number, w: w.hello.remote(False), "start")
+        hellos = await self._await_hellos(members)
         for number, hello in hellos.items():
             await self.registry.admit(number, hello)
         nodes = self.registry.nodes_of_workers(hellos)
@@ -99,12 +91,9 @@ class DriverStartup:
         facts["fingerprint"] = dict(first)  # of one worker: differences between workers are warnings
         facts["best"] = [asdict(rule) for rule in request.job.best_rules] or None
         self.side_effects.note(RunStart(text=text, workers=[self.registry.worker_facts(n) for n in members], **facts))
-        self.side_effects.aside(recorder.note_generation, plan, [hellos[n].node[:8] for n in members if n in hellos])
         for line in recorder.compare_fingerprints(list(hellos.values())):
             self.side_effects.note(RunWarning(text=line))
         await self.side_effects.awaited(recorder.start_callbacks)
-        schedule = request.schedule_name if plan == request.plan else self.plans.schedule_name(plan)
-        await asyncio.to_thread(self.journal.record, MembershipRecord(1, plan, members, schedule))
         if len(hellos) < plan.world:
             return None
         if request.changes and self.reports.samples is not None:
@@ -112,19 +101,6 @@ class DriverStartup:
             await self.side_effects.awaited(lambda: samples.begin_anew(done))
         else:
             await self._open_samples(request.policy.steps_before_run)
-        order = do.AdoptPlan(1, plan, members, (), request.policy.steps_before_run, (), from_checkpoint=True)
-        adopt = self.generations.make_adopt_call(order, await asyncio.to_thread(self._assignments, plan))
-        described = await self._everybody(members, adopt, "build its stages")
-        if len(described) < plan.world:
-            return None
-        initial = InitialDigestCheck()
-        for number in members:
-            different = initial.add(number, described[number])
-            if different is not None:
-                raise different
-        megabytes = ", ".join(f"{described[n]['bytes'] / 1e6:.1f}" for n in members)
-        self.feed.tell(StagesBuilt(text=f"stages built and connected; parameters by worker in MB: {megabytes}"))
-        await self.side_effects.awaited(recorder.restart_step_timer)
         return on.WorkersReady()
 
     async def _clear_up(self) -> None:
@@ -139,11 +115,6 @@ class DriverStartup:
         if swept:
             what = count_noun(swept, "placement group")
             self.feed.tell(RunWarning(text=f"removed {what} that an earlier driver of this run had left"))
-
-    def _assignments(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
-        """By rank: the worker's assignment under the first plan."""
-        request = self.request
-        return tuple(map(pickle.loads, request.assignments)) if plan == request.plan else self.plans.assignments(plan)
 
     async def _place_workers(self) -> tuple[ParallelPlan, tuple[int, ...]]:
         """Ask for all workers of the job's plan and wait until the run can begin; returns (its first plan, worker by rank).
@@ -179,9 +150,9 @@ class DriverStartup:
             plan,
             members,
             tuple(n for group in spare for n in group.numbers),
-            tuple(n for group in pending for n in group.numbers),
             tuple(group.numbers for group in groups),
             on_demand,
+            await asyncio.to_thread(self.journal.newest_claimed_generation),
         )
         self.tasks.post(told)
         if pending or spare:
@@ -202,45 +173,39 @@ class DriverStartup:
             text = f"the driver is on node {home[:8]} ({has}), which may be taken away: start raypar on an on-demand node"
             self.side_effects.note(RunWarning(text=text))
 
-    async def _everybody(
-        self, members: Sequence[int], call: Callable[[int, WorkerHandle], PendingAnswer[Any]], what: str
-    ) -> dict[int, Any]:
-        """Call every worker of `members`; worker number -> answer. `what`: what they are asked to do, for messages.
+    async def _await_hellos(self, members: Sequence[int]) -> dict[int, WorkerHello]:
+        """Wait until the first workers have loaded everything; worker number -> hello.
 
-        If several calls fail, a failure of user code is raised first, then one of raypar, then a loss. An elastic run reports
-        lost workers to the machine instead, and leaves them out of the answers.
+        If several fail, a failure of user code is raised first, then one of raypar, then a loss. An elastic run reports lost
+        workers to the machine instead, and leaves them out.
         """
-        numbers = [number for number in members if number in self.pool.workers]
-        asking = [asyncio.ensure_future(self.calls.ask(n, call(n, self.pool.workers[n]))) for n in numbers]
+        numbers, workers = list(members), self.pool.workers
+        asking = [asyncio.ensure_future(self.calls.ask(n, workers[n].hello.remote(False))) for n in numbers]
         waiting, start_s = set(asking), time.monotonic()
-        elastic = self.request.policy.elastic
         while waiting and time.monotonic() - start_s < self.request.start_deadline_s:
-            done, waiting = await asyncio.wait(waiting, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            _, waiting = await asyncio.wait(waiting, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
             for number, task in zip(numbers, asking, strict=True):
-                if task.done() and number in self.pool.workers:  # keeps it from exiting as an orphan while it waits
-                    self.pool.workers[number].ping.remote()
-            lost = any(isinstance(task.result(), CallFailure) and task.result().kind == "lost" for task in done)
-            if lost and elastic and what != "start":
-                break  # the others wait for it in vain: the next generation frees them
+                if task.done() and number in workers:  # keeps it from exiting as an orphan while it waits
+                    workers[number].ping.remote()
         answers = {n: task.result() for n, task in zip(numbers, asking, strict=True) if task.done()}
         failed = {n: a for n, a in answers.items() if isinstance(a, CallFailure)}
         blamed: list[on.FailureKind] = ["user", "error"]
-        if not elastic:
+        if not self.request.policy.elastic:
             blamed += ["lost", "aborted"]
         for kind in blamed:
             for number, failure in failed.items():
                 if failure.kind == kind:
                     raise await asyncio.to_thread(self.failures.explain_out_of_memory, number, failure.error)
-        for number, failure in failed.items():  # the only sign of a worker that has died after building
-            self.failures.post(failure.kind, failure.error, number, None if failure.kind == "lost" else 1)
-        if waiting and not failed and self.machine.membership.generation == 1:
+        for number, failure in failed.items():
+            self.failures.post(failure.kind, failure.error, number)
+        if waiting and not failed and self.machine.phase is Phase.STARTING:
             silent = [n for n, task in zip(numbers, asking, strict=True) if task in waiting]
             stacks = await self.calls.stacks(silent)
             raise ClusterError(
-                f"{format_worker_numbers(silent)} did not {what} within {self.request.start_deadline_s:.0f} s\n{stacks}",
+                f"{format_worker_numbers(silent)} did not start within {self.request.start_deadline_s:.0f} s\n{stacks}",
                 cure="look at the stacks above and at Ray's logs on those nodes",
             )
-        return {n: a for n, a in answers.items() if n not in failed}
+        return {n: a for n, a in answers.items() if not isinstance(a, CallFailure)}
 
     async def _open_samples(self, done: int) -> None:
         """Read what the journal of samples has of the steps that may be executed again, after `done` steps."""

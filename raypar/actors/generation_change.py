@@ -11,6 +11,7 @@ from typing import Any
 from raypar.actors import worker_and_generation_events
 from raypar.actors.actor_handle_types import PendingAnswer, WorkerHandle
 from raypar.actors.background_tasks import BackgroundTasks
+from raypar.actors.events_for_client import EventFeed
 from raypar.actors.messages import CallFailure, RunRequest
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.run_recorder import RunRecorder
@@ -33,7 +34,7 @@ from raypar.errors import PlanError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import same_state_keys
 from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand
-from raypar.record.events import GenerationStart, Recovery, RunWarning
+from raypar.record.events import GenerationStart, Recovery, RunWarning, StagesBuilt
 from raypar.schedule.program_assignment import ProgramAssignment
 
 
@@ -65,6 +66,8 @@ class GenerationChange:
     """Calls to workers, whose answers become events."""
     tasks: BackgroundTasks
     """Work beside the event loop."""
+    feed: EventFeed
+    """What the client is told."""
     last_order: do.AdoptPlan | None = None
     """The action with which this driver's last generation began; None before the first."""
     first_step: int = -1
@@ -78,7 +81,8 @@ class GenerationChange:
 
     def claim_generation(self, action: do.ClaimGeneration, reason: str) -> None:
         """Claim a generation in the journal; posts `GenerationClaimed`. Does not wait for callbacks, which may take long."""
-        self.side_effects.note(Recovery(text=plain_failure_text(reason), generation=action.generation))
+        if not self.machine.begins:
+            self.side_effects.note(Recovery(text=plain_failure_text(reason), generation=action.generation))
         self.tasks.spawn(self._claim_generation(action.generation))
 
     async def _claim_generation(self, generation: int) -> None:
@@ -145,9 +149,9 @@ class GenerationChange:
 
     def adopt_plan(self, order: do.AdoptPlan, reason: str) -> None:
         """Lower the plan; have every worker connect, exchange state and build its stages. Posts `PlanAdopted` of each."""
-        self.tasks.spawn(self._adopt_plan(order, reason))
+        self.tasks.spawn(self._adopt_plan(order, reason, self.machine.begins))
 
-    async def _adopt_plan(self, order: do.AdoptPlan, reason: str) -> None:
+    async def _adopt_plan(self, order: do.AdoptPlan, reason: str, begins: bool) -> None:
         request, plan = self.request, order.plan
         self.reports.drop_uncommitted()
         assignments = await asyncio.to_thread(self.plans.assignments, plan)
@@ -165,23 +169,31 @@ class GenerationChange:
         self.side_effects.aside(
             self.recorder.note_generation, plan, [self.registry.hellos[number].node[:8] for number in order.members]
         )
-        made = worker_and_generation_events.describe_generation(order)
-        text = f"generation {order.generation}: {made}; {plain_failure_text(reason)}"
-        self.side_effects.note(Recovery(text=text, **worker_and_generation_events.generation_facts(order, schedule)))
-        initial = InitialDigestCheck()
+        if not begins:
+            made = worker_and_generation_events.describe_generation(order)
+            text = f"generation {order.generation}: {made}; {plain_failure_text(reason)}"
+            self.side_effects.note(Recovery(text=text, **worker_and_generation_events.generation_facts(order, schedule)))
+        initial, built = InitialDigestCheck(), dict[int, int]()
 
         def adopted(number: int, described: AdoptDescription | None) -> on.RunEvent:
-            different = initial.add(number, described) if described is not None else None
-            not_kept = described["not_kept"] if described is not None else ""
-            return (
-                on.CallFailed("user", different)
-                if different is not None
-                else on.PlanAdopted(number, order.generation, not_kept)
-            )
+            if described is None:
+                return on.PlanAdopted(number, order.generation, "")
+            if (different := initial.add(number, described)) is not None:
+                return on.CallFailed("user", different)
+            built[number] = described["bytes"]
+            if begins and len(built) == plan.world:
+                self._tell_that_stages_are_built([built[number] for number in order.members])
+            return on.PlanAdopted(number, order.generation, described["not_kept"])
 
         call = self.make_adopt_call(order, assignments)
         for number in workers:
             self.calls.post_answer(number, order.generation, call(number, self.pool.workers[number]), adopted)
+
+    def _tell_that_stages_are_built(self, sizes: Sequence[int]) -> None:
+        """Tell the client that the run's first steps follow; their time begins now. `sizes`: by rank, bytes of parameters."""
+        megabytes = ", ".join(f"{size / 1e6:.1f}" for size in sizes)
+        self.feed.tell(StagesBuilt(text=f"stages built and connected; parameters by worker in MB: {megabytes}"))
+        self.side_effects.aside(self.recorder.restart_step_timer)
 
     def make_adopt_call(
         self, order: do.AdoptPlan, assignments: Sequence[ProgramAssignment]

@@ -92,10 +92,12 @@ def _phase_and_reason(machine: RunMachine) -> tuple[str, str]:
     """The run's phase in a word, and why it recovers or waits."""
     if machine.health.silent_since_s:
         return "waiting", wait_for_silent_workers.describe_silent_workers(machine.health.silent_since_s)
-    if machine.phase not in RECOVERING:
-        return _PHASES.get(machine.phase, "running"), ""
     if machine.waits and machine.phase is not Phase.WAITING:
         return "waiting", machine.recovery.awaited
+    if machine.phase not in RECOVERING:
+        return _PHASES.get(machine.phase, "running"), ""
+    if machine.begins:
+        return "starting", ""
     return _PHASES.get(machine.phase, "recovering"), plain_failure_text(machine.recovery.why)
 
 

@@ -6,6 +6,7 @@ What the loss of one worker needs is computed while all is well (`PlanCache.prep
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -123,7 +124,9 @@ class PlanCache:
         """Every worker's assignment under the plan, by rank."""
         found = self._assignments.get(plan)
         if found is None:
-            found = self._assignments[plan] = self._lowered(plan)
+            given = plan == self.request.plan and self.schedule_name(plan) == self.request.schedule_name
+            found = tuple(map(pickle.loads, self.request.assignments)) if given else self._lowered(plan)
+            self._assignments[plan] = found
         return found
 
     def held_pieces(self, plan: ParallelPlan) -> tuple[tuple[Piece, ...], ...]:

@@ -76,8 +76,8 @@ class Journal:
         """The run's name."""
         self.prefix = f"raypar/{run}/"
         """How all keys of the run begin."""
-        self.generation = 1
-        """The newest generation that this driver has claimed."""
+        self.generation = 0
+        """The newest generation that this driver has claimed; 0: none."""
         self.identity = uuid.uuid4().bytes
         """What this driver writes as the value of a claim."""
         self._next_claim_check_s = 0.0
@@ -196,8 +196,8 @@ class Journal:
         return None
 
     def newest_claimed_generation(self) -> int:
-        """The newest generation that any driver has claimed; 1 is the first driver's."""
-        return max(self._numbers("generation"), default=1)
+        """The newest generation that any driver has claimed; 0: none."""
+        return max(self._numbers("generation"), default=0)
 
     # -- workers -----------------------------------------------------------------------------------------------------------
 

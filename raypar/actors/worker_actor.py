@@ -339,11 +339,12 @@ class WorkerActor:
         """Begin a new generation: abort the work of older generations, and refuse their calls from now on."""
         self.heard_s = time.monotonic()
         try:
-            self.generation_guard.enter_generation(generation, reason)
+            new = self.generation_guard.enter_generation(generation, reason)
         except StaleGeneration as error:
             return CallFailure("aborted", error)
         assert self.endpoint is not None, HELLO_FIRST
-        self.endpoint.abort_connect(reason)
+        if new:  # else its workers may be connecting already
+            self.endpoint.abort_connect(reason)
         self._end_if_stuck()
         return None
 

@@ -64,7 +64,10 @@ def silent_deadline_s(m: RunState) -> float:
 
 
 def answer_deadline_s(m: RunState) -> float:
-    """Limit for a worker to stop its step and answer: a forward or backward pass cannot be interrupted."""
+    """Limit for a worker to stop its step and answer: a forward or backward pass cannot be interrupted. At the start of a run
+    other programs start too, and nothing is lost by patience."""
+    if m.begins:
+        return m.policy.start_deadline_s
     return max(m.policy.status_s, m.policy.status_medians * usual_step_s(m))
 
 

@@ -239,6 +239,8 @@ def choose_workers_to_release(view: CapacityInputs, surplus: int) -> tuple[int, 
     Workers that were asked for together share a placement group, so they are given back together. Members, and spares that may
     hold the only copy of some state, are never given back. Among equals the worker that was asked for last goes first.
     """
+    if surplus <= 0:
+        return ()
     free = (view.spares | view.starting) - view.needed_spares
     groups = {frozenset(view.asked_together.get(worker, {worker}) & view.present) for worker in free}
 

@@ -23,17 +23,17 @@ class FirstWorkersPlaced:
     """`members[rank]`: the worker in the seat `rank` of the plan."""
     placed: tuple[int, ...] = ()
     """Further workers that are placed and are being started; they have no seat yet."""
-    pending: tuple[int, ...] = ()
-    """Workers that are asked for and not placed yet."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """The workers that share a placement group, of each group."""
+    """All workers that are asked for, by placement group."""
     on_demand: tuple[int, ...] = ()
     """Workers that were asked for on on-demand nodes."""
+    claimed: int = 0
+    """The newest generation that a former driver has claimed, which ended before its first one had members; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersReady:
-    """All workers of the first plan have built their stages and are connected."""
+    """All workers of the first plan have started. They have no stages yet: the first generation is to be claimed."""
 
 
 @dataclass(frozen=True, slots=True)

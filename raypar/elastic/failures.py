@@ -39,8 +39,10 @@ def record_death(m: RunState, event: CallFailed) -> bool:
 
 def mark_worker_lost(m: RunState, worker: int) -> None:
     """Mark the worker lost for good: its number is never used again."""
-    m.membership.mark_lost(worker)
-    m.hiring.forget(worker)
+    who = m.membership
+    who.gone.add(worker)
+    for known in (who.spares, who.leaving, m.hiring.starting, m.hiring.placed):
+        known.discard(worker)
 
 
 def note_out_of_memory(m: RunState, event: CallFailed) -> bool:

@@ -95,7 +95,7 @@ def adopt_plan(m: RunState) -> None:
     assert order is not None
     usual_s = (m.policy.load_s if order.from_checkpoint else m.policy.adopt_s) + m.recovery.largest_part / SLOWEST_PER_S
     # Longer with each attempt: perhaps no worker hangs, and all are slow.
-    m.timer.limit(usual_s * max(1, m.health.attempts))
+    m.timer.limit(max(usual_s * max(1, m.health.attempts), m.policy.start_deadline_s * m.begins))
     memory = "the mirror" if order.from_mirror else "the workers that hold it"
     where = "the disk, or made anew," if order.from_checkpoint else memory
     m.decide(order, f"{len(order.moves)} pieces of state from {where}, {after_steps(order.done)}")
@@ -162,7 +162,10 @@ def start_generation(m: RunState, order: AdoptPlan) -> Phase:
     m.planned.ask_at_s = m.timer.now_s if who.spares else None
     m.planned.declined_at_s = None
     m.hiring.useful = m.hiring.useful if m.hiring.useful_is_final else None
-    begin_generation(m, trained)
+    m.mirror.begin()
+    warn_of_changed_shard_counts(m)
+    _dismiss_leaving_workers(m, trained)
+    begin_straggler_watch(m)
     if stopping.request is not None and (stopping.stop_step is None or stopping.interrupted):
         stopping.stop_step = max(p.committed, p.emitted)
     if m.recovery.not_kept:  # no step can be made from here; after a roll-back the weights are older than what people saw
@@ -172,17 +175,6 @@ def start_generation(m: RunState, order: AdoptPlan) -> Phase:
         return end_run_between_generations(m)  # emitted steps would have to be replayed before the state can be saved
     stopping.abandon_at_s = None
     return Phase.RUNNING
-
-
-def begin_generation(m: RunState, trained: tuple[int, ...] = ()) -> None:
-    """Begin what each generation begins anew, also the first: mirror, comparison of speeds, numbers of shards, who leaves.
-
-    `trained`: the members of the former generation.
-    """
-    m.mirror.begin()
-    warn_of_changed_shard_counts(m)
-    _dismiss_leaving_workers(m, trained)
-    begin_straggler_watch(m)
 
 
 def _dismiss_leaving_workers(m: RunState, trained: tuple[int, ...]) -> None:

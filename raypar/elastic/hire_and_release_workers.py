@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raypar.elastic.actions import ReleaseWorkers, StartWorkers
 from raypar.elastic.desired_capacity import CapacityInputs, DesiredCapacity, compute_desired_capacity
+from raypar.elastic.failures import mark_worker_lost
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
 from raypar.plan.wording import count_noun
@@ -85,7 +86,6 @@ def release_workers(m: RunState, decision: DesiredCapacity) -> None:
         return
     wanted = m.policy.capacity.wanted if m.hiring.useful is None else m.hiring.useful
     for worker in released:
-        m.membership.mark_lost(worker)
-        m.hiring.forget(worker)
+        mark_worker_lost(m, worker)
     standbys = f", with {m.policy.standbys} in reserve" * bool(m.policy.standbys)
     m.decide(ReleaseWorkers(released), f"{count_noun(wanted, 'worker suffices', 'workers suffice')}{standbys}")

@@ -49,7 +49,8 @@ def add_spare(m: RunState, event: WorkerJoined) -> bool:
     """
     if event.worker in m.membership.gone:
         return False
-    m.hiring.forget(event.worker)
+    m.hiring.starting.discard(event.worker)
+    m.hiring.placed.discard(event.worker)
     m.hiring.next_number = max(m.hiring.next_number, event.worker + 1)
     m.hiring.failures = 0
     m.membership.spares.add(event.worker)
@@ -168,30 +169,17 @@ def give_up_larger_plan(m: RunState) -> None:
 
 
 def drain_worker(m: RunState, event: DrainRequested) -> Phase | None:
-    """Have a worker with a seat leave between two steps; kill a worker without a seat at once."""
+    """Have a worker with a seat leave between two steps, or before the first; kill a worker without a seat at once."""
     who = m.membership
     if event.worker in who.spares | m.hiring.starting:
-        dismiss_drained_worker(m, event.worker)
+        mark_worker_lost(m, event.worker)
+        m.decide(KillWorker(event.worker, "drained"), "it had no work")
     elif event.worker in who.members and event.worker not in who.gone:
         who.leaving.add(event.worker)
         m.planned.reason = f"worker {event.worker} leaves: {event.why}"
         if m.phase in (Phase.RUNNING, Phase.FLUSHING):
             return issue_steps(m)
     return None
-
-
-def drain_before_start(m: RunState, event: DrainRequested) -> None:
-    """Mark the worker as leaving: a new generation without it begins before the first step. Kill one without a seat at once."""
-    if event.worker in m.membership.members:
-        m.membership.leaving.add(event.worker)
-    elif event.worker in m.membership.spares | m.hiring.starting:
-        dismiss_drained_worker(m, event.worker)
-
-
-def dismiss_drained_worker(m: RunState, worker: int) -> None:
-    """Kill a worker that has to leave and has no seat."""
-    mark_worker_lost(m, worker)
-    m.decide(KillWorker(worker, "drained"), "it had no work")
 
 
 def drain_later(m: RunState, event: DrainRequested) -> None:

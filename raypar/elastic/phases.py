@@ -9,7 +9,7 @@ class Phase(enum.Enum):
     """A phase of the run machine."""
 
     STARTING = "starting"
-    """The first workers build their stages and connect."""
+    """The first workers are placed and load their code."""
     RUNNING = "running"
     """Steps are issued."""
     FLUSHING = "flushing"

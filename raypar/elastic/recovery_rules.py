@@ -1,4 +1,5 @@
-"""Rules for the first half of a recovery: claim a generation, ask the workers for their status, settle the open step.
+"""Rules for the first half of a recovery: claim a generation, ask the workers for their status, settle the open step. A run's
+first generation begins so too.
 
     CLAIMING -> STANDING -> (SETTLING) -> (PLANNING) -> ADOPTING -> RUNNING
         ^           |            |             |            |
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from raypar.elastic import state_sources
-from raypar.elastic.actions import ApplyKeptGradients, FenceWorkers, KillWorker, TellUser, WarnUser, WriteJournal
+from raypar.elastic.actions import ApplyKeptGradients, FenceWorkers, KillWorker, RequestStacks, TellUser, WarnUser, WriteJournal
 from raypar.elastic.deadlines import answer_deadline_s, waits_for_slow_sample
 from raypar.elastic.due_work_rules import record_emitted_step
 from raypar.elastic.events import (
@@ -23,6 +24,7 @@ from raypar.elastic.events import (
     DriverFailover,
     GenerationClaimed,
     KeptGradientsApplied,
+    StacksReported,
     StepEmitted,
     StopRequested,
     Tick,
@@ -44,6 +46,7 @@ from raypar.elastic.hire_and_release_workers import start_missing_workers
 from raypar.elastic.phases import Phase
 from raypar.elastic.replica_digests import compare_digests_in_recovery, end_run_if_doubts_stay
 from raypar.elastic.run_state import RunState, ShardCountHistory
+from raypar.elastic.wait_for_silent_workers import check_silent_worker_wait, waits_for_silent_workers
 from raypar.errors import ClusterError, error_first_line
 from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import after_steps, format_worker_numbers
@@ -215,8 +218,14 @@ def commit_found_steps(m: RunState) -> Phase:
 
 
 def handle_failure_while_recovering(m: RunState, event: CallFailed) -> Phase | None:
-    """Begin the next generation after a death or a new failure; consequences of older failures are ignored."""
+    """Begin the next generation after a death or a new failure; consequences of older failures are ignored.
+
+    A run that is not elastic fails instead, if this happens at its start.
+    """
     r = m.recovery
+    if event.kind in ("user", "error") or (m.begins and not m.policy.elastic):
+        return fail_run(m, event)
+    silent = m.begins and event.generation is None  # a worker that has answered no pings for long
     if event.kind == "lost" and event.worker is not None:
         known = event.worker in m.membership.gone
         counts = record_death(m, event)
@@ -233,9 +242,7 @@ def handle_failure_while_recovering(m: RunState, event: CallFailed) -> Phase | N
             return settle_open_step_if_all_answered(m)
         if m.phase is not Phase.CLAIMING:
             return begin_recovery(m, error_first_line(event.error), counts=counts)
-    elif event.kind in ("user", "error"):
-        return fail_run(m, event)
-    elif event.generation == m.membership.generation and m.phase is not Phase.CLAIMING:
+    elif (silent or event.generation == m.membership.generation) and m.phase is not Phase.CLAIMING:
         m.health.failures.append(event)
         note_unreachable_workers(m, event)
         mark_workers_hung(m, choose_unreachable_workers(m))
@@ -244,10 +251,12 @@ def handle_failure_while_recovering(m: RunState, event: CallFailed) -> Phase | N
 
 
 def stop_after_recovery(m: RunState, event: StopRequested) -> Phase | None:
-    """Remember the request: the new generation saves its state and ends.
+    """Remember the request: the new generation saves its state and ends. At the start the run ends at once.
 
     After Ctrl-C the recovery may take `interrupt_s` at most, and the run does not wait for workers.
     """
+    if m.begins:
+        return m.end_run("interrupted" if event.interrupt else "stopped", event.reason)
     m.stopping.request = event
     if event.interrupt and m.phase is Phase.WAITING:
         return end_run_between_generations(m)
@@ -259,6 +268,8 @@ def stop_after_recovery(m: RunState, event: StopRequested) -> Phase | None:
 def check_recovery_deadlines(m: RunState, event: Tick) -> Phase | None:
     """Give up workers that do not answer in time; tell people from time to time what the run waits for."""
     r, timer = m.recovery, m.timer
+    if waits_for_silent_workers(m):
+        return check_silent_worker_wait(m, event)
     if m.stopping.abandon_at_s is not None and timer.now_s >= m.stopping.abandon_at_s:
         return end_run_between_generations(m)
     if m.phase is Phase.CLAIMING and timer.elapsed_s > CLAIM_TOLD_S and not r.awaited:
@@ -268,8 +279,13 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> Phase | None:
         start_missing_workers(m)
         if timer.now_s - r.told_s >= state_sources.TELL_EVERY_S and timer.deadline_s is not None and not timer.expired:
             tell_what_is_awaited(m)
-    silent = sorted(r.expected - set(r.statuses)) if m.phase is Phase.STANDING else sorted(r.expected)
+    silent = unanswering_workers(m)
     asked = m.phase in (Phase.STANDING, Phase.SETTLING, Phase.ADOPTING)
+    if m.begins and asked:  # a start is slow, and nobody holds state yet: silence alone says nothing
+        if timer.expired and not m.health.probing:
+            m.health.probing = True
+            m.decide(RequestStacks(tuple(silent)), f"{m.phase.value} took more than {timer.elapsed_s:.0f} s")
+        return None
     if m.phase is Phase.STANDING and timer.now_s < m.health.patient_until_s:
         living = set(silent) - event.ended
         if living and state_sources.steps_are_lost_without(m, living):
@@ -294,6 +310,21 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> Phase | None:
     mute = set(silent) & event.unheard
     mark_workers_hung(m, mute - set(state_sources.find_only_holders(m, mute - event.ended)))
     return begin_recovery(m, f"{format_worker_numbers(silent)} did not answer while {m.phase.value}")
+
+
+def unanswering_workers(m: RunState) -> list[int]:
+    """The workers whose answers the phase waits for."""
+    return sorted(m.recovery.expected - set(m.recovery.statuses if m.phase is Phase.STANDING else ()))
+
+
+def fail_start_on_hung_workers(m: RunState, event: StacksReported) -> Phase | None:
+    """End the run if workers have still not answered at its start; the error shows their stacks."""
+    if not m.begins or not m.health.probing:
+        return None
+    late = format_worker_numbers(unanswering_workers(m))
+    what = f"{late} did not answer within {m.timer.elapsed_s:.0f} s while {m.phase.value}\n{event.text}"
+    cure = "look at the stacks above and at Ray's logs on those nodes"
+    return fail_run(m, CallFailed("error", ClusterError(what, cure=cure)))
 
 
 def wait_for_or_drop_silent_workers(m: RunState, event: Tick, silent: list[int]) -> Phase | None:

@@ -22,7 +22,7 @@ KEPT_EVENTS = 40
 class RunMachine(RunState):
     """One run of one job. Its state is read by all and changed by `handle` alone."""
 
-    def __init__(self, policy: RunPolicy, plan: ParallelPlan | None = None, held_pieces: HeldPieces = lambda plan: ()) -> None:
+    def __init__(self, policy: RunPolicy, plan: ParallelPlan | None = None, held_pieces: HeldPieces | None = None) -> None:
         """Start in the phase `STARTING`; arguments as of `RunState`."""
         super().__init__(policy, plan, held_pieces)
         self.story: deque[str] = deque(maxlen=KEPT_EVENTS)

@@ -193,11 +193,11 @@ class Membership:
     """The workers of the run. A worker's number is never used again for another worker."""
 
     plan: ParallelPlan | None
-    """The plan that trains now; None in runs that are not elastic and need none."""
+    """The plan that trains now, or is to train first; None: not known yet."""
     members: tuple[int, ...]
     """`members[rank]`: the worker in the seat `rank` of the plan."""
-    generation: int = 1
-    """The number of the present generation: plan and members change only from one to the next."""
+    generation: int = 0
+    """The number of the present generation: plan and members change only from one to the next. 0 before the first."""
     spares: set[int] = field(default_factory=set)
     """Workers that have joined and wait for a seat."""
     leaving: set[int] = field(default_factory=set)
@@ -212,12 +212,6 @@ class Membership:
     """Worker -> its node, as far as the driver knows."""
     zones: Mapping[str, str] = field(default_factory=dict)
     """Node -> its availability zone, where nodes say theirs."""
-
-    def mark_lost(self, worker: int) -> None:
-        """Count the worker as gone for good."""
-        self.gone.add(worker)
-        self.spares.discard(worker)
-        self.leaving.discard(worker)
 
 
 @dataclass(slots=True)
@@ -255,11 +249,6 @@ class WorkerStarts:
         """Note that these workers share a placement group."""
         if len(workers) > 1:
             self.asked_together.update({worker: set(workers) for worker in workers})
-
-    def forget(self, worker: int) -> None:
-        """Remove the worker from those that are being started: it has joined, or will not."""
-        self.starting.discard(worker)
-        self.placed.discard(worker)
 
 
 @dataclass(slots=True)
@@ -375,11 +364,15 @@ class StateTrust:
     """Emitted steps whose results may be wrong, or were computed with other numbers of shards."""
 
 
+RUN_BEGINS = "the run begins"
+"""The reason for the first generation."""
+
+
 @dataclass(slots=True)
 class RecoveryState:
-    """The state of one recovery, which leads from one generation to the next."""
+    """The state of one recovery, which leads from one generation to the next; of the start, which leads to the first."""
 
-    why: str
+    why: str = RUN_BEGINS
     """The reason for the new generation."""
     expected: set[int] = field(default_factory=set)
     """Workers whose answers the phase waits for."""
@@ -414,12 +407,12 @@ HeldPieces = Callable[[ParallelPlan], tuple[tuple[Piece, ...], ...]]
 class RunState:
     """The state of the run machine for one run. Rules read and change it."""
 
-    def __init__(self, policy: RunPolicy, plan: ParallelPlan | None = None, held_pieces: HeldPieces = lambda plan: ()) -> None:
-        """Start in the phase `STARTING`. Only elastic runs need `plan` and `held_pieces`."""
+    def __init__(self, policy: RunPolicy, plan: ParallelPlan | None = None, held_pieces: HeldPieces | None = None) -> None:
+        """Start in the phase `STARTING`. Without `held_pieces` no worker has to hold any state."""
         first = policy.steps_before_run
         self.policy = policy
         """The limits of the run."""
-        self.held_pieces = held_pieces
+        self.held_pieces = held_pieces or (lambda plan: ((),) * plan.world)
         """Plan -> by rank, the pieces of state that it has to hold."""
         self.phase = Phase.STARTING
         """The present phase."""
@@ -440,7 +433,7 @@ class RunState:
         """Silence, slowness and failures."""
         self.trust = StateTrust(agreed=first)
         """Which state can be trusted, by the comparison of replicas' digests."""
-        self.recovery = RecoveryState("")
+        self.recovery = RecoveryState()
         """The recovery that is under way, or the last one."""
         self.mirror = MirrorSchedule(policy.mirror_every, policy.mirror_cost)
         """Which steps end with a snapshot for the mirror."""
@@ -463,6 +456,11 @@ class RunState:
         """Say how the run ends; returns the phase `OVER`, for the rule to return."""
         self.ending = Teardown(end, why, self.progress.emitted, error)
         return Phase.OVER
+
+    @property
+    def begins(self) -> bool:
+        """Whether the present generation is the run's first, or leads to it: there was nothing to recover from."""
+        return self.recovery.why == RUN_BEGINS
 
     @property
     def waits(self) -> bool:

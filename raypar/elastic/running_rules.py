@@ -41,7 +41,6 @@ from raypar.elastic.events import (
     WorkersReady,
 )
 from raypar.elastic.failures import begin_recovery, end_run_once_cause_is_known, fail_run, recover_from_failure
-from raypar.elastic.find_and_adopt_plan_rules import begin_generation
 from raypar.elastic.hire_and_release_workers import desired_capacity_of_run, release_workers, start_workers
 from raypar.elastic.membership_rules import (
     ask_for_larger_plan,
@@ -68,17 +67,16 @@ def note_first_workers(m: RunState, event: FirstWorkersPlaced) -> None:
     """Note the first plan and its members. The others join while the first ones start or train."""
     who, hiring = m.membership, m.hiring
     who.plan, who.members = event.plan, event.members
-    hiring.starting.update(event.placed, event.pending)
-    hiring.placed.update(event.placed)
+    who.generation = event.claimed
     for group in event.groups:
-        hiring.note_placement_group(group)
-    hiring.on_demand.update(event.on_demand)
+        hiring.ask_for(group, on_demand=group[0] in event.on_demand)
+    hiring.starting.difference_update(event.members)
+    hiring.placed.update(event.placed)
 
 
-def start_training(m: RunState, event: WorkersReady) -> Phase:
-    """Issue the first steps, or end at once when nothing is left to do."""
-    begin_generation(m)
-    return Phase.RUNNING
+def begin_first_generation(m: RunState, event: WorkersReady) -> Phase:
+    """Begin the first generation as every later one: claim it, ask where the workers stand, and have them adopt its plan."""
+    return Phase.CLAIMING
 
 
 def count_step_report(m: RunState, event: StepReported) -> Phase | None:

@@ -39,7 +39,7 @@ def find_state_source(m: RunState, need: Holdings) -> StateSource | None:
     """The first source that has all of `need`; None if the state is lost."""
     done = m.recovery.done
     have = find_live_holders(m, done)
-    if not pieces_nobody_holds(have, need):
+    if have and not pieces_nobody_holds(have, need):
         return StateSource(done, have)
     found = find_newest_mirror_snapshot(m, need)
     if found is not None:

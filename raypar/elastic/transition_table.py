@@ -107,18 +107,12 @@ def all_phases_except(*phases: Phase) -> tuple[Phase, ...]:
 
 
 ROWS: tuple[TransitionRow, ...] = (
-    # The start. A drained worker makes a new generation necessary at once; a job of no steps is only saved, or validated.
+    # The start. The first generation begins as every later one does; a job of no steps is then only saved, or validated.
     make_transition_row(FirstWorkersPlaced, [P.STARTING], running_rules.note_first_workers),
-    make_transition_row(
-        WorkersReady,
-        [P.STARTING],
-        running_rules.start_training,
-        [P.RUNNING, P.FLUSHING, P.SAVING, P.VALIDATING, P.CLAIMING, P.OVER],
-    ),
+    make_transition_row(WorkersReady, [P.STARTING], running_rules.begin_first_generation, [P.CLAIMING]),
     make_transition_row(DriverFailover, [P.STARTING], recovery_rules.take_over_run, [P.CLAIMING]),
     make_transition_row(CallFailed, [P.STARTING], failures.handle_failure, [P.CLAIMING, P.FAILING, P.OVER]),
     make_transition_row(StopRequested, [P.STARTING], running_rules.stop_before_start, [P.OVER]),
-    make_transition_row(DrainRequested, [P.STARTING], membership_rules.drain_before_start),
     make_transition_row(Tick, [P.STARTING], running_rules.check_silent_workers_at_start, [P.OVER]),
     # Steps.
     make_transition_row(StepReported, [P.RUNNING], running_rules.count_step_report, [P.FLUSHING, P.CLAIMING, P.OVER]),
@@ -194,8 +188,13 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(
         CallFailed, RECOVERING[2:], recovery_rules.handle_failure_while_recovering, [P.CLAIMING, P.FAILING, P.OVER]
     ),
-    make_transition_row(StopRequested, RECOVERING[:-1], recovery_rules.stop_after_recovery),
-    make_transition_row(StopRequested, [P.WAITING], recovery_rules.stop_after_recovery, [P.OVER]),
+    make_transition_row(StopRequested, [P.SETTLING], recovery_rules.stop_after_recovery),
+    make_transition_row(
+        StopRequested,
+        [P.CLAIMING, P.STANDING, P.PLANNING, P.ADOPTING, P.WAITING],
+        recovery_rules.stop_after_recovery,
+        [P.OVER],
+    ),
     make_transition_row(StepEmitted, RECOVERING, recovery_rules.note_emitted_step),
     make_transition_row(ValidationEmitted, RECOVERING, recovery_rules.note_validation_stop_request),
     make_transition_row(CheckpointFailed, RECOVERING, recovery_rules.note_failed_checkpoint),
@@ -203,6 +202,7 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(
         Tick, [P.STANDING, P.SETTLING, P.ADOPTING], recovery_rules.check_recovery_deadlines, [P.CLAIMING, P.OVER]
     ),
+    make_transition_row(StacksReported, [P.STANDING, P.ADOPTING], recovery_rules.fail_start_on_hung_workers, [P.OVER]),
     # Workers that come, leave and fall silent.
     make_transition_row(WorkerPlaced, EVERYWHERE, membership_rules.note_placed_worker),
     make_transition_row(WorkerJoined, [*TRAINING, P.VALIDATING, P.SAVING], membership_rules.add_spare_while_running),
@@ -216,7 +216,7 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(PlanChosen, TRAINING, membership_rules.judge_larger_plan, [P.CLAIMING]),
     make_transition_row(PlanChosen, [P.VALIDATING, P.SAVING], membership_rules.judge_larger_plan),
     make_transition_row(DrainRequested, TRAINING, membership_rules.drain_worker, [P.CLAIMING]),
-    make_transition_row(DrainRequested, [P.VALIDATING, P.SAVING], membership_rules.drain_worker),
+    make_transition_row(DrainRequested, [P.STARTING, P.VALIDATING, P.SAVING], membership_rules.drain_worker),
     make_transition_row(DrainRequested, [P.ENDING, *RECOVERING], membership_rules.drain_later),
     make_transition_row(WorkerSilent, EVERYWHERE, wait_for_silent_workers.wait_for_silent_worker),
     make_transition_row(WorkerAnswered, EVERYWHERE, wait_for_silent_workers.note_answer_of_silent_worker),
@@ -233,7 +233,7 @@ ROWS: tuple[TransitionRow, ...] = (
     *make_ignored_rows([P.SAVING, P.ENDING, P.ABORTING, P.FAILING, P.OVER], ValidationEmitted),
     *make_ignored_rows([P.VALIDATING, P.ENDING, P.FAILING, P.OVER, *TRAINING, *RECOVERING], AllWorkersCopiedState),
     *make_ignored_rows([P.SAVING, P.ENDING, P.FAILING, P.OVER, *RECOVERING], GroupsAborted),
-    *make_ignored_rows([P.VALIDATING, P.SAVING, P.ENDING, P.ABORTING, P.FAILING, P.OVER, *RECOVERING], StacksReported),
+    *make_ignored_rows(all_phases_except(P.STARTING, *TRAINING, P.STANDING, P.ADOPTING), StacksReported),
     *make_ignored_rows([P.FAILING, P.OVER], StepJournalled, StepEmitted, StopRequested, PlanChosen),
     *make_ignored_rows([P.FAILING, P.OVER, *RECOVERING], WorkersReady),
     *make_ignored_rows([P.OVER], CallFailed, CheckpointSaved, CheckpointFailed, Tick),

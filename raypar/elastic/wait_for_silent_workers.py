@@ -17,7 +17,7 @@ from raypar.elastic.state_sources import TELL_EVERY_S
 from raypar.errors import CommTimeout, WorkerLost
 from raypar.plan.wording import after_steps, format_worker_numbers, word_form
 
-WAITS_IN = (Phase.STARTING, Phase.RUNNING, Phase.FLUSHING, Phase.VALIDATING, Phase.SAVING, Phase.ENDING)
+NEVER_WAITS_IN = (Phase.ABORTING, Phase.FAILING, Phase.OVER)
 ENDED_GRACE_S = 5.0
 """How long a worker's call has to fail with an error of its own, which says more, once its connection was found closed."""
 RESUME = "look at its node; `raypar resume` goes on from the last checkpoint"
@@ -26,7 +26,7 @@ RESUME = "look at its node; `raypar resume` goes on from the last checkpoint"
 def wait_for_silent_worker(m: RunState, event: WorkerSilent) -> None:
     """Begin to wait for a worker that answers no pings, or fail its calls if the run does not wait."""
     silent = m.health.silent_since_s
-    if m.policy.elastic or m.phase not in WAITS_IN or not _may_wait(m):
+    if m.policy.elastic or m.phase in NEVER_WAITS_IN or not _may_wait(m):
         fail_silent_worker(m, event.worker, event.seconds)
     elif event.worker not in silent:
         silent[event.worker] = m.timer.now_s

@@ -108,12 +108,17 @@ class GenerationGuard:
     vote_results: dict[int, VoteResult] = field(default_factory=dict)
     """Step -> result of the vote on it, for the last `KEPT_VOTE_RESULTS` steps."""
 
-    def enter_generation(self, generation: int, reason: str) -> None:
-        """Take note of a generation; if it is new, abort work for older ones. Raises `StaleGeneration` for an old one."""
+    def enter_generation(self, generation: int, reason: str) -> bool:
+        """Take note of a generation; if it is new, abort work for older ones. Raises `StaleGeneration` for an old one.
+
+        Returns whether it is new.
+        """
         self._admit(generation)
-        if generation > self.newest_generation:
+        new = generation > self.newest_generation
+        if new:
             self.newest_generation = generation
             self.backend.abort(reason)
+        return new
 
     def step(self, generation: int, step: int, into_mirror: bool = False) -> Routine[Any]:
         """Run one step of the plan of `generation`; returns the backend's report.

@@ -53,7 +53,7 @@ def run(plan: ParallelPlan, first: ParallelPlan, faults=(), **more) -> World:
 
 @pytest.mark.parametrize("first", [ONE, TWO], ids=["one", "two"])
 def test_workers_that_come_late_get_seats_and_the_bits_stay_the_same(first):
-    places = [Fault(at, "place") for at in (5, 40, 70)[: GRID.world - first.world]]
+    places = [Fault(at, "place") for at in (5, 25, 45)[: GRID.world - first.world]]
     world = run(GRID, first, places)
     assert sizes(world)[0] == first.world and sizes(world)[-1] == 4, world.tell(f"{sizes(world)}")
     assert not world.given_back

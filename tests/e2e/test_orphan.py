@@ -78,7 +78,8 @@ def test_who_has_started_is_kept_alive_while_another_loads_its_code():
 
     def worker(number, seconds):
         ping = SimpleNamespace(remote=lambda: pinged.append(number))
-        return SimpleNamespace(ping=ping, hello=lambda: asyncio.sleep(seconds, result=f"hello of {number}"))
+        hello = SimpleNamespace(remote=lambda joining: asyncio.sleep(seconds, result=f"hello of {number}"))
+        return SimpleNamespace(ping=ping, hello=hello)
 
     async def ask(number, ref):
         return await ref
@@ -89,5 +90,5 @@ def test_who_has_started_is_kept_alive_while_another_loads_its_code():
         pool=SimpleNamespace(workers={0: worker(0, 0.0), 1: worker(1, 2.5)}),
         calls=SimpleNamespace(ask=ask),
     )
-    assert len(asyncio.run(startup._everybody((0, 1), lambda number, worker: worker.hello(), "start"))) == 2
+    assert len(asyncio.run(startup._await_hellos((0, 1)))) == 2
     assert pinged.count(0) >= 2

@@ -318,8 +318,8 @@ class World:
         """Workers that were asked for on on-demand nodes; at first one of each two."""
         self.useful: int | None = None
         """The journal's number of workers that the planner can use."""
-        self.claims: dict[int, int] = {1: 0}
-        self.records: dict[int, tuple[ParallelPlan, tuple[int, ...]]] = {1: (self.first, tuple(range(self.first.world)))}
+        self.claims: dict[int, int] = {}
+        self.records: dict[int, tuple[ParallelPlan, tuple[int, ...]]] = {}
         self.journal: dict[int, Any] = {}
         self.seen: list[int] = []
         self.replayed = 0
@@ -613,27 +613,14 @@ class Driver:
     def begin(self) -> None:
         self._tick()
         world, members = self.world, tuple(range(self.world.first.world))
-        pending = tuple(p.number for p in world.processes if not p.placed)
-        on_demand = tuple(sorted(world.on_demand))
-        self.post(on.FirstWorkersPlaced(world.first, members, (), pending, tuple(world.first_groups()), on_demand))
-        order = do.AdoptPlan(1, world.first, members, (), 0, (), from_checkpoint=True)
-        mesh = world.flesh.connect(order, set())
-        waiting = set(members)
-
-        def built(worker: int, answer: Any) -> None:
-            if isinstance(answer, Exception):
-                self.answered(answer, 1, worker, None)
-                return
-            waiting.discard(worker)
-            if not waiting:
-                self.post(on.WorkersReady())
-
-        for rank, process in enumerate(world.processes[: len(members)]):
-            process.member.enter_generation(1, "start")
-            part = world.flesh.part(order, mesh, rank)
-            self.ask(rank, lambda p, part=part: p.member.adopt(1, part), lambda a, w=rank: built(w, a))
+        groups, claimed = tuple(world.first_groups()), max(world.claims, default=0)
+        self.post(on.FirstWorkersPlaced(world.first, members, (), groups, tuple(sorted(world.on_demand)), claimed))
+        self.post(on.WorkersReady())
 
     def take_over(self) -> None:
+        if not self.world.records:  # nothing was begun
+            self.begin()
+            return
         self._tick()
         world = self.world
         generation = max(world.claims)

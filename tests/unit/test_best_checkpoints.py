@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.machine_steps import commit, do
+from helpers.machine_steps import begin, commit, do
 from test_metrics_shown import SMALL
 
 from raypar.actors.run_recorder import RunRecorder
@@ -24,7 +24,6 @@ from raypar.elastic.events import (
     DriverFailover,
     ValidationEmitted,
     ValidationReported,
-    WorkersReady,
 )
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
@@ -92,7 +91,7 @@ def test_rules_in_a_record_are_read_and_what_is_none_is_left_out():
 def at_validation(**policy: Any) -> RunMachine:
     """Two workers that have validated after two of four steps."""
     machine = RunMachine(RunPolicy(workers=2, job_steps=4, validates=True, validate_every=2, **policy))
-    do(machine, WorkersReady())
+    begin(machine)
     commit(machine, 0)
     actions = commit(machine, 1)
     if policy.get("save_every"):

@@ -1,6 +1,7 @@
 """How often a step may fail before the run gives up, and what people hear while it waits for workers."""
 
 import pytest
+from helpers.machine_steps import first_generation
 
 from raypar.elastic.actions import AdoptPlan, ClaimGeneration, Teardown, WarnUser
 from raypar.elastic.events import (
@@ -13,7 +14,6 @@ from raypar.elastic.events import (
     StepReported,
     Tick,
     WorkerJoined,
-    WorkersReady,
     WorkerStatusReported,
 )
 from raypar.elastic.phases import Phase
@@ -35,7 +35,7 @@ class Scene:
         fixed = {"workers": workers, "job_steps": 1000, "elastic": True, "grow": False}
         self.machine = RunMachine(RunPolicy(**(fixed | policy)), plan=plan, held_pieces=lambda plan: (STATE,) * plan.world)
         self.now_s = 0.0
-        self.do(WorkersReady())
+        self.do(*first_generation(self.machine))
 
     def do(self, *events):
         return [decision.action for event in events for decision in self.machine.handle(event, self.now_s)]

@@ -1,7 +1,7 @@
 """A run that makes forward passes only: no step, nothing saved, and a pass that a loss has cut off is made again."""
 
 import pytest
-from helpers.machine_steps import do
+from helpers.machine_steps import begin, do
 from test_recovery_rules import layout
 
 from raypar.elastic.actions import (
@@ -25,7 +25,6 @@ from raypar.elastic.events import (
     Tick,
     ValidationEmitted,
     ValidationReported,
-    WorkersReady,
     WorkerStatusReported,
 )
 from raypar.elastic.run_machine import RunMachine
@@ -54,7 +53,7 @@ def make_pass(machine: RunMachine, number: int) -> list:
 
 def test_the_passes_follow_one_another_and_nothing_is_trained_or_saved():
     machine = RunMachine(policy(3), plan=ParallelPlan.mesh(dp=2, layers=2))
-    assert do(machine, WorkersReady()) == [Validate(DONE, 0)]
+    assert begin(machine) == [Validate(DONE, 0)]
     assert make_pass(machine, 0) == [Validate(DONE, 1)]
     assert make_pass(machine, 1) == [Validate(DONE, 2)]
     assert make_pass(machine, 2) == [Teardown("done", "all of 3 passes are made", DONE)]
@@ -62,14 +61,14 @@ def test_the_passes_follow_one_another_and_nothing_is_trained_or_saved():
 
 def test_a_stop_ends_the_run_after_the_pass_under_way_without_saving():
     machine = RunMachine(policy(3), plan=ParallelPlan.mesh(dp=2, layers=2))
-    do(machine, WorkersReady())
+    begin(machine)
     do(machine, StopRequested("enough"))
     assert make_pass(machine, 0) == [Teardown("stopped", "enough", DONE)]
 
 
 def test_ctrl_c_aborts_a_pass_that_outlasts_its_grace():
     machine = RunMachine(policy(3), plan=ParallelPlan.mesh(dp=2, layers=2))
-    do(machine, WorkersReady())
+    begin(machine)
     do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 10.0)
     assert do(machine, Tick(), 12.1) == [AbortGroups("interrupted")]
     assert do(machine, GroupsAborted((DONE, DONE)), 12.2) == [Teardown("interrupted", "Ctrl-C", DONE)]
@@ -80,7 +79,7 @@ def test_after_a_loss_the_pass_is_made_again(stages: int, replicas: int):
     """With two stages nobody else holds the lost one: all read the checkpoint. A replica that is left has all it needs."""
     plan, smaller = ParallelPlan.mesh(pp=stages, dp=replicas, layers=2), ParallelPlan.mesh(layers=2)
     machine = RunMachine(policy(2, elastic=True, capacity_s=10), plan=plan, held_pieces=layout)
-    do(machine, WorkersReady())
+    begin(machine)
     make_pass(machine, 0)
     do(machine, ValidationReported(1, DONE))
     assert do(machine, CallFailed("lost", WorkerLost("worker 0 was lost"), 0)) == [ClaimGeneration(2)]
@@ -95,14 +94,14 @@ def test_after_a_loss_the_pass_is_made_again(stages: int, replicas: int):
 
 def test_a_drained_worker_leaves_between_two_passes():
     machine = RunMachine(policy(2, elastic=True, capacity_s=10), plan=ParallelPlan.mesh(dp=2, layers=2))
-    do(machine, WorkersReady())
+    begin(machine)
     assert do(machine, DrainRequested(1, "preempted")) == []
     assert make_pass(machine, 0) == [ClaimGeneration(2)]
 
 
 def test_losses_in_different_passes_are_no_repeated_failure():
     machine = RunMachine(policy(20, 2, elastic=True, capacity_s=10, max_attempts=1), plan=ParallelPlan.mesh(dp=2, layers=2))
-    do(machine, WorkersReady())
+    begin(machine)
     for number in range(4):
         machine.health.attempts = 1
         make_pass(machine, number)

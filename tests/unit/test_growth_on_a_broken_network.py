@@ -1,6 +1,7 @@
 """Workers that join and cannot reach the others: the run trains on without them, and does not try for ever."""
 
 import pytest
+from helpers.machine_steps import first_generation
 
 from raypar.elastic.actions import AdoptPlan, ChoosePlan, ClaimGeneration, FenceWorkers, KillWorker, RunStep
 from raypar.elastic.events import (
@@ -12,7 +13,6 @@ from raypar.elastic.events import (
     StepJournalled,
     StepReported,
     Tick,
-    WorkersReady,
     WorkerStatusReported,
 )
 from raypar.elastic.phases import Phase
@@ -37,7 +37,7 @@ class Run:
         self.now_s = 0.0
         self.open: list[RunStep] = []
         self.decided: list[ChoosePlan | ClaimGeneration] = []
-        self.do(WorkersReady())
+        self.do(*first_generation(self.machine))
         self.train(1.0)
 
     def do(self, *events):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from helpers.machine_steps import first_generation
 from test_recovery_rules import WHOLE, do, elastic, lost
 
 from raypar.actors.members_file_text import MembersFileText
@@ -32,7 +33,6 @@ from raypar.elastic.events import (
     StopRequested,
     Tick,
     WorkerJoined,
-    WorkersReady,
     WorkerStatusReported,
 )
 from raypar.elastic.phases import Phase
@@ -50,7 +50,7 @@ def trained(plan, steps=4, **policy):
     """A run in the step after `steps`, each of 0.1 s; nobody has reported that one. The time is 0."""
     machine = elastic(plan, **(LIMITS | policy))
     machine.policy = replace(machine.policy, job_steps=1000)
-    do(machine, WorkersReady())
+    do(machine, *first_generation(machine))
     for step in range(steps):
         reports = [StepReported(worker, step, 0.1) for worker in range(plan.world)]
         saved = [AllWorkersCopiedState(step + 1), CheckpointSaved(step + 1)] * bool(policy.get("save_every") == step + 1)

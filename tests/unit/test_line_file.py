@@ -86,7 +86,9 @@ class Driver:
         request.job = SimpleNamespace(best_rules=[], metrics_every=0)
         self.recorder = RunRecorder(request, self.journal)
         self.recorder.restart_step_timer()
-        self.reports = StepReports(RunMachine(policy, plan=PLAN), SimpleNamespace(passes=lambda plan: (4, 4)))
+        machine = RunMachine(policy, plan=PLAN)
+        machine.membership.generation = 1
+        self.reports = StepReports(machine, SimpleNamespace(passes=lambda plan: (4, 4)))
 
     def take_over(self) -> int:
         """The steps that people have seen; those that are committed beyond are seen now."""

@@ -3,11 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+from helpers.machine_steps import begin
 
 from raypar.actors import plan_cache
 from raypar.actors.plan_cache import PlanCache
 from raypar.elastic.actions import AdoptPlan, ChoosePlan
-from raypar.elastic.events import CallFailed, GenerationClaimed, WorkersReady, WorkerStatusReported
+from raypar.elastic.events import CallFailed, GenerationClaimed, WorkerStatusReported
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.seating import plans_after_one_loss
@@ -47,8 +48,8 @@ def machine_of(plan: ParallelPlan) -> RunMachine:
 
 def actions_after_loss(machine: RunMachine, lost: int) -> list:
     others = [worker for worker in machine.membership.members if worker != lost]
+    begin(machine)
     events = [
-        WorkersReady(),
         CallFailed("lost", WorkerLost(f"worker {lost} died"), lost),
         GenerationClaimed(2, True),
         *(WorkerStatusReported(2, WorkerStatus(worker, 0)) for worker in others),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from helpers.machine_steps import first_generation
 
 from raypar.elastic.actions import (
     AdoptPlan,
@@ -35,7 +36,6 @@ from raypar.elastic.events import (
     ValidationReported,
     WorkerJoined,
     WorkerPlaced,
-    WorkersReady,
     WorkerStartFailed,
     WorkerStatusReported,
 )
@@ -77,7 +77,7 @@ def stood(machine, worker, done):
 
 def test_a_plan_that_the_workers_cannot_fill_any_more_is_chosen_again():
     machine = elastic(ParallelPlan.mesh(pp=2, dp=2, layers=2))
-    do(machine, WorkersReady(), lost(0), lost(1), GenerationClaimed(2, True))
+    do(machine, *first_generation(machine), lost(0), lost(1), GenerationClaimed(2, True))
     assert machine.phase is Phase.STANDING
     asked = do(machine, WorkerStatusReported(2, WorkerStatus(2, 0, pieces=WHOLE)), stood(machine, 3, 0))
     assert asked == [ChoosePlan(2, 2)], "nobody is left of the first stage's seats"
@@ -89,7 +89,7 @@ def test_a_plan_that_the_workers_cannot_fill_any_more_is_chosen_again():
 
 def test_a_drained_worker_without_a_seat_leaves_at_once_and_is_not_lost():
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
-    do(machine, WorkersReady(), WorkerJoined(2))
+    do(machine, *first_generation(machine), WorkerJoined(2))
     (decision,) = machine.handle(DrainRequested(2, "node b09ad58f is being drained"), 0.0)
     assert (decision.action, decision.reason) == (KillWorker(2, "drained"), "it had no work")
     assert machine.membership.members == (0, 1) and machine.membership.generation == 1 and 2 in machine.membership.gone
@@ -98,13 +98,13 @@ def test_a_drained_worker_without_a_seat_leaves_at_once_and_is_not_lost():
 def test_nobody_is_killed_before_the_next_generation_is_claimed():
     """A driver that stood still for a while takes everybody for hung: another one may have gone on with them."""
     machine = elastic(ParallelPlan.mesh(dp=3, layers=2))
-    do(machine, WorkersReady(), lost(0), GenerationClaimed(2, True), stood(machine, 1, 0))
+    do(machine, *first_generation(machine), lost(0), GenerationClaimed(2, True), stood(machine, 1, 0))
     assert do(machine, Tick(), now_s=100.0) == [ClaimGeneration(3)]
     (end,) = do(machine, GenerationClaimed(3, False), now_s=100.0)
     assert isinstance(end, Teardown) and end.end == "deposed"
 
     machine = elastic(ParallelPlan.mesh(dp=3, layers=2))
-    do(machine, WorkersReady(), lost(0), GenerationClaimed(2, True), stood(machine, 1, 0))
+    do(machine, *first_generation(machine), lost(0), GenerationClaimed(2, True), stood(machine, 1, 0))
     do(machine, Tick(), now_s=100.0)
     assert do(machine, GenerationClaimed(3, True), now_s=100.0) == [KillWorker(2, "did not answer"), FenceWorkers(3, (1,))]
 
@@ -120,7 +120,7 @@ def test_nobody_is_killed_before_the_next_generation_is_claimed():
 def test_whose_state_is_lost_for_good_is_told_only_what_would_have_helped(replicas, die, mirror, more):
     machine = elastic(ParallelPlan.mesh(pp=3 - replicas, dp=replicas, layers=2), mirror_every=mirror, capacity_s=60.0)
     machine.policy = replace(machine.policy, job_steps=9)
-    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
+    do(machine, *first_generation(machine), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
     machine.mirror.complete = True  # the way back to the beginning is too long
     actions = do(machine, *map(lost, die), GenerationClaimed(2, True), *(stood(machine, w, 1) for w in (0, 1) if w not in die))
     if len(die) == 1:
@@ -133,7 +133,7 @@ def test_whose_state_is_lost_for_good_is_told_only_what_would_have_helped(replic
 def test_who_joins_while_the_others_are_asked_where_they_stand_is_not_waited_for():
     """Two workers were to be replaced and came at nearly the same time: the second was there, and the run waited for it."""
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2), hires=True, min_workers=2, capacity_s=60.0)
-    do(machine, WorkersReady(), lost(0), GenerationClaimed(2, True), WorkerJoined(2))
+    do(machine, *first_generation(machine), lost(0), GenerationClaimed(2, True), WorkerJoined(2))
     assert do(machine, stood(machine, 1, 0)) == [ClaimGeneration(3)]
     assert do(machine, GenerationClaimed(3, True)) == [FenceWorkers(3, (1, 2))]
     *_, order = do(machine, WorkerStatusReported(3, WorkerStatus(1, 0, pieces=WHOLE)), WorkerStatusReported(3, WorkerStatus(2)))
@@ -142,7 +142,7 @@ def test_who_joins_while_the_others_are_asked_where_they_stand_is_not_waited_for
 
 def finish(machine, workers):
     """The only step, up to the moment when it has been seen."""
-    *_, last = do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in workers))
+    *_, last = do(machine, *first_generation(machine), *(StepReported(w, 0, 0.1) for w in workers))
     assert last == WriteJournal(0)
     assert do(machine, StepJournalled(0)) == [EmitStep(0)]
     return do(machine, StepEmitted(0))
@@ -176,7 +176,7 @@ def test_a_worker_that_dies_after_ctrl_c_does_not_take_the_last_checkpoint_with_
     """Before Ctrl-C it would have cost nothing; after it the run failed and nothing was saved."""
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
     machine.policy = replace(machine.policy, job_steps=9)
-    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
+    do(machine, *first_generation(machine), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
     ctrl_c = StopRequested("Ctrl-C", interrupt=True, grace_s=1.5)
     assert do(machine, ctrl_c, lost(0)) == [ClaimGeneration(2)]
     do(machine, GenerationClaimed(2, True), stood(machine, 1, 1))
@@ -186,7 +186,15 @@ def test_a_worker_that_dies_after_ctrl_c_does_not_take_the_last_checkpoint_with_
 
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
     machine.policy = replace(machine.policy, job_steps=9)
-    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0), ctrl_c, lost(0))
+    do(
+        machine,
+        *first_generation(machine),
+        *(StepReported(w, 0, 0.1) for w in (0, 1)),
+        StepJournalled(0),
+        StepEmitted(0),
+        ctrl_c,
+        lost(0),
+    )
     assert do(machine, Tick(), now_s=1.0) == []
     (end,) = do(machine, Tick(), now_s=machine.policy.interrupt_s)
     assert end.end == "interrupted", "but nobody waits long"
@@ -217,7 +225,7 @@ def test_a_worker_copies_the_state_of_the_step_and_generation_that_were_asked_fo
 def test_a_validation_whose_callbacks_outlast_a_recovery_is_still_seen():
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2), validates=True, validate_every=1)
     machine.policy = replace(machine.policy, job_steps=3)
-    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
+    do(machine, *first_generation(machine), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
     assert machine.phase is Phase.VALIDATING
     assert do(machine, *(ValidationReported(w, 1) for w in (0, 1))) == [EmitValidation(1)]
     do(machine, lost(0), GenerationClaimed(2, True), stood(machine, 1, 1), PlanAdopted(1, 2))
@@ -267,7 +275,7 @@ def in_a_step(seconds):
     """Two replicas in the step after those that took so long; the time of the last of them is 0."""
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2), step_deadline_s=3.0, step_deadline_times=5.0)
     machine.policy = replace(machine.policy, job_steps=1000)
-    do(machine, WorkersReady())
+    do(machine, *first_generation(machine))
     for step, spent in enumerate(seconds):
         do(machine, *(StepReported(w, step, spent) for w in (0, 1)), StepJournalled(step), StepEmitted(step))
     assert do(machine, StepReported(0, len(seconds), 0.3)) == [], "worker 1 is awaited"
@@ -295,7 +303,8 @@ def test_a_seat_is_weighed_once_a_step_has_been_measured():
     machine = elastic(ParallelPlan.mesh(layers=2), max_workers=2)
     machine.policy = replace(machine.policy, job_steps=1000)
     assert not any(
-        isinstance(action, ChoosePlan) for action in do(machine, WorkersReady(), WorkerJoined(1), Tick(), now_s=10.0)
+        isinstance(action, ChoosePlan)
+        for action in do(machine, *first_generation(machine), WorkerJoined(1), Tick(), now_s=10.0)
     )
     do(machine, StepReported(0, 0, 0.3), StepJournalled(0), StepEmitted(0), now_s=10.3)
     assert ChoosePlan(1, 2) in do(machine, Tick(), now_s=10.5)
@@ -306,7 +315,7 @@ def growing(members):
     machine = elastic(ParallelPlan.mesh(dp=members, layers=2), max_workers=4, hires=True)
     machine.policy = replace(machine.policy, job_steps=1000)
     reports = [StepReported(worker, 0, 0.3) for worker in range(members)]
-    actions = do(machine, WorkersReady(), *reports, StepJournalled(0), StepEmitted(0), Tick())
+    actions = do(machine, *first_generation(machine), *reports, StepJournalled(0), StepEmitted(0), Tick())
     assert [action.workers for action in actions if isinstance(action, StartWorkers)] == [(n,) for n in range(members, 4)]
     return machine
 
@@ -342,7 +351,7 @@ def test_those_who_have_hung_are_told_in_the_right_number():
     told = {}
     for late in ({3}, {1, 3}):
         machine = elastic(ParallelPlan.mesh(dp=4, layers=2), step_deadline_s=3.0, start_deadline_s=3.0)
-        do(machine, WorkersReady(), *(StepReported(worker, 0, 0.1) for worker in {0, 1, 2, 3} - late))
+        do(machine, *first_generation(machine), *(StepReported(worker, 0, 0.1) for worker in {0, 1, 2, 3} - late))
         do(machine, Tick(unheard=frozenset(late)), now_s=50.0)
         told[len(late)] = machine.recovery.why
     assert told[1] == "step 1: worker 3 has not reported for 50.0 s and answers no pings"
@@ -353,7 +362,7 @@ def test_those_who_have_hung_are_told_in_the_right_number():
 def test_a_claim_waits_while_the_network_to_the_control_store_is_broken(answers_at_s):
     """After 10 s the run was given up, with all of its state alive in the workers."""
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
-    do(machine, WorkersReady())
+    do(machine, *first_generation(machine))
     assert do(machine, lost(1), now_s=1.0) == [ClaimGeneration(2)]
     assert do(machine, Tick(), now_s=5.0) == []
     (warning,) = do(machine, Tick(), now_s=6.5)
@@ -389,8 +398,9 @@ def failed_generations(machine, generations, pieces):
 def test_a_worker_that_others_cannot_reach_is_gone_on_without_after_two_generations():
     """The driver reaches all three, so none of them is silent; the run ended after eight generations of the same three."""
     machine = elastic(ParallelPlan.mesh(dp=3, layers=2))
-    machine.policy = replace(machine.policy, job_steps=9, steps_before_run=-1)
-    do(machine, WorkersReady())
+    machine.policy = replace(machine.policy, job_steps=9)
+    do(machine, *first_generation(machine))
+    machine.policy = replace(machine.policy, steps_before_run=-1)
     actions = failed_generations(machine, {2: (2, 1), 3: (1, 0)}, lambda number: WHOLE)
     assert actions == [ClaimGeneration(4)] and machine.membership.gone == {1}, "without it the others reach each other"
     killed, fenced = do(machine, GenerationClaimed(4, True))
@@ -400,8 +410,9 @@ def test_a_worker_that_others_cannot_reach_is_gone_on_without_after_two_generati
 def test_a_worker_with_the_only_copy_is_not_gone_on_without_and_the_error_names_the_network():
     plan = ParallelPlan.mesh(pp=2, layers=2)
     machine = elastic(plan)
-    machine.policy = replace(machine.policy, job_steps=9, steps_before_run=-1)
-    do(machine, WorkersReady())
+    machine.policy = replace(machine.policy, job_steps=9)
+    do(machine, *first_generation(machine))
+    machine.policy = replace(machine.policy, steps_before_run=-1)
     actions = failed_generations(machine, dict.fromkeys(range(2, 10), (1, 0)), lambda n: layout(plan)[n])
     (end,) = actions
     assert not machine.membership.gone and end.end == "failed"
@@ -410,6 +421,6 @@ def test_a_worker_with_the_only_copy_is_not_gone_on_without_and_the_error_names_
 
 def test_one_interruption_while_connecting_costs_no_worker():
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
-    do(machine, WorkersReady())
+    do(machine, *first_generation(machine))
     assert failed_generations(machine, {2: (1, 0)}, lambda number: WHOLE) == [ClaimGeneration(3)]
     assert not machine.membership.gone

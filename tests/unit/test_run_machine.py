@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from helpers.machine_steps import commit, do
+from helpers.machine_steps import begin, commit, do, first_generation
 
 from raypar.elastic.actions import (
     AbortGroups,
@@ -51,11 +51,12 @@ from raypar.errors import (
     UserCodeError,
     WorkerLost,
 )
+from raypar.plan import ParallelPlan
 
 
 def test_two_steps_are_issued_ahead_and_the_next_when_one_has_been_seen():
     machine = RunMachine(RunPolicy(workers=2, job_steps=10))
-    assert do(machine, WorkersReady()) == [RunStep(0), RunStep(1)]
+    assert begin(machine) == [RunStep(0), RunStep(1)]
     assert do(machine, StepReported(0, 0)) == []
     assert do(machine, StepReported(0, 1)) == []
     assert do(machine, StepReported(1, 0)) == [WriteJournal(0)]
@@ -65,7 +66,7 @@ def test_two_steps_are_issued_ahead_and_the_next_when_one_has_been_seen():
 
 def test_no_step_is_issued_beyond_a_validation_and_both_follow_in_order():
     machine = RunMachine(RunPolicy(workers=2, job_steps=4, validates=True, validate_every=2, save_every=2))
-    do(machine, WorkersReady())
+    begin(machine)
     assert commit(machine, 0) == []
     assert machine.phase is Phase.FLUSHING
     assert commit(machine, 1) == [StartCheckpoint(2)], "first: a validation may fail"
@@ -79,9 +80,9 @@ def test_no_step_is_issued_beyond_a_validation_and_both_follow_in_order():
 def test_a_resumed_run_whose_rates_follow_a_validation_that_its_checkpoint_lacks_validates_first():
     """The checkpoint after 2 steps was saved before the validation there, which an undisturbed run has."""
     policy = RunPolicy(workers=2, job_steps=4, steps_before_run=2, validates=True, validate_every=2, save_every=2)
-    assert do(RunMachine(policy), WorkersReady()) == [RunStep(2), RunStep(3)]
+    assert begin(RunMachine(policy)) == [RunStep(2), RunStep(3)]
     machine = RunMachine(replace(policy, validates_first=True))
-    assert do(machine, WorkersReady()) == [Validate(2)]
+    assert begin(machine) == [Validate(2)]
     do(machine, ValidationReported(1, 2))
     assert do(machine, ValidationReported(0, 2)) == [EmitValidation(2)]
     assert do(machine, ValidationEmitted(2)) == [RunStep(2), RunStep(3)]
@@ -91,13 +92,15 @@ def test_a_resumed_run_whose_rates_follow_a_validation_that_its_checkpoint_lacks
 def test_a_replay_runs_a_validation_in_doubt_again_before_the_steps_that_follow_it(stopped: bool):
     """Six steps were seen; silent corruption was found before the validation after four. Who stops the run in that validation
     gets what was seen, too."""
-    policy = RunPolicy(workers=1, job_steps=9, validates=True, validate_every=4, rates_follow_validations=True)
-    machine = RunMachine(policy)
+    policy = RunPolicy(
+        workers=1, job_steps=9, steps_before_run=3, validates=True, validate_every=4, rates_follow_validations=True
+    )
+    machine = RunMachine(policy, ParallelPlan.mesh(layers=1))
     p, trust = machine.progress, machine.trust
     p.emitted = p.journalled = 6
     p.issued = p.committed = trust.agreed = 3
     p.served_flush_point, p.validated, trust.doubted_steps, p.doubted_validations = 4, 4, range(3, 6), (4,)
-    assert do(machine, WorkersReady()) == [RunStep(3)]
+    assert begin(machine) == [RunStep(3)]
     assert do(machine, StepReported(0, 3)) == [CompareReplayedStep(3, True), Validate(4)]
     assert do(machine, ValidationReported(0, 4)) == [EmitValidation(4, again=True)]
     if stopped:
@@ -111,7 +114,7 @@ def test_a_replay_runs_a_validation_in_doubt_again_before_the_steps_that_follow_
 
 def test_the_run_ends_when_its_last_checkpoint_is_complete():
     machine = RunMachine(RunPolicy(workers=2, job_steps=1))
-    do(machine, WorkersReady())
+    begin(machine)
     assert commit(machine, 0) == [StartCheckpoint(1)]
     assert do(machine, AllWorkersCopiedState(1)) == []
     assert do(machine, CheckpointSaved(1)) == [Teardown("done", "the only step is done", 1)]
@@ -119,7 +122,7 @@ def test_the_run_ends_when_its_last_checkpoint_is_complete():
 
 def test_a_stop_asked_for_in_a_callback_ends_the_run_after_exactly_one_more_step():
     machine = RunMachine(RunPolicy(workers=2, job_steps=100))
-    do(machine, WorkersReady())
+    begin(machine)
     assert commit(machine, 0, stop="early stop") == []
     assert commit(machine, 1) == [StartCheckpoint(2)]
     do(machine, AllWorkersCopiedState(2))
@@ -128,7 +131,7 @@ def test_a_stop_asked_for_in_a_callback_ends_the_run_after_exactly_one_more_step
 
 def test_stop_at_step_ends_with_a_checkpoint_and_without_the_last_validation():
     machine = RunMachine(RunPolicy(workers=2, job_steps=100, stop_at=2, validates=True))
-    assert do(machine, WorkersReady()) == [RunStep(0), RunStep(1)]
+    assert begin(machine) == [RunStep(0), RunStep(1)]
     commit(machine, 0)
     assert commit(machine, 1) == [StartCheckpoint(2)]
 
@@ -136,7 +139,7 @@ def test_stop_at_step_ends_with_a_checkpoint_and_without_the_last_validation():
 @pytest.mark.parametrize(("stop_at", "said"), [(1, "1 step"), (2, "2 steps")])
 def test_a_run_that_stops_at_a_step_says_after_how_many(stop_at: int, said: str):
     machine = RunMachine(RunPolicy(workers=2, job_steps=100, stop_at=stop_at))
-    do(machine, WorkersReady())
+    begin(machine)
     for step in range(stop_at):
         commit(machine, step)
     do(machine, AllWorkersCopiedState(stop_at))
@@ -145,12 +148,12 @@ def test_a_run_that_stops_at_a_step_says_after_how_many(stop_at: int, said: str)
 
 def test_a_finished_job_that_is_resumed_ends_without_training_or_saving_again():
     machine = RunMachine(RunPolicy(workers=2, job_steps=5, steps_before_run=5, validates=True, validate_every=5))
-    assert do(machine, WorkersReady()) == [Teardown("done", "all 5 steps are done", 5)]
+    assert begin(machine) == [Teardown("done", "all 5 steps are done", 5)]
 
 
 def test_an_interrupt_finishes_the_steps_in_flight_and_saves():
     machine = RunMachine(RunPolicy(workers=2, job_steps=100))
-    do(machine, WorkersReady())
+    begin(machine)
     assert do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2)) == []
     commit(machine, 0)
     assert commit(machine, 1) == [StartCheckpoint(2)]
@@ -160,7 +163,7 @@ def test_an_interrupt_finishes_the_steps_in_flight_and_saves():
 
 def test_an_interrupted_step_that_outlasts_its_grace_is_aborted_and_never_happened():
     machine = RunMachine(RunPolicy(workers=2, job_steps=100))
-    do(machine, WorkersReady())
+    begin(machine)
     commit(machine, 0)
     do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 10.0)
     assert do(machine, Tick(), 11.9) == []
@@ -179,7 +182,7 @@ def applied(machine: RunMachine, step: int) -> None:
 def test_slow_callbacks_of_steps_that_all_workers_have_applied_are_waited_for_after_an_interrupt_and_the_state_is_saved():
     """They had 1.5 s; then nothing was saved of the steps since the last checkpoint."""
     machine = RunMachine(RunPolicy(workers=2, job_steps=100))
-    do(machine, WorkersReady())
+    begin(machine)
     do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 10.0)
     for step in (0, 1):
         applied(machine, step)
@@ -190,7 +193,7 @@ def test_slow_callbacks_of_steps_that_all_workers_have_applied_are_waited_for_af
 
 def test_a_callback_that_hangs_after_an_interrupt_ends_the_run_which_says_what_was_waited_for():
     machine = RunMachine(RunPolicy(workers=2, job_steps=100, elastic=True))
-    do(machine, WorkersReady())
+    begin(machine)
     commit(machine, 0)
     do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 10.0)
     for step in (1, 2):
@@ -203,7 +206,7 @@ def test_a_callback_that_hangs_after_an_interrupt_ends_the_run_which_says_what_w
 def test_callbacks_of_a_validation_have_no_deadline_until_an_interrupt():
     """After ten minutes the workers, which had all answered, were blamed."""
     machine = RunMachine(RunPolicy(workers=2, job_steps=100, validates=True, validate_every=1, elastic=True))
-    do(machine, WorkersReady())
+    begin(machine)
     assert commit(machine, 0) == [Validate(1)]
     do(machine, ValidationReported(0, 1))
     assert do(machine, ValidationReported(1, 1)) == [EmitValidation(1)]
@@ -216,7 +219,7 @@ def test_callbacks_of_a_validation_have_no_deadline_until_an_interrupt():
 
 def test_workers_that_stand_at_different_steps_after_an_abort_save_nothing_new():
     machine = RunMachine(RunPolicy(workers=2, job_steps=100))
-    do(machine, WorkersReady())
+    begin(machine)
     commit(machine, 0)
     do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 10.0)
     do(machine, Tick(), 12.1)
@@ -227,7 +230,7 @@ def test_workers_that_stand_at_different_steps_after_an_abort_save_nothing_new()
 
 def test_the_cause_of_a_failure_is_the_user_code_not_the_workers_that_waited_for_it():
     machine = RunMachine(RunPolicy(workers=3, job_steps=10))
-    do(machine, WorkersReady())
+    begin(machine)
     (abort,) = do(machine, CallFailed("aborted", GroupAborted("connection closed"), 0))
     assert isinstance(abort, AbortGroups)
     assert do(machine, CallFailed("aborted", GroupAborted("connection closed"), 2)) == []
@@ -237,14 +240,14 @@ def test_the_cause_of_a_failure_is_the_user_code_not_the_workers_that_waited_for
 
 def test_a_lost_worker_ends_the_run_at_once():
     machine = RunMachine(RunPolicy(workers=2, job_steps=10))
-    do(machine, WorkersReady())
+    begin(machine)
     abort, teardown = do(machine, CallFailed("lost", WorkerLost("worker 1 died"), 1))
     assert isinstance(abort, AbortGroups) and isinstance(teardown.error, WorkerLost)
 
 
 def test_without_a_cause_the_symptom_is_reported_after_a_while():
     machine = RunMachine(RunPolicy(workers=2, job_steps=10))
-    do(machine, WorkersReady())
+    begin(machine)
     do(machine, CallFailed("aborted", GroupAborted("connection closed"), 0), 5.0)
     assert do(machine, Tick(), 6.0) == []
     (teardown,) = do(machine, Tick(), 8.5)
@@ -253,7 +256,7 @@ def test_without_a_cause_the_symptom_is_reported_after_a_while():
 
 def test_a_hung_worker_is_named_and_its_stack_is_in_the_error():
     machine = RunMachine(RunPolicy(workers=2, job_steps=10))
-    do(machine, WorkersReady(), 0.0)
+    begin(machine, 0.0)
     commit(machine, 0)
     do(machine, StepReported(0, 1, 0.1), 1.0)
     assert do(machine, Tick(), 59.0) == []
@@ -268,7 +271,7 @@ def test_a_hung_worker_is_named_and_its_stack_is_in_the_error():
 def test_a_callback_that_takes_long_makes_no_worker_late(elastic):
     """The next step is issued when the one before has been seen: its time begins then, not with the last report."""
     machine = RunMachine(RunPolicy(workers=2, job_steps=100, step_deadline_s=3.0, step_deadline_times=5.0, elastic=elastic))
-    do(machine, WorkersReady())
+    begin(machine)
     for step in range(2):
         for rank in range(2):
             do(machine, StepReported(rank, step, 0.1), now_s=0.1 * (step + 1))
@@ -284,7 +287,7 @@ def test_a_callback_that_takes_long_makes_no_worker_late(elastic):
 
 def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run():
     machine = RunMachine(RunPolicy(workers=2, job_steps=4, save_every=2))
-    do(machine, WorkersReady())
+    begin(machine)
     commit(machine, 0)
     assert commit(machine, 1) == [StartCheckpoint(2)]
     warn, *steps = do(machine, CheckpointFailed(2, OSError("no space left on device")))
@@ -297,7 +300,7 @@ FULL = CheckpointFailed(1, OSError("no space left on device"))
 def unsaved(when: str, **policy) -> RunMachine:
     """A run whose last checkpoint has failed: as the state was copied, or as it was written."""
     machine = RunMachine(RunPolicy(workers=2, job_steps=1, **policy))
-    do(machine, WorkersReady())
+    begin(machine)
     commit(machine, 0)
     if when == "written":
         do(machine, AllWorkersCopiedState(1), 1.0)
@@ -325,7 +328,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_waits_for_the_disk_and_is
 
 def test_a_checkpoint_that_fails_is_told_with_the_cure_in_its_own_line():
     machine = RunMachine(RunPolicy(workers=2, job_steps=9, save_every=1))
-    do(machine, WorkersReady())
+    begin(machine)
     commit(machine, 0)
     do(machine, AllWorkersCopiedState(1))
     told, *_ = do(machine, CheckpointFailed(1, CheckpointError("cannot write c: No space left", "free disk space")))
@@ -353,7 +356,7 @@ def test_a_run_whose_last_checkpoint_fails_for_five_minutes_has_failed():
 def test_the_error_of_a_run_that_was_not_saved_says_what_is_lost_and_from_where_it_goes_on():
     """It named the file that could not be written."""
     machine = RunMachine(RunPolicy(workers=2, job_steps=2, save_every=1, save_wait_s=0.0))
-    do(machine, WorkersReady())
+    begin(machine)
     commit(machine, 0)
     do(machine, AllWorkersCopiedState(1))
     do(machine, CheckpointSaved(1))
@@ -365,7 +368,7 @@ def test_the_error_of_a_run_that_was_not_saved_says_what_is_lost_and_from_where_
     assert teardown.error.cure == "make it writable; then `raypar resume` goes on from the checkpoint after 1 step"
     lease = LeaseLostError("another process has the lease")
     machine = RunMachine(RunPolicy(workers=2, job_steps=1, save_wait_s=0.0))
-    do(machine, WorkersReady())
+    begin(machine)
     commit(machine, 0)
     assert do(machine, CheckpointFailed(1, lease))[-1].error is lease
 
@@ -376,7 +379,7 @@ def test_a_run_whose_last_checkpoint_fails_ends_at_once_where_nobody_is_to_wait(
     (teardown,) = do(machine, Tick(), 5.2)
     assert teardown.end == "failed" and teardown.error.__cause__ is FULL.error
     machine = RunMachine(RunPolicy(workers=2, job_steps=1, save_wait_s=0.0))
-    do(machine, WorkersReady())
+    begin(machine)
     commit(machine, 0)
     _, teardown = do(machine, FULL)
     assert teardown.end == "failed" and "no earlier checkpoint" in teardown.why
@@ -384,7 +387,7 @@ def test_a_run_whose_last_checkpoint_fails_ends_at_once_where_nobody_is_to_wait(
 
 def test_a_run_whose_state_cannot_be_saved_waits_for_no_disk():
     machine = RunMachine(RunPolicy(workers=2, job_steps=1))
-    do(machine, WorkersReady())
+    begin(machine)
     commit(machine, 0)
     error = StateNotKeptError("a list", cure="a tensor")
     warning, teardown = do(machine, CheckpointFailed(1, error))
@@ -393,7 +396,7 @@ def test_a_run_whose_state_cannot_be_saved_waits_for_no_disk():
 
 def test_an_event_without_a_rule_raises_with_the_story():
     machine = RunMachine(RunPolicy(workers=2, job_steps=4))
-    do(machine, WorkersReady())
+    begin(machine)
     with pytest.raises(UnexpectedEvent, match=r"WorkersReady\(\) while running(.|\n)*RunStep\(step=1"):
         do(machine, WorkersReady())
 
@@ -423,7 +426,7 @@ class World:
         self.applied = [self.policy.steps_before_run] * self.policy.workers
         self.fault = pick([None, None, None, "user", "lost", "stop", "interrupt", "hang"])
         self.disk_full = pick([0.0, 0.0, 0.5])
-        self.put("start", WorkersReady())
+        self.put("start", *first_generation(self.machine))
         if self.fault in ("user", "lost"):
             error = UserCodeError("boom") if self.fault == "user" else WorkerLost("gone")
             self.put("fault", *[None] * self.random.randint(0, 30), CallFailed(self.fault, error, 0))
@@ -528,7 +531,7 @@ def test_every_order_of_events_keeps_the_promises(block):
 def cuts_of(policy, steps, seconds, mirror_seconds):
     """Which steps of an undisturbed run take a cut; a cut costs `mirror_seconds` in the step after it."""
     machine = RunMachine(policy)
-    pending, taken = deque([WorkersReady()]), []
+    pending, taken = deque(first_generation(machine)), []
     while pending:
         for action in do(machine, pending.popleft()):
             match action:

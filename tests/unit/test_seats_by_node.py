@@ -4,6 +4,7 @@ import random
 from itertools import combinations, permutations
 
 import pytest
+from helpers.machine_steps import begin
 
 from raypar.elastic.actions import AdoptPlan, StartWorkers
 from raypar.elastic.events import (
@@ -15,7 +16,6 @@ from raypar.elastic.events import (
     StepReported,
     Tick,
     WorkerJoined,
-    WorkersReady,
     WorkerStatusReported,
 )
 from raypar.elastic.run_machine import RunMachine
@@ -92,8 +92,8 @@ def test_a_lost_worker_is_replaced_by_one_that_does_not_share_the_node_of_the_co
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
     machine = RunMachine(RunPolicy(workers=4, job_steps=9, elastic=True, grow=False), plan=plan, held_pieces=layout)
     machine.membership.nodes = {0: "x", 1: "y", 2: "y", 3: "x", 4: "x", 5: "y"}
+    begin(machine)
     events = [
-        WorkersReady(),
         WorkerJoined(4),
         WorkerJoined(5),
         CallFailed("lost", WorkerLost("worker 1 died"), 1),
@@ -126,6 +126,7 @@ def running_on_demand(on_demand, nodes=None, zones=None):
     machine = RunMachine(policy, plan=plan, held_pieces=layout)
     machine.hiring.on_demand.update(on_demand)
     machine.membership.nodes, machine.membership.zones = nodes or {}, zones or {}
+    begin(machine)
     return machine
 
 
@@ -144,24 +145,24 @@ LOST_0 = CallFailed("lost", WorkerLost("worker 0 died"), 0)
 
 def test_a_lost_on_demand_worker_is_replaced_by_an_on_demand_worker():
     machine = running_on_demand({0, 2, 5})
-    joined = [WorkersReady(), WorkerJoined(4), WorkerJoined(5), LOST_0, GenerationClaimed(2, True)]
+    joined = [WorkerJoined(4), WorkerJoined(5), LOST_0, GenerationClaimed(2, True)]
     assert orders(machine, *joined, *stands(2, {1: 0, 2: 0, 3: 0, 4: None, 5: None})) == [(1, 5, 2, 3)]
     machine = running_on_demand({0, 2, 5})
     lost_3 = CallFailed("lost", WorkerLost("worker 3 died"), 3)
-    joined[3] = lost_3
+    joined[2] = lost_3
     assert orders(machine, *joined, *stands(2, {0: 0, 1: 0, 2: 0, 4: None, 5: None})) == [(0, 1, 2, 4)], "it may be needed"
 
 
 def test_a_lost_worker_is_replaced_by_one_in_another_zone_than_its_copy():
     nodes, zones = dict(enumerate("abcdef")), dict.fromkeys("abc", "z1") | dict.fromkeys("df", "z2") | {"e": "z1"}
     machine = running_on_demand((), nodes, zones)
-    joined = [WorkersReady(), WorkerJoined(4), WorkerJoined(5), LOST_0, GenerationClaimed(2, True)]
+    joined = [WorkerJoined(4), WorkerJoined(5), LOST_0, GenerationClaimed(2, True)]
     assert orders(machine, *joined, *stands(2, {1: 0, 2: 0, 3: 0, 4: None, 5: None})) == [(1, 5, 2, 3)]
 
 
 def test_a_worker_on_a_spot_node_holds_the_seat_of_an_on_demand_worker_until_one_comes():
     machine = running_on_demand({0, 2})
-    joined = [WorkersReady(), WorkerJoined(4), LOST_0, GenerationClaimed(2, True)]
+    joined = [WorkerJoined(4), LOST_0, GenerationClaimed(2, True)]
     assert orders(machine, *joined, *stands(2, {1: 0, 2: 0, 3: 0, 4: None})) == [(1, 4, 2, 3)]
     actions = [d.action for w in (1, 2, 3, 4) for d in machine.handle(PlanAdopted(w, 2), 0.0)]
     reports = [StepReported(w, 0, 0.3, generation=2) for w in (1, 2, 3, 4)]

@@ -1,5 +1,7 @@
 """Who takes which seat of a plan with shards after a loss: replicas that are left go on, on one node where that can be."""
 
+from helpers.machine_steps import begin, first_generation
+
 from raypar.elastic.actions import AdoptPlan, ChoosePlan
 from raypar.elastic.events import (
     CallFailed,
@@ -8,7 +10,6 @@ from raypar.elastic.events import (
     StepJournalled,
     StepReported,
     WorkerJoined,
-    WorkersReady,
     WorkerStatusReported,
 )
 from raypar.elastic.run_machine import RunMachine
@@ -34,7 +35,7 @@ def after(plan, dead, nodes=None, new=()):
     machine = RunMachine(RunPolicy(workers=plan.world, job_steps=9, elastic=True, grow=False), plan=plan, held_pieces=held)
     machine.membership.nodes = nodes or {}
     events = [
-        WorkersReady(),
+        *first_generation(machine),
         *map(WorkerJoined, new),
         *(CallFailed("lost", WorkerLost("died"), w) for w in dead),
         GenerationClaimed(2, True),
@@ -95,7 +96,7 @@ def test_stragglers_are_compared_with_replicas_of_the_same_shard():
     """Shards of a ragged split have unequal work."""
     plan = ParallelPlan.mesh(dp=2, tp=2, layers=2)
     machine = RunMachine(RunPolicy(workers=4, job_steps=9, straggler_steps=3), plan=plan)
-    machine.handle(WorkersReady(), 0.0)
+    begin(machine)
     actions = []
     for step in range(3):
         for worker, busy_s in enumerate((0.01, 0.05, 0.04, 0.05)):

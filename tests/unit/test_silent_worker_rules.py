@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from helpers.machine_steps import commit, do
+from helpers.machine_steps import begin, commit, do
 
 from raypar.actors.members_file_text import MembersFileText
 from raypar.elastic.actions import AbortGroups, RequestStacks, StartCheckpoint, Teardown, TellUser, Validate, WarnUser
@@ -21,7 +21,6 @@ from raypar.elastic.events import (
     ValidationReported,
     WorkerAnswered,
     WorkerSilent,
-    WorkersReady,
 )
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
@@ -34,7 +33,7 @@ from raypar.plan import ParallelPlan
 def running(**policy):
     """Two workers in the step after the second, of 0.1 s each. The time is 0."""
     machine = RunMachine(RunPolicy(workers=2, job_steps=10, **policy))
-    do(machine, WorkersReady())
+    begin(machine)
     for step in range(2):
         commit(machine, step)
     return machine
@@ -88,7 +87,7 @@ def test_the_deadline_of_a_step_does_not_count_while_somebody_is_waited_for_and_
 def test_the_deadlines_of_a_pass_are_moved_by_the_wait(due):
     policy = {"validation": {"validates": True, "validate_every": 2}, "save": {"save_every": 2}, "end": {"save_every": 2}}[due]
     machine = RunMachine(RunPolicy(workers=2, job_steps=2 if due == "end" else 10, pass_deadline_s=30.0, **policy))
-    do(machine, WorkersReady())
+    begin(machine)
     for step in range(2):
         do(machine, StepReported(0, step, 0.1))
         do(machine, StepReported(1, step, 0.1))
@@ -178,13 +177,13 @@ def test_the_start_waits_too():
     silent(machine)
     assert ticks(machine, 11, 30) == []
     do(machine, WorkerAnswered(1), 30.0)
-    do(machine, WorkersReady(), 31.0)
+    begin(machine, 31.0)
     assert machine.phase is Phase.RUNNING
 
 
 def test_an_elastic_run_begins_a_recovery_as_before():
     machine = RunMachine(RunPolicy(workers=2, job_steps=10, elastic=True), plan=ParallelPlan.mesh(dp=2, layers=2))
-    do(machine, WorkersReady())
+    begin(machine)
     do(machine, WorkerSilent(1, 10.0), 10.0)
     assert machine.phase is Phase.CLAIMING and not machine.health.silent_since_s
 

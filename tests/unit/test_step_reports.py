@@ -27,6 +27,7 @@ def report(loss: float = 1.0) -> dict:
 def reports() -> StepReports:
     plan = ParallelPlan.mesh(dp=2)
     machine = RunMachine(RunPolicy(workers=2, job_steps=10), plan=plan)
+    machine.membership.generation = 1
     machine.membership.members = (5, 3)
     return StepReports(machine, SimpleNamespace(passes=lambda plan: (4, 0)))
 

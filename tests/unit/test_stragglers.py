@@ -3,8 +3,10 @@
 import random
 import statistics
 
+from helpers.machine_steps import begin
+
 from raypar.elastic.actions import ClaimGeneration, ReportStraggler
-from raypar.elastic.events import StepEmitted, StepJournalled, StepReported, StopRequested, WorkersReady
+from raypar.elastic.events import StepEmitted, StepJournalled, StepReported, StopRequested
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.stragglers import StragglerWatch, median_of_others
@@ -99,7 +101,7 @@ def run(machine, count, slow=(3,), first=0):
 def machine(**policy):
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
     made = RunMachine(RunPolicy(workers=4, job_steps=500, **({"elastic": True, "hires": True} | policy)), plan=plan)
-    made.handle(WorkersReady(), 0.0)
+    begin(made)
     return made
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers.hash_body import Job
+from helpers.machine_steps import first_generation
 from helpers.protocol import KINDS, random_faults, simulate
 from helpers.transitions import declared_transitions, record_transitions
 from test_recovery_rules import WHOLE, do, layout, lost
@@ -61,6 +62,8 @@ SILENT = WorkerSilent(1, 10.0)
 ENDED = Tick(unheard=frozenset({1}), ended=frozenset({1}))
 FULL = CheckpointFailed(1, OSError("full"))
 LATE_S = 10_000.0
+ADOPTED = [PlanAdopted(0, 1), PlanAdopted(1, 1)]
+STACKS = StacksReported("worker 1 waits")
 
 
 def broke(generation):
@@ -80,7 +83,7 @@ def start(workers=2, pp=1, **policy):
 def run(steps=0, **policy):
     """A run after so many steps that people have seen; the next ones are issued."""
     machine = start(**policy)
-    do(machine, WorkersReady())
+    do(machine, *first_generation(machine))
     for step in range(steps):
         do(machine, *reports(machine, step), StepJournalled(step), StepEmitted(step))
     return machine
@@ -126,6 +129,19 @@ def arrive(phase, **policy):
             return sent(arrive(P.STANDING, **policy), stood(2, 0, 0), stood(2, 1, 0))
         case P.WAITING:
             return arrive(P.ADOPTING, **({"min_workers": 3} | policy))
+
+
+def beginning(phase, **policy):
+    """A run on the way to its first generation."""
+    machine = start(**policy)
+    if phase is P.PLANNING:  # the first stage has nobody
+        machine = start(pp=2, **policy)
+        do(machine, DrainRequested(0, ""))
+    for event in first_generation(machine):
+        if machine.phase is phase:
+            return machine
+        do(machine, event)
+    raise AssertionError(machine.phase)
 
 
 def sent(machine, *events, now_s=0.0):
@@ -182,15 +198,25 @@ def out_of_memory(worker):
 
 SCENES = {
     # the start
-    "a job of no steps is saved": (lambda: start(job_steps=0), [WorkersReady()], P.SAVING),
-    "a worker was drained before the first step": (lambda: sent(start(), DrainRequested(1, "")), [WorkersReady()], P.CLAIMING),
-    "a resumed job of one more step": (lambda: start(steps_before_run=8), [WorkersReady()], P.FLUSHING),
-    "a finished job": (lambda: start(steps_before_run=9), [WorkersReady()], P.OVER),
+    "the workers have started": (lambda: start(), [WorkersReady()], P.CLAIMING),
+    "a job of no steps is saved": (lambda: beginning(P.ADOPTING, job_steps=0), ADOPTED, P.SAVING),
+    "a resumed job of one more step": (lambda: beginning(P.ADOPTING, steps_before_run=8), ADOPTED, P.FLUSHING),
+    "a finished job": (lambda: beginning(P.ADOPTING, steps_before_run=9), ADOPTED, P.OVER),
     "forward passes over what a finished job has trained": (
-        lambda: start(steps_before_run=9, forward_passes=2),
-        [WorkersReady()],
+        lambda: beginning(P.ADOPTING, steps_before_run=9, forward_passes=2),
+        ADOPTED,
         P.VALIDATING,
     ),
+    "a run is stopped while its first generation is claimed": (lambda: beginning(P.CLAIMING), [CTRL_C], P.OVER),
+    "a run is stopped while its workers are asked for the first time": (lambda: beginning(P.STANDING), [CTRL_C], P.OVER),
+    "a run is stopped while its first plan is chosen anew": (lambda: beginning(P.PLANNING), [CTRL_C], P.OVER),
+    "a run is stopped while its stages are built": (lambda: beginning(P.ADOPTING), [CTRL_C], P.OVER),
+    "a worker hangs when it is asked for the first time": (
+        lambda: sent(beginning(P.STANDING), Tick(), now_s=LATE_S),
+        [STACKS],
+        P.OVER,
+    ),
+    "a worker hangs while its stages are built": (lambda: sent(beginning(P.ADOPTING), Tick(), now_s=LATE_S), [STACKS], P.OVER),
     "a connection breaks at the start": (lambda: not_elastic(P.STARTING), [broke(1)], P.FAILING),
     "a worker dies at the start": (lambda: arrive(P.STARTING), [lost(1)], P.CLAIMING),
     "user code fails at the start": (lambda: arrive(P.STARTING), [MISTAKE], P.OVER),
@@ -256,6 +282,7 @@ SCENES = {
     # between two steps
     "Ctrl-C's grace ends in a validation": (lambda: sent(arrive(P.VALIDATING), CTRL_C), [Tick()], P.ABORTING),
     "a validation hangs while a checkpoint is written": (lambda: writing(not_elastic(P.VALIDATING)), [Tick()], P.FAILING),
+    "a connection breaks in a validation": (lambda: not_elastic(P.VALIDATING), [broke(1)], P.FAILING),
     "a validation hangs": (lambda: not_elastic(P.VALIDATING), [Tick()], P.OVER),
     "a worker dies in a checkpoint": (lambda: arrive(P.SAVING), [lost(1)], P.CLAIMING),
     "a worker dies in a checkpoint once too often": (lambda: spent(arrive(P.SAVING)), [lost(1)], P.OVER),
@@ -620,5 +647,5 @@ def test_a_phase_that_the_row_does_not_name_raises_with_the_story(monkeypatch):
     row = TABLE[P.RUNNING, Tick]
     wrong = TransitionRow(row.phases, Tick, "wrong", lambda m, event: P.VALIDATING, row.to)
     monkeypatch.setitem(TABLE, (P.RUNNING, Tick), wrong)
-    with pytest.raises(UnexpectedEvent, match=r"Tick.*led from running to validating(.|\n)*WorkersReady.*RunStep"):
+    with pytest.raises(UnexpectedEvent, match=r"Tick.*led from running to validating(.|\n)*PlanAdopted.*RunStep"):
         do(machine, Tick())

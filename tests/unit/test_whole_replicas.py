@@ -5,6 +5,8 @@ The machine alone, event by event; `tests/chaos/test_growing_start.py` runs it a
 
 from dataclasses import replace
 
+from helpers.machine_steps import begin, first_generation
+
 from raypar.elastic.actions import (
     AdoptPlan,
     ChoosePlan,
@@ -29,7 +31,6 @@ from raypar.elastic.events import (
     Tick,
     WorkerJoined,
     WorkerPlaced,
-    WorkersReady,
     WorkerStartFailed,
     WorkerStatusReported,
 )
@@ -52,17 +53,17 @@ def made(plan, **policy):
     return RunMachine(RunPolicy(**(limits | {"replica_size": shards} | policy)), plan, lambda plan: ((),) * plan.world)
 
 
-def started(first, pending=(), plan=FOUR, groups=((0, 1), (2, 3)), **policy):
-    """A run whose first plan has been trained for a step; the workers `pending` have no place yet."""
+def started(first, plan=FOUR, groups=((0, 1), (2, 3)), **policy):
+    """A run whose first plan has been trained for a step; the workers of `groups` without a seat have no place yet."""
     machine = made(plan, **policy)
     members = tuple(range(first.world))
-    do(machine, FirstWorkersPlaced(first, members, (), tuple(pending), groups), WorkersReady())
+    do(machine, *first_generation(machine, FirstWorkersPlaced(first, members, (), groups)))
     do(machine, *(StepReported(worker, 0, 0.3) for worker in members), StepJournalled(0), StepEmitted(0))
     return machine
 
 
 def test_a_run_begins_with_the_first_plan_and_grows_when_the_others_have_joined():
-    machine = started(PAIR, pending=(2, 3))
+    machine = started(PAIR)
     assert machine.membership.members == (0, 1) and machine.membership.plan == PAIR
     assert machine.hiring.starting == {2, 3} and do(machine, Tick()) == [], "nobody else is asked for"
     do(machine, WorkerPlaced(2), WorkerPlaced(3))
@@ -71,7 +72,7 @@ def test_a_run_begins_with_the_first_plan_and_grows_when_the_others_have_joined(
 
 
 def test_half_a_replica_is_not_seated_before_its_other_half_has_joined_unless_a_seat_is_empty():
-    machine = started(PAIR, pending=(2, 3))
+    machine = started(PAIR)
     do(machine, WorkerPlaced(2), WorkerPlaced(3), WorkerJoined(2), DrainRequested(1, "its machine is wanted"))
     do(machine, StepReported(0, 1, 0.3), StepReported(1, 1, 0.3), StepReported(0, 2, 0.3), StepReported(1, 2, 0.3))
     stands = [WorkerStatusReported(2, WorkerStatus(worker, 3)) for worker in (0, 1, 2)]
@@ -88,33 +89,33 @@ def test_missing_replicas_are_asked_for_whole():
         4,
     }
     fresh = made(PAIR, max_workers=5)
-    do(fresh, FirstWorkersPlaced(PAIR, (0, 1)), WorkersReady())
+    do(fresh, *first_generation(fresh, FirstWorkersPlaced(PAIR, (0, 1))))
     assert [a for a in do(fresh, Tick()) if isinstance(a, StartWorkers)] == [StartWorkers((2, 3)), StartWorkers((4,))]
 
 
 def test_workers_that_join_before_the_first_step_wait_for_a_seat():
     machine = made(FOUR)
-    do(machine, FirstWorkersPlaced(PAIR, (0, 1), (2, 3), (), ((0, 1), (2, 3))), WorkerJoined(2), WorkerJoined(3))
+    do(machine, FirstWorkersPlaced(PAIR, (0, 1), (2, 3), ((0, 1), (2, 3))), WorkerJoined(2), WorkerJoined(3))
     assert machine.membership.spares == {2, 3}
-    assert {type(action) for action in do(machine, WorkersReady())} == {RunStep}
+    assert {type(action) for action in begin(machine)} == {RunStep}
 
 
 def test_before_the_first_step_a_worker_without_a_seat_is_drained_and_a_failed_start_is_tried_again():
     machine = made(FOUR)
-    do(machine, FirstWorkersPlaced(PAIR, (0, 1), (), (2, 3), ((0, 1), (2, 3))))
+    do(machine, FirstWorkersPlaced(PAIR, (0, 1), (), ((0, 1), (2, 3))))
     assert do(machine, DrainRequested(2, "its machine is wanted")) == [KillWorker(2, "drained")]
     do(machine, WorkerStartFailed(3, WorkerLost("its placement group was removed")))
     assert machine.hiring.starting == set() and machine.hiring.retry_at_s > 0.0
-    do(machine, WorkersReady())
+    do(machine, *first_generation(machine))
     assert [a for a in do(machine, Tick(), now_s=60.0) if isinstance(a, StartWorkers)] == [StartWorkers((4, 5))]
 
 
 def test_a_replica_without_a_place_fails_once_and_a_shard_that_has_one_goes_on():
-    machine = started(PAIR, pending=(2, 3))
+    machine = started(PAIR)
     failed = [WorkerStartFailed(worker, WorkerLost("its placement group was removed")) for worker in (2, 3)]
     (warned,) = do(machine, *failed)
     assert warned.text.startswith("workers 2, 3 could not be started") and machine.hiring.failures == 1
-    machine = started(PAIR, pending=(2, 3))
+    machine = started(PAIR)
     do(machine, WorkerPlaced(2), WorkerPlaced(3), failed[0])
     assert machine.hiring.starting == {3}
 
@@ -127,7 +128,7 @@ def declined(machine, world, now_s=0.0):
 
 def test_a_seat_that_is_not_worth_the_move_is_declined_and_its_worker_given_back_once():
     pair = ParallelPlan.mesh(dp=2, layers=2)
-    machine = started(pair, (), plan=pair, groups=(), max_workers=3)
+    machine = started(pair, plan=pair, groups=(), max_workers=3)
     assert machine.hiring.starting == {2}
     assert do(machine, WorkerPlaced(2), WorkerJoined(2)) == [ChoosePlan(1, 3)]
     told, stored, released = declined(machine, 3)
@@ -139,7 +140,7 @@ def test_a_seat_that_is_not_worth_the_move_is_declined_and_its_worker_given_back
 
 def test_a_worker_that_may_keep_the_only_mirror_snapshot_is_not_given_back():
     pair = ParallelPlan.mesh(dp=2, layers=2)
-    machine = started(pair, (), plan=pair, groups=(), max_workers=3, mirror_every=2)
+    machine = started(pair, plan=pair, groups=(), max_workers=3, mirror_every=2)
     do(machine, WorkerPlaced(2), WorkerJoined(2))
     machine.membership.had_seat.add(2)
     assert [a for a in declined(machine, 2) if isinstance(a, ReleaseWorkers)] == []
@@ -151,7 +152,7 @@ def test_a_worker_that_may_keep_the_only_mirror_snapshot_is_not_given_back():
 def test_nobody_is_given_back_while_a_checkpoint_is_written():
     """One that had a seat before may still write its share."""
     pair = ParallelPlan.mesh(dp=2, layers=2)
-    machine = started(pair, (), plan=pair, groups=(), max_workers=3)
+    machine = started(pair, plan=pair, groups=(), max_workers=3)
     do(machine, WorkerPlaced(2), WorkerJoined(2))
     machine.progress.saving = 1
     assert [a for a in declined(machine, 2) if isinstance(a, ReleaseWorkers)] == []
@@ -168,7 +169,7 @@ def test_a_new_driver_knows_which_workers_have_no_place_yet():
 
 def test_a_new_driver_is_told_what_the_planner_has_declined_and_asks_for_no_more_workers():
     pair, asked = ParallelPlan.mesh(dp=2, layers=2), {}
-    machine = started(pair, (), plan=pair, groups=(), max_workers=3)
+    machine = started(pair, plan=pair, groups=(), max_workers=3)
     do(machine, WorkerPlaced(2), WorkerJoined(2))
     assert [a for a in declined(machine, 2) if isinstance(a, StoreUsefulWorkers)] == [StoreUsefulWorkers(2)]
     for useful in (2, None):

@@ -1,0 +1,121 @@
+"""A run's first generation begins as every later one: it is claimed, the workers say where they stand, and adopt its plan."""
+
+from types import SimpleNamespace
+
+import pytest
+from helpers.machine_steps import begin, do, first_generation
+
+from raypar.actors.worker_actor import WorkerActor
+from raypar.elastic.actions import AdoptPlan, ClaimGeneration, FenceWorkers, RequestStacks, RunStep, Teardown
+from raypar.elastic.events import (
+    CallFailed,
+    DrainRequested,
+    FirstWorkersPlaced,
+    GenerationClaimed,
+    PlanAdopted,
+    StacksReported,
+    StopRequested,
+    Tick,
+    WorkerSilent,
+    WorkersReady,
+    WorkerStatusReported,
+)
+from raypar.elastic.phases import Phase
+from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.worker_protocol import GenerationGuard, WorkerStatus
+from raypar.errors import GroupAborted, WorkerLost
+from raypar.plan import ParallelPlan
+
+PAIR = ParallelPlan.mesh(dp=2, layers=1)
+
+
+def machine(**policy) -> RunMachine:
+    return RunMachine(RunPolicy(**({"workers": 2, "job_steps": 9, "elastic": True} | policy)), PAIR)
+
+
+def adopting(**policy) -> RunMachine:
+    """Its two workers build their stages."""
+    made = machine(**policy)
+    for event in first_generation(made)[:-2]:
+        do(made, event)
+    assert made.phase is Phase.ADOPTING
+    return made
+
+
+def test_the_first_generation_is_claimed_and_adopted_as_every_later_one():
+    made = machine(steps_before_run=3)
+    assert do(made, WorkersReady()) == [ClaimGeneration(1)]
+    assert do(made, GenerationClaimed(1, True)) == [FenceWorkers(1, (0, 1))]
+    assert do(made, WorkerStatusReported(1, WorkerStatus(0))) == []
+    order = AdoptPlan(1, PAIR, (0, 1), (), 3, (), from_checkpoint=True)
+    assert do(made, WorkerStatusReported(1, WorkerStatus(1))) == [order]
+    assert do(made, PlanAdopted(1, 1)) == []
+    assert do(made, PlanAdopted(0, 1)) == [RunStep(3), RunStep(4)], "and nothing is told of a recovery"
+
+
+def test_a_driver_whose_predecessor_died_at_the_start_claims_the_generation_after_it():
+    made = machine()
+    do(made, FirstWorkersPlaced(PAIR, (0, 1), claimed=2))
+    assert do(made, WorkersReady()) == [ClaimGeneration(3)]
+
+
+def test_a_worker_that_is_drained_before_the_first_step_gets_no_seat():
+    made = machine()
+    do(made, DrainRequested(1, "preempted"))
+    do(made, WorkersReady())
+    do(made, GenerationClaimed(1, True))
+    do(made, WorkerStatusReported(1, WorkerStatus(0)))
+    (order,) = do(made, WorkerStatusReported(1, WorkerStatus(1)))
+    assert order.members == (0,)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_death_while_stages_are_built_ends_a_run_only_if_it_is_not_elastic(elastic):
+    made = adopting(elastic=elastic)
+    do(made, CallFailed("lost", WorkerLost("worker 1 died"), 1))
+    assert made.phase is (Phase.CLAIMING if elastic else Phase.OVER)
+    made = adopting(elastic=elastic)
+    do(made, CallFailed("aborted", GroupAborted("closed"), 0, 1))
+    assert made.phase is (Phase.CLAIMING if elastic else Phase.FAILING), "the cause is waited for"
+
+
+def test_workers_that_build_for_long_are_no_less_patiently_waited_for_because_they_answer_no_pings():
+    made = adopting(start_deadline_s=300.0)
+    assert do(made, Tick(unheard=frozenset({0, 1})), 299.0) == [] and made.phase is Phase.ADOPTING
+    assert do(made, WorkerSilent(1, 10.0), 299.0) == [ClaimGeneration(2)], "but the registry's word counts"
+
+
+def test_a_start_that_hangs_ends_with_the_stacks_of_those_that_have_not_answered():
+    made = adopting(start_deadline_s=300.0)
+    do(made, PlanAdopted(0, 1), 200.0)
+    assert do(made, Tick(), 300.0) == [RequestStacks((1,))] and do(made, Tick(), 300.3) == []
+    *_, end = do(made, StacksReported("worker 1 waits in connect"), 301.0)
+    assert isinstance(end, Teardown) and end.end == "failed"
+    assert "worker 1 did not answer within 301 s" in end.error.what and "waits in connect" in end.error.what
+    made = adopting(start_deadline_s=300.0)
+    do(made, Tick(), 300.0)
+    assert [type(a) for event in (PlanAdopted(0, 1), PlanAdopted(1, 1)) for a in do(made, event, 300.5)] == [RunStep] * 2
+    assert do(made, StacksReported(""), 301.0) == [], "they have answered in the meantime"
+
+
+def test_a_stop_before_the_first_step_ends_the_run_at_once():
+    assert do(adopting(), StopRequested("enough")) == [Teardown("stopped", "enough", 0)]
+    assert do(adopting(), StopRequested("Ctrl-C", interrupt=True)) == [Teardown("interrupted", "Ctrl-C", 0)]
+
+
+def test_a_run_that_has_begun_is_recovered_as_ever():
+    made = machine()
+    begin(made)
+    assert made.begins and made.health.disturbed_at_s is None
+    assert do(made, CallFailed("lost", WorkerLost("worker 1 died"), 1)) == [ClaimGeneration(2)] and not made.begins
+
+
+def test_an_announcement_that_comes_late_breaks_no_connection_of_the_generation_that_it_announces():
+    """The worker's status, which comes another way, may have entered the generation before."""
+    aborted = []
+    worker = WorkerActor.__new__(WorkerActor)
+    worker.generation_guard = GenerationGuard(0, SimpleNamespace(abort=lambda reason: None))
+    worker.endpoint = SimpleNamespace(abort_connect=aborted.append, unended_communicators=())
+    assert worker.announce_generation(1, "generation 1 begins") is None and aborted == ["generation 1 begins"]
+    assert worker.announce_generation(1, "generation 1 begins") is None and len(aborted) == 1
