@@ -129,6 +129,17 @@ class Buffered(Resuming):
         yield from buffer
 
 
+class Sticky(Buffered):
+    """Begins with the state that was loaded each time that it is read, as `datasets` do within an epoch."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["given"]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.begin = getattr(self, "loaded", 0)
+        return super().__iter__()
+
+
 class Empty(Divided):
     """Gives nothing."""
 

@@ -27,10 +27,10 @@ from raypar.job.data_section import MixedSourceConfig
 from raypar.plan import ParallelPlan
 from raypar.worker.data import fed_stream_reader, stream_feed, stream_feed_process
 from raypar.worker.data.check_and_count_streams import resolve_streams
-from raypar.worker.data.microbatch_stream_positions import StreamsRead
+from raypar.worker.data.microbatch_stream_positions import StreamCursor, StreamsRead
 from raypar.worker.data.pickled_sample import pickle_sample
 from raypar.worker.data.stream_feed import StreamFeed
-from raypar.worker.data.stream_feed_messages import FedSamples, SampleRequest
+from raypar.worker.data.stream_feed_messages import FedSamples, Opening, SampleRequest, digest_of_sample
 from raypar.worker.data.stream_feed_process import StreamFeedJob, StreamFeedProcess, socket_name
 from raypar.worker.data.stream_loader import OpenStreams, StreamLoader
 from raypar.worker.layer_graph_of_job import make_layer_graph
@@ -226,6 +226,7 @@ CURSORS: dict[str, tuple[Any, bool]] = {
     "a source that keeps its place": (stream_cases.Resuming, True),
     "a source that keeps no place": (stream_cases.whole, False),
     "a source whose state is not all of it": (stream_cases.Buffered, False),
+    "one whose state stays": (stream_cases.Sticky, False),
 }
 
 
@@ -255,7 +256,7 @@ def test_who_resumes_reads_the_same_and_with_cursors_little_of_it_twice(source: 
                 for one in resumed:
                     assert same(one.step(step), want[step])
         passes = second.feed._passes
-        assert len(passes) == (2 if source is stream_cases.Buffered else 1)
+        assert len(passes) == (2 if source in (stream_cases.Buffered, stream_cases.Sticky) else 1)
         for reader in (passes[-1]._reader, *alone.streams.readers.values()):
             assert (reader.skipped <= SAMPLES + 2 * window) == fast, reader.skipped
     finally:
@@ -400,6 +401,37 @@ def test_the_data_process_outlives_the_worker_that_started_it_and_ends_with_the_
     assert same(here.step(1), want[1]) and psutil.pid_exists(peer)
     here.streams.close()
     wait_until_gone({peer})
+
+
+def test_a_pass_that_a_wrong_cursor_has_opened_is_given_to_nobody():
+    """Each worker knows places of its own when a data process is killed: one that had found the stream by a right place was
+    given samples of the pass that another's wrong one had opened, until that worker noticed."""
+    spec = job(stream_cases.Resuming, args={"size": 1000})
+    feeds = [StreamFeed(spec.training_data, spec.seed, spec.batch_size, TorchStateGuard(spec.threads)) for _ in range(3)]
+    begin = {0: [(0, 0)]}
+
+    def read(feed: StreamFeed, position: int, opening: Opening) -> FedSamples:
+        given: Opening | None = None
+        for _ in range(20):
+            found = feed.read(SampleRequest(position, 4, {}, opening=given))
+            if found is not None and found.contents:
+                return found
+            given = opening if found is None else None
+        raise AssertionError("no samples")
+
+    try:
+        right, other = (read(feeds[0], position, Opening(begin, {})) for position in (40, 16))
+        seen = {43: digest_of_sample(right.contents[3])}
+        assert read(feeds[1], 40, Opening(begin, right.cursors, seen)).contents == right.contents
+        wrong = {0: StreamCursor(40, 0, 40, other.cursors[0].state)}
+        assert read(feeds[2], 40, Opening(begin, wrong, seen)).contents == right.contents
+        opening = Opening(begin, {0: wrong[0]._replace(position=20)})
+        assert read(feeds[2], 20, opening).contents[0] == read(feeds[0], 20, Opening(begin, {})).contents[0]
+        assert [one.by_cursor for feed in feeds for one in feed._passes] == [False, False, True, False]
+        assert [feed._uses_cursors for feed in feeds] == [True, True, False]
+    finally:
+        for feed in feeds:
+            feed.close()
 
 
 WORKER = """

@@ -23,7 +23,7 @@ from raypar.worker.checkpoint.contract_comparison import list_contract_differenc
 from raypar.worker.data.check_and_count_streams import resolve_streams
 from raypar.worker.data.stream_loader import OpenStreams, StreamLoader, read_stream_microbatches
 from raypar.worker.data.stream_reader import StreamReader
-from raypar.worker.data.stream_source import StreamSource
+from raypar.worker.data.stream_source import MadeDatasets, StreamSource
 from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_job
@@ -427,3 +427,35 @@ def test_preflight_and_profile_of_streams():
     profile = profile_job(checked.job, workers=2, graph=checked.graph)
     crossing = profile.crossing(PLANS["4 stages"])
     assert [(edge.src, edge.dst) for edge in crossing.edges if "y" in edge.values] == [(0, 3)]
+
+
+def test_before_its_first_sample_a_data_set_is_not_asked_where_it_is():
+    """Generators begin when their first sample is asked for: until then a data set tells the place where it was before."""
+    spec = unresolved(stream_cases.Resuming, streams=1)
+    source = StreamSource(spec.data, 0, 1, spec.seed)
+    source.begin(0)
+    assert source.state() == ""
+    for _ in range(3):
+        source.read()
+    found = source.state()
+    source.begin(0, 3, found)
+    assert source.state() == found
+    source.begin(1)
+    assert source.state() == ""
+    source.read()
+    assert source.state() == '{"given": 1}'
+
+
+def test_a_loaded_state_is_not_in_a_data_set_that_is_read_from_its_beginning_afterwards():
+    given = stream_cases.Sticky(23)
+    for make in (stream_cases.Sticky, lambda: given):
+        spec, made = unresolved(make, streams=2), MadeDatasets()
+        one, other = (StreamSource(spec.data, stream, 2, spec.seed, made=made) for stream in range(2))
+        one.begin(0)
+        first = [one.read() for _ in range(3)]
+        one.begin(0, 5, '{"given": 9}')
+        assert str(one.read()) != str(first[0])
+        other.begin(0)
+        assert other.read()[0]["x"] is not None
+        one.begin(0)
+        assert str([one.read() for _ in range(3)]) == str(first)

@@ -15,7 +15,7 @@ from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.data.microbatch_stream_positions import EpochMark, StreamCursor, last_epoch_before
 from raypar.worker.data.mixed_order import MixPattern
 from raypar.worker.data.sample_order import SamplePosition
-from raypar.worker.data.stream_feed_messages import FedSamples, FedSource, Opening, SampleRequest
+from raypar.worker.data.stream_feed_messages import FedSamples, FedSource, Opening, SampleRequest, digest_of_sample
 from raypar.worker.data.stream_feed_process import StreamFeedProcess
 from raypar.worker.data.stream_reader import KEPT_EPOCHS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -73,6 +73,8 @@ class FedStreamReader:
     """Position of the sample that is given next; None before the first, and after an error."""
     _samples: dict[int, tuple[SamplePosition, object]]
     """Position -> a sample that was handed over, and not given yet."""
+    _last_contents: deque[tuple[int, bytes]]
+    """(position, pickle) of the samples of the last two microbatches that were handed over."""
     _from_epochs: bool
     """Whether cursors have led to other samples."""
 
@@ -82,6 +84,7 @@ class FedStreamReader:
         self._process, self._label, self._count, self._guard = process, spec.label, count, guard
         self._pattern = MixPattern.of_ratios(spec.ratios) if spec.mix else None
         self._position, self._samples, self._from_epochs = None, {}, False
+        self._last_contents = deque(maxlen=2 * count)
 
     def position_of(self, number: int, position: int) -> int:
         """See `SampleStream`."""
@@ -147,7 +150,8 @@ class FedStreamReader:
     def _opening(self) -> Opening:
         epochs = {number: tuple(part.epochs.items()) for number, part in self.parts.items()}
         cursors = {number: part.chosen for number, part in self.parts.items() if part.chosen is not None}
-        return Opening(epochs, {} if self._from_epochs else cursors)
+        seen = {position: digest_of_sample(content) for position, content in self._last_contents}
+        return Opening(epochs, {} if self._from_epochs else cursors, seen)
 
     def _take(self, position: int, answer: FedSamples) -> bool:
         """Keep what an answer brings. True if there are samples in it."""
@@ -172,4 +176,5 @@ class FedStreamReader:
                     f"sample {place:,} of {self._label} cannot be opened in this worker: {error_text(error)}",
                     cure="let its class be importable in workers, or leave data.processes out",
                 ) from error
+        self._last_contents.extend(enumerate(answer.contents, position))
         return bool(answer.contents)

@@ -16,7 +16,7 @@ from raypar.worker.data.microbatch_stream_positions import StreamCursor
 from raypar.worker.data.mixed_stream_reader import MixedStreamReader, make_stream_reader
 from raypar.worker.data.pickled_sample import pickle_sample
 from raypar.worker.data.sample_order import SamplePosition
-from raypar.worker.data.stream_feed_messages import FedSamples, FedSource, SampleRequest
+from raypar.worker.data.stream_feed_messages import FedSamples, FedSource, Opening, SampleRequest, digest_of_sample
 from raypar.worker.data.stream_reader import StreamReader
 from raypar.worker.data.stream_source import MadeDatasets
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -32,6 +32,10 @@ MOST_PASSES = 2
 """Readers that go back to a checkpoint while others have not begun to need two."""
 
 
+class _WrongCursorError(Exception):
+    """A cursor has led to other samples than those that a worker had been given."""
+
+
 class StreamFeed:
     """Answers the workers of a node. They share one pass over the stream; who asks for a sample that is kept no more gets a new
     one. `batch_size`: samples of a step.
@@ -44,12 +48,19 @@ class StreamFeed:
         self._made: dict[int, MadeDatasets] = {}
         self._passes: list[_StreamPass] = []
         self._lock, self._turn = threading.Lock(), threading.Lock()
+        self._uses_cursors = True  # until one has led to other samples
 
     def read(self, request: SampleRequest) -> FedSamples | None:
         """The samples; None if the stream must be opened for them. Waits up to `row_feed.ANSWER_S`. Raises as reading does."""
         with self._lock:
             found = self._pass_for(request)
-        return found.read(request) if found is not None else None
+        try:
+            return found.read(request) if found is not None else None
+        except _WrongCursorError:
+            with self._lock:
+                self._uses_cursors = False
+                self._passes = [one for one in self._passes if not one.by_cursor]
+            return None
 
     def close(self) -> None:
         """Let go of the stream. Idempotent."""
@@ -72,7 +83,8 @@ class StreamFeed:
         while len(self._passes) >= MOST_PASSES:
             self._passes.pop(0).rows.close()
         reader = make_stream_reader(self._spec, 0, self._seed, self._guard, self._made)
-        found = _StreamPass(reader, request, self._batch_size, self._turn, self._guard, self._spec.label)
+        opening = request.opening if self._uses_cursors else request.opening._replace(cursors={})
+        found = _StreamPass(reader, request.position, opening, self._batch_size, self._turn, self._guard, self._spec.label)
         self._passes.append(found)
         return found
 
@@ -84,24 +96,28 @@ class _StreamPass:
     """The samples, each as a row."""
     by_cursor: bool
     """Whether cursors have led to them."""
+    _checked_until: int
+    """Nobody is given a sample of a pass that a cursor has opened before it has come to this position: to the last sample that
+    the worker which opened it had been given before, and which is compared."""
 
     def __init__(
         self,
         reader: StreamReader | MixedStreamReader,
-        request: SampleRequest,
+        position: int,
+        opening: Opening,
         batch_size: int,
         turn: threading.Lock,
         guard: TorchStateGuard,
         label: str,
     ) -> None:
-        assert request.opening is not None
-        self._reader, self._opening, self._guard, self._turn = reader, request.opening, guard, turn
+        self._reader, self._opening, self._guard, self._turn = reader, opening, guard, turn
         self._notes: deque[tuple[int, Mapping[int, StreamCursor]]] = deque(maxlen=NOTES_A_STEP * (KEPT_STEPS + AHEAD_STEPS + 1))
         self._source = label
         self._note_every = max(1, batch_size // NOTES_A_STEP)
         self.by_cursor = bool(self._opening.cursors)
         kept = KEPT_STEPS * batch_size
-        self._first = request.position if self.by_cursor else max(0, request.position - kept)
+        self._first = position if self.by_cursor else max(0, position - kept)
+        self._checked_until = max((place + 1 for place in self._opening.seen if place >= self._first), default=0)
         self.rows = RowPass(self._samples, self._first, kept_bytes=0, kept_rows=kept, ahead_rows=AHEAD_STEPS * batch_size)
 
     def leads_to(self, request: SampleRequest) -> bool:
@@ -113,8 +129,10 @@ class _StreamPass:
     def read(self, request: SampleRequest) -> FedSamples:
         """See `StreamFeed.read`."""
         rows = self.rows
-        rows.wait_for(request.position + request.samples - 1)
-        contents = tuple(chunk.content for chunk in rows.chunks_from(request.position, request.samples))
+        rows.wait_for(max(request.position + request.samples, self._checked_until if self.by_cursor else 0) - 1)
+        contents: tuple[bytes, ...] = ()
+        if not self.by_cursor or rows.reached >= self._checked_until:
+            contents = tuple(chunk.content for chunk in rows.chunks_from(request.position, request.samples))
         end = request.position + max(1, len(contents))
         epochs = {
             number: {epoch: start for epoch, start in list(part.epochs.items()) if epoch > request.known.get(number, -1)}
@@ -144,7 +162,10 @@ class _StreamPass:
                     place, sample = reader.read()
                     if position % CHECK_EVERY == CHECK_EVERY - 1:
                         self._guard.check_all("the data set's __iter__")
-                yield FedChunk(1, self._pickle(place, sample))
+                content = self._pickle(place, sample)
+                if self.by_cursor and self._opening.seen.get(position, digest := digest_of_sample(content)) != digest:
+                    raise _WrongCursorError
+                yield FedChunk(1, content)
                 position += 1
         finally:
             reader.close()

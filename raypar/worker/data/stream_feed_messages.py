@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ class Opening(NamedTuple):
     """Number of a source's stream -> where epochs begin, as workers have found them."""
     cursors: Mapping[int, StreamCursor]
     """Likewise a place before the first sample that is asked for; empty: read from where an epoch begins."""
+    seen: Mapping[int, bytes] = {}
+    """Position -> `digest_of_sample` of samples that the worker was given before: a cursor that leads to others is not used."""
 
 
 class SampleRequest(NamedTuple):
@@ -59,3 +62,8 @@ class FedSamples(NamedTuple):
     """Number of a source's stream -> what is known of its data set."""
     warnings: StateWarnings
     """Lines about process state that the data set has left changed."""
+
+
+def digest_of_sample(content: bytes) -> bytes:
+    """16 bytes that tell a pickled sample from others."""
+    return hashlib.blake2b(content, digest_size=16).digest()

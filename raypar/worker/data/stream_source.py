@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from raypar.errors import DataError, RayparError, UserCodeError, with_article
 from raypar.job import DataConfig
@@ -43,6 +43,8 @@ class MadeDatasets:
     for each stream and divide themselves when they are read, as those of a `DataLoader`, which are made before its workers."""
     original: IterableDataset | None = None
     """A data set of `datasets`, which is copied for each stream: it takes long to make, and little to copy."""
+    first_state: str = ""
+    """The state of a new data set as JSON, with which a copy of one that was read begins; empty if data sets keep no place."""
 
 
 class StreamSource:
@@ -74,6 +76,10 @@ class StreamSource:
     """The epoch under way."""
     _index: int
     """How many samples it has given."""
+    _state_at_begin: str | None
+    """The state with which the epoch under way was opened, or an empty text, until it has given a sample; else None."""
+    _has_loaded: bool
+    """Whether a state was loaded into the data set."""
     _seeds_samples: bool
     """Whether generators are seeded before each sample; not for a data set that promises to draw no random numbers."""
 
@@ -91,6 +97,7 @@ class StreamSource:
         self.stream, self.streams, self._seeded_as = stream, streams, stream if seeded_as is None else seeded_as
         self._spec, self._seed, self._guard = spec, seed, guard
         self._dataset, self._iterator, self._epoch, self._index = None, None, -1, 0
+        self._state_at_begin, self._has_loaded = None, False
         self._seeds_samples, self._made = True, made or MadeDatasets()
 
     def begin(self, epoch: int, index: int = 0, state: str = "") -> None:
@@ -99,17 +106,18 @@ class StreamSource:
         Raises `UserCodeError` for what the data set raises.
         """
         self._iterator = None
-        if self._dataset is None or hasattr(self._dataset, "__next__"):
-            self._dataset = self._make()
+        if self._dataset is None or self._has_loaded or hasattr(self._dataset, "__next__"):
+            self._dataset, self._has_loaded = self._make(), False  # a state that was loaded may stay, as in those of `datasets`
         self._seeds_samples = not getattr(self._dataset, "raypar_thread_safe", False)
         here = seed_of(self._seed, "stream", epoch, self._seeded_as)
-        self._epoch, self._index = epoch, index
+        self._epoch, self._index, self._state_at_begin = epoch, index, state
         seed_host_generators(here)
         try:
             with seen_as_worker(self.stream, self.streams, here, self._dataset):
                 if hasattr(self._dataset, "set_epoch"):
                     self._dataset.set_epoch(epoch)
                 if state:
+                    self._has_loaded = True
                     self._dataset.load_state_dict(json.loads(state))  # type: ignore[attr-defined]
                 self._iterator = iter(self._dataset)
         except RayparError:
@@ -137,7 +145,7 @@ class StreamSource:
             raise self._raised(error, f"sample {self._index} (epoch {self._epoch})") from error
         if self._guard is not None:
             self._guard.check("the data set's __iter__")
-        self._iterator = iterator
+        self._iterator, self._state_at_begin = iterator, None
         self._index += 1
         return (sample,)
 
@@ -155,14 +163,14 @@ class StreamSource:
             raise
         except BaseException as error:  # some classes of libraries are no Exception
             raise self._raised(error, f"sample {self._index} (epoch {self._epoch})") from error
-        self._iterator = iterator
+        self._iterator, self._state_at_begin = iterator, None
         self._index += found
         return found
 
     @property
     def keeps_place(self) -> bool:
         """Whether the data set tells its state, and can begin with it."""
-        return all(hasattr(self._dataset, name) for name in ("state_dict", "load_state_dict"))
+        return _keeps_place(self._dataset)
 
     @property
     def why_places_are_read_for(self) -> str:
@@ -176,15 +184,9 @@ class StreamSource:
 
     def state(self) -> str:
         """The data set's state as JSON, for `begin`; empty if it has none, or one that JSON does not keep."""
-        if self._dataset is None or not self.keeps_place:
-            return ""
-        try:
-            found = self._dataset.state_dict()  # type: ignore[attr-defined]
-            text = json.dumps(found)
-            return text if json.loads(text) == found else ""
-        except BaseException as error:  # of users' code, or of JSON: the place is found by reading then
-            reraise_ctrl_c(error)
-            return ""
+        if self._state_at_begin is not None:  # before its first sample a data set may still tell where it was before
+            return self._state_at_begin
+        return _state_of(self._dataset)
 
     def close(self) -> None:
         """Let go of the data set: generators close their files."""
@@ -226,6 +228,10 @@ class StreamSource:
                     f"data set {self._spec.label} is one object for all streams, and cannot be copied: {error_text(error)}",
                     cure="give a function or class that makes a new one at each call",
                 ) from error
+            if self._made.first_state:  # it may have been read, or have had a state loaded that stays
+                made.load_state_dict(json.loads(self._made.first_state))
+        else:
+            self._made.first_state = self._made.first_state or _state_of(made)
         if type(made).__module__.partition(".")[0] == "datasets":
             self._made.original = copy.deepcopy(made)
         try:
@@ -241,3 +247,20 @@ class StreamSource:
             f"the data set raised {error_text(error)}\n{traceback.format_exc()}",
             cure="read the data set by itself: for sample in data(): ...; its worker is torch.utils.data.get_worker_info()",
         )
+
+
+def _keeps_place(dataset: object) -> bool:
+    return all(hasattr(dataset, name) for name in ("state_dict", "load_state_dict"))
+
+
+def _state_of(dataset: Any) -> str:
+    """A data set's state as JSON; empty if it has none, or one that JSON does not keep."""
+    if not _keeps_place(dataset):
+        return ""
+    try:
+        found = dataset.state_dict()
+        text = json.dumps(found)
+        return text if json.loads(text) == found else ""
+    except BaseException as error:  # of users' code, or of JSON: the place is found by reading then
+        reraise_ctrl_c(error)
+        return ""
