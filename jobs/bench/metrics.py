@@ -2,8 +2,7 @@
 
 Steps of three kinds follow each other in one run, in one worker: unmeasured; with the same functions called by hand, inside the
 loss function, as in a loop without raypar's metrics; measured by raypar (`metrics_every: 3`). Times are of the processor, as
-others may use the machine: each round is one set of ratios, whose medians have bootstrap intervals. The allocator is set as in
-a worker's process, for all kinds.
+others may use the machine: each round is one set of ratios, whose medians have bootstrap intervals.
 
     python jobs/bench/metrics.py quickstart --rounds 40
     python jobs/bench/metrics.py gpt2 --rounds 25
@@ -25,7 +24,6 @@ from raypar.job import Job
 from raypar.job.read_job import load_job
 from raypar.plan import ParallelPlan
 from raypar.worker.layer_graph_of_job import make_layer_graph
-from raypar.worker.process.allocator_and_garbage_collector import keep_freed_memory
 from raypar.worker.run_in_one_process import OneProcessRun
 
 EVERY = 3
@@ -154,7 +152,6 @@ def main() -> None:
     parser.add_argument("job", choices=["quickstart", "gpt2"], nargs="?", default="quickstart")
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
-    keep_freed_memory()
     steps, loss = EVERY * (options.rounds + 2), ByHand()
     job = make_job(options.job, steps, loss)
     graph = make_layer_graph(job)

@@ -457,31 +457,3 @@ class NoisyCopy(Total):
 class NoisyFinish(Total):
     def compute(self) -> Tensor:
         return self.total * torch.rand(())
-
-
-class Shared(Total):
-    """Two attributes that are one tensor."""
-
-    def reset(self) -> None:
-        super().reset()
-        self.other = self.total
-
-
-class Views(Total):
-    """A tensor in the memory of a larger one."""
-
-    def reset(self) -> None:
-        super().reset()
-        self.part = torch.zeros(4)[1:3]
-
-
-class Listing(Total):
-    def reset(self) -> None:
-        super().reset()
-        self.rows = [torch.zeros(2)]
-
-
-class OwnNew(Total):
-    def __new__(cls):
-        random.random()
-        return super().__new__(cls)

@@ -1,6 +1,5 @@
 """What is neither seeded nor checked: code that is proved to draw no random numbers and to change no state of the process."""
 
-import copy
 import random
 import types
 from collections import Counter
@@ -205,19 +204,3 @@ def test_a_run_has_the_bits_that_it_has_where_everything_is_seeded(kind, data, m
     for place in ("stage.stage.has_no_effects", "metrics.metric.has_no_effects", "data.sample_reader.reads_without_effects"):
         monkeypatch.setattr(f"raypar.worker.{place}", lambda *given: False)
     assert repr(found()) == repr(quick)
-
-
-def test_an_object_whose_tensors_have_memory_of_their_own_is_copied_by_cloning_them_and_others_by_deepcopy(monkeypatch):
-    kinds = ("Total", "Shared", "Views", "Listing", "OwnNew", "NoisyCopy")
-    made = {name: make_metric(name, MetricConfig(function=f"helpers.effects:{name}")) for name in kinds}
-    deep, original = [], copy.deepcopy
-    monkeypatch.setattr(
-        copy, "deepcopy", lambda one, *memo: (not memo and deep.append(type(one).__name__)) or original(one, *memo)
-    )
-    copies = {name: (metric.new(), metric.new()) for name, metric in made.items()}
-    assert list(dict.fromkeys(deep)) == [name for name in kinds if name != "Total"]
-    for first, second in copies.values():
-        first.update(torch.ones(2), torch.zeros(2))
-        assert float(first.total) == 2 and not float(second.total)
-    shared, _ = copies["Shared"]
-    assert shared.other is shared.total

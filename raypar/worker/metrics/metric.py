@@ -186,28 +186,6 @@ def _is_of_torchmetrics(one: object) -> bool:
     return all(hasattr(one, name) for name in ("_defaults", "_update_count", "_reduce_states"))
 
 
-def _is_plain(one: object) -> bool:
-    """Whether a deep copy of an object is one with clones of its tensors, which costs a fourth: it holds nothing else but
-    numbers and texts, the tensors have memory of their own, and its class has no way of its own to be made or copied."""
-    if not copies_without_effects(one) or inspect.getattr_static(type(one), "__new__") is not object.__dict__["__new__"]:
-        return False
-    values = list(vars(one).values())
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    simple = all(type(value) in (Tensor, bool, int, float, str, type(None)) for value in values)
-    whole = all(
-        value.layout is torch.strided
-        and not (value.requires_grad or value.is_conj() or value.is_neg() or vars(value))
-        and value.untyped_storage().nbytes() == value.nbytes
-        and value.is_contiguous()
-        for value in tensors
-    )
-    return (
-        simple
-        and whole
-        and len({value.data_ptr() for value in tensors if value.nbytes}) == len([t for t in tensors if t.nbytes])
-    )
-
-
 def _has_no_effects(one: MergeableObject) -> bool:
     """Whether copies of an object are made, measure, are merged and compute without effects."""
     methods = has_no_effects(one.update) and has_no_effects(one.merge_state, one) and has_no_effects(one.compute)
@@ -240,7 +218,6 @@ class ObjectMetric:
                 cure="give it a method merge_state(other) that adds the state of another one, or give a function that returns "
                 "(sum, count)",
             )
-        self._is_plain = _is_plain(self._reset)
         self._of_library = [self.new(), self.new()] if _is_of_torchmetrics(made) else []
         self.effect_free = not self._of_library and _has_no_effects(cast("MergeableObject", self._reset))
 
@@ -291,12 +268,7 @@ class ObjectMetric:
 
     def new(self) -> MetricObject:
         """A copy that has taken nothing."""
-        if not self._is_plain:
-            return copy.deepcopy(self._reset)
-        one: MetricObject = object.__new__(type(self._reset))
-        state = vars(self._reset).items()
-        vars(one).update({name: value.clone() if isinstance(value, Tensor) else value for name, value in state})
-        return one
+        return copy.deepcopy(self._reset)
 
     def _with_state(self, state: State) -> MetricObject:
         """The object that has taken the microbatch: itself, or of what it has sent."""
