@@ -108,35 +108,6 @@ def has_compiled_call(module: nn.Module) -> bool:
     return COMPILED_CALLS.find() is not None and module._compiled_call_impl is not None
 
 
-def _look_for_calls() -> Any:
-    from torch.nn.modules import module
-
-    module._has_any_global_hook()
-    assert nn.Module.__call__ is nn.Module._wrapped_call_impl and callable(nn.Module._call_impl)
-    return module
-
-
-MODULE_CALLS = Fence(
-    api="torch.nn.modules.module._has_any_global_hook",
-    reason="nothing public says what calling a module calls beside its forward",
-    versions=TESTED,
-    feature="knowing that calling a module runs its forward alone",
-    without="no code of a module is proved to have no effects: each layer is seeded and checked, which costs time",
-    probe=_look_for_calls,
-)
-
-
-def calls_only_forward(module: nn.Module) -> bool:
-    """Whether calling a module calls the forward of its class, and nothing else. False where PyTorch does not say."""
-    own, base, found = type(module), nn.Module, MODULE_CALLS.find()
-    return (
-        found is not None
-        and None not in (MODULE_HOOKS.find(), COMPILED_CALLS.find())
-        and not (found._has_any_global_hook() or has_hooks(module) or has_compiled_call(module) or "forward" in vars(module))
-        and (own.__call__, own._wrapped_call_impl, own._call_impl) == (base.__call__, base._wrapped_call_impl, base._call_impl)
-    )
-
-
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether a module is what `torch.compile(module)` returns."""
     return type(module).__module__.startswith("torch._dynamo.")

@@ -16,7 +16,6 @@ from raypar.errors import UserCodeError, with_article
 from raypar.job import FunctionConfig
 from raypar.plan.wording import count_noun
 from raypar.worker.data.sample_number_field import SAMPLE
-from raypar.worker.process.effect_analysis import has_no_effects
 
 NUMBERS = "sample"
 """The column of a prediction with the numbers of the samples."""
@@ -40,13 +39,6 @@ class Prediction:
     """Its run trains nothing."""
     part: str | None = None
     """It gets the whole output."""
-    effect_free: bool = False
-    """See `Metric`; `on_worker` finds out."""
-
-    def on_worker(self, microbatches: int) -> Prediction:
-        """The same, on a worker that runs so many microbatches of a pass."""
-        effect_free = self.function is None or has_no_effects(self.function.partial())
-        return dataclasses.replace(self, microbatches=microbatches, effect_free=effect_free)
 
     def __call__(self, output: object, target: Tensor) -> Tensor:
         """A scalar of all outputs, in the place of a loss: for the checks before a run. Zero without gradients."""

@@ -378,7 +378,7 @@ class WorkerCore:
         """What is kept of outputs, which knows of how many microbatches of a pass."""
         of_pass = self.assignment.validation_microbatches
         own = self._microbatches(MicrobatchRouting(self.assignment.plan, of_pass)) if of_pass is not None else ()
-        return prediction.on_worker(len(own))
+        return replace(prediction, microbatches=len(own))
 
     @property
     def _samples_of_metrics(self) -> dict[str, int]:

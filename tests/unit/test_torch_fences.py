@@ -242,12 +242,6 @@ CASES: dict[str, Case] = {
         lambda: modules.has_compiled_call(nn.ReLU()),
         False,
     ),
-    "calls of modules made otherwise": (
-        modules.MODULE_CALLS,
-        {"torch.nn.modules.module._has_any_global_hook": GONE},
-        lambda: modules.calls_only_forward(nn.ReLU()),
-        False,
-    ),
     "norms without a common base": (
         modules.NORMS,
         {"torch.nn.modules.batchnorm._NormBase": GONE},

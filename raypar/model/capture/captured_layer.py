@@ -52,14 +52,6 @@ def cache_of(layer: CapturedLayer) -> TraceCache:
     return layer._raypar_captured_layer.cache
 
 
-def unit_of_bare_call(layer: CapturedLayer) -> nn.Module | None:
-    """The unit of a layer that, for every batch, does nothing but call it with values of other layers; else None."""
-    state = layer._raypar_captured_layer
-    cut = state.cache.first_trace
-    unit = cut.layers[state.index].unit
-    return layer.get_submodule(unit) if unit is not None and cut.is_fixed(state.index) else None
-
-
 class _CapturedLayerState:
     """What all copies of a captured layer share."""
 

@@ -15,7 +15,6 @@ from raypar.job.data_section import ValidationConfig
 from raypar.plan.wording import count_noun
 from raypar.worker.data.collate import Collation, make_collation, shallow_copy
 from raypar.worker.data.user_dataset import MapStyleDataset, is_stream, make_dataset
-from raypar.worker.process.effect_analysis import reads_without_effects
 
 SAMPLE = "raypar_sample"
 """The field with a sample's number."""
@@ -64,7 +63,6 @@ class _NumberedDataset:
     def __init__(self, dataset: MapStyleDataset, data: DataConfig) -> None:
         self.dataset, self.data = dataset, data
         self.raypar_thread_safe = bool(getattr(dataset, "raypar_thread_safe", False))
-        self.raypar_effect_free = reads_without_effects(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -6,7 +6,6 @@ import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from raypar.worker.data.packing import Packing
 from raypar.worker.data.padding import Padding
 from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.user_dataset import MapStyleDataset, reads_by_list
-from raypar.worker.process.effect_analysis import reads_without_effects
 from raypar.worker.process.seed_generators import seed_host_generators
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 
@@ -187,17 +185,11 @@ class SampleReader:
             found = flatten_fields(sample, self.names, f"sample {places[0][1]}", _is_one_tensor)
         return tuple(name for name, value in found.items() if isinstance(value, Tensor) or _can_be_tensor(value))
 
-    @cached_property
-    def _effect_free(self) -> bool:
-        """Whether the data set's `__getitem__` is proved to draw no random numbers and to change no state of the process."""
-        known: bool | None = getattr(self.dataset, "raypar_effect_free", None)  # of a data set of raypar's own
-        return reads_without_effects(self.dataset) if known is None else known
-
     @property
     def _seeded(self) -> bool:
-        """Whether generators are seeded before each sample: what draws no random numbers, as it promises or is proved, need not
-        have them seeded; it does not change a bit."""
-        return not (getattr(self.dataset, "raypar_thread_safe", False) or self._effect_free)
+        """Whether generators are seeded before each sample: who promises to draw no random numbers need not have them seeded;
+        it does not change a bit."""
+        return not getattr(self.dataset, "raypar_thread_safe", False)
 
     def _sample(self, place: SamplePosition, *, seeded: bool) -> Any:
         """One sample, as the data set gives it. `seeded`: seed the generators first."""
@@ -222,7 +214,7 @@ class SampleReader:
                 f"sample {index} (epoch {epoch}): the data set raised {error_text(error)}{more}\n{traceback.format_exc()}",
                 cure=cure,
             ) from error
-        if self.guard is not None and not self._effect_free:
+        if self.guard is not None:
             self.guard.check("the data set's __getitem__")
         return sample
 

@@ -59,7 +59,6 @@ class PredictionsMetric:
         """`preprocess`: (logits, labels) -> what is kept in the place of logits; `limit_bytes`: of all that is kept."""
         self.name, self.part, self.limit_bytes = name, part, limit_bytes
         self._function, self._preprocess = function, preprocess
-        self.effect_free = False
 
     def measure(self, output: object, batch: Mapping[str, Tensor], target: Tensor) -> State:
         """See `Metric`: what is kept of one microbatch."""

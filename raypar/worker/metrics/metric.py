@@ -18,7 +18,6 @@ from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.data.sample_reader import TARGET_NAMES
 from raypar.worker.metrics.all_predictions import PredictionsMetric
-from raypar.worker.process.effect_analysis import copies_without_effects, has_no_effects
 
 State = Mapping[str, object]
 """What a metric has measured of one microbatch."""
@@ -39,9 +38,6 @@ class Metric(Protocol):
     """Whether it measures steps of training too."""
     part: str | None
     """The part of the model's output that it gets, as `logits`; None: all of it."""
-    effect_free: bool
-    """Whether all calls of its code, with an output and a target that are tensors, are proved to draw no random numbers and to
-    change no state of the process (`process/effect_analysis.py`)."""
 
     def measure(self, output: object, batch: Batch, target: Tensor) -> State:
         """The state after this one microbatch. Raises what the user's code raises, and `UserCodeError` for what it returns."""
@@ -73,7 +69,6 @@ class FunctionMetric:
         """`target`: how the job calls the target (`data.target`)."""
         self.name, self.part = name, part
         self.needs_batch = not _takes_target(function, (*TARGET_NAMES, target))
-        self.effect_free = not self.needs_batch and has_no_effects(function)
         self._function = function
 
     def measure(self, output: object, batch: Batch, target: Tensor) -> State:
@@ -186,12 +181,6 @@ def _is_of_torchmetrics(one: object) -> bool:
     return all(hasattr(one, name) for name in ("_defaults", "_update_count", "_reduce_states"))
 
 
-def _has_no_effects(one: MergeableObject) -> bool:
-    """Whether copies of an object are made, measure, are merged and compute without effects."""
-    methods = has_no_effects(one.update) and has_no_effects(one.merge_state, one) and has_no_effects(one.compute)
-    return methods and copies_without_effects(one)
-
-
 _OBJECT = "object that took the microbatch"
 """The only entry of a state that is the object itself, as long as its worker keeps it."""
 
@@ -219,7 +208,6 @@ class ObjectMetric:
                 "(sum, count)",
             )
         self._of_library = [self.new(), self.new()] if _is_of_torchmetrics(made) else []
-        self.effect_free = not self._of_library and _has_no_effects(cast("MergeableObject", self._reset))
 
     merges_by_user = True
 

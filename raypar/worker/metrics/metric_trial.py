@@ -44,7 +44,7 @@ class _Recorded:
 
     def __init__(self, metric: Metric) -> None:
         self.metric, self.name, self.needs_batch = metric, metric.name, metric.needs_batch
-        self.part, self.in_training, self.effect_free = metric.part, metric.in_training, False
+        self.part, self.in_training = metric.part, metric.in_training
         self.given: list[_Measured] = []
         self.states: list[State] = []
 

@@ -74,8 +74,7 @@ class MergedStates:
             if not metric.merges_by_user:
                 self.states[name] = metric.merge(self.states[name], state)
                 continue
-            if not metric.effect_free:
-                self._seed_generators(seed_of(self._seed, "metric", name, "merge", self.count))
+            self._seed_generators(seed_of(self._seed, "metric", name, "merge", self.count))
             with torch.no_grad(), self._user_code(name):
                 self.states[name] = metric.merge(self.states[name], state)
         self.count += 1
@@ -84,8 +83,7 @@ class MergedStates:
         """Name -> value; nothing where no microbatch was added. The states are used up. Raises `UserCodeError`."""
         found: dict[str, float] = {}
         for name, state in self.states.items():
-            if not self.metrics[name].effect_free:
-                self._seed_generators(seed_of(self._seed, "metric", name))
+            self._seed_generators(seed_of(self._seed, "metric", name))
             with torch.no_grad(), self._user_code(name):
                 found |= values_by_name(name, self.metrics[name].compute(state))
         self.begin()
@@ -105,8 +103,7 @@ class MergedStates:
                 f"{count_noun(self.count, 'microbatch', 'microbatches')}\n{traceback.format_exc()}",
                 cure="this is an error of the metric's merge_state or compute, or of what they call",
             ) from error
-        if not self.metrics[name].effect_free:
-            self._guard.check(f"metric {name!r}", evaluating=True)
+        self._guard.check(f"metric {name!r}", evaluating=True)
 
 
 class StageMetrics:
@@ -172,14 +169,11 @@ class StageMetrics:
         output = read[0] if rebuild is None else rebuild(*read)
         given = [*read, *batch.values()]
         versions = [tensor._version for tensor in given]
-        # Subclasses of tensors, and objects around them, may have code of users'.
-        is_data = rebuild is None and all(type(tensor) is Tensor for tensor in (*read, target))
         found = self.states[forward_pass.data_set, microbatch] = {}
         measured = self.metrics if forward_pass.training else self._of_sets.get(forward_pass.data_set, self.metrics)
         for name, metric in self.metrics.items():
             if name not in measured or (forward_pass.training and not metric.in_training):
                 continue
-            metric.effect_free = metric.effect_free and is_data
             with self._user_code(name, forward_pass):
                 found[name] = metric.measure(part_of_output(metric, output), batch, target)
                 if isinstance(metric, PredictionsMetric):
@@ -244,16 +238,14 @@ class StageMetrics:
         place = (step, microbatch) if forward_pass.training else (microbatch,)
         metric = self.metrics[name]
         code = metric.code if isinstance(metric, Prediction) else f"metric {name!r}"
-        if not metric.effect_free:
-            self._seed_generators(seed_of(self._seed, "metric", *place, name))
+        self._seed_generators(seed_of(self._seed, "metric", *place, name))
         try:
             yield
         except RayparError as error:
             raise UserCodeError(f"{error.what}, {self._coordinate.describe(step, microbatch, data_set)}", error.cure) from error
         except USER_CODE_ERRORS as error:
             raise self._coordinate.user_code_error(code, step, microbatch, error, data_set) from error
-        if not metric.effect_free:
-            self._guard.check(code, evaluating=True)
+        self._guard.check(code, evaluating=True)
 
     def _pack(self) -> Tensor:
         """The states as one message: by set how many microbatches the merged ones are of, and those; and the others."""

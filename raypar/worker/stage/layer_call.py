@@ -51,8 +51,6 @@ class PassContext(NamedTuple):
     """False where recomputation runs a layer again: what it writes into buffers is dropped then."""
     data_set: str = ""
     """The name of the validation set, where there are several."""
-    effect_free: frozenset[str] = frozenset()
-    """The layers that are neither seeded nor checked: they are proved to have no effects (`process/effect_analysis.py`)."""
 
     def with_saved_tensors(self, saved: SavedTensors | None, *, is_first: bool = True) -> PassContext:
         """This pass, for a call whose saved tensors go to `saved`; None: autograd keeps them."""
@@ -69,26 +67,15 @@ class PassContext(NamedTuple):
 # Both compute the seeds of all layers at once: between two layers this code would be out of the processor's cache.
 
 
-def training_pass_context(
-    seed: int, step: int, microbatch: int, layers: Sequence[str], *, effect_free: frozenset[str] = frozenset()
-) -> PassContext:
+def training_pass_context(seed: int, step: int, microbatch: int, layers: Sequence[str]) -> PassContext:
     """The pass of a microbatch in a training step. `seed`: the job's; `layers`: names."""
-    seeds = {name: seed_of(seed, "forward", step, microbatch, name) for name in layers}
-    return PassContext(step, microbatch, True, seeds, effect_free=effect_free)
+    return PassContext(step, microbatch, True, {name: seed_of(seed, "forward", step, microbatch, name) for name in layers})
 
 
-def validation_pass_context(
-    seed: int,
-    step: int,
-    microbatch: int,
-    layers: Sequence[str],
-    data_set: str = "",
-    *,
-    effect_free: frozenset[str] = frozenset(),
-) -> PassContext:
+def validation_pass_context(seed: int, step: int, microbatch: int, layers: Sequence[str], data_set: str = "") -> PassContext:
     """The pass of a microbatch of a validation set, which draws the same random numbers after every step."""
     seeds = {name: seed_of(seed, "validation", microbatch, name) for name in layers}
-    return PassContext(step, microbatch, False, seeds, data_set=data_set, effect_free=effect_free)
+    return PassContext(step, microbatch, False, seeds, data_set=data_set)
 
 
 LayerFunction = Callable[[PassContext, LayerTensors, Sequence[Tensor]], tuple[Tensor, ...]]
@@ -137,10 +124,7 @@ class LayerCall:
         input_versions = [tensor._version for tensor in inputs]
         compared = () if self._has_compared_buffers or not training else weights.buffers
         values = [buffer.tensor.clone() for buffer in compared]
-        # Subclasses of tensors may have code of users'.
-        effect_free = self.layer.name in forward_pass.effect_free and all(type(tensor) is Tensor for tensor in inputs)
-        if not effect_free:
-            self._seed_generators(forward_pass.seeds[self.layer.name])
+        self._seed_generators(forward_pass.seeds[self.layer.name])
         try:
             if self._updates is None or not training:
                 result = forward_pass.call(weights.module, *inputs)
@@ -149,7 +133,7 @@ class LayerCall:
                     result = forward_pass.call(weights.module, *inputs)
         except USER_CODE_ERRORS as error:
             raise self._error(forward_pass, inputs, input_versions, error) from error
-        changed = () if effect_free else self._guard.check(self.label, evaluating=not training)
+        changed = self._guard.check(self.label, evaluating=not training)
         if [tensor._version for tensor in inputs] != input_versions:
             _refuse_written_inputs(self.layer, inputs, input_versions)
         for buffer, version in zip(weights.buffers, buffer_versions, strict=True):

@@ -153,7 +153,7 @@ class LossCall:
     """The stage's place in the plan, for messages."""
     _guard: TorchStateGuard
     """Restores process state that the loss leaves changed."""
-    only_in_training: bool
+    _only_in_training: bool
     """Whether it is 0 in evaluation mode, where nothing is called for it: in a run that predicts."""
 
     def __init__(
@@ -167,7 +167,7 @@ class LossCall:
         only_in_training: bool = False,
     ) -> None:
         self._function, self.inputs, self.fields = function, inputs, fields
-        self.only_in_training = only_in_training
+        self._only_in_training = only_in_training
         self._coordinate, self._guard = coordinate, guard
 
     def __call__(self, forward_pass: PassContext, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | float]:
@@ -177,7 +177,7 @@ class LossCall:
         """
         read = [values[name] for name in self.inputs]
         target, *weights = (require_value(values, name, "the loss") for name in self.fields)
-        if self.only_in_training and not forward_pass.training:
+        if self._only_in_training and not forward_pass.training:
             return _NO_LOSS, float(target.shape[0])
         try:
             found = forward_pass.call(self._function, *read, target, *weights)

@@ -23,12 +23,11 @@ from raypar.plan import MicrobatchRouting
 from raypar.torch_compat.autograd import has_gradient_hooks
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.metrics.stage_metrics import StageMetrics
-from raypar.worker.process.effect_analysis import has_no_effects
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.backward import DeferredGradients, LayerBackwardHooks, run_autograd_backward, sum_deferred_gradients
 from raypar.worker.stage.buffer_updates import BufferUpdates
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator, Ready
-from raypar.worker.stage.layer_call import LayerFunction, PassContext, training_pass_context, validation_pass_context
+from raypar.worker.stage.layer_call import LayerFunction, training_pass_context, validation_pass_context
 from raypar.worker.stage.layer_tensors import (
     Hooks,
     ParameterUse,
@@ -184,8 +183,6 @@ class Stage:
     _training: bool = True
     """Whether the modules are in training mode now."""
 
-    _effect_free: dict[bool, frozenset[str]] = field(default_factory=dict)
-    """Whether in training -> the layers that are neither seeded nor checked, once that was asked."""
     _read_last: tuple[tuple[str, ...], ...] = field(init=False)
     """By layer: what nothing here reads after it in evaluation mode."""
 
@@ -295,19 +292,6 @@ class Stage:
             for part, made in self._made_training:
                 part.training = mode and made
 
-    def _effect_free_layers(self) -> frozenset[str]:
-        """The layers that are neither seeded nor checked in the present mode.
-
-        The last layer is not one of them where a loss or a backward pass follows: these go on with its random numbers.
-        """
-        if self._training not in self._effect_free:
-            proved = {name for name, module in self.modules.items() if self.shard is None and has_no_effects(module)}
-            has_loss = self.loss is not None and not (isinstance(self.loss, LossCall) and self.loss.only_in_training)
-            if self._training or has_loss:
-                proved.discard(self.weights.layer_names[-1])
-            self._effect_free[self._training] = frozenset(proved)
-        return self._effect_free[self._training]
-
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
@@ -333,7 +317,7 @@ class Stage:
         self.deferred.stash = live.stash
         values: dict[str, Tensor] = {**self._read_received(live, received), **batch}
         with_gradient = {id(value) for value in values.values() if value.requires_grad}
-        forward_pass = self._training_pass(microbatch)
+        forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
         for position, layer in enumerate(self.layers):
             saved = self._new_saved_tensors(position) if position in recomputation.positions else None
             outputs = layer.call(forward_pass.with_saved_tensors(saved), self.weights.of_layer(position), layer.read(values))
@@ -357,11 +341,6 @@ class Stage:
         if self.shard is not None and recomputation.positions:
             live.value_layouts = dict(self.shard.group.value_layouts)
         return self._leave(live, values)
-
-    def _training_pass(self, microbatch: int) -> PassContext:
-        """The pass of a microbatch of the step under way."""
-        names, effect_free = self.weights.layer_names, self._effect_free_layers()
-        return training_pass_context(self.seed, self.step, microbatch, names, effect_free=effect_free)
 
     def _read_received(self, live: _Microbatch, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values from other stages as layers read them. Those that require no gradient there require none here either:
@@ -393,7 +372,7 @@ class Stage:
             self.shard.group.value_layouts = live.value_layouts
         # Aliases, as in the first forward: of a leaf itself autocast would keep one cast for several readers.
         values = {name: make_alias(value) if value.requires_grad else value for name, value in live.kept_inputs.items()}
-        forward_pass = self._training_pass(microbatch)
+        forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
         dropped = iter(live.dropped)
         for position in self.recomputation.positions:
             layer, again = self.layers[position], self._new_saved_tensors(position)
@@ -414,9 +393,7 @@ class Stage:
         """As `forward`, but in evaluation mode; keeps the losses only. A layer's outputs go when nothing here reads them."""
         self._train(False)
         data_set, number = self.place_in_set(microbatch)
-        forward_pass = validation_pass_context(
-            self.seed, self.step, number, self.weights.layer_names, data_set, effect_free=self._effect_free_layers()
-        )
+        forward_pass = validation_pass_context(self.seed, self.step, number, self.weights.layer_names, data_set)
         with torch.no_grad():
             values = {**batch, **received}
             for position, layer in enumerate(self.layers):
