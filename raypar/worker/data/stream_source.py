@@ -229,7 +229,7 @@ class StreamSource:
                     cure="give a function or class that makes a new one at each call",
                 ) from error
             if self._made.first_state:  # it may have been read, or have had a state loaded that stays
-                made.load_state_dict(json.loads(self._made.first_state))
+                made.load_state_dict(json.loads(self._made.first_state))  # type: ignore[attr-defined]
         else:
             self._made.first_state = self._made.first_state or _state_of(made)
         if type(made).__module__.partition(".")[0] == "datasets":
