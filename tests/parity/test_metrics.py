@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
 from raypar.worker.job_preflight import preflight
-from raypar.worker.metrics.metric import make_metric, values_by_name
+from raypar.worker.metrics import metric_trial
+from raypar.worker.metrics.metric import FunctionMetric, make_metric, values_by_name
 from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -478,6 +480,35 @@ def test_what_is_wrong_with_a_metric_is_said_before_the_run(ref: MetricConfig, s
 @pytest.mark.parametrize("name", ALL)
 def test_metrics_that_are_right_pass_the_trial_without_a_word(name: str):
     assert preflight(job_of(ALL[name])).notes == ()
+
+
+@dataclass
+class Logits:
+    """What a model of `transformers` returns, as far as metrics read it."""
+
+    logits: Tensor
+    loss: Tensor
+
+
+@pytest.mark.parametrize("shape", ["dict", "dataclass"])
+def test_a_mean_of_a_part_of_the_output_is_refused_too_also_where_nothing_is_right_yet(shape: str):
+    """An accuracy of 0, as a new model has, was the same for the samples twice without being a mean."""
+    logits, target = torch.zeros(4, 6, 9), torch.tensor([[1, 2, 3, -100, -100, 5]] * 4)
+    made = {"logits": logits, "loss": torch.tensor(2.0)} if shape == "dict" else Logits(logits, torch.tensor(2.0))
+
+    def hits(output: Any, labels: Tensor) -> Tensor:
+        kept, found = labels != -100, output["logits"] if shape == "dict" else output.logits
+        return (found.argmax(-1)[kept] == labels[kept]).double()
+
+    def trial(function: Any) -> bool:
+        given = metric_trial._Measured(made, {"labels": target}, target)
+        return metric_trial._refuse_means(FunctionMetric("m", function), given)
+
+    assert trial(lambda output, target: hits(output, target).sum())
+    assert trial(lambda output, target: (hits(output, target).sum(), int((target != -100).sum())))
+    with pytest.raises(ConfigError, match="so it is a mean"):
+        trial(lambda output, target: hits(output, target).mean())
+    assert not trial(lambda output, target: 0.0), "nothing was compared"
 
 
 def test_a_metric_that_is_not_exact_may_be_allowed_and_is_named():

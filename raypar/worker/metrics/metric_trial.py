@@ -19,9 +19,11 @@ from torch import Tensor
 from raypar.errors import ConfigError, UserCodeError
 from raypar.files.printable_text import shorten
 from raypar.job import Job, ValidationConfig
+from raypar.model.capture.tensors_in_values import flatten
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
+from raypar.torch_compat.pytree import tree_unflatten
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.check_loss import move_half_to_target
@@ -113,8 +115,12 @@ def _check(one: _Recorded, samples: int, *, exact: bool) -> str | None:
         return _call_with_few_predictions(metric, one.states, samples)
     if isinstance(metric, FunctionMetric):
         _refuse_two_values(metric.name, lambda: [_numbers(part) for part in metric.parts(metric.measure(*one.given[0]))])
-        for given in one.given:
-            _refuse_means(metric, given)
+        tried = [_refuse_means(metric, given) for given in one.given]
+        if not any(tried):
+            return (
+                f"metric {metric.name!r} could not be tried with the same samples twice (it raised, returned 0, or the output "
+                "has no row for each sample): it must return a sum, or (sum, count), and no mean"
+            )
     if isinstance(metric, ObjectMetric):
         return _compare_with_one_object(metric, one, exact=exact)
     return None
@@ -123,21 +129,32 @@ def _check(one: _Recorded, samples: int, *, exact: bool) -> str | None:
 # -- functions ---------------------------------------------------------------------------------------------------------------
 
 
-def _refuse_means(metric: FunctionMetric, given: _Measured) -> None:
-    """Raises `ConfigError` if what the function returns, or the sum in it, is the same for the samples twice: a mean, say."""
-    output, target = given.output, given.target
-    if not isinstance(output, Tensor) or not output.dim() or not target.dim() or len(output) != len(target):
-        return
-    for tried in (output, move_half_to_target(output, target)):
+def _refuse_means(metric: FunctionMetric, given: _Measured) -> bool:
+    """Whether it could be tried. Raises `ConfigError` if what the function returns, or the sum in it, is the same for the
+    samples twice: a mean, say. All that the model returns is doubled, where it has a row for each sample."""
+    target, samples = given.target, len(given.target) if given.target.dim() else 0
+    leaves, structure = flatten(given.output)
+    of_samples = [samples > 0 and isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples for leaf in leaves]
+    if not any(of_samples):
+        return False
+
+    def output(change: Callable[[Tensor], Tensor]) -> object:
+        changed = [change(leaf) if own else leaf for leaf, own in zip(leaves, of_samples, strict=True)]
+        return tree_unflatten(changed, structure)
+
+    tried = False
+    for moved in (lambda leaf: leaf, lambda leaf: move_half_to_target(leaf, target)):
         twice = {name: torch.cat([field, field]) if field.dim() else field for name, field in given.batch.items()}
+        doubled = output(lambda leaf, moved=moved: torch.cat([moved(leaf)] * 2))  # type: ignore[misc]
         try:
             once, double = (
                 [_numbers(part) for part in metric.parts(metric.measure(*those))]
-                for those in ((tried, given.batch, target), (torch.cat([tried, tried]), twice, torch.cat([target, target])))
+                for those in ((output(moved), given.batch, target), (doubled, twice, torch.cat([target, target])))
             )
         except USER_CODE_ERRORS as error:  # perhaps because of the number of samples, or outputs that no model gives
             reraise_ctrl_c(error)
-            return
+            return tried
+        tried = tried or any(once[0])
         # (mean, 1) weighs every microbatch alike, as a loss that returns it does.
         if any(once[0]) and once[0] == double[0] and (len(once) == 1 or once[1] != double[1]):
             shown = ", ".join(f"{number:.6g}" for number in once[0][:3])
@@ -146,6 +163,7 @@ def _refuse_means(metric: FunctionMetric, given: _Measured) -> None:
                 "mean, and would be added up over microbatches",
                 cure="return (sum, count): the sum over samples or tokens, and how many they are",
             )
+    return tried
 
 
 def _refuse_two_values(name: str, call: Callable[[], object]) -> None:
