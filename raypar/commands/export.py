@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
+from pathlib import Path
 
 from raypar.console.command_arguments import add_best_argument, add_run_dir_argument
 from raypar.errors import ConfigError
 from raypar.launch.export_run import DTYPES, ExportRequest, FolderOptions, export_to_file, export_to_folder
 from raypar.storage.find_best_checkpoint import find_best_step_of_run
+from raypar.user_code.user_code_errors import make_importable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     step = args.step if args.best is None else find_best_step_of_run(args.run, args.run_dir, args.best)
     request = ExportRequest(args.run, args.run_dir, step, args.out, DTYPES.get(args.dtype))
     warn = partial(print, "warning:", file=sys.stderr)
+    if args.model:
+        make_importable(Path.cwd())
     if args.format == "hf":
         lines = export_to_folder(request, FolderOptions(args.model, args.tokenizer, args.max_shard_size, args.merge), warn)
     elif args.model or args.tokenizer or args.max_shard_size or args.merge:

@@ -177,7 +177,9 @@ def survives(state: State, replicas: int, stages: int, whole: bool) -> set[str]:
     there = replace(work, device=pretend.device())
     assert torch_flesh.simulate(there, plan, **quiet)[1] == reference
     ways: set[str] = set()
-    histories = [[Fault(at, "kill")] for at in range(plain.points // 6, plain.points, 11 if whole else 160)]
+    half = plain.points // 2
+    histories = [[Fault(at, "kill")] for at in (range(plain.points // 6, plain.points, 11) if whole else [half])]
+    histories += [[Fault(half, "drain", 2), Fault(5, "drain", 3)]]  # with two replicas nobody is left in the last stage
     histories += [random_faults(seed, 3, plain, workers=4, kinds=KINDS) for seed in range(30 if whole else 1)]
     for faults in histories:
         world, found = torch_flesh.simulate(there, plan, faults, **quiet)

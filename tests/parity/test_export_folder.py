@@ -199,14 +199,21 @@ def test_a_model_with_adapters_writes_these_or_is_merged_first(tmp_path: Path, m
     assert torch.equal(merged, parameters["base.weight"] + parameters["adapter"])
 
 
-def test_a_run_of_objects_takes_the_model_function_as_an_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_of_objects_takes_the_model_function_as_an_argument(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     name, job = "gpt2", job_of("gpt2", steps=1)
     made = job.replace(loss=LossConfig(function=partial(captured_jobs.loss_of, name=name)))
     path, parameters = train_into_folder(made, tmp_path)
     arguments = ["export", str(path), "--format", "hf", "--out", str(tmp_path / "out")]
     assert main(arguments) == 2
     assert "--model module:name" in capsys.readouterr().err
-    assert main([*arguments, "--model", f"{__name__}:small_gpt2"]) == 0
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "model_of_this_folder.py").write_text(f"from {__name__} import small_gpt2\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])  # as the command has it
+    assert main([*arguments, "--model", "model_of_this_folder:small_gpt2"]) == 0
     assert torch.equal(
         load_file(tmp_path / "out" / "model.safetensors")["transformer.ln_f.bias"], parameters["transformer.ln_f.bias"]
     )
