@@ -231,8 +231,6 @@ class DriverStartup:
         self.plans.schedules[record.plan] = record.schedule
         seen = await self.side_effects.awaited(recorder.take_over)  # in its thread, which alone writes these files
         self.reports.outcomes, self.reports.in_journal = dict(seen.outcomes), dict(seen.unseen)
-        if self.reports.followed is not None:
-            self.reports.followed.values |= await asyncio.to_thread(self.journal.validated)
         await self._open_samples(min(seen.steps, seen.saved or 0))
         self.feed.pass_on(recorder.new_events())
         generation = await asyncio.to_thread(self.journal.newest_claimed_generation)

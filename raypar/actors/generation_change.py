@@ -86,8 +86,11 @@ class GenerationChange:
         self.tasks.spawn(self._claim_generation(action.generation))
 
     async def _claim_generation(self, generation: int) -> None:
+        first, followed = self.journal.generation == 0, self.reports.followed
         try:
             ok = await asyncio.to_thread(self.journal.claim, generation)
+            if ok and first and followed is not None:  # from now on a former driver calls for no step that follows more values
+                followed.values |= await asyncio.to_thread(self.journal.validated)
         except Exception as error:
             self.tasks.post(on.CallFailed("error", error))
         else:

@@ -155,12 +155,19 @@ class Journal:
         return found
 
     def store_validated(self, values: Mapping[int, float]) -> None:
-        """Store the values of the metric that the learning rates follow, of all validations so far."""
-        kv_put(f"{self.prefix}validated", pickle.dumps(values), overwrite=True)
+        """Store the values of the metric that the learning rates follow, of all validations so far.
+
+        They are stored under the generation that this driver has claimed: a driver that was replaced overwrites none of its
+        successor's. Removes those of older generations.
+        """
+        kv_put(f"{self.prefix}validated/{self.generation}", pickle.dumps(values), overwrite=True)
+        for generation in self._numbers("validated"):
+            if generation < self.generation:
+                kv_delete(f"{self.prefix}validated/{generation}")
 
     def validated(self) -> dict[int, float]:
-        """What was given to `store_validated` last."""
-        value = kv_get(f"{self.prefix}validated")
+        """What was given to `store_validated` in the newest generation that has any."""
+        value = kv_get(f"{self.prefix}validated/{max(self._numbers('validated'), default=0)}")
         found: dict[int, float] = {} if value is None else pickle.loads(value)
         return found
 

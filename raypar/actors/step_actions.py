@@ -98,7 +98,10 @@ class StepActions:
         )
 
     def emit_validation(self, action: do.EmitValidation, reason: str) -> None:
-        """Write the validation loss and call the callbacks; before that keep the value that the learning rates follow."""
+        """Write the validation loss and call the callbacks; before that keep the value that the learning rates follow.
+
+        A driver that was replaced learns so here: it calls for no step that follows the value.
+        """
         done, found = action.done, list(self.reports.validations.values())
         try:
             values = self.reports.follow_validation(done, self.recorder.request.validation_batching)
@@ -112,6 +115,7 @@ class StepActions:
         def record() -> tuple[str | None, bool]:
             if values:
                 self.journal.store_validated(values)
+            self.journal.check_claim(done)  # after storing: a successor that claims now reads what was stored
             if action.again:
                 return None, False
             return self.recorder.record_validation(done + action.number, found)

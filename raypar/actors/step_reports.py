@@ -85,13 +85,15 @@ class StepReports:
 
     def validated_before(self, step: int) -> float | None:
         """The value of the metric that the learning rates follow, in the validation directly before a step; None if there was
-        none, or they follow none. Raises `RayparError` if it is not known."""
+        none, or they follow none. Raises `RayparError` if it is not known, and for the steps up to the next validation: after
+        a step that was refused no worker may be called for a later one."""
         followed = self.followed
         if followed is None:
             return None
-        if followed.lacks(step):
+        last = step - step % followed.every
+        if (last == step or last > self.machine.policy.steps_before_run) and followed.lacks(last):
             raise RayparError(
-                f"the learning rate of step {step + 1} follows {followed.name}, and its value {after_steps(step)} was lost "
+                f"the learning rate of step {step + 1} follows {followed.name}, and its value {after_steps(last)} was lost "
                 "with a driver",
                 cure="`raypar resume` goes on from the last checkpoint",
             )

@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # torch is loaded by `hello`
     from raypar.worker.checkpoint.checkpoint_files import ShardRecord
     from raypar.worker.elastic_worker import ElasticWorker
     from raypar.worker.process.torch_state_guard import TorchStateGuard
-    from raypar.worker.worker_core import WorkerCore
+    from raypar.worker.worker_core import StepReport, WorkerCore
 
 Answer = TypeVar("Answer")
 
@@ -243,11 +243,17 @@ class WorkerActor:
         asked = StepCall.from_bytes(call)
         core, elastic_worker = self._loaded
         core.data.streams.wants_cursors = asked.cursors
-        if asked.validated is not None:
-            core.validated[asked.step] = asked.validated
         elastic_worker.trace, self.step_thread_id = asked.trace, threading.get_native_id()
         routine = self.generation_guard.step(asked.generation, asked.step, asked.into_mirror)
-        report = self._run_call(f"in step {asked.step + 1}", lambda: run_routine(routine, core.step_timeout_s))
+
+        def stepped() -> StepReport:
+            self.generation_guard.admit(asked.generation)
+            if asked.validated is not None:
+                core.validated[asked.step] = asked.validated
+            done: StepReport = run_routine(routine, core.step_timeout_s)
+            return done
+
+        report = self._run_call(f"in step {asked.step + 1}", stepped)
         if isinstance(report, CallFailure):
             self._free_peers()
             return report

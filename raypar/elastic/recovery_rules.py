@@ -88,12 +88,11 @@ def take_over_run(m: RunState, event: DriverFailover) -> Phase:
 
 
 def handle_claim(m: RunState, event: GenerationClaimed) -> Phase | None:
-    """Go on once the generation is claimed; end this driver if another one was first."""
-    if event.generation != m.membership.generation:
-        return None
+    """Go on once the generation is claimed; end this driver if another one was first, which it may find whenever it writes."""
     if not event.ok:
-        what = f"generation {event.generation} was claimed by another driver, which goes on with the run"
-        return m.end_run("deposed", what)
+        return m.end_run("deposed", "another driver has claimed a newer generation and goes on with the run")
+    if m.phase is not Phase.CLAIMING or event.generation != m.membership.generation:
+        return None
     if m.timer.elapsed_s > CUT_OFF_S:
         give_silent_workers_time(m, m.timer.elapsed_s)
     return Phase.STANDING

@@ -177,6 +177,12 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(Tick, [P.FAILING], failures.check_failure_deadline, [P.OVER]),
     # From one generation to the next.
     make_transition_row(GenerationClaimed, [P.CLAIMING], recovery_rules.handle_claim, [P.STANDING, P.WAITING, P.OVER]),
+    make_transition_row(
+        GenerationClaimed,
+        all_phases_except(P.STARTING, P.CLAIMING, P.FAILING, P.OVER),
+        recovery_rules.handle_claim,
+        [P.OVER],
+    ),
     make_transition_row(WorkerStatusReported, [P.STANDING], recovery_rules.count_worker_status, [P.SETTLING, *PLANNED]),
     make_transition_row(KeptGradientsApplied, [P.SETTLING], recovery_rules.count_applied_kept_gradients, PLANNED),
     make_transition_row(PlanChosen, [P.PLANNING], find_and_adopt_plan_rules.use_chosen_plan, PLANNED),
@@ -221,7 +227,7 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(WorkerSilent, EVERYWHERE, wait_for_silent_workers.wait_for_silent_worker),
     make_transition_row(WorkerAnswered, EVERYWHERE, wait_for_silent_workers.note_answer_of_silent_worker),
     # Answers to a generation that has been given up, and whatever comes after the end.
-    *make_ignored_rows(all_phases_except(P.CLAIMING), GenerationClaimed),
+    *make_ignored_rows([P.STARTING, P.FAILING, P.OVER], GenerationClaimed),
     *make_ignored_rows(all_phases_except(P.STANDING), WorkerStatusReported),
     *make_ignored_rows(all_phases_except(P.SETTLING), KeptGradientsApplied),
     *make_ignored_rows(all_phases_except(P.ADOPTING), PlanAdopted),

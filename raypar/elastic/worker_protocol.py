@@ -113,7 +113,7 @@ class GenerationGuard:
 
         Returns whether it is new.
         """
-        self._admit(generation)
+        self.admit(generation)
         new = generation > self.newest_generation
         if new:
             self.newest_generation = generation
@@ -125,7 +125,7 @@ class GenerationGuard:
 
         After a failure all later steps of that generation fail.
         """
-        self._admit(generation)
+        self.admit(generation)
         if self.broken or generation != self.generation:
             raise GroupAborted(f"worker {self.worker} has left generation {generation}", cure="see the first failure")
         assert step == self.backend.applied(), f"step {step} was asked for, {self.backend.applied()} are applied"
@@ -142,7 +142,7 @@ class GenerationGuard:
 
     def validate(self, generation: int) -> Routine[Any]:
         """Run a validation pass. The pass changes no state, so it may be aborted and run again."""
-        self._admit(generation)
+        self.admit(generation)
         if self.broken or generation != self.generation:
             raise GroupAborted(f"worker {self.worker} has left generation {generation}", cure="see the first failure")
         report = yield from self.backend.validate()
@@ -172,7 +172,7 @@ class GenerationGuard:
 
         A second call for the same step does not apply it again.
         """
-        self._admit(generation)
+        self.admit(generation)
         if self.backend.applied() == step:
             assert self.backend.can_apply_late(), f"worker {self.worker} has not kept the gradients of step {step}"
             self.backend.apply_late(step, vote_result)
@@ -181,7 +181,7 @@ class GenerationGuard:
 
     def save(self, generation: int, done: int, copy: Callable[[], T]) -> T:
         """Call `copy` if the state has had exactly `done` steps; a driver that was stopped may ask for an older state."""
-        self._admit(generation)
+        self.admit(generation)
         if generation != self.generation or self.backend.applied() != done:
             what = f"worker {self.worker} holds the state {after_steps(self.backend.applied())} of generation {self.generation}"
             raise GroupAborted(f"{what}, not {after_steps(done)} of {generation}", cure="the next checkpoint will be complete")
@@ -189,13 +189,14 @@ class GenerationGuard:
 
     def adopt(self, generation: int, order: Any) -> Routine[None]:
         """Adopt this worker's part of a new plan, or only send pieces to workers that need them."""
-        self._admit(generation)
+        self.admit(generation)
         yield from self.backend.adopt(order)
-        self._admit(generation)
+        self.admit(generation)
         self.generation, self.broken = generation, False
         self.seated = True
 
-    def _admit(self, generation: int) -> None:
+    def admit(self, generation: int) -> None:
+        """Raise `StaleGeneration` for a generation older than the newest one that is known."""
         if generation < self.newest_generation:
             raise StaleGeneration(
                 f"worker {self.worker} obeys generation {self.newest_generation}, not {generation}", cure="end this driver"

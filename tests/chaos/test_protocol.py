@@ -287,6 +287,37 @@ def test_such_a_validation_is_run_again_or_the_run_ends_whatever_else_happens(wh
 
 
 @pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("second", ["kill_driver", "stop_driver"])
+def test_a_driver_that_goes_on_after_its_successors_have_validated_changes_no_learning_rate(second: Kind, whole: bool):
+    """It was stopped in a validation, whose value it stores when it goes on; then that of its successors is lost."""
+    work, plan, quick = job(mirror_every=3), REPLICAS[2, 2], QUICK | {"validate_every": 1, "rates_follow_validations": True}
+    plain, reference = simulate(work, plan, **quick)
+    validated = [at for at, line in enumerate(plain.story) if "driver 0: Validate(" in line]
+    late = 0
+    for first in validated[: None if whole else 2]:
+        for then in range(first + 1, first + 12, 1 if whole else 5):
+            for last in range(then + 1, then + 30, 1 if whole else 4):
+                kinds: tuple[tuple[int, Kind], ...] = ((first, "stop_driver"), (then, second), (last, "kill_driver"))
+                faults = [Fault(at, kind, ms=3000.0) for at, kind in kinds]
+                world, found = simulate(work, plan, faults, **quick)
+                assert found == reference, world.tell(f"{faults}: {world.over.why}")
+                late += any("driver 0: EmitValidation(" in line for line in world.story)
+    assert late > 9
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+def test_after_a_step_that_may_not_be_called_for_no_later_one_is(whole: bool):
+    """Its learning rate follows a value that was lost with a driver: that is why the run ends, and nobody is asked for more."""
+    work, plan, quick = job(mirror_every=3), REPLICAS[2, 2], QUICK | {"rates_follow_validations": True}
+    ends = Counter[str]()
+    for at in range(20, 100, 1 if whole else 9):
+        for then in (25, 26):
+            faults = [Fault(then, "kill_driver"), Fault(19, "kill_driver"), Fault(at, "corrupt", 0)]
+            ends[simulate(work, plan, faults, **quick)[0].over.why] += 1
+    assert ends.keys() <= {"all 5 steps are done", "the value after 2 steps was lost with a driver"} and len(ends) == 2, ends
+
+
+@pytest.mark.parametrize("whole", WHOLE)
 @pytest.mark.parametrize("shape", REPLICAS)
 def test_silent_corruption_among_other_faults(shape, whole: bool):
     """While every stage keeps replicas to compare with, the end has the right bits or is an error with a name.

@@ -326,8 +326,8 @@ class World:
         self.changed: list[Change] = []
         """What has happened."""
         self.validations: list[int] = []
-        self.followed: dict[int, int] = {}
-        """Steps -> what the validation after them has found, as Ray's control store has it."""
+        self.followed: dict[int, dict[int, int]] = {}
+        """Generation -> steps -> what the validation after them has found, as Ray's control store has it."""
         self.story: list[str] = []
         self.over: do.Teardown | None = None
         self.ctrl_c: on.StopRequested | None = None
@@ -604,7 +604,9 @@ class Driver:
         self.stall_told = False
         self.machine = RunMachine(world.policy, plan=world.plan, held_pieces=world.flesh.layout)
         self.machine.membership.nodes = dict(world.nodes)
-        self.followed = dict(world.followed)
+        self.claimed = 0
+        """The newest generation that this driver has claimed."""
+        self.followed: dict[int, int] = {}
         self.outcomes: dict[int, Any] = {}
         self.inbox: deque[Any] = deque()
         self.copying: tuple[int, set[int]] = (0, set())
@@ -771,7 +773,7 @@ class Driver:
                 self.followed = values = {at: value for at, value in self.followed.items() if at < done}
                 self.effect(lambda: self.keep_followed(values))
             case do.ClaimGeneration(number):
-                self.effect(lambda: on.GenerationClaimed(number, world.claims.setdefault(number, self.number) == self.number))
+                self.effect(lambda: self.claim(number))
             case do.FenceWorkers(number, workers):
                 for worker in workers:
                     self.fence(number, worker)
@@ -920,23 +922,35 @@ class Driver:
 
     def rate_of(self, step: int) -> int | None:
         """What the learning rate of a step follows, as `StepReports.validated_before` and `SchedulerRates` have it."""
-        if self.follows(step) and step not in self.followed:
-            raise RayparError(f"the value after {step} steps was lost with a driver")
+        last = step - step % (self.world.policy.validate_every or 1)
+        if self.follows(last) and last not in self.followed:
+            raise RayparError(f"the value after {last} steps was lost with a driver")
         if not self.world.policy.rates_follow_validations:
             return None
         return h(*(value for done, value in sorted(self.followed.items()) if done <= step))
 
     def begin_step(self, process: Process, generation: int, step: int, cut: bool, rate: int | None) -> Any:
+        process.member.admit(generation)
         if rate is not None:
             process.body.rate = rate
         return process.member.step(generation, step, cut)
 
+    def claim(self, number: int) -> Any:
+        """A driver that takes over has what was validated until then, as in `GenerationChange`."""
+        ok = self.world.claims.setdefault(number, self.number) == self.number
+        if ok and not self.claimed and self.world.followed:
+            self.followed = dict(self.world.followed[max(self.world.followed)])
+        self.claimed = number if ok else self.claimed
+        return on.GenerationClaimed(number, ok)
+
     def keep_followed(self, values: dict[int, int]) -> Any:
-        self.world.followed = values
+        self.world.followed[self.claimed] = values
         return on.Tick()
 
     def emit_validation(self, done: int, values: dict[int, int]) -> Any:
-        self.world.followed = values
+        self.keep_followed(values)
+        if self.world.claims.get(self.claimed + 1, self.number) != self.number:
+            return on.GenerationClaimed(self.machine.membership.generation, False)
         if done not in self.world.validations:
             self.world.validations.append(done)
         return on.ValidationEmitted(done)

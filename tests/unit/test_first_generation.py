@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.machine_steps import begin, do, first_generation
 
+from raypar.actors.messages import StepCall
 from raypar.actors.worker_actor import WorkerActor
 from raypar.elastic.actions import AdoptPlan, ClaimGeneration, FenceWorkers, RequestStacks, RunStep, Teardown
 from raypar.elastic.events import (
@@ -23,7 +24,7 @@ from raypar.elastic.events import (
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.worker_protocol import GenerationGuard, WorkerStatus
+from raypar.elastic.worker_protocol import GenerationGuard, StaleGeneration, WorkerStatus
 from raypar.errors import GroupAborted, WorkerLost
 from raypar.plan import ParallelPlan
 
@@ -109,6 +110,19 @@ def test_a_run_that_has_begun_is_recovered_as_ever():
     begin(made)
     assert made.begins and made.health.disturbed_at_s is None
     assert do(made, CallFailed("lost", WorkerLost("worker 1 died"), 1)) == [ClaimGeneration(2)] and not made.begins
+
+
+def test_a_call_of_a_former_generation_brings_no_value_that_learning_rates_follow():
+    """A driver that was stopped and replaced goes on with a value which its successor has found anew."""
+    core = SimpleNamespace(validated={}, data=SimpleNamespace(streams=SimpleNamespace()), step_timeout_s=1.0)
+    backend = SimpleNamespace(abort=lambda reason: None, core=core)
+    worker = WorkerActor.__new__(WorkerActor)
+    worker.core, worker.elastic_worker, worker.generation_guard = core, backend, GenerationGuard(0, backend)
+    worker._run_call, worker._free_peers = (lambda doing, call: call()), (lambda: None)
+    worker.generation_guard.enter_generation(2, "generation 2 begins")
+    with pytest.raises(StaleGeneration):
+        worker.step(StepCall(1, 4, trace=False, into_mirror=False, validated=0.5).to_bytes())
+    assert core.validated == {}
 
 
 def test_an_announcement_that_comes_late_breaks_no_connection_of_the_generation_that_it_announces():

@@ -1,5 +1,6 @@
 """Whatever befalls metrics.jsonl and events.jsonl: the run goes on, and in the end every step stands there once."""
 
+import asyncio
 import errno
 import json
 import math
@@ -12,6 +13,7 @@ import pytest
 
 from raypar.actors import jsonl_file
 from raypar.actors import run_state_in_ray_kv as store
+from raypar.actors.generation_change import GenerationChange
 from raypar.actors.jsonl_file import BLOCK_LINES, MIRRORED_LINES, JsonlFile
 from raypar.actors.messages import StepCall
 from raypar.actors.run_recorder import RunRecorder, format_step_ranges
@@ -20,6 +22,7 @@ from raypar.actors.step_actions import StepActions
 from raypar.actors.step_reports import StepReports
 from raypar.console.event_printer import EventPrinter
 from raypar.elastic.actions import EmitValidation, ForgetValidations, RunStep, Teardown
+from raypar.elastic.events import GenerationClaimed
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
@@ -553,3 +556,50 @@ def test_a_driver_that_was_replaced_commits_nothing_more_than_the_steps_of_a_qua
     with pytest.raises(DriverReplaced):
         old.commit(13)
     assert not old.claim(3) and old.committed_steps() == list(range(13))
+
+
+def test_a_driver_that_was_replaced_overwrites_no_value_that_learning_rates_follow(keys):
+    """It was stopped in a validation; its successor has validated twice when it goes on, and is lost."""
+    old, new = Journal("r"), Journal("r")
+    assert old.claim(1) and new.claim(2)
+    assert new.validated() == {}
+    old.store_validated({10: 0.5})
+    assert new.validated() == {10: 0.5}, "a successor that has stored none goes on with those of its predecessor"
+    new.store_validated({10: 0.5, 20: 1.5})
+    assert [key for key in keys if "validated" in key] == ["raypar/r/validated/2"]
+    old.store_validated({10: 0.5})
+    assert Journal("r").validated() == {10: 0.5, 20: 1.5}
+    new.store_validated({})  # all are run again
+    assert Journal("r").validated() == {}
+
+
+def test_a_driver_that_was_replaced_tells_nobody_of_a_validation_and_calls_for_no_step_after_it():
+    """What it has stored before its successor's claim is read after that claim, so that the two agree."""
+    (driver, new), made = (Journal("tiny"), Journal("tiny")), []
+    machine, followed = RunMachine(RunPolicy(workers=2, job_steps=END), plan=PLAN), FollowedMetric("validation_loss", 10)
+    reports, request = StepReports(machine, None, None, followed), SimpleNamespace(validation_batching=None)
+    recorder = SimpleNamespace(request=request, record_validation=lambda *_: made.append("line"))
+    side_effects = SimpleNamespace(perform=lambda call, event: made.append(call))
+    actions = StepActions(machine, None, reports, driver, recorder, side_effects, None, None, None, ())
+    reports.validations = {0: {"losses": {0: (1.0, 2.0)}}}
+    assert driver.claim(1)
+    actions.emit_validation(EmitValidation(10), "")
+    assert new.claim(2)
+    with pytest.raises(DriverReplaced):
+        made.pop()()
+    assert made == [] and new.validated() == {10: 0.5}
+
+
+def test_a_new_driver_reads_the_values_that_learning_rates_follow_once_it_has_claimed_its_first_generation():
+    """Until then its predecessor may store more. Later its own are newer than those in the store, which it may be changing."""
+    old, new, posted = Journal("tiny"), Journal("tiny"), []
+    assert old.claim(1)
+    old.store_validated({10: 0.5})
+    followed = FollowedMetric("validation_loss", 10)
+    change = GenerationChange.__new__(GenerationChange)
+    change.journal, change.reports = new, SimpleNamespace(followed=followed)
+    change.tasks = SimpleNamespace(post=lambda event: posted.append((event, dict(followed.values))))
+    asyncio.run(change._claim_generation(2))
+    followed.values.clear()
+    asyncio.run(change._claim_generation(3))
+    assert posted == [(GenerationClaimed(2, True), {10: 0.5}), (GenerationClaimed(3, True), {})]

@@ -375,6 +375,11 @@ SCENES = {
         P.OVER,
     ),
     "another driver was first": (lambda: arrive(P.CLAIMING), [GenerationClaimed(2, False)], P.OVER),
+    **{
+        f"another driver is found while {phase.value}": (lambda at=phase: arrive(at), [GenerationClaimed(9, False)], P.OVER)
+        for phase in P
+        if phase not in (P.STARTING, P.CLAIMING, P.FAILING, P.OVER)
+    },
     "one more worker dies, and the others have answered": (
         lambda: sent(arrive(P.STANDING), stood(2, 0, 0)),
         [lost(1)],
