@@ -235,14 +235,14 @@ class Trainer:
         batch_size: int | None = None,
         verbose: bool = True,
     ) -> dict[str, Json]:
-        """{"validation_loss": ..., "count": ...} of the weights of `run`, a checkpoint or a path; `data`: as `validation`."""
+        """{"validation_loss": ..., "count": ...} of the weights of `run` (name, path, checkpoint); `data`: as `validation`."""
         from raypar.launch.evaluate_run import evaluate_checkpoint
         from raypar.launch.trainer_arguments import validation_argument
 
         tell = self._printer(verbose)
         return evaluate_checkpoint(
             self.job,
-            find_checkpoint(self.resume_from_checkpoint if run is None else run, tell),
+            find_checkpoint(self.resume_from_checkpoint if run is None else run, tell, self.job.run_dir),
             validation_argument(data),
             tell,
             self._cluster,
@@ -271,7 +271,7 @@ class Trainer:
         from raypar.launch.trainer_arguments import validation_argument
 
         tell = self._printer(verbose)
-        checkpoint = find_checkpoint(self.resume_from_checkpoint if run is None else run, tell)
+        checkpoint = find_checkpoint(self.resume_from_checkpoint if run is None else run, tell, self.job.run_dir)
         kept = None if function is None else parse_function_argument(function, "function")
         request, cluster = PredictionRequest(validation_argument(data), kept, batch_size, samples), self._cluster
         with open_rows(out, overwrite=overwrite) as rows:

@@ -629,7 +629,8 @@ class Job(Section):
             raise ConfigError(
                 f"the job cannot be written as a job file: {'; '.join(unwritable)}",
                 cure="put functions and classes into a module that workers can import, and give what they need as args: "
-                "numbers, texts, lists and dicts",
+                "numbers, texts, lists and dicts; an object that is called (a collator, a metric) may lie in one too, named as "
+                'a text, "module:name"',
             )
         try:
             text = dump_yaml(tree)

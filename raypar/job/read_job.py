@@ -40,8 +40,8 @@ class RunArguments(Section):
     stop_at_step: PositiveInt | None = None
     """Number of steps after which the run saves a checkpoint and stops, to be resumed."""
     resume_from_checkpoint: Any = None
-    """The `checkpoint` of a result, or the path of a checkpoint or of a run, whose last one is taken. Training continues after
-    its steps in a new run folder, under the plan that is given here."""
+    """The `checkpoint` of a result, the path of a checkpoint, or a run, by its path or its name under `run_dir`, whose last one
+    is taken. Training continues after its steps in a new run folder, under the plan that is given here."""
     scaling_config: Any = None
     """Ray Train's `ScalingConfig`: `num_workers` (also as (least, most) of an elastic run) and `use_gpu`."""
     run_config: Any = None

@@ -36,7 +36,7 @@ from raypar.record.folder import ERROR
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.list_and_remove_runs import has_run
 from raypar.storage.read_run_lines import jsonl_line_sort_key
-from raypar.storage.run_folder import RunFolder, SharedStoragePlace, parse_storage_location
+from raypar.storage.run_folder import NoSuchRun, RunFolder, SharedStoragePlace, parse_storage_location
 from raypar.storage.run_lease import LEASE_S
 from raypar.storage.s3_lease_store import check_run_dir_on_storage
 from raypar.user_code.user_code_errors import make_importable
@@ -253,10 +253,11 @@ def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> Checkpo
     return checkpoint
 
 
-def find_checkpoint(given: Any, tell: EventHandler) -> CheckpointRef:
-    """The checkpoint that `given` means: a `ray.train.Checkpoint`, the path of a checkpoint, or of a run (its last one).
+def find_checkpoint(given: Any, tell: EventHandler, run_dir: str | os.PathLike[str]) -> CheckpointRef:
+    """The checkpoint that `given` means: a `ray.train.Checkpoint`, the path of a checkpoint, or a run (its last one), by its
+    path or its name under `run_dir`, as commands take it. Paths may be URIs.
 
-    Paths may be URIs. Raises `CheckpointError` if there is none or it is not whole.
+    Raises `CheckpointError` if there is none or it is not whole.
     """
     from raypar.storage.checkpoint_store import open_checkpoint
     from raypar.worker.checkpoint.checkpoint_files import MANIFEST, verify_checkpoint
@@ -268,25 +269,32 @@ def find_checkpoint(given: Any, tell: EventHandler) -> CheckpointRef:
     if not given or not isinstance(given, (str, os.PathLike)):
         raise ConfigError(
             f"resume_from_checkpoint is {repr_text(given)}",
-            cure="give a result's checkpoint, or the path of a checkpoint or of a run",
+            cure="give a result's checkpoint, a run's name, or the path of a checkpoint or of a run",
         )
     if (shared := parse_storage_location(given, "resume_from_checkpoint")) is not None:
         given = str(shared)
     checkpoint = open_checkpoint(given, "resume_from_checkpoint")
-    if shared is not None and not checkpoint.has_file(MANIFEST) and has_run(shared):
+    if checkpoint.has_file(MANIFEST):
+        with ActivityReporter(tell).reporting():
+            return verify_checkpoint(checkpoint).checkpoint
+    if shared is not None and has_run(shared):
         return find_last_whole_checkpoint(RunFolder(Path(shared.name), SharedStoragePlace(shared)), tell)
-    path = Path(given)
-    with explain_read_errors(path):
-        has_checkpoints = shared is None and (path / "checkpoints").is_dir()
-    if has_checkpoints:
-        return find_last_whole_checkpoint(RunFolder(path), tell)
-    if not checkpoint.has_file(MANIFEST):
-        raise CheckpointError(
-            f"{checkpoint} is neither a checkpoint nor a run",
-            cure="give the place of a run, or of runs/NAME/checkpoints/step_...",
-        )
-    with ActivityReporter(tell).reporting():
-        return verify_checkpoint(checkpoint).checkpoint
+    runs = ""
+    if shared is None:
+        path = Path(given)
+        with explain_read_errors(path):
+            has_checkpoints = (path / "checkpoints").is_dir()
+        try:
+            if has_checkpoints:
+                return find_last_whole_checkpoint(RunFolder(path), tell)
+            with RunFolder.open_for_reading(given, os.fspath(run_dir), with_job=False, last_bytes=0) as folder:
+                return find_last_whole_checkpoint(folder, tell)
+        except NoSuchRun as error:
+            runs = f"; {error.cure}"
+    raise CheckpointError(
+        f"{checkpoint} is neither a checkpoint nor a run",
+        cure=f"give a run's name or place, or that of runs/NAME/checkpoints/step_...{runs}",
+    )
 
 
 def end_orphaned_driver(folder: RunFolder, address: str | None) -> None:

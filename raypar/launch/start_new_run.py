@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from raypar.job import Job
 
 
+COMMANDS_WITHOUT_JOB = (
+    "`raypar resume`, `evaluate` and `predict` will refuse it (Trainer, given the same arguments, does that), and "
+    "`export --format hf` will need --model"
+)
+"""What cannot be done by a command with a run that has no job.yaml."""
+
+
 def warnings_about_secrets(job_yaml: str | None) -> list[str]:
     """A warning for each text in a job file that looks like a secret: the run folder has a copy of the file."""
     if job_yaml is None:
@@ -64,6 +71,7 @@ def train_job_in_new_folder(
         job_yaml = job.to_yaml()
     except ConfigError as error:
         why_no_job = redact_certain_secrets(error.what, secrets_of_environment(os.environ))
+        tell(Note(text=f"the run gets no job.yaml: {why_no_job}; {COMMANDS_WITHOUT_JOB}. To get one: {error.cure}"))
     if "plan" not in job.model_fields_set and job.usable_processors > 1:
         text = f"no plan is given: one worker; plan auto uses as many of the {job.usable_processors} processors as help"
         tell(Note(text=text))
@@ -95,5 +103,5 @@ def train_job_in_new_folder(
         )
         choose = make_plan_chooser(job, workers)
         if resume_from is not None:
-            options, choose = prepare_resumed_run(find_checkpoint(resume_from, tell), options, choose, tell)
+            options, choose = prepare_resumed_run(find_checkpoint(resume_from, tell, job.run_dir), options, choose, tell)
         return launch_run(choose, options, tell)

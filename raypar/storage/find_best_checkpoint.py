@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 
 from raypar.errors import CheckpointError
+from raypar.plan.wording import after_steps, count_noun
 from raypar.record.best_checkpoint_rules import BestRule, BestValues, parse_rules
-from raypar.record.events import RunStart
+from raypar.record.events import RunStart, is_finite_number
 from raypar.record.metric_names import short_name
 from raypar.storage.run_folder import RunFolder
 
@@ -28,10 +29,31 @@ def find_best_step(folder: RunFolder, metric: str = "") -> int:
         raise CheckpointError(f"run {folder.name} does not keep {named}", cure=f"{kept}; or give a step")
     found = best_steps(folder, rules, rule)
     if not found:
-        raise CheckpointError(
-            f"run {folder.name} has no checkpoint with a value of {rule.metric}", cure="wait for a validation, or give a step"
-        )
+        raise _no_best_error(folder, rule)
     return found[0]
+
+
+def _no_best_error(folder: RunFolder, rule: BestRule) -> CheckpointError:
+    """Says why no checkpoint is the best one by a metric that the run keeps: no value, none that is finite, or none saved."""
+    name = rule.metric
+    values = {line["step"]: line[name] for line in folder.read_lines(folder.metrics) if name in line}
+    finite = [step for step, value in values.items() if is_finite_number(value)]
+    if not values:
+        return CheckpointError(f"run {folder.name} has no value of {name} yet", cure="wait for a validation, or give a step")
+    if not finite:
+        counted = "the only value" if len(values) == 1 else f"all {len(values):,} values"
+        return CheckpointError(
+            f"run {folder.name} has no best checkpoint by {name}: {counted} of it so far "
+            f"{'is' if len(values) == 1 else 'are'} NaN or infinite ({after_steps(min(values))} first), which nothing compares",
+            cure="give a step; for the next run let the metric return a finite number (0/0 is NaN: where nothing was counted, "
+            "divide by at least 1), or name another one in checkpoint.best",
+        )
+    last = max(finite)
+    return CheckpointError(
+        f"run {folder.name} has no checkpoint with a value of {name}: {count_noun(len(finite), 'finite value')}, the last one "
+        f"{after_steps(last)}, where no checkpoint is left",
+        cure=f"give a step; it has: {', '.join(folder.list_checkpoints()) or 'none'}",
+    )
 
 
 def best_steps(folder: RunFolder, rules: Sequence[BestRule], rule: BestRule) -> list[int]:

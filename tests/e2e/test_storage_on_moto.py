@@ -431,7 +431,7 @@ def test_hostile_names_and_manifests_are_as_harmless_as_on_disk(s3: FakeS3, capf
     for key, content in objects.items():
         s3.client.put_object(Bucket="bucket", Key=key, Body=content)
     found, skipped = checkpoint_files.latest_usable_checkpoint(store)
-    assert found == good and find_checkpoint(s3.at("runs/x"), lambda event: None) == good
+    assert found == good and find_checkpoint(s3.at("runs/x"), lambda event: None, "runs") == good
     for step in (5, 6, 7, 8):
         assert any(line.startswith(f"skipped step_{step:08d}") for line in skipped), skipped
     assert not any("step_00000009" in line or "00000010" in line or "evil" in line for line in skipped)

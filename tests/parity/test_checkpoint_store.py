@@ -135,7 +135,10 @@ def test_a_runs_checkpoints_lie_where_its_folder_says(memory, tmp_path: Path, mo
         recorder.checkpoint_end(done, begun, [record])
     found = find_last_whole_checkpoint(folder, print)
     assert str(found) == "memory://bucket/mine/step_00000004" == str(recorder.last_checkpoint)
-    assert find_checkpoint(str(found), print) == found
+    assert find_checkpoint(str(found), print, "runs") == found
+    assert find_checkpoint("mine", print, tmp_path) == find_checkpoint(str(folder.path), print, "runs") == found
+    with pytest.raises(CheckpointError, match=r"min is neither a checkpoint nor a run\n  cure: .*did you mean mine\?"):
+        find_checkpoint("min", print, tmp_path)
     assert checkpoint_files.load_manifest(found).contract == {VALIDATED: followed.as_json(4)}
     assert memory["memory://bucket/mine"].names() == ["step_00000004"]
     assert main(["export", "mine", "--run-dir", str(tmp_path), "--step", "4", "--out", str(tmp_path / "m.pt")]) == 0

@@ -223,6 +223,29 @@ def test_the_best_step_of_a_run_is_found_by_any_metric_that_it_keeps(tmp_path: P
         find_best_step(run, "f1")
 
 
+NO_VALUE = r"has no value of validation_accuracy yet\n  cure: wait for a validation"
+NOT_FINITE = r"all 3 values of it so far are NaN or infinite \(after 2 steps first\).*\n  cure: give a step; for the"
+ONE_NOT_FINITE = r"by validation_accuracy: the only value of it so far is NaN or infinite"
+NOT_SAVED = r"3 finite values, .* after 6 steps, where no checkpoint is left\n  cure: give a step; it has: step_00000008"
+
+
+@pytest.mark.parametrize(
+    ("values", "saved", "message"),
+    [({}, [2], NO_VALUE), ({2: None, 4: None, 6: None}, [6], NOT_FINITE), ({2: None}, [2], ONE_NOT_FINITE),
+     ({2: 0.5, 4: 0.6, 6: 0.7}, [8], NOT_SAVED)],
+)  # fmt: skip
+def test_a_run_without_a_best_checkpoint_says_why(tmp_path: Path, values: dict[int, float], saved: list[int], message: str):
+    """With NaN in each validation the cure was to wait for one."""
+    start = {"kind": "started", "time": 1.0, "best": [{"metric": "validation_accuracy", "mode": "max"}]}
+    (tmp_path / "events.jsonl").write_text(json.dumps(start) + "\n")
+    lines = [{"time": 1.0, "step": step, "validation_loss": 1.0, "validation_accuracy": v} for step, v in values.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for done in saved:
+        (tmp_path / "checkpoints" / f"step_{done:08d}").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=message):
+        find_best_step(RunFolder(tmp_path))
+
+
 @pytest.mark.parametrize("best", [None, []])
 def test_a_run_that_keeps_none_says_so(tmp_path: Path, best: Any):
     with pytest.raises(CheckpointError, match=r"does not keep a best checkpoint\n  cure: set checkpoint.best"):

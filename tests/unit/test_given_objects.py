@@ -153,7 +153,11 @@ def test_a_run_without_a_job_file_names_the_objects_that_no_file_can_name(tmp_pa
     monkeypatch.setattr(start_new_run, "launch_run", lambda choose, options, tell: made.append(options.make_folder(None)))
     monkeypatch.setattr(start_new_run, "plan_json", lambda chosen: "{}")
     job = Trainer(**{**GOOD, "loss": lambda output, target: output.sum()}, run_dir=tmp_path).job
-    start_new_run.train_job_in_new_folder(job, lambda event: None)
+    told = list[Any]()
+    start_new_run.train_job_in_new_folder(job, told.append)
+    (said,) = [event.text for event in told if "job.yaml" in event.text]
+    assert said.startswith("the run gets no job.yaml: the job cannot be written as a job file: loss.function is")
+    assert "\n" not in said and "`raypar resume`, `evaluate` and `predict` will refuse it" in said
     with pytest.raises(RayparError) as found:
         RunFolder.find(made[0].path)
     assert "loss.function is test_a_run_without_a_job_file" in found.value.what and "<lambda>" in found.value.what
@@ -162,6 +166,28 @@ def test_a_run_without_a_job_file_names_the_objects_that_no_file_can_name(tmp_pa
     made[0].why_no_job.unlink()  # a run of an earlier release
     with pytest.raises(RayparError, match="from functions without names, or it was removed"):
         RunFolder.find(made[0].path)
+
+
+class Stacks:
+    """A collator, as `transformers` has them."""
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return torch.utils.data.default_collate(samples)
+
+
+collator = Stacks()
+
+
+def test_a_collator_that_is_named_gives_the_run_a_job_file_and_nothing_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(start_new_run, "launch_run", lambda choose, options, tell: None)
+    for given, said in (("test_given_objects:collator", 0), (collator, 1)):
+        data = {"function": "helpers.tiny_job:Samples", "args": {"size": 8}, "collate": given}
+        told = list[Any]()
+        job = Trainer(**{**GOOD, "data": data}, plan={}, run_dir=tmp_path).job
+        start_new_run.train_job_in_new_folder(job, told.append)
+        texts = [event.text for event in told]
+        assert sum("gets no job.yaml" in text and 'named as a text, "module:name"' in text for text in texts) == said
+        assert preflight(job).graph is not None
 
 
 def test_a_checkpoint_of_another_job_is_refused_with_the_way_to_begin_with_its_weights(tmp_path):
