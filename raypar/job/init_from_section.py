@@ -18,11 +18,16 @@ MAX_SHOWN_NAMES = 5
 
 
 def _prefixes(value: T) -> T | tuple[str, ...]:
-    """`value`, if it is a text or a list of texts. Raises `ValueError`."""
+    """`value`, if it is a text or a list of texts. Raises `ValueError`, and `ConfigError` for a text that is there twice."""
     if isinstance(value, str):
         return value
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(prefix, str) for prefix in value):
         raise ValueError("a text, or a list of texts")
+    if twice := [prefix for place, prefix in enumerate(value) if prefix in value[:place]]:
+        raise ConfigError(
+            f"init_from.add_prefix has {twice[0]!r} twice",
+            cure="name each part of the model once; parts that begin with the same weights have prefixes of their own",
+        )
     return tuple(value)
 
 
@@ -65,6 +70,11 @@ class InitFromConfig(Section):
         """Whether anything but the path is given."""
         return bool(self.strip_prefix or self.add_prefix or self.rename or self.allow_missing or self.allow_unexpected)
 
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """The prefixes of `add_prefix`, of which there may be one, which may be empty."""
+        return (self.add_prefix,) if isinstance(self.add_prefix, str) else self.add_prefix
+
     def of_file(self, path: str, fingerprint: str) -> InitFromConfig:
         """The section for the file that was found, for workers."""
         made = self.replace(path=path)
@@ -96,8 +106,7 @@ class InitFromConfig(Section):
                 )
             new = after
         found: dict[str, str] = {}
-        prefixes: tuple[str, ...] = (self.add_prefix,) if isinstance(self.add_prefix, str) else self.add_prefix
-        for name, now in ((name, prefix + now) for prefix in prefixes for name, now in new.items()):
+        for name, now in ((name, prefix + now) for prefix in self.prefixes for name, now in new.items()):
             if now in found:
                 raise ConfigError(
                     f"init_from: {found[now]} and {name} would both be {now}", cure="correct rename, or strip_prefix"

@@ -581,10 +581,37 @@ def test_several_parts_of_a_model_begin_with_the_same_weights(tmp_path: Path):
         assert caught.value.cure == f"its names differ by a prefix: set init_from to {value}"
         found = match_weights(file, shapes, source=InitFromConfig(**yaml.safe_load(value)))
         assert found.names == {f"{part}{name}": name for part in ("policy.", "reference.") for name in SHAPES}
-        with pytest.raises(ConfigError, match=r"would both be policy\."):
-            match_weights(file, shapes, source=InitFromConfig(path=str(file.path), add_prefix=["policy.", "policy."]))
     with pytest.raises(ConfigError, match="add_prefix: expected a text, or a list of texts"):
         InitFromConfig(path="F", add_prefix=[])
+    with pytest.raises(ConfigError, match=r"add_prefix has 'policy\.' twice\n  cure: name each part of the model once"):
+        InitFromConfig(path="F", add_prefix=["policy.", "policy."])
+
+
+PARTS = '"add_prefix": ["policy.", "reference."]'
+
+
+@pytest.mark.parametrize(
+    ("given", "idle", "cure"),
+    [
+        (["policy.", "refrence."], "'refrence.'", f"set init_from to .*{PARTS}"),
+        (["policy", "reference"], "'policy', 'reference'", f"set init_from to .*{PARTS}"),
+        (["policy.", "reference.", "xyz."], "'xyz.'", f"set init_from to .*{PARTS}"),
+        (["policy.", "zzz"], "'zzz'", 'set init_from to .*"add_prefix": "policy."'),
+        (["xx", "yy"], "'xx', 'yy'", "give prefixes of the model's names: policy., policy.embed., policy.up., reference.,"),
+    ],
+)
+def test_a_prefix_that_nothing_in_the_model_has_is_refused_with_the_nearest_one(
+    given: list[str], idle: str, cure: str, tmp_path: Path
+):
+    """Where the file was read under another prefix, and the rest may be missing, it was accepted in silence."""
+    shapes = {f"{part}{name}": shape for part in ("policy.", "reference.") for name, shape in SHAPES.items()}
+    with open_weights(stored(tmp_path, weights())) as file:
+        source = InitFromConfig(path=str(file.path), add_prefix=given, allow_missing=["*"])
+        with pytest.raises(
+            ConfigError,
+            match=rf"add_prefix {idle}: with it no tensor of [\s\S]*\n  cure: " + re.escape(cure).replace(r"\.\*", ".*"),
+        ):
+            match_weights(file, shapes, source=source)
 
 
 def test_a_prefix_that_does_not_make_all_fit_is_said_with_what_is_left(tmp_path: Path):

@@ -65,6 +65,7 @@ def match_weights(
     source = source or InitFromConfig(path=str(file.path))
     here, others = _dtype_name(dtype), {name: _dtype_name(each) for name, each in (dtypes or {}).items()}
     model = _Model(wanted, {name: tuple(names) for names in ties for name in names}, optional, here, others)
+    _refuse_idle_prefixes(file, model, source)
     found, notes = _compare(file, model, source), list(file.notes)
     if found.differences and may_differ_by_prefix:
         found, source, line = _with_other_prefix(file, model, source, found)
@@ -100,6 +101,28 @@ def match_weights(
             f"that are not persistent are: {format_name_list(buffers)}"
         )
     return WeightsMatch(found.names, tuple(name for name in wanted if name in found.missing), tuple(notes))
+
+
+def _refuse_idle_prefixes(file: WeightsFile, model: _Model, source: InitFromConfig) -> None:
+    """Raise `ConfigError` if one of several prefixes makes no name of the model: nothing else would say so where the file's
+    tensors are read under another one."""
+    known = {*model.wanted, *model.ties, *model.optional}
+    idle = [
+        prefix
+        for prefix in source.prefixes
+        if known.isdisjoint(source.replace(add_prefix=prefix).renamed(file.names)) and len(source.prefixes) > 1
+    ]
+    if not idle:
+        return
+    free = sorted({prefix for name in known for prefix in _dotted_prefixes(name)} - set(source.prefixes))
+    near = {prefix: match for prefix in idle for match in difflib.get_close_matches(prefix, free, n=1)}
+    right = [near.get(prefix, prefix) for prefix in source.prefixes if prefix not in idle or prefix in near]
+    form = _literal(source.replace(add_prefix=right[0] if len(right) == 1 else right)) if right else ""
+    raise ConfigError(
+        f"init_from.add_prefix {', '.join(map(repr, idle))}: with it no tensor of {file.path} has a name of the model "
+        f"({idle[0]}{next(iter(source.replace(add_prefix='').renamed(file.names)), '')})",
+        cure=f"set init_from to {form}" if form else f"give prefixes of the model's names: {format_name_list(free)}",
+    )
 
 
 def _with_other_prefix(
@@ -341,9 +364,14 @@ def _common_prefixes(names: Iterable[str]) -> list[str]:
     names = list(names)
     found: Counter[str] = Counter()
     for name in names:
-        parts = name.split(".")
-        found.update(".".join(parts[:n]) + "." for n in range(1, min(4, len(parts))))
+        found.update(_dotted_prefixes(name))
     return ["", *(prefix for prefix, number in found.items() if number >= 2 and number * 2 >= len(names))]
+
+
+def _dotted_prefixes(name: str) -> list[str]:
+    """The prefixes of one to three dotted parts of a name: `model.`, `model.layers.`."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) + "." for n in range(1, min(4, len(parts)))]
 
 
 def _literal(source: InitFromConfig, **changed: object) -> str:
