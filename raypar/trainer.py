@@ -235,7 +235,7 @@ class Trainer:
         batch_size: int | None = None,
         verbose: bool = True,
     ) -> dict[str, Json]:
-        """{"validation_loss": ..., "count": ...} of the weights of `run` (name, path, checkpoint); `data`: as `validation`."""
+        """{"validation_loss": ..., "count": ...} of `run`, a name, path or checkpoint; `data`: as `validation`."""
         from raypar.launch.evaluate_run import evaluate_checkpoint
         from raypar.launch.trainer_arguments import validation_argument
 

@@ -44,6 +44,16 @@ def warnings_about_secrets(job_yaml: str | None) -> list[str]:
     ]
 
 
+def job_file_text(job: Job, tell: EventHandler) -> tuple[str | None, str]:
+    """(the text of the run's job file, why there is none): one of them is None or empty. Why there is none is told, too."""
+    try:
+        return job.to_yaml(), ""
+    except ConfigError as error:
+        why = redact_certain_secrets(error.what, secrets_of_environment(os.environ))
+        tell(Note(text=f"the run gets no job.yaml: {why}; {COMMANDS_WITHOUT_JOB}. To get one: {error.cure}"))
+        return None, why
+
+
 def train_job_in_new_folder(
     job: Job,
     tell: EventHandler,
@@ -66,12 +76,7 @@ def train_job_in_new_folder(
         check_run_dir_on_storage(shared)
     else:
         check_run_dir_is_writable(job.run_dir, job.name)
-    job_yaml, why_no_job = None, ""
-    try:
-        job_yaml = job.to_yaml()
-    except ConfigError as error:
-        why_no_job = redact_certain_secrets(error.what, secrets_of_environment(os.environ))
-        tell(Note(text=f"the run gets no job.yaml: {why_no_job}; {COMMANDS_WITHOUT_JOB}. To get one: {error.cure}"))
+    job_yaml, why_no_job = job_file_text(job, tell)
     if "plan" not in job.model_fields_set and job.usable_processors > 1:
         text = f"no plan is given: one worker; plan auto uses as many of the {job.usable_processors} processors as help"
         tell(Note(text=text))

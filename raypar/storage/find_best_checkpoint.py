@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 
 from raypar.errors import CheckpointError
-from raypar.plan.wording import after_steps, count_noun
 from raypar.record.best_checkpoint_rules import BestRule, BestValues, parse_rules
 from raypar.record.events import RunStart, is_finite_number
 from raypar.record.metric_names import short_name
@@ -44,14 +43,13 @@ def _no_best_error(folder: RunFolder, rule: BestRule) -> CheckpointError:
         counted = "the only value" if len(values) == 1 else f"all {len(values):,} values"
         return CheckpointError(
             f"run {folder.name} has no best checkpoint by {name}: {counted} of it so far "
-            f"{'is' if len(values) == 1 else 'are'} NaN or infinite ({after_steps(min(values))} first), which nothing compares",
+            f"{'is' if len(values) == 1 else 'are'} NaN or infinite (the first at step {min(values):,})",
             cure="give a step; for the next run let the metric return a finite number (0/0 is NaN: where nothing was counted, "
             "divide by at least 1), or name another one in checkpoint.best",
         )
-    last = max(finite)
     return CheckpointError(
-        f"run {folder.name} has no checkpoint with a value of {name}: {count_noun(len(finite), 'finite value')}, the last one "
-        f"{after_steps(last)}, where no checkpoint is left",
+        f"run {folder.name} has no checkpoint with a value of {name}: of {len(finite):,} finite ones the last is that of step "
+        f"{max(finite):,}, of which no checkpoint is left",
         cure=f"give a step; it has: {', '.join(folder.list_checkpoints()) or 'none'}",
     )
 

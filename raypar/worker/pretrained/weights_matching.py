@@ -88,10 +88,9 @@ def match_weights(
         for (there, here), number in sorted(found.casts.items())
     ]
     if new:
-        begin = "begin" if len(new) > 1 else "begins"
         notes.append(
-            f"{format_tensor_count(new)} {begin} with the model's own initial values, not with those of {short}: "
-            f"{format_name_list(new)}"
+            f"{format_tensor_count(new)} {'begin' if len(new) > 1 else 'begins'} with the model's own initial values, not with "
+            f"those of {short}: {format_name_list(new)}"
         )
     if unused:
         notes.append(f"{format_tensor_count(unused)} of {short} {_is(unused)} not used: {format_name_list(unused)}")
