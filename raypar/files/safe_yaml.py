@@ -23,6 +23,10 @@ class _TooMuch(yaml.composer.ComposerError):
     """Raised while PyYAML composes nodes; `parse_yaml` converts it into `YamlTooLargeError`."""
 
 
+class _KeyTwice(yaml.constructor.ConstructorError):
+    """Raised for a key that is given twice in one mapping."""
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with limits. `3e-4` is a number here (YAML 1.1: a string), and a key given twice is an error."""
 
@@ -52,11 +56,12 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[tuple[str, str]] = set()
+        seen: dict[tuple[str, str], int] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if (key.tag, key.value) in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", node.start_mark)
-            seen.add((key.tag, key.value))
+            if (first := seen.get((key.tag, key.value))) is not None:
+                problem = f"key {key.value!r} is given twice, first in line {first + 1}"
+                raise _KeyTwice(None, None, problem, key.start_mark)
+            seen[key.tag, key.value] = key.start_mark.line
         return super().construct_mapping(node, deep)
 
 
@@ -85,7 +90,8 @@ def parse_yaml(text: str, source: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        cure = "check indentation, colons and brackets"
+        twice = isinstance(error, _KeyTwice)
+        cure = "leave one of the two out, or rename it" if twice else "check indentation, colons and brackets"
         refusal = YamlTooLargeError if isinstance(error, _TooMuch) else ConfigError
         raise refusal(f"{shorten(source)}{where}: not valid YAML: {shorten(problem)}", cure=cure) from None
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:

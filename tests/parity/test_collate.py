@@ -22,6 +22,7 @@ from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.pieces import AdoptDescription
 from raypar.plan.seeds import seed_of
+from raypar.worker.data.collate import Collation
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.job_preflight import preflight
@@ -324,6 +325,14 @@ def test_fields_that_change_between_microbatches_are_refused():
         DataError, match=r"step \d, microbatch \d: data.collate changing returned the fields .*, and in the first"
     ):
         [read.get(step, microbatch) for step in range(4) for microbatch in range(4)]
+
+
+def test_samples_of_texts_and_numbers_alone_are_to_be_made_ids():
+    """Without the column of texts nothing would be left for the model."""
+    with pytest.raises(UserCodeError) as found:
+        Collation(failing, "failing", (), 0).values([{"text": "a b", "label": 1}], [3], (0, 0))
+    assert found.value.cure.startswith("if it takes ids, make them of 'text' first, as samples have no other values")
+    assert "dataset.map(lambda row: tokenizer(row['text']), remove_columns=['text'])" in found.value.cure
 
 
 def test_the_check_before_a_run_sees_the_collated_batch():

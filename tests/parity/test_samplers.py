@@ -177,6 +177,11 @@ class Broken:
         raise OSError("no such disk")
 
 
+class OfData(RandomSampler):
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+
+
 class OfItsOwn:
     """A generator of its own."""
 
@@ -211,6 +216,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "batches of ids",
     ),
     "lacks an argument": ({"sampler": SubsetRandomSampler}, ConfigError, r"data.sampler.args lacks indices"),
+    "a class with another name for the data set": (
+        {"sampler": OfData},
+        ConfigError,
+        r"args lacks data, which .*\n  cure: a class gets the data set as its parameter `dataset` or `data_source`, and",
+    ),
     "weights: too few": ({"weights": lambda dataset: [1.0]}, DataError, r"gave \[1\] weights for 29 samples"),
     "weights: negative": ({"weights": lambda dataset: [-1.0] * 29}, DataError, r"gave sample 0 the weight -1.0"),
     "weights: all 0": ({"weights": lambda dataset: [0.0] * 29}, DataError, r"gave 0 of 29 samples a weight above 0"),

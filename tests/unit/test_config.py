@@ -207,7 +207,7 @@ def test_bad_input_is_one_message_with_its_cure(override: str):
         ("", "holds a NoneType, not keys and values"),
         ("- a", "holds a list, not keys and values"),
         ("a: [1", "line 1, column 6: not valid YAML"),
-        ("steps: 1\nsteps: 2", "key 'steps' is given twice"),
+        ("steps: 1\nsteps: 2", "line 2, column 1: not valid YAML: key 'steps' is given twice, first in line 1"),
         ("name: x\nsteps: 3", "batch_size is missing; microbatches is missing; model is missing"),
     ],
 )
@@ -215,6 +215,7 @@ def test_a_text_that_is_no_job(text: str, said: str):
     with pytest.raises(ConfigError) as found:
         parse_job(text)
     assert said in found.value.what
+    assert ("leave one of the two out" in found.value.cure) == ("twice" in said)
 
 
 def test_a_plan_is_checked():

@@ -168,11 +168,17 @@ def make_collation(
 
 def _cure_of_texts(samples: Sequence[object]) -> str:
     """The beginning of a cure that names the fields with texts, which collate functions of tensors cannot take; else empty."""
-    first = samples[0] if samples else None
-    texts = [str(name) for name, value in first.items() if isinstance(value, str)] if isinstance(first, Mapping) else []
+    first = samples[0] if samples and isinstance(samples[0], Mapping) else {}
+    texts = [str(name) for name, value in first.items() if isinstance(value, str)]
     if not texts:
         return ""
     columns = ", ".join(map(repr, texts))
+    if all(isinstance(value, (str, bytes, int, float, type(None))) for value in first.values()):
+        return (
+            f"if it takes ids, make them of {columns} first, as samples have no other values: let the data set return what its "
+            f"tokenizer gives (of Hugging Face: dataset.map(lambda row: tokenizer(row[{texts[0]!r}]), "
+            f"remove_columns=[{columns}])); or "
+        )
     return (
         f"if it takes no texts, leave {columns} out of the samples (of Hugging Face: dataset.remove_columns([{columns}])); or "
     )

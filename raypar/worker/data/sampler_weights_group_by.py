@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from raypar.errors import DataError, RayparError, UserCodeError, with_article
+from raypar.errors import ConfigError, DataError, RayparError, UserCodeError, with_article
 from raypar.job import FunctionConfig, Job, WeightsConfig
 from raypar.job.stable_callable_text import argument_refusal
 from raypar.model.random_state import preserve_random_state, seed_all
@@ -220,6 +220,9 @@ def _call(ref: FunctionConfig, dataset: MapStyleDataset, epoch: int) -> object:
         needed = [one.name for one in free if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
         given |= dict(zip([name for name in needed if name not in named], left, strict=False))
     if (refusal := argument_refusal(function, given, ref.label, "data.sampler.args")) is not None:
+        if isinstance(function, type):
+            names = "a class gets the data set as its parameter `dataset` or `data_source`, and the epoch's number as `epoch`"
+            refusal = ConfigError(refusal.what, cure=f"{names}: call them so; or {refusal.cure}")
         raise refusal
     made = function(**given)
     if callable(set_epoch := getattr(made, "set_epoch", None)):
