@@ -23,7 +23,7 @@ from raypar.files.atomic_write import replace_file_atomically
 from raypar.files.json_type import Json
 from raypar.files.os_error_cure import cure_of_os_error
 from raypar.plan.microbatches import Microbatches
-from raypar.plan.wording import after_steps, word_form
+from raypar.plan.wording import after_steps, count_noun, word_form
 from raypar.worker.data.microbatch_stream_positions import EpochMark, StreamCursor, StreamPositions, StreamsRead
 from raypar.worker.data.mixed_order import MixPattern
 
@@ -160,7 +160,7 @@ class SampleJournal:
                 content = file.read(KEPT_STEPS * self._record_bytes)
             self._read_cursors()
         except FileNotFoundError:
-            self.begin_anew(first)
+            self._begin_file(first)
             return
         except OSError as error:
             self._tell_once("read", error)
@@ -174,7 +174,17 @@ class SampleJournal:
                 self._learn(stream, _unpacked(mark))
 
     def begin_anew(self, done: int) -> None:
-        """Forget what the file has: after `done` steps other data, or other batches, are read."""
+        """Forget what the file has: after `done` steps other data, or other batches, are read. Tells the user what is lost."""
+        with contextlib.suppress(OSError):
+            if done and self.path.stat().st_size > _HEADER.size:
+                self._tell(
+                    f"{self.path} forgets which samples were read in the {count_noun(done, 'step')} before: with other data or "
+                    "batches they are compared with nothing\n  cure: to keep it, copy the file before such a resume"
+                )
+        self._begin_file(done)
+
+    def _begin_file(self, done: int) -> None:
+        """Write a file in which nothing is known, also not of the steps before `done`, and forget the cursors."""
         self._first = done
         self._write_at(0, self._header, begin=True)
         with contextlib.suppress(OSError):

@@ -57,8 +57,11 @@ def test_so_must_a_step_after_a_resume_and_the_microbatch_before_a_place(tmp_pat
 
 def test_after_a_resume_with_other_data_or_batches_nothing_is_compared_with_what_was_read_before(tmp_path):
     written(tmp_path, 5)
-    again = journal(tmp_path)
+    told = list[str]()
+    again = journal(tmp_path, told)
     again.begin_anew(3)
+    (line,) = told
+    assert line.startswith(f"{again.path} forgets which samples were read in the 3 steps before: with other data or batches")
     assert again.note(3, read(3, 0, 1, other=7)) is None and again.known_epochs() == {0: ((1, 3),), 1: ((1, 3),)}
     again.write(again.record(3))
     later = journal(tmp_path)

@@ -221,8 +221,8 @@ def _call(ref: FunctionConfig, dataset: MapStyleDataset, epoch: int) -> object:
         given |= dict(zip([name for name in needed if name not in named], left, strict=False))
     if (refusal := argument_refusal(function, given, ref.label, "data.sampler.args")) is not None:
         if isinstance(function, type):
-            names = "a class gets the data set as its parameter `dataset` or `data_source`, and the epoch's number as `epoch`"
-            refusal = ConfigError(refusal.what, cure=f"{names}: call them so; or {refusal.cure}")
+            who = "a class gets the data set as its parameter `dataset` or `data_source`, and the epoch's number as `epoch`"
+            refusal = ConfigError(refusal.what, cure=f"{who}: call them so; or {refusal.cure}")
         raise refusal
     made = function(**given)
     if callable(set_epoch := getattr(made, "set_epoch", None)):
