@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from raypar.files.abandoned_folders import abandoned_folders, owned_folder
+
 SCRIPT = """
 read -r word || sleep 3
 for turn in 1 2; do
@@ -34,13 +36,28 @@ PATIENCE_S = 15.0
 
 @contextlib.contextmanager
 def remove_local_ray_on_exit(folder: Path) -> Iterator[None]:
-    """After the body, kill the processes that write below `folder` and remove it. The shell has its own session, like Ray."""
-    shell = subprocess.Popen(["sh", "-c", SCRIPT, "raypar-cleaner", str(folder)], stdin=subprocess.PIPE, start_new_session=True)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(BrokenPipeError):
-            shell.communicate(b"done\n", timeout=PATIENCE_S)
+    """After the body, kill the processes that write below `folder` and remove it. The shell has its own session, like Ray.
+
+    If this process and the shell are killed, the next local Ray cluster on this machine does it (`remove_abandoned_local_ray`).
+    """
+    with owned_folder(folder) as lock:
+        shell = subprocess.Popen(_removal(folder), stdin=subprocess.PIPE, start_new_session=True, pass_fds=lock)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                shell.communicate(b"done\n", timeout=PATIENCE_S)
+
+
+def remove_abandoned_local_ray(base: Path, prefix: str) -> None:
+    """Do so for the folders in `base` whose names begin with `prefix`, and whose owners were killed with their shells."""
+    for folder in abandoned_folders(base, prefix):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(_removal(folder), input=b"done\n", timeout=PATIENCE_S, check=False)
+
+
+def _removal(folder: Path) -> list[str]:
+    return ["sh", "-c", SCRIPT, "raypar-cleaner", str(folder)]
 
 
 RESERVE_BYTES = 1 << 20

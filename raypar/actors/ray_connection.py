@@ -25,7 +25,11 @@ from raypar.actors.control_store_watch import (
     silence_limit_s,
     watch_control_store,
 )
-from raypar.actors.local_cluster_temp_folder import remove_local_ray_on_exit, room_for_new_driver
+from raypar.actors.local_cluster_temp_folder import (
+    remove_abandoned_local_ray,
+    remove_local_ray_on_exit,
+    room_for_new_driver,
+)
 from raypar.actors.local_cluster_token import choose_token, write_token_file
 from raypar.actors.local_nodes import LocalNode, cpus_per_node, start_local_nodes
 from raypar.doctor.check_environment_variables import FOLDER_NAMES, SOCKET_PATH_ROOM
@@ -59,6 +63,7 @@ from raypar.ray_compat.settings import (
     SUBMITTED_VARIABLE,
     temporary_environment_variables,
 )
+from raypar.storage.stored_file_layout import TEMPORARY_FOLDER_PREFIX
 from raypar.user_code.stop_signals import STOP_SIGNALS, StopHandler
 
 ATTEMPTS = 3
@@ -424,12 +429,13 @@ def delay_ctrl_c() -> Iterator[None]:
 def make_short_temp_dir() -> Path:
     """A new folder, which only this user may enter, for Ray's files; its path leaves room for their sockets.
 
-    Raises `ClusterError` where the disk is full.
+    Folders that were left there by processes that were killed are removed before. Raises `ClusterError` where the disk is full.
     """
     base = tempfile.gettempdir()
     base = base if len(base) + FOLDER_NAMES <= SOCKET_PATH_ROOM else "/tmp"
+    remove_abandoned_local_ray(Path(base), TEMPORARY_FOLDER_PREFIX)
     refuse_unfit_machine({"temporary": read_room(base)})
-    return Path(tempfile.mkdtemp(prefix="raypar-", dir=base))
+    return Path(tempfile.mkdtemp(prefix=TEMPORARY_FOLDER_PREFIX, dir=base))
 
 
 def worker_python_path(working_dir: Path) -> str:

@@ -28,6 +28,7 @@ from raypar.errors import (
     WorkerLost,
     error_first_line,
 )
+from raypar.files.abandoned_folders import owned_folder
 from raypar.files.printable_text import repr_text, shorten
 from raypar.files.remove_if_killed import removed_if_killed
 from raypar.job import CheckpointConfig, DataConfig, Job, OptimizerConfig, ValidationConfig
@@ -339,7 +340,7 @@ def run_passes(
         return choose(checked)
 
     folder_of_run = tempfile.TemporaryDirectory(prefix="raypar-forward-", ignore_cleanup_errors=True)
-    with folder_of_run as room, removed_if_killed(room):
+    with folder_of_run as room, owned_folder(Path(room)), removed_if_killed(room):
         name = f"{job.name}-{secrets.token_hex(4)}"
 
         def make_folder(chosen: ChosenPlan) -> RunFolder:
