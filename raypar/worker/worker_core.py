@@ -43,6 +43,7 @@ from raypar.worker.forward_passes import MicrobatchesOfPass, pack_measures
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.metrics.metric import Metric, State, make_metrics
 from raypar.worker.metrics.stage_metrics import StageMetrics, pack_states
+from raypar.worker.plain_microbatches import MICROBATCHES, NotCompared, refuse_large_models
 from raypar.worker.prediction import Prediction
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource
@@ -369,6 +370,7 @@ class WorkerCore:
             merges=self.spec.forward_passes is None,
             of_sets={name: self.spec.metrics_of_set(name) for name in self.spec.validation_sets} if prediction is None else {},
             samples=self._samples_of_metrics,
+            untried=self._untried_metrics(),
         )
         measures = last.shard is None or last.shard.group.shard == 0
         reads_batch = any(metric.needs_batch for metric in metrics.values())
@@ -379,6 +381,16 @@ class WorkerCore:
         of_pass = self.assignment.validation_microbatches
         own = self._microbatches(MicrobatchRouting(self.assignment.plan, of_pass)) if of_pass is not None else ()
         return replace(prediction, microbatches=len(own))
+
+    def _untried_metrics(self) -> dict[str, int]:
+        """Metric that must be exact -> microbatches of a trial, where the model was too large for the one before the run."""
+        exact = [name for name, metric in self.spec.metrics.items() if metric.exact]
+        try:
+            if exact:
+                refuse_large_models(self.spec, self.graph)
+        except NotCompared:
+            return dict.fromkeys(exact, MICROBATCHES)
+        return {}
 
     @property
     def _samples_of_metrics(self) -> dict[str, int]:

@@ -18,6 +18,7 @@ from raypar.job import DataConfig, LossConfig, MetricConfig, ModelConfig, Valida
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
+from raypar.worker import plain_microbatches
 from raypar.worker.job_preflight import preflight
 from raypar.worker.metrics import metric_trial
 from raypar.worker.metrics.metric import FunctionMetric, make_metric, values_by_name
@@ -514,6 +515,82 @@ def test_a_mean_of_a_part_of_the_output_is_refused_too_also_where_nothing_is_rig
 def test_a_metric_that_is_not_exact_may_be_allowed_and_is_named():
     (line,) = preflight(job_of(MetricConfig(function=metrics.LastOnly, exact=False))).notes
     assert line.startswith("metric 'm/first' is not exact: of 3 microbatches merged states give")
+
+
+class Forgets(metrics.Median):
+    """An attribute that an update deletes is there again in an object that is made of the state that was sent."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.fresh = 1.0
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        super().update(output, target)
+        self.__dict__.pop("fresh", None)
+
+    def compute(self) -> dict[str, Tensor]:
+        return {"m": torch.tensor(getattr(self, "fresh", 0.0))}
+
+
+class TwoViews(metrics.Median):
+    """Two attributes that are one storage, which a merge writes to through one of them."""
+
+    def reset(self) -> None:
+        self.both = self.same = torch.zeros(1, dtype=torch.float64)
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.both += target.numel()
+
+    def merge_state(self, other: Any) -> None:
+        self.both += other.both
+
+    def compute(self) -> Tensor:
+        return self.same.clone()
+
+
+def median_of_many(values: list[Tensor]) -> Tensor:
+    if len(values) < 2:
+        raise ValueError("too few")
+    return torch.cat(values).median()
+
+
+class NeedsMany(metrics.Median):
+    def compute(self) -> Any:
+        return median_of_many(self.seen)
+
+
+DEPENDS = r"metric 'm.*' depends on how states are merged: of %d microbatch.* merged states give .*, and one object updated"
+
+
+@pytest.mark.parametrize(
+    "ref, says",
+    [
+        (MetricConfig(function=metrics.LastOnly), DEPENDS % 2),
+        (MetricConfig(function=Forgets), DEPENDS % 1),
+        (MetricConfig(function=TwoViews), DEPENDS % 2),
+        (
+            MetricConfig(function=NeedsMany),
+            r"whether states of metric 'm' merge right could not be tried .*too few",
+        ),
+        (MetricConfig(function=metrics.LastOnly, exact=False), None),
+        *[(ref, None) for ref in ALL.values()],
+    ],
+)
+def test_of_a_model_too_large_for_the_trial_the_first_validation_says_what_merging_loses(
+    ref: MetricConfig, says: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """A line said that it would, and it computed another value in silence."""
+    layout = LAYOUTS[1]
+    job = job_of(ref).replace(model=layout.job.model, loss=layout.job.loss)
+    with OneProcessRun(job, layout.plan, "1f1b", graph=layout.graph) as run:
+        run.validate(0)
+    monkeypatch.setattr(plain_microbatches, "MOST_BYTES", 0)
+    assert "were not tried before the run" in " ".join(preflight(job).notes)
+    with OneProcessRun(job, layout.plan, "1f1b", graph=layout.graph) as untried:
+        untried.validate(0)
+    assert repr(untried.metrics) == repr(run.metrics), "the trial changes no value"
+    told = untried.warnings
+    assert told == [] if says is None else told and all(re.match(says, line) and "exact: false" in line for line in told)
 
 
 def test_objects_of_torchmetrics_are_exact_or_refused():

@@ -7,7 +7,6 @@ another value than one object that takes the microbatches one after the other.
 from __future__ import annotations
 
 import functools
-import math
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.check_loss import move_half_to_target
 from raypar.worker.metrics.all_predictions import PredictionsMetric
 from raypar.worker.metrics.metric import Batch, FunctionMetric, Metric, ObjectMetric, State, values_by_name
+from raypar.worker.metrics.object_trial import difference_of_merged
 from raypar.worker.plain_microbatches import MICROBATCHES, NotCompared, refuse_large_models, with_few_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -227,31 +227,13 @@ def _compare_with_one_object(metric: ObjectMetric, one: _Recorded, *, exact: boo
     in_order = metric.new()
     for given in one.given:
         in_order.update(given.output, given.target)
-    wanted = values_by_name(metric.name, in_order.compute())
-    count = len(one.states)
-    try:
-        sent: list[State] = pickle.loads(pickle.dumps(metric.pack(one.states)))  # as if each came from another worker
-        merged = values_by_name(metric.name, metric.compute(functools.reduce(metric.merge, sent)))
-    except USER_CODE_ERRORS as error:
-        reraise_ctrl_c(error)
-        raise ConfigError(
-            f"metric {metric.name!r}: the states of {count} microbatches cannot be merged: {error_text(error)}",
-            cure="take another metric, or give the object a merge_state of its own, or a function that returns (sum, count)",
-        ) from error
-    name = next((name for name in wanted if not _same_bits(wanted[name], merged.get(name))), None)
-    if name is None:
+    found = difference_of_merged(metric, in_order, one.states)
+    if found is None:
         return None
-    difference = (
-        f"of {count} microbatches merged states give {merged.get(name)!r}, and one object updated in order {wanted[name]!r}"
-    )
+    name, difference = found
     if exact:
         raise ConfigError(
             f"metric {name!r} would depend on how states are merged: {difference}",
             cure=f"take another metric, or accept the difference with metrics.{metric.name}.exact: false",
         )
     return f"metric {name!r} is not exact: {difference}"
-
-
-def _same_bits(a: float, b: float | None) -> bool:
-    """Whether two numbers are the same; NaN is as NaN."""
-    return b is not None and (a == b or (math.isnan(a) and math.isnan(b)))

@@ -27,7 +27,8 @@ from raypar.plan.wording import after_steps, count_noun
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.metrics.all_predictions import PredictionsMetric
-from raypar.worker.metrics.metric import Batch, Metric, State, part_of_output, values_by_name
+from raypar.worker.metrics.metric import Batch, Metric, ObjectMetric, State, part_of_output, values_by_name
+from raypar.worker.metrics.object_trial import TrialInValidation
 from raypar.worker.prediction import Prediction
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import PassContext
@@ -129,17 +130,21 @@ class StageMetrics:
         merges: bool = True,
         of_sets: Mapping[str, Collection[str]] | None = None,
         samples: Mapping[str, int] | None = None,
+        untried: Mapping[str, int] | None = None,
     ) -> None:
         """`target`: the name of the target, as the loss's; `shard`: which shard of the stage this is. The first measures.
         `every`: every how many steps of training; `merges`: whether states are merged, not kept by microbatch; `of_sets`:
         validation set -> its metrics; of one that is not named, all; `samples`: metric -> number of samples that it
-        measures in a validation, over all sets and workers."""
+        measures in a validation, over all sets and workers; `untried`: metric that was not tried before the run -> number of
+        microbatches with which it is tried now."""
         self.metrics, self.states, self._of_sets = dict(metrics), {}, dict(of_sets or {})
         self._merged = {
             name: MergedStates(self.metrics, seed=seed, seed_generators=seed_generators, guard=guard)
             for name in dict.fromkeys(["", *self._of_sets])
         }
         self._samples = dict(samples or {})
+        of_objects = ((metric, (untried or {}).get(name, 0)) for name, metric in self.metrics.items())
+        self._trials = {one.name: TrialInValidation(one, n) for one, n in of_objects if isinstance(one, ObjectMetric) and n}
         self._graph, self._target, self._seed = graph, target, seed
         self._coordinate, self._shard, self._guard = coordinate, shard, guard
         self._seed_generators, self._every, self._merges = seed_generators, every, merges
@@ -176,6 +181,8 @@ class StageMetrics:
                 continue
             with self._user_code(name, forward_pass):
                 found[name] = metric.measure(part_of_output(metric, output), batch, target)
+                if name in self._trials and (line := self._trials[name].add(part_of_output(metric, output), target)):
+                    self._guard.pass_on([(f"trial of metric {name}", line)])
                 if isinstance(metric, PredictionsMetric):
                     metric.refuse_too_many(found[name], self._samples.get(name, 0))
             if [tensor._version for tensor in given] != versions:
