@@ -3,7 +3,7 @@
     python examples/plain_gpt.py jobs/quickstart.yaml [--set precision.compute=bf16]
 
 ends with the line `weights sha256 <64 hex>`, which `raypar train` prints too, whatever its plan. This page is the numerics
-contract (raypar/NUMERICS.md): blocks of microbatches, the addition tree, one scaling, the norm in float64 over fixed pieces.
+contract (raypar/NUMERICS.md): blocks of microbatches, the addition tree, one scaling, the norm over fixed pieces, exact sums.
 """
 
 import argparse
@@ -165,10 +165,10 @@ def train(job):
                 losses.append((total.item(), float(count)))
             sums.append([p.grad for p in parameters] if len(members) else None)
         gradients = tree(sums)
-        total, count = sum(pair[0] for pair in losses), sum(pair[1] for pair in losses)
+        total, count = (math.fsum(column) for column in zip(*losses, strict=True))
         # Of a copy: what `dot` gives depends on the address, and a gradient may be a part of a larger tensor.
-        squares = [sum(torch.dot(piece, piece).item() for piece in g.clone().flatten().split(32768)) for g in gradients]
-        norm = math.sqrt(sum(squares)) / count
+        pieces = [piece for g in gradients for piece in g.clone().flatten().split(32768)]
+        norm = math.sqrt(math.fsum(torch.dot(piece, piece).item() for piece in pieces)) / count
         clip = job.get("clip_norm")
         factor = min(1.0, clip / (norm + 1e-6)) / count if clip else 1.0 / count
         for parameter, gradient in zip(parameters, gradients, strict=True):

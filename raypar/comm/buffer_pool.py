@@ -18,20 +18,33 @@ from torch import Tensor
 CPU = torch.device("cpu")
 
 ALIGNED = 64
-"""Bytes. Addresses of memory that PyTorch allocates are multiples of this."""
+"""Bytes. Addresses of host memory that PyTorch allocates are multiples of this."""
+
+ALIGNED_ON_CUDA = 256
+"""Bytes. Addresses of memory of `cudaMalloc` are multiples of this (CUDA C++ Programming Guide, Device Memory Accesses)."""
 
 SMALL_BLOCK_BYTES = 32 << 10
 """Tensors below this size are allocated as usual: the C library keeps such small blocks itself."""
 
 
-def aligned_contiguous(tensor: Tensor) -> Tensor:
-    """The tensor itself if it is contiguous and 64-byte aligned, as new tensors are; else a copy that is both.
+def alignment_on(device: torch.device) -> int:
+    """Bytes of which the address of a new tensor on the device is a multiple."""
+    return ALIGNED_ON_CUDA if device.type == "cuda" else ALIGNED
 
-    MKL chooses its kernels by the address: products of the same numbers at an unaligned address may differ in their last bits.
+
+def bytes_behind_alignment(tensor: Tensor) -> int:
+    """How far the tensor begins behind an address at which new tensors of its device begin; 0: it lies as these."""
+    return tensor.data_ptr() % alignment_on(tensor.device)
+
+
+def aligned_contiguous(tensor: Tensor) -> Tensor:
+    """The tensor itself if it is contiguous and begins where new tensors may; else a copy that is and does.
+
+    MKL and cuBLAS choose kernels by the address: products of the same numbers at another one may differ in their last bits.
     """
     if not tensor.is_contiguous():
         return tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % ALIGNED else tensor
+    return tensor.clone() if bytes_behind_alignment(tensor) else tensor
 
 
 class BufferPool:

@@ -1,7 +1,7 @@
 """Collectives made of messages: the base of the local and the TCP transport.
 
-Sums are always ((p0 + p1) + p2) + ... by position in the group, whatever arrives first, so that their bits depend on the
-group's size alone.
+Sums follow the tree of `plan/addition_tree.py` by position in the group, whatever arrives first, so that their bits depend on
+the group's size alone.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from raypar.comm.transport import (
     generation_over_error,
 )
 from raypar.errors import CommError
+from raypar.plan.addition_tree import TreeNode, addition_tree_children
 
 ALIGN = 16
 """Slices of a flat tensor start at multiples of this many elements (64 bytes of fp32)."""
@@ -40,20 +41,29 @@ def even_slices(total: int, parts: int, align: int = ALIGN) -> list[tuple[int, i
     return [(bounds[i], bounds[i + 1]) for i in range(parts)]
 
 
-def add_in_order(parts: Sequence[Tensor], own: int, out: Tensor) -> None:
-    """`out` = ((p0 + p1) + p2) + ...; all parts but `parts[own]` may be overwritten; `out` may be `parts[own]`."""
-    if len(parts) == 1:
-        if out.data_ptr() != parts[0].data_ptr():
-            out.copy_(parts[0])
-        return
-    total = parts[0]
-    for index in range(1, len(parts)):
-        if index == len(parts) - 1:
-            target = out
-        else:
-            target = parts[1] if index == 1 and own == 0 else parts[0] if index == 1 else total
-        torch.add(total, parts[index], out=target)
-        total = target
+SHORT_DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes that are added in float32, and rounded once."""
+
+
+def add_over_tree(parts: Sequence[Tensor], own: int, out: Tensor) -> None:
+    """`out` = the sum of the parts over the addition tree, for four ((p0 + p1) + (p2 + p3)).
+
+    All parts but `parts[own]` may be overwritten; `out` may be `parts[own]`.
+    """
+    total = _add_below((0, len(parts)), parts, own, None if out.dtype in SHORT_DTYPES else out)
+    if total.data_ptr() != out.data_ptr():
+        out.copy_(total)
+
+
+def _add_below(node: TreeNode, parts: Sequence[Tensor], own: int, out: Tensor | None) -> Tensor:
+    """The sum of a node's parts, in `out` if that is given; see `add_over_tree`."""
+    lo, hi = node
+    if hi - lo == 1:
+        return parts[lo].float() if parts[lo].dtype in SHORT_DTYPES else parts[lo]
+    left, right = (_add_below(child, parts, own, None) for child in addition_tree_children(node))
+    if out is None:
+        out = right if left.data_ptr() == parts[own].data_ptr() else left
+    return torch.add(left, right, out=out)
 
 
 def _channel(operation: str, group: tuple[int, ...], channel: int) -> int:
@@ -166,7 +176,7 @@ class MessageBasedTransport(ABC):
             parts = [out if i == me else self._scratch(out) for i in range(len(group))]
             parts[me] = pieces[me]
             yield self._exchange("reduce_scatter", group, me, tag, pieces, parts)
-            add_in_order(parts, me, out)
+            add_over_tree(parts, me, out)
 
         return self._run("reduce_scatter", group, key, phases())
 
@@ -229,7 +239,7 @@ class MessageBasedTransport(ABC):
     def _all_reduce_whole(self, flat: Tensor, group: Sequence[int], me: int, tag: int) -> Phases:
         parts = [flat if i == me else self._scratch(flat) for i in range(len(group))]
         yield self._exchange("all_reduce", group, me, tag, [flat] * len(group), parts)
-        add_in_order(parts, me, flat)
+        add_over_tree(parts, me, flat)
 
     def _all_reduce_slices(self, flat: Tensor, group: Sequence[int], me: int, tag: int) -> Phases:
         whole = flat.view(-1)
@@ -239,7 +249,7 @@ class MessageBasedTransport(ABC):
         # A peer finishes its slice only after it has received this rank's part, whose memory is free to receive into by then.
         finished = [(cut[i], r, tag + 1) for i, r in enumerate(group) if i != me and cut[i].numel()]
         yield OperationPhase(first.sends, first.recvs, finished)
-        add_in_order(parts, me, cut[me])
+        add_over_tree(parts, me, cut[me])
         yield OperationPhase([(cut[me], r, tag + 1) for i, r in enumerate(group) if i != me and cut[me].numel()], ())
         others = len(group) - 1
         self.ledger.add_payload("all_reduce", sent=cut[me].nbytes * others, received=sum(t.nbytes for t, _, _ in finished))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raypar.comm.buffer_pool import CPU
+from raypar.comm.buffer_pool import CPU, alignment_on
 from raypar.comm.collectives import ALIGN, even_slices
 from raypar.comm.transport import FAST_REDUCTION_CHANNELS, Handle, Transport
 from raypar.plan.addition_tree import TreeNode, addition_tree_children, fold_tree
@@ -22,7 +22,7 @@ ShapeAndDtype = tuple[torch.Size, torch.dtype]
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Which parameters one bucket has, and where each stands in its flat buffer; each starts at a 64-byte boundary."""
+    """Which parameters one bucket has, and where each stands in its flat buffer; each starts where a new tensor might."""
 
     dtype: torch.dtype
     indices: tuple[int, ...]
@@ -38,8 +38,11 @@ class BucketLayout:
         return [flat[o : o + s.numel()].view(s) for o, s in zip(self.offsets, self.shapes, strict=True)]
 
 
-def bucket_layouts(parameters: Sequence[ShapeAndDtype], bucket_bytes: int) -> list[BucketLayout]:
-    """Buckets of about `bucket_bytes` and one dtype each, last layer first: the order in which gradients become final."""
+def bucket_layouts(parameters: Sequence[ShapeAndDtype], bucket_bytes: int, device: torch.device) -> list[BucketLayout]:
+    """Buckets of about `bucket_bytes` and one dtype each, last layer first: the order in which gradients become final.
+
+    `device`: where the buffers will be.
+    """
     buckets: list[BucketLayout] = []
     indices: list[int] = []
     offsets: list[int] = []
@@ -58,7 +61,7 @@ def bucket_layouts(parameters: Sequence[ShapeAndDtype], bucket_bytes: int) -> li
         shape, dtype = parameters[index]
         if indices and (dtype != parameters[indices[0]][1] or length * dtype.itemsize >= bucket_bytes):
             close()
-        align = max(ALIGN, 64 // dtype.itemsize)
+        align = max(ALIGN, alignment_on(device) // dtype.itemsize)
         indices.append(index)
         offsets.append(length)
         length += -(-shape.numel() // align) * align

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from raypar.comm.buffer_pool import CPU
+from raypar.comm.buffer_pool import CPU, aligned_contiguous
 from raypar.comm.gradient_buckets import (
     BucketLayout,
     CanonicalBucket,
@@ -98,7 +98,8 @@ class GradientReduction(ABC):
         self.buckets: list[GradientBucket] = []
         """The buckets, in the order in which they are posted; none with one replica."""
         if len(self.group) > 1:
-            self.buckets = [self._bucket(layout) for layout in bucket_layouts(self.parameters, bucket_bytes)]
+            layouts = bucket_layouts(self.parameters, bucket_bytes, device)
+            self.buckets = [self._bucket(layout) for layout in layouts]
         self._bucket_of = {i: b for b in self.buckets for i in b.layout.indices}
         """Parameter -> its bucket."""
         self._next_buckets: list[GradientBucket] | None = None
@@ -227,9 +228,7 @@ class GradientReduction(ABC):
     def _alone(self, index: int, rows: SubtreeSums) -> Tensor | None:
         with torch.no_grad():
             total = fold_tree({node: row[index] for node, row in rows.items()}, (0, self.block_count), Tensor.add_)
-            if total is None or (total.is_contiguous() and total.data_ptr() % 64 == 0):
-                return total
-            return total.clone(memory_format=torch.contiguous_format)
+            return total if total is None else aligned_contiguous(total)
 
 
 class CanonicalReduction(GradientReduction):

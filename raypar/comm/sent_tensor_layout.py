@@ -1,4 +1,4 @@
-"""Memory layout of a tensor that is sent between stages: its strides, and its address modulo 64 bytes.
+"""Memory layout of a tensor that is sent between stages: its strides, and its address modulo the device's alignment.
 
 Libraries choose kernels by both, and a dropout mask is drawn in the order of the strides. A message carries the elements in the
 order in which they lie in memory. A dim of stride 0 (an expanded tensor) travels once, gaps between elements do not travel.
@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raypar.comm.buffer_pool import ALIGNED
+from raypar.comm.buffer_pool import bytes_behind_alignment
 from raypar.errors import CommError
 
 Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
-"""(shape, dtype) -> uninitialised contiguous tensor that begins at a multiple of 64 bytes."""
+"""(shape, dtype) -> uninitialised contiguous tensor that begins where new tensors of its device may."""
 
 
 class TensorLayout(NamedTuple):
@@ -28,7 +28,7 @@ class TensorLayout(NamedTuple):
     strides: tuple[int, ...]
     """By dim, in elements."""
     offset: int
-    """Elements between a multiple of 64 bytes and the first element."""
+    """Elements between a multiple of the device's alignment (64 bytes, of CUDA 256) and the first element."""
 
     @property
     def sent_dims(self) -> list[int]:
@@ -65,7 +65,7 @@ class TensorLayout(NamedTuple):
 
 
 def layout_of(tensor: Tensor) -> TensorLayout | None:
-    """The layout of a strided tensor; None if it is 64-byte aligned and has the strides of a new tensor.
+    """The layout of a strided tensor; None if it begins where a new tensor may and has its strides.
 
     Raises `CommError` for a tensor that is not strided (a sparse one).
     """
@@ -74,7 +74,7 @@ def layout_of(tensor: Tensor) -> TensorLayout | None:
             f"a {tensor.layout} tensor {tuple(tensor.shape)} cannot travel between stages",
             cure="let layers return, and send back gradients of, dense tensors (sparse=False)",
         )
-    place = tensor.data_ptr() % ALIGNED
+    place = bytes_behind_alignment(tensor)
     if not place and tensor.is_contiguous() and (1 not in tensor.shape or tensor.stride() == _strides_of_new(tensor.shape)):
         return None
     # Of a tensor that begins in the middle of an element (memory of another library) the place is not kept.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from raypar.errors import PlanError
+from raypar.plan.exact_sum import ExactSum
 
 DEFAULT_MAX_BLOCKS = 16
 
@@ -147,13 +148,15 @@ class MicrobatchesOfSets(Microbatches):
 
 
 def mean_loss(losses: Mapping[int, tuple[float, float]]) -> tuple[float, float]:
-    """(mean, count) of microbatch -> (sum, count), added in microbatch order (rule 8 of the numerics contract); the mean is
-    NaN where no term counts."""
-    total = count = 0.0
-    for microbatch in sorted(losses):
-        total += losses[microbatch][0]
-        count += losses[microbatch][1]
-    return total / count if count else math.nan, count
+    """(mean, count) of microbatch -> (sum, count), as `divide_by_count`."""
+    return divide_by_count(*(ExactSum.of(pair[index] for pair in losses.values()) for index in range(2)))
+
+
+def divide_by_count(total: ExactSum, counts: ExactSum) -> tuple[float, float]:
+    """(mean, count): both sums are rounded, and then divided (rule 8 of the numerics contract). The mean is NaN where no term
+    counts."""
+    count = counts.rounded()
+    return total.rounded() / count if count else math.nan, count
 
 
 def mean_loss_by_set(batching: Microbatches | None, losses: Mapping[int, tuple[float, float]]) -> dict[str, float]:

@@ -10,34 +10,25 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import aligned_contiguous
+from raypar.plan.exact_sum import ExactSum
 from raypar.plan.ownership import CANONICAL_PIECE
 
 
-def sum_squared_gradients(gradients: Sequence[Tensor]) -> list[float]:
-    """For each parameter the float64 sum, in order, of the squared pieces of its unscaled gradient.
+def sum_squared_gradients(gradients: Sequence[Tensor]) -> ExactSum:
+    """The exact sum of the squared pieces of unscaled gradients.
 
     All pieces are read back at once: one wait for the device, however many parameters there are.
     """
     if not gradients:
-        return []
+        return ExactSum()
     with torch.no_grad():
         flat = [aligned_contiguous(gradient).view(-1) for gradient in gradients]
         pieces = [one.split(CANONICAL_PIECE) if len(one) > CANONICAL_PIECE else (one,) for one in flat]
-        found = iter(torch.stack([piece.dot(piece) for parts in pieces for piece in parts]).tolist())
-    squares = []
-    for parts in pieces:
-        total = 0.0
-        for _ in parts:
-            total += next(found)
-        squares.append(total)
-    return squares
+        return ExactSum.of(torch.stack([piece.dot(piece) for parts in pieces for piece in parts]).tolist())
 
 
-def gradient_norm_and_factor(squares: Sequence[float], count: float, clip_norm: float | None) -> tuple[float, float]:
-    """(norm of the scaled gradient, the factor that scales and clips it). `squares`: by parameter; `count`: of the loss."""
-    total = 0.0
-    for square in squares:
-        total += square
+def gradient_norm_and_factor(total: float, count: float, clip_norm: float | None) -> tuple[float, float]:
+    """(norm of the scaled gradient, the factor that scales and clips it). `total`: of the squares; `count`: of the loss."""
     if count == 0 or not math.isfinite(total):
         return (math.nan if count == 0 else math.sqrt(total) if total == math.inf else math.nan), 0.0
     norm = math.sqrt(total) / count

@@ -18,7 +18,7 @@ import pytest
 import torch
 from helpers import standin
 from helpers.standin import Count, HostDevice, HostStream, Setting, set_to
-from helpers.transport_cases import CREDENTIAL, LIMIT_S, in_order, noise
+from helpers.transport_cases import CREDENTIAL, LIMIT_S, noise, over_tree
 
 from raypar.comm.nccl import bindings, communicator_stream, transport
 from raypar.comm.nccl import device as nccl_device
@@ -142,9 +142,9 @@ def test_the_standin_has_the_other_operations_and_dtypes_too(code):
             assert [out.tolist() for out in (*outs, *roots)] == [expected] * 4, operation
 
 
-def test_nccls_own_sum_of_three_has_other_bits_than_rank_order_and_the_transports_has_not():
+def test_nccls_own_sum_of_three_has_other_bits_than_the_tree_of_ranks_and_the_transports_has_not():
     with Group(3, [CommunicatorKey((0, 1, 2), "all_reduce")]) as ends:
-        want = in_order([noise(rank, 3000) for rank in range(3)])
+        want = over_tree([noise(rank, 3000) for rank in range(3)])
         flats = [noise(rank, 3000) for rank in range(3)]
         every(ends, lambda end: end.all_reduce(flats[end.rank], group=[0, 1, 2]))
         assert all(torch.equal(flat, want) for flat in flats)
@@ -307,7 +307,7 @@ def any_order(end, seed, count=60):
         outs = [torch.empty(numel) for _ in everybody]
         if operation == "all_reduce":
             handle = end.all_reduce(mine[0], group=everybody, channel=channel)
-            want, got = [in_order([noise(100 * number + 10 * r, numel) for r in everybody])], [mine[0]]
+            want, got = [over_tree([noise(100 * number + 10 * r, numel) for r in everybody])], [mine[0]]
         elif operation == "all_gather":
             handle = end.all_gather(outs, mine[0], group=everybody, channel=channel)
             want, got = [noise(100 * number + 10 * r, numel) for r in everybody], outs
@@ -625,7 +625,7 @@ def test_an_abort_ends_when_nothing_writes_to_anybodys_memory_any_more(patience_
         time.sleep(takes_s)
         added.append(out.data_ptr())
 
-    monkeypatch.setattr(communicator_stream, "add_in_order", slowly)
+    monkeypatch.setattr(communicator_stream, "add_over_tree", slowly)
     with Group(3, [CommunicatorKey((0, 1, 2), "all_reduce")]) as ends:
         flats = [torch.ones(10) for _ in ends]
         handles = [end.all_reduce(flat, group=[0, 1, 2]) for end, flat in zip(ends, flats, strict=True)]

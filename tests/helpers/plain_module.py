@@ -17,7 +17,7 @@ from unittest import mock
 
 import numpy
 import torch
-from helpers.reference import OtherBuffers, Result, computing_in, lying_as_new, samples, seed_of, tree
+from helpers.reference import OtherBuffers, Result, computing_in, samples, seed_of, sum_of_squares, tree
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -269,10 +269,10 @@ def train(graph: Graph, spec: Job, *, leaves: bool = True) -> tuple[Result, nn.M
         gradients = {
             n: _add_uses(follow.uses.get(plain_names[id(p)], []), sums) if leaves else p.grad for n, p in trained.items()
         }
-        _apply(spec, trained, gradients, sum(count for _, count in losses), result)
+        _apply(spec, trained, gradients, math.fsum(count for _, count in losses), result)
         optimizer.step()
         others.end_step()
-        result.losses.append(sum(total for total, _ in losses) / sum(count for _, count in losses))
+        result.losses.append(math.fsum(total for total, _ in losses) / math.fsum(count for _, count in losses))
         result.gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in trained.items()})
     follow.end()
     result.parameters = {name: parameter.detach() for name, parameter in by_name.items()}
@@ -329,11 +329,7 @@ def _add_uses(uses: list[Use], sums: list[dict[Use, Tensor | None] | None]) -> T
 
 def _apply(spec: Job, trained: Mapping[str, Tensor], gradients: Mapping[str, Any], count: float, result: Result) -> None:
     """Rule 7: the norm, and the scaled gradients."""
-    squares = 0.0
-    for gradient in gradients.values():
-        if gradient is not None:
-            squares += sum(float(torch.dot(p, p)) for p in lying_as_new(gradient).flatten().split(32768))
-    norm = math.sqrt(squares) / count
+    norm = math.sqrt(sum_of_squares(gradients.values())) / count
     factor = 1 / count if spec.clip_norm is None else min(1.0, spec.clip_norm / (norm + 1e-6)) / count
     for name, parameter in trained.items():
         parameter.grad = None if gradients[name] is None else gradients[name].mul_(factor)

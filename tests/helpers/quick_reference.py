@@ -21,7 +21,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from helpers.same_shards import add, gpt_on_shards, gpt_slices, gpt_whole, in_order, tree
+from helpers.same_shards import add, gpt_on_shards, gpt_slices, gpt_whole, over_shards, tree
 
 from examples.plain_gpt import function, read_job, sample, seed_of
 
@@ -65,7 +65,7 @@ def trained(job: dict[str, Any], shards: int, *, sequence: bool = False) -> tupl
             for group in optimizer.param_groups:
                 group["lr"] = base_lr * factor_of(step)
             optimizer.step()
-        losses.append(sum(parts) / count)
+        losses.append(math.fsum(parts) / count)
     weights = gpt_whole(slices, state, args["heads"])
     digest = hashlib.sha256()
     for name in sorted(weights):
@@ -92,13 +92,11 @@ def scale(
     names = list(slices[0])
     for name in names if partial else ():
         if ".norm" in name:
-            whole = in_order([mine[name] for mine in gradients])
+            whole = over_shards([mine[name] for mine in gradients])
             for mine in gradients:
                 mine[name] = whole.clone()
-    squares = 0.0
-    for name in names:
-        parts = [mine[name] for mine in gradients][: 1 if held_by_all(name) else None]
-        squares += sum(sum(float(torch.dot(p, p)) for p in part.flatten().split(32768)) for part in parts)
+    parts = [mine[name] for name in names for mine in gradients[: 1 if held_by_all(name) else None]]
+    squares = math.fsum(float(torch.dot(p, p)) for part in parts for p in part.flatten().split(32768))
     factor = min(1.0, clip / (math.sqrt(squares) / count + 1e-6)) / count
     for mine, scaled in zip(slices, gradients, strict=True):
         for name, parameter in mine.items():

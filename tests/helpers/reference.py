@@ -15,7 +15,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -38,6 +38,12 @@ def seed_of(*place: object) -> int:
 def lying_as_new(x: Tensor) -> Tensor:
     """Contiguous, from a multiple of 64 bytes on."""
     return x if x.is_contiguous() and x.data_ptr() % 64 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def sum_of_squares(gradients: Iterable[Tensor | None]) -> float:
+    """Rule 7: of all pieces of all gradients, added exactly."""
+    whole = [lying_as_new(gradient).flatten() for gradient in gradients if gradient is not None]
+    return math.fsum(float(torch.dot(piece, piece)) for one in whole for piece in one.split(32768))
 
 
 def name_values(values: dict[str, Tensor], names: tuple[str, ...], returned: tuple[Tensor, ...]) -> None:
@@ -243,12 +249,8 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
                 if summed is not None:
                     total_gradient = summed if total_gradient is None else total_gradient + summed
             gradients[name] = total_gradient
-        count = sum(c for _, c in losses)
-        squares = 0.0
-        for gradient in gradients.values():
-            if gradient is not None:
-                squares += sum(float(torch.dot(p, p)) for p in lying_as_new(gradient).flatten().split(32768))
-        norm = math.sqrt(squares) / count
+        count = math.fsum(c for _, c in losses)
+        norm = math.sqrt(sum_of_squares(gradients.values())) / count
         factor = 1 / count if spec.clip_norm is None else min(1.0, spec.clip_norm / (norm + 1e-6)) / count
         for name, parameter in trained.items():
             gradient = gradients[name]
@@ -271,7 +273,7 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
         if scheduler is not None:
             result.rates.append([group["lr"] for group in optimizer.param_groups])
         position += batch
-        result.losses.append(sum(s for s, _ in losses) / count)
+        result.losses.append(math.fsum(s for s, _ in losses) / count)
         result.norms.append(norm)
         result.gradients.append({n: None if g is None else g.clone() for n, g in gradients.items()})
     result.parameters = {name: uses[names[0]].detach() for name, names in owners.items()}
@@ -287,7 +289,7 @@ def validated(graph: Graph, spec: Job, modules: dict[str, nn.Module], metric: st
     of_microbatch = -(-spec.batch_size // spec.microbatches)
     n = spec.validation.samples or len(data)
     k = -(-n // of_microbatch)
-    total = count = 0.0
+    totals, counts = [], []
     for part in modules.values():
         part.eval()
     for microbatch in range(k):
@@ -300,10 +302,12 @@ def validated(graph: Graph, spec: Job, modules: dict[str, nn.Module], metric: st
         target = fields[spec.data.target or "y"]
         found = (spec.loss if name == "loss" else spec.metrics[name]).partial()(values[graph.output], target)
         one, of = found if isinstance(found, tuple) else (found * float(len(target)), len(target))
-        total, count = total + float(one), count + float(of)
+        totals.append(float(one))
+        counts.append(float(of))
     for part in modules.values():
         part.train()
-    return total / count
+    add = math.fsum if name == "loss" else sum
+    return add(totals) / add(counts)
 
 
 def permuted_index(x: int, size: int, key: int) -> int:

@@ -1,7 +1,7 @@
 """The example GPT on shards, written down in plain PyTorch in one process: the reference whose bits a sharded run must have.
 
 No raypar in here. A list has one entry a shard. Weights of the whole model are cut by rules written anew: heads and features
-[floor(i n / t), floor((i+1) n / t)), sums over shards ((p0 + p1) + p2) + ...
+[floor(i n / t), floor((i+1) n / t)), sums over shards as over blocks (`over_shards`)
 """
 
 from __future__ import annotations
@@ -27,8 +27,18 @@ def in_order(parts: Any) -> Tensor:
     return total
 
 
+def over_shards(parts: Any) -> Tensor:
+    """A sum over shards: over the tree, bfloat16 in float32 and rounded once."""
+    if parts[0].dtype == torch.bfloat16:
+        return over_shards([part.float() for part in parts]).bfloat16()
+    if len(parts) == 1:
+        return parts[0]
+    left = 1 << (len(parts) - 1).bit_length() - 1
+    return over_shards(parts[:left]) + over_shards(parts[left:])
+
+
 class Fan(torch.autograd.Function):
-    """One value for every shard; their gradients are added in shard order."""
+    """One value for every shard; their gradients are added over shards."""
 
     @staticmethod
     def forward(ctx, x, shards):
@@ -36,7 +46,7 @@ class Fan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        return in_order([g.contiguous() for g in gradients]), None
+        return over_shards([g.contiguous() for g in gradients]), None
 
 
 class VocabularyLoss(torch.autograd.Function):
@@ -133,7 +143,7 @@ def gpt_on_shards(
         bias = whole(f"{name}.bias")
         if len(inputs) == 1:
             return [F.linear(inputs[0], part(f"{name}.weight", 0), bias)]
-        total = in_order([F.linear(h, part(f"{name}.weight", i)) for i, h in enumerate(inputs)]) + cast(bias)
+        total = over_shards([F.linear(h, part(f"{name}.weight", i)) for i, h in enumerate(inputs)]) + cast(bias)
         return between([total], len(inputs))
 
     with mixed:
@@ -144,7 +154,7 @@ def gpt_on_shards(
             absent = (tokens < start) | (tokens >= start + len(table))
             looked_up.append(F.embedding((tokens - start).masked_fill(absent, 0), table).masked_fill(absent[..., None], 0.0))
             start += len(table)
-        x = between([in_order(looked_up)], count)
+        x = between([over_shards(looked_up)], count)
         positions = F.embedding(torch.arange(seq), whole("embed.position.weight"))
         x = [v + p for v, p in zip(x, positions.split([v.shape[1] for v in x]), strict=True)]
         for n in range(depth):
@@ -274,15 +284,14 @@ def train(
             for name in slices[0]:
                 if ".norm" in name:
                     holders = [i for i, mine in enumerate(gradients) if name in mine]
-                    whole = in_order([gradients[i][name] for i in holders])
+                    whole = over_shards([gradients[i][name] for i in holders])
                     for i in holders:
                         gradients[i][name] = whole.clone()
         count = float(sum(targets.numel() for _, targets in microbatches))
-        squares = 0.0
+        parts: list[Tensor] = []
         for name in slices[0]:
-            parts = [mine[name] for mine in gradients if name in mine][: 1 if held_by_all(name) else None]
-            squares += in_order([sum(float(torch.dot(p, p)) for p in part.flatten().split(32768)) for part in parts])
-        norm = math.sqrt(squares) / count
+            parts += [mine[name] for mine in gradients if name in mine][: 1 if held_by_all(name) else None]
+        norm = math.sqrt(math.fsum(float(torch.dot(p, p)) for part in parts for p in part.flatten().split(32768))) / count
         factor = min(1.0, clip_norm / (norm + 1e-6)) / count
         scaled = []
         for mine, tensors, optimizer in zip(slices, gradients, optimizers, strict=True):
@@ -290,7 +299,7 @@ def train(
             for name, parameter in mine.items():
                 parameter.grad = scaled[-1][name]
             optimizer.step()
-        found.losses.append(sum(losses) / count)
+        found.losses.append(math.fsum(losses) / count)
         found.norms.append(norm)
         found.gradients.append([{name: tensor.clone() for name, tensor in mine.items()} for mine in scaled])
     found.state = [

@@ -46,12 +46,16 @@ def noise(rank: int, numel: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-4, 5, (numel,), generator=generator)
 
 
-def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    """((p0 + p1) + p2) + ..."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total = total + part
-    return total
+def over_tree(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The left subtree is the largest power of two below their number; short dtypes are added in float32, rounded once."""
+    if parts[0].dtype in (torch.bfloat16, torch.float16):
+        return over_tree([part.float() for part in parts]).to(parts[0].dtype)
+    if len(parts) == 1:
+        return parts[0].clone()
+    left = 1
+    while left * 2 < len(parts):
+        left *= 2
+    return over_tree(parts[:left]) + over_tree(parts[left:])
 
 
 def dtypes_and_shapes(t: Transport) -> Routine[None]:
@@ -238,16 +242,16 @@ def batches(t: Transport) -> Routine[None]:
 def all_reduces(t: Transport) -> Routine[None]:
     """Sums are bit for bit those of rank order, for sizes around every internal boundary."""
     for seed, numel in enumerate((0, 1, 15, 16, 17, 1023, 1024, 1025, 5000, 70_001)):
-        want = in_order([noise(r, numel, seed) for r in range(t.size)])
+        want = over_tree([noise(r, numel, seed) for r in range(t.size)])
         flat = noise(t.rank, numel, seed)
         handle = t.all_reduce(flat, group=range(t.size))
         yield RoutineWait(handle, f"all_reduce of {numel}")
         assert torch.equal(flat, want), numel
-    for dtype in (torch.float64, torch.bfloat16, torch.int64):
-        flat = (noise(t.rank, 3000) * 10).to(dtype)
+    for dtype, factor in ((torch.float64, 10.0), (torch.bfloat16, 10.0), (torch.float16, 0.1), (torch.int64, 10.0)):
+        flat = (noise(t.rank, 3000) * factor).to(dtype)
         handle = t.all_reduce(flat, group=range(t.size))
         yield RoutineWait(handle, f"all_reduce of {dtype}")
-        assert torch.equal(flat, in_order([(noise(r, 3000) * 10).to(dtype) for r in range(t.size)]))
+        assert torch.equal(flat, over_tree([(noise(r, 3000) * factor).to(dtype) for r in range(t.size)]))
 
 
 def all_reduce_bytes(t: Transport) -> Routine[None]:
@@ -263,7 +267,7 @@ def reduce_scatters(t: Transport) -> Routine[None]:
     """Ragged pieces, some empty; the output may be the own piece."""
     sizes = [37 * r % 50 * 100 for r in range(t.size)]
     pieces = [noise(10 * t.rank + i, n) for i, n in enumerate(sizes)]
-    want = in_order([noise(10 * r + t.rank, sizes[t.rank]) for r in range(t.size)])
+    want = over_tree([noise(10 * r + t.rank, sizes[t.rank]) for r in range(t.size)])
     out = torch.empty(sizes[t.rank])
     handle = t.reduce_scatter(out, pieces, group=range(t.size))
     yield RoutineWait(handle, "reduce_scatter")
@@ -344,7 +348,7 @@ def subgroups(t: Transport) -> Routine[None]:
         ]
         for handle in handles:
             yield RoutineWait(handle, f"group {group}")
-        assert torch.equal(flat, in_order([noise(r, 2000) for r in group]))
+        assert torch.equal(flat, over_tree([noise(r, 2000) for r in group]))
         assert [int(p[0]) for p in pieces] == group
     order = (1, 2) if t.rank % 2 else (2, 1)
     flats = {channel: noise(t.rank, 3000, channel) for channel in order}
@@ -352,7 +356,7 @@ def subgroups(t: Transport) -> Routine[None]:
     for handle in handles:
         yield RoutineWait(handle, "channels")
     for channel in order:
-        assert torch.equal(flats[channel], in_order([noise(r, 3000, channel) for r in range(t.size)]))
+        assert torch.equal(flats[channel], over_tree([noise(r, 3000, channel) for r in range(t.size)]))
 
 
 def a_handle_goes_on_by_itself(t: Transport) -> Routine[None]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import sharded_models as models
 from helpers.on_shards import SEED, graph_of, on_shards, sharded, train_once
-from helpers.same_shards import gpt_on_shards, gpt_slices, in_order
+from helpers.same_shards import gpt_on_shards, gpt_slices, over_shards
 
 from examples import gpt
 from raypar.model.layer_skeletons import parameter_shapes
@@ -35,7 +35,7 @@ def test_loss_and_gradients_have_the_bits_of_the_same_shards_in_one_process(shar
     loss, gradients = gpt_on_shards(slices, x, y, depth=2, heads=heads, shards=shards, sequence=sequence)
     if sequence:  # the norms' gradients are parts of sums
         for name in [name for name in gradients[0] if ".norm" in name]:
-            whole = in_order([mine[name] for mine in gradients])
+            whole = over_shards([mine[name] for mine in gradients])
             for mine in gradients:
                 mine[name] = whole
     for run, want in zip(runs, gradients, strict=True):

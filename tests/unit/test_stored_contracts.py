@@ -90,10 +90,10 @@ ADDED = {"input", "target", "names"}
 
 
 def contract(job: Job) -> dict[str, Any]:
-    """Without what has been added."""
+    """Without what has been added, as of the edition of the numerics contract by which the stored ones were computed."""
     made = contract_of_job(job)
-    assert made["data"].keys() >= ADDED
-    return {**made, "data": {name: value for name, value in made["data"].items() if name not in ADDED}}
+    assert made["data"].keys() >= ADDED and made["edition"] >= 2
+    return {**made, "edition": 2, "data": {name: value for name, value in made["data"].items() if name not in ADDED}}
 
 
 def differences(stored: dict[str, Any], job: Job) -> list[str]:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from raypar.comm.collectives import ONE_PHASE_BYTES, add_in_order, even_slices
+from raypar.comm.collectives import ONE_PHASE_BYTES, add_over_tree, even_slices
 from raypar.comm.nccl.bindings import NCCL_DTYPES, NcclCommunicator
 from raypar.comm.nccl.device import Device, Stream
 from raypar.comm.transport import CommunicatorKey
@@ -77,24 +77,24 @@ class CommunicatorStream:
     # -- collectives; each (like `message`) returns scratch memory, to be kept until the stream has done the work
 
     def all_reduce(self, flat: Tensor) -> list[Tensor]:
-        """Sum in place, in rank order. NCCL sums two ranks in that order; more than two in the order of a ring."""
+        """Sum in place, over the tree of ranks. NCCL sums two ranks in that order; more than two in the order of a ring."""
         if self.size == 2 and flat.dtype in NCCL_DTYPES:
             self.communicator.all_reduce(flat.data_ptr(), flat.numel(), flat.dtype, self.device_stream.cuda_stream)
             return []
         if flat.nbytes <= ONE_PHASE_BYTES:
             parts = self._scratch(flat)
             self.exchange([flat] * self.size, parts)
-            self.device_stream.run(partial(add_in_order, parts, self.own_index, flat))
+            self.device_stream.run(partial(add_over_tree, parts, self.own_index, flat))
             return parts
         cut = [flat.view(-1)[a:b] for a, b in even_slices(flat.numel(), self.size)]
         parts = self._scratch(cut[self.own_index])
         self.exchange(cut, parts)
-        self.device_stream.run(partial(add_in_order, parts, self.own_index, cut[self.own_index]))
+        self.device_stream.run(partial(add_over_tree, parts, self.own_index, cut[self.own_index]))
         self.exchange([cut[self.own_index]] * self.size, cut)
         return parts
 
     def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """`out` = the sum over all ranks of their `pieces[me]`, in rank order."""
+        """`out` = the sum over all ranks of their `pieces[me]`, over the tree of ranks."""
         # All ranks must choose the same call, so the choice depends on what all know: the pieces' sizes, not their addresses.
         if self.size == 2 and out.dtype in NCCL_DTYPES and pieces[0].numel() == pieces[1].numel():
             whole, held = self._whole(pieces, filled=True)
@@ -103,7 +103,7 @@ class CommunicatorStream:
         parts = self._scratch(out)
         parts[self.own_index] = pieces[self.own_index]
         self.exchange(pieces, parts)
-        self.device_stream.run(partial(add_in_order, parts, self.own_index, out))
+        self.device_stream.run(partial(add_over_tree, parts, self.own_index, out))
         return parts
 
     def all_gather(self, pieces: Sequence[Tensor], mine: Tensor) -> list[Tensor]:

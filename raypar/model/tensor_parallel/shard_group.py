@@ -70,7 +70,7 @@ class ShardGroup:
             self.waited_ns += time.perf_counter_ns() - start
 
     def post_all_reduce(self, tensor: Tensor) -> Handle:
-        """Start to sum a contiguous tensor over the shards, in place, in shard order."""
+        """Start to sum a contiguous tensor over the shards, in place, over the tree of shards."""
         return self.transport.all_reduce(tensor, group=self.ranks, channel=self.channel)
 
     def all_reduce(self, tensor: Tensor, what: str) -> Tensor:

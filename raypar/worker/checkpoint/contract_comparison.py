@@ -124,16 +124,24 @@ def _edition_of(manifest: Manifest) -> int:
     return edition if isinstance(edition, int) else CONTRACT_EDITION + 1
 
 
+_CHANGES_OF_EDITION = {
+    2: "for models with a value that several layers read and one of them uses several times, a value or gradient between "
+    "layers that is not contiguous (or begins at no multiple of 64 bytes), or a parameter that three layers use",
+    3: "in the last digit of the gradient's norm, and so of the weights where clip_norm clips, in that of losses, and so of "
+    "what follows validations, and for stages of four shards and more (of three, where they compute in bf16)",
+}
+"""Edition of the contract -> where bits differ from the edition before."""
+
+
 def describe_edition_change(manifest: Manifest) -> str | None:
     """What changes for a run that goes on from a checkpoint of an earlier edition of the contract; None for one of this."""
     edition = _edition_of(manifest)
     if edition >= CONTRACT_EDITION:
         return None
+    changes = "; ".join(_CHANGES_OF_EDITION[later] for later in range(edition + 1, CONTRACT_EDITION + 1))
     return (
         f"checkpoint {manifest.checkpoint.name} was computed by edition {edition} of the numerics contract, and the run goes "
-        f"on by edition {CONTRACT_EDITION}: the bits are others than those of an undisturbed run only for models with a value "
-        "that several layers read and one of them uses several times, a value or gradient between layers that is not "
-        "contiguous (or begins at no multiple of 64 bytes), or a parameter that three layers use"
+        f"on by edition {CONTRACT_EDITION}: the bits are others than those of an undisturbed run only {changes}"
     )
 
 

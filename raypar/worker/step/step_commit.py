@@ -26,7 +26,8 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import canonical_names
 from raypar.plan import MicrobatchRouting, TiedParameter
 from raypar.plan.addition_tree import TreeNode
-from raypar.plan.microbatches import mean_loss
+from raypar.plan.exact_sum import ExactSum
+from raypar.plan.microbatches import divide_by_count
 from raypar.plan.ownership import Ownership
 from raypar.plan.seeds import seed_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
@@ -271,24 +272,21 @@ class StepCommit:
         self._count([ballots[rank].tolist() for rank in range(world)])
 
     def _ballot(self, settled: Mapping[int, Mapping[str, Tensor | None]]) -> Tensor:
-        """This worker's vote, float64 [2 + 3 L + 1 + sum(2 + P)]: ready, L losses (microbatch, sum, count), stages (index, P,
-        squares). Where the job has a sampler, three more: whether this worker reads samples, a digest of their order.
+        """This worker's vote, float64: ready, and the exact sums of its losses, of their counts and of squared gradients. Where
+        the job has a sampler, three more: whether this worker reads samples, a digest of their order.
 
         The replicas of a stage have the same gradients, so each squares a share of the parameters. Each shard squares the
         elements that it counts. All shards have the same losses, which the first one tells.
         """
-        losses: list[float] = []
-        plan = self.routing.plan
-        seat = plan.seats[self.rank]
-        for stage in self.stages.values() if seat.shard == 0 else ():
-            for microbatch, (total, count) in stage.losses.items():
-                losses += [float(microbatch), float(total), float(count)]
-        ballot = [1.0, len(losses) / 3, *losses, len(settled)]
+        tells_losses = self.routing.plan.seats[self.rank].shard == 0
+        pairs = [pair for stage in self.stages.values() for pair in stage.losses.values()] if tells_losses else []
+        counted: list[Tensor] = []
         for index, gradients in settled.items():
             shard = self.stages[index].shard
             defined = [(name, g) for name in self._counted[index] if (g := gradients[name]) is not None]
-            squares = sum_squared_gradients([g if shard is None else shard.counted(name, g) for name, g in defined])
-            ballot += [index, len(squares), *squares]
+            counted += [g if shard is None else shard.counted(name, g) for name, g in defined]
+        sums = [ExactSum.of(float(pair[place]) for pair in pairs) for place in range(2)]
+        ballot = [1.0, *(number for one in (*sums, sum_squared_gradients(counted)) for number in one.to_floats())]
         if self.spec.data.names_ids:
             digest = self.order_digest(self.step) if self.order_digest is not None else None
             ballot += [0.0, 0.0, 0.0] if digest is None else [1.0, float(digest >> 32), float(digest & 0xFFFFFFFF)]
@@ -296,24 +294,17 @@ class StepCommit:
 
     def _count(self, ballots: list[list[float]]) -> None:
         """Set `outcome` from the votes of all workers, by rank (rules 7 and 8 of the numerics contract)."""
-        losses: dict[int, tuple[float, float]] = {}
-        squares: dict[int, dict[int, list[float]]] = {}
-        for seat, ballot in zip(self.routing.plan.seats, ballots, strict=True):
-            numbers: Iterator[float] = iter(ballot)
-            ready, loss_count = next(numbers), int(next(numbers))
-            assert ready == 1.0
-            for _ in range(loss_count):
-                microbatch, total, count = next(numbers), next(numbers), next(numbers)
-                losses[int(microbatch)] = (total, count)
-            for _ in range(int(next(numbers))):
-                stage, size = int(next(numbers)), int(next(numbers))
-                mine = squares.setdefault(stage, {}).setdefault(seat.shard, [])
-                mine.extend(next(numbers) for _ in range(size))  # ranks of replicas ascend
+        losses = counts = squares = ExactSum()
+        for ballot in ballots:
+            numbers = iter(ballot)
+            assert next(numbers) == 1.0, "a worker votes when it is ready"
+            losses += ExactSum.take(numbers)
+            counts += ExactSum.take(numbers)
+            squares += ExactSum.take(numbers)
         if self.spec.data.names_ids:
             self._refuse_unequal_orders(ballots)
-        loss, count = mean_loss(losses)
-        in_order = [s for stage in sorted(squares) for s in _over_shards(squares[stage])]
-        norm, factor = gradient_norm_and_factor(in_order, count, self.spec.clip_norm)
+        loss, count = divide_by_count(losses, counts)
+        norm, factor = gradient_norm_and_factor(squares.rounded(), count, self.spec.clip_norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
         self.outcome = VoteResult(loss, count, norm, factor, skipped=not finite)
 
@@ -423,11 +414,3 @@ class StepCommit:
         self.guard.establish()
         self.outcome = outcome
         self.apply()
-
-
-def _over_shards(squares: Mapping[int, Sequence[float]]) -> Sequence[float]:
-    """The squares of each parameter, added over shards: ((t0 + t1) + t2)."""
-    total, *others = (squares[shard] for shard in sorted(squares))
-    for more in others:
-        total = [a + b for a, b in zip(total, more, strict=True)]
-    return total
