@@ -7,6 +7,7 @@ bits of the CPU has put every tensor where it belongs, and asks the device for n
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ NAME = "pretend"
 POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 BOTH = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize")
 """Operations that take tensors of several devices."""
+watchers: list[Callable[[Any, Any, bool], None]] = []
+"""Called with (operation, its arguments, whether the result is the host's) whenever the device is asked for something."""
 
 
 class OnDevice(Tensor):
@@ -34,6 +37,8 @@ class OnDevice(Tensor):
 
     def tolist(self) -> Any:
         """As a GPU's tensor: it is waited for."""
+        for watcher in watchers:
+            watcher(torch.ops.aten._local_scalar_dense.default, (self,), True)
         return self.raw.tolist()
 
     def data_ptr(self) -> int:
@@ -78,6 +83,8 @@ def computed(op: Any, *args: Any, **kwargs: Any) -> Any:
     name = _name_of(op)
     to_host = name == "_to_copy" and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
     on_host = name == "_copy_from" or (name == "copy_" and not isinstance(args[0], OnDevice)) or to_host
+    for watcher in watchers:
+        watcher(op, args, on_host)
     given = [lowered(value) for value in args]
     named = {key: lowered(value) for key, value in kwargs.items() if key != "pin_memory"}
     if on_cpu[0] and own and name not in BOTH:
@@ -108,15 +115,52 @@ def device() -> torch.device:
     library = torch.library.Library("_", "IMPL")
     library.fallback(computed, "PrivateUse1")
     own = torch.library.Library("aten", "IMPL")
-    own.impl("silu_backward", functools.partial(computed, torch.ops.aten.silu_backward.default), "PrivateUse1")  # else in parts
+    aten = torch.ops.aten
+    for name, op in {
+        "silu_backward": aten.silu_backward.default,  # else in parts
+        "arange": aten.arange.default,  # else an empty tensor that is resized
+        "arange.start": aten.arange.start,
+        "arange.start_step": aten.arange.start_step,
+    }.items():
+        own.impl(name, functools.partial(computed, op), "PrivateUse1")
     _kept.extend((library, own))
-    for make in (torch.tensor, torch.arange):
-        setattr(torch, make.__name__, functools.partial(_made, make))
+    torch.tensor = functools.partial(_made, torch.tensor)
+    _allow_autocast()
     return torch.device(NAME, 0)
 
 
+IN_COMPUTE_DTYPE = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv2d", "scaled_dot_product_attention")
+IN_FLOAT32 = ("layer_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss", "nll_loss", "rsqrt", "pow.Tensor_Scalar")
+"""Operations of PyTorch's lists for autocast on GPUs, as far as models here need them."""
+
+
+def _allow_autocast() -> None:
+    """PyTorch has lists of what autocast casts for each kind of device but the one that others may write."""
+    torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    own = torch.library.Library("aten", "IMPL")
+    for names, dtype in ((IN_COMPUTE_DTYPE, torch.bfloat16), (IN_FLOAT32, torch.float32)):
+        for name in names:
+            packet, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            own.impl(name, functools.partial(_cast, op, dtype), "AutocastPrivateUse1")
+    _kept.extend((library, own))
+
+
+def _cast(op: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    """An operation with its numbers in another dtype, under autocast."""
+
+    def cast(value: Any) -> Any:
+        floats = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.bfloat16)
+        return value.to(dtype) if floats and value.device.type == NAME else value
+
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+        return op(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+
+
 def _made(make: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-    """`torch.tensor`, which fills a tensor by a call that no backend in Python gets, and `torch.arange`, which resizes one."""
+    """`torch.tensor`, which fills a tensor by a call that no backend in Python gets."""
     made: Tensor = make(*args, **kwargs)
     return made if device is None else made.to(device)
 

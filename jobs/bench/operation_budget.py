@@ -1,0 +1,88 @@
+"""What a training step asks of a device beside a plain loop: operations that write memory, host reads, waits, as integers.
+
+`python jobs/bench/operation_budget.py [--models GPT-2 ...] [--plans "2 stages" ...] [--json] [--page FILE]`
+No GPU is needed: the device is the pretended one of the tests (`tests/helpers/pretend.py`), and numbers depend on no clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from harness import ROOT, environment, page, table
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from helpers.operation_budget import FEWER, MODELS, MORE, PLANS, WANTED, WARM, Row, measure
+
+NOTE = f"""Counted is one step, after {WARM} others, of all workers of a plan together: {MORE} microbatches, of small models
+(two blocks; the ResNet has four), AdamW with `foreach`, `clip_norm`. Counts do not depend on sizes, but for the norm: it has
+one `dot` for each 32,768 elements of a gradient, here one for each parameter (of a GPT-2 of 124 M parameters about
+3,900). *Operations* are those of ATen that write memory of the device; a list of tensors in one call is one. *Loops*
+have the same layers, on the same device: forward, loss, backward, `clip_grad_norm_`, `optimizer.step()`. Beside stages
+and replicas stand a loop for each, with its own layers or microbatches, clipping and optimizer; beside shards layers of
+1/n of the size, with what a cut vocabulary and biases after sums need by hand; beside recomputation
+`torch.utils.checkpoint`; beside bf16 autocast. *Messages* are sends and parts of collectives in memory of the device;
+`most` is {WANTED} of the loops' operations and one for each message. *Reads* (of device values by the host) are beyond
+those that the model's own code makes in the loop. *Waits* are the host's, for messages, where these come late. Both for
+all workers, in the step; then what each further microbatch adds, by steps of {FEWER} and {MORE} microbatches. Wanted:
+no more operations than `most`, no read or wait a microbatch, one a step and worker."""
+
+
+def line(row: Row) -> list[str]:
+    """A row of the table."""
+    loops, messages, made = row.loop.total(), row.found.messages, row.found.operations.total()
+    _, reads, waits, reads_each, waits_each = row.beyond
+    numbers = [made, loops, messages, row.wanted]
+    ratio = f"{(made - messages) / loops:.2f}"
+    return [
+        row.model,
+        row.plan,
+        *(f"{number:,}" for number in numbers),
+        ratio,
+        f"{reads}, {reads_each:g}",
+        f"{waits}, {waits_each:g}",
+        "yes" if row.holds else "NO",
+    ]
+
+
+def causes(row: Row) -> list[str]:
+    """Where the operations beyond the loops' come from, what is read, and what is waited for."""
+    return [
+        row.model,
+        row.plan,
+        ", ".join(f"{cause} {more:+d}" for cause, more in row.surplus.items()),
+        ", ".join(f"{cause} {count}" for cause, count in row.found.reads.most_common()),
+        ", ".join(f"{what} {count}" for what, count in row.found.waits.most_common()),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--page", type=Path, help="also write a results page")
+    given = parser.parse_args()
+    found = []
+    for model in given.models:
+        for plan in given.plans:
+            start = time.process_time()
+            found.append(measure({}, model, plan))
+            print(f"{model}, {plan}: {time.process_time() - start:.1f} s of the processor", file=sys.stderr, flush=True)
+    header = ["model", "plan", "operations", "loops", "messages", "most", "ratio", "reads", "waits", "holds"]
+    why = ["model", "plan", "operations beyond the loops'", "reads, the model's own too", "waits"]
+    text = f"{NOTE}\n\n{table(header, [line(row) for row in found])}\n\n## Where it comes from\n\n"
+    text += f"Negative: fewer than the loops.\n\n{table(why, [causes(row) for row in found])}"
+    numbers = [{"model": row.model, "plan": row.plan, "beyond": row.beyond, "surplus": row.surplus} for row in found]
+    print(json.dumps({"environment": environment(), "rows": numbers}) if given.json else text)
+    if given.page:
+        command = "python jobs/bench/operation_budget.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
+        given.page.write_text(page("What does a training step ask of a device beside a plain loop?", command.strip(), text))
+
+
+if __name__ == "__main__":
+    main()

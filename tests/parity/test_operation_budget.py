@@ -1,0 +1,65 @@
+"""What one training step asks of a device: no more than today beyond what plain loops over the same layers ask for."""
+
+import pytest
+from helpers import operation_budget, pretend
+from helpers.processes import Worker
+
+TODAY = {
+    ("GPT-2", "1 worker"): (11, 5, 0, 1, 0),
+    ("GPT-2", "2 stages"): (10, 10, 13, 2, 2),
+    ("GPT-2", "2 replicas"): (-19, 6, 4, 1, 0),
+    ("GPT-2", "2 shards"): (534, 34, 90, 8, 22),
+    ("GPT-2", "2 x 2 x 2"): (469, 47, 148, 10, 24),
+    ("GPT-2", "recompute"): (15, 5, 0, 1, 0),
+    ("GPT-2", "bf16"): (11, 5, 0, 1, 0),
+    ("Llama", "1 worker"): (3, 5, 0, 1, 0),
+    ("Llama", "2 stages"): (1, 10, 9, 2, 2),
+    ("Llama", "2 replicas"): (-20, 6, 4, 1, 0),
+    ("Llama", "2 shards"): (470, 34, 90, 8, 22),
+    ("Llama", "2 x 2 x 2"): (416, 40, 132, 8, 24),
+    ("Llama", "recompute"): (7, 5, 0, 1, 0),
+    ("Llama", "bf16"): (3, 5, 0, 1, 0),
+    ("ResNet", "1 worker"): (440, 5, 0, 1, 0),
+    ("ResNet", "2 stages"): (438, 6, 9, 1, 2),
+    ("ResNet", "2 replicas"): (776, 86, 6, 21, 0),
+    ("ResNet", "2 shards"): (904, 6, 18, 1, 4),
+    ("ResNet", "2 x 2 x 2"): (1567, 171, 70, 41, 6),
+    ("ResNet", "recompute"): (580, 5, 0, 1, 0),
+    ("ResNet", "bf16"): (380, 5, 0, 1, 0),
+}
+"""(model, plan) -> beyond the loops: operations, host reads, waits; reads and waits that each further microbatch adds.
+
+An upper bound, so that nothing gets worse unseen. What it should be is in `jobs/bench/operation_budget.py`."""
+QUICK = [("ResNet", "1 worker"), ("ResNet", "2 replicas"), ("GPT-2", "2 stages")]
+
+pytestmark = pytest.mark.skipif(not pretend.POSSIBLE, reason="this PyTorch has no devices written in Python")
+
+
+@pytest.fixture(scope="module")
+def measured():
+    worker = Worker()
+
+    def measure(model, plan):
+        worker.call(operation_budget.measure, model, plan)
+        return worker.result(120.0)
+
+    yield measure
+    worker.end()
+
+
+def holds(row):
+    found = dict(zip(("operations", "reads", "waits", "reads a microbatch", "waits a microbatch"), row.beyond, strict=True))
+    today = dict(zip(found, TODAY[row.model, row.plan], strict=True))
+    worse = {what: (count, today[what]) for what, count in found.items() if count > today[what]}
+    assert not worse, f"{worse} (now, before); by cause: {row.surplus}, {row.found.reads}, {row.found.waits}"
+
+
+@pytest.mark.parametrize("model, plan", QUICK)
+def test_a_step_asks_no_more_of_a_device_than_before(measured, model, plan):
+    holds(measured(model, plan))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model, plan", [cell for cell in TODAY if cell not in QUICK])
+def test_steps_of_other_plans_ask_no_more_of_a_device_than_before(measured, model, plan):
+    holds(measured(model, plan))
