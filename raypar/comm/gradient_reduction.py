@@ -37,6 +37,7 @@ from raypar.comm.shared_memory import NO_ADDRESS, SharedMemoryBlock, open_shared
 from raypar.comm.transport import Handle, Transport
 from raypar.errors import CommError
 from raypar.plan.addition_tree import covering_nodes, fold_tree
+from raypar.torch_compat.multi_tensor import add_all
 
 BUCKET_BYTES = 2 << 20
 """Small enough that the last bucket, which nothing hides, is short; from 0.5 to 8 MB the step time hardly changes."""
@@ -140,12 +141,12 @@ class GradientReduction(ABC):
                     f"parameter {index} was declared ready twice in one step", cure="call `submit_gradients` once per step"
                 )
             known[index] = rows
-            if alone:
-                self._totals[index] = self._alone(index, rows)
-            else:
+            if not alone:
                 self._bucket_of[index].unready_count -= 1
         self._unready -= len(indices)
-        if not alone:
+        if alone:
+            self._add_up_alone(indices, rows)
+        else:
             self._post_ready()
             self.poll()
 
@@ -225,10 +226,22 @@ class GradientReduction(ABC):
         return None
         yield
 
-    def _alone(self, index: int, rows: SubtreeSums) -> Tensor | None:
-        with torch.no_grad():
-            total = fold_tree({node: row[index] for node, row in rows.items()}, (0, self.block_count), Tensor.add_)
-            return total if total is None else aligned_contiguous(total)
+    @torch.no_grad()
+    def _add_up_alone(self, indices: Sequence[int], rows: SubtreeSums) -> None:
+        """Set the totals of parameters where there is one replica, whose sums are the tree's root, or the root's children."""
+        into: list[Tensor] = []
+        added: list[Tensor] = []
+
+        def add(left: Tensor, right: Tensor) -> Tensor:
+            into.append(left)
+            added.append(right)
+            return left
+
+        totals = [fold_tree({node: row[i] for node, row in rows.items()}, (0, self.block_count), add) for i in indices]
+        if into:
+            add_all(into, added)
+        for index, total in zip(indices, totals, strict=True):
+            self._totals[index] = None if total is None else aligned_contiguous(total)
 
 
 class CanonicalReduction(GradientReduction):
