@@ -66,7 +66,8 @@ def pack_updates(updates: Updates) -> Tensor:
             tensors += update.written.values()
     text = pickle.dumps(lines)
     head = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text), dtype=torch.uint8)
-    return torch.cat([head, *(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors)])
+    body = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat([head, torch.cat(body).cpu()]) if body else head  # one copy to the host, whatever there is
 
 
 def unpack_updates(message: Tensor, device: torch.device) -> dict[str, dict[int, BufferUpdate]]:
@@ -74,13 +75,13 @@ def unpack_updates(message: Tensor, device: torch.device) -> dict[str, dict[int,
     length = int.from_bytes(message[:_LENGTH_BYTES].numpy().tobytes(), "little")
     start = _LENGTH_BYTES + length
     lines = pickle.loads(message[_LENGTH_BYTES:start].numpy().tobytes())
-    body = message[start:]
+    body = message[start:].to(device)
     layouts = [
         layout
         for _, _, calls, written in lines
         for layout in (*(each for *_, mean, variance in calls for each in (mean, variance)), *(layout for _, layout in written))
     ]
-    tensors = (tensor.to(device) for tensor in _tensors(body, layouts))
+    tensors = _tensors(body, layouts)
     found: dict[str, dict[int, BufferUpdate]] = {}
     for layer, microbatch, calls, written in lines:
         made = [NormCall(norm, arithmetic, next(tensors), next(tensors)) for norm, arithmetic, *_ in calls]
