@@ -73,7 +73,8 @@ class RunningNorm:
         buffers, momentum = norm._buffers, norm.momentum
         kept = [(name, buffers[name]) for name in STATISTICS]
         mean, variance = (torch.zeros_like(buffer) for _, buffer in kept[:2] if buffer is not None)
-        count = None if kept[2][1] is None else torch.zeros_like(kept[2][1])
+        # PyTorch's own forward only counts with it, which the commit does for all calls at once.
+        count = torch.zeros_like(kept[2][1]) if self._has_own_forward and kept[2][1] is not None else None
         buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=count)
         norm.momentum = 1.0
         try:
