@@ -20,7 +20,7 @@ from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
 from raypar.worker import plain_microbatches
 from raypar.worker.job_preflight import preflight
-from raypar.worker.metrics import metric_trial
+from raypar.worker.metrics import function_trial
 from raypar.worker.metrics.metric import FunctionMetric, make_metric, values_by_name
 from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -502,8 +502,8 @@ def test_a_mean_of_a_part_of_the_output_is_refused_too_also_where_nothing_is_rig
         return (found.argmax(-1)[kept] == labels[kept]).double()
 
     def trial(function: Any) -> bool:
-        given = metric_trial._Measured(made, {"labels": target}, target)
-        return metric_trial._refuse_means(FunctionMetric("m", function), given)
+        given = function_trial.Measured(made, {"labels": target}, target)
+        return function_trial.refuse_means(FunctionMetric("m", function), given)
 
     assert trial(lambda output, target: hits(output, target).sum())
     assert trial(lambda output, target: (hits(output, target).sum(), int((target != -100).sum())))
@@ -591,6 +591,31 @@ def test_of_a_model_too_large_for_the_trial_the_first_validation_says_what_mergi
     assert repr(untried.metrics) == repr(run.metrics), "the trial changes no value"
     told = untried.warnings
     assert told == [] if says is None else told and all(re.match(says, line) and "exact: false" in line for line in told)
+
+
+def share_right(output: Tensor, target: Tensor) -> Tensor:
+    return (output.reshape(len(target), -1) > 0).double().mean()
+
+
+@pytest.mark.parametrize(
+    "function, says",
+    [
+        (share_right, r"metric 'm' returned \S+ for \d samples and for the same samples twice, so it is a mean"),
+        (lambda output, target: 0, r"metric 'm' could not be tried with the same samples twice"),
+        (lambda output, target: (output.double().sum(), output.numel()), None),
+    ],
+)
+def test_of_a_model_too_large_for_the_trial_the_first_validation_says_that_a_function_returns_a_mean(
+    function: Any, says: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    layout = LAYOUTS[1]
+    job = job_of(MetricConfig(function=function)).replace(model=layout.job.model, loss=layout.job.loss)
+    monkeypatch.setattr(plain_microbatches, "MOST_BYTES", 0)
+    with OneProcessRun(job, layout.plan, "1f1b", graph=layout.graph) as run:
+        run.validate(0)
+        run.validate(0)
+    assert [bool(says and re.match(says, line)) for line in run.warnings] == [True] * len(run.warnings)
+    assert bool(run.warnings) == bool(says), run.warnings
 
 
 def test_objects_of_torchmetrics_are_exact_or_refused():

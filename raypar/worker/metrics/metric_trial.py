@@ -10,35 +10,23 @@ import functools
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from raypar.errors import ConfigError, UserCodeError
 from raypar.files.printable_text import shorten
 from raypar.job import Job, ValidationConfig
-from raypar.model.capture.tensors_in_values import flatten
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
-from raypar.torch_compat.pytree import tree_unflatten
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
-from raypar.worker.check_loss import move_half_to_target
 from raypar.worker.metrics.all_predictions import PredictionsMetric
+from raypar.worker.metrics.function_trial import Measured, not_tried, numbers_of, refuse_means
 from raypar.worker.metrics.metric import Batch, FunctionMetric, Metric, ObjectMetric, State, values_by_name
 from raypar.worker.metrics.object_trial import difference_of_merged
 from raypar.worker.plain_microbatches import MICROBATCHES, NotCompared, refuse_large_models, with_few_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
-
-
-class _Measured(NamedTuple):
-    """What a metric was given of one microbatch."""
-
-    output: object
-    batch: Batch
-    target: Tensor
 
 
 class _Recorded:
@@ -47,11 +35,11 @@ class _Recorded:
     def __init__(self, metric: Metric) -> None:
         self.metric, self.name, self.needs_batch = metric, metric.name, metric.needs_batch
         self.part, self.in_training = metric.part, metric.in_training
-        self.given: list[_Measured] = []
+        self.given: list[Measured] = []
         self.states: list[State] = []
 
     def measure(self, output: object, batch: Batch, target: Tensor) -> State:
-        self.given.append(_Measured(output, batch, target))
+        self.given.append(Measured(output, batch, target))
         self.states.append(self.metric.measure(output, batch, target))
         return self.states[-1]
 
@@ -114,56 +102,16 @@ def _check(one: _Recorded, samples: int, *, exact: bool) -> str | None:
     if isinstance(metric, PredictionsMetric):
         return _call_with_few_predictions(metric, one.states, samples)
     if isinstance(metric, FunctionMetric):
-        _refuse_two_values(metric.name, lambda: [_numbers(part) for part in metric.parts(metric.measure(*one.given[0]))])
-        tried = [_refuse_means(metric, given) for given in one.given]
+        _refuse_two_values(metric.name, lambda: [numbers_of(part) for part in metric.parts(metric.measure(*one.given[0]))])
+        tried = [refuse_means(metric, given) for given in one.given]
         if not any(tried):
-            return (
-                f"metric {metric.name!r} could not be tried with the same samples twice (it raised, returned 0, or the output "
-                "has no row for each sample): it must return a sum, or (sum, count), and no mean"
-            )
+            return not_tried(metric)
     if isinstance(metric, ObjectMetric):
         return _compare_with_one_object(metric, one, exact=exact)
     return None
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------------
-
-
-def _refuse_means(metric: FunctionMetric, given: _Measured) -> bool:
-    """Whether it could be tried. Raises `ConfigError` if what the function returns, or the sum in it, is the same for the
-    samples twice: a mean, say. All that the model returns is doubled, where it has a row for each sample."""
-    target, samples = given.target, len(given.target) if given.target.dim() else 0
-    leaves, structure = flatten(given.output)
-    of_samples = [samples > 0 and isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples for leaf in leaves]
-    if not any(of_samples):
-        return False
-
-    def output(change: Callable[[Tensor], Tensor]) -> object:
-        changed = [change(leaf) if own else leaf for leaf, own in zip(leaves, of_samples, strict=True)]
-        return tree_unflatten(changed, structure)
-
-    tried = False
-    for moved in (lambda leaf: leaf, lambda leaf: move_half_to_target(leaf, target)):
-        twice = {name: torch.cat([field, field]) if field.dim() else field for name, field in given.batch.items()}
-        doubled = output(lambda leaf, moved=moved: torch.cat([moved(leaf)] * 2))  # type: ignore[misc]
-        try:
-            once, double = (
-                [_numbers(part) for part in metric.parts(metric.measure(*those))]
-                for those in ((output(moved), given.batch, target), (doubled, twice, torch.cat([target, target])))
-            )
-        except USER_CODE_ERRORS as error:  # perhaps because of the number of samples, or outputs that no model gives
-            reraise_ctrl_c(error)
-            return tried
-        tried = tried or any(once[0])
-        # (mean, 1) weighs every microbatch alike, as a loss that returns it does.
-        if any(once[0]) and once[0] == double[0] and (len(once) == 1 or once[1] != double[1]):
-            shown = ", ".join(f"{number:.6g}" for number in once[0][:3])
-            raise ConfigError(
-                f"metric {metric.name!r} returned {shown} for {len(target)} samples and for the same samples twice, so it is a "
-                "mean, and would be added up over microbatches",
-                cure="return (sum, count): the sum over samples or tokens, and how many they are",
-            )
-    return tried
 
 
 def _refuse_two_values(name: str, call: Callable[[], object]) -> None:
@@ -179,10 +127,6 @@ def _refuse_two_values(name: str, call: Callable[[], object]) -> None:
             cure="let it depend on what it is given and the seeded generators of python, numpy and torch alone: no generator "
             "of its own, no counter, no clock",
         )
-
-
-def _numbers(part: Tensor) -> list[float]:
-    return [float(number) for number in part.reshape(-1)]
 
 
 # -- of all predictions ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from raypar.model.random_state import preserve_random_state
 from raypar.torch_compat.pytree import tree_unflatten
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
-from raypar.worker.metrics.metric import MetricObject, ObjectMetric, State, values_by_name
+from raypar.worker.metrics.metric import Batch, MetricObject, ObjectMetric, State, values_by_name
 
 
 def difference_of_merged(metric: ObjectMetric, in_order: MetricObject, states: Sequence[State]) -> tuple[str, str] | None:
@@ -40,7 +40,7 @@ def difference_of_merged(metric: ObjectMetric, in_order: MetricObject, states: S
     return name, f"{given}, and one object updated in order {wanted[name]!r}"
 
 
-class TrialInValidation:
+class ObjectTrialInValidation:
     """The comparison of a worker's first microbatches, in host memory, for a model too large for the trial before the run."""
 
     def __init__(self, metric: ObjectMetric, microbatches: int) -> None:
@@ -48,7 +48,7 @@ class TrialInValidation:
         self._in_order = metric.new()
         self._states: list[bytes] = []
 
-    def add(self, output: object, target: Tensor) -> str | None:
+    def add(self, output: object, batch: Batch, target: Tensor) -> str | None:
         """Take the next microbatch. A warning where something differs, or could not be tried; then the trial is over."""
         if not self._left:
             return None

@@ -27,8 +27,9 @@ from raypar.plan.wording import after_steps, count_noun
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.metrics.all_predictions import PredictionsMetric
-from raypar.worker.metrics.metric import Batch, Metric, ObjectMetric, State, part_of_output, values_by_name
-from raypar.worker.metrics.object_trial import TrialInValidation
+from raypar.worker.metrics.function_trial import FunctionTrialInValidation
+from raypar.worker.metrics.metric import Batch, FunctionMetric, Metric, ObjectMetric, State, part_of_output, values_by_name
+from raypar.worker.metrics.object_trial import ObjectTrialInValidation
 from raypar.worker.prediction import Prediction
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import PassContext
@@ -143,8 +144,8 @@ class StageMetrics:
             for name in dict.fromkeys(["", *self._of_sets])
         }
         self._samples = dict(samples or {})
-        of_objects = ((metric, (untried or {}).get(name, 0)) for name, metric in self.metrics.items())
-        self._trials = {one.name: TrialInValidation(one, n) for one, n in of_objects if isinstance(one, ObjectMetric) and n}
+        tries = {name: _make_trial(self.metrics.get(name), n) for name, n in (untried or {}).items()}
+        self._trials = {name: trial for name, trial in tries.items() if trial is not None}
         self._graph, self._target, self._seed = graph, target, seed
         self._coordinate, self._shard, self._guard = coordinate, shard, guard
         self._seed_generators, self._every, self._merges = seed_generators, every, merges
@@ -181,7 +182,7 @@ class StageMetrics:
                 continue
             with self._user_code(name, forward_pass):
                 found[name] = metric.measure(part_of_output(metric, output), batch, target)
-                if name in self._trials and (line := self._trials[name].add(part_of_output(metric, output), target)):
+                if name in self._trials and (line := self._trials[name].add(part_of_output(metric, output), batch, target)):
                     self._guard.pass_on([(f"trial of metric {name}", line)])
                 if isinstance(metric, PredictionsMetric):
                     metric.refuse_too_many(found[name], self._samples.get(name, 0))
@@ -259,6 +260,12 @@ class StageMetrics:
         states = pack_states(self.metrics, {(of_set, 0): one.states for of_set, one in self._merged.items() if one.count})
         merged = {of_set: (self._merged[of_set].count, found) for (of_set, _), found in states.items()}
         return torch.frombuffer(bytearray(pickle.dumps((merged, pack_states(self.metrics, self.states)))), dtype=torch.uint8)
+
+
+def _make_trial(metric: Metric | None, microbatches: int) -> ObjectTrialInValidation | FunctionTrialInValidation | None:
+    if isinstance(metric, ObjectMetric):
+        return ObjectTrialInValidation(metric, microbatches)
+    return FunctionTrialInValidation(metric, microbatches) if isinstance(metric, FunctionMetric) else None
 
 
 def pack_states(metrics: Mapping[str, Metric], states: Mapping[K, Mapping[str, State]]) -> dict[K, dict[str, State]]:
