@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU
 from raypar.job import Job
+from raypar.plan.exact_sum import ExactSum
+from raypar.plan.microbatches import divide_by_count
 from raypar.worker.data.microbatch_loader import BatchSource
 from raypar.worker.metrics.metric import State, make_metrics
 from raypar.worker.metrics.stage_metrics import MergedStates
@@ -69,26 +70,31 @@ def pack_measures(
 
 @dataclass
 class LossTotal:
-    """The loss over microbatches, which are added in their order (rule 8 of the numerics contract)."""
+    """The loss over microbatches (rule 8 of the numerics contract)."""
 
-    sum: float = 0.0
+    sums: ExactSum = field(default_factory=ExactSum)
     """Sum of the microbatches' loss sums."""
-    count: float = 0.0
+    counts: ExactSum = field(default_factory=ExactSum)
     """Sum of their counts."""
 
-    def add(self, loss: tuple[float, float]) -> None:
-        """Add the (sum, count) of the next microbatch."""
-        self.sum += loss[0]
-        self.count += loss[1]
+    def add(self, losses: Sequence[tuple[float, float]]) -> None:
+        """Add the (sum, count) of more microbatches."""
+        self.sums += ExactSum.of(loss for loss, _ in losses)
+        self.counts += ExactSum.of(count for _, count in losses)
 
     @property
     def mean(self) -> float:
         """NaN where nothing counts."""
-        return self.sum / self.count if self.count else math.nan
+        return divide_by_count(self.sums, self.counts)[0]
+
+    @property
+    def count(self) -> float:
+        """How many terms count."""
+        return self.counts.rounded()
 
 
 class Totals:
-    """The loss and the metrics over all microbatches of a data set, added in their order: those of one pass over all of them.
+    """The loss and the metrics over all microbatches of a data set: those of one pass over all of them.
 
     In memory are the merged states of the metrics alone, and of those that are added at once.
     """
@@ -97,17 +103,16 @@ class Totals:
         self.loss = LossTotal()
         """The loss over the data set."""
         self.of_all_sets = of_all_sets
-        """The loss over this data set and those before it: microbatch by microbatch, as sums of sums have other bits."""
+        """The loss over this data set and those before it."""
         metrics = make_metrics(job.metrics, job.loss_target_name)
         self._merged = MergedStates(metrics, seed=job.seed, seed_generators=make_seeder(CPU), guard=guard)
 
     def add(self, kept: Sequence[bytes]) -> None:
         """Add what `pack_measures` has kept of the next microbatches. Raises `UserCodeError`."""
-        for data in kept:
-            measured: tuple[tuple[float, float], Mapping[str, State]] = pickle.loads(data)
-            loss, states = measured
-            self.loss.add(loss)
-            self.of_all_sets.add(loss)
+        measured: list[tuple[tuple[float, float], Mapping[str, State]]] = [pickle.loads(data) for data in kept]
+        for total in (self.loss, self.of_all_sets):
+            total.add([loss for loss, _ in measured])
+        for _, states in measured:
             self._merged.add(states)
 
     def values(self) -> dict[str, float]:
