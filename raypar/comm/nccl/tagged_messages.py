@@ -21,6 +21,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from raypar.comm.buffer_pool import ALIGNED_ON_CUDA
 from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.operation_handle import NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
@@ -451,7 +452,7 @@ def unpack_layout(frame: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> T
     layout = TensorLayout(shape, tuple(strides[: len(shape)]), offset)
     if any(strides[len(shape) :]):
         raise CommError(f"the layout of an announcement is damaged ({strides} for shape {shape})", cure="abort the group")
-    announced_message_bytes(layout, dtype)
+    announced_message_bytes(layout, dtype, ALIGNED_ON_CUDA)
     return layout
 
 

@@ -161,14 +161,14 @@ def announced_tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return nbytes
 
 
-def announced_message_bytes(layout: TensorLayout, dtype: torch.dtype) -> int:
-    """Bytes of the message of a tensor that a peer has announced with a layout.
+def announced_message_bytes(layout: TensorLayout, dtype: torch.dtype, alignment: int = ALIGNED) -> int:
+    """Bytes of the message of a tensor that a peer has announced with a layout. `alignment`: of its device.
 
     Raises `CommError` for one that this machine cannot hold, with its gaps or when its expanded dims are written out.
     """
     announced_tensor_bytes(layout.shape, dtype)
-    if max(layout.strides, default=0) >= 1 << 62 or layout.offset * dtype.itemsize >= ALIGNED:
-        raise damaged_header_error(f"strides {layout.strides}, {layout.offset} elements after a multiple of {ALIGNED} bytes")
+    if max(layout.strides, default=0) >= 1 << 62 or layout.offset * dtype.itemsize >= alignment:
+        raise damaged_header_error(f"strides {layout.strides}, {layout.offset} elements after a multiple of {alignment} bytes")
     announced_tensor_bytes((layout.extent,), dtype)
     return announced_tensor_bytes(layout.sent_shape, dtype)
 
