@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 OWNER = "owner"
-"""The locked file in a folder. It holds the id of the kernel's boot: locks of another machine that shares the folder may not be
-seen here."""
+"""The locked file in a folder. It holds the id of the kernel's boot, since locks of another machine that shares the folder may
+not be seen here, and the number of the folder's inode, which a copy of the folder does not have: nobody locks that."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -28,7 +28,7 @@ def owned_folder(folder: Path) -> Iterator[tuple[int, ...]]:
     lock = -1
     with contextlib.suppress(OSError):
         begun = folder / f".{OWNER}"
-        begun.write_bytes(BOOT_ID.read_bytes())
+        begun.write_bytes(_owner_text(folder))
         lock = os.open(begun, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         begun.rename(folder / OWNER)  # it has its name once it is locked
@@ -57,8 +57,12 @@ def _taken(folder: Path) -> Iterator[bool]:
     lock = os.open(folder / OWNER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        boot = BOOT_ID.read_bytes()
-        # Without a link it was removed after it had been opened.
-        yield os.fstat(lock).st_nlink > 0 and os.read(lock, len(boot) + 1) == boot
+        text, owner = _owner_text(folder), os.fstat(lock)
+        # Without a link it was removed after it had been opened. In a folder that all may write in, anybody may have put one.
+        yield owner.st_nlink > 0 and owner.st_uid == found.st_uid and os.read(lock, len(text) + 1) == text
     finally:
         os.close(lock)
+
+
+def _owner_text(folder: Path) -> bytes:
+    return BOOT_ID.read_bytes() + b"%d\n" % folder.lstat().st_ino

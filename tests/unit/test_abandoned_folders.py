@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,3 +111,17 @@ def test_what_is_not_proved_to_be_abandoned_stays(tmp_path: Path):
         assert list(abandoned_folders(tmp_path, "raypar-")) == [tmp_path / "raypar-gone"]
         remove_abandoned_local_ray(tmp_path, "raypar-")
     assert {path.name for path in tmp_path.iterdir()} == {*names, "raypar-link"} - {"raypar-gone"}
+
+
+def test_a_copy_of_a_folder_and_a_mark_that_another_user_has_put_into_one_are_not_taken_for_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Nobody holds the lock of a copy; in a folder that all may write in, anybody can say that it has no owner."""
+    (tmp_path / "raypar-live").mkdir()
+    with owned_folder(tmp_path / "raypar-live"):
+        shutil.copytree(tmp_path / "raypar-live", tmp_path / "raypar-saved")
+        assert not list(abandoned_folders(tmp_path, "raypar-"))
+    assert list(abandoned_folders(tmp_path, "raypar-")) == [tmp_path / "raypar-live"]
+    fstat = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda file: os.stat_result([*(of := list(fstat(file)))[:4], of[4] + 1, *of[5:]]))
+    assert not list(abandoned_folders(tmp_path, "raypar-"))
