@@ -5,26 +5,35 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import aligned_contiguous
-from raypar.plan.exact_sum import ExactSum
 from raypar.plan.ownership import CANONICAL_PIECE
 
 
-def sum_squared_gradients(gradients: Sequence[Tensor]) -> ExactSum:
-    """The exact sum of the squared pieces of unscaled gradients.
-
-    All pieces are read back at once: one wait for the device, however many parameters there are.
-    """
-    if not gradients:
-        return ExactSum()
+def square_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The squares of all pieces of unscaled gradients, each a tensor without dims where the gradient lies."""
     with torch.no_grad():
         flat = [aligned_contiguous(gradient).view(-1) for gradient in gradients]
         pieces = [one.split(CANONICAL_PIECE) if len(one) > CANONICAL_PIECE else (one,) for one in flat]
-        return ExactSum.of(torch.stack([piece.dot(piece) for parts in pieces for piece in parts]).tolist())
+        return [piece.dot(piece) for parts in pieces for piece in parts]
+
+
+def read_together(numbers: Sequence[Tensor | float]) -> list[float]:
+    """The numbers, of which tensors without dims are read at once: one wait for a device, however many it has."""
+    found: list[float] = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
+    alike: dict[torch.device, dict[torch.dtype, dict[int, Tensor]]] = {}
+    for place, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            alike.setdefault(number.device, {}).setdefault(number.dtype, {})[place] = number
+    for by_dtype in alike.values():
+        read = torch.cat([torch.stack(list(tensors.values())).double() for tensors in by_dtype.values()]).tolist()
+        for place, number in zip(chain.from_iterable(by_dtype.values()), read, strict=True):
+            found[place] = number
+    return found
 
 
 def gradient_norm_and_factor(total: float, count: float, clip_norm: float | None) -> tuple[float, float]:

@@ -16,8 +16,9 @@ from raypar.actors.step_reports import merge_reports
 from raypar.errors import ConfigError, PlanError, StateNotKeptError
 from raypar.job import OptimizerConfig
 from raypar.plan import ParallelPlan
+from raypar.plan.exact_sum import ExactSum
 from raypar.plan.pieces import Piece
-from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_squared_gradients, weights_hash
+from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, read_together, square_gradients, weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.step.optimizer_and_parameter_groups import (
     build_optimizer,
@@ -163,7 +164,16 @@ def test_squares_of_pieces_of_32768_are_added_exactly(size):
     gradient = torch.randn(size)
     pieces = [gradient[start : start + 32768] for start in range(0, size, 32768)]
     want = math.fsum([2.0, *(torch.dot(piece, piece).item() for piece in pieces)])
-    assert sum_squared_gradients([gradient.view(-1, 1), torch.ones(2)]).rounded() == want
+    squares = square_gradients([gradient.view(-1, 1), torch.ones(2)])
+    assert ExactSum.of(read_together(squares)).rounded() == want
+
+
+def test_numbers_are_read_as_they_are_in_their_places():
+    half, whole = torch.tensor(0.1, dtype=torch.bfloat16), torch.tensor(2**53 - 1)
+    given = [half, 3, torch.tensor(0.1), whole, 0.1, torch.tensor(0.1, dtype=torch.float64), torch.tensor(math.inf)]
+    assert (
+        read_together(given) == [float(number) for number in given] and read_together([]) == [] and read_together([2]) == [2.0]
+    )
 
 
 def test_the_factor_clips_and_counts_in_one_multiplication():

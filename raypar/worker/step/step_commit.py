@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -35,7 +36,7 @@ from raypar.plan.vote_result import VoteResult
 from raypar.torch_compat.multi_tensor import scale_all
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
-from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_squared_gradients
+from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, read_together, square_gradients
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage, fold_gradients
 from raypar.worker.step.buffer_exchange import exchange_buffer_updates
@@ -285,8 +286,10 @@ class StepCommit:
             shard = self.stages[index].shard
             defined = [(name, g) for name in self._counted[index] if (g := gradients[name]) is not None]
             counted += [g if shard is None else shard.counted(name, g) for name, g in defined]
-        sums = [ExactSum.of(float(pair[place]) for pair in pairs) for place in range(2)]
-        ballot = [1.0, *(number for one in (*sums, sum_squared_gradients(counted)) for number in one.to_floats())]
+        losses, counts = ([pair[place] for pair in pairs] for place in range(2))
+        numbers = iter(read_together([*losses, *counts, *square_gradients(counted)]))
+        sums = [ExactSum.of(islice(numbers, size)) for size in (len(losses), len(counts), None)]
+        ballot = [1.0, *(number for one in sums for number in one.to_floats())]
         if self.spec.data.names_ids:
             digest = self.order_digest(self.step) if self.order_digest is not None else None
             ballot += [0.0, 0.0, 0.0] if digest is None else [1.0, float(digest >> 32), float(digest & 0xFFFFFFFF)]
