@@ -104,10 +104,10 @@ class Transport(Protocol):
         """Post sends (tensor, to, tag) and receives (out, source, tag) as one group that cannot deadlock with itself."""
 
     def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> Handle:
-        """Sum `flat` [n] in place over `group`, added in rank order."""
+        """Sum `flat` [n] in place over `group`, added over the tree of ranks (`plan/addition_tree.py`)."""
 
     def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Handle:
-        """`out` = sum over the group, in rank order, of everybody's `pieces[my index in group]` (pieces may be ragged)."""
+        """`out` = sum over the group, over the tree of ranks, of everybody's `pieces[my index in group]` (may be ragged)."""
 
     def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> Handle:
         """`pieces[i]` = `mine` of the group's i-th rank; ragged sizes allowed; `pieces[own]` may be `mine` itself."""

@@ -695,7 +695,7 @@ def guard_graph_builds(graph: Graph, guard: TorchStateGuard) -> Graph:
 
 
 def merge_validation_losses(reports: list[ValidationReport]) -> float:
-    """The validation loss, from all workers' reports: the sums added in microbatch order, divided by the count."""
+    """The validation loss, from all workers' reports: the exact sum of the sums, divided by the count (rule 8)."""
     losses = {m: pair for report in reports for m, pair in report.losses.items()}
     if not losses:
         raise WorkerLost("no worker reported a validation loss", cure="report this: a worker must hold the last stage")

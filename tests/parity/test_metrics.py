@@ -588,6 +588,9 @@ def test_of_a_model_too_large_for_the_trial_the_first_validation_says_what_mergi
     assert "were not tried before the run" in " ".join(preflight(job).notes)
     with OneProcessRun(job, layout.plan, "1f1b", graph=layout.graph) as untried:
         untried.validate(0)
+        measuring = [stage.metrics for core in untried.cores for stage in core.stages.values() if stage.metrics is not None]
+        trials = [one for each in measuring for one in each._trials.values() if not one._left]
+        assert not any(getattr(one, "_states", None) for one in trials), "it keeps no outputs"
     assert repr(untried.metrics) == repr(run.metrics), "the trial changes no value"
     told = untried.warnings
     assert told == [] if says is None else told and all(re.match(says, line) and "exact: false" in line for line in told)

@@ -614,6 +614,17 @@ def test_a_prefix_that_nothing_in_the_model_has_is_refused_with_the_nearest_one(
             match_weights(file, shapes, source=source)
 
 
+def test_right_prefixes_of_a_file_whose_names_have_one_more_are_kept_in_the_cure(tmp_path: Path):
+    """As DistributedDataParallel writes them: the cure named prefixes that no weights have."""
+    shapes = {f"{part}{name}": shape for part in ("policy.", "reference.") for name, shape in SHAPES.items()}
+    with open_weights(stored(tmp_path, {f"module.{name}": tensor for name, tensor in weights().items()})) as file:
+        source = InitFromConfig(path=str(file.path), add_prefix=["policy.", "reference."])
+        with pytest.raises(ConfigError, match="with it no tensor of") as caught:
+            match_weights(file, shapes, source=source)
+        assert caught.value.cure == f'set init_from to {{"path": "{file.path}", "strip_prefix": "module.", {PARTS}}}'
+        match_weights(file, shapes, source=InitFromConfig(**yaml.safe_load(caught.value.cure.partition(" to ")[2])))
+
+
 def test_a_prefix_that_does_not_make_all_fit_is_said_with_what_is_left(tmp_path: Path):
     tensors = {f"transformer.{name}": tensor for name, tensor in weights().items()} | {"lm_head.bias": torch.zeros(7)}
     with open_weights(stored(tmp_path, tensors)) as file, pytest.raises(CheckpointError) as caught:

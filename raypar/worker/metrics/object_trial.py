@@ -64,13 +64,20 @@ class ObjectTrialInValidation:
             what = f"whether states of metric {name!r} merge right could not be tried with few samples ({error_text(error)})"
         else:
             if found is None:
+                if not self._left:
+                    self._forget()
                 return None
             what = f"metric {found[0]!r} depends on how states are merged: {found[1]}"
         self._left = 0
+        self._forget()
         return (
             f"{what}\n  cure: its value may depend on the plan: take another metric, give its object attributes that can be "
             f"pickled one by one, or accept this with metrics.{name}.exact: false"
         )
+
+    def _forget(self) -> None:
+        """States may hold all outputs of their microbatches."""
+        self._in_order, self._states = self._metric.new(), []
 
     def _compare(self, output: object, target: Tensor) -> tuple[str, str] | None:
         leaves, structure = flatten(output)

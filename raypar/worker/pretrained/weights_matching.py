@@ -117,6 +117,9 @@ def _refuse_idle_prefixes(file: WeightsFile, model: _Model, source: InitFromConf
     near = {prefix: match for prefix in idle for match in difflib.get_close_matches(prefix, free, n=1)}
     right = [near.get(prefix, prefix) for prefix in source.prefixes if prefix not in idle or prefix in near]
     form = _literal(source.replace(add_prefix=right[0] if len(right) == 1 else right)) if right else ""
+    best = _other_prefix(file, model, source)
+    if best is not None and best.strip_prefix != source.strip_prefix:  # the file's names have one more, as `module.`
+        form = _literal(best)
     raise ConfigError(
         f"init_from.add_prefix {', '.join(map(repr, idle))}: with it no tensor of {file.path} has a name of the model "
         f"({idle[0]}{next(iter(source.replace(add_prefix='').renamed(file.names)), '')})",
