@@ -37,9 +37,14 @@ def read_together(numbers: Sequence[Tensor | float]) -> list[float]:
 
 
 def gradient_norm_and_factor(total: float, count: float, clip_norm: float | None) -> tuple[float, float]:
-    """(norm of the scaled gradient, the factor that scales and clips it). `total`: of the squares; `count`: of the loss."""
-    if count == 0 or not math.isfinite(total):
-        return (math.nan if count == 0 else math.sqrt(total) if total == math.inf else math.nan), 0.0
+    """(norm of the scaled gradient, the factor that scales and clips it). `total`: of the squares; `count`: of the loss.
+
+    The norm is NaN for a count by which nothing can be divided: that is not positive, or infinite.
+    """
+    if not 0 < count < math.inf:
+        return math.nan, 0.0
+    if not math.isfinite(total):
+        return (math.inf if total == math.inf else math.nan), 0.0
     norm = math.sqrt(total) / count
     if clip_norm is None:
         return norm, 1.0 / count

@@ -182,7 +182,9 @@ def test_the_factor_clips_and_counts_in_one_multiplication():
     assert gradient_norm_and_factor(25.0, 2.0, 5.0) == (2.5, 0.5)
     assert gradient_norm_and_factor(math.inf, 1.0, 1.0) == (math.inf, 0.0)
     assert math.isnan(gradient_norm_and_factor(math.nan, 1.0, 1.0)[0])
-    assert math.isnan(gradient_norm_and_factor(1.0, 0.0, 1.0)[0])
+    for count in (0.0, -2.0, math.inf, -math.inf, math.nan):  # by which nothing can be divided
+        norm, factor = gradient_norm_and_factor(4.0, count, 1.0)
+        assert math.isnan(norm) and factor == 0.0, count
 
 
 def test_the_hash_is_over_names_and_bytes_in_the_order_of_names():

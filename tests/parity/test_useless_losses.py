@@ -25,11 +25,21 @@ def counts_nothing(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
     return output.sum() * 0, 0.0
 
 
+def counts_without_end(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return output.sum(), float("inf")
+
+
+def counts_backwards(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return output.sum(), -len(target)
+
+
 @pytest.mark.parametrize(
     "loss, error, said",
     [
         (constant, UserCodeError, "nothing would be trained"),
         (counts_nothing, NonFiniteError, "add up to 0 over 2 microbatches"),
+        (counts_without_end, NonFiniteError, "add up to inf over 2 microbatches"),
+        (counts_backwards, NonFiniteError, r"add up to -\d+ over 2 microbatches"),
     ],
 )
 def test_a_loss_that_trains_nothing_is_an_error_that_says_so(loss, error, said):

@@ -245,7 +245,8 @@ def test_a_run_folder_is_shown_and_resumed(old: RunFolder, capsys: pytest.Captur
 
 @pytest.mark.parametrize(
     "edition, differences, told",
-    [(None, [], True), (1, [], True), (2, [], True), (3, [], False), (4, ["edition was 4, is 3"], False)],
+    [(None, [], True), (1, [], True), (2, [], True), (3, [], False)]
+    + [(other, [f"edition was {other}, is 3"], False) for other in (4, 0, -1)],
 )
 def test_a_checkpoint_of_an_earlier_edition_of_the_numerics_contract_goes_on_and_one_of_a_later_does_not(
     edition, differences, told, old: RunFolder

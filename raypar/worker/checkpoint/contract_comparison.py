@@ -119,16 +119,17 @@ def _setting(contract: Mapping[str, Json], key: str) -> str:
 
 
 def _edition_of(manifest: Manifest) -> int:
-    """Edition of the numerics contract by which a checkpoint was computed; anything that is no number counts as a later one."""
+    """Edition of the numerics contract by which a checkpoint was computed; anything that is none counts as a later one."""
     edition = manifest.contract.get("edition", 1)
-    return edition if isinstance(edition, int) else CONTRACT_EDITION + 1
+    return edition if type(edition) is int and edition >= 1 else CONTRACT_EDITION + 1
 
 
 _CHANGES_OF_EDITION = {
     2: "for models with a value that several layers read and one of them uses several times, a value or gradient between "
     "layers that is not contiguous (or begins at no multiple of 64 bytes), or a parameter that three layers use",
     3: "in the last digit of the gradient's norm, and so of the weights where clip_norm clips, in that of losses, and so of "
-    "what follows validations, and for stages of four shards and more (of three, where they compute in bf16)",
+    "what follows validations, for stages of four shards and more (of three, where they compute in bf16), and on GPUs for "
+    "views that are sent between stages",
 }
 """Edition of the contract -> where bits differ from the edition before."""
 

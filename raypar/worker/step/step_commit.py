@@ -353,9 +353,10 @@ class StepCommit:
 
     def _refuse_non_finite(self, outcome: VoteResult) -> None:
         """Raises `NonFiniteError` for a step that the job's policy does not skip."""
-        if outcome.count == 0 and self.spec.non_finite == "stop":
+        if not 0 < outcome.count < math.inf and self.spec.non_finite == "stop":
             raise NonFiniteError(
-                f"step {self.step + 1}: the counts returned by the loss add up to 0 over {self.spec.microbatches} microbatches",
+                f"step {self.step + 1}: the counts returned by the loss add up to {outcome.count:g} over "
+                f"{self.spec.microbatches} microbatches",
                 cure="return (sum, count) with the number of terms that count, or set `non_finite: skip` to skip such steps",
             )
         if outcome.skipped and self.spec.non_finite == "stop":
