@@ -1,10 +1,12 @@
 """Metrics of validations are those of one process that measures one microbatch after the other, whatever the layout."""
 
 import math
+import random
 import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from helpers import metrics, ugly_models
@@ -559,6 +561,18 @@ class NeedsMany(metrics.Median):
         return median_of_many(self.seen)
 
 
+class Draws(metrics.Median):
+    """Draws random numbers, which are seeded by the microbatch."""
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.seen.append(torch.rand(3, dtype=torch.float64) + random.random() + numpy.random.rand())
+
+
+def test_a_metric_that_draws_random_numbers_is_no_error():
+    found, plain = (preflight(job_of(MetricConfig(function=each))).notes for each in (Draws, metrics.Median))
+    assert found == plain
+
+
 DEPENDS = r"metric 'm.*' depends on how states are merged: of %d microbatch.* merged states give .*, and one object updated"
 
 
@@ -573,6 +587,7 @@ DEPENDS = r"metric 'm.*' depends on how states are merged: of %d microbatch.* me
             r"whether states of metric 'm' merge right could not be tried .*too few",
         ),
         (MetricConfig(function=metrics.LastOnly, exact=False), None),
+        (MetricConfig(function=Draws), None),
         *[(ref, None) for ref in ALL.values()],
     ],
 )

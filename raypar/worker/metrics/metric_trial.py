@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from raypar.comm.buffer_pool import CPU
 from raypar.errors import ConfigError, UserCodeError
 from raypar.files.printable_text import shorten
 from raypar.job import Job, ValidationConfig
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
+from raypar.plan.seeds import seed_of
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.metrics.all_predictions import PredictionsMetric
@@ -26,6 +28,7 @@ from raypar.worker.metrics.function_trial import Measured, not_tried, numbers_of
 from raypar.worker.metrics.metric import Batch, FunctionMetric, Metric, ObjectMetric, State, values_by_name
 from raypar.worker.metrics.object_trial import difference_of_merged
 from raypar.worker.plain_microbatches import MICROBATCHES, NotCompared, refuse_large_models, with_few_microbatches
+from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.run_in_one_process import OneProcessRun
 
 
@@ -73,7 +76,7 @@ def try_metrics(spec: Job, graph: Graph, validation: Mapping[str, int], samples:
     with preserve_random_state(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first validation shows them
         recorded, counts = _record(spec, graph, next(iter(validation.values()), samples)), spec.samples_of_metrics(validation)
-        lines = [_check(one, counts[name], exact=spec.metrics[name].exact) for name, one in recorded.items()]
+        lines = [_check(one, counts[name], spec) for name, one in recorded.items()]
     return tuple(line for line in lines if line is not None)
 
 
@@ -95,7 +98,7 @@ def _record(spec: Job, graph: Graph, samples: int) -> dict[str, _Recorded]:
     return recorded
 
 
-def _check(one: _Recorded, samples: int, *, exact: bool) -> str | None:
+def _check(one: _Recorded, samples: int, spec: Job) -> str | None:
     """A line for the user, if there is something to be said. Raises `ConfigError`. `samples`: those that it measures in a
     validation."""
     metric = one.metric
@@ -107,7 +110,7 @@ def _check(one: _Recorded, samples: int, *, exact: bool) -> str | None:
         if not any(tried):
             return not_tried(metric)
     if isinstance(metric, ObjectMetric):
-        return _compare_with_one_object(metric, one, exact=exact)
+        return _compare_with_one_object(metric, one, spec)
     return None
 
 
@@ -166,16 +169,17 @@ def _call_with_few_predictions(metric: PredictionsMetric, states: Sequence[State
 # -- objects -----------------------------------------------------------------------------------------------------------------
 
 
-def _compare_with_one_object(metric: ObjectMetric, one: _Recorded, *, exact: bool) -> str | None:
+def _compare_with_one_object(metric: ObjectMetric, one: _Recorded, spec: Job) -> str | None:
     """A line for the user about a metric that is not exact and may be so. Raises `ConfigError` for one that may not."""
-    in_order = metric.new()
-    for given in one.given:
+    in_order, seed_generators = metric.new(), make_seeder(CPU)
+    for microbatch, given in enumerate(one.given):
+        seed_generators(seed_of(spec.seed, "metric", microbatch, metric.name))  # as each microbatch was measured
         in_order.update(given.output, given.target)
     found = difference_of_merged(metric, in_order, one.states)
     if found is None:
         return None
     name, difference = found
-    if exact:
+    if spec.metrics[metric.name].exact:
         raise ConfigError(
             f"metric {name!r} would depend on how states are merged: {difference}",
             cure=f"take another metric, or accept the difference with metrics.{metric.name}.exact: false",

@@ -82,7 +82,8 @@ class ObjectTrialInValidation:
     def _compare(self, output: object, target: Tensor) -> tuple[str, str] | None:
         leaves, structure = flatten(output)
         host = tree_unflatten([leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
-        self._states.append(pickle.dumps(self._metric.pack([self._metric.measure(host, {}, target.cpu())])))
+        with preserve_random_state():  # the update draws what the measurement has drawn
+            self._states.append(pickle.dumps(self._metric.pack([self._metric.measure(host, {}, target.cpu())])))
         self._in_order.update(host, target.cpu())
         states: list[State] = [state for each in self._states for state in pickle.loads(each)]
         return difference_of_merged(self._metric, copy.deepcopy(self._in_order), states)
