@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from raypar.plan.seeds import seed_of
 from raypar.worker.data.collate import Collation
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
 from raypar.worker.data.sample_order import SampleOrder
+from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -333,6 +335,36 @@ def test_samples_of_texts_and_numbers_alone_are_to_be_made_ids():
         Collation(failing, "failing", (), 0).values([{"text": "a b", "label": 1}], [3], (0, 0))
     assert found.value.cure.startswith("if it takes ids, make them of 'text' first, as samples have no other values")
     assert "dataset.map(lambda row: tokenizer(row['text']), remove_columns=['text'])" in found.value.cure
+
+
+def test_a_field_that_samples_have_not_is_named_with_those_that_they_have():
+    def asks(samples: list[Any]) -> Any:
+        return {"ids": [sample["txt"] for sample in samples]}
+
+    with pytest.raises(UserCodeError) as found:
+        Collation(asks, "asks", (), 0).values([{"id": "a", "text": "a b", "label": 1}], [3], (0, 0))
+    assert found.value.cure.startswith("samples have no 'txt' but 'id', 'text', 'label' (did you mean 'text'?); or call it")
+
+
+DICE = random.Random(0)
+
+
+def blanks_by_itself(samples: list[Any]) -> Any:
+    """Draws from a generator that nobody seeds."""
+    found = ragged.longest(samples)
+    found["ids"][0, 0] = DICE.randrange(1 << 30)
+    return found
+
+
+def test_a_collate_function_that_draws_by_itself_is_named():
+    """Also where the first call was by chance the same twice, and the data set was asked."""
+    with pytest.raises(DataError, match=r"data.collate blanks_by_itself, called twice with the same samples"):
+        preflight(job(blanks_by_itself))
+    words = r"data.collate blanks_by_itself of data set \w+, asked twice for .* gave field 'ids' with other numbers"
+    reader = SampleReader.of(Sentences(), DataConfig(function=Sentences, collate=blanks_by_itself), 3, ("ids",))
+    with pytest.raises(DataError, match=words) as found:
+        reader.refuse_dependence_on_process([(0, 0), (0, 1)])
+    assert "what collate returns on its samples" in found.value.cure
 
 
 def test_the_check_before_a_run_sees_the_collated_batch():

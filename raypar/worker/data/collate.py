@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,8 @@ class Collation:
             raise UserCodeError(
                 f"{_where(place)}: data.collate {self.label}, given {_count(ids)}, raised {error_text(error)}\n"
                 f"{traceback.format_exc()}",
-                cure=f"{_cure_of_texts(samples)}call it by itself: collate([dataset[i] for i in {_shown(ids)}])",
+                cure=f"{_cure_of_misspelt_field(error, samples) or _cure_of_texts(samples)}call it by itself: "
+                f"collate([dataset[i] for i in {_shown(ids)}])",
             ) from error
         if self.guard is not None:
             self.guard.check("data.collate")
@@ -164,6 +166,16 @@ def make_collation(
     else:
         function = config.partial()
     return Collation(function, config.label, spec.names, seed, tuple(expected), guard)
+
+
+def _cure_of_misspelt_field(error: BaseException, samples: Sequence[object]) -> str:
+    """The beginning of a cure for a field that was asked for and samples have under a name like it; else empty."""
+    first = samples[0] if samples and isinstance(samples[0], Mapping) else {}
+    asked = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if not isinstance(asked, str) or asked in first:
+        return ""
+    near = difflib.get_close_matches(asked, map(str, first), n=1)
+    return f"samples have no {asked!r} but {', '.join(map(repr, first))} (did you mean {near[0]!r}?); or " if near else ""
 
 
 def _cure_of_texts(samples: Sequence[object]) -> str:

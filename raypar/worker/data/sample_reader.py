@@ -124,13 +124,18 @@ class SampleReader:
         """Raise `DataError` if these samples, read twice under the same seeds, are two batches: workers that read the same
         samples, or the same ones again after a failure, would train on others."""
         first, second = (self.read(places) for _ in range(2))
+        maker = f"data set {type(self.dataset).__name__}"
+        if self.collation is not None:
+            maker = f"data.collate {self.collation.label} of {maker}"
         refuse_unequal_batches(
             first,
             second,
-            f"data set {type(self.dataset).__name__}, asked twice for {word_form(places, 'sample', 'samples')} "
+            f"{maker}, asked twice for {word_form(places, 'sample', 'samples')} "
             f"{', '.join(str(index) for _, index in places)} under the same seed, gave",
-            cure="let a sample depend on its id and on the generators of python, numpy and torch alone, which are seeded for "
-            "it: no generator of its own, no counter, no clock, and leave samples that are kept as they are",
+            cure="let a sample depend on its id"
+            + (", what collate returns on its samples," if self.collation is not None else "")
+            + " and on the generators of python, numpy and torch alone, which are seeded for it: no generator of its own, no "
+            "counter, no clock, and leave samples that are kept as they are",
         )
 
     def sample(self, index: int) -> object:
