@@ -1,7 +1,7 @@
 """Sums of float64 numbers that depend on no order and on no division among workers: exact until they are rounded, once.
 
 A sum is kept as an integer in units of the smallest denormal number (a long accumulator: Kulisch, "Computer Arithmetic and
-Validity", 2013, chapter 8; reproducible sums are compared in Ahrens, Demmel and Nguyen, "Algorithms for Efficient Reproducible
+Validity", 2013; reproducible sums are compared in Ahrens, Demmel and Nguyen, "Algorithms for Efficient Reproducible
 Floating Point Summation", 2020). It travels as few float64 numbers, however many were added.
 """
 
@@ -65,14 +65,6 @@ class ExactSum:
         non_finite, count, place = next(numbers), int(next(numbers)), int(next(numbers))
         units = sum(int(next(numbers)) << _DIGIT_BITS * (place + index) for index in range(count))
         return cls(units, non_finite)
-
-
-def add_exactly(sums: Iterable[ExactSum]) -> ExactSum:
-    """The sum of sums."""
-    total = ExactSum()
-    for one in sums:
-        total += one
-    return total
 
 
 def _units_of(values: Sequence[float]) -> int:

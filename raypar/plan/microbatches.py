@@ -153,10 +153,15 @@ def mean_loss(losses: Mapping[int, tuple[float, float]]) -> tuple[float, float]:
 
 
 def divide_by_count(total: ExactSum, counts: ExactSum) -> tuple[float, float]:
-    """(mean, count): both sums are rounded, and then divided (rule 8 of the numerics contract). The mean is NaN where no term
-    counts."""
+    """(mean, count): both sums are rounded, and then divided (rule 8 of the numerics contract). The mean is NaN where the count
+    is no divisor (`is_divisor`)."""
     count = counts.rounded()
-    return total.rounded() / count if count else math.nan, count
+    return total.rounded() / count if is_divisor(count) else math.nan, count
+
+
+def is_divisor(count: float) -> bool:
+    """Whether a sum can be divided by a count: it is positive and finite."""
+    return 0 < count < math.inf
 
 
 def mean_loss_by_set(batching: Microbatches | None, losses: Mapping[int, tuple[float, float]]) -> dict[str, float]:

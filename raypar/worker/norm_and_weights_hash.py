@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import aligned_contiguous
+from raypar.plan.microbatches import is_divisor
 from raypar.plan.ownership import CANONICAL_PIECE
 
 
@@ -39,9 +40,9 @@ def read_together(numbers: Sequence[Tensor | float]) -> list[float]:
 def gradient_norm_and_factor(total: float, count: float, clip_norm: float | None) -> tuple[float, float]:
     """(norm of the scaled gradient, the factor that scales and clips it). `total`: of the squares; `count`: of the loss.
 
-    The norm is NaN for a count by which nothing can be divided: that is not positive, or infinite.
+    The norm is NaN where the count is no divisor: not positive, or infinite.
     """
-    if not 0 < count < math.inf:
+    if not is_divisor(count):
         return math.nan, 0.0
     if not math.isfinite(total):
         return (math.inf if total == math.inf else math.nan), 0.0

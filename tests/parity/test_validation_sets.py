@@ -19,7 +19,7 @@ from raypar.errors import ConfigError, DataError, UserCodeError, WorkerLost
 from raypar.job import DataConfig, Job, LossConfig, MetricConfig, ModelConfig, ValidationConfig
 from raypar.job.data_section import ValidationSetConfig
 from raypar.plan import ParallelPlan
-from raypar.plan.microbatches import Microbatches, MicrobatchesOfSets, mean_loss_by_set
+from raypar.plan.microbatches import Microbatches, MicrobatchesOfSets, mean_loss, mean_loss_by_set
 from raypar.worker.job_preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -296,3 +296,9 @@ def test_each_set_has_a_loss_of_its_own_microbatches():
     losses = {0: (4.0, 2.0), 2: (3.0, 1.0), 1: (0.0, 2.0)}
     assert mean_loss_by_set(whole, losses) == {"a": 1.0, "b": 3.0}
     assert mean_loss_by_set(Microbatches(3), losses) == mean_loss_by_set(None, losses) == {}
+
+
+@pytest.mark.parametrize("counts", [(0.0, 0.0), (1.0, math.inf), (1.0, -2.0), (1.0, math.nan)])
+def test_a_loss_that_cannot_be_divided_by_its_count_is_nan(counts):
+    mean, _ = mean_loss({m: (3.0, count) for m, count in enumerate(counts)})
+    assert math.isnan(mean)

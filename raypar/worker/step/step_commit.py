@@ -28,7 +28,7 @@ from raypar.model.layer_skeletons import canonical_names
 from raypar.plan import MicrobatchRouting, TiedParameter
 from raypar.plan.addition_tree import TreeNode
 from raypar.plan.exact_sum import ExactSum
-from raypar.plan.microbatches import divide_by_count
+from raypar.plan.microbatches import divide_by_count, is_divisor
 from raypar.plan.ownership import Ownership
 from raypar.plan.seeds import seed_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
@@ -353,7 +353,7 @@ class StepCommit:
 
     def _refuse_non_finite(self, outcome: VoteResult) -> None:
         """Raises `NonFiniteError` for a step that the job's policy does not skip."""
-        if not 0 < outcome.count < math.inf and self.spec.non_finite == "stop":
+        if not is_divisor(outcome.count) and self.spec.non_finite == "stop":
             raise NonFiniteError(
                 f"step {self.step + 1}: the counts returned by the loss add up to {outcome.count:g} over "
                 f"{self.spec.microbatches} microbatches",
