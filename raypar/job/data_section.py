@@ -237,7 +237,7 @@ class ValidationConfig(ValidationSetConfig):
         others = {key: part for key, part in given.items() if key not in tree}
         beside = {key: part for key, part in others.items() if _is_set(key, part)} if "function" not in tree else {}
         if beside:
-            sets = tree.get("sets", {})
+            sets = tree.get("sets") or {}
             if isinstance(sets, Mapping):
                 refuse_two_sets_of_one_name(beside, sets)
                 tree = {**tree, "sets": {**beside, **sets}}

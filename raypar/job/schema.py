@@ -143,6 +143,8 @@ def _value(key: str, info: FieldInfo) -> Schema:
     if default is None and key not in NEVER_EMPTY:
         found.append({"type": "null"})
     one = {name: part for name, part in _any_of(found).items() if name != "description"}
+    if default in ((), {}) and "type" in one:  # not as an alternative: validators would no longer name what is wrong in an item
+        one["type"] = [one["type"], "null"]
     if info.is_required() or default is None:
         return one
     return {**one, "default": to_plain_values(default)[0] if isinstance(default, BaseModel) else _plain(default)}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from raypar.user_code.traceback_filter import without_raypar_frames
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+T = TypeVar("T")
 
 MAX_WORKERS = 2**16
 """Limit on numbers of workers in a job file: lists of that length are made."""
@@ -51,6 +53,14 @@ class Section(BaseModel):
         """What was given: without the keys that have their default (for `repr`, in messages and in `help`)."""
         return ((name, getattr(self, name)) for name in type(self).model_fields if name in self.model_fields_set)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_collections(cls, tree: T) -> T | dict[str, Any]:
+        """`tree` without keys whose default is an empty collection and whose value is null: so YAML reads `metrics:`."""
+        if not isinstance(tree, Mapping) or None not in tree.values():
+            return tree
+        return {key: value for key, value in tree.items() if value is not None or not is_empty_by_default(cls, key)}
+
     @without_raypar_frames
     def __init__(self, **given: Any) -> None:
         """A section made from Python: `PlanConfig(stages=2)`. Raises `ConfigError`."""
@@ -71,3 +81,9 @@ class Section(BaseModel):
         if unknown:
             raise TypeError(f"{type(self).__name__} has no key {unknown[0]!r}")
         return self.model_copy(update=values)
+
+
+def is_empty_by_default(section: type[BaseModel], key: object) -> bool:
+    """Whether the default of a key is an empty list or an empty mapping."""
+    info = section.model_fields.get(key) if isinstance(key, str) else None
+    return info is not None and info.default in ((), {})

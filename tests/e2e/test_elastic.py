@@ -184,7 +184,7 @@ MEASURED = (
 def disturbed(own_ray, tmp_path_factory) -> Trainee:
     """A run of 90 steps on four workers whose driver is killed after some steps, and later a worker; once another one has
     taken its place, a worker hangs."""
-    words = ("steps=90", "elastic.min_workers=1", *FOUR, "model.args.sleep_s=0.06", "checkpoint.every=20")
+    words = ("steps=90", "elastic.min_workers=1", *FOUR, "model.args.sleep_s=0.06", "checkpoint.every=20", "trace_every=4")
     trainee = Trainee(tmp_path_factory.mktemp("disturbed"), *words, *MEASURED)
     trainee.members_by_driver = []
 

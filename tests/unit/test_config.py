@@ -1,5 +1,6 @@
 """Job files: what is wrong is said before anything starts, with the nearest right key; what is right means one thing."""
 
+import functools
 import inspect
 import re
 import subprocess
@@ -70,6 +71,12 @@ def test_short_forms_defaults_and_numbers_with_an_exponent():
         "stop",
         4,
     )
+
+
+@pytest.mark.parametrize("key", ["metrics", "callbacks", "trackers", "model.args", "data.mix", "checkpoint.best"])
+def test_a_collection_without_anything_behind_its_key_is_empty(key: str):
+    empty = parse_job(QUICKSTART.read_text(), [f"{key}=null"])
+    assert functools.reduce(getattr, key.split("."), empty) in ((), {})
 
 
 def test_the_name_of_a_job_is_by_default_that_of_its_file(tmp_path: Path):

@@ -79,7 +79,8 @@ OF_OTHER_KEYS: dict[str, list[Any]] = {
     "validation.every": [0],
     "validation.metrics": [["a"], []],  # no metric of the job; a metric of the job that nothing computes
     "validation.sets.metrics": [["a"], []],
-    "metrics": [{}],  # checkpoint.best names one
+    "validation.sets": [None],  # without a function
+    "metrics": [{}, None],  # checkpoint.best names one
     "early_stopping.metric": ["text", "auto", "m:f", "model"],  # which nobody computes
     "lr_schedule.metric": ["text", "auto", "m:f", "model"],
     "checkpoint.best.metric": ["text", "auto", "m:f", "model"],
