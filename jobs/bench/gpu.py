@@ -1,10 +1,16 @@
-"""raypar on one GPU, in one command: NCCL's conformance and parity, how fast a group is aborted and formed anew, and training.
+"""raypar on one GPU, in one command: NCCL's conformance and parity, groups aborted and formed anew, training, and its parts.
 
-Usage: python jobs/bench/gpu.py [--page FILE] [--json] [--only PART ...] [--ranks 1 2 4] [--rounds N] [--steps N]
+Usage: python jobs/bench/gpu.py [--first-half-hour [--minutes N]] [--page FILE] [--json] [--only PART ...] [--ranks 1 2 4]
+                                [--rounds N] [--steps N]
 
-Parts: `conformance` (the suite of all transports), `parity` (plans of several ranks against one process, bit for bit), `reform`
-(an all-reduce that hangs is aborted, then the same ranks connect again), `loop` (a model of GPT-2's size with one worker beside
-the plain PyTorch loop: tokens a second, and how much of the time the GPU has nothing to do).
+Parts: `conformance` (the suite of all transports), `parity` (plans of several ranks against one process, bit for bit), `loop`
+(a model of GPT-2's size with one worker beside plain PyTorch loops, in float32 and bf16: tokens a second, how much of the time
+the GPU has nothing to do, kernels), `costs` (norm, batches, seeds and guard by themselves), `sums` (values summed over shards),
+`reform` (an all-reduce that hangs is aborted, then the same ranks connect again), `kill` (the same, but a rank is killed) and
+`ray` (a run on Ray, the only part that needs it, beside one process).
+
+`--first-half-hour` is for the first visit to a machine: each part in a process of its own, what matters most first, with a
+deadline for each; the page is written after each part, so that what was measured is kept whatever happens next.
 
 Several ranks share the GPU, each in a process of its own with another NCCL_HOSTID, so that NCCL takes them for machines and
 talks over sockets: that shows what is right, not how fast it is. On a machine without a GPU it says so and measures nothing.
@@ -14,20 +20,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, environment, page, table
+from gpu_on_ray import on_ray
+from gpu_page import QUESTION, good, not_run, told
+from gpu_visit import visit
+from harness import ROOT, environment, page
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-PARTS = ("conformance", "parity", "reform", "loop")
-QUESTION = "What does raypar do on a GPU?"
+OF_RANKS = ("conformance", "parity", "sums", "reform", "kill")
+"""Parts with several processes on the GPU."""
+PARTS = (*OF_RANKS, "loop", "costs", "ray")
 DEVICE = "raypar.comm.nccl.device:CudaDevice"
 SETTINGS = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -43,6 +53,8 @@ PLANS = {
     4: [((2, 2), "1f1b"), ((4,), "gpipe"), ((1, 2, 1), "1f1b")],
 }
 """Ranks -> replicas by stage, and schedule."""
+SUMMED = (("float32", (4, 1024, 768)), ("bfloat16", (4, 1024, 768)))
+"""Dtype and shape of what is summed over shards: a layer's output in GPT-2 for a microbatch of 4 samples."""
 
 
 def lacking() -> str:
@@ -75,8 +87,8 @@ class Ranks:
         self.calls = gpu_ranks
         self.workers = Workers(count)
         self.generation = 0
-        settings = {**WORKER_ENVIRONMENT, **GPU_WORKER_ENVIRONMENT, **SETTINGS}
-        self.facts = self.workers.each(gpu_ranks.begin, settings, device, timeout_s=ANSWER_S)
+        self._begin = ({**WORKER_ENVIRONMENT, **GPU_WORKER_ENVIRONMENT, **SETTINGS}, device)
+        self.facts = self.workers.each(gpu_ranks.begin, *self._begin, timeout_s=ANSWER_S)
         self.addresses = [facts["address"] for facts in self.facts]
 
     def each(self, call: Callable[..., Any], *args: Any) -> list[Any]:
@@ -87,6 +99,12 @@ class Ranks:
         """The next generation, with everything that the cases use; seconds by rank."""
         self.generation += 1
         return self.each(self.calls.connect, self.addresses, self.generation)
+
+    def replace_last(self) -> None:
+        """Another process in the place of the last one."""
+        last = len(self.addresses) - 1
+        self.workers.replace(last)
+        self.addresses[last] = self.workers.each(self.calls.begin, *self._begin, on=[last], timeout_s=ANSWER_S)[0]["address"]
 
     def end(self) -> None:
         """All processes."""
@@ -125,22 +143,42 @@ def parity(ranks: Ranks, count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def reform(ranks: Ranks, rounds: int) -> dict[str, Any]:
-    """An all-reduce in which the last rank takes no part is aborted from outside on all; then they connect again. Seconds."""
+def sums(ranks: Ranks, rounds: int) -> list[dict[str, Any]]:
+    """Values of `SUMMED` summed over all ranks: what rank 0 measures."""
+    import torch
+
+    ranks.connect()
+    rows = []
+    for dtype, shape in SUMMED:
+        found = ranks.each(ranks.calls.sums_over_shards, rounds, shape, getattr(torch, dtype))
+        rows.append({"value": f"{list(shape)} {dtype}", **found[0]})
+    ranks.each(ranks.calls.close)
+    return rows
+
+
+def new_groups(ranks: Ranks, rounds: int, *, kill: bool) -> dict[str, Any]:
+    """An all-reduce in which the last rank takes no part is aborted from outside on all; then they connect again. Seconds.
+
+    `kill`: the last rank is killed, the others are told, and another process takes its place."""
     freed, ended, formed, ends, stuck = [], [], [], set(), []
     ranks.connect()
     for _ in range(rounds):
-        waiting = ranks.workers.workers[:-1]
+        *waiting, last = ranks.workers.workers
         for index, worker in enumerate(waiting):
             worker.call(ranks.calls.wait_in_vain, index)
         time.sleep(0.5)  # inside
-        aborted = [worker.control(ranks.calls.abort, timeout_s=ANSWER_S) for worker in ranks.workers.workers]
+        if kill:
+            last.signal(signal.SIGKILL)
+        told = waiting if kill else [*waiting, last]
+        aborted = [worker.control(ranks.calls.abort, timeout_s=ANSWER_S) for worker in told]
         for worker, (start, _, _) in zip(waiting, aborted, strict=False):
             end, at = worker.result(ANSWER_S)
             ends.add(end)
             freed.append(at - start)
         ended += [seconds for _, seconds, _ in aborted]
         stuck += [name for _, _, names in aborted for name in names]
+        if kill:
+            ranks.replace_last()
         formed.append(max(ranks.connect()))
     made = len([key for key in _communicators(len(ranks.addresses)) if 0 in key.members])
     return {
@@ -159,136 +197,83 @@ def _communicators(size: int) -> Sequence[Any]:
     return all_communicators(size)
 
 
-def loop(rounds: int, steps: int, device: Any = None) -> dict[str, Any]:
-    """See `gpu_loop.compare`, with GPT-2's sizes."""
+def of_gpt2(part: str, given: argparse.Namespace, device: Any = None) -> Any:
+    """`loop` (see `gpu_loop.compare`) or `costs` (see `gpu_costs.measure`) with GPT-2's sizes, in this process."""
+    from raypar.worker.process.gpu_setup import GPU_WORKER_ENVIRONMENT
+
+    os.environ.update(GPU_WORKER_ENVIRONMENT)  # before PyTorch asks for cuBLAS
+    import gpu_costs
+    import gpu_loop
     import torch
-    from gpu_loop import GPT2, compare
     from models import Workload
 
-    sizes = {key: value for key, value in GPT2.items() if key != "vocab"}
-    work = Workload(**sizes, batch_size=16)
-    return compare(work, GPT2["vocab"], 4, rounds, steps, torch.device("cuda", 0) if device is None else device)
-
-
-# -- telling
-
-
-def told(found: dict[str, Any]) -> str:
-    """Everything measured, as the body of a results page."""
-    sections = [f"{found['device']}; {found['library']}."] if found.get("device") else []
-    for part, tell in (("conformance", _conformance), ("parity", _parity), ("reform", _reform), ("loop", _loop)):
-        if part in found:
-            sections.append(tell(found[part]))
-    return "\n\n".join(sections)
-
-
-def _conformance(by_ranks: dict[int, list[dict[str, Any]]]) -> str:
-    rows, wrong = [], []
-    for count, cases in by_ranks.items():
-        bad = [case for case in cases if case["wrong"]]
-        rows.append([str(count), str(len(cases)), str(len(cases) - len(bad))])
-        wrong += [f"- {count} ranks, {case['case']}: {case['wrong']}" for case in bad]
-    text = "## Conformance\n\n" + table(["ranks", "cases", "passed"], rows)
-    return text + ("\n\n" + "\n".join(wrong) if wrong else "")
-
-
-def _parity(by_ranks: dict[int, list[dict[str, Any]]]) -> str:
-    rows = [
-        [str(count), row["plan"], row["schedule"], f"{row['parameters'] - len(row['other'])} of {row['parameters']}"]
-        for count, plans in by_ranks.items()
-        for row in plans
-    ]
-    header = ["ranks", "plan", "schedule", "parameters equal to one process's, bit for bit"]
-    return "## Parity\n\n" + table(header, rows)
-
-
-def _reform(by_ranks: dict[int, dict[str, Any]]) -> str:
-    rows = []
-    for count, found in by_ranks.items():
-        cells = [f"{statistics.median(found[key]):.3f} ({max(found[key]):.3f})" for key in ("freed_s", "ended_s", "formed_s")]
-        rows.append([str(count), str(found["communicators"]), *cells, ", ".join(found["ends"]), str(len(found["stuck"]))])
-    header = [
-        "ranks", "communicators of rank 0", "waiting call is free, s", "NCCL has ended all, s", "formed anew, s",
-        "the call ends with", "stuck",
-    ]  # fmt: skip
-    return "## Abort and new group\n\nMedian (worst).\n\n" + table(header, rows)
-
-
-def _loop(found: dict[str, Any]) -> str:
-    rows = []
-    for row in found["rows"]:
-        median, low, high = row["tokens_s"]
-        idle = "not traced" if row["idle"] is None else f"{100 * row['idle']:.1f} %"
-        rows.append([row["name"], f"{median:,.0f}", f"{low:,.0f} to {high:,.0f}", idle])
-    how = found["ratio"]
-    said = (
-        f"raypar is {how['median']:.3f} times as fast as the plain loop (95 % interval {how['lower']:.3f} to "
-        f"{how['upper']:.3f}, {how['pairs']} pairs); {found['tokens_a_step']:,} tokens a step, float32."
-    )
-    return "## Training\n\n" + table(["", "tokens/s", "quartiles", "GPU idle"], rows) + "\n\n" + said
-
-
-def not_run(why: str, command: str) -> str:
-    """The page of a machine without a GPU."""
-    return (
-        f"# {QUESTION}\n\n**Not run.** {why}\n\nOn a machine with a GPU, from the root of a clone with raypar and CuPy "
-        f"installed (`pip install -e '.[test]'`):\n\n```\n{command}\n```\n"
-    )
-
-
-def good(found: dict[str, Any]) -> bool:
-    """Whether everything that is right or wrong is right."""
-    cases = [case for cases in found.get("conformance", {}).values() for case in cases]
-    plans = [row for rows in found.get("parity", {}).values() for row in rows]
-    groups = found.get("reform", {}).values()
-    return not (any(c["wrong"] for c in cases) or any(p["other"] for p in plans) or any(g["stuck"] for g in groups))
+    sizes = {key: value for key, value in gpu_loop.GPT2.items() if key != "vocab"}
+    work, vocab = Workload(**sizes, batch_size=16), gpu_loop.GPT2["vocab"]
+    device = torch.device("cuda", 0) if device is None else device
+    if part == "loop":
+        return gpu_loop.compare(work, vocab, 4, given.rounds, given.steps, device)
+    return gpu_costs.measure(work, vocab, 4, given.rounds, device)
 
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first-half-hour", action="store_true", help="all that a first visit wants to know, in its order")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of a first visit, at most")
     parser.add_argument("--page", type=Path, help="also write a results page")
     parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--ranks", nargs="+", type=int, choices=sorted(PLANS), default=sorted(PLANS), metavar="N")
-    parser.add_argument("--rounds", type=int, default=10, help="of abort and new group, and of training in turns")
+    parser.add_argument("--rounds", type=int, default=10, help="of new groups, sums, parts, and of training in turns")
     parser.add_argument("--steps", type=int, default=5, help="of training, in each turn")
+    parser.add_argument("--device", default=DEVICE, help="module:name of what opens the device; tests give a stand-in's")
     return parser
 
 
-def measure(given: argparse.Namespace, device: str = DEVICE) -> dict[str, Any]:
+def measure(given: argparse.Namespace) -> dict[str, Any]:
     """All parts asked for; ranks are ended whatever happens."""
     found: dict[str, Any] = {}
-    grouped = [part for part in ("conformance", "parity", "reform") if part in given.only]
+    grouped = [part for part in OF_RANKS if part in given.only]
     for count in given.ranks if grouped else ():
-        ranks = Ranks(count, device)
+        ranks = Ranks(count, given.device)
         try:
             found["device"], found["library"] = ranks.facts[0]["device"], ranks.facts[0]["library"]
-            if "conformance" in grouped:
-                found.setdefault("conformance", {})[count] = conformance(ranks)
-            if "parity" in grouped:
-                found.setdefault("parity", {})[count] = parity(ranks, count)
-            if "reform" in grouped and count > 1:
-                found.setdefault("reform", {})[count] = reform(ranks, given.rounds)
+            for part in grouped:
+                if part in ("conformance", "parity") or count > 1:
+                    found.setdefault(part, {})[count] = _of_ranks(part, ranks, given.rounds)
         finally:
             ranks.end()
-    if "loop" in given.only:
-        found["loop"] = loop(given.rounds, given.steps)
-        found["loop"]["ratio"] = asdict(found["loop"]["ratio"])
+    for part in ("loop", "costs"):
+        if part in given.only:
+            found[part] = of_gpt2(part, given)
+    if "ray" in given.only:
+        found["ray"] = on_ray()
     return found
+
+
+def _of_ranks(part: str, ranks: Ranks, rounds: int) -> Any:
+    match part:
+        case "conformance":
+            return conformance(ranks)
+        case "parity":
+            return parity(ranks, len(ranks.addresses))
+        case "sums":
+            return sums(ranks, rounds)
+    return new_groups(ranks, rounds, kill=part == "kill")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """The exit status: 0 all is right, 1 something is wrong, 2 there is no GPU."""
+    words = sys.argv[1:] if words is None else words
     given = arguments().parse_args(words)
-    command = "python jobs/bench/gpu.py " + " ".join(sys.argv[1:] if words is None else words)
-    why = lacking()
+    command = "python jobs/bench/gpu.py " + " ".join(words)
+    why = lacking() if given.device == DEVICE else ""
     if why:
         print(f"error: this machine cannot run the GPU bench: {why}", file=sys.stderr)
         if given.page:
             given.page.write_text(not_run(why, command.strip()))
         return 2
-    found = measure(given)
+    found = visit(given.minutes, given.device, given.page, command) if given.first_half_hour else measure(given)
     print(json.dumps({"environment": environment(), **found}) if given.json else told(found))
     if given.page:
         given.page.write_text(page(QUESTION, command.strip(), told(found)))

@@ -1,10 +1,11 @@
-"""One GPU, one model of GPT-2's size: raypar with one worker beside the plain PyTorch loop, in turns, in this process."""
+"""One GPU, one model of GPT-2's size: raypar with one worker beside plain PyTorch loops, in turns, in this process."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 from harness import ratio, spread
@@ -12,6 +13,7 @@ from models import CLIP_NORM, OPTIMIZER, SEED, Batches, Workload, mean_loss
 from ours import gpt_job
 
 from examples import gpt
+from raypar.job import PrecisionConfig
 from raypar.plan import ParallelPlan
 from raypar.worker.process.gpu_setup import configure_torch
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -21,15 +23,24 @@ GPT2 = {"depth": 12, "width": 768, "heads": 12, "context": 1024, "vocab": 50257}
 not tied."""
 
 
+BF16 = "bf16"
+FP32 = "fp32"
+
+
 class Ours:
     """raypar's worker, with the numerics contract and all: canonical sums, deterministic kernels, norm in float64."""
 
-    name = "raypar, 1 worker"
+    def __init__(self, precision: str) -> None:
+        """`precision`: `fp32`, or `bf16` by autocast."""
+        self.precision, self.name = precision, f"raypar, 1 worker, {precision}"
 
-    def __init__(self, work: Workload, vocab: int, microbatches: int, device: torch.device) -> None:
+    def start(self, work: Workload, vocab: int, microbatches: int, device: torch.device) -> None:
+        """Make the model."""
+        configure_torch(device, exact=True)  # before the run's guard takes the settings that it restores
         spec = gpt_job(work, microbatches, "canonical")
         model = spec.model.replace(args={**spec.model.args, "vocab": vocab})
-        spec = spec.replace(model=model, device="gpu")
+        compute = PrecisionConfig(compute="bf16") if self.precision == BF16 else None
+        spec = spec.replace(model=model, device="gpu", precision=compute)
         plan = ParallelPlan.mesh(layers=work.depth + 2)
         self._job = OneProcessRun(spec, plan, "1f1b", device=device)
         self._device, self._step = device, 0
@@ -49,9 +60,13 @@ class Ours:
 class Plain:
     """What one would write without raypar: gradients accumulated over the microbatches, `clip_grad_norm_`, AdamW."""
 
-    name = "plain PyTorch loop"
+    def __init__(self, precision: str, *, deterministic: bool) -> None:
+        """`deterministic`: with the settings of PyTorch that raypar needs, too."""
+        self.precision, self._deterministic = precision, deterministic
+        self.name = f"plain PyTorch loop, {precision}{', deterministic' if deterministic else ''}"
 
-    def __init__(self, work: Workload, vocab: int, microbatches: int, device: torch.device) -> None:
+    def start(self, work: Workload, vocab: int, microbatches: int, device: torch.device) -> None:
+        """Make the model."""
         torch.manual_seed(SEED)
         self._model = gpt.layers(vocab=vocab, **work.model_args).to(device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), **OPTIMIZER)
@@ -59,12 +74,15 @@ class Plain:
 
     def steps(self, count: int) -> None:
         """That many more. The loss is looked at after each, as everybody does."""
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(self._deterministic)
+        if self._deterministic:
+            configure_torch(self._device, exact=True)
         for _ in range(count):
             x, y = (field.to(self._device) for field in self._batches.get(self._step))
             total = torch.zeros((), device=self._device)
             for one, target in zip(x.chunk(self._microbatches), y.chunk(self._microbatches), strict=True):
-                loss = mean_loss(self._model(one), target) / self._microbatches
+                with torch.autocast(self._device.type, torch.bfloat16, enabled=self.precision == BF16):
+                    loss = mean_loss(self._model(one), target) / self._microbatches
                 loss.backward()
                 total += loss.detach()
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_NORM)
@@ -76,6 +94,15 @@ class Plain:
     def close(self) -> None:
         """Give all memory back."""
         del self._model, self._optimizer
+
+
+def contenders() -> list[Ours | Plain]:
+    """All, by precision."""
+    return [
+        made
+        for precision in (FP32, BF16)
+        for made in (Ours(precision), Plain(precision, deterministic=True), Plain(precision, deterministic=False))
+    ]
 
 
 def seconds(run: Callable[[int], None], steps: int, device: torch.device) -> float:
@@ -102,38 +129,58 @@ def busy(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def idle_share(run: Callable[[int], None], device: torch.device, steps: int = 3) -> float | None:
-    """The part of some traced steps in which the GPU had no kernel; None where there is none to trace."""
+class Traced(NamedTuple):
+    """What a trace of some steps says."""
+
+    idle: float
+    """The part of the time in which the GPU had no kernel."""
+    kernels: float
+    """Kernels a step."""
+    copies: float
+    """Copies and fills of memory a step."""
+
+
+def traced(run: Callable[[int], None], device: torch.device, steps: int = 3) -> Traced | None:
+    """A trace of some steps; None where there is no GPU."""
     if device.type != "cuda":
         return None
     from torch.profiler import ProfilerActivity, profile
 
     finish(device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         start = time.perf_counter()
         run(steps)
         finish(device)
         took_us = 1e6 * (time.perf_counter() - start)
-    kernels = [e.time_range for e in traced.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return 1 - busy((k.start, k.end) for k in kernels) / took_us
+    found = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    copies = sum(e.name.startswith("Mem") for e in found)
+    idle = 1 - busy((e.time_range.start, e.time_range.end) for e in found) / took_us
+    return Traced(idle, (len(found) - copies) / steps, copies / steps)
 
 
 def compare(work: Workload, vocab: int, microbatches: int, rounds: int, steps: int, device: torch.device) -> dict[str, Any]:
-    """In turns; tokens a second of both with quartiles, how many times as fast raypar is, and idle shares."""
-    both = [made(work, vocab, microbatches, device) for made in (Ours, Plain)]
-    for one in both:
+    """All contenders in turns: tokens a second with quartiles, what a trace says, peak memory; and by precision how many times
+    as fast raypar is as each plain loop."""
+    all_of_them = contenders()
+    for one in all_of_them:
+        one.start(work, vocab, microbatches, device)
         one.steps(2)
-    took: dict[str, list[float]] = {one.name: [] for one in both}
+    took: dict[str, list[float]] = {one.name: [] for one in all_of_them}
     for number in range(rounds):
-        for one in both if number % 2 == 0 else both[::-1]:
+        for one in all_of_them if number % 2 == 0 else all_of_them[::-1]:
             took[one.name].append(seconds(one.steps, steps, device))
-    found: dict[str, Any] = {"tokens_a_step": work.tokens, "rows": []}
-    for one in both:
+    found: dict[str, Any] = {"tokens_a_step": work.tokens, "rows": [], "ratios": []}
+    for one in all_of_them:
         times = sorted(took[one.name])
         low, high = spread(times)
         rate = [work.tokens / t for t in (times[len(times) // 2], high, low)]
-        found["rows"].append({"name": one.name, "tokens_s": rate, "idle": idle_share(one.steps, device)})
-    found["ratio"] = ratio(took[Plain.name], took[Ours.name])
-    for one in both:
+        trace = traced(one.steps, device)
+        found["rows"].append({"name": one.name, "tokens_s": rate, "trace": trace._asdict() if trace is not None else None})
+    ours = {one.precision: one.name for one in all_of_them if isinstance(one, Ours)}
+    for one in all_of_them:
+        if isinstance(one, Plain):
+            how = asdict(ratio(took[one.name], took[ours[one.precision]]))
+            found["ratios"].append({"ours": ours[one.precision], "beside": one.name, **how})
+    for one in all_of_them:
         one.close()
     return found

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import statistics
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from gpu_loop import finish
 from gpu_memory import OnDevice
 from helpers import standin
 from helpers.transport_cases import CASES, LIMIT_S
@@ -133,6 +135,26 @@ def wait_in_vain(state: State, index: int) -> tuple[str, float]:
     except RayparError as error:
         return type(error).__name__, time.monotonic()
     return "nothing went wrong", time.monotonic()
+
+
+def sums_over_shards(state: State, index: int, rounds: int, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, float]:
+    """Sums of a value of this shape over all ranks: median microseconds until the call has been posted, until the host may go
+    on (the stream waits), and until the result is there."""
+    transport, device = state["transport"], state["device"].device
+    value, group = torch.ones(shape, device=device, dtype=dtype), range(transport.size)
+    took = []
+    for number in range(rounds + 1):
+        transport.barrier(group=group).wait(LIMIT_S)
+        start = time.perf_counter()
+        handle = transport.all_reduce(value.view(-1), group=group)
+        posted = time.perf_counter()
+        handle.wait_on_stream(LIMIT_S)
+        free = time.perf_counter()
+        finish(device)
+        if number:
+            took.append([1e6 * (at - start) for at in (posted, free, time.perf_counter())])
+        value.fill_(1)
+    return dict(zip(("posted", "free", "there"), map(statistics.median, zip(*took, strict=True)), strict=True))
 
 
 def abort(state: State) -> tuple[float, float, tuple[str, ...]]:

@@ -231,6 +231,12 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     return first, third
 
 
+def environment_of_children() -> dict[str, str]:
+    """Variables for a Python process that imports raypar from this checkout."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
+
+
 def environment() -> dict[str, Any]:
     """What the figures depend on; printed on every results page."""
     model = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())

@@ -12,7 +12,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "jobs" / "bench"))
 
 before = signal.getsignal(signal.SIGTERM)
 import gpu  # noqa: E402
+import gpu_costs  # noqa: E402
 import gpu_loop  # noqa: E402
+import gpu_on_ray  # noqa: E402
+from gpu_page import good, told  # noqa: E402
+from gpu_visit import Visit, visit  # noqa: E402
 from models import Workload  # noqa: E402
 
 signal.signal(signal.SIGTERM, before)  # a bench ends its contenders on SIGTERM; a test run does not
@@ -74,18 +78,77 @@ def test_plans_of_several_ranks_have_the_bits_of_one_process(ranks):
 
 
 @needs_standin
-def test_a_group_that_hangs_is_aborted_and_formed_anew(ranks):
-    found = gpu.reform(ranks, 2)
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_group_that_hangs_is_aborted_and_formed_anew_also_when_a_rank_is_killed(ranks, kill):
+    found = gpu.new_groups(ranks, 2, kill=kill)
     assert found["ends"] == ["GroupAborted"] and not found["stuck"] and found["communicators"] > 5
     assert len(found["freed_s"]) == len(found["formed_s"]) == 2 and max(found["freed_s"]) < 5.0
 
 
-def test_training_is_compared_in_turns():
-    work = Workload(depth=1, width=16, heads=2, context=16, batch_size=4)
-    found = gpu_loop.compare(work, 256, 2, rounds=3, steps=1, device=torch.device("cpu"))
-    assert [row["name"] for row in found["rows"]] == ["raypar, 1 worker", "plain PyTorch loop"]
-    assert found["ratio"].pairs == 3 and found["tokens_a_step"] == 64
+@needs_standin
+def test_sums_over_shards_are_timed_until_posted_until_the_host_goes_on_and_until_they_are_there(ranks, monkeypatch):
+    monkeypatch.setattr(gpu, "SUMMED", (("float32", (2, 8)),))
+    (found,) = gpu.sums(ranks, 3)
+    assert found["value"] == "[2, 8] float32" and 0 < found["posted"] <= found["free"] <= found["there"]
+
+
+SMALL = Workload(depth=1, width=16, heads=2, context=16, batch_size=4)
+
+
+def test_training_is_compared_in_turns_in_both_precisions_with_the_same_settings_of_pytorch():
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    found = gpu_loop.compare(SMALL, 256, 2, rounds=3, steps=1, device=torch.device("cpu"))
+    torch.use_deterministic_algorithms(deterministic)
+    names = [row["name"] for row in found["rows"]]
+    assert len(set(names)) == 6 and names[:2] == ["raypar, 1 worker, fp32", "plain PyTorch loop, fp32, deterministic"]
+    assert [(how["ours"], how["beside"], how["pairs"]) for how in found["ratios"]] == [
+        (f"raypar, 1 worker, {precision}", f"plain PyTorch loop, {precision}{deterministic}", 3)
+        for precision in ("fp32", "bf16")
+        for deterministic in (", deterministic", "")
+    ]
+    assert found["tokens_a_step"] == 64 and all(row["trace"] is None for row in found["rows"])
     assert all(low <= median <= high for row in found["rows"] for median, low, high in [row["tokens_s"]])
+
+
+def test_settings_that_raypar_needs_are_there_before_its_guard_takes_those_that_it_restores(monkeypatch):
+    settings = []
+
+    def run(*args, device, **more):
+        settings.append(torch.are_deterministic_algorithms_enabled())
+
+    monkeypatch.setattr(gpu_loop, "OneProcessRun", run)
+    monkeypatch.setattr(gpu_loop, "configure_torch", lambda device, exact: torch.use_deterministic_algorithms(True))
+    try:
+        gpu_loop.Ours("fp32").start(SMALL, 256, 2, torch.device("cpu"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert settings == [True]
+
+
+def test_parts_of_a_step_are_timed_beside_what_a_plain_loop_does_in_their_place():
+    rows = gpu_costs.measure(SMALL, 256, 2, 3, torch.device("cpu"))
+    assert len(rows) == 5 and {"norm", "a"} <= {row["name"].split()[0] for row in rows}
+    assert all(0 < returned <= done for row in rows for returned, done in [row["ours"], row.get("plain", row["ours"])])
+
+
+@needs_standin
+def test_a_first_visit_keeps_what_was_measured_also_where_a_part_hangs_or_fails(tmp_path):
+    page = tmp_path / "gpu.md"
+    good_part = Visit(("--only", "parity", "--ranks", "1"), 120.0)
+    parts = (good_part, Visit(("--only", "parity", "--ranks", "2"), 0.2), Visit(("--only", "nothing"), 60.0))
+    found = visit(10.0, HOST, page, "python jobs/bench/gpu.py --first-half-hour", parts)
+    assert [row["other"] for row in found["parity"]["1"]] == [[]]
+    assert list(found["failures"]) == ["--only parity --ranks 2", "--only nothing"] and not good(found)
+    assert "ended after 0 s" in found["failures"]["--only parity --ranks 2"]
+    assert "exit 2" in found["failures"]["--only nothing"] and "invalid choice" in page.read_text()
+    assert "not begun" in str(visit(0.0, HOST, None, "", parts[:1])["failures"])
+
+
+@pytest.mark.full
+def test_a_run_on_ray_is_compared_with_one_process():
+    words = [word.replace("gpu", "cpu").replace("=20", "=3") for word in gpu_on_ray.JOB]
+    found = gpu_on_ray.on_ray([*words, "--set", "batch_size=8"])
+    assert found["run"] == found["one_process"] and len(found["run"]) == 64
 
 
 FOUND = {
@@ -106,16 +169,24 @@ FOUND = {
     "loop": {
         "tokens_a_step": 16384,
         "rows": [
-            {"name": "raypar, 1 worker", "tokens_s": [90000.0, 89000.0, 91000.0], "idle": 0.0321},
-            {"name": "plain PyTorch loop", "tokens_s": [90500.0, 90000.0, 91000.0], "idle": None},
+            {
+                "name": "raypar, 1 worker, fp32",
+                "tokens_s": [90000.0, 89000.0, 91000.0],
+                "trace": {"idle": 0.0321, "kernels": 1234.0, "copies": 5.0},
+            },
+            {"name": "plain PyTorch loop, fp32", "tokens_s": [90500.0, 90000.0, 91000.0], "trace": None},
         ],
-        "ratio": {"median": 0.994, "lower": 0.99, "upper": 1.001, "pairs": 10},
+        "ratios": [{"ours": "raypar", "beside": "plain", "median": 0.994, "lower": 0.99, "upper": 1.001, "pairs": 10}],
     },
+    "costs": [{"name": "norm", "times": "once", "ours": [1000.0, 2345.0], "plain": [10.0, 20.0]}],
+    "sums": {2: [{"value": "[2] float32", "posted": 10.0, "free": 20.0, "there": 3456.0}]},
+    "ray": {"command": "python -m raypar", "seconds": 30.0, "run": "abc", "one_process": "def"},
+    "failures": {"--only kill": "ended after 120 s: last words"},
 }
 
 
 def test_the_page_tells_everything_that_was_measured():
-    text = gpu.told(FOUND)
+    text = told(FOUND)
     for said in (
         "cuda:0 (NVIDIA X); NCCL 2.28.9 from /somewhere.",
         "| 2     | 2     | 1      |",
@@ -127,12 +198,17 @@ def test_the_page_tells_everything_that_was_measured():
         "3.2 %",
         "not traced",
         "0.994 times as fast",
+        "1,234",
+        "2,345",
+        "3,456",
+        "NOT equal to one process's",
+        "last words",
     ):
         assert said in text, said
 
 
 def test_what_is_wrong_is_the_exit_status():
-    assert not gpu.good(FOUND)
+    assert not good(FOUND)
     right = {"conformance": {2: FOUND["conformance"][2][:1]}, "parity": {2: [{**FOUND["parity"][2][0], "other": []}]}}
-    assert gpu.good(right | {"reform": FOUND["reform"]})
-    assert not gpu.good({"reform": {2: {**FOUND["reform"][2], "stuck": ["messages 0 -> 1"]}}})
+    assert good(right | {"reform": FOUND["reform"]})
+    assert not good({"reform": {2: {**FOUND["reform"][2], "stuck": ["messages 0 -> 1"]}}})
