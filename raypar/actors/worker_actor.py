@@ -208,6 +208,7 @@ class WorkerActor:
             made = pickle.loads(part)
 
             def connect() -> Transport:
+                self._end_if_stuck()  # the former transport has been closed meanwhile
                 rank = made.rank_of_worker[self.number]
                 assert self.endpoint is not None and self.core is not None, HELLO_FIRST
                 return self.endpoint.connect(
@@ -220,7 +221,6 @@ class WorkerActor:
                 )
 
             run_routine(self.generation_guard.adopt(generation, (made, connect)), deadline_s)
-            self._end_if_stuck()  # the former transport has been closed meanwhile
             freeze_existing_objects(collect=False)
             if made.run_begins or made.checkpoint_folder:  # built from whole layers or files
                 return_unused_memory()  # not during a run: other workers would wait for this

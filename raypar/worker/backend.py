@@ -109,9 +109,9 @@ class GpuBackend(DeviceBackend):
 
     gpus_per_worker = 1
     environment: Mapping[str, str] = {**nccl_device.WORKER_ENVIRONMENT, **GPU_WORKER_ENVIRONMENT}
-    deadlines: Mapping[str, float] = {"adopt_s": 90.0, "status_s": 8.0, "abort_s": 8.0, "move_s": 10.0}
+    deadlines: Mapping[str, float] = {"adopt_s": 150.0, "status_s": 8.0, "abort_s": 8.0, "move_s": 10.0}
     """A generation's communicators have to be made (`comm.nccl.endpoint.MAKING_S`), and the last one's aborted
-    (`comm.nccl.transport.ABORT_S`). Nobody has measured how long that takes on a GPU."""
+    (`comm.nccl.transport.ABORT_S`, and `END_S` before a plan is adopted). Nobody has measured how long that takes on a GPU."""
     plan_notes = ("times are of this machine's processors, not of GPUs",)
 
     def __init__(self) -> None:

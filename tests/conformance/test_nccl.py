@@ -563,8 +563,12 @@ def test_closing_leaves_no_thread_no_open_file_and_no_communicator():
         time.sleep(0.01)
 
 
-def test_an_abort_that_hangs_in_nccl_frees_waiting_calls_at_once_and_says_what_is_stuck(monkeypatch):
+@pytest.mark.parametrize("end_s, stuck", [(LIMIT_S, []), (0.6, ["messages 0 -> 1", "messages 1 -> 0"])])
+def test_an_abort_that_is_slow_in_nccl_frees_waiting_calls_at_once_and_what_comes_next_waits_for_its_end(
+    end_s, stuck, monkeypatch
+):
     monkeypatch.setattr(transport, "ABORT_S", 0.3)
+    monkeypatch.setattr(transport, "END_S", end_s)
     with Group(2, PAIR) as ends, set_to(Setting.ABORT_TAKES_MS, 1500):
         waiting = ends[0].recv(None, source=1, tag=1)
         times = {}
@@ -582,8 +586,11 @@ def test_an_abort_that_hangs_in_nccl_frees_waiting_calls_at_once_and_says_what_i
         thread.join()
         assert times["freed"] < times["end"]
         assert 0.3 <= times["end"] - times["start"] < 1.4
-        assert sorted(ends[0].unended_communicators) == ["messages 0 -> 1", "messages 1 -> 0"]
+        assert not ends[0].unended_communicators, "it may still end: who would exit now would do so with all others"
         ends[1].abort("too")
+        ends[0].close()
+        assert time.monotonic() - times["start"] >= (0.6 if stuck else 1.5)
+        assert sorted(ends[0].unended_communicators) == stuck
     deadline = time.monotonic() + LIMIT_S
     while standin.count(Count.ALIVE):
         assert time.monotonic() < deadline
@@ -615,9 +622,9 @@ def test_an_abort_frees_who_waits_for_a_launch_that_hangs_in_nccl():
 
 
 @pytest.mark.parametrize("patience_s, takes_s, stuck", [(LIMIT_S, 0.4, False), (0.2, 0.8, True)])
-def test_an_abort_ends_when_nothing_writes_to_anybodys_memory_any_more(patience_s, takes_s, stuck, monkeypatch):
+def test_a_closed_transport_has_ended_when_nothing_writes_to_anybodys_memory_any_more(patience_s, takes_s, stuck, monkeypatch):
     """NCCL has let go; the additions that follow in the communicator's stream are still to come, into memory of others then."""
-    monkeypatch.setattr(transport, "ABORT_S", patience_s)
+    monkeypatch.setattr(transport, "END_S", patience_s)
     added, begun = [], threading.Event()
 
     def slowly(parts, me, out):
@@ -631,6 +638,7 @@ def test_an_abort_ends_when_nothing_writes_to_anybodys_memory_any_more(patience_
         handles = [end.all_reduce(flat, group=[0, 1, 2]) for end, flat in zip(ends, flats, strict=True)]
         assert begun.wait(LIMIT_S)
         ends[0].abort("the test says so")
+        ends[0].close()
         assert bool(ends[0].unended_communicators) == stuck and (flats[0].data_ptr() in added) != stuck
         with pytest.raises(GroupAborted):
             handles[0].done()
@@ -642,7 +650,7 @@ def test_an_abort_ends_when_nothing_writes_to_anybodys_memory_any_more(patience_
 
 def test_closing_beside_a_launch_that_hangs_in_nccl_is_bounded_and_promises_nothing(monkeypatch):
     monkeypatch.setattr(transport, "LAUNCH_S", 0.2)
-    monkeypatch.setattr(transport, "ABORT_S", 0.6)
+    monkeypatch.setattr(transport, "END_S", 0.6)
     with Group(2, PAIR) as ends:
 
         def send():
@@ -665,14 +673,14 @@ def test_closing_beside_a_launch_that_hangs_in_nccl_is_bounded_and_promises_noth
 
 def test_closing_while_the_thread_that_reads_announcements_hangs_in_nccl_is_bounded(monkeypatch):
     monkeypatch.setattr(transport, "LAUNCH_S", 0.1)
-    monkeypatch.setattr(transport, "ABORT_S", 0.4)
+    monkeypatch.setattr(transport, "END_S", 0.4)
     with Group(2, PAIR) as ends, set_to(Setting.LAUNCH_TAKES_MS, 2000):
         ends[0].send(torch.ones(3), to=1, tag=1)
         time.sleep(0.2)  # its counterpart is being launched by now
         start = time.monotonic()
         ends[1].close()
         assert time.monotonic() - start < 1.5
-        # the other direction's has ended too, unless this machine is so busy that it could not within ABORT_S
+        # the other direction's has ended too, unless this machine is so busy that it could not within END_S
         assert "messages 0 -> 1" in ends[1].unended_communicators and len(ends[1].unended_communicators) <= 2
         for stream in ends[1]._streams.values():
             assert stream.lock.acquire(timeout=LIMIT_S), "the launch is over before the group's memory goes"
@@ -791,7 +799,7 @@ class Full(HostDevice):
 
 
 def test_who_gives_up_tells_the_others_at_once_and_what_they_cannot_end_is_known(monkeypatch):
-    monkeypatch.setattr(transport, "ABORT_S", 0.2)
+    monkeypatch.setattr(transport, "END_S", 0.2)
     meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
     stuck, start = [], time.monotonic()

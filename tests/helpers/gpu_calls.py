@@ -108,7 +108,14 @@ def fault(state: State, index: int, setting: Setting, value: int) -> None:
 
 
 def patience(state: State, index: int, seconds: float) -> None:
-    """How long an abort waits for NCCL."""
+    """How long NCCL may take to end its communicators."""
+    from raypar.comm.nccl import transport as nccl_transport
+
+    nccl_transport.END_S = seconds
+
+
+def slow_to_end(state: State, index: int, seconds: float) -> None:
+    """After so many seconds an abort returns, and NCCL goes on ending."""
     from raypar.comm.nccl import transport as nccl_transport
 
     nccl_transport.ABORT_S = seconds

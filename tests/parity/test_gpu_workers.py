@@ -329,7 +329,7 @@ def test_a_process_that_nccl_does_not_let_go_of_ends(workers):
 
 
 def test_a_process_that_nccl_does_not_let_go_of_while_it_moves_to_another_plan_ends(monkeypatch):
-    """The former transport is closed at the end of the move. The worker's next generation would have found its GPU busy."""
+    """The former transport is closed before the worker connects. Its next generation would find its GPU busy."""
     order = pickle.dumps(AdoptPlanCommand(None, {0: 0}, 0, (), run_begins=True))
     worker = WorkerActor.__new__(WorkerActor)
     worker.coordinate, worker.working_dir, worker.torch_guard = "worker 0", SimpleNamespace(keep=lambda: None), None
@@ -337,11 +337,29 @@ def test_a_process_that_nccl_does_not_let_go_of_while_it_moves_to_another_plan_e
 
     def adopt(generation, made_and_connect):
         worker.endpoint.unended_communicators = ("messages 0 -> 1",)
-        yield from ()
+        _, connect = made_and_connect
+        yield connect()
 
     worker.generation_guard = SimpleNamespace(enter_generation=lambda generation, reason: None, adopt=adopt)
 
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     worker.adopt(2, order, "rank 0", ["here"], LIMIT_S)
-    assert ended == [1]
+    assert set(ended) == {1}
+
+
+def test_survivors_whose_aborts_are_all_slow_wait_for_nccl_and_keep_their_state(workers):
+    """Who exits holds state; all would exit together, because an abort is slow on all workers of a group."""
+    run = Run(workers, plan_of(2, 2))
+    run.step()
+    survivors = [0, 1, 2]
+    workers.workers[3].signal(signal.SIGKILL)
+    workers.each(gpu_calls.slow_to_end, 0.2, on=survivors)
+    workers.each(gpu_calls.fault, Setting.ABORT_TAKES_MS, 1500, on=survivors)
+    before = [workers.workers[index].process.pid for index in survivors]
+    run.recover(survivors, plan_of(2, 1))
+    workers.each(gpu_calls.fault, Setting.ABORT_TAKES_MS, 0, on=survivors)
+    workers.each(gpu_calls.slow_to_end, 5.0, on=survivors)
+    assert [workers.workers[index].process.pid for index in survivors] == before
+    run.check()
+    workers.replace(3)

@@ -29,7 +29,13 @@ from raypar.errors import CommError
 log = logging.getLogger("raypar")
 
 ABORT_S = 5.0
-"""How long `abort` and `close` wait for NCCL; after that the process has to be replaced (`unended_communicators`)."""
+"""How long `abort` waits for NCCL; what takes longer goes on ending beside whatever comes next."""
+
+END_S = 60.0
+"""How long NCCL may take to end communicators, from the abort on; `close` waits for the rest of it, so that no next generation
+connects before. After that the process has to be replaced (`unended_communicators`).
+
+Long, because an abort that is slow often is so on all workers of a group: they would end together, with all the state."""
 
 LAUNCH_S = 1.0
 """How long a thread that is just launching something may take before its communicator is aborted, which frees it."""
@@ -41,8 +47,8 @@ END_CHECK_S = 0.002
 class NcclTransport(PendingOperations):
     """One rank's end of a generation. Made by `connect_nccl`; owns `control`, and closes it.
 
-    Tensors lie on `device` or in host memory. `report_unended` is called with the names of communicators that `abort` or
-    `close` could not end within `ABORT_S`.
+    Tensors lie on `device` or in host memory. `report_unended` is called with the names of communicators that NCCL has
+    not ended within `END_S`.
     """
 
     def __init__(
@@ -54,12 +60,18 @@ class NcclTransport(PendingOperations):
     ) -> None:
         super().__init__(control, device, streams)
         self.unended_communicators: tuple[str, ...] = ()
-        """Communicators that could not be ended. If there are any, this process has to be replaced."""
+        """Communicators that could not be ended within `END_S`. If there are any, this process has to be replaced."""
         self.mailbox = Mailbox(self)
         """Sends and receives messages, matched by tag."""
         self._report_unended = report_unended
         self._ending = threading.Lock()
         """Held by `abort` and `close`."""
+        self._ending_threads: list[threading.Thread] = []
+        """They end the communicators."""
+        self._ended: set[str] = set()
+        """Names of the communicators that have ended."""
+        self._end_deadline = 0.0
+        """Until when NCCL may take over it."""
         self._closed = False
         self.mailbox.receive_announcements()
 
@@ -214,7 +226,15 @@ class NcclTransport(PendingOperations):
             self._aborted = reason
             self.fail_hopeless()
             self.control.abort(reason)
-            self._end_streams(gently=False)
+            self._begin_to_end_streams(gently=False)
+            ending = self._wait_for_streams(min(time.monotonic() + ABORT_S, self._end_deadline))
+            if ending and time.monotonic() < self._end_deadline:
+                log.warning(
+                    "rank %d, generation %d: NCCL has not ended %s within %g s; the next generation waits for it, %g s at most",
+                    self.rank, self.generation, ", ".join(ending), ABORT_S, END_S,
+                )  # fmt: skip
+            elif ending:
+                self._wait_until_streams_have_ended()
 
     def close(self) -> None:
         """See `Transport.close`. A rank that has nothing in flight leaves without disturbing the others."""
@@ -228,7 +248,9 @@ class NcclTransport(PendingOperations):
                 gently = gently and self.mailbox.send_goodbye(self._streams.values(), LAUNCH_S)
                 self._aborted = "the transport was closed"
                 self.fail_hopeless()
-                self._end_streams(gently=gently)
+                self._begin_to_end_streams(gently=gently)
+            if not self.unended_communicators:
+                self._wait_until_streams_have_ended()
             for stream in self._streams.values():
                 if stream.name not in self.unended_communicators:
                     stream.device_stream.close()
@@ -239,28 +261,32 @@ class NcclTransport(PendingOperations):
                 self.control.close()
                 self._handles.clear()
 
-    def _end_streams(self, *, gently: bool) -> None:
+    def _begin_to_end_streams(self, *, gently: bool) -> None:
         """Destroy or abort all communicators at the same time: one alone may wait for what another one holds."""
-        ended: set[str] = set()
-        deadline = time.monotonic() + ABORT_S
-        ending = [
-            threading.Thread(target=self._end_stream, args=(stream, gently, deadline, ended), daemon=True)
-            for stream in self._streams.values()
+        self._end_deadline = time.monotonic() + END_S
+        self._ending_threads = [
+            threading.Thread(target=self._end_stream, args=(stream, gently), daemon=True) for stream in self._streams.values()
         ]
-        for thread in ending:
+        for thread in self._ending_threads:
             thread.start()
-        for thread in ending:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        self.unended_communicators = tuple(stream.name for stream in self._streams.values() if stream.name not in ended)
+
+    def _wait_for_streams(self, until: float) -> tuple[str, ...]:
+        """Wait until the communicators have ended, or until a moment; the names of those that have not."""
+        for thread in self._ending_threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return tuple(stream.name for stream in self._streams.values() if stream.name not in self._ended)
+
+    def _wait_until_streams_have_ended(self) -> None:
+        self.unended_communicators = self._wait_for_streams(self._end_deadline)
         if self.unended_communicators:
             self._report_unended(self.unended_communicators)
             log.error(
                 "rank %d, generation %d: NCCL has not ended %s within %g s; this process has to be replaced",
-                self.rank, self.generation, ", ".join(self.unended_communicators), ABORT_S,
+                self.rank, self.generation, ", ".join(self.unended_communicators), END_S,
             )  # fmt: skip
 
-    def _end_stream(self, stream: CommunicatorStream, gently: bool, deadline: float, ended: set[str]) -> None:
-        """End one communicator; add its name to `ended` once nothing of it is left.
+    def _end_stream(self, stream: CommunicatorStream, gently: bool) -> None:
+        """End one communicator; add its name to `_ended` once nothing of it is left.
 
         That includes the work of its stream after NCCL (additions, copies), whose memory would otherwise be given to others
         while it is still written to.
@@ -278,15 +304,15 @@ class NcclTransport(PendingOperations):
             finally:
                 if locked:
                     stream.lock.release()
-            if not stream.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            if not stream.lock.acquire(timeout=max(0.0, self._end_deadline - time.monotonic())):
                 return  # a launch is still inside NCCL
             stream.lock.release()
             last = stream.device_stream.record_event()
             while not last.query():
-                if time.monotonic() > deadline:
+                if time.monotonic() > self._end_deadline:
                     return
                 time.sleep(END_CHECK_S)
-            ended.add(stream.name)
+            self._ended.add(stream.name)
         except RuntimeError as error:  # PyTorch's, of a device that has failed
             log.warning("rank %d, generation %d, %s: %s", self.rank, self.generation, stream.name, error)
 
