@@ -13,6 +13,7 @@ from raypar.torch_compat import TESTED
 
 def _look_for_lists() -> bool:
     assert callable(torch._foreach_add_) and callable(torch._foreach_mul_) and callable(torch._foreach_copy_)
+    assert callable(torch._foreach_zero_)
     return True
 
 
@@ -20,7 +21,7 @@ LISTS = Fence(
     api="torch._foreach_add_",
     reason="PyTorch's optimizers use these operations on lists; none has a public name",
     versions=TESTED,
-    feature="adding, scaling and copying many gradients in one call",
+    feature="adding, scaling, copying and zeroing many tensors in one call",
     without="they are processed one by one: the same numbers, somewhat slower",
     probe=_look_for_lists,
 )
@@ -33,6 +34,24 @@ def add_all(into: Sequence[Tensor], added: Sequence[Tensor]) -> None:
         return
     for one, other in zip(into, added, strict=True):
         one.add_(other)
+
+
+def add_to_all(into: Sequence[Tensor], number: int) -> None:
+    """`into[i] += number`."""
+    if LISTS.find() is not None:
+        torch._foreach_add_(into, number)  # type: ignore[call-overload]
+        return
+    for one in into:
+        one.add_(number)
+
+
+def zero_all(tensors: Sequence[Tensor]) -> None:
+    """`tensors[i] = 0`."""
+    if LISTS.find() is not None:
+        torch._foreach_zero_(tensors)  # type: ignore[arg-type]
+        return
+    for one in tensors:
+        one.zero_()
 
 
 def scale_all(tensors: Sequence[Tensor], factor: float) -> None:

@@ -32,7 +32,7 @@ from raypar.worker.job_preflight import check_model_can_shard, preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import one_microbatch_of_each_size, profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.stage.running_statistics import NormCall, RunningNorm, fold_norm_calls
+from raypar.worker.stage.running_statistics import NormCall, RunningNorm, fold_norm_calls, make_stand_ins
 
 QUICK = [
     Layout("norms", "1f1b", (2, 2), 4),
@@ -313,11 +313,40 @@ def check_update(
         with torch.no_grad():
             assert torch.equal(plain(x), own(x))
         if call == 3:
-            fold_norm_calls({"": own}, calls)
+            fold_norm_calls([(own, calls)])
             calls.clear()
-    fold_norm_calls({"": own}, calls)
+    fold_norm_calls([(own, calls)])
     for (name, a), b in zip(plain.named_buffers(), own.buffers(), strict=True):
         assert torch.equal(a, b), f"{name} of {plain}, {shape} {given} {layout}: {a} {b}"
+
+
+def test_norms_of_a_stage_are_folded_together_with_the_bits_of_each():
+    made = [
+        (partial(nn.BatchNorm1d, 8), 4, LAYOUTS["contiguous"]),
+        (partial(nn.BatchNorm1d, 5), 4, LAYOUTS["contiguous"]),
+        (partial(nn.BatchNorm1d, 3), 2, LAYOUTS["contiguous"]),  # called less often
+        (partial(nn.BatchNorm1d, 8, momentum=None), 4, LAYOUTS["contiguous"]),
+        (partial(nn.BatchNorm1d, 4, momentum=0.3), 4, LAYOUTS["reversed"]),
+        (partial(nn.InstanceNorm1d, 4, affine=True, track_running_stats=True), 3, LAYOUTS["contiguous"]),
+        (partial(nn.BatchNorm1d, 6), 0, LAYOUTS["contiguous"]),
+    ]
+    generator = torch.Generator().manual_seed(1)
+    folded, norms = [], []
+    for norm, times, layout in made:
+        plain, own = norm(), norm()
+        calls: list[NormCall] = []
+        recorded = RunningNorm("", own)
+        recorded.take = calls.append
+        for call in range(times):
+            x = layout(torch.randn(6, own.num_features, 7, generator=generator) * (call + 1))
+            if call != 1:  # one call makes stand-ins of its own
+                make_stand_ins([recorded])
+            assert torch.equal(plain(x), own(x)) and recorded.stand_ins is None
+        folded.append((own, calls))
+        norms.append((plain, own))
+    fold_norm_calls(folded)
+    for plain, own in norms:
+        assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), own.buffers(), strict=True)), plain
 
 
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -450,7 +479,7 @@ def test_a_norm_with_a_forward_of_its_own_is_followed_or_refused():
     for _ in range(3):
         x = torch.randn(5, 4)
         assert torch.equal(plain(x), own(x))
-    fold_norm_calls({"": own}, calls)
+    fold_norm_calls([(own, calls)])
     assert [call.arithmetic for call in calls] == ["strided"] * 3
     assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), own.buffers(), strict=True))
     for how, words in (("twice", r"an OwnForward \(a\.b\) .* statistics 2 times"), ("other factor", "another factor than its")):

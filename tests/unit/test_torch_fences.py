@@ -86,7 +86,9 @@ def foreach() -> list[float]:
     multi_tensor.add_all(into, other)
     multi_tensor.scale_all(into, 0.5)
     multi_tensor.copy_all(other, into)
-    return [*other[0].tolist(), *other[1].tolist()]
+    multi_tensor.add_to_all(other, 3)
+    multi_tensor.zero_all(into)
+    return [*other[0].tolist(), *other[1].tolist(), *into[0].tolist()]
 
 
 def read_and_set(read: Callable, put: Callable[..., None], value) -> Callable:
@@ -248,7 +250,7 @@ CASES: dict[str, Case] = {
         raises(ModelError, modules.NORMS.require),
         "says",
     ),
-    "operations on lists gone": (multi_tensor.LISTS, {"torch._foreach_mul_": GONE}, foreach, [1.5, 1.5, 2.5]),
+    "operations on lists gone": (multi_tensor.LISTS, {"torch._foreach_mul_": GONE}, foreach, [4.5, 4.5, 5.5, 0.0, 0.0]),
     "checks on a device gone": (
         device_assertion.ASSERTION,
         {"torch._assert_async": GONE},
@@ -369,7 +371,7 @@ def test_a_worker_without_what_only_saves_time_has_the_same_bits_and_reports_the
 
 
 def test_with_the_api_and_without_the_numbers_are_the_same():
-    assert foreach() == [1.5, 1.5, 2.5] and shared_hooks() == [5.0, 7.0]
+    assert foreach() == [4.5, 4.5, 5.5, 0.0, 0.0] and shared_hooks() == [5.0, 7.0]
     assert gradient_by(lambda loss: run_autograd_backward([loss], [None])) == [2.0, 4.0]
     with pytest.raises(RuntimeError, match="too large"):
         device_assertion.assert_on_device(torch.tensor(False), "too large")

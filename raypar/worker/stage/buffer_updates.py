@@ -62,7 +62,7 @@ class BufferUpdates:
     """Microbatch -> its update; of the microbatches that ran here, and once exchanged those of all replicas."""
     _norms: dict[str, NormBase]
     """Path -> norm with running statistics."""
-    _recorders: list[RunningNorm]
+    recorders: list[RunningNorm]
     """What stands in for the norms' forwards."""
     _writable: dict[str, _Writable]
     """Path -> other buffer; empty under `refuse`."""
@@ -83,7 +83,7 @@ class BufferUpdates:
         self._norms = dict(norms_with_running_statistics(module))
         if self._norms:
             check_update_arithmetic()
-        self._recorders = [RunningNorm(path, norm) for path, norm in self._norms.items()]
+        self.recorders = [RunningNorm(path, norm) for path, norm in self._norms.items()]
         statistics = {id(norm._buffers[name]) for norm in self._norms.values() for name in STATISTICS}
         others = [buffer for buffer in buffers if id(buffer.tensor) not in statistics] if policy != "refuse" else []
         self._writable = {buffer.path: _Writable(buffer, _places(module, buffer.tensor)) for buffer in others}
@@ -109,14 +109,14 @@ class BufferUpdates:
         Raises `UserCodeError` for a buffer that is replaced by something else than a tensor of its shape and dtype.
         """
         update = BufferUpdate()
-        for recorder in self._recorders:
+        for recorder in self.recorders:
             recorder.take = update.calls.append if counts else None
         try:
             with self._copies(tuple(self._writable.values())) as found:
                 yield
         finally:
-            for recorder in self._recorders:
-                recorder.take = None
+            for recorder in self.recorders:
+                recorder.take = recorder.stand_ins = None
         self._written |= set(found)
         if counts:
             update.written = found if self.policy == "sum" else self._without_superseded(microbatch, found)
@@ -189,18 +189,34 @@ class BufferUpdates:
             )
         return value.detach().clone()  # forward may keep what it has assigned
 
+    def norm_calls(self) -> Iterator[tuple[NormBase, list[NormCall]]]:
+        """Each norm, and its calls of all microbatches, in microbatch order."""
+        by_norm: dict[str, list[NormCall]] = {path: [] for path in self._norms}
+        for update in self._in_order():
+            for call in update.calls:
+                by_norm[call.norm].append(call)
+        return ((self._norms[path], calls) for path, calls in by_norm.items())
+
     @torch.no_grad()
-    def apply(self) -> None:
-        """Change the buffers by the updates of all microbatches, in microbatch order."""
-        updates = [self.by_microbatch[microbatch] for microbatch in sorted(self.by_microbatch)]
-        fold_norm_calls(self._norms, [call for update in updates for call in update.calls])
+    def write_others(self) -> None:
+        """Give the buffers that are no norm's their new values."""
         new: dict[str, Tensor] = {}
-        for update in updates:
+        for update in self._in_order():
             for path, value in update.written.items():
                 tensor = self._writable[path].buffer.tensor
                 new[path] = value if self.policy == "last" else new.get(path, tensor) + (value - tensor)
         for path, value in new.items():
             self._writable[path].buffer.tensor.copy_(value)
+
+    def _in_order(self) -> list[BufferUpdate]:
+        return [self.by_microbatch[microbatch] for microbatch in sorted(self.by_microbatch)]
+
+
+def apply_buffer_updates(layers: Collection[BufferUpdates]) -> None:
+    """Change the buffers of layers by the updates of all microbatches, in microbatch order."""
+    fold_norm_calls(pair for updates in layers for pair in updates.norm_calls())
+    for updates in layers:
+        updates.write_others()
 
 
 def _places(module: nn.Module, tensor: Tensor) -> tuple[tuple[nn.Module, str], ...]:

@@ -2,7 +2,8 @@
 
 In training a norm normalises by the statistics of its own input, and only adds them to running averages. So each call runs with
 stand-in buffers, which then hold the call's own mean and unbiased variance, wherever and whenever it runs. `fold_norm_calls`
-makes of all calls, in their order, the averages that the norm itself would have.
+makes of all calls, in their order, the averages that the norm itself would have: of all norms of a stage together, in a number
+of operations that does not depend on how many norms there are.
 
 The arithmetic is that of PyTorch's CPU kernel, which depends on the input's dtype and memory layout
 (`batch_norm_cpu_update_stats_template` in aten/src/ATen/native/Normalization.cpp). `check_update_arithmetic` compares both on
@@ -11,8 +12,9 @@ this machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from raypar.errors import ModelError, UserCodeError, with_article
 from raypar.torch_compat.modules import BatchNorm, InstanceNorm, NormBase, dims_without_batch
+from raypar.torch_compat.multi_tensor import add_to_all, copy_all, zero_all
 
 Arithmetic = Literal["dense", "mixed", "strided"]
 """How PyTorch's kernel computes an update. `dense`: of a contiguous input (channels_last too); `mixed`: of one in bfloat16, the
@@ -54,13 +57,15 @@ class RunningNorm:
     """The norm."""
     take: Callable[[NormCall], None] | None
     """Takes the statistics of a call; None: they are dropped, because the call repeats one that has been counted."""
+    stand_ins: tuple[Tensor, Tensor] | None
+    """Zeros in the place of both averages in the next call; None: that call makes its own."""
     _forward: Callable[..., Tensor]
     """The norm's own forward."""
     _has_own_forward: bool
     """Whether a subclass or the user has replaced PyTorch's forward, so that it may normalise something else than its input."""
 
     def __init__(self, path: str, norm: NormBase) -> None:
-        self.path, self.norm, self.take = path, norm, None
+        self.path, self.norm, self.take, self.stand_ins = path, norm, None, None
         self._forward = norm.forward
         self._has_own_forward = "forward" in vars(norm) or type(norm).forward not in _PYTORCH_FORWARDS
         norm.forward = self.__call__  # `Stage.release` takes it away
@@ -68,11 +73,12 @@ class RunningNorm:
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The norm's forward. Raises what that raises, and `UserCodeError` for a forward of its own that cannot be followed."""
         norm = self.norm
-        if not (norm.training and norm.track_running_stats):
+        if not self.changes_averages:
             return self._forward(*args, **kwargs)
         buffers, momentum = norm._buffers, norm.momentum
         kept = [(name, buffers[name]) for name in STATISTICS]
-        mean, variance = (torch.zeros_like(buffer) for _, buffer in kept[:2] if buffer is not None)
+        mean, variance = self.stand_ins or map(torch.zeros_like, _running_averages(norm))
+        self.stand_ins = None
         # PyTorch's own forward only counts with it, which the commit does for all calls at once.
         count = torch.zeros_like(kept[2][1]) if self._has_own_forward and kept[2][1] is not None else None
         buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=count)
@@ -91,6 +97,11 @@ class RunningNorm:
         if self.take is not None:
             self.take(self._call_of(x.detach(), mean, variance))
         return result
+
+    @property
+    def changes_averages(self) -> bool:
+        """Whether the norm itself would change its averages in a call, as it is set now."""
+        return self.norm.training and self.norm.track_running_stats
 
     @property
     def _label(self) -> str:
@@ -165,6 +176,15 @@ class _NormalisedInput(TorchFunctionMode):
 _NORMALISING = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
 
 
+def make_stand_ins(norms: Iterable[RunningNorm]) -> None:
+    """Make the `stand_ins` of norms, in one operation, for a forward that is about to call each of them once."""
+    made = {norm: tuple(map(torch.empty_like, _running_averages(norm.norm))) for norm in norms if norm.changes_averages}
+    if made:
+        zero_all([one for pair in made.values() for one in pair])
+    for norm, (mean, variance) in made.items():
+        norm.stand_ins = mean, variance
+
+
 # -- the update --------------------------------------------------------------------------------------------------------------
 
 
@@ -176,15 +196,23 @@ def update_arithmetic_of(x: Tensor, averages: torch.dtype) -> Arithmetic:
     return "strided" if not dense else "dense" if x.dtype == averages else "mixed"
 
 
-def fold_running_average(average: Tensor, found: Tensor, factor: float, arithmetic: Arithmetic, *, is_variance: bool) -> Tensor:
-    """What PyTorch's kernel makes of a running average and a call's statistics: factor * found + (1 - factor) * average."""
+def fold_running_averages(averages: Tensor, means: Tensor, variances: Tensor, factor: float, arithmetic: Arithmetic) -> None:
+    """What PyTorch's kernel makes of running averages [2, n], of mean and variance, and the statistics of calls [calls, n], one
+    after the other, in place: factor * call + (1 - factor) * average."""
     if arithmetic == "strided":  # the kernel computes in double
-        return (found.double() * factor + average.double() * (1 - factor)).to(average.dtype)
-    rounded = torch.tensor(factor, dtype=average.dtype)
-    new, old = float(rounded), float(1 - rounded)
-    if is_variance and arithmetic == "dense" and average.dtype == torch.float32:  # a float plus a product in double
-        return (found.double() * new + (average * old).double()).float()
-    return found * new + average * old
+        for new_mean, new_variance in zip(means.double() * factor, variances.double() * factor, strict=True):
+            old = averages.double().mul_(1 - factor)
+            torch.add(new_mean, old[0], out=averages[0])
+            torch.add(new_variance, old[1], out=averages[1])
+        return
+    rounded = torch.tensor(factor, dtype=averages.dtype)
+    new, old_factor = float(rounded), float(1 - rounded)
+    if arithmetic == "dense" and averages.dtype == torch.float32:
+        variances = variances.double()  # a product in double, to which a float is added
+    for new_mean, new_variance in zip(means * new, variances * new, strict=True):
+        averages.mul_(old_factor)
+        torch.add(new_mean, averages[0], out=averages[0])
+        torch.add(new_variance, averages[1], out=averages[1])
 
 
 def unrounded_variance(x: Tensor, mean: Tensor) -> Tensor:
@@ -220,40 +248,45 @@ def _running_averages(norm: NormBase) -> tuple[Tensor, Tensor]:
     return norm.running_mean, norm.running_var
 
 
-@torch.no_grad()
-def fold_norm_calls(norms: Mapping[str, NormBase], calls: Sequence[NormCall]) -> None:
-    """Fold calls of norms (path -> norm), in order, into the norms' running averages, in place; count those of batch norms.
+class _Rule(NamedTuple):
+    """How one call of a norm is added to its averages. Calls by equal rules may be added together."""
 
-    The n-th calls of all norms are added together, for speed; each norm's own calls stay in their order.
+    factor: float
+    arithmetic: Arithmetic
+    variance: torch.dtype
+    """Of the call's variance."""
+
+
+@torch.no_grad()
+def fold_norm_calls(calls: Iterable[tuple[NormBase, Sequence[NormCall]]]) -> None:
+    """Fold the calls of norms, each norm's in order, into its running averages, in place; count those of batch norms.
+
+    Norms whose calls are added by the same rules are folded together.
     """
-    counts = {path: _counted_batches(norm) for path, norm in norms.items()}
-    by_norm: dict[str, list[NormCall]] = {}
-    for call in calls:
-        by_norm.setdefault(call.norm, []).append(call)
-    averages = {path: _running_averages(norms[path]) for path in by_norm}
-    for turn in range(max(map(len, by_norm.values()), default=0)):
-        alike: dict[Any, list[NormCall]] = {}
-        for path, own in by_norm.items():
-            if turn < len(own):
-                factor = _factor(norms[path], counts[path] + turn + 1)
-                alone = path if own[turn].mean.dim() > 1 else None
-                mean = averages[path][0]
-                alike.setdefault((factor, own[turn].arithmetic, mean.dtype, own[turn].variance.dtype, alone), []).append(
-                    own[turn]
-                )
-        for (factor, arithmetic, *_), together in alike.items():
-            old = [averages[call.norm] for call in together]
-            means = _fold_together([a[0] for a in old], [c.mean for c in together], factor, arithmetic, is_variance=False)
-            variances = _fold_together(
-                [a[1] for a in old], [c.variance for c in together], factor, arithmetic, is_variance=True
-            )
-            averages.update({call.norm: pair for call, pair in zip(together, zip(means, variances, strict=True), strict=True)})
-    for path, own in by_norm.items():
-        norm = norms[path]
-        for running, folded in zip(_running_averages(norm), averages[path], strict=True):
-            running.copy_(folded)
+    alike: dict[tuple[tuple[_Rule, ...], Hashable], list[tuple[NormBase, Sequence[NormCall]]]] = {}
+    counted: dict[int, list[Tensor]] = {}
+    for norm, own in calls:
+        if not own:
+            continue
+        average, by_instance = _running_averages(norm)[0], id(norm) if own[0].mean.dim() > 1 else None
+        kind = average.dtype, average.device, by_instance
+        alike.setdefault((_rules(norm, own), kind), []).append((norm, own))
         if norm.num_batches_tracked is not None and not isinstance(norm, InstanceNorm):
-            norm.num_batches_tracked.add_(len(own))
+            counted.setdefault(len(own), []).append(norm.num_batches_tracked)
+    for (rules, _), together in alike.items():
+        averages = [_running_averages(norm) for norm, _ in together]
+        by_turn = list(zip(*(own for _, own in together), strict=True))
+        if by_turn[0][0].mean.dim() > 1:
+            _fold_instances(averages[0], together[0][1], rules)
+        else:
+            _fold_together(averages, by_turn, rules)
+    for number, counts in counted.items():
+        add_to_all(counts, number)
+
+
+def _rules(norm: NormBase, calls: Sequence[NormCall]) -> tuple[_Rule, ...]:
+    first = _counted_batches(norm) + 1
+    return tuple(_Rule(_factor(norm, first + n), call.arithmetic, call.variance.dtype) for n, call in enumerate(calls))
 
 
 def _counted_batches(norm: NormBase) -> int:
@@ -270,17 +303,29 @@ def _factor(norm: NormBase, count: int) -> float:
 
 
 def _fold_together(
-    averages: Sequence[Tensor], found: Sequence[Tensor], factor: float, arithmetic: Arithmetic, *, is_variance: bool
-) -> list[Tensor]:
-    """As `fold_running_average`, of several norms at once; or of the instances of one norm, their results averaged."""
-    if found[0].dim() > 1:
-        (average,), (by_instance,) = averages, found
-        repeated = average.expand_as(by_instance).reshape(-1)
-        new = fold_running_average(repeated, by_instance.reshape(-1), factor, arithmetic, is_variance=is_variance)
-        return [new.view_as(by_instance).mean(0, keepdim=False)]
-    sizes = [average.numel() for average in averages]
-    new = fold_running_average(torch.cat(list(averages)), torch.cat(list(found)), factor, arithmetic, is_variance=is_variance)
-    return list(new.split(sizes))
+    averages: Sequence[tuple[Tensor, Tensor]], calls: Sequence[Sequence[NormCall]], rules: Sequence[_Rule]
+) -> None:
+    """Fold the calls of several norms, calls[turn][norm], each turn by its rule, into their averages (mean, variance)."""
+    each = [pair[place] for place in (0, 1) for pair in averages]
+    joined, start = torch.cat(each).view(2, -1), 0
+    for rule, run in groupby(rules):
+        stop = start + len(list(run))
+        alike = [call for turn in calls[start:stop] for call in turn]
+        means, variances = (
+            torch.cat(one).view(stop - start, -1) for one in ([c.mean for c in alike], [c.variance for c in alike])
+        )
+        fold_running_averages(joined, means, variances, rule.factor, rule.arithmetic)
+        start = stop
+    copy_all(each, joined.view(-1).split([one.numel() for one in each]))
+
+
+def _fold_instances(averages: tuple[Tensor, Tensor], calls: Sequence[NormCall], rules: Sequence[_Rule]) -> None:
+    """Fold the calls of one instance norm: an update for each instance, of which the mean is taken."""
+    for call, rule in zip(calls, rules, strict=True):
+        by_instance = torch.stack(averages).repeat(1, len(call.mean))
+        fold_running_averages(by_instance, call.mean.reshape(1, -1), call.variance.reshape(1, -1), rule.factor, rule.arithmetic)
+        for average, found in zip(averages, by_instance, strict=True):
+            average.copy_(found.view_as(call.mean).mean(0))
 
 
 # -- whether it is PyTorch's -------------------------------------------------------------------------------------------------
@@ -288,7 +333,7 @@ def _fold_together(
 
 @cache
 def check_update_arithmetic() -> None:
-    """Raises `ModelError` unless `fold_running_average` has the bits of PyTorch's own kernel here: builds may differ."""
+    """Raises `ModelError` unless `fold_running_averages` has the bits of PyTorch's own kernel here: builds may differ."""
     generator = torch.Generator().manual_seed(0)
     for dtype, given in ((torch.float32, torch.float32), (torch.float64, torch.float64), (torch.float32, torch.bfloat16)):
         for strided in (False, True):
@@ -302,7 +347,7 @@ def check_update_arithmetic() -> None:
                 with torch.no_grad():
                     plain(x)
                     own(x)
-            fold_norm_calls({"": own}, calls)
+            fold_norm_calls([(own, calls)])
             if not all(torch.equal(a, b) for a, b in zip(plain.buffers(), own.buffers(), strict=True)):
                 raise ModelError(
                     f"this build of PyTorch ({torch.__version__}) updates running statistics by another arithmetic than the "

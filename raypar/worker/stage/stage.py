@@ -25,7 +25,7 @@ from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.metrics.stage_metrics import StageMetrics
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.backward import DeferredGradients, LayerBackwardHooks, run_autograd_backward, sum_deferred_gradients
-from raypar.worker.stage.buffer_updates import BufferUpdates
+from raypar.worker.stage.buffer_updates import BufferUpdates, apply_buffer_updates
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator, Ready
 from raypar.worker.stage.layer_call import LayerFunction, training_pass_context, validation_pass_context
 from raypar.worker.stage.layer_tensors import (
@@ -39,6 +39,7 @@ from raypar.worker.stage.layer_tensors import (
 )
 from raypar.worker.stage.loss import LossCall
 from raypar.worker.stage.recomputation import NO_RECOMPUTATION, SavedTensors, StageRecomputation
+from raypar.worker.stage.running_statistics import make_stand_ins
 from raypar.worker.stage.stage_coordinate_in_errors import StageCoordinate
 from raypar.worker.stage.stage_shard import StageShard
 
@@ -270,8 +271,7 @@ class Stage:
 
     def apply_buffer_updates(self) -> None:
         """Change the buffers by what forward has written in the step under way, in all replicas."""
-        for updates in self.buffer_updates.values():
-            updates.apply()
+        apply_buffer_updates(self.buffer_updates.values())
 
     def free(self, microbatch: int) -> None:
         """Drop the activations of a microbatch, which have had their last use."""
@@ -318,6 +318,7 @@ class Stage:
         values: dict[str, Tensor] = {**self._read_received(live, received), **batch}
         with_gradient = {id(value) for value in values.values() if value.requires_grad}
         forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
+        make_stand_ins(norm for updates in self.buffer_updates.values() for norm in updates.recorders)
         for position, layer in enumerate(self.layers):
             saved = self._new_saved_tensors(position) if position in recomputation.positions else None
             outputs = layer.call(forward_pass.with_saved_tensors(saved), self.weights.of_layer(position), layer.read(values))
@@ -373,6 +374,8 @@ class Stage:
         # Aliases, as in the first forward: of a leaf itself autocast would keep one cast for several readers.
         values = {name: make_alias(value) if value.requires_grad else value for name, value in live.kept_inputs.items()}
         forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
+        again_called = [self.buffer_updates.get(self.weights.layer_names[i]) for i in self.recomputation.positions]
+        make_stand_ins(norm for updates in again_called if updates is not None for norm in updates.recorders)
         dropped = iter(live.dropped)
         for position in self.recomputation.positions:
             layer, again = self.layers[position], self._new_saved_tensors(position)

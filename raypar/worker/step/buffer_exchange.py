@@ -7,7 +7,7 @@ each shard exchanges with its own in the other replicas.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from raypar.worker.step.message_tags import buffers_tag
 
 _LENGTH_BYTES = 8
 """Bytes of the number, at a message's beginning, that says how long its list is."""
+_ALIGNMENT = 64
+"""The tensors of a message begin at a multiple of so many bytes."""
 
 
 def exchange_buffer_updates(
@@ -54,7 +56,8 @@ Updates = Mapping[str, Mapping[int, BufferUpdate]]
 
 
 def pack_updates(updates: Updates) -> Tensor:
-    """The updates as one message: the list's length, the list, and the bytes of all tensors."""
+    """The updates as one message: the list's length, the list, and the bytes of all tensors, those of the widest dtype first,
+    so that each lies where its dtype may."""
     lines: list[tuple[Any, ...]] = []
     tensors: list[Tensor] = []
     for layer, by_microbatch in updates.items():
@@ -65,23 +68,23 @@ def pack_updates(updates: Updates) -> Tensor:
             tensors += [tensor for call in update.calls for tensor in (call.mean, call.variance)]
             tensors += update.written.values()
     text = pickle.dumps(lines)
+    text += bytes(-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)  # which a pickle that has ended ignores
     head = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text), dtype=torch.uint8)
-    body = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    body = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in sorted(tensors, key=_width)]
     return torch.cat([head, torch.cat(body).cpu()]) if body else head  # one copy to the host, whatever there is
 
 
 def unpack_updates(message: Tensor, device: torch.device) -> dict[str, dict[int, BufferUpdate]]:
-    """The updates in a message of `pack_updates`, their tensors on `device`."""
+    """The updates in a message of `pack_updates`, their tensors on `device`, in one piece of memory."""
     length = int.from_bytes(message[:_LENGTH_BYTES].numpy().tobytes(), "little")
     start = _LENGTH_BYTES + length
     lines = pickle.loads(message[_LENGTH_BYTES:start].numpy().tobytes())
-    body = message[start:].to(device)
     layouts = [
         layout
         for _, _, calls, written in lines
         for layout in (*(each for *_, mean, variance in calls for each in (mean, variance)), *(layout for _, layout in written))
     ]
-    tensors = _tensors(body, layouts)
+    tensors = iter(_tensors(message[start:].to(device), layouts))
     found: dict[str, dict[int, BufferUpdate]] = {}
     for layer, microbatch, calls, written in lines:
         made = [NormCall(norm, arithmetic, next(tensors), next(tensors)) for norm, arithmetic, *_ in calls]
@@ -98,10 +101,17 @@ def _layout(tensor: Tensor) -> _Layout:
     return tuple(tensor.shape), tensor.dtype
 
 
-def _tensors(body: Tensor, layouts: Sequence[_Layout]) -> Iterator[Tensor]:
-    """Tensors of these layouts, one after the other in `body`; each in memory of its own, aligned for its dtype."""
+def _width(tensor: Tensor) -> int:
+    return -tensor.dtype.itemsize
+
+
+def _tensors(body: Tensor, layouts: Sequence[_Layout]) -> list[Tensor]:
+    """The tensors of these layouts, which lie in `body` in the order of their dtypes' widths."""
+    found: dict[int, Tensor] = {}
     at = 0
-    for shape, dtype in layouts:
+    for place in sorted(range(len(layouts)), key=lambda place: -layouts[place][1].itemsize):
+        shape, dtype = layouts[place]
         size = torch.Size(shape).numel() * dtype.itemsize
-        yield body[at : at + size].clone().view(dtype).reshape(shape)
+        found[place] = body[at : at + size].view(dtype).reshape(shape)
         at += size
+    return [found[place] for place in range(len(layouts))]
