@@ -473,7 +473,9 @@ class WorkerCore:
 
     def _batch_sources(self, loader: MicrobatchLoader | StreamLoader | LoaderOfSets | None) -> dict[int, BatchSource | None]:
         """Stage -> source of its batches, on the worker's device; None for a stage that reads none."""
-        source = DeviceBatchSource(loader, self.device) if loader is not None and self.device != CPU else loader
+        source: BatchSource | None = loader
+        if loader is not None and self.device != CPU:
+            source = DeviceBatchSource(loader, self.device, self.guard.pass_on)
         reads = {index: stage.batch_fields or stage.metrics is not None for index, stage in self.stages.items()}
         return {index: source if read else None for index, read in reads.items()}
 
