@@ -25,6 +25,8 @@ from raypar.comm.nccl import device as nccl_device
 from raypar.comm.nccl import tagged_messages as nccl_messages
 from raypar.comm.nccl.connect import check_ranks_compatible, connect_nccl, wait_for_message_from_each_rank
 from raypar.comm.nccl.device import CudaDevice
+from raypar.comm.nccl.operation_handle import NcclHandle
+from raypar.comm.nccl.pending_operations import PendingOperations
 from raypar.comm.nccl.tagged_messages import ARRIVED
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.transport import COLLECTIVES, CommunicatorKey
@@ -538,6 +540,22 @@ def test_a_message_in_host_memory_that_its_receiver_has_taken_before_it_left_was
         sent.wait(LIMIT_S)
         with pytest.raises(CommError, match="rank 1 closed its end"):
             ends[0].send(torch.ones(3, dtype=torch.float64), to=1, tag=2).wait(LIMIT_S)
+
+
+def test_posting_an_operation_costs_the_same_however_many_are_pending_and_those_that_are_over_are_let_go_of(monkeypatch):
+    looks, tracked, released, track = [], [], NcclHandle.released, PendingOperations.track
+    monkeypatch.setattr(NcclHandle, "released", property(lambda handle: looks.append(handle) or released.fget(handle)))
+    monkeypatch.setattr(PendingOperations, "track", lambda own, handle: tracked.append(handle) or track(own, handle))
+    with Group(2, PAIR) as ends:
+        pending = [ends[0].recv(None, source=1, tag=tag) for tag in range(100)]
+        for tag in range(100):
+            ends[1].send(torch.ones(3), to=0, tag=tag).wait(LIMIT_S)
+        for handle in pending:
+            handle.wait(LIMIT_S)
+        for tag in range(200, 300):
+            ends[0].send(torch.ones(3), to=1, tag=tag)
+        assert len(tracked) >= 300 and 0 < len(looks) <= 2 * len(tracked)
+        assert not set(pending) & set(ends[0]._handles)
 
 
 def test_closing_leaves_no_thread_no_open_file_and_no_communicator():

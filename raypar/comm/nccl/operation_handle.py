@@ -142,6 +142,8 @@ class NcclHandle(PolledHandle):
         """Number of the operation in that communicator on this rank, from 1."""
         self.via_control_transport = False
         """Whether it is a message in host memory: only the control transport, which carries it, knows whether it arrived."""
+        self.tracked = False
+        """Whether its transport has been told of it (`PendingOperations.track`)."""
         self._event: StreamEvent | None = None
         """Behind the operation in its stream; None until the device has it."""
         self._finished = False

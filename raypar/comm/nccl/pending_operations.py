@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -23,6 +24,9 @@ from raypar.errors import CommError
 
 LOCK_CHECK_S = 0.02
 """A thread that waits for another one's launch looks this often whether the transport has ended."""
+
+LOOKED_AT = 2
+"""How many pending operations each new one looks at, whether they are over: more than one, so that those that are over go."""
 
 ERROR_POLL_S = 0.01
 """Shortest time between two questions to NCCL for errors that it has found in the background."""
@@ -43,8 +47,8 @@ class PendingOperations:
         """The communicators of this transport, each with its stream."""
         self._changed = threading.Condition()
         """Notified when a waiting thread should look at its handle again."""
-        self._handles: list[NcclHandle] = []
-        """Operations that are not over."""
+        self._handles: deque[NcclHandle] = deque()
+        """Operations that are not over, or have not been looked at since; those that were looked at last at the end."""
         self._handles_lock = threading.Lock()
         self._aborted: str | None = None
         """The reason, once the transport is aborted or closed."""
@@ -129,8 +133,12 @@ class PendingOperations:
     def track(self, handle: NcclHandle) -> bool:
         """Remember an operation until it is over. Returns False if it has failed: then it must not be launched."""
         with self._handles_lock:
-            self._handles = [h for h in self._handles if not h.released]
-            if handle not in self._handles:
+            for _ in range(min(LOOKED_AT, len(self._handles))):
+                one = self._handles.popleft()
+                if not one.released:
+                    self._handles.append(one)
+            if not handle.tracked:
+                handle.tracked = True
                 self._handles.append(handle)
         self._fail_if_hopeless(handle)
         return not handle.failed
