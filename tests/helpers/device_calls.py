@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from helpers import checkpoint_folders as checkpoint_files
 from helpers import metrics, pretend, torch_flesh, ugly_models
 from helpers.generations import SHARDS, Generations, mesh
+from helpers.operation_budget import NORM, counting
 from helpers.parity import STEPS, Layout, expected
 from helpers.shard_grid import Cell, different, graph
 from helpers.shard_grid import run as run_cell
+from torch import nn
+from torch.utils.data import Dataset
 
-from raypar.job import MetricConfig, OptimizerConfig, ValidationConfig
+from raypar.job import DataConfig, Job, LossConfig, MetricConfig, ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.job.contract import contract_of_job
+from raypar.model.capture.captured_layer import cache_of
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import AdoptPlanCommand, PieceMove
 from raypar.worker.elastic_worker import ElasticWorker
@@ -87,6 +92,57 @@ def trains(state: State, layout: Layout) -> None:
             plain.step(step)
         assert plain.metrics == in_training and bool(in_training) == bool(job.metrics)
         assert (plain.validate(STEPS), plain.metrics) == validated
+
+
+class Decides(nn.Module):
+    """Its forward asks for the batch's values between units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if x[0, 0] > 0:
+            hidden = hidden * 2
+        return self.last(hidden if x[-1, 1] > 0 else -hidden)
+
+
+class Signs(Dataset[dict[str, torch.Tensor]]):
+    """Samples that are positive or negative, in turns of several lengths."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        numbers = torch.randn(6, generator=torch.Generator().manual_seed(index)).abs()
+        return {"x": numbers * (-1 if index % 5 < 2 else 1), "y": torch.tensor(index % 3)}
+
+
+def decides(state: State, recompute: bool) -> None:
+    """What the forward asks of a batch is read on the host: its paths are those of the CPU, and the vote alone reads from the
+    device."""
+    spec = Job(
+        name="decides",
+        seed=3,
+        steps=4,
+        batch_size=8,
+        microbatches=4,
+        model=ModelConfig(function=Decides),
+        loss=LossConfig(function=F.cross_entropy),
+        data=DataConfig(function=Signs, target="y", shuffle=False),
+        optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.1}),
+    )
+    plan = ParallelPlan.mesh(pp=2, layers=2, recompute=(0, 1) if recompute else ())
+    hashes = set()
+    for device in (torch.device("cpu"), pretend.device()):
+        with OneProcessRun(spec, plan, "gpipe", device=device) as run, counting() as found:
+            for step in range(4):
+                run.step(step)
+            hashes.add(weights_hash({name: copies[0] for name, copies in run.parameters().items()}))
+            cache = cache_of(next(iter(run.cores[0].stages[0].modules.values())))
+            assert sum(map(len, cache._traces.values())) == 4  # paths
+    assert len(hashes) == 1 and set(found.reads) <= {NORM, "losses and counts for the vote"}, found.reads
 
 
 def measured(layout: Layout) -> dict[str, Any]:

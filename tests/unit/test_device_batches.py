@@ -15,6 +15,8 @@ GPU = torch.device("cuda", 0)
 class Field:
     """A tensor that writes down what is done with it."""
 
+    _version = 0
+
     def __init__(self, did, name, *, layout=torch.strided, refuses=False):
         self.did, self.name, self.layout, self.refuses = did, name, layout, refuses
 

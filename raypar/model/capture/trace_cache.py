@@ -25,6 +25,7 @@ from raypar.model.capture.replay import Values, run_event
 from raypar.model.capture.state_before_trace import Attributes, Held, StateBefore, held_by, is_changed, state_of
 from raypar.model.capture.trace_data import Guard, TensorKey, Trace, comparable
 from raypar.model.capture.units import coarsen_units, refine_units
+from raypar.model.copy_on_device import on_host
 from raypar.model.random_state import preserve_random_state
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
 from raypar.torch_compat.modules import non_persistent_buffer_names
@@ -241,7 +242,7 @@ class TraceCache:
         answers = {guard.event: guard.answer for guard in cut.trace.guards}
         written = {key for _, event in cut.guard_events for key in event.written}
         values: Values = {key: value.clone() if written else value for key, value in cut.trace.constants.items()}
-        values.update((TensorKey("field", name), value.cpu().clone()) for name, value in fields.items())
+        values.update((TensorKey("field", name), on_host(value).clone()) for name, value in fields.items())
         buffers = dict(self.model.named_buffers())
         with torch.no_grad():
             for index, event in cut.guard_events:
@@ -253,7 +254,7 @@ class TraceCache:
 
     def _trace(self, fields: Mapping[str, Tensor], *, training: bool) -> CutTrace:
         """A new trace. The units become finer until no code outside of them uses what is inside."""
-        given = {name: fields[name].cpu() for name in self.inputs.fields}
+        given = {name: on_host(fields[name]) for name in self.inputs.fields}
         with self._undisturbed(training=training) as before:
             for _ in range(MOST_REFINEMENTS):
                 try:

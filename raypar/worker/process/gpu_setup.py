@@ -9,6 +9,7 @@ from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import error_first_line
+from raypar.model.copy_on_device import remember_source
 from raypar.worker.data.microbatch_loader import BatchSource
 
 GPU_WORKER_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
@@ -50,6 +51,12 @@ class DeviceBatchSource:
     def get(self, step: int, microbatch: int) -> Mapping[str, Tensor]:
         """See `BatchSource.get`."""
         fields = self.source.get(step, microbatch)
+        copies = self._copies(fields)
+        for name, copied in copies.items():
+            remember_source(copied, fields[name])
+        return copies
+
+    def _copies(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self._copying is None:
             return {name: tensor.to(self.device) for name, tensor in fields.items()}
         computing, copies = torch.cuda.current_stream(self.device), {}

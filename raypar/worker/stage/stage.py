@@ -338,7 +338,8 @@ class Stage:
             if self.metrics is not None and self.metrics.are_due(self.step):
                 with torch.no_grad():
                     self.metrics.measure(forward_pass, values, self._fields(values, batch))
-        live.kept_inputs = {name: _without_graph(values[name]) for name in recomputation.inputs}
+        of_batch = {name for name in recomputation.inputs if values[name] is batch.get(name)}
+        live.kept_inputs = {n: batch[n] if n in of_batch else _without_graph(values[n]) for n in recomputation.inputs}
         if self.shard is not None and recomputation.positions:
             live.value_layouts = dict(self.shard.group.value_layouts)
         return self._leave(live, values)
