@@ -91,7 +91,7 @@ class DriverStartup:
         facts["fingerprint"] = dict(first)  # of one worker: differences between workers are warnings
         facts["best"] = [asdict(rule) for rule in request.job.best_rules] or None
         self.side_effects.note(RunStart(text=text, workers=[self.registry.worker_facts(n) for n in members], **facts))
-        for line in recorder.compare_fingerprints(list(hellos.values())):
+        for line in recorder.why_not_bitwise(list(hellos.values())):
             self.side_effects.note(RunWarning(text=line))
         await self.side_effects.awaited(recorder.start_callbacks)
         if len(hellos) < plan.world:

@@ -181,12 +181,13 @@ class RunRecorder:
         events, self._new_events = self._new_events, []
         return events
 
-    def compare_fingerprints(self, hellos: Sequence[WorkerHello]) -> list[str]:
-        """Warnings for differences between the workers' fingerprints."""
-        return [
-            f"not bitwise: the workers differ in {line}"
-            for line in describe_fingerprint_differences([h.fingerprint for h in hellos])
-        ]
+    def why_not_bitwise(self, hellos: Sequence[WorkerHello]) -> list[str]:
+        """Warnings where results need not be those of one process: differences between the workers, and what the job says."""
+        differences = describe_fingerprint_differences([hello.fingerprint for hello in hellos])
+        reasons = [f"the workers differ in {line}" for line in differences]
+        if self.request.contract.get("reduction") == "fast":
+            reasons.append("reduction is fast: gradients are added in an order that depends on the plan")
+        return [f"not bitwise: {reason}" for reason in reasons]
 
     def note_generation(self, plan: ParallelPlan, nodes: Sequence[str]) -> None:
         """Note that a generation with this plan begins; `nodes[rank]` is the node of the worker in that seat."""

@@ -51,10 +51,13 @@ class GenerationFacts(TypedDict):
 
 
 def training_facts(contract: Mapping[str, Any]) -> dict[str, Any]:
-    """What a job trains with, as data for the event of a start: optimizer, batch and precision. `contract`: the job's."""
+    """What a job trains with, as data for the event of a start: optimizer, batch, precision and reduction. `contract`: the
+    job's."""
     optimizer, precision = contract.get("optimizer") or {}, contract.get("precision")
     groups = len(optimizer.get("groups") or ())
     facts: dict[str, Json] = {"precision": precision["compute"]} if precision else {}
+    if contract.get("reduction") == "fast":
+        facts["reduction"] = "fast"
     if optimizer.get("function"):
         given = [f"{name}={value}" for name, value in (optimizer.get("args") or {}).items()]
         given += [f"{count_noun(groups, 'group')} with other arguments"] if groups else []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raypar.console.run_status import RunStatus, format_loss
+from raypar.console.run_status import RunStatus, describe_arithmetic, format_loss
 from raypar.draw.line_chart import ChartSeries, line_chart_svg
 from raypar.draw.run_history_chart import throughput_svg
 from raypar.errors import PlanError
@@ -161,7 +161,7 @@ def build_run_report(status: RunStatus, files: RunFiles, now: float, clean: Call
     plan = read_plan(files.plan)
     result, tone = describe_result(status)
     told, left_out = view.story.lines(FIRST_LINES, LAST_LINES)
-    computing = f", computing in {text(status.precision)}" if status.precision else ""
+    computing = text(describe_arithmetic(status))
     fingerprint = (view.start.fingerprint if view.start is not None else None) or {}
     return RunReport(
         run=text(status.run),

@@ -81,6 +81,8 @@ class RunStatus:
     """The schedule's name."""
     precision: str | None
     """In what layers and the loss compute, such as bf16; None: in the job's `dtype`."""
+    reduction: str | None
+    """`fast` if the job gives up equal bits for it; None: it does not."""
     members: tuple[Mapping[str, Any], ...]
     """Worker, coordinate, node, pid and host of each worker with a seat; of an ended run the last ones."""
     spares: tuple[Mapping[str, Any], ...]
@@ -135,10 +137,8 @@ def build_run_status(
     resumable: bool = False,
     now: float,
 ) -> RunStatus:
-    """The status that a view and the documents of a run folder show. `plan` is plan.json, `members` members.json.
-
-    `gone`: nodes of the local Ray cluster whose raylet does not run any more; `resumable`: there is a checkpoint.
-    """
+    """The status that a view and the documents of a run folder show. `plan` is plan.json, `members` members.json; `gone`:
+    nodes of the local Ray cluster whose raylet does not run any more; `resumable`: there is a checkpoint."""
     told, last, validation = members or {}, view.last_step, view.validation
     speed, ended, (story, earlier) = view.recent_speed(now), view.ended(members), view.story.summary()
     phase = "ended" if ended else str(members["phase"]) if members else "running" if last else "starting"
@@ -164,6 +164,7 @@ def build_run_status(
         plan=told.get("plan") or describe_plan_file(plan),
         schedule=told.get("schedule") or (plan or {}).get("schedule"),
         precision=view.start.precision if view.start is not None else None,
+        reduction=view.start.reduction if view.start is not None else None,
         members=tuple(told.get("members", ())),
         spares=tuple(told.get("spares", ())),
         wanted=told.get("wanted"),
@@ -275,8 +276,8 @@ def format_status(status: RunStatus) -> str:
     if (metrics := format_metrics(status)) is not None:
         rows.append(("metrics", metrics))
     if status.plan:
-        computing = f", computing in {status.precision}" if status.precision else ""
-        rows.append(("plan", status.plan + (f", schedule {status.schedule}" if status.schedule else "") + computing))
+        schedule = f", schedule {status.schedule}" if status.schedule else ""
+        rows.append(("plan", status.plan + schedule + describe_arithmetic(status)))
     if status.wanted is not None and status.wanted != len(status.members) and status.phase != "ended":
         rows.append(("workers", f"{len(status.members)} of {status.wanted} wanted"))
     if status.why:
@@ -304,6 +305,13 @@ def format_status(status: RunStatus) -> str:
             parts.append(f"  ({count_noun(earlier, 'earlier line')}: events.jsonl)")
         parts += [*(f"  {local_time(at)}  {indent_further_lines(line)}" for at, line in status.story[-STORY_LINES:])]
     return "\n".join(parts)
+
+
+def describe_arithmetic(status: RunStatus) -> str:
+    """What follows the plan where a job does not compute as it would by default: its precision, and a reduction that gives up
+    equal bits."""
+    precision = f", computing in {status.precision}" if status.precision else ""
+    return precision + (f", {status.reduction} reduction: not bit-identical" if status.reduction else "")
 
 
 def resume_advice(resume: str | None, *, submitted: bool = False) -> str:

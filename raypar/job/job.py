@@ -202,7 +202,7 @@ class Job(Section):
     several machines it must be a place that all of them reach."""
     reduction: Annotated[Literal["canonical", "fast"], BITS] = "canonical"
     """How gradients are summed. `canonical`: in an order that does not depend on the number of replicas and stages, so that
-    results do not either. `fast`: in any order."""
+    results do not either. `fast`: in any order, on GPUs NCCL's own, which the run calls not bit-identical."""
     dtype: Annotated[Literal["float32", "float64"], BITS] = "float32"
     """Type of the parameters, their gradients and the optimizer's state."""
     precision: Annotated[PrecisionConfig | None, BITS] = None

@@ -242,6 +242,8 @@ class RunStart(_TextEvent):
     """worker, node, pid and host of each, by rank."""
     precision: Text | None = None
     """The autocast precision of layers and loss, such as bf16; None: the job's `dtype`."""
+    reduction: Text | None = None
+    """`fast` if the job gives up equal bits for it; None: it does not."""
     optimizer: Text | None = None
     """The optimizer's class or function, as text."""
     optimizer_args: Text | None = None

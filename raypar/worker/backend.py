@@ -117,6 +117,8 @@ class GpuBackend(DeviceBackend):
     def __init__(self) -> None:
         self._device: nccl_device.Device | None = None
         """This process's GPU, once it is open."""
+        self._exact = True
+        """Whether equal computations must give equal bits (`open_device`)."""
 
     def check_plan(
         self, spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
@@ -126,7 +128,7 @@ class GpuBackend(DeviceBackend):
 
     def open_device(self, *, exact: bool) -> torch.device:
         """See `DeviceBackend.open_device`: the first GPU that this process sees; Ray shows it only its own."""
-        self._device = nccl_device.CudaDevice()
+        self._device, self._exact = nccl_device.CudaDevice(), exact
         configure_torch(self._device.device, exact=exact)
         return self._device.device
 
@@ -148,7 +150,7 @@ class GpuBackend(DeviceBackend):
     def listen(self, host: str, credential: RunCredential) -> WorkerEndpoint:
         """See `DeviceBackend.listen`."""
         assert self._device is not None, "open_device comes first"
-        return NcclEndpoint.listen(host, self._device, credential=credential)
+        return NcclEndpoint.listen(host, self._device, credential=credential, exact=self._exact)
 
     def communicators(
         self, order: AdoptPlanCommand, rank: int, spec: Job, layout: Callable[[int], TensorParallelLayout]

@@ -65,14 +65,14 @@ def in_threads(size, body):
 class Group:
     """`size` ends in this process; `ends` holds what each rank's `connect` returned or raised."""
 
-    def __init__(self, size, keys, deadline_s=LIMIT_S, device=lambda rank: HostDevice(f"device {rank}")):
+    def __init__(self, size, keys, deadline_s=LIMIT_S, device=lambda rank: HostDevice(f"device {rank}"), exact=True):
         self.meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(size)]
         addresses = [mesh.address for mesh in self.meshes]
 
         def end(rank):
             control = self.meshes[rank].connect(rank=rank, size=size, addresses=addresses, generation=1, deadline_s=LIMIT_S)
             mine = keys(rank) if callable(keys) else keys
-            return connect_nccl(control, device=device(rank), communicators=mine, deadline_s=deadline_s)
+            return connect_nccl(control, device=device(rank), communicators=mine, deadline_s=deadline_s, exact=exact)
 
         self.ends = in_threads(size, end)
 
@@ -540,6 +540,25 @@ def test_a_message_in_host_memory_that_its_receiver_has_taken_before_it_left_was
         sent.wait(LIMIT_S)
         with pytest.raises(CommError, match="rank 1 closed its end"):
             ends[0].send(torch.ones(3, dtype=torch.float64), to=1, tag=2).wait(LIMIT_S)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("elements", [10, 100_000])
+def test_sums_that_need_no_order_are_ncclAllReduce_and_ncclReduceScatter_also_of_more_than_two_ranks(elements, exact):
+    everybody = (0, 1, 2)
+    values = [torch.randn(3 * elements, generator=torch.Generator().manual_seed(rank)) for rank in everybody]
+    total = values[0].double() + values[1].double() + values[2].double()
+    keys = [CommunicatorKey(everybody, name) for name in ("all_reduce", "reduce_scatter")]
+    with Group(3, keys, exact=exact) as ends:
+        before = standin.count(Count.NATIVE)
+        flats = [value.clone() for value in values]
+        every(ends, lambda end: end.all_reduce(flats[end.rank], group=everybody))
+        outs = [torch.empty(elements) for _ in ends]
+        every(ends, lambda end: end.reduce_scatter(outs[end.rank], list(values[end.rank].chunk(3)), group=everybody))
+        assert standin.count(Count.NATIVE) - before == (0 if exact else 6)
+    assert torch.equal(flats[0], flats[1]) and torch.equal(flats[0], flats[2])
+    for found in (flats[0], torch.cat(outs)):
+        torch.testing.assert_close(found.double(), total, rtol=1e-5, atol=1e-6)
 
 
 def test_posting_an_operation_costs_the_same_however_many_are_pending_and_those_that_are_over_are_let_go_of(monkeypatch):

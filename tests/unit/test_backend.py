@@ -3,6 +3,7 @@
 import ast
 import inspect
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -19,6 +20,7 @@ from raypar.errors import ClusterError, ConfigError
 from raypar.job import Job, PrecisionConfig
 from raypar.job.precision_and_plan_names import PrecisionName
 from raypar.plan.pieces import AdoptPlanCommand
+from raypar.worker import backend as backend_module
 from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS
 from raypar.worker.backend import BACKENDS, make_backend
 
@@ -59,6 +61,19 @@ def test_a_gpu_run_reserves_gpus_and_waits_longer_for_communicators():
     assert backend.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     defaults = RunPolicy(workers=1, job_steps=1)
     assert all(seconds > getattr(defaults, name) for name, seconds in backend.deadlines.items())
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_job_that_gives_up_equal_bits_has_sums_added_by_nccl(exact, monkeypatch):
+    device = SimpleNamespace(device=CPU, name="a GPU")
+    monkeypatch.setattr(backend_module.nccl_device, "CudaDevice", lambda: device)
+    backend = make_backend("gpu")
+    backend.open_device(exact=exact)
+    endpoint = backend.listen("127.0.0.1", RunCredential.fresh("a run"))
+    try:
+        assert endpoint._exact == exact
+    finally:
+        endpoint.close()
 
 
 def test_every_name_of_a_precision_has_a_record():

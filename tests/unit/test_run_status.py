@@ -9,6 +9,8 @@ from helpers.recorded_runs import view_of
 
 from raypar.actors import members_file_text
 from raypar.actors.members_file_text import MembersFileText
+from raypar.actors.run_recorder import RunRecorder
+from raypar.actors.worker_and_generation_events import training_facts
 from raypar.cli import main
 from raypar.console.read_run_folder import find_dead_local_nodes
 from raypar.console.run_status import build_run_status, format_status
@@ -64,6 +66,18 @@ def test_the_precision_is_that_of_the_last_start_and_only_said_where_it_is_set()
     mixed = {"kind": "started", "text": "4 workers", "time": 1000.5, "precision": "bf16"}
     assert "3 stages x 1 replica, schedule 1f1b, computing in bf16" in format_status(of(events=[EVENTS[0], mixed, *EVENTS[1:]]))
     assert of(events=[mixed, *EVENTS]).precision is None and "computing in" not in format_status(of())
+
+
+def test_a_run_that_gives_up_equal_bits_says_so_in_its_log_and_in_its_status():
+    fast = {"kind": "started", "text": "4 workers", "time": 1000.5, **training_facts({"reduction": "fast"})}
+    assert "schedule 1f1b, fast reduction: not bit-identical" in format_status(of(events=[EVENTS[0], fast, *EVENTS[1:]]))
+    assert training_facts({"reduction": "canonical"}) == {} and "reduction" not in format_status(of())
+    for reduction, said in (("fast", ["not bitwise: reduction is fast"]), ("canonical", [])):
+        recorder = SimpleNamespace(request=SimpleNamespace(contract={"reduction": reduction}))
+        assert [
+            line.partition(": gradients")[0]
+            for line in RunRecorder.why_not_bitwise(recorder, [SimpleNamespace(fingerprint={})])
+        ] == said
 
 
 def test_members_json_is_written_again_when_the_last_step_has_been_executed_again():

@@ -23,7 +23,9 @@ from raypar.comm.transport import CommunicatorKey
 class CommunicatorStream:
     """A communicator and its stream. All calls only enqueue; the caller holds `lock`, and keeps the tensors' memory."""
 
-    def __init__(self, key: CommunicatorKey, me: int, communicator: NcclCommunicator, device: Device) -> None:
+    def __init__(
+        self, key: CommunicatorKey, me: int, communicator: NcclCommunicator, device: Device, *, exact: bool = True
+    ) -> None:
         self.key = key
         """Names the operations that the communicator carries."""
         self.name = str(key)
@@ -31,6 +33,8 @@ class CommunicatorStream:
         """This rank's index among the members."""
         self.size = len(key.members)
         self.communicator = communicator
+        self.exact = exact
+        """Whether sums are added over the tree of ranks; else by NCCL, in an order of its own."""
         self.device = device
         self.device_stream: Stream = device.stream()
         self.lock = threading.Lock()
@@ -77,8 +81,8 @@ class CommunicatorStream:
     # -- collectives; each (like `message`) returns scratch memory, to be kept until the stream has done the work
 
     def all_reduce(self, flat: Tensor) -> list[Tensor]:
-        """Sum in place, over the tree of ranks. NCCL sums two ranks in that order; more than two in the order of a ring."""
-        if self.size == 2 and flat.dtype in NCCL_DTYPES:
+        """Sum in place, over the tree of ranks. NCCL sums two ranks in that order; more than two in one of its own."""
+        if (self.size == 2 or not self.exact) and flat.dtype in NCCL_DTYPES:
             self.communicator.all_reduce(flat.data_ptr(), flat.numel(), flat.dtype, self.device_stream.cuda_stream)
             return []
         if flat.nbytes <= ONE_PHASE_BYTES:
@@ -94,9 +98,10 @@ class CommunicatorStream:
         return parts
 
     def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """`out` = the sum over all ranks of their `pieces[me]`, over the tree of ranks."""
+        """`out` = the sum over all ranks of their `pieces[me]`, over the tree of ranks, or by NCCL (see `all_reduce`)."""
         # All ranks must choose the same call, so the choice depends on what all know: the pieces' sizes, not their addresses.
-        if self.size == 2 and out.dtype in NCCL_DTYPES and pieces[0].numel() == pieces[1].numel():
+        alike = len({piece.numel() for piece in pieces}) == 1
+        if (self.size == 2 or not self.exact) and out.dtype in NCCL_DTYPES and alike:
             whole, held = self._whole(pieces, filled=True)
             self.communicator.reduce_scatter(whole, out.data_ptr(), out.numel(), out.dtype, self.device_stream.cuda_stream)
             return held

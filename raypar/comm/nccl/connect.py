@@ -56,13 +56,15 @@ def connect_nccl(
     device: Device,
     communicators: Iterable[CommunicatorKey],
     deadline_s: float,
+    exact: bool = True,
     report_unended: Callable[[Sequence[str]], None] = lambda names: None,
 ) -> NcclTransport:
     """An `nccl` transport with those of `communicators` that name this rank; it owns `control` from here on.
 
     All members of a communicator name it; groups of one need none. Raises `ClusterError` for what the ranks' libraries or
     devices cannot do, `CommTimeout` at the deadline, `CommError` when a rank is lost meanwhile. `control` is closed then, and a
-    thread may be left behind that waits for other ranks inside NCCL. `report_unended`: see `NcclTransport`.
+    thread may be left behind that waits for other ranks inside NCCL. `exact`: see `CommunicatorStream`; one for all ranks;
+    `report_unended`: see `NcclTransport`.
     """
     deadline = time.monotonic() + deadline_s
     try:
@@ -74,7 +76,7 @@ def connect_nccl(
         control.close()
         raise
     ids = {name: bytes.fromhex(text) for hello in hellos for name, text in hello["ids"].items()}
-    making = CommunicatorSetup(control.rank, device, mine, ids)
+    making = CommunicatorSetup(control.rank, device, mine, ids, exact)
     others = [rank for rank in range(control.size) if rank != control.rank]
     try:
         ready = {rank: control.recv(None, source=rank, tag=READY_TAG) for rank in others}
@@ -178,7 +180,9 @@ def check_ranks_compatible(hellos: Sequence[Mapping[str, Any]], keys: Sequence[C
 class CommunicatorSetup(threading.Thread):
     """A thread that makes this rank's communicators, one after the other, and their connections."""
 
-    def __init__(self, rank: int, device: Device, keys: Sequence[CommunicatorKey], ids: Mapping[str, bytes]) -> None:
+    def __init__(
+        self, rank: int, device: Device, keys: Sequence[CommunicatorKey], ids: Mapping[str, bytes], exact: bool
+    ) -> None:
         super().__init__(name=f"raypar-nccl-{rank}", daemon=True)
         self.streams: dict[CommunicatorKey, CommunicatorStream] = {}
         """Communicators made so far."""
@@ -190,6 +194,7 @@ class CommunicatorSetup(threading.Thread):
         self._keys = keys
         self._ids = ids
         """Name of a communicator -> its unique id."""
+        self._exact = exact
         self._under_way = "nothing"
         """Name of the communicator that is being made."""
         self._error: BaseException | None = None
@@ -226,7 +231,7 @@ class CommunicatorSetup(threading.Thread):
 
     def _make_stream(self, key: CommunicatorKey, me: int, communicator: bindings.NcclCommunicator) -> CommunicatorStream:
         try:
-            return CommunicatorStream(key, me, communicator, self._device)
+            return CommunicatorStream(key, me, communicator, self._device, exact=self._exact)
         except BaseException:
             communicator.abort()  # else Python's collector destroys it, which may wait for the others forever
             raise

@@ -22,9 +22,11 @@ MAKING_S = 60.0
 class NcclEndpoint:
     """See `comm.transport.WorkerEndpoint`: NCCL for tensors on `device`, TCP for those in host memory and for control."""
 
-    def __init__(self, endpoint: TcpEndpoint, device: Device) -> None:
+    def __init__(self, endpoint: TcpEndpoint, device: Device, *, exact: bool = True) -> None:
+        """`exact`: whether sums are added over the tree of ranks; else by NCCL, in an order of its own."""
         self._tcp = endpoint
         self._device = device
+        self._exact = exact
         self._lock = threading.Lock()
         """Guards all attributes below."""
         self._aborts = 0
@@ -37,9 +39,11 @@ class NcclEndpoint:
         """Communicators that NCCL has not ended, of all generations."""
 
     @classmethod
-    def listen(cls, host: str, device: Device, *, credential: RunCredential, unix_sockets: bool = True) -> NcclEndpoint:
-        """See `TcpEndpoint.listen`."""
-        return cls(TcpEndpoint.listen(host, credential=credential, unix_sockets=unix_sockets), device)
+    def listen(
+        cls, host: str, device: Device, *, credential: RunCredential, unix_sockets: bool = True, exact: bool = True
+    ) -> NcclEndpoint:
+        """See `TcpEndpoint.listen`, and `__init__`."""
+        return cls(TcpEndpoint.listen(host, credential=credential, unix_sockets=unix_sockets), device, exact=exact)
 
     @property
     def address(self) -> str:
@@ -80,6 +84,7 @@ class NcclEndpoint:
                 device=self._device,
                 communicators=communicators,
                 deadline_s=min(left_s, MAKING_S),
+                exact=self._exact,
                 report_unended=self._add_unended,
             )
         finally:
