@@ -15,10 +15,12 @@ from torch import Tensor
 from raypar.errors import UserCodeError, with_article
 from raypar.job import FunctionConfig
 from raypar.plan.wording import count_noun
-from raypar.worker.data.sample_number_field import SAMPLE
+from raypar.worker.data.sample_number_field import SAMPLE, number_and_length
 
 NUMBERS = "sample"
 """The column of a prediction with the numbers of the samples."""
+LENGTHS = "length"
+"""The column with their lengths, where `data.pad` pads them."""
 MOST_BYTES = 1 << 30
 """Bytes that the outputs of one pass may have, on one worker."""
 
@@ -48,15 +50,18 @@ class Prediction:
         return torch.stack(found).sum() if found else torch.zeros((), device=target.device)
 
     def measure(self, output: object, batch: Mapping[str, Tensor], target: Tensor) -> Mapping[str, object]:
-        """See `Metric`: the bytes of what is kept of one microbatch. `target`: the numbers of its samples."""
+        """See `Metric`: the bytes of what is kept of one microbatch. `target`: the field `SAMPLE` of its samples."""
         kept = output if self.function is None else self.function.partial()(output)
-        found = {SAMPLE: target.to("cpu")}
+        numbers, lengths = number_and_length(target.to("cpu"))
+        own = {SAMPLE: numbers} if lengths is None else {SAMPLE: numbers, LENGTHS: lengths}
+        found = dict(own)
         for name, tensor in named_tensors(kept):
             if not tensor.dim():
                 continue  # of no sample: a model's own loss
-            if name in (NUMBERS, SAMPLE):
+            if name in own or name == NUMBERS:
+                what = "lengths" if name == LENGTHS else "numbers"
                 raise UserCodeError(
-                    f"the output {name!r} has the name of the column with the numbers of the samples",
+                    f"the output {name!r} has the name of the column with the {what} of the samples",
                     cure="give a function of the output that returns it under another name: --function; from Python function=",
                 )
             if len(tensor) != len(target):
@@ -65,7 +70,7 @@ class Prediction:
                     cure="give a function of the output that returns tensors [samples, ...]: --function; from Python function=",
                 )
             found[name] = tensor.detach()
-        if len(found) == 1:
+        if len(found) == len(own):
             raise UserCodeError(
                 f"the output is {with_article(type(kept).__name__)}, in which no tensor has a row for each sample",
                 cure="give a function of the output that returns tensors [samples, ...]: --function; from Python function=",

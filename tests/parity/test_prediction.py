@@ -194,6 +194,33 @@ def test_a_model_that_computes_its_loss_gives_its_logits_without_labels(tmp_path
     assert equal(found, plain(path, Prompts(), call))
 
 
+class Ragged(Prompts):
+    """Token ids of unequal lengths, in a list."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": super().__getitem__(index)["input_ids"][: 2 + index % 7].tolist()}
+
+
+def first_token(output: Any) -> dict[str, Tensor]:
+    return {"first": output.logits[:, 0].argmax(-1)}
+
+
+def test_samples_that_are_padded_have_their_lengths_beside_their_outputs(tmp_path: Path, passes: Any):
+    job = job_of(gpt2, loss="model", data={"function": TokenSamples, "target": "labels"})
+    path, _ = train_into_folder(job, tmp_path)
+    passes(4, {"pp": 2})
+    found = predict(path, job, {"function": Ragged, "pad": {"to": [4, 8]}}, FunctionConfig(function=first_token))
+    assert found.keys() == {"sample", "length", "first"}
+    assert found["sample"].tolist() == list(range(SAMPLES))
+    assert found["length"].tolist() == [len(Ragged()[index]["input_ids"]) for index in range(SAMPLES)]
+    with pytest.raises(UserCodeError, match="'length' has the name of the column with the lengths of the samples"):
+        predict(path, job, {"function": Ragged, "pad": {"to": [4, 8]}}, FunctionConfig(function=own_length))
+
+
+def own_length(output: Any) -> dict[str, Tensor]:
+    return {"length": output.logits[:, 0].argmax(-1)}
+
+
 def test_a_function_of_the_output_says_what_is_kept(trained: Any, passes: Any):
     path, job = trained
     passes(4, {"dp": 2})

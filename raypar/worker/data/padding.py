@@ -26,6 +26,14 @@ LOOK_S = 0.5
 """So long samples are read before the run to find some that are too long."""
 
 
+def length_of(value: object) -> int:
+    """The length of a field of a sample: of its first dimension; 0 for one without."""
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    shape: Sequence[int] = getattr(value, "shape", ())
+    return int(shape[0]) if shape else 0
+
+
 @dataclass(frozen=True)
 class Padding:
     """Pads dimension 0 of samples' fields, and stacks them."""
@@ -144,11 +152,7 @@ class Padding:
 
     def _length_in(self, sample: object, name: str) -> int:
         """The length of a field of a sample in memory; 0 for one without."""
-        value = flatten_fields(sample, self.names, "a sample").get(name)
-        if isinstance(value, (list, tuple)):
-            return len(value)
-        shape: Sequence[int] = getattr(value, "shape", ())
-        return int(shape[0]) if shape else 0
+        return length_of(flatten_fields(sample, self.names, "a sample").get(name))
 
     def value(self, name: str, dtype: torch.dtype) -> float:
         """What a field is padded with. Raises `DataError` for a number that the dtype does not have."""

@@ -7,17 +7,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from raypar.data.batch_fields import top_values
+from raypar.data.batch_fields import flatten_fields, top_values
 from raypar.errors import ConfigError, DataError
 from raypar.job import DataConfig, FunctionConfig
 from raypar.job.data_section import ValidationConfig
 from raypar.plan.wording import count_noun
 from raypar.worker.data.collate import Collation, make_collation, shallow_copy
+from raypar.worker.data.padding import length_of
+from raypar.worker.data.sample_reader import is_one_tensor
 from raypar.worker.data.user_dataset import MapStyleDataset, is_stream, make_dataset
 
 SAMPLE = "raypar_sample"
-"""The field with a sample's number."""
+"""The field with a sample's number, and its length where samples are padded (`number_and_length`)."""
+_LENGTH_BIT = 40
+"""The bit of the field at which the length begins."""
+
+
+def number_and_length(sample: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The numbers of samples, of values of the field `SAMPLE`, and their lengths before padding; None where none is padded."""
+    lengths = sample >> _LENGTH_BIT
+    return sample & ((1 << _LENGTH_BIT) - 1), lengths - 1 if lengths.any() else None
 
 
 def with_numbered_samples(data: DataConfig, samples: int) -> ValidationConfig:
@@ -105,7 +116,14 @@ class NumberedStream:
 def _numbered(sample: object, index: int, data: DataConfig) -> object:
     if data.collate is not None:
         return [index, sample]
-    return {**top_values(sample, data.names, f"sample {index}"), SAMPLE: index}
+    number = index if data.pad is None else index | 1 + _padded_length(sample, index, data) << _LENGTH_BIT
+    return {**top_values(sample, data.names, f"sample {index}"), SAMPLE: number}
+
+
+def _padded_length(sample: object, index: int, data: DataConfig) -> int:
+    """The length of the longest field of a sample that is padded; 0 if none is."""
+    fields, padded = flatten_fields(sample, data.names, f"sample {index}", is_one_tensor), data.pad.fields if data.pad else ()
+    return max((length_of(value) for name, value in fields.items() if not padded or name in padded), default=0)
 
 
 class NumberedCollation:

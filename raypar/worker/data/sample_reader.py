@@ -175,7 +175,7 @@ class SampleReader:
         sample, what = self._sample(places[0], seeded=True), f"sample {places[0][1]}"
         if self.packing is not None:
             return self.packing.batch_names(self._tensors(sample, places[0][1]))
-        found = tuple(flatten_fields(sample, self.names, what, _is_one_tensor))
+        found = tuple(flatten_fields(sample, self.names, what, is_one_tensor))
         return found + tuple(name for name in also if name not in found and name in top_values(sample, self.names, what))
 
     def tensor_names(self, places: Sequence[SamplePosition]) -> tuple[str, ...]:
@@ -187,7 +187,7 @@ class SampleReader:
             sample = self._sample(places[0], seeded=True)
             if self.packing is not None:
                 return self.packing.batch_names(self._tensors(sample, places[0][1]))
-            found = flatten_fields(sample, self.names, f"sample {places[0][1]}", _is_one_tensor)
+            found = flatten_fields(sample, self.names, f"sample {places[0][1]}", is_one_tensor)
         return tuple(name for name, value in found.items() if isinstance(value, Tensor) or _can_be_tensor(value))
 
     @property
@@ -237,7 +237,7 @@ class SampleReader:
             value = found[name] if name in found else value_at(found, name)
         except KeyError:
             inside = [
-                each for each in flatten_fields(sample, self.names, f"sample {index}", _is_one_tensor) if each not in found
+                each for each in flatten_fields(sample, self.names, f"sample {index}", is_one_tensor) if each not in found
             ]
             raise DataError(
                 f"sample {index} has no field {name!r}, only {', '.join(map(str, (*found, *inside))) or 'none at all'}",
@@ -258,7 +258,7 @@ class SampleReader:
     def _tensors(self, sample: object, index: int) -> dict[str, Tensor]:
         """The fields of a sample that can be tensors; of a named tuple also those that are asked for by another name."""
         what = f"sample {index}"
-        values = flatten_fields(sample, self.names, what, _is_one_tensor)
+        values = flatten_fields(sample, self.names, what, is_one_tensor)
         others = top_values(sample, self.names, what)
         values |= {name: others[name] for name in self.fields if name in others and name not in values}
         return {
@@ -296,7 +296,7 @@ class SampleReader:
         return torch.stack(column)
 
 
-def _is_one_tensor(value: object) -> bool:
+def is_one_tensor(value: object) -> bool:
     """Whether a tuple or list of tensors is one value, because PyTorch makes one tensor of it: each has one number."""
     return isinstance(value, (tuple, list)) and _can_be_tensor(value)
 
