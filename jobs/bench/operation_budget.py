@@ -25,7 +25,8 @@ one `dot` for each 32,768 elements of a gradient, here one for each parameter (o
 have the same layers, on the same device: forward, loss, backward, `clip_grad_norm_`, `optimizer.step()`. Beside stages
 and replicas stand a loop for each, with its own layers or microbatches, clipping and optimizer; beside shards layers of
 1/n of the size, with what a cut vocabulary and biases after sums need by hand; beside recomputation
-`torch.utils.checkpoint`; beside bf16 autocast. *Messages* are sends and parts of collectives in memory of the device;
+`torch.utils.checkpoint`; beside bf16 autocast. *Messages* are sends and parts of collectives in memory of the device (of two
+ranks with their sum, which is NCCL's own);
 `most` is {WANTED} of the loops' operations and one for each message. *Reads* (of device values by the host) are beyond
 those that the model's own code makes in the loop. *Waits* are the host's, for messages, where these come late. Both for
 all workers, in the step; then what each further microbatch adds, by steps of {FEWER} and {MORE} microbatches. Wanted:

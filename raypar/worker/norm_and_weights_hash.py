@@ -31,7 +31,8 @@ def read_together(numbers: Sequence[Tensor | float]) -> list[float]:
         if isinstance(number, Tensor):
             alike.setdefault(number.device, {}).setdefault(number.dtype, {})[place] = number
     for by_dtype in alike.values():
-        read = torch.cat([torch.stack(list(tensors.values())).double() for tensors in by_dtype.values()]).tolist()
+        stacked = [torch.stack(list(tensors.values())).double() for tensors in by_dtype.values()]
+        read = (torch.cat(stacked) if len(stacked) > 1 else stacked[0]).tolist()
         for place, number in zip(chain.from_iterable(by_dtype.values()), read, strict=True):
             found[place] = number
     return found

@@ -25,7 +25,6 @@ from raypar.plan import ParallelPlan
 from raypar.torch_compat import (
     autograd,
     avoid_dynamo_import,
-    device_assertion,
     dispatch,
     modules,
     multi_tensor,
@@ -251,12 +250,6 @@ CASES: dict[str, Case] = {
         "says",
     ),
     "operations on lists gone": (multi_tensor.LISTS, {"torch._foreach_mul_": GONE}, foreach, [4.5, 4.5, 5.5, 0.0, 0.0]),
-    "checks on a device gone": (
-        device_assertion.ASSERTION,
-        {"torch._assert_async": GONE},
-        lambda: device_assertion.assert_on_device(torch.tensor(True), "no"),
-        None,
-    ),
     "inference mode gone": (
         process_state.INFERENCE,
         {"torch._C._InferenceMode": GONE},
@@ -373,6 +366,4 @@ def test_a_worker_without_what_only_saves_time_has_the_same_bits_and_reports_the
 def test_with_the_api_and_without_the_numbers_are_the_same():
     assert foreach() == [4.5, 4.5, 5.5, 0.0, 0.0] and shared_hooks() == [5.0, 7.0]
     assert gradient_by(lambda loss: run_autograd_backward([loss], [None])) == [2.0, 4.0]
-    with pytest.raises(RuntimeError, match="too large"):
-        device_assertion.assert_on_device(torch.tensor(False), "too large")
     assert storages.count_holders(torch.ones(1)) is not None

@@ -69,14 +69,17 @@ class _Copy(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: AutogradContext, x: Tensor, group: ShardGroup) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, group: ShardGroup, absent: Tensor | None) -> Tensor:
+        ctx.save_for_backward(absent)
         ctx.set_materialize_grads(False)
-        return group.all_reduce(x.clone(memory_format=torch.contiguous_format), "the sum of a value")
+        own = x.clone(memory_format=torch.contiguous_format) if absent is None else x.masked_fill(absent, 0.0)
+        return group.all_reduce(own, "the sum of a value")
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0], None
+        (gradient,), (absent,) = gradients, ctx.saved_tensors
+        return (gradient if gradient is None or absent is None else gradient.masked_fill(absent, 0.0)), None, None
 
 
 class _JoinContext(AutogradContext):
@@ -170,9 +173,10 @@ def copy_to_shards(x: Tensor, group: ShardGroup) -> Tensor:
     return _Copy.apply(x, group) if x.requires_grad and torch.is_grad_enabled() else x  # type: ignore[no-untyped-call]
 
 
-def reduce_from_shards(x: Tensor, group: ShardGroup) -> Tensor:
-    """g: the sum of what the shards have computed, which all of them hold whole and use alike."""
-    return _Sum.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+def reduce_from_shards(x: Tensor, group: ShardGroup, absent: Tensor | None = None) -> Tensor:
+    """g: the sum of what the shards have computed, which all of them hold whole and use alike. `absent`: where this shard adds
+    nothing, and `x` is anything."""
+    return _Sum.apply(x, group, absent)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_scatter_to_shards(x: Tensor, dim: int, group: ShardGroup) -> Tensor:

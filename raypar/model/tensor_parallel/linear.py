@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -375,6 +376,11 @@ class _Late(torch.autograd.Function):
         return ctx.layer.weight_gradient(rows, flat), None, None
 
 
+@lru_cache(maxsize=16)
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
+
+
 class _ReaderContext(AutogradContext):
     layer: ShardedLinear
     stash: Stash | None
@@ -410,7 +416,7 @@ class _Reader(torch.autograd.Function):
             return (dx, *_weight_gradients(ctx, gradient, rows, x, ctx.layer, ctx.stash), None, None, None)
         ctx.left[:] = [rows, flat]
         # What `_Late` gets is only a sign that it may begin.
-        sign = rows.new_zeros(()).expand(weight.shape)
+        sign = _zero(rows.dtype, rows.device).expand(weight.shape)
         bias = bias_gradient(ctx.layer.bias_operand(gradient, rows, x)) if ctx.needs_input_grad[2] else None
         return dx, sign, bias, None, None, None
 

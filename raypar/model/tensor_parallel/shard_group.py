@@ -79,12 +79,10 @@ class ShardGroup:
         self.wait(self.post_all_reduce(tensor), what)
         return tensor
 
-    def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """The tensors of all shards, which have one shape, in shard order."""
-        tensor = tensor.contiguous()
-        pieces = [tensor if i == self.shard else torch.empty_like(tensor) for i in range(self.size)]
-        self.wait(self.transport.all_gather(pieces, tensor, group=self.ranks, channel=self.channel), what)
-        return pieces
+    def all_gather_in_place(self, whole: Tensor, what: str) -> None:
+        """Fill `whole` [shards, ...], contiguous, of which this shard has put its own part in place."""
+        pieces = list(whole.unbind())
+        self.wait(self.transport.all_gather(pieces, pieces[self.shard], group=self.ranks, channel=self.channel), what)
 
     def gather_and_concat(self, tensor: Tensor, dim: int, held: Sequence[IndexRanges], what: str) -> Tensor:
         """The whole value, of which each shard holds one run of indices along `dim`, in shard order (maybe an empty one)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,24 @@ from raypar.model.tensor_parallel.local_part_layout import sequence_part_layout
 from raypar.model.tensor_parallel.shard_group import ShardedModule, ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, implements_on_parts, unsupported_on_part_error
 from raypar.plan.shard_ranges import IndexRanges
-from raypar.torch_compat.device_assertion import assert_on_device
+
+
+@lru_cache(maxsize=16)
+def _rows_of_all_ids(start: int, stop: int, total: int, device: torch.device) -> Tensor:
+    """For all ids [total] what `_local_rows` says of them."""
+    rows = torch.full((total,), -1)
+    rows[start:stop] = torch.arange(stop - start)
+    return rows.to(device)
+
+
+def _local_rows(ids: Tensor, start: int, stop: int, total: int) -> Tensor:
+    """The rows that ids of [0, total) have on the shard with the ids [start, stop); -1 where another shard has them.
+
+    They are looked up, so that one operation also finds ids that are none. Raises `IndexError` for these; nothing waits for a
+    GPU, where an assertion of the operation fails, as in `nn.Embedding`.
+    """
+    rows = _rows_of_all_ids(start, stop, total, ids.device)
+    return rows.index_select(0, ids.reshape(-1)).view(ids.shape)
 
 
 class VocabularyEmbedding(ShardedModule):
@@ -39,26 +57,25 @@ class VocabularyEmbedding(ShardedModule):
             self.padding_idx = embedding.padding_idx - self.start
 
     def forward(self, ids: Tensor) -> Tensor | ShardedValue:
-        """The embedded ids. Raises `IndexError` for an id outside the vocabulary, as `nn.Embedding` does."""
-        inside = ((ids >= 0) & (ids < self.num_embeddings)).all()
-        if ids.device.type != "cpu":  # nothing waits for the device
-            assert_on_device(inside, f"index out of range in {self.name}")
-        elif not inside:
+        """The embedded ids. Raises `IndexError` for an id outside the vocabulary, as `nn.Embedding` does: on a GPU at a later
+        synchronisation."""
+        try:
+            local = _local_rows(ids, self.start, self.stop, self.num_embeddings)
+        except IndexError:
             raise IndexError(
                 f"index out of range in {self.name}: ids {int(ids.min())} to {int(ids.max())}, not all "
                 f"in [0, {self.num_embeddings})"
-            )
-        absent = (ids < self.start) | (ids >= self.stop)
-        rows = F.embedding((ids - self.start).masked_fill(absent, 0), self.weight, self.padding_idx)
-        part = rows.masked_fill(absent.unsqueeze(-1), 0.0)
+            ) from None
+        rows = F.embedding(local.clamp_min(0), self.weight, self.padding_idx)
+        absent = (local < 0).unsqueeze(-1)
         if not self.group.sequence_parallel:
-            return autograd_collectives.reduce_from_shards(part, self.group)
+            return autograd_collectives.reduce_from_shards(rows, self.group, absent)
         if ids.dim() != 2:
             raise ModelError(
                 f"{self.name} sees ids of shape {list(ids.shape)}, sequence parallelism needs [batch, sequence]",
                 cure="give the embedding the style whole, or set plan.sequence_parallel: false",
             )
-        made = autograd_collectives.reduce_scatter_to_shards(part, 1, self.group)
+        made = autograd_collectives.reduce_scatter_to_shards(rows.masked_fill(absent, 0.0), 1, self.group)
         return ShardedValue(made, sequence_part_layout(ids.shape[1], self.group.shard, self.group.size), self.group)
 
 
@@ -77,52 +94,65 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: _CrossEntropyContext,
         logits: Tensor,
-        targets: Tensor,
-        start: int,
+        local: Tensor,
+        ignored: Tensor,
         total: int,
         smoothing: float,
-        ignored: int,
         group: ShardGroup,
     ) -> Tensor:
-        """logits [n, here], targets [n] -> losses [n], 0 where ignored."""
-        here = logits.shape[1]
-        rows = torch.arange(len(targets), device=targets.device)
-        mine = (targets >= start) & (targets < start + here) & (targets != ignored)
-        place = (targets - start).masked_fill(~mine, 0)
-        top = logits.max(1).values
+        """logits [n, here], the targets' columns here [n] (-1: none), which rows are ignored [n] -> losses [n], 0 for these."""
+        absent, place = local < 0, local.clamp_min(0).unsqueeze(1)
+        everybody = logits.new_empty(group.size, 4 if smoothing else 3, len(local))
+        top, powers_sum, chosen, *logits_sum = everybody[group.shard]
+        torch.amax(logits, 1, out=top)
         # The maximum over all is not known yet: e^(l - m) is brought to it afterwards. All may be -inf here (padding, masked).
-        powers = (logits - top.masked_fill(top == -torch.inf, 0.0).unsqueeze(1)).exp_()
-        packed = [top, powers.sum(1), logits[rows, place].masked_fill(~mine, 0.0)]
+        powers = (logits - top.clamp_min(torch.finfo(top.dtype).min).unsqueeze(1)).exp_()
+        torch.sum(powers, 1, out=powers_sum)
+        torch.gather(logits, 1, place, out=chosen.unsqueeze(1))
+        chosen.masked_fill_(absent, 0.0)
+        for of_smoothing in logits_sum:
+            torch.sum(logits, 1, out=of_smoothing)
+        group.all_gather_in_place(everybody, "the parts of a cross-entropy")
+        highest = everybody[:, 0].max(0).values
+        scales = (everybody[:, 0] - highest).exp_()
+        everybody[:, 1].mul_(scales)
+        sums = everybody[0, 1:]
+        for part in everybody[1:]:
+            sums = sums + part[1:]
+        log_sum = sums[0].log() + highest
+        losses = log_sum - sums[1]
         if smoothing:
-            packed.append(logits.sum(1))
-        everybody = group.all_gather(torch.stack(packed), "the parts of a cross-entropy")
-        highest = torch.stack([part[0] for part in everybody]).max(0).values
-        normaliser = torch.zeros_like(highest)
-        chosen = torch.zeros_like(highest)
-        for part in everybody:
-            normaliser += part[1] * (part[0] - highest).exp()
-            chosen += part[2]
-        log_sum = normaliser.log() + highest
-        losses = log_sum - chosen
-        if smoothing:
-            mean = sum(part[3] for part in everybody) / total
-            losses = (1.0 - smoothing) * losses + smoothing * (log_sum - mean)
-        counted = targets != ignored
-        probabilities = powers.mul_(((top - highest).exp() / normaliser).unsqueeze(1))
-        ctx.save_for_backward(probabilities, rows, place, mine, counted)
+            losses = (1.0 - smoothing) * losses + smoothing * (log_sum - sums[2] / total)
+        probabilities = powers.mul_((scales[group.shard] / sums[0]).unsqueeze(1))
+        ctx.save_for_backward(probabilities, place, absent, ignored)
         ctx.smoothing, ctx.total = smoothing, total
-        return losses.masked_fill(~counted, 0.0)
+        return losses.masked_fill_(ignored, 0.0)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: _CrossEntropyContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        probabilities, rows, place, mine, counted = ctx.saved_tensors
-        out = probabilities.clone()
-        out[rows, place] -= mine.to(out.dtype) * (1.0 - ctx.smoothing)
+        probabilities, place, absent, ignored = ctx.saved_tensors
+        added = absent.to(probabilities.dtype).sub_(1.0)  # -1 where the target is here
+        if ctx.smoothing:
+            added *= 1.0 - ctx.smoothing
+        out = probabilities.scatter_add(1, place, added.unsqueeze(1))
         if ctx.smoothing:
             out -= ctx.smoothing / ctx.total
-        return out.mul_(gradient.masked_fill(~counted, 0.0).unsqueeze(1)), None, None, None, None, None, None
+        return out.mul_(gradient.masked_fill(ignored, 0.0).unsqueeze(1)), None, None, None, None, None
+
+
+def _columns_of_targets(targets: Tensor, ignored: Tensor, logits: ShardedValue) -> Tensor:
+    """The columns here of targets [n]; -1 for those that another shard has, or that are `ignored`. Raises `IndexError` for a
+    class that is none, on a GPU at a later synchronisation."""
+    start, stop = logits.part_layout.ranges[0]
+    total = logits.part_layout.size
+    elsewhere = stop % total  # a class that another shard has
+    try:
+        return _local_rows(targets.masked_fill(ignored, elsewhere), start, stop, total)
+    except IndexError:
+        wrong = targets[~ignored & ((targets < 0) | (targets >= total))]
+        raise IndexError(f"Target {int(wrong[0])} is out of bounds: there are {total} classes.") from None
 
 
 @implements_on_parts("cross_entropy")
@@ -148,22 +178,19 @@ def _cross_entropy(
         )
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
-    total = logits.part_layout.size
-    wrong = (target != ignore_index) & ((target < 0) | (target >= total))
-    if wrong.device.type != "cpu":  # nothing waits for the device
-        assert_on_device(~wrong.any(), "a target is out of bounds")
-    elif wrong.any():
-        raise IndexError(f"Target {int(target[wrong].flatten()[0])} is out of bounds: there are {total} classes.")
     rows = logits.local.movedim(classes, -1).reshape(-1, logits.local.shape[classes])
     if rows.dtype in (torch.float16, torch.bfloat16):
         rows = rows.float()
     returned = rows.dtype if is_autocast_enabled(rows.device) else logits.local.dtype  # as `F.cross_entropy` does
+    targets = target.reshape(-1)
+    ignored = targets == ignore_index
+    local = _columns_of_targets(targets, ignored, logits)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows, target.reshape(-1), logits.part_layout.ranges[0][0], total, label_smoothing, ignore_index, logits.group
+        rows, local, ignored, logits.part_layout.size, label_smoothing, logits.group
     )
     if reduction == "none":
         return losses.view(target.shape).to(returned)
     found = losses.sum()
     if reduction == "mean":
-        found = found / (target != ignore_index).sum()
+        found = found / (targets != ignore_index).sum()
     return found.to(returned)
