@@ -22,16 +22,16 @@ T = TypeVar("T")
 _RUNNING = threading.local()
 
 
-def wait_for_handle(handle: Handle, what: str, timeout_s: float | None = None) -> None:
-    """Wait until `handle` is done; inside `as_routine`, let other routines run meanwhile.
+def wait_for_handle(handle: Handle, what: str, timeout_s: float | None = None, *, on_stream: bool = False) -> None:
+    """Wait until `handle` is done; inside `as_routine`, let other routines run meanwhile. `on_stream`: see `RoutineWait`.
 
     Raises the error of the operation. A time-out names `what`.
     """
     fiber: _Fiber | None = getattr(_RUNNING, "fiber", None)
     if fiber is not None:
-        fiber.suspend(RoutineWait(handle, what))
+        fiber.suspend(RoutineWait(handle, what, on_stream))
     else:
-        wait_named(handle, what, timeout_s)
+        wait_named(handle, what, timeout_s, on_stream=on_stream)
 
 
 def as_routine(work: Callable[[], Any]) -> Routine[T]:

@@ -7,6 +7,7 @@ time). `run_routine` runs one on a real transport; `comm.cooperative_scheduler` 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -38,6 +39,34 @@ class RoutineWork:
 
 
 Routine = Generator[RoutineWait | RoutineWork, None, T]
+
+
+class StreamWaits:
+    """Operations behind which this worker has ordered work on its stream without waiting for them on the host. If one fails,
+    what was computed since is invalid."""
+
+    def __init__(self) -> None:
+        self._posted: deque[tuple[Handle, str]] = deque()
+        """The operations, oldest first, and what they are in messages; those that were seen to be done are left out."""
+
+    def add(self, handle: Handle, what: str) -> None:
+        """Note an operation, and let go of those that are done, and of their tensors. Raises what one has failed with."""
+        self._posted.append((handle, what))
+        while self._posted and self._posted[0][0].done():
+            self._posted.popleft()
+
+    def raise_failure(self) -> None:
+        """Raise what any of them has failed with."""
+        for handle, _ in self._posted:
+            handle.done()
+
+    def finish(self) -> Routine[None]:
+        """Wait for all of them on the host, before anything leaves this worker. Raises what any has failed with."""
+        while self._posted:
+            handle, what = self._posted[0]
+            if not handle.done():
+                yield RoutineWait(handle, what)
+            self._posted.popleft()
 
 
 def run_routine(routine: Routine[T], timeout_s: float | None = None) -> T:

@@ -55,8 +55,8 @@ class Handle(Protocol):
         """Order work that the caller gives to its current stream from here on behind the operation; in host memory, `wait`.
 
         The host goes on before the operation is done. What the work computes is invalid if the operation fails, which a later
-        `wait` raises: so wait on the host as well before the results leave this worker. The work must not call code that may
-        raise, or harm the device, for values that are invalid: no user code.
+        `wait` or `done` raises: so ask before the results leave this worker (`comm.routine.StreamWaits`), and before an error
+        of the work is taken for its own.
         """
 
     def tensor(self) -> Tensor:

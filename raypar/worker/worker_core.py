@@ -305,6 +305,9 @@ class WorkerCore:
         build = partial(
             Interpreter, rank=self.rank, links=links, stages=self.stages, transport=transport, step_commit=self.step_commit
         )
+        for stage in self.stages.values():
+            if stage.shard is not None:
+                stage.shard.group.stream_waits = self.step_commit.stream_waits
         self._own_microbatches = own = self._microbatches(routing)
         metrics = self._add_metrics()
         data, batching = self.spec.training_data, self.spec.batching

@@ -288,7 +288,7 @@ class _Pending:
 
     def take(self) -> Tensor:
         """The sum (or this shard's part of it), once it is there."""
-        self._group.wait(self._handle, "the sum of the gradients of a layer's input")
+        self._group.wait(self._handle, self.out, "the sum of the gradients of a layer's input")
         self._kept = []
         return self.out
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.comm import blocking_code_as_routine
+from raypar.comm.routine import StreamWaits
 from raypar.comm.transport import Handle, Transport
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
@@ -40,6 +41,8 @@ class ShardGroup:
         self.sequence_parallel = sequence_parallel and self.size > 1
         """Whether values between the layers of the stage are cut along dim 1 (sequence parallelism)."""
         self.timeout_s = timeout_s
+        self.stream_waits: StreamWaits | None = None
+        """Takes what the stream alone waits for, for who looks at it before results leave the worker; None: the host waits."""
         self.partially_used_parameters: dict[int, nn.Parameter] = {}
         """Id -> parameter that every shard holds whole but computes with a part of a value only.
 
@@ -62,12 +65,21 @@ class ShardGroup:
         """Number of shards."""
         return len(self.ranks)
 
-    def wait(self, handle: Handle, what: str) -> None:
-        """Block until the operation is done; under the cooperative scheduler other workers run meanwhile."""
-        if not handle.done():
-            start = time.perf_counter_ns()
-            blocking_code_as_routine.wait_for_handle(handle, f"{what} of shard {self.shard}", self.timeout_s)
-            self.waited_ns += time.perf_counter_ns() - start
+    def wait(self, handle: Handle, tensor: Tensor, what: str) -> None:
+        """Have what follows wait until the operation on `tensor` is done; under the cooperative scheduler other workers run
+        meanwhile.
+
+        On a GPU the stream waits, and not the host, except for integers: an abort leaves memory undefined, and indices without
+        meaning would fail an assertion on the device.
+        """
+        if handle.done():
+            return
+        start, label = time.perf_counter_ns(), f"{what} of shard {self.shard}"
+        on_stream = self.stream_waits is not None and tensor.is_floating_point()
+        blocking_code_as_routine.wait_for_handle(handle, label, self.timeout_s, on_stream=on_stream)
+        if on_stream and self.stream_waits is not None:
+            self.stream_waits.add(handle, label)
+        self.waited_ns += time.perf_counter_ns() - start
 
     def post_all_reduce(self, tensor: Tensor) -> Handle:
         """Start to sum a contiguous tensor over the shards, in place, over the tree of shards."""
@@ -76,13 +88,13 @@ class ShardGroup:
     def all_reduce(self, tensor: Tensor, what: str) -> Tensor:
         """Sum over the shards, in place where `tensor` is contiguous."""
         tensor = tensor.contiguous()
-        self.wait(self.post_all_reduce(tensor), what)
+        self.wait(self.post_all_reduce(tensor), tensor, what)
         return tensor
 
     def all_gather_in_place(self, whole: Tensor, what: str) -> None:
         """Fill `whole` [shards, ...], contiguous, of which this shard has put its own part in place."""
         pieces = list(whole.unbind())
-        self.wait(self.transport.all_gather(pieces, pieces[self.shard], group=self.ranks, channel=self.channel), what)
+        self.wait(self.transport.all_gather(pieces, pieces[self.shard], group=self.ranks, channel=self.channel), whole, what)
 
     def gather_and_concat(self, tensor: Tensor, dim: int, held: Sequence[IndexRanges], what: str) -> Tensor:
         """The whole value, of which each shard holds one run of indices along `dim`, in shard order (maybe an empty one)."""
@@ -92,7 +104,7 @@ class ShardGroup:
             shape = list(tensor.shape)
             shape[dim] = sum(stop - start for start, stop in spans)
             pieces.append(tensor if shard == self.shard else tensor.new_empty(shape))
-        self.wait(self.transport.all_gather(pieces, tensor, group=self.ranks, channel=self.channel), what)
+        self.wait(self.transport.all_gather(pieces, tensor, group=self.ranks, channel=self.channel), tensor, what)
         return torch.cat(pieces, dim)
 
     def post_reduce_scatter(self, tensor: Tensor, dim: int) -> tuple[Tensor, Handle, list[Tensor]]:
@@ -110,7 +122,7 @@ class ShardGroup:
     def reduce_scatter(self, tensor: Tensor, dim: int, what: str) -> Tensor:
         """This shard's even part, along `dim`, of the sum over the shards."""
         out, handle, _pieces = self.post_reduce_scatter(tensor, dim)
-        self.wait(handle, what)
+        self.wait(handle, out, what)
         return out
 
 

@@ -9,9 +9,10 @@ the program says, and a buffer lives until its handle is done.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from raypar.comm.routine import Routine, RoutineWait, RoutineWork
 from raypar.comm.transport import Handle, Transport
+from raypar.errors import RayparError
 from raypar.plan import GradientRelay, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge
 from raypar.schedule.instructions import (
     INPUT_GRADIENTS,
@@ -165,7 +167,8 @@ class Interpreter:
                     self.before_compute(step, instruction)
             yield RoutineWork(instruction, self.cost_ms(instruction))
             start = clock()
-            waits = rule(self, instruction, step, received)
+            with self._blaming_failed_operations():
+                waits = rule(self, instruction, step, received)
             if waits is not None:
                 yield from waits
             end = clock()
@@ -187,8 +190,20 @@ class Interpreter:
             if isinstance(instruction, Compute):
                 received = yield from self._inputs(instruction)
                 yield RoutineWork(instruction, self.cost_ms(instruction))
-            rule(self, instruction, step, received)
+            with self._blaming_failed_operations():
+                rule(self, instruction, step, received)
         yield from self._drain()
+        yield from self.step_commit.stream_waits.finish()
+
+    @contextlib.contextmanager
+    def _blaming_failed_operations(self) -> Iterator[None]:
+        """Context of a computation. What users' code raises for numbers that a failed operation has left is no error of theirs:
+        the operation's is raised in its place."""
+        try:
+            yield
+        except RayparError:
+            self.step_commit.stream_waits.raise_failure()
+            raise
 
     def _begin_pass(self, *, validating: bool) -> None:
         self._validating = validating
@@ -224,8 +239,13 @@ class Interpreter:
         kind, src, dst, microbatch = key
         tensors = []
         for handle in handles:
+            what = f"the {kind} of microbatch {microbatch} between stage {src} and stage {dst}"
             if not handle.done():
-                yield RoutineWait(handle, f"the {kind} of microbatch {microbatch} between stage {src} and stage {dst}")
+                yield RoutineWait(handle, what, on_stream=True)
+                if handle.tensor().is_floating_point():
+                    self.step_commit.stream_waits.add(handle, what)
+                elif not handle.done():  # an abort leaves indices without meaning, which fail an assertion on the device
+                    yield RoutineWait(handle, what)
             tensors.append(handle.tensor())
         return tensors
 

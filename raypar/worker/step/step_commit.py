@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from raypar.comm.routine import Routine, RoutineWait
+from raypar.comm.routine import Routine, RoutineWait, StreamWaits
 from raypar.comm.transport import Transport
 from raypar.errors import DataError, NonFiniteError, RayparError, UserCodeError
 from raypar.job import Job
@@ -127,6 +127,8 @@ class StepCommit:
     """Step -> a digest of the order of its samples; None for a worker that reads none."""
     before_vote: Callable[[], Routine[None]] | None = None
     """A routine to complete before this worker votes (the mirror's exchange of copies)."""
+    stream_waits: StreamWaits = field(default_factory=StreamWaits)
+    """What only the stream waits for in this worker's steps and passes."""
     outcome: VoteResult | None = None
     """The vote's result, once the vote of the step is whole."""
     learning_rate: float | None = None
@@ -251,6 +253,7 @@ class StepCommit:
             yield from self.gather_metrics()
         if self.before_vote is not None:
             yield from self.before_vote()
+        yield from self.stream_waits.finish()  # a worker votes for what is valid
         mine = self._ballot(self._settled)
         world = self.routing.plan.world  # the transport may connect workers without a seat too, which handed over state
         others = [rank for rank in range(world) if rank != self.rank]
