@@ -90,7 +90,7 @@ KNOWN = {  # keys that are computed here or change no result; of other sections 
     "data": ["function", "args", "input", "target", "names", "collate", "processes"],
     "optimizer": ["function", "args"],
     "lr_schedule": ["function", "args"],
-    "precision": ["compute"],
+    "precision": ["compute", "parameters", "master", "gradients"],
 }  # fmt: skip
 
 
@@ -130,7 +130,13 @@ def train(job):
     data, loss_of = function(job["data"])(), function(job["loss"])
     collate = seeded_collate(job["data"])
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = function(job.get("optimizer") or "torch.optim:AdamW")(parameters)
+    frozen = [(parameter, parameter.data) for parameter in model.parameters() if not parameter.requires_grad]
+    rounds = (job.get("precision") or {}).get("parameters") == "bf16"  # layers have copies, the optimizer has what is copied
+    masters = [torch.nn.Parameter(p.detach().clone()) if rounds else p for p in parameters]
+    for part in model.modules() if rounds else ():
+        for parameter in part.parameters(recurse=False) if getattr(part, "running_mean", None) is None else ():
+            parameter.data = parameter.data.bfloat16()
+    optimizer = function(job.get("optimizer") or "torch.optim:AdamW")(masters)
     getattr(optimizer, "train", lambda: None)()  # those that average weights have two modes
     base_lr = optimizer.defaults["lr"]
     lr_factor = function(job["lr_schedule"]) if job.get("lr_schedule") else lambda step: 1.0
@@ -146,8 +152,7 @@ def train(job):
     for step in range(job["steps"]):
         sums, losses = [], []
         for block in range(blocks):
-            members = range(block * m // blocks, (block + 1) * m // blocks)
-            model.zero_grad(set_to_none=True)
+            members, summed = range(block * m // blocks, (block + 1) * m // blocks), None
             for microbatch in members:
                 places = range(step * batch + microbatch * batch // m, step * batch + (microbatch + 1) * batch // m)
                 where = [divmod(place, len(data)) for place in places]
@@ -157,13 +162,16 @@ def train(job):
                     refuse("a sample or batch is no pair (x, y)", "let data set and collate return pairs of tensors")
                 x, y = fields if collate else (torch.stack(field) for field in zip(*samples, strict=True))
                 with computing_in(job.get("precision")):
-                    found = loss_of(model(x), y)
+                    output = model(x.bfloat16() if rounds and x.is_floating_point() else x)
+                    found = loss_of(output.float() if rounds else output, y)
                 if not isinstance(found, tuple):
                     refuse("the loss returns no pair", "let it return (sum, count)")
                 total, count = found
+                model.zero_grad(set_to_none=True)
                 total.float().backward()
+                summed = add(summed, [p.grad.float() for p in parameters])
                 losses.append((total.item(), float(count)))
-            sums.append([p.grad for p in parameters] if len(members) else None)
+            sums.append(summed)
         gradients = tree(sums)
         total, count = (math.fsum(column) for column in zip(*losses, strict=True))
         # Of a copy: what `dot` gives depends on the address, and a gradient may be a part of a larger tensor.
@@ -171,17 +179,21 @@ def train(job):
         norm = math.sqrt(math.fsum(torch.dot(piece, piece).item() for piece in pieces)) / count
         clip = job.get("clip_norm")
         factor = min(1.0, clip / (norm + 1e-6)) / count if clip else 1.0 / count
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.mul_(factor)
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient.mul_(factor)
         here = seed_of(seed, "optimizer", step)
         random.seed(here % 2**32), numpy.random.seed(here % 2**32), torch.manual_seed(here)
         for group in optimizer.param_groups if scheduler is None else ():
             group["lr"] = base_lr * lr_factor(step)
         optimizer.step()
+        for parameter, master in zip(parameters, masters, strict=True):
+            parameter.data.copy_(master.data)
         if scheduler is not None:
             scheduler.step()
         if step % 10 == 0 or step + 1 == job["steps"]:
             print(f"step {step} loss {total / count:.4f} norm {norm:.4f}", flush=True)
+    for parameter, value in (*zip(parameters, masters, strict=True), *frozen):
+        parameter.data = value.data
     return model
 
 

@@ -29,9 +29,9 @@ def fingerprint_worker_numerics(threads: int, device: torch.device, precision: P
     import numpy
     import torch
 
-    from raypar.worker.autocast_precisions import autocast_of
+    from raypar.worker.autocast_precisions import lower_precision_of
 
-    autocast = autocast_of(precision)
+    lower = lower_precision_of(precision)
     on_gpu: dict[str, str] = {}
     if device.type == "cuda":
         on_gpu = {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
@@ -47,7 +47,7 @@ def fingerprint_worker_numerics(threads: int, device: torch.device, precision: P
         "threads": str(threads),
         "settings": " ".join(f"{name}={os.environ[name]}" for name in FINGERPRINT_SETTINGS if name in os.environ) or "none",
         "kernels": digest_kernel_results(device),
-        **({f"{autocast.dtype_name}_kernels": digest_autocast_kernel_results(device, autocast.dtype)} if autocast else {}),
+        **({f"{lower.dtype_name}_kernels": digest_autocast_kernel_results(device, lower.dtype)} if lower else {}),
         **on_gpu,
     }
 

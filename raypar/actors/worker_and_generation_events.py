@@ -55,7 +55,8 @@ def training_facts(contract: Mapping[str, Any]) -> dict[str, Any]:
     job's."""
     optimizer, precision = contract.get("optimizer") or {}, contract.get("precision")
     groups = len(optimizer.get("groups") or ())
-    facts: dict[str, Json] = {"precision": precision["compute"]} if precision else {}
+    name = precision and (precision.get("compute") or f"{precision['parameters']} (parameters)")
+    facts: dict[str, Json] = {"precision": name} if precision else {}
     if contract.get("reduction") == "fast":
         facts["reduction"] = "fast"
     if optimizer.get("function"):

@@ -137,6 +137,14 @@ class PrecisionConfig(Section):
     compute: PrecisionName | None = None
     """`bf16`: layers and the loss run under `torch.autocast` to bfloat16, parameters, their gradients and the optimizer stay
     float32. None: everything is computed in `dtype`."""
+    parameters: PrecisionName | None = None
+    """`bf16`: layers compute with bfloat16 copies of the parameters, without any cast of their own; the parameters themselves
+    (`master`), the sums of gradients, the optimizer and checkpoints are float32. In place of `compute`. None: layers compute
+    with the parameters."""
+    master: Literal["float32"] | None = None
+    """Dtype of the parameters that the optimizer changes, of which layers have copies; `parameters` needs it."""
+    gradients: Literal["float32"] = "float32"
+    """Dtype in which gradients of `parameters` are added up and sent."""
 
 
 class Job(Section):
@@ -289,11 +297,7 @@ class Job(Section):
                 f"steps is {self.steps} and epochs is {self.epochs:g}, and either of them is the length of the run",
                 cure="leave one of them out",
             )
-        if self.precision is not None and self.precision.compute is not None and self.dtype != "float32":
-            raise ConfigError(
-                f"precision.compute is {self.precision.compute}, but dtype is {self.dtype}, which autocast leaves as it is",
-                cure="set dtype: float32, or leave precision out",
-            )
+        self._check_precision()
         packs = any(one.pack is not None for one in (self.data, *self.validation_sets.values()))
         if packs and self.loss.is_loss_of_model and self.loss.count is None:
             raise ConfigError(
@@ -322,6 +326,37 @@ class Job(Section):
             )
         self._check_choices()
         return self
+
+    def _check_precision(self) -> None:
+        """Raises `ConfigError` for settings of `precision` that do not go together."""
+        found = self.precision if self.precision is not None else PrecisionConfig()
+        if found.compute is not None and found.parameters is not None:
+            raise ConfigError(
+                f"precision.compute and precision.parameters are both {found.compute}: autocast would cast nothing but what "
+                "layers keep in float32 on purpose",
+                cure="leave one of them out: compute casts float32 parameters at each use, parameters keeps bfloat16 copies",
+            )
+        if found.parameters is not None and found.master is None:
+            raise ConfigError(
+                f"precision.parameters is {found.parameters}, and precision.master is not set: without float32 masters an "
+                "update of less than 1/512 of a parameter would be rounded away",
+                cure="set precision.master: float32",
+            )
+        if found.master is not None and found.parameters is None:
+            raise ConfigError(
+                f"precision.master is {found.master}, and precision.parameters, of which it is the master, is not set",
+                cure="set precision.parameters: bf16, or leave master out",
+            )
+        if found.compute is not None and self.dtype != "float32":
+            raise ConfigError(
+                f"precision.compute is {found.compute}, but dtype is {self.dtype}, which autocast leaves as it is",
+                cure="set dtype: float32, or leave precision out",
+            )
+        if found.parameters is not None and self.dtype != "float32":
+            raise ConfigError(
+                f"precision.master is {found.master}, but dtype, that of the parameters themselves, is {self.dtype}",
+                cure="set dtype: float32, or leave precision out",
+            )
 
     def check_sets(self) -> None:
         """Raises `ConfigError` for metrics of a validation set that the job does not have."""
@@ -601,10 +636,13 @@ class Job(Section):
     @property
     def precision_in_words(self) -> str | None:
         """The precision for people; None where everything is computed in `dtype`."""
-        compute = self.precision.compute if self.precision is not None else None
-        if compute is None:
+        found = self.precision if self.precision is not None else PrecisionConfig()
+        if found.parameters is not None:
+            copies = f"layers compute with {found.parameters} copies of the parameters"
+            return f"{copies}; the parameters and the sums of their gradients are {found.master}"
+        if found.compute is None:
             return None
-        return f"layers and the loss compute in {compute} (torch.autocast), parameters and their gradients are float32"
+        return f"layers and the loss compute in {found.compute} (torch.autocast), parameters and their gradients are float32"
 
     def for_workers(self) -> Job:
         """What workers get of the job: the keys that they need. The others have their defaults, so that no worker has the

@@ -23,7 +23,7 @@ _ORDER = (
     "sampler of your own: data.sampler, data.weights, data.group_by"
 )
 _PLAN = "the parallel plan is `plan`: plan.stages (pipeline), plan.replicas (data) and plan.shards (tensor parallel)"
-_PRECISION = "parameters are float32 or float64 (`dtype`); mixed precision is precision.compute"
+_PRECISION = "parameters are float32 or float64 (`dtype`); mixed precision is precision.compute, or precision.parameters"
 _RECOMPUTE = "which layers are computed again (activation checkpointing) is plan.recompute: none, full, or patterns of layers"
 _REPLICAS = "data parallelism is plan.replicas"
 _RESOURCES = "a worker takes `threads` processors, or one GPU with `device`; which nodes it may be on is `placement`"

@@ -85,7 +85,8 @@ class LayerProfile:
 
     Times in ms: forward; the whole backward; and the same backward split into input gradients and weight gradients.
     `optimizer_ms` is once a step. `activation_bytes` are kept from forward to backward, `output_bytes` go to the next layer.
-    `parameter_bytes` and `optimizer_bytes` are those of a stage that has this layer alone: a tie counts in each of its layers.
+    `parameter_bytes` (of the masters, where layers compute with copies) and `optimizer_bytes` are those of a stage that has
+    this layer alone: a tie counts in each of its layers.
     """
 
     name: str
@@ -206,7 +207,7 @@ class ModelProfile:
         parts = list(zip(layers, shares, strict=True))
         sums_ms = sum(2 * self.link.ms(2 * (t - 1) / t * layer.output_bytes) for layer, share in parts if share < 1)
         state = self.state_on_shards({t})
-        parameters = state.on_fullest_shard("parameter", place)
+        parameters = state.on_fullest_shard("master" if "master" in state.by_tensor else "parameter", place)
         return replace(
             whole,
             forward_ms=sum(share * layer.forward_ms for layer, share in parts) + sums_ms,

@@ -1,4 +1,5 @@
-"""The precisions in which layers and the loss can compute under `torch.autocast`, with everything that differs between them.
+"""The precisions in which layers can compute, with everything that differs between them: under `torch.autocast`, or with
+parameters in it.
 
 To add a precision, add a record here and its name to `PrecisionName` (`job/precision_and_plan_names.py`).
 """
@@ -60,9 +61,20 @@ AUTOCAST_PRECISIONS: Mapping[PrecisionName, AutocastPrecision] = {
         gpu_needed="compute capability 8.0 (Ampere) or newer",
     ),
 }
-"""Value of `precision.compute` -> the precision."""
+"""Value of `precision.compute` and of `precision.parameters` -> the precision."""
 
 
 def autocast_of(precision: PrecisionConfig | None) -> AutocastPrecision | None:
-    """What a job's section `precision` means; None without mixed precision."""
+    """The precision to which autocast casts in a job with this section; None: there is no autocast."""
     return None if precision is None or precision.compute is None else AUTOCAST_PRECISIONS[precision.compute]
+
+
+def parameter_dtype_of(precision: PrecisionConfig | None) -> torch.dtype | None:
+    """The dtype of the copies of parameters that layers compute with; None: they compute with the parameters themselves."""
+    return None if precision is None or precision.parameters is None else AUTOCAST_PRECISIONS[precision.parameters].dtype
+
+
+def lower_precision_of(precision: PrecisionConfig | None) -> AutocastPrecision | None:
+    """The precision in which layers compute, in either way; None: they compute in the job's `dtype`."""
+    name = None if precision is None else precision.compute or precision.parameters
+    return None if name is None else AUTOCAST_PRECISIONS[name]

@@ -21,7 +21,7 @@ from raypar.plan import ParallelPlan
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
-from raypar.worker.autocast_precisions import autocast_of
+from raypar.worker.autocast_precisions import lower_precision_of
 from raypar.worker.process.gpu_setup import GPU_WORKER_ENVIRONMENT, configure_torch
 from raypar.worker.required_communicators import check_communicator_limit, required_communicators
 
@@ -135,16 +135,17 @@ class GpuBackend(DeviceBackend):
     def check_precision(self, precision: PrecisionConfig | None) -> None:
         """See `DeviceBackend.check_precision`."""
         assert self._device is not None, "open_device comes first"
-        autocast = autocast_of(precision)
-        if autocast is None or precision is None:
+        lower = lower_precision_of(precision)
+        if lower is None or precision is None:
             return
         with torch.cuda.device(self._device.device):
-            supported = autocast.gpu_supports()
+            supported = lower.gpu_supports()
         if not supported:
+            key = "compute" if precision.compute is not None else "parameters"
             raise ClusterError(
-                f"{self._device.name} on {socket.gethostname()} cannot compute in {autocast.dtype_name} "
-                f"(precision.compute is {precision.compute})",
-                cure=f"use GPUs of {autocast.gpu_needed}, or leave precision out of the job",
+                f"{self._device.name} on {socket.gethostname()} cannot compute in {lower.dtype_name} "
+                f"(precision.{key} is {getattr(precision, key)})",
+                cure=f"use GPUs of {lower.gpu_needed}, or leave precision out of the job",
             )
 
     def listen(self, host: str, credential: RunCredential) -> WorkerEndpoint:

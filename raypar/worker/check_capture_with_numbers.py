@@ -21,7 +21,9 @@ from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import SkeletonCopier, put_values
 from raypar.model.random_state import preserve_random_state
+from raypar.model.rounded_parameters import as_layers_read, as_loss_reads
 from raypar.plan import ParallelPlan
+from raypar.torch_compat.pytree import tree_flatten, tree_unflatten
 from raypar.worker.check_packing import check_documents_apart, check_first_label, line_about_documents, packing_of
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch
 from raypar.worker.data.packing import Packing
@@ -137,13 +139,15 @@ class _PlainModule(PlainMicrobatches):
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | float | None]:
         """(loss, count) of one microbatch."""
         beside = map(batch.get, self._spec.loss_fields)
-        found = make_loss_function(self._spec.loss)(self._own_output(batch), *beside)
+        leaves, structure = tree_flatten(self._own_output(batch))
+        read = [as_loss_reads(leaf, self.rounded_to) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        found = make_loss_function(self._spec.loss)(tree_unflatten(read, structure), *beside)
         return found if isinstance(found, tuple) else (found, None)
 
     def _own_output(self, batch: Mapping[str, Tensor]) -> object:
         """What the module returns for a microbatch."""
         self._started, self._calls, self._depth = [], {}, 0
-        fields = {name: batch[name].clone() for name in self._cache.inputs.fields}
+        fields = {name: as_layers_read(batch[name].clone(), self.rounded_to) for name in self._cache.inputs.fields}
         self.seed(self._layers[0])
         return self._cache.inputs.call(self.model, fields)
 

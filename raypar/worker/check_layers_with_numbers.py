@@ -16,6 +16,7 @@ from raypar.model.layer_skeletons import state_shapes
 from raypar.model.materialise import materialise
 from raypar.model.python_state import StateReading
 from raypar.model.random_state import preserve_random_state
+from raypar.model.rounded_parameters import as_layers_read, as_loss_reads
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.plan import ParallelPlan
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
@@ -109,7 +110,8 @@ class _Layers(PlainMicrobatches):
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | float | None]:
         """(loss, count) of one microbatch."""
         values = self._values_of(batch)
-        found = self._loss(*(values[name] for name in (*self._graph.loss_inputs, *self._spec.loss_fields)))
+        read = [values[name] for name in (*self._graph.loss_inputs, *self._spec.loss_fields)]
+        found = self._loss(*(as_loss_reads(value, self.rounded_to) for value in read))
         return found if isinstance(found, tuple) else (found, None)
 
     def _values_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -119,7 +121,8 @@ class _Layers(PlainMicrobatches):
             if self._before_each_layer is not None:
                 self.state.put_back(self._before_each_layer)
             self.seed(layer.name)
-            out = self.modules[layer.name](*(values[name] for name in layer.inputs))
+            inputs = [as_layers_read(values[n], self.rounded_to) if n in batch else values[n] for n in layer.inputs]
+            out = self.modules[layer.name](*inputs)
             values |= zip(layer.outputs, out if isinstance(out, tuple) else (out,), strict=True)
         return values
 

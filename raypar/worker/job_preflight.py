@@ -44,6 +44,7 @@ from raypar.model.layer_skeletons import (
     shared_skeleton,
 )
 from raypar.model.random_state import preserve_random_state
+from raypar.model.rounded_parameters import as_layers_read, as_loss_reads, round_parameters_of
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.infer_styles_by_structure import has_inferred_structure
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
@@ -53,7 +54,7 @@ from raypar.plan.wording import count_noun
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text
-from raypar.worker.autocast_precisions import autocast_of
+from raypar.worker.autocast_precisions import autocast_of, parameter_dtype_of
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_cast_parameters import check_cast_parameters, line_about_cast_parameters
 from raypar.worker.check_layers_with_numbers import check_layers_with_numbers, check_shards_with_numbers
@@ -513,15 +514,18 @@ def check_other_shard_counts(spec: Job, checked: PreflightResult, plan: Parallel
 def check_layer_shapes(spec: Job, graph: Graph, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     """Send a microbatch through all layers and the loss on the meta device: shapes and dtypes without numbers.
 
-    Returns fields and values by name, on the meta device. Code that reads numbers (`.item()`, branches on data) cannot be
-    checked this way and is left to the first step: None.
+    Returns fields and values by name, as the loss reads them, on the meta device. Code that reads numbers (`.item()`, branches
+    on data) cannot be checked this way and is left to the first step: None.
     """
     values = {name: tensor.to("meta") for name, tensor in batch.items()}
     captured = captured_outputs_on_meta(graph)
+    rounded_to = parameter_dtype_of(spec.precision)
     if captured is not None:  # its trace has done the same
-        _check_loss(spec, graph, values | captured, batch)
-        return values | captured
-    autocast = autocast_of(spec.precision)
+        values |= {name: as_loss_reads(value, rounded_to) for name, value in captured.items()}
+        _check_loss(spec, graph, values, batch)
+        return values
+    autocast, fields = autocast_of(spec.precision), values
+    values = {name: as_layers_read(value, rounded_to) for name, value in values.items()}
     for layer in graph.layers:
         missing = [name for name in layer.inputs if name not in values]
         if missing:
@@ -532,9 +536,9 @@ def check_layer_shapes(spec: Job, graph: Graph, batch: Mapping[str, Tensor]) -> 
         try:
             inputs = [values[name] for name in layer.inputs]
             with torch.no_grad(), meta_operations_without_dynamo(), refuse_input_writes(layer, inputs):
-                out = _module_on_meta(layer, _dtype(spec))(*inputs)
+                out = _module_on_meta(layer, _dtype(spec), rounded_to)(*inputs)
             if autocast is None:
-                _check_dtypes_with_zeros(layer, inputs, _dtype(spec))
+                _check_dtypes_with_zeros(layer, inputs, _dtype(spec), rounded_to)
         except NotImplementedError:
             return None
         except RayparError:
@@ -546,15 +550,16 @@ def check_layer_shapes(spec: Job, graph: Graph, batch: Mapping[str, Tensor]) -> 
                 return None
             if autocast is not None and autocast.dtype_name in said.lower():
                 return None  # on the meta device autocast casts nothing; the profile runs the layer with numbers
-            raise _misfit_error(layer, values, _dtype(spec), error) from error
+            raise _misfit_error(layer, values, _dtype(spec), rounded_to, error) from error
         values.update(zip(layer.outputs, _outputs(layer, out), strict=True))
+    values = {name: as_loss_reads(value, rounded_to) for name, value in values.items()} | fields
     _check_loss(spec, graph, values, batch)
     return values
 
 
-def _module_on_meta(layer: Layer, dtype: torch.dtype) -> nn.Module:
+def _module_on_meta(layer: Layer, dtype: torch.dtype, rounded_to: torch.dtype | None) -> nn.Module:
     """The layer's module, for a forward without numbers: a cumulative average would ask how many calls have been counted."""
-    module = convert_module_dtype(build_on_meta(layer), dtype)
+    module = round_parameters_of(convert_module_dtype(build_on_meta(layer), dtype), rounded_to)
     for _, norm in norms_with_running_statistics(module):
         norm.momentum = 0.0
     return module
@@ -581,14 +586,19 @@ _UNUSUAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, 
 """Dtypes of inputs that few layers take unless the job has them; integers of 4 and 8 bytes are ids, and bool is for masks."""
 
 
-def _check_dtypes_with_zeros(layer: Layer, inputs: Sequence[Tensor], wanted: torch.dtype) -> None:
+def _check_dtypes_with_zeros(
+    layer: Layer, inputs: Sequence[Tensor], dtype: torch.dtype, rounded_to: torch.dtype | None
+) -> None:
     """Raises what a layer raises for the dtypes of its inputs: on the meta device products of unequal dtypes pass.
 
-    A layer whose inputs are none of the job's dtype (`wanted`) is run with zeros; errors about anything else are ignored.
+    A layer whose inputs are none of the job's dtype, or that of rounded parameters, is run with zeros; errors about anything
+    else are ignored.
     """
+    wanted = dtype if rounded_to is None else rounded_to
     if not inputs or any(tensor.dtype == wanted or tensor.dtype not in _UNUSUAL_DTYPES for tensor in inputs):
         return
-    module = convert_module_dtype(build_on_meta(layer), wanted)._apply(lambda x: torch.zeros(x.shape, dtype=x.dtype))
+    module = round_parameters_of(convert_module_dtype(build_on_meta(layer), dtype), rounded_to)
+    module = module._apply(lambda x: torch.zeros(x.shape, dtype=x.dtype))
     try:
         with torch.no_grad():
             module(*(torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in inputs))
@@ -599,23 +609,28 @@ def _check_dtypes_with_zeros(layer: Layer, inputs: Sequence[Tensor], wanted: tor
         reraise_ctrl_c(error)
 
 
-def _misfit_error(layer: Layer, values: Mapping[str, Tensor], wanted: torch.dtype, error: BaseException) -> DataError:
+def _misfit_error(
+    layer: Layer, values: Mapping[str, Tensor], of_job: torch.dtype, rounded_to: torch.dtype | None, error: BaseException
+) -> DataError:
     """The error for a layer that raised `error`: it speaks of dtypes if the layer would take its inputs in another one.
 
-    `wanted`: the job's dtype.
+    `of_job`: the job's dtype.
     """
-    given = {values[name].dtype for name in layer.inputs}
+    given, wanted = {values[name].dtype for name in layer.inputs}, of_job if rounded_to is None else rounded_to
     for dtype in (wanted, torch.int64):
         inputs = [values[name].to(dtype) for name in layer.inputs]
         try:
             with torch.no_grad(), meta_operations_without_dynamo():
-                _module_on_meta(layer, wanted)(*inputs)
+                _module_on_meta(layer, of_job, rounded_to)(*inputs)
         except USER_CODE_ERRORS as again:
             reraise_ctrl_c(again)
             continue
         odd = next((name for name in layer.inputs if values[name].dtype != dtype), layer.inputs[0])
         cure = f"cast it in the data set's __getitem__: torch.as_tensor(value, dtype={dtype})"
-        if dtype == wanted and given <= {torch.float32, torch.float64}:
+        if dtype == rounded_to:  # in which layers are given fields: it is a value
+            cure = f"return it in {dtype} from the layer that makes it, or cast it here: x.to(self.weight.dtype); with "
+            cure += f"precision.parameters buffers stay {str(of_job).removeprefix('torch.')}"
+        elif dtype == wanted and given <= {torch.float32, torch.float64}:
             cure += f", or set dtype: {str(values[odd].dtype).removeprefix('torch.')} in the job"
         return DataError(
             f"layer {layer.name!r} takes {dtype}, and its input {odd!r} is {values[odd].dtype}: {error_text(error)}", cure

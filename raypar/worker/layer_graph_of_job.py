@@ -25,7 +25,7 @@ from raypar.model.parameter_aliasing_check import Replaced
 from raypar.model.random_state import RandomState, preserve_random_state, seed_all
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text
-from raypar.worker.autocast_precisions import autocast_of
+from raypar.worker.autocast_precisions import autocast_of, parameter_dtype_of
 from raypar.worker.data.check_and_count_streams import resolve_streams
 from raypar.worker.data.sample_order import SampleOrder, SamplePosition
 from raypar.worker.data.sample_reader import SampleReader
@@ -296,5 +296,6 @@ def module_capture_of_job(spec: Job, guard: CallGuard) -> ModuleCapture:
         wants_output=bool(spec.metrics),
         units=spec.model.units,
         autocast_dtype=autocast.dtype if autocast is not None else None,
+        rounded_to=parameter_dtype_of(spec.precision),
         lengths=lengths,
     )

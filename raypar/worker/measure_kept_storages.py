@@ -61,7 +61,8 @@ class KeptStoragesMeasurement:
         """Measure the next layer and return its outputs. `whole`: its stage; `split`: its stage with a split backward."""
         received, fields = self.inputs(whole)
         known = dict(self._numbers)
-        parameters = {t.untyped_storage().data_ptr() for t in (*whole.parameters.values(), *whole.buffers.values())}
+        state = (*whole.parameters.values(), *whole.weights.rounded.values(), *whole.buffers.values())
+        parameters = {t.untyped_storage().data_ptr() for t in state}
         saved: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from raypar.plan.wording import count_noun
 from raypar.planner.model_profile import ActivationEdge, KeptStorages, LayerProfile, LinkProfile, ModelProfile
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
+from raypar.worker.autocast_precisions import parameter_dtype_of
 from raypar.worker.check_state_between_microbatches import check_layer_recomputes
 from raypar.worker.data.check_and_count_streams import resolve_streams
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
@@ -203,6 +204,8 @@ def profile_layers(
     sizes: dict[str, int] = {}
     found = []
     state: BytesByTensor = {"parameter": {}, "gradient": {}, "optimizer": {}}
+    if parameter_dtype_of(spec.precision) is not None:
+        state["master"] = {}
     for index, held in enumerate(initial_values_by_layer(graph, spec.seed, getattr(torch, spec.dtype))):
         profile, outputs, of_layer, may_recompute = _profile_layer(
             spec, graph, routing, index, held, chains, refuse=recompute is not None
@@ -254,11 +257,7 @@ def _profile_layer(
         lambda: split.backward_weight(0),
     )
     optimizer_ms, optimizer_bytes = _profile_optimizer(spec, whole)
-    state: BytesByTensor = {
-        "parameter": {name: tensor_nbytes(p) for name, p in whole.parameters.items()},
-        "gradient": {name: tensor_nbytes(p) for name, p in whole.parameters.items() if p.requires_grad},
-        "optimizer": optimizer_bytes,
-    }
+    state = _state_bytes(spec, whole, optimizer_bytes)
     return (
         LayerProfile(
             name=graph.layers[index].name,
@@ -268,7 +267,7 @@ def _profile_layer(
             weight_ms=weight_ms,
             activation_bytes=chains[0].activation_bytes(index),
             output_bytes=sum(map(tensor_nbytes, outputs.values())),
-            parameter_bytes=sum(state["parameter"].values()),
+            parameter_bytes=sum(state.get("master", state["parameter"]).values()),
             optimizer_bytes=sum(state["optimizer"].values()),
             optimizer_ms=optimizer_ms,
         ),
@@ -276,6 +275,18 @@ def _profile_layer(
         state,
         may_recompute,
     )
+
+
+def _state_bytes(spec: Job, stage: Stage, optimizer: dict[str, int]) -> BytesByTensor:
+    """What the parameters of a stage take. `optimizer`: parameter -> bytes that the optimizer keeps for it."""
+    trained = {name: tensor_nbytes(p) for name, p in stage.parameters.items() if p.requires_grad}
+    parameters = {name: tensor_nbytes(p) for name, p in stage.parameters.items()}
+    if parameter_dtype_of(spec.precision) is None:
+        return {"parameter": parameters, "gradient": trained, "optimizer": optimizer}
+    copies = {name: tensor_nbytes(copy) for name, copy in stage.weights.rounded.items()}
+    masters = {name: nbytes for name, nbytes in trained.items() if name in copies}  # a frozen one is counted with its copy
+    parameters = {name: nbytes + copies.get(name, 0) - masters.get(name, 0) for name, nbytes in parameters.items()}
+    return {"parameter": parameters, "master": masters, "gradient": trained, "optimizer": optimizer}
 
 
 def _may_recompute(

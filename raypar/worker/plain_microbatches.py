@@ -18,10 +18,11 @@ from raypar.model.graph import Graph, join_names
 from raypar.model.layer_skeletons import parameters_and_buffers_on_meta
 from raypar.model.python_state import PythonState
 from raypar.model.random_state import RandomState, seed_all
+from raypar.model.rounded_parameters import round_parameters_of
 from raypar.plan.seeds import seed_of
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
-from raypar.worker.autocast_precisions import autocast_of
+from raypar.worker.autocast_precisions import autocast_of, lower_precision_of, parameter_dtype_of
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch, compute_with_and_without_state
 from raypar.worker.measure_profile import read_microbatches_of_steps
 from raypar.worker.process.seed_generators import make_seeder
@@ -35,8 +36,8 @@ wrong layer's smallest effect is far above. Mixed precisions have their own (`Au
 
 def comparison_tolerance(spec: Job) -> float:
     """The largest relative difference between numbers that count as equal under the job's dtype or precision."""
-    autocast = autocast_of(spec.precision)
-    return TOLERANCES[spec.dtype] if autocast is None else autocast.comparison_tolerance
+    lower = lower_precision_of(spec.precision)
+    return TOLERANCES[spec.dtype] if lower is None else lower.comparison_tolerance
 
 
 def with_few_microbatches(spec: Job, few: int) -> Job:
@@ -124,6 +125,10 @@ class PlainMicrobatches:
 
     def __init__(self, spec: Job, label: str, modules: Mapping[str, nn.Module], batches: Batches) -> None:
         self._spec, self.label, self.modules, self._batches = spec, label, modules, batches
+        self.rounded_to = parameter_dtype_of(spec.precision)
+        """The dtype of the copies of parameters that layers compute with; None: the job's."""
+        for module in modules.values():
+            round_parameters_of(module, self.rounded_to)
         self.state = PythonState(modules)
         self._place = (0, 0)
         """Step and index of the microbatch under way."""
@@ -200,7 +205,9 @@ class PlainMicrobatches:
             raise NotCompared(f"its own forward and backward raised {error_text(error)}") from error
         finally:
             self.in_backward = False
-        gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        spec = self._spec
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        gradients = {name: p.grad.to(dtype) for name, p in self.named_parameters() if p.grad is not None}
         self._forget_gradients()
         return _Run(ComputedMicrobatch(float(total.detach()), count, gradients), before.is_changed())
 

@@ -29,6 +29,7 @@ from raypar.plan.forward_pass_batching import whole_batching
 from raypar.plan.ownership import Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
+from raypar.worker.autocast_precisions import parameter_dtype_of
 from raypar.worker.prediction import Prediction
 from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -81,7 +82,7 @@ def build_stage(
     if device != CPU:
         for module in modules.values():
             module.to(device)  # made on the CPU, so that the bits of a new run are those of its seed everywhere
-    weights = StageTensors(graph, layers, modules)
+    weights = StageTensors(graph, layers, modules, parameter_dtype_of(spec.precision))
     deferred = prepare_split_backward(modules, sharded=shard is not None) if split else DeferredGradients()
     gradients = build_gradient_accumulator(weights, routing, index, replica)
     completed = uses_completed_by_autograd(weights, deferred)
@@ -155,8 +156,8 @@ def build_gradient_accumulator(
     """The accumulator of gradients over the microbatches and blocks that this replica runs."""
     run = routing.blocks_of_replica(index, replica)
     sizes = {block: len(routing.microbatches.microbatches_of_block(block)) for block in run}
-    names = [use.name for use in weights.uses]
-    return GradientAccumulator(weights.leaves, names, run, routing.microbatches.blocks, sizes)
+    names, dtypes = [use.name for use in weights.uses], [use.dtype for use in weights.uses]
+    return GradientAccumulator(weights.leaves, names, dtypes, run, routing.microbatches.blocks, sizes)
 
 
 def uses_completed_by_autograd(weights: StageTensors, deferred: DeferredGradients) -> list[list[int]]:
@@ -189,13 +190,14 @@ def build_stage_layers(
     updates: Mapping[str, BufferUpdates],
 ) -> list[StageLayer]:
     """The layers in order, each with how it is called, and the hooks of what it returns."""
-    made = []
+    made, given = [], {*graph.batch_fields, *graph.handed_on}
     for layer, of_outputs in zip(layers, hooks.of_outputs, strict=True):
         call = LayerCall(
             layer, coordinate=coordinate, seed_generators=seed_generators, guard=guard, updates=updates.get(layer.name)
         )
         shared = tuple(name for name in dict.fromkeys(layer.inputs) if len(graph.consumers(name)) > 1)
-        made.append(StageLayer(layer, precision.wrap_layer(call), of_outputs, shared))
+        fields = [place for place, name in enumerate(layer.inputs) if name in given]
+        made.append(StageLayer(layer, precision.wrap_layer(call, fields), of_outputs, shared))
     return made
 
 

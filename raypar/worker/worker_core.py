@@ -662,6 +662,8 @@ class WorkerCore:
         `CheckpointError`."""
         optimizers = {} if only_weights else self.step_commit.optimizers
         restore_from_checkpoint(checkpoint, self.stages, optimizers, initial_values_of(self.graph, self.spec.seed))
+        for stage in self.stages.values():
+            stage.weights.round_parameters()
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

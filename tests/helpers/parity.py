@@ -18,6 +18,12 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
 STEPS = 5
+Precision = Literal["bf16", "bf16 parameters"] | None
+PRECISIONS: dict[Precision, PrecisionConfig] = {
+    None: PrecisionConfig(),
+    "bf16": PrecisionConfig(compute="bf16"),
+    "bf16 parameters": PrecisionConfig(parameters="bf16", master="float32"),
+}
 
 
 def validation_on(data: DataConfig, **more: object) -> ValidationConfig:
@@ -25,13 +31,13 @@ def validation_on(data: DataConfig, **more: object) -> ValidationConfig:
     return ValidationConfig(**{name: value for name, value in data if name in ValidationConfig.model_fields}, **more)
 
 
-def job_of(model: str, microbatches: int, blocks: int, compute: Literal["bf16"] | None) -> Job:
+def job_of(model: str, microbatches: int, blocks: int, compute: Precision) -> Job:
     """Five AdamW steps with clipping on a ragged batch."""
     given = {
         "microbatches": microbatches,
         "steps": STEPS,
         "virtual_replicas": blocks,
-        "precision": PrecisionConfig(compute=compute),
+        "precision": PRECISIONS[compute],
     }
     return ugly_models.job(model, **given)
 
@@ -52,7 +58,7 @@ class Layout:
     microbatches: int
     chunks: int | None = None
     blocks: int = 0
-    compute: Literal["bf16"] | None = None
+    compute: Precision = None
 
     def __str__(self) -> str:
         dims = "-".join(map(str, self.replicas))
@@ -116,13 +122,13 @@ def layouts() -> list[Layout]:
 
 
 @functools.cache
-def graph_of(model: str, microbatches: int, blocks: int, compute: Literal["bf16"] | None = None) -> Graph:
+def graph_of(model: str, microbatches: int, blocks: int, compute: Precision = None) -> Graph:
     """The model, captured once per numerics contract."""
     return make_layer_graph(job_of(model, microbatches, blocks, compute))
 
 
 @functools.cache
-def expected(model: str, microbatches: int, blocks: int, compute: Literal["bf16"] | None = None) -> reference.Result:
+def expected(model: str, microbatches: int, blocks: int, compute: Precision = None) -> reference.Result:
     """The reference run, once per numerics contract: no layout has any part in it."""
     job = job_of(model, microbatches, blocks, compute)
     return reference.train(graph_of(model, microbatches, blocks, compute), job)

@@ -79,7 +79,7 @@ def recomputed_layouts() -> list[RecomputedLayout]:
 def check_recomputed(cell: RecomputedLayout, order_seed: int = 0) -> None:
     """Run the layout in one process; loss, norm, gradients and parameters must equal those of the reference."""
     layout = cell.layout
-    want = expected(layout.model, layout.microbatches, layout.blocks)
+    want = expected(layout.model, layout.microbatches, layout.blocks, layout.compute)
     with OneProcessRun(layout.job, cell.plan, layout.schedule, graph=layout.graph, seed=order_seed) as run:
         for step in range(STEPS):
             reports = run.step(step, trace=True)

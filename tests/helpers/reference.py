@@ -110,6 +110,30 @@ def computing_in(spec: Job) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
 
 
+def rounds(spec: Job) -> bool:
+    """Rule 13: whether layers compute with bfloat16 copies of float32 parameters."""
+    return spec.precision is not None and spec.precision.parameters == "bf16"
+
+
+def round_to_bfloat16(modules: Iterable[nn.Module]) -> None:
+    """All floating point parameters, but those of norms with running statistics."""
+    for module in modules:
+        for part in module.modules():
+            if not (isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats):
+                for parameter in part.parameters(recurse=False):
+                    parameter.data = parameter.data.bfloat16() if parameter.is_floating_point() else parameter.data
+
+
+def read_by_layer(spec: Job, fields: Mapping[str, Tensor], values: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
+    """A layer's inputs: fields of the batch in the dtype of the parameters."""
+    lower = {name for name, field in fields.items() if rounds(spec) and field.is_floating_point()}
+    return [values[name].bfloat16() if name in lower else values[name] for name in names]
+
+
+def read_by_loss(spec: Job, value: Tensor) -> Tensor:
+    return value.float() if rounds(spec) and value.dtype == torch.bfloat16 else value
+
+
 class OtherBuffers:
     """Rule 14: buffers that forward writes, beside those of norms, which simply run: their microbatches begin with the step's
     first value; at its end `last` has the last one written, `sum` what each microbatch has added.
@@ -165,7 +189,11 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
     for names in owners.values():
         for other in names[1:]:
             uses[other].data = uses[names[0]].data
-    trained = {name: uses[names[0]] for name, names in owners.items() if uses[names[0]].requires_grad}
+    parameters = {name: uses[names[0]] for name, names in owners.items()}
+    if rounds(spec):  # the optimizer's parameters are float32, layers have copies
+        parameters = {n: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for n, p in parameters.items()}
+        round_to_bfloat16(modules.values())
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
     groups: list[list[str]] = [[] for _ in (*spec.optimizer.options_by_pattern, None)]
     for name in trained:
@@ -203,6 +231,7 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
             members = range(block * m // blocks, (block + 1) * m // blocks)
             for parameter in uses.values():
                 parameter.grad = None
+            sums: dict[str, Tensor] = {}
             for microbatch in members:
                 first, last = microbatch * batch // m, (microbatch + 1) * batch // m
                 if streams:
@@ -220,12 +249,12 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
                     random.seed(here % 2**32)
                     numpy.random.seed(here % 2**32)
                     with computing_in(spec):
-                        out = modules[layer.name](*(values[name] for name in layer.inputs))
+                        out = modules[layer.name](*read_by_layer(spec, fields, values, layer.inputs))
                     name_values(values, layer.outputs, out if isinstance(out, tuple) else (out,))
                 with computing_in(spec):
-                    read = [values[name] for name in graph.outputs or [graph.output]]
+                    read = [read_by_loss(spec, values[name]) for name in graph.outputs or [graph.output]]
                     output = graph.rebuild_output(*read) if graph.rebuild_output else read[0]
-                    found = loss_fn(output, fields[spec.data.target or "y"])
+                    found = loss_fn(output, read_by_loss(spec, fields[spec.data.target or "y"]))
                 if spec.loss.sample_weight is not None:  # rule 5
                     weights = fields[spec.loss.sample_weight]
                     found = ((found * weights).sum(), weights.sum())
@@ -239,8 +268,13 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
                 total.backward()
                 for buffer, value in counted.items():  # what checkpointing inside a layer has counted again
                     buffer.copy_(value)
+                for name, parameter in uses.items() if rounds(spec) else ():  # each gradient is added in float32
+                    if parameter.grad is not None:
+                        sums[name] = sums[name] + parameter.grad.float() if name in sums else parameter.grad.float()
+                    parameter.grad = None
                 losses.append((float(total.detach()), float(count)))
-            block_sums.append({n: p.grad for n, p in uses.items()} if len(members) else None)
+            row = {n: sums.get(n) for n in uses} if rounds(spec) else {n: p.grad for n, p in uses.items()}
+            block_sums.append(row if len(members) else None)
         gradients: dict[str, Tensor | None] = {}
         for name in trained:
             total_gradient = None
@@ -264,6 +298,9 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
             if lr is not None and scheduler is None:
                 group["lr"] = lr * factor
         optimizer.step()
+        for name, names in owners.items() if rounds(spec) else ():
+            for use in names:
+                uses[use].data.copy_(parameters[name].data)
         if scheduler is not None and spec.lr_schedule.metric is None:  # rule 8: the plain loop
             scheduler.step()
         others.end_step()
@@ -276,7 +313,7 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
         result.losses.append(math.fsum(s for s, _ in losses) / count)
         result.norms.append(norm)
         result.gradients.append({n: None if g is None else g.clone() for n, g in gradients.items()})
-    result.parameters = {name: uses[names[0]].detach() for name, names in owners.items()}
+    result.parameters = {name: parameter.detach() for name, parameter in parameters.items()}
     result.buffers = {layer.qualify(path): b for layer in graph.layers for path, b in modules[layer.name].named_buffers()}
     result.state = {name: dict(optimizer.state[p]) for name, p in trained.items()}
     return result
@@ -297,10 +334,11 @@ def validated(graph: Graph, spec: Job, modules: dict[str, nn.Module], metric: st
         fields = stack(rows, spec)
         values = dict(fields)
         for layer in graph.layers:
-            out = modules[layer.name](*(values[key] for key in layer.inputs))
+            out = modules[layer.name](*read_by_layer(spec, fields, values, layer.inputs))
             values.update(zip(layer.outputs, out if isinstance(out, tuple) else (out,), strict=True))
         target = fields[spec.data.target or "y"]
-        found = (spec.loss if name == "loss" else spec.metrics[name]).partial()(values[graph.output], target)
+        output = read_by_loss(spec, values[graph.output]) if name == "loss" else values[graph.output]
+        found = (spec.loss if name == "loss" else spec.metrics[name]).partial()(output, target)
         one, of = found if isinstance(found, tuple) else (found * float(len(target)), len(target))
         totals.append(float(one))
         counts.append(float(of))

@@ -94,8 +94,9 @@ def gpt_on_shards(
 
     `shards`: of all layers, or by layer. With `sequence` the norms' gradients are parts of a sum over shards; else all are
     whole, and those of what every shard holds whole are equal. `compute`: bf16 for PyTorch's autocast; sums over shards are in
-    bfloat16 then, but for the embedding's, which is not cast.
+    bfloat16 then, but for the embedding's, which is not cast. `bf16 parameters`: layers have rounded copies of the slices.
     """
+    rounded = compute == "bf16 parameters"
     mixed = torch.autocast("cpu", torch.bfloat16, enabled=compute == "bf16", cache_enabled=False)
 
     def cast(x: Tensor) -> Tensor:
@@ -110,7 +111,8 @@ def gpt_on_shards(
         return shards if isinstance(shards, int) else shards[layer]
 
     def part(name: str, i: int) -> Tensor:
-        return leaves[i].setdefault(name, slices[i][name].detach().requires_grad_())
+        given = slices[i][name].detach()
+        return leaves[i].setdefault(name, (given.bfloat16() if rounded else given).requires_grad_())
 
     def whole(name: str) -> Tensor:
         """Held by every shard, used once: all of them compute the same."""
@@ -177,12 +179,13 @@ def gpt_on_shards(
         x = norm("head.norm", between(x, count))
         logits = [F.linear(h, part("head.logits.weight", i)).flatten(0, 1) for i, h in enumerate(gathered(x, count))]
         if count == 1:
-            loss = F.cross_entropy(logits[0], targets.flatten(), reduction="sum")
+            loss = F.cross_entropy(logits[0].float() if rounded else logits[0], targets.flatten(), reduction="sum")
         else:
             loss = VocabularyLoss.apply(targets.flatten(), *[part.float() if compute else part for part in logits])
     assert sum(part.shape[1] for part in logits) == vocab
     loss.backward()
-    return loss.detach(), [{name: leaf.grad for name, leaf in mine.items()} for mine in leaves]
+    gradients = [{name: leaf.grad for name, leaf in mine.items()} for mine in leaves]
+    return loss.detach(), [{n: g.float() if rounded else g for n, g in mine.items()} for mine in gradients]
 
 
 def index_of(name: str, shape: Sequence[int], heads: int, count: int, i: int) -> Any:

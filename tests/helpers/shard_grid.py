@@ -6,12 +6,13 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from helpers import reference, same_shards
 from helpers import sharded_models as models
 from helpers.on_shards import SEED, error, graph_of
+from helpers.parity import PRECISIONS, Precision
 from helpers.recomputed_layouts import count_recomputations
 from torch import Tensor, nn
 
@@ -86,7 +87,7 @@ class Cell:
     sequence: bool = False
     dtype: str = "float64"
     blocks: int = 0
-    compute: Literal["bf16"] | None = None
+    compute: Precision = None
     recompute: tuple[int, ...] = ()
     """Indices of the layers that are recomputed."""
 
@@ -113,7 +114,7 @@ class Cell:
             optimizer=OptimizerConfig(function=torch.optim.AdamW, args={"lr": LR, "eps": EPS}),
             clip_norm=CLIP,
             dtype=self.dtype,
-            precision=PrecisionConfig(compute=self.compute),
+            precision=PRECISIONS[self.compute],
             plan=PlanConfig(sequence_parallel=self.sequence),
         )
 
@@ -284,7 +285,7 @@ def steps_of(
         eps=EPS,
         clip_norm=CLIP,
         state=state,
-        compute=job.precision.compute if job.precision is not None else None,
+        compute=next(name for name, precision in PRECISIONS.items() if precision == (job.precision or PrecisionConfig())),
     )
 
 

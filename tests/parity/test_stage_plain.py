@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.parity import PRECISIONS
 
 from examples import plain_gpt
-from raypar.job import DataConfig, Job, LossConfig, LrScheduleConfig, ModelConfig, OptimizerConfig, PrecisionConfig
+from raypar.job import DataConfig, Job, LossConfig, LrScheduleConfig, ModelConfig, OptimizerConfig
 from raypar.job.walk_sections import dotted_keys
 from raypar.plan import ParallelPlan
 from raypar.worker.norm_and_weights_hash import weights_hash
@@ -18,7 +19,8 @@ SIZES = {"width": 16, "depth": 2, "heads": 2, "context": 16}
 
 
 @pytest.mark.parametrize(
-    "microbatches, blocks, compute", [(4, 4, None), (3, 7, None), (5, 2, None), (4, 0, None), (3, 2, "bf16")]
+    "microbatches, blocks, compute",
+    [(4, 4, None), (3, 7, None), (5, 2, None), (4, 0, None), (3, 2, "bf16"), (5, 3, "bf16 parameters")],
 )
 def test_plain_gpt_ends_with_the_weights_of_a_pipeline(microbatches, blocks, compute):
     model, data = {"function": "examples.gpt:layers", "args": SIZES}, {"function": "examples.gpt:text", "args": {"context": 16}}
@@ -36,7 +38,7 @@ def test_plain_gpt_ends_with_the_weights_of_a_pipeline(microbatches, blocks, com
         "optimizer": {"function": "torch.optim:AdamW", "args": optimizer},
         "lr_schedule": {"function": "examples.gpt:cosine", "args": schedule},
         "clip_norm": 1.0,
-        "precision": {"compute": compute},
+        "precision": PRECISIONS[compute].model_dump(exclude_defaults=True),
     }
     spec = Job(
         name="plain",
@@ -51,7 +53,7 @@ def test_plain_gpt_ends_with_the_weights_of_a_pipeline(microbatches, blocks, com
         optimizer=OptimizerConfig(function="torch.optim:AdamW", args=optimizer),
         lr_schedule=LrScheduleConfig(function="examples.gpt:cosine", args=schedule),
         clip_norm=1.0,
-        precision=PrecisionConfig(compute=compute),
+        precision=PRECISIONS[compute],
     )
     plain = weights_hash(dict(plain_gpt.train(job).named_parameters()))
     with OneProcessRun(spec, ParallelPlan.of((2, 2), layers=4), "1f1b") as run:

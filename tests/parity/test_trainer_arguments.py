@@ -82,7 +82,8 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ),
         (
             {"precision": "bf16"},
-            r"precision: expected keys and values .compute., got 'bf16'.*\n.*for mixed precision it is .*bf16",
+            r"precision: expected keys and values .compute, parameters, master, gradients., got 'bf16'.*\n"
+            r".*for mixed precision it is .*bf16",
         ),
         ({"precision": {"comput": "bf16"}}, r"unknown key precision.comput: did you mean precision.compute\?"),
         ({"precision": {"compute": "fp8"}}, r"precision.compute: expected 'bf16', got 'fp8'"),

@@ -448,6 +448,7 @@ def test_advice_about_names_of_other_frameworks_names_keys_that_there_are_and_no
     keys = {*dotted_keys(Job), *inspect.signature(raypar.Trainer).parameters}
     assert {key.rpartition(".")[2] for key in keys} & set(ADVICE) == {
         "args",  # an argument of transformers' Trainer
+        "master",  # the node of torchrun, where it is no key of `precision`
         "weights",  # a file of them, where it is no key of `data`
     }
     assert not set(Job.model_fields) & set(ADVICE)

@@ -30,6 +30,7 @@ from raypar.model.layer_skeletons import (
     shared_skeleton,
 )
 from raypar.model.parameter_aliasing_check import refuse_parameter_aliasing
+from raypar.model.rounded_parameters import ids_of_rounded_parameters
 from raypar.plan.stage_connections import LATER_USE
 from raypar.torch_compat.modules import has_backward_hooks, non_persistent_buffer_names
 from raypar.torch_compat.pytree import tree_unflatten
@@ -61,6 +62,8 @@ class ModuleCapture:
     """Patterns of modules that are units."""
     autocast_dtype: torch.dtype | None = None
     """The dtype of the autocast in which layers run; None: there is none."""
+    rounded_to: torch.dtype | None = None
+    """The dtype of the copies of parameters that layers compute with; None: they compute with the parameters."""
     lengths: Callable[[], Mapping[str, Sequence[int]]] = dict
     """Asked after `read`: padded field -> the lengths of the samples of the first microbatch."""
 
@@ -85,7 +88,14 @@ def capture_module_graph(made: nn.Module, initial: InitialValues, request: Modul
     buffers = dict(initial.stream([name for name, _ in skeleton.named_buffers()], request.dtype))
     batch = request.read(inputs.fields)
     cache = trace_module(
-        skeleton, buffers, batch, inputs, dtype=request.dtype, units=request.units, autocast_dtype=request.autocast_dtype
+        skeleton,
+        buffers,
+        batch,
+        inputs,
+        dtype=request.dtype,
+        units=request.units,
+        autocast_dtype=request.autocast_dtype,
+        rounded_to=request.rounded_to,
     )
     cache.skeleton, cache.first_lengths = skeleton, request.lengths()
     refuse_parameter_aliasing([(name, made.get_submodule(name)) for name in cache.units])
@@ -207,7 +217,7 @@ def build_without_values(graph: Graph, index: int) -> nn.Module:
     module = build_on_meta(layer)
     dtype = _parameter_dtype(cache)
     if dtype is not None:
-        _put_absent_parameters(module, dtype)
+        _put_absent_parameters(module, dtype if cache.rounded_to is None else torch.float32, cache.rounded_to)
     kept = dict(cache.model.named_buffers())
     _put_real_buffers(module, {path: kept[layer.qualify(path)] for path, _ in module.named_buffers()})
     return module
@@ -380,21 +390,22 @@ def trace_module(
     dtype: torch.dtype,
     units: Sequence[str] = (),
     autocast_dtype: torch.dtype | None = None,
+    rounded_to: torch.dtype | None = None,
 ) -> TraceCache:
     """The traces of a model, of which the first, for `batch`, is made.
 
     `skeleton`: the model on the meta device. `buffers`: their values by name. `dtype`: the job's. `units`: patterns of modules.
-    Raises `ModelError` for what cannot be captured.
+    `rounded_to`: as in `ModuleCapture`. Raises `ModelError` for what cannot be captured.
     """
     ((_, model),) = make_skeletons([("", skeleton)])
-    _put_absent_parameters(model, dtype)
+    _put_absent_parameters(model, dtype, rounded_to)
     _put_real_buffers(model, buffers)
     found = units_by_pattern(model, units) if units else find_units(model)
     opened = found if units else open_units(model, found)
 
     def trace(chosen: Mapping[str, nn.Module]) -> TraceCache:
         _refuse_hooks_of_glue(model, chosen)
-        cache = TraceCache(model, chosen, inputs, autocast_dtype, units_are_named=bool(units))
+        cache = TraceCache(model, chosen, inputs, autocast_dtype, rounded_to=rounded_to, units_are_named=bool(units))
         cache.trace_of(batch, training=True)
         _refuse_hooks_of_glue(model, cache.units)  # tracing may have divided some of those found
         return cache
@@ -576,15 +587,18 @@ def _add_unused(shells: Sequence[nn.Module], first_trace: CutTrace, skeleton: nn
                 _put(shells[last], name, skeleton)
 
 
-def _put_absent_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make every parameter of a skeleton memoryless, in place: floating point ones in `dtype`."""
+def _put_absent_parameters(model: nn.Module, dtype: torch.dtype, rounded_to: torch.dtype | None) -> None:
+    """Make every parameter of a skeleton memoryless, in place: floating point ones in `dtype`, those that are rounded in
+    `rounded_to`, if that is given."""
     made: dict[int, nn.Parameter] = {}
+    rounded = ids_of_rounded_parameters(model) if rounded_to is not None else frozenset[int]()
     for part in model.modules():
         for key, parameter in part._parameters.items():
             if parameter is None:
                 continue
             if id(parameter) not in made:
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
+                kind = rounded_to if rounded_to is not None and id(parameter) in rounded else kind
                 absent = memoryless_like(torch.empty(parameter.shape, dtype=kind, device="meta"))
                 made[id(parameter)] = nn.Parameter(absent, requires_grad=parameter.requires_grad)
                 vars(made[id(parameter)]).update(vars(parameter))

@@ -27,6 +27,7 @@ from raypar.model.capture.trace_data import Guard, TensorKey, Trace, comparable
 from raypar.model.capture.units import coarsen_units, refine_units
 from raypar.model.copy_on_device import on_host
 from raypar.model.random_state import preserve_random_state
+from raypar.model.rounded_parameters import as_layers_read
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
 from raypar.torch_compat.modules import non_persistent_buffer_names
 from raypar.user_code.stop_signals import reraise_ctrl_c
@@ -111,6 +112,7 @@ class TraceCache:
         inputs: ForwardInputs,
         autocast_dtype: torch.dtype | None = None,
         *,
+        rounded_to: torch.dtype | None = None,
         units_are_named: bool = False,
     ) -> None:
         self.model = model
@@ -131,6 +133,8 @@ class TraceCache:
         """How batch fields reach the forward."""
         self.autocast_dtype = autocast_dtype
         """The dtype of the autocast in which the job runs its layers; None: there is none."""
+        self.rounded_to = rounded_to
+        """The dtype of the copies of parameters that layers compute with, and in which they read fields; None: the job's."""
         self.written_buffers: frozenset[str] = frozenset()
         """Buffers that the first trace's forward has written or replaced, apart from running statistics and caches."""
         self.output_forms: list[tuple[Hashable, ...]] = []
@@ -194,6 +198,7 @@ class TraceCache:
 
         Raises `ModelError` for a forward that cannot be captured, or whose layers do not fit those of the first trace.
         """
+        fields = {name: as_layers_read(value, self.rounded_to) for name, value in fields.items()}
         with self._lock:
             if self._last is not None and self._last.is_for(fields, training=training):
                 return self._last.found

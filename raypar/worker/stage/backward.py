@@ -23,7 +23,8 @@ class LayerBackwardHooks:
     The gradient of a value that the layer at position p has returned is complete when the backward pass has left everything
     that was made after the value: the loss and all layers behind p. In every backward pass the hook then restores process
     state that the layer at p + 1 (or the loss) has left changed. In the pass that closes a block it also hands the finished
-    gradients of the layers behind p to the accumulator, while these are in the processor's cache.
+    gradients of the layers behind p to the accumulator, while these are in the processor's cache; those of parameters that
+    layers compute with in a lower precision in every pass, so that they never all exist in both.
     """
 
     of_outputs: list[Hooks]
@@ -34,8 +35,8 @@ class LayerBackwardHooks:
     """Value from another stage -> its complete gradient, once this backward pass has it."""
     _plain_hooks: list[Hook]
     """By position: the hook of an ordinary backward pass."""
-    _closing_hooks: list[Hook]
-    """By position: the hook of a backward pass that closes a block."""
+    _watching_hooks: list[Hook]
+    """By position: the hook of a backward pass inside of which gradients are handed over."""
     _gradients: GradientAccumulator
     """Takes gradients of parameters that are finished inside the backward pass."""
     _completed: Sequence[Sequence[int]]
@@ -48,6 +49,8 @@ class LayerBackwardHooks:
     """Whether a backward pass of the stage is under way."""
     _block: int | None
     """The block that this backward pass closes; None in other passes."""
+    _watching: bool
+    """Whether gradients are handed over inside of this backward pass."""
     _not_left: int
     """The backward pass is known to have left the layers from this position on."""
 
@@ -64,42 +67,46 @@ class LayerBackwardHooks:
         """`layers`: names; `received`: values from other stages."""
         callers = [*(f"the backward pass of layer {name!r}" for name in layers[1:]), "the backward pass of the loss"]
         self._plain_hooks = [partial(self._on_gradient, caller) for caller in callers]
-        self._closing_hooks = [partial(self._on_left, position) for position in range(len(layers))]
+        self._watching_hooks = [partial(self._on_left, position) for position in range(len(layers))]
         self.of_outputs = [OrderedDict({0: plain}) for plain in self._plain_hooks]
         self.of_received = {name: OrderedDict({0: partial(self._on_received, name)}) for name in received}
         self.received_gradients = {}
         self._gradients, self._completed, self._guard, self._on_cpu = gradients, completed, guard, on_cpu
-        self._running, self._block, self._not_left = False, None, len(layers)
+        self._running, self._block, self._watching, self._not_left = False, None, False, len(layers)
 
     def begin(self, block: int | None) -> None:
         """Prepare for a backward pass. `block`: the block it closes, if gradients are to be handed over inside the pass."""
         self._running = True
         self.received_gradients.clear()
-        if block is not None:
+        if block is not None or self._gradients.rounded:
             self._watch(block)
 
     def end(self) -> None:
         """Clean up after a backward pass, also one that has failed."""
         self._running = False
-        if self._block is not None:
-            self._watch(None)
+        if self._watching:
+            self._watch(None, until_end=False)
 
-    def _watch(self, block: int | None) -> None:
-        self._block, self._not_left = block, len(self.of_outputs)
-        for hooks, plain, closing in zip(self.of_outputs, self._plain_hooks, self._closing_hooks, strict=True):
-            hooks[0] = plain if block is None else closing
+    def _watch(self, block: int | None, *, until_end: bool = True) -> None:
+        self._block, self._watching, self._not_left = block, until_end, len(self.of_outputs)
+        for hooks, plain, watching in zip(self.of_outputs, self._plain_hooks, self._watching_hooks, strict=True):
+            hooks[0] = watching if until_end else plain
 
     def _on_left(self, position: int, gradient: Tensor | None) -> None:
-        """A hook: the backward pass has left the layers behind `position`. Hands over their finished gradients.
+        """A hook: the backward pass has left the layers behind `position`. Hands over their finished gradients, in a pass that
+        does not close a block those of rounded parameters only.
 
         Of the nodes that are ready autograd runs the newest first, and a node's users are newer than the node. So all that was
         made after the value is over by now, and the gradients of these layers' parameters are complete.
         """
-        if self._block is not None and position + 1 < self._not_left:
+        if self._watching and position + 1 < self._not_left:
             uses = [use for uses in reversed(self._completed[position + 1 : self._not_left]) for use in uses]
             self._not_left = position + 1
             with torch.no_grad():
-                self._gradients.settle(self._block, uses)
+                if self._block is None:
+                    self._gradients.add_rounded(uses)
+                else:
+                    self._gradients.settle(self._block, uses)
         self._plain_hooks[position](gradient)
 
     def _on_gradient(self, caller: str, gradient: Tensor | None) -> None:
@@ -173,7 +180,7 @@ class DeferredGradients:
 
 
 def sum_deferred_gradients(stash: Stash, weights: StageTensors) -> dict[int, Tensor]:
-    """Use -> the weight gradient of one microbatch, in the dtype of the parameter.
+    """Use -> the weight gradient of one microbatch, added up in the dtype of the leaf, then in that of the parameter.
 
     Gradients of calls that share a cast of the weight (under `torch.autocast`) are added in the compute dtype, as by autograd.
     """
@@ -188,6 +195,6 @@ def sum_deferred_gradients(stash: Stash, weights: StageTensors) -> dict[int, Ten
                 use = weights.use_of(parameter), deferred.cast_token
                 by_cast[use] = by_cast[use] + compute() if use in by_cast else compute()
         for (index, _), total in by_cast.items():
-            total = total.to(weights.uses[index].dtype)
+            total = total.to(weights.leaves[index].dtype)
             sums[index] = sums[index] + total if index in sums else total
-    return sums
+        return {index: total.to(weights.uses[index].dtype) for index, total in sums.items()}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from raypar.errors import ModelError
@@ -17,6 +18,13 @@ Ready = Callable[[Sequence[int], Mapping[TreeNode, Row]], None]
 """Called with some uses, and the sums of all uses by subtree; the sums of the uses named are final."""
 Merge = tuple[TreeNode, TreeNode, TreeNode]
 """(parent, left child, right child): one addition of the tree."""
+
+
+class WiderSum:
+    """Where the gradients of one use are added up in another dtype than that of the leaf, which autograd adds to."""
+
+    grad: Tensor | None = None
+    """The sum; None: no gradient."""
 
 
 class BlockAddedToSibling(NamedTuple):
@@ -41,10 +49,15 @@ class GradientAccumulator:
     addition is the same one, made while the new gradient is in the cache. A block may only be joined if autograd adds once to
     each leaf in a microbatch. An earlier block shows whether it does (it adds several times, for example, for a parameter
     inside two reentrant checkpoints), and the joined block has to confirm it.
+
+    A leaf in a lower precision than its sum (`rounded`) holds the gradient of one microbatch at most: `add_rounded` adds it to
+    the sum, in the sum's dtype, as soon as it is complete.
     """
 
-    leaves: list[Tensor]
-    """By use: the leaf whose `.grad` autograd adds to."""
+    leaves: list[Tensor | WiderSum]
+    """By use: what has the sum over the microbatches of a block as its `.grad`; as a rule the leaf that autograd adds to."""
+    rounded: dict[int, tuple[Tensor, torch.dtype]]
+    """Use -> (leaf that autograd adds to, dtype of the sum), where these have different dtypes."""
     names: list[str]
     """By use: the parameter's name, for messages."""
     sizes: dict[int, int]
@@ -87,14 +100,27 @@ class GradientAccumulator:
     """Node -> sums of the uses that have arrived there."""
     _complete: set[TreeNode]
     """Nodes at which all uses have arrived."""
+    _added: set[int]
+    """Uses with rounded leaves whose gradient of the backward pass under way was added."""
     _settled: set[int]
     """Uses of the current block that were added up inside the backward pass."""
     _joined: BlockAddedToSibling | None
     """The current block, if it is joined."""
 
-    def __init__(self, leaves: Sequence[Tensor], names: Sequence[str], run: range, blocks: int, sizes: dict[int, int]) -> None:
-        """`run`: this replica's blocks, of `blocks` in all."""
-        self.leaves, self.names, self.sizes = list(leaves), list(names), sizes
+    def __init__(
+        self,
+        leaves: Sequence[Tensor],
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        run: range,
+        blocks: int,
+        sizes: dict[int, int],
+    ) -> None:
+        """`dtypes`: of the sums, by use; `run`: this replica's blocks, of `blocks` in all."""
+        uses = enumerate(zip(leaves, dtypes, strict=True))
+        self.rounded = {use: (leaf, dtype) for use, (leaf, dtype) in uses if leaf.dtype != dtype}
+        self.leaves = [WiderSum() if use in self.rounded else leaf for use, leaf in enumerate(leaves)]
+        self.names, self.sizes, self._added = list(names), sizes, set()
         self.on_ready = None
         subtrees = covering_nodes(run, blocks)
         self._joins = {
@@ -114,8 +140,9 @@ class GradientAccumulator:
 
     def begin(self) -> None:
         """Begin a step with nothing accumulated."""
-        for leaf in self.leaves:
+        for leaf in (*self.leaves, *(leaf for leaf, _ in self.rounded.values())):
             leaf.grad = None
+        self._added.clear()
         self._current, self._joined = None, None
         self._open, self._deferred, self._sums = {}, {}, {}
         self._complete, self._settled = set(), set()
@@ -153,6 +180,33 @@ class GradientAccumulator:
                 leaf.grad = total
             self._joined = BlockAddedToSibling(block, row, [0 if total is None else total._version for total in row])
 
+    def add_rounded(self, uses: Iterable[int]) -> None:
+        """Add the gradients of leaves in a lower precision to the sums of the present block, where they are complete: once in
+        each backward pass."""
+        into: list[Tensor] = []
+        added: list[Tensor] = []
+        for use in self.rounded.keys() & uses:
+            leaf, dtype = self.rounded[use]
+            gradient, total, leaf.grad = leaf.grad, self.leaves[use].grad, None
+            if gradient is None:
+                continue
+            if use in self._added:
+                raise self._late_gradient(use)
+            self._added.add(use)
+            if total is None:
+                self.leaves[use].grad = gradient.to(dtype)
+            else:
+                into.append(total)
+                added.append(gradient)
+        if into:
+            add_all(into, added)
+
+    def _late_gradient(self, use: int) -> ModelError:
+        return ModelError(
+            f"{self.names[use]} got a gradient after autograd had completed it, as with a backward pass of its own",
+            cure="call torch.utils.checkpoint with use_reentrant=False; call no backward() inside a layer",
+        )
+
     def add_deferred(self, block: int, contributions: dict[int, Tensor]) -> None:
         """Add weight gradients of one microbatch that were computed apart (instruction W), by use."""
         sums = self._deferred.setdefault(block, {})
@@ -164,6 +218,9 @@ class GradientAccumulator:
 
     def record_finished_halves(self, block: int, halves: int) -> None:
         """Note that so many halves of a backward pass of one of the block's microbatches are over; the last close the block."""
+        if self.rounded:
+            self.add_rounded(self.rounded)
+            self._added.clear()
         self._left[block] -= halves
         self._halves_left -= halves
         if self._left[block]:
@@ -171,10 +228,7 @@ class GradientAccumulator:
         self.switch_to_block(block)
         for use in self._settled:
             if self.leaves[use].grad is not None:
-                raise ModelError(
-                    f"{self.names[use]} got a gradient after autograd had completed it, as with a backward pass of its own",
-                    cure="call torch.utils.checkpoint with use_reentrant=False; call no backward() inside a layer",
-                )
+                raise self._late_gradient(use)
         self._close(block, [use for use in self._all if use not in self._settled], last=self._halves_left == 0)
         self._completed(block)
         self._settled.clear()
@@ -184,6 +238,7 @@ class GradientAccumulator:
 
     def settle(self, block: int, uses: Sequence[int]) -> None:
         """Take the block's gradients of these uses, which are complete; called inside the pass that closes the block."""
+        self.add_rounded(uses)
         self._settled.update(uses)
         self._close(block, uses, last=self._halves_left == 2)
 

@@ -2,8 +2,9 @@
 
 A stage gets its layers' tensors from `StageTensors.of_layer`, at every layer boundary. Today these tensors are
 whole parameters (or a shard's slices of them), which lie in the modules all the time. Weights that are gathered from the
-replicas that own them, or fetched from host memory, would be made in `of_layer`, too. Mixed precision makes none here: autocast
-casts them, for each operation as its lists say, and the leaves to whose `.grad` microbatches are added stay float32.
+replicas that own them, or fetched from host memory, would be made in `of_layer`, too. Autocast makes none here: it casts them,
+for each operation as its lists say. With `precision.parameters` the tensors in the modules are rounded copies, made anew once a
+step; the parameters, which `StageTensors` has beside the modules, are their masters (rule 13 of the numerics contract).
 
 A layer reads the very tensor that another layer of the stage returned, so autograd adds the gradients of a value in its own
 order. A value from another stage is read through one alias, whose complete gradient is what the stage hands on (rule 4 of the
@@ -23,8 +24,10 @@ from torch import Tensor, nn
 from raypar.errors import UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import canonical_names
+from raypar.model.rounded_parameters import ids_of_rounded_parameters
 from raypar.torch_compat.autograd import has_gradient_hooks, share_hooks, share_hooks_of_leaf
 from raypar.torch_compat.modules import non_persistent_buffer_names
+from raypar.torch_compat.multi_tensor import copy_all
 from raypar.worker.data.sample_reader import WHERE_FIELDS_ARE_NAMED
 
 Hook = Callable[[Tensor | None], None]
@@ -93,7 +96,7 @@ class ParameterUse(NamedTuple):
     shape: torch.Size
     """Shape of the tensor that this worker holds."""
     dtype: torch.dtype
-    """Dtype of the parameter, and of its summed gradient."""
+    """Dtype of the parameter, and of its summed gradient; the leaf may be a copy in a lower precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +135,15 @@ class StageTensors:
     modules: Mapping[str, nn.Module]
     """Layer name -> module, in layer order."""
     parameters: dict[str, nn.Parameter]
-    """Canonical name -> parameter, frozen ones too. A tied parameter stands once, as its first use in this stage."""
+    """Canonical name -> parameter, frozen ones too. A tied parameter stands once, as its first use in this stage. Where layers
+    compute with copies in a lower precision these are the masters: all that the optimizer, checkpoints, mirrors and other
+    workers see."""
     uses: list[ParameterUse]
     """Every use of a trainable parameter, in layer order."""
     leaves: list[nn.Parameter]
     """By index of `uses`: the tensor to whose `.grad` autograd adds. Leaves of a tie share their memory."""
+    rounded: dict[str, nn.Parameter]
+    """Canonical name -> the copy in a lower precision that layers compute with, of parameters that have one."""
     buffers: dict[str, Tensor]
     """Qualified name -> buffer as it was given, whatever forward has put in its place since."""
     persistent: frozenset[str]
@@ -146,28 +153,49 @@ class StageTensors:
     _use_of: dict[int, int]
     """`id` of a leaf -> index of its use."""
 
-    def __init__(self, graph: Graph, layers: Sequence[Layer], modules: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, graph: Graph, layers: Sequence[Layer], modules: Mapping[str, nn.Module], rounded_to: torch.dtype | None = None
+    ) -> None:
+        """`rounded_to`: the dtype of the copies of parameters that layers compute with; None: they compute with these."""
         canonical = canonical_names(graph)
         self.layer_names = tuple(layer.name for layer in layers)
-        self.modules, self.parameters = modules, {}
+        self.modules, self.parameters, self.rounded = modules, {}, {}
         self.uses, self.leaves, self._layers = [], [], []
         for layer in layers:
-            first = len(self.uses)
-            named = dict(modules[layer.name].named_parameters())
+            first, module = len(self.uses), modules[layer.name]
+            named = dict(module.named_parameters())
+            copied = ids_of_rounded_parameters(module) if rounded_to is not None else ()
             for path in _in_order_of_use(layer, named, canonical):
                 parameter, name = named[path], layer.qualify(path)
-                home = self.parameters.setdefault(canonical.get(name, name), parameter)
-                if home is not parameter:
-                    parameter.data = home.data  # one memory, but a leaf and a gradient for every layer that uses it
+                self._take(parameter, canonical.get(name, name), rounded_to if id(parameter) in copied else None)
                 if parameter.requires_grad:
-                    self.uses.append(ParameterUse(name, parameter.shape, parameter.dtype))
+                    home = self.parameters[canonical.get(name, name)]
+                    self.uses.append(ParameterUse(name, home.shape, home.dtype))
                     self.leaves.append(parameter)
-            module = modules[layer.name]
             self._layers.append(LayerTensors(module, layer_buffers(module), range(first, len(self.uses))))
         self._use_of = {id(leaf): use for use, leaf in enumerate(self.leaves)}
         buffers = [(layer.qualify(b.path), b) for layer, held in zip(layers, self._layers, strict=True) for b in held.buffers]
         self.buffers = {name: buffer.tensor for name, buffer in buffers}
         self.persistent = frozenset(name for name, buffer in buffers if buffer.persistent)
+
+    def _take(self, parameter: nn.Parameter, name: str, rounded_to: torch.dtype | None) -> None:
+        """Take in a layer's parameter, canonically `name`. `rounded_to`: the dtype of the copy that the layer computes with."""
+        if rounded_to is None:
+            home = self.parameters.setdefault(name, parameter)
+            if home is not parameter:
+                parameter.data = home.data  # one memory, but a leaf and a gradient for every layer that uses it
+            return
+        if name not in self.parameters:
+            self.parameters[name] = master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+            vars(master).update(vars(parameter))
+        copy = self.rounded.setdefault(name, parameter)
+        parameter.data = self.parameters[name].data.to(rounded_to) if copy is parameter else copy.data
+
+    def round_parameters(self) -> None:
+        """Make the copies that layers compute with those of the parameters as they are now."""
+        if self.rounded:
+            with torch.no_grad():
+                copy_all(list(self.rounded.values()), [self.parameters[name] for name in self.rounded])
 
     def of_layer(self, position: int) -> LayerTensors:
         """What the stage's layer at `position` computes with, ready for its forward."""

@@ -1,0 +1,379 @@
+"""`precision: {parameters: bf16, master: float32}`: layers compute with bfloat16 copies of float32 parameters (rule 13)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import checkpoint_folders as checkpoint_files
+from helpers import reference, shard_grid, torch_flesh, ugly_models
+from helpers.generations import Generations
+from helpers.parity import PRECISIONS, STEPS, Layout, check_local, layouts
+from helpers.protocol import Fault, World
+from helpers.recomputed_layouts import RecomputedLayout, check_recomputed, recomputed_layouts
+from torch import Tensor, nn
+
+from raypar.errors import DataError, ModelError
+from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig
+from raypar.job.contract import contract_of_job
+from raypar.model.graph import Graph
+from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.planner.memory_sheet import memory_sheets
+from raypar.schedule import registry
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.job_preflight import check_layer_shapes
+from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.measure_profile import profile_job
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.stage.gradient_accumulator import GradientAccumulator
+from raypar.worker.stage.stage import Stage
+
+ROUNDED = "bf16 parameters"
+PRECISION = PRECISIONS[ROUNDED]
+
+# -- plans ---------------------------------------------------------------------------------------------------------------------
+
+CELLS = [replace(cell, compute=ROUNDED) for number, cell in enumerate(layouts()) if number % 3 == 1]
+SHARDED = [replace(cell, compute=ROUNDED, dtype="float32") for number, cell in enumerate(shard_grid.cells()) if number % 5 == 2]
+RECOMPUTED = [replace(cell, layout=replace(cell.layout, compute=ROUNDED)) for cell in recomputed_layouts()[::6]]
+SAMPLE = [
+    Layout("plain", "interleaved", (2, 2), 5, blocks=5, compute=ROUNDED),
+    Layout("tangled", "zb-h1", (1, 2), 3, compute=ROUNDED),
+    Layout("relayed", "1f1b", (1, 1, 1), 3, compute=ROUNDED),
+]
+SHARDED_SAMPLE = [shard_grid.Cell("gpt", "zb-h1", (2, 1), (2, 2), 4, True, "float32", compute=ROUNDED)]
+RECOMPUTED_SAMPLE = [RecomputedLayout(Layout("tangled", "1f1b", (2, 1), 5, compute=ROUNDED), "full")]
+
+
+def test_the_grids_have_all_schedules_and_more_than_40_plans():
+    assert min(map(len, (CELLS, SHARDED))) >= 40 and len(RECOMPUTED) >= 8
+    for cells in (CELLS, SHARDED):
+        assert {cell.schedule for cell in cells} == set(registry.NAMES)
+    assert {cell.model for cell in SHARDED} == {"gpt", "llama", "dropped"}
+
+
+@pytest.mark.parametrize("layout", [*SAMPLE, *(pytest.param(cell, marks=pytest.mark.full) for cell in CELLS)], ids=str)
+def test_a_layout_gives_the_bits_of_one_process_with_bfloat16_modules_and_float32_masters(layout):
+    check_local(layout)
+
+
+@pytest.mark.parametrize("cell", [*SHARDED_SAMPLE, *(pytest.param(cell, marks=pytest.mark.full) for cell in SHARDED)], ids=str)
+def test_a_layout_with_shards_gives_the_bits_of_the_same_shards_in_one_process(cell):
+    shard_grid.check(cell)
+
+
+@pytest.mark.parametrize(
+    "cell", [*RECOMPUTED_SAMPLE, *(pytest.param(cell, marks=pytest.mark.full) for cell in RECOMPUTED)], ids=str
+)
+def test_recomputed_layers_give_the_bits_of_one_process(cell):
+    check_recomputed(cell)
+
+
+# -- through faults, growth and a resume ---------------------------------------------------------------------------------------
+
+QUICK = {
+    "validates": False,
+    "step_deadline_s": 0.5,
+    "start_deadline_s": 1.0,
+    "status_s": 0.5,
+    "adopt_s": 2.0,
+    "capacity_s": 5.0,
+}
+CHANGES = {
+    "a kill": (ParallelPlan.of((2, 2), layers=9), [("kill", 0.6)]),
+    "all copies lost": (ParallelPlan.of((1, 1), layers=9), [("kill", 0.7)]),
+}
+
+
+def tangled(steps: int) -> tuple[Job, Graph]:
+    """The model with ties within a stage and across stages."""
+    spec = ugly_models.job("tangled", microbatches=4, steps=steps, precision=PRECISION)
+    return spec, make_layer_graph(spec)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_workers_that_come_and_go_change_no_bit(change):
+    plan, faults = CHANGES[change]
+    spec, graph = tangled(4)
+    work = torch_flesh.TorchJob(spec, graph, ("1f1b",), mirror_every=2 if change == "all copies lost" else 0)
+    want, sizes, points = reference.train(graph, spec).parameters, [], 0
+    for events in ([], faults):
+        world = World(work, plan, [Fault(int(at * points), kind) for kind, at in events], flesh=torch_flesh.TorchFlesh, **QUICK)
+        try:
+            assert world.run().end == "done", world.tell(str(world.over))
+            points = world.points
+            members = world.driver.machine.membership.members
+            sizes.append(len(members))
+            for worker in members:
+                for stage in world.processes[worker].body.core.stages.values():
+                    assert_masters_and_copies(stage, want)
+        finally:
+            world.flesh.close()
+    assert sizes[0] != sizes[1], "nobody came or went"
+
+
+def test_growing_and_shrinking_plans_change_no_bit():
+    spec, graph = tangled(4)
+    want = reference.train(graph, spec)
+    live = Generations(torch_flesh.TorchJob(spec, graph))
+    for done, (plan, members) in enumerate(
+        (
+            (ParallelPlan.of((1,), layers=9), [0]),
+            (ParallelPlan.of((2, 1), layers=9), [0, 1, 2]),
+            (ParallelPlan.of((1, 1, 2), layers=9), [3, 1, 2, 4]),
+            (ParallelPlan.of((1, 1), layers=9), [4, 2]),
+        )
+    ):
+        assert live.adopt(plan, members, done) or not done
+        live.step(done)
+    for body in live.bodies.values():
+        for stage in body.core.stages.values():
+            assert_masters_and_copies(stage, want.parameters)
+
+
+def assert_masters_and_copies(stage: Stage, want: dict[str, Tensor]) -> None:
+    """The parameters are those wanted, and what layers compute with is these, rounded."""
+    for name, parameter in stage.parameters.items():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, want[name]), name
+        assert torch.equal(stage.weights.rounded[name], want[name].bfloat16()), name
+
+
+def test_a_run_that_is_resumed_under_another_plan_has_the_bits_of_one_process(tmp_path: Path):
+    spec, graph = tangled(4)
+    want = reference.train(graph, spec)
+    half = reference.train(graph, spec.replace(steps=2))
+    with OneProcessRun(spec, ParallelPlan.of((1, 2), layers=9), "1f1b", graph=graph) as run:
+        for step in range(2):
+            run.step(step)
+        folder = checkpoint_files.create_checkpoint(tmp_path, 2)
+        for core in run.cores:
+            core.start_save(folder)
+        records = [core.save_result() for core in run.cores]
+    path = checkpoint_files.commit_checkpoint(folder, records, steps_done=2, contract=contract_of_job(spec))
+    kept = checkpoint_files.read_checkpoint_state(path)
+    assert all(torch.equal(kept[name][PARAMETER], p) for name, p in half.parameters.items()), "float32, not rounded"
+    with OneProcessRun(spec, ParallelPlan.of((1, 1, 1), layers=9), "gpipe", graph=graph) as run:
+        for core in run.cores:
+            core.load(path)
+        losses = [run.step(step)[0].loss for step in (2, 3)]
+        assert losses == want.losses[2:]
+        for core in run.cores:
+            for stage in core.stages.values():
+                assert_masters_and_copies(stage, want.parameters)
+
+
+# -- a plain loop, as people write it ------------------------------------------------------------------------------------------
+
+WIDTH = 6
+
+
+class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+        return x, x.sum()
+
+
+class Centred(nn.Module):
+    """Has a float32 buffer, which it casts where it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.tensor(1 / 3))
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift: Tensor = self.shift  # type: ignore[assignment]
+        assert (x.dtype, shift.dtype, self.up.weight.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+        return self.up(x - shift.to(x.dtype)).relu()
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(Centred(), nn.BatchNorm1d(2 * WIDTH), nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, 1), nn.Flatten(0))
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    assert output.dtype == target.dtype == torch.float32
+    return ((output - target) ** 2).mean()
+
+
+def job(**more: object) -> Job:
+    given: dict[str, object] = {
+        "seed": 4,
+        "steps": 3,
+        "batch_size": 12,
+        "microbatches": 3,
+        "virtual_replicas": 1,
+        "model": ModelConfig(function=network),
+        "loss": LossConfig(function=squares),
+        "data": DataConfig(function=Rows, shuffle=False),
+        "optimizer": OptimizerConfig(function=torch.optim.Adam, args={"lr": 0.01}),
+        "precision": PRECISION,
+    }
+    return Job(**(given | more))
+
+
+def test_a_run_has_the_bits_of_a_plain_loop_with_a_bfloat16_module():
+    spec = job()
+    torch.manual_seed(spec.seed)
+    model = network()
+    master = [p.detach().clone() for p in model.parameters()]
+    for part in model.children():
+        if not isinstance(part, nn.BatchNorm1d):
+            for p in part.parameters():
+                p.data = p.data.bfloat16()
+    optimizer, rows, losses = torch.optim.Adam(master, lr=0.01), Rows(), []
+    for step in range(3):
+        sums, total = [torch.zeros_like(p) for p in master], []
+        for first in range(12 * step, 12 * step + 12, 4):
+            x, y = map(torch.stack, zip(*(rows[i] for i in range(first, first + 4)), strict=True))
+            loss = squares(model(x.bfloat16()).float(), y) * 4.0
+            loss.backward()
+            total.append(loss.item())
+            for gradient, p in zip(sums, model.parameters(), strict=True):
+                gradient += p.grad.float()
+                p.grad = None
+        for p, gradient in zip(master, sums, strict=True):
+            p.grad = gradient * (1 / 12)
+        optimizer.step()
+        for p, own in zip(model.parameters(), master, strict=True):
+            p.data.copy_(own)
+        losses.append(math.fsum(total) / 12)
+    names = [name for name, _ in model.named_parameters()]
+    graph = make_layer_graph(spec)
+    with OneProcessRun(spec, ParallelPlan.of((1, 1), layers=5), "1f1b", graph=graph) as run:
+        assert [run.step(step)[0].loss for step in range(3)] == losses
+        found = run.parameters()
+        assert [n for n, p in zip(names, master, strict=True) if not torch.equal(found[n][0], p)] == []
+        buffers = run.buffers()
+        assert [n for n, b in model.named_buffers() if not torch.equal(buffers[n][0], b)] == []
+
+
+def test_layers_have_rounded_copies_and_all_that_is_added_up_is_float32():
+    spec = job(microbatches=6, virtual_replicas=3, optimizer=OptimizerConfig(function=torch.optim.AdamW))
+    graph = make_layer_graph(spec)
+    with OneProcessRun(spec, ParallelPlan.of((2, 1), layers=5), "1f1b", graph=graph) as run:
+        run.step(0)
+        stages = [stage for core in run.cores for stage in core.stages.values()]
+        for stage in stages:
+            for use, leaf in zip(stage.uses, stage.weights.leaves, strict=True):
+                assert leaf.dtype == (torch.float32 if use.name.startswith("1.") else torch.bfloat16), "1 is a batch norm"
+            assert {use.dtype for use in stage.uses} == {torch.float32}
+            assert {b.dtype for n, b in stage.buffers.items() if "num_batches" not in n} <= {torch.float32}
+            assert all(leaf.grad is None for leaf in stage.weights.leaves if leaf.dtype == torch.bfloat16)
+        assert {p.dtype for copies in run.parameters().values() for p in copies} == {torch.float32}
+        assert {g.dtype for copies in run.gradients().values() for g in copies if g is not None} == {torch.float32}
+        moments = [s["exp_avg"].dtype for copies in run.optimizer_state().values() for s in copies]
+        assert set(moments) == {torch.float32}
+        stage = stages[0]
+        batch = {"x": torch.randn(2, WIDTH)}
+        stage.begin_step(0)
+        sent = stage.forward(0, {}, batch)
+        assert {value.dtype for value in sent.values()} == {torch.bfloat16}, "values between stages"
+        received = stage.backward(0, {name: torch.ones_like(value) for name, value in sent.items()})
+        assert not received and {leaf.grad.dtype for leaf in stage.gradients.leaves} == {torch.float32}
+
+
+def test_a_validation_measures_what_a_bfloat16_module_computes():
+    from raypar.job import ValidationConfig
+
+    spec = job(validation=ValidationConfig(function=Rows, every=1, samples=12))
+    graph = make_layer_graph(spec)
+    with OneProcessRun(spec, ParallelPlan.of((1, 1), layers=5), "1f1b", graph=graph) as run:
+        run.step(0)
+        found = run.validate(1)
+        model = network()
+        model.load_state_dict({n: copies[0] for n, copies in (run.parameters() | run.buffers()).items()})
+    for part in model.eval().children():
+        if not isinstance(part, nn.BatchNorm1d):
+            for p in part.parameters():
+                p.data = p.data.bfloat16()
+    totals = []
+    with torch.no_grad():
+        for first in range(0, 12, 4):
+            x, y = map(torch.stack, zip(*(Rows()[i] for i in range(first, first + 4)), strict=True))
+            totals.append(float(squares(model(x.bfloat16()).float(), y) * 4.0))
+    assert found == math.fsum(totals) / 12
+
+
+# -- what is planned, and what is wrong ----------------------------------------------------------------------------------------
+
+
+def test_the_memory_sheet_has_copies_masters_and_gradients():
+    spec, plain = job(optimizer=OptimizerConfig(function=torch.optim.AdamW)), job(precision=None)
+    spec = spec.replace(
+        model=ModelConfig(function=lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, 1), nn.Flatten(0)))
+    )
+    graph = make_layer_graph(spec)
+    elements = WIDTH * 64 + 64 + 64 + 1
+    routing = MicrobatchRouting(ParallelPlan.mesh(layers=3), spec.batching)
+    profile = profile_job(spec, workers=1, graph=graph)
+    (sheet,) = memory_sheets(profile, routing.plan, "1f1b", spec.batching)
+    state = {kind: nbytes for kind, nbytes in sheet.state.items() if kind in ("parameter", "master", "gradient")}
+    assert state == {"parameter": 2 * elements, "master": 4 * elements, "gradient": 4 * elements}
+    assert sum(layer.parameter_bytes for layer in profile.layers) == 4 * elements, "what a reduction sends"
+    assert "master parameters" in str(sheet)
+    profile = profile_job(plain.replace(model=spec.model), workers=1, graph=graph)
+    (sheet,) = memory_sheets(profile, routing.plan, "1f1b", spec.batching)
+    assert sheet.state["parameter"] == 4 * elements and "master" not in sheet.state
+
+
+class Positions(nn.Module):
+    """Adds a float32 buffer, so that what it returns is float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(float(WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table  # type: ignore[no-any-return]
+
+
+def test_a_float32_value_that_meets_bfloat16_parameters_is_told_before_the_run_with_the_cure():
+    spec = job(model=ModelConfig(function=lambda: nn.Sequential(Positions(), nn.Linear(WIDTH, 1), nn.Flatten(0))))
+    graph = make_layer_graph(spec)
+    batch = {"x": torch.randn(4, WIDTH), "y": torch.randn(4)}
+    with pytest.raises(DataError, match=r"layer '1' takes torch.bfloat16, and its input .* is torch.float32") as caught:
+        check_layer_shapes(spec, graph, batch)
+    assert "x.to(self.weight.dtype)" in caught.value.cure and "precision.parameters buffers stay float32" in caught.value.cure
+    check_layer_shapes(spec.replace(precision=None), graph, batch)
+
+
+def test_a_gradient_that_comes_after_it_was_added_is_refused():
+    leaf = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    sums = GradientAccumulator([leaf], ["w"], [torch.float32], range(1), 1, {0: 1})
+    sums.begin()
+    sums.switch_to_block(0)
+    leaf.grad = torch.ones_like(leaf)
+    sums.add_rounded([0])
+    leaf.grad = torch.ones_like(leaf)
+    with pytest.raises(ModelError, match="w got a gradient after autograd had completed it"):
+        sums.record_finished_halves(0, 2)
+
+
+def test_gradients_of_microbatches_are_added_in_float32():
+    """256 + 1 is 256 in bfloat16."""
+    leaf = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    sums = GradientAccumulator([leaf], ["w"], [torch.float32], range(1), 1, {0: 2})
+    sums.begin()
+    for value in (256.0, 1.0):
+        sums.switch_to_block(0)
+        leaf.grad = torch.full_like(leaf, value)
+        found: dict[int, Tensor | None] = {}
+        sums.on_ready = lambda uses, rows, found=found: found.update({u: rows[0, 1][u] for u in uses})
+        sums.record_finished_halves(0, 2)
+    assert found[0] is not None and found[0].dtype == torch.float32 and found[0].tolist() == [257.0, 257.0]
+
+
+def test_the_reference_rounds_too():
+    """Else the grids would compare two runs in float32."""
+    spec = ugly_models.job("tangled", microbatches=3, steps=STEPS)
+    graph = make_layer_graph(spec)
+    losses = [reference.train(graph, spec.replace(precision=PRECISIONS[name])).losses for name in (None, "bf16", ROUNDED)]
+    assert losses[0] != losses[1] != losses[2] != losses[0]
+    assert all(math.isclose(a, b, rel_tol=0.05) for a, b in zip(losses[0], losses[2], strict=True))

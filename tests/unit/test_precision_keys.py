@@ -1,0 +1,68 @@
+"""The keys of `precision: {parameters: bf16, master: float32}`: what goes together, what is refused, what is said of it."""
+
+import pytest
+
+from raypar.actors.worker_and_generation_events import training_facts
+from raypar.errors import ConfigError
+from raypar.job import PrecisionConfig
+from raypar.job.contract import contract_of_job
+from raypar.job.read_job import parse_job
+from raypar.worker.autocast_precisions import autocast_of, lower_precision_of, parameter_dtype_of
+
+SMALL = """
+name: small
+steps: 3
+batch_size: 8
+microbatches: 4
+model: m:layers
+loss: m:loss
+data: m:text
+optimizer: {function: "torch.optim:SGD", args: {lr: 3e-4}}
+"""
+ON = ["precision.parameters=bf16", "precision.master=float32"]
+
+
+def test_it_is_in_the_contract_and_said_in_words_where_it_is_set_only():
+    plain, on = parse_job(SMALL), parse_job(SMALL, ON)
+    assert on.precision == PrecisionConfig(parameters="bf16", master="float32")
+    wanted = {"precision": {"parameters": "bf16", "master": "float32"}}
+    assert contract_of_job(on) == contract_of_job(plain) | wanted
+    assert contract_of_job(parse_job(SMALL, [*ON, "precision.gradients=float32"])) == contract_of_job(on)
+    assert contract_of_job(parse_job(SMALL, ["precision.gradients=float32"])) == contract_of_job(plain)
+    assert training_facts(contract_of_job(on))["precision"] == "bf16 (parameters)"
+    assert "bf16 copies of the parameters" in (on.precision_in_words or "") and plain.precision_in_words is None
+
+
+def test_it_is_no_autocast():
+    on, mixed = parse_job(SMALL, ON).precision, parse_job(SMALL, ["precision.compute=bf16"]).precision
+    assert autocast_of(on) is None and parameter_dtype_of(mixed) is None
+    assert str(parameter_dtype_of(on)) == "torch.bfloat16" and lower_precision_of(on) is lower_precision_of(mixed)
+
+
+REFUSED = {
+    ("precision.parameters=bf16",): (
+        "precision.parameters is bf16, and precision.master is not set: without float32 masters an update of less than 1/512 "
+        "of a parameter would be rounded away",
+        "set precision.master: float32",
+    ),
+    ("precision.master=float32",): ("precision.master is float32, and precision.parameters, of which", "or leave master out"),
+    (*ON, "precision.compute=bf16"): ("precision.compute and precision.parameters are both bf16", "leave one of them out"),
+    (*ON, "dtype=float64"): (
+        "precision.master is float32, but dtype, that of the parameters themselves, is float64",
+        "set dtype: float32, or leave precision out",
+    ),
+    (*ON, "precision.gradients=bf16"): (
+        "precision.gradients: expected 'float32', got 'bf16'",
+        "sums of gradients in bfloat16 lose what later microbatches add, and are not supported: leave it out",
+    ),
+    ("precision.parameters=fp16", "precision.master=float32"): ("precision.parameters: expected 'bf16', got 'fp16'", "float16"),
+    ("precision.parameters=bf16", "precision.master=bf16"): ("precision.master: expected 'float32', got 'bf16'", ""),
+}
+
+
+@pytest.mark.parametrize("given", REFUSED, ids=" ".join)
+def test_what_does_not_go_together_is_refused_with_the_reason(given):
+    what, cure = REFUSED[given]
+    with pytest.raises(ConfigError) as caught:
+        parse_job(SMALL, list(given))
+    assert what in caught.value.what and cure in caught.value.cure
