@@ -11,6 +11,7 @@ import torch
 from harness import ratio, spread
 from models import CLIP_NORM, OPTIMIZER, SEED, Batches, Workload, mean_loss
 from ours import gpt_job
+from torch import nn
 
 from examples import gpt
 from raypar.job import PrecisionConfig
@@ -23,15 +24,16 @@ GPT2 = {"depth": 12, "width": 768, "heads": 12, "context": 1024, "vocab": 50257}
 not tied."""
 
 
-BF16 = "bf16"
-FP32 = "fp32"
+FP32, AUTOCAST, BF16 = "fp32", "bf16 by autocast", "bf16 parameters"
+PRECISIONS = {FP32: None, AUTOCAST: PrecisionConfig(compute="bf16"), BF16: PrecisionConfig(parameters="bf16", master="float32")}
+"""By name: what the job says of it."""
 
 
 class Ours:
     """raypar's worker, with the numerics contract and all: canonical sums, deterministic kernels, norm in float64."""
 
     def __init__(self, precision: str) -> None:
-        """`precision`: `fp32`, or `bf16` by autocast."""
+        """`precision`: one of `PRECISIONS`."""
         self.precision, self.name = precision, f"raypar, 1 worker, {precision}"
 
     def start(self, work: Workload, vocab: int, microbatches: int, device: torch.device) -> None:
@@ -39,8 +41,7 @@ class Ours:
         configure_torch(device, exact=True)  # before the run's guard takes the settings that it restores
         spec = gpt_job(work, microbatches, "canonical")
         model = spec.model.replace(args={**spec.model.args, "vocab": vocab})
-        compute = PrecisionConfig(compute="bf16") if self.precision == BF16 else None
-        spec = spec.replace(model=model, device="gpu", precision=compute)
+        spec = spec.replace(model=model, device="gpu", precision=PRECISIONS[self.precision])
         plan = ParallelPlan.mesh(layers=work.depth + 2)
         self._job = OneProcessRun(spec, plan, "1f1b", device=device)
         self._device, self._step = device, 0
@@ -58,7 +59,10 @@ class Ours:
 
 
 class Plain:
-    """What one would write without raypar: gradients accumulated over the microbatches, `clip_grad_norm_`, AdamW."""
+    """What one would write without raypar: gradients accumulated over the microbatches, `clip_grad_norm_`, AdamW.
+
+    With bf16 parameters the optimizer has copies in float32, to which the gradients of each microbatch are added.
+    """
 
     def __init__(self, precision: str, *, deterministic: bool) -> None:
         """`deterministic`: with the settings of PyTorch that raypar needs, too."""
@@ -69,7 +73,11 @@ class Plain:
         """Make the model."""
         torch.manual_seed(SEED)
         self._model = gpt.layers(vocab=vocab, **work.model_args).to(device)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), **OPTIMIZER)
+        self._masters = self._own = list(self._model.parameters())
+        if self.precision == BF16:
+            self._masters = [nn.Parameter(one.detach().clone()) for one in self._own]
+            self._model.bfloat16()
+        self._optimizer = torch.optim.AdamW(self._masters, **OPTIMIZER)
         self._batches, self._device, self._microbatches, self._step = Batches(work), device, microbatches, 0
 
     def steps(self, count: int) -> None:
@@ -81,26 +89,40 @@ class Plain:
             x, y = (field.to(self._device) for field in self._batches.get(self._step))
             total = torch.zeros((), device=self._device)
             for one, target in zip(x.chunk(self._microbatches), y.chunk(self._microbatches), strict=True):
-                with torch.autocast(self._device.type, torch.bfloat16, enabled=self.precision == BF16):
-                    loss = mean_loss(self._model(one), target) / self._microbatches
+                with torch.autocast(self._device.type, torch.bfloat16, enabled=self.precision == AUTOCAST):
+                    output = self._model(one)
+                    loss = mean_loss(output.float() if self.precision == BF16 else output, target) / self._microbatches
                 loss.backward()
+                self._hand_gradients_over()
                 total += loss.detach()
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_NORM)
+            torch.nn.utils.clip_grad_norm_(self._masters, CLIP_NORM)
             self._optimizer.step()
+            if self._masters is not self._own:
+                with torch.no_grad():
+                    torch._foreach_copy_(self._own, self._masters)
             self._optimizer.zero_grad(set_to_none=True)
             total.item()
             self._step += 1
 
+    def _hand_gradients_over(self) -> None:
+        """Add the gradients of a microbatch to those of the copies in float32, where there are any."""
+        if self._masters is self._own:
+            return
+        for master, own in zip(self._masters, self._own, strict=True):
+            assert own.grad is not None
+            master.grad = own.grad.float() if master.grad is None else master.grad.add_(own.grad)
+            own.grad = None
+
     def close(self) -> None:
         """Give all memory back."""
-        del self._model, self._optimizer
+        del self._model, self._optimizer, self._masters, self._own
 
 
 def contenders() -> list[Ours | Plain]:
     """All, by precision."""
     return [
         made
-        for precision in (FP32, BF16)
+        for precision in PRECISIONS
         for made in (Ours(precision), Plain(precision, deterministic=True), Plain(precision, deterministic=False))
     ]
 

@@ -95,15 +95,15 @@ def test_sums_over_shards_are_timed_until_posted_until_the_host_goes_on_and_unti
 SMALL = Workload(depth=1, width=16, heads=2, context=16, batch_size=4)
 
 
-def test_training_is_compared_in_turns_in_both_precisions_with_the_same_settings_of_pytorch():
+def test_training_is_compared_in_turns_in_all_precisions_with_the_same_settings_of_pytorch():
     deterministic = torch.are_deterministic_algorithms_enabled()
     found = gpu_loop.compare(SMALL, 256, 2, rounds=3, steps=1, device=torch.device("cpu"))
     torch.use_deterministic_algorithms(deterministic)
     names = [row["name"] for row in found["rows"]]
-    assert len(set(names)) == 6 and names[:2] == ["raypar, 1 worker, fp32", "plain PyTorch loop, fp32, deterministic"]
+    assert len(set(names)) == 9 and names[:2] == ["raypar, 1 worker, fp32", "plain PyTorch loop, fp32, deterministic"]
     assert [(how["ours"], how["beside"], how["pairs"]) for how in found["ratios"]] == [
         (f"raypar, 1 worker, {precision}", f"plain PyTorch loop, {precision}{deterministic}", 3)
-        for precision in ("fp32", "bf16")
+        for precision in gpu_loop.PRECISIONS
         for deterministic in (", deterministic", "")
     ]
     assert found["tokens_a_step"] == 64 and all(row["trace"] is None for row in found["rows"])
