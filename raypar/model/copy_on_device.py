@@ -25,10 +25,22 @@ def remember_source(copied: Tensor, source: Tensor) -> None:
     setattr(copied, _SOURCE, _Source(source, (source._version, copied._version)))
 
 
+def pass_on_source(rounded: Tensor, copied: Tensor) -> None:
+    """Note on a copy in another dtype of a copy on a device what that was copied from, if it is known."""
+    source = _source_of(copied)
+    if source is not None:
+        remember_source(rounded, source)
+
+
 def on_host(tensor: Tensor) -> Tensor:
     """The numbers of a tensor in host memory: what it was copied from, where neither was written since; else read from the
     device."""
+    source = _source_of(tensor)
+    return tensor.cpu() if source is None else source.to(tensor.dtype)
+
+
+def _source_of(tensor: Tensor) -> Tensor | None:
     source: _Source | None = vars(tensor).get(_SOURCE)
-    if source is not None and source.versions == (source.tensor._version, tensor._version):
-        return source.tensor
-    return tensor.cpu()
+    if source is None or source.versions != (source.tensor._version, tensor._version):
+        return None
+    return source.tensor

@@ -8,7 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from raypar.model.copy_on_device import pass_on_source
 from raypar.torch_compat.modules import NormBase
+
+_ROUNDED = "_raypar_rounded"
+"""Attribute of a field: what layers read of it, and the versions of both when that was made."""
 
 
 def ids_of_rounded_parameters(module: nn.Module) -> frozenset[int]:
@@ -36,8 +40,19 @@ def round_parameters_of(module: nn.Module, dtype: torch.dtype | None) -> nn.Modu
 
 
 def as_layers_read(field: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A field of a batch as layers read it whose parameters are rounded to `dtype`: numbers with a fraction in that dtype."""
-    return field if dtype is None or not field.is_floating_point() else field.to(dtype)
+    """A field of a batch as layers read it whose parameters are rounded to `dtype`: numbers with a fraction in that dtype.
+
+    It is one tensor for all layers, while neither it nor the field is written, so that what was asked of it is not asked again.
+    """
+    if dtype is None or not field.is_floating_point() or field.dtype == dtype:
+        return field
+    kept: tuple[Tensor, tuple[int, int]] | None = vars(field).get(_ROUNDED)
+    if kept is None or kept[0].dtype != dtype or kept[1] != (field._version, kept[0]._version):
+        rounded = field.to(dtype)
+        pass_on_source(rounded, field)
+        kept = rounded, (field._version, rounded._version)
+        setattr(field, _ROUNDED, kept)
+    return kept[0]
 
 
 def as_loss_reads(value: Tensor, dtype: torch.dtype | None) -> Tensor:

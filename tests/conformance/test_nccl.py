@@ -577,6 +577,26 @@ def test_posting_an_operation_costs_the_same_however_many_are_pending_and_those_
         assert not set(pending) & set(ends[0]._handles)
 
 
+def test_closing_looks_at_pending_operations_while_another_thread_posts(monkeypatch):
+    in_flight, looked = NcclHandle.in_flight, []
+    with Group(2, PAIR) as ends:
+        ends[0].send(torch.ones(3), to=1, tag=1).wait(LIMIT_S)
+        ends[1].recv(None, source=0, tag=1).wait(LIMIT_S)
+
+        def look(handle):
+            if not looked:  # as the control transport's thread does when a message is announced
+                looked.append(handle)
+                thread = threading.Thread(target=ends[0].track, args=(NcclHandle(ends[0], "recv", (1,)),))
+                thread.start()
+                thread.join(LIMIT_S)
+            return in_flight.fget(handle)
+
+        monkeypatch.setattr(NcclHandle, "in_flight", property(look))
+        monkeypatch.setattr(NcclHandle, "released", property(lambda handle: False))
+        ends[0].close()
+        assert looked
+
+
 def test_closing_leaves_no_thread_no_open_file_and_no_communicator():
     keys = standin.all_communicators(3)
     Group(3, keys).__exit__()  # whatever is made once is made now

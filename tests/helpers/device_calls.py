@@ -15,7 +15,7 @@ from helpers import checkpoint_folders as checkpoint_files
 from helpers import metrics, pretend, torch_flesh, ugly_models
 from helpers.generations import SHARDS, Generations, mesh
 from helpers.operation_budget import NORM, counting
-from helpers.parity import STEPS, Layout, expected
+from helpers.parity import PRECISIONS, STEPS, Layout, Precision, expected
 from helpers.shard_grid import Cell, different, graph
 from helpers.shard_grid import run as run_cell
 from torch import nn
@@ -119,7 +119,7 @@ class Signs(Dataset[dict[str, torch.Tensor]]):
         return {"x": numbers * (-1 if index % 5 < 2 else 1), "y": torch.tensor(index % 3)}
 
 
-def decides(state: State, recompute: bool) -> None:
+def decides(state: State, recompute: bool, precision: Precision = None) -> None:
     """What the forward asks of a batch is read on the host: its paths are those of the CPU, and the vote alone reads from the
     device."""
     spec = Job(
@@ -132,6 +132,7 @@ def decides(state: State, recompute: bool) -> None:
         loss=LossConfig(function=F.cross_entropy),
         data=DataConfig(function=Signs, target="y", shuffle=False),
         optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.1}),
+        precision=PRECISIONS[precision],
     )
     plan = ParallelPlan.mesh(pp=2, layers=2, recompute=(0, 1) if recompute else ())
     hashes = set()

@@ -51,9 +51,9 @@ def test_the_other_layouts_on_a_device_have_the_bits_of_one_process(run, layout)
     run(device_calls.trains, layout)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_what_the_forward_asks_of_a_batch_is_read_on_the_host_alone(run, recompute):
-    run(device_calls.decides, recompute)
+@pytest.mark.parametrize("recompute, precision", [(False, None), (True, None), (False, "bf16 parameters")])
+def test_what_the_forward_asks_of_a_batch_is_read_on_the_host_alone(run, recompute, precision):
+    run(device_calls.decides, recompute, precision)
 
 
 def test_a_checkpoint_is_gone_on_with_on_either_device(run, tmp_path):

@@ -148,11 +148,14 @@ class PendingOperations:
         if error is not None:
             handle.fail(error)
 
+    def tracked(self) -> list[NcclHandle]:
+        """The operations that are remembered at present; other threads may add to them meanwhile."""
+        with self._handles_lock:
+            return list(self._handles)
+
     def fail_hopeless(self) -> None:
         """Fail every operation that can never complete, and wake the threads that wait."""
-        with self._handles_lock:
-            handles = list(self._handles)
-        for handle in handles:
+        for handle in self.tracked():
             self._fail_if_hopeless(handle)
         self.wake()
 

@@ -244,7 +244,7 @@ class NcclTransport(PendingOperations):
             self._closed = True
             if self._aborted is None:
                 lost = any(peer not in self._posted_by for peer in tuple(self._gone))  # threads may add to it
-                gently = self._broken is None and not lost and not any(f.in_flight for f in self._handles)
+                gently = self._broken is None and not lost and not any(one.in_flight for one in self.tracked())
                 gently = gently and self.mailbox.send_goodbye(self._streams.values(), LAUNCH_S)
                 self._aborted = "the transport was closed"
                 self.fail_hopeless()
