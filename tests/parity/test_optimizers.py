@@ -216,6 +216,13 @@ def test_an_optimizer_that_couples_parameters_late_is_found(what: str):
     assert trial.kind is OptimizerKind.PER_PARAMETER
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, optimizers.NormalisesAll])
+def test_parameters_without_dimensions_are_tried_too(kind):
+    """As a learned temperature: `nn.Parameter(torch.zeros(()))`."""
+    trials = [try_optimizer(spec(kind, (), lr=0.1), {"scale": shape, "weight": (3, 2)}) for shape in ((), (1,))]
+    assert trials[0].kind is trials[1].kind
+
+
 def test_an_optimizer_that_takes_the_seventh_parameter_otherwise_is_found():
     trial = try_optimizer(spec(optimizers.TakesSeventhOtherwise, ()), SHAPES)
     assert trial.kind is OptimizerKind.COUPLED

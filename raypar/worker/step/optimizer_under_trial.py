@@ -43,11 +43,11 @@ def values_and_gradients(
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """(initial values, gradients of each step) for parameters of these shapes. Gradients mostly point in one direction."""
     generator = torch.Generator().manual_seed(0)
-    values = {name: torch.randn(*shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
+    values = {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
     sizes = torch.tensor([SMALL_GRADIENT if step >= SMALL_FROM else 1.0 for step in range(steps)], dtype=dtype)
     by_name = {}
     for name, shape in shapes.items():
-        direction, noise = (torch.randn(*first, *shape, generator=generator, dtype=dtype) for first in ((), (steps,)))
+        direction, noise = (torch.randn((*first, *shape), generator=generator, dtype=dtype) for first in ((), (steps,)))
         by_name[name] = ((direction + 0.3 * noise) * sizes.view(-1, *[1] * len(shape))).unbind()
     return values, [{name: of[step] for name, of in by_name.items()} for step in range(steps)]
 
