@@ -7,7 +7,7 @@ from typing import Literal, get_args
 AUTO, GIVEN = "<auto>", "<given>"
 """Tags of the two types of `plan`. Pydantic puts them into error locations; messages leave them out."""
 PrecisionName = Literal["bf16"]
-"""The values of a job's `precision.compute`."""
+"""The values of a job's `precision.compute` and `precision.parameters`."""
 NO_FLOAT16 = "float16, which needs a scaled loss, is not supported yet"
 """What is said of float16, for messages."""
 

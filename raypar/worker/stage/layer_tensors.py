@@ -191,11 +191,13 @@ class StageTensors:
         copy = self.rounded.setdefault(name, parameter)
         parameter.data = self.parameters[name].data.to(rounded_to) if copy is parameter else copy.data
 
-    def round_parameters(self) -> None:
-        """Make the copies that layers compute with those of the parameters as they are now."""
-        if self.rounded:
+    def round_parameters(self, *, trained_only: bool = False) -> None:
+        """Make the copies that layers compute with those of the parameters as they are now. `trained_only`: a step has changed
+        these, and no frozen ones."""
+        names = [name for name in self.rounded if not trained_only or self.parameters[name].requires_grad]
+        if names:
             with torch.no_grad():
-                copy_all(list(self.rounded.values()), [self.parameters[name] for name in self.rounded])
+                copy_all([self.rounded[name] for name in names], [self.parameters[name] for name in names])
 
     def of_layer(self, position: int) -> LayerTensors:
         """What the stage's layer at `position` computes with, ready for its forward."""

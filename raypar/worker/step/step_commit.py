@@ -350,7 +350,7 @@ class StepCommit:
                     optimizer.step()
                 self.guard.check("the optimizer", compare_everything=True)
             for stage in self.stages.values():
-                stage.weights.round_parameters()
+                stage.weights.round_parameters(trained_only=True)
                 stage.apply_buffer_updates()
         self.applied = not outcome.skipped
         self.can_apply_late, self.last_decided_step = False, self.step
