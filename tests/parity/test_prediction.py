@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import raypar
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError, WorkerLost
-from raypar.job import FunctionConfig, Job, ValidationConfig
+from raypar.job import DataConfig, FunctionConfig, Job, ValidationConfig
 from raypar.launch import forward_run
 from raypar.launch.forward_run import Cluster, make_forward_job
 from raypar.launch.parquet_writer import open_parquet_file
@@ -36,7 +36,7 @@ from raypar.record.events import Event
 from raypar.storage.checkpoint_store import open_checkpoint
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.storage_uri import StorageUri
-from raypar.worker.data.sample_number_field import SAMPLE
+from raypar.worker.data.sample_number_field import SAMPLE, NumberedSamples, NumberedStream, number_and_length
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.prediction import Prediction, named_tensors, pack_predictions, unpack_predictions
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -215,6 +215,24 @@ def test_samples_that_are_padded_have_their_lengths_beside_their_outputs(tmp_pat
     assert found["length"].tolist() == [len(Ragged()[index]["input_ids"]) for index in range(SAMPLES)]
     with pytest.raises(UserCodeError, match="'length' has the name of the column with the lengths of the samples"):
         predict(path, job, {"function": Ragged, "pad": {"to": [4, 8]}}, FunctionConfig(function=own_length))
+
+
+class Translations(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Texts, and longer ones that no prediction is made of."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.zeros(index), "y": torch.zeros(20)}
+
+
+@pytest.mark.parametrize("pad, length", [({"multiple": 4}, 7), ({"fields": ("x",)}, 7), ({"fields": ("y",)}, 20)])
+def test_the_length_of_a_padded_sample_is_that_of_its_target_only_if_nothing_else_is_padded(pad: Any, length: int):
+    numbered = NumberedSamples(DataConfig(function=Translations, pad=pad))()
+    assert not isinstance(numbered, NumberedStream)
+    numbers, lengths = number_and_length(torch.tensor([numbered[7][SAMPLE]]))
+    assert lengths is not None and (numbers.tolist(), lengths.tolist()) == ([7], [length])
 
 
 def own_length(output: Any) -> dict[str, Tensor]:

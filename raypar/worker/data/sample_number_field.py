@@ -121,9 +121,12 @@ def _numbered(sample: object, index: int, data: DataConfig) -> object:
 
 
 def _padded_length(sample: object, index: int, data: DataConfig) -> int:
-    """The length of the longest field of a sample that is padded; 0 if none is."""
+    """The length of the longest field of a sample that is padded, the target apart if another one is; -1 if none is."""
     fields, padded = flatten_fields(sample, data.names, f"sample {index}", is_one_tensor), data.pad.fields if data.pad else ()
-    return max((length_of(value) for name, value in fields.items() if not padded or name in padded), default=0)
+    lengths = {name: length_of(value) for name, value in fields.items() if not padded or name in padded}
+    if len(lengths) > 1:
+        lengths.pop(data.target or "y", None)
+    return max(lengths.values(), default=-1)
 
 
 class NumberedCollation:
