@@ -10,6 +10,8 @@ PrecisionName = Literal["bf16"]
 """The values of a job's `precision.compute` and `precision.parameters`."""
 NO_FLOAT16 = "float16, which needs a scaled loss, is not supported yet"
 """What is said of float16, for messages."""
+COPIES_TEXT = '{"parameters": "bf16", "master": "float32"}'
+"""The other form of a job's `precision`, for messages about its keys."""
 
 
 def precision_settings_text() -> str:

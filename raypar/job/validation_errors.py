@@ -14,7 +14,7 @@ from raypar.errors import ConfigError
 from raypar.files.printable_text import repr_text, shorten
 from raypar.job.importable_name import is_importable_name
 from raypar.job.keys_of_other_frameworks import advice_for
-from raypar.job.precision_and_plan_names import AUTO, GIVEN, NO_FLOAT16, precision_settings_text
+from raypar.job.precision_and_plan_names import AUTO, COPIES_TEXT, GIVEN, NO_FLOAT16, precision_settings_text
 from raypar.job.walk_sections import dotted_keys, keys_of, section_types
 
 _COMMAND_LINE = {
@@ -231,7 +231,8 @@ class _Explainer:
         if path == ["precision", "gradients"] and name in ("bf16", "bfloat16"):
             return "; sums of gradients in bfloat16 lose what later microbatches add, and are not supported: leave it out"
         if here == "precision":
-            mixed = f"for mixed precision it is {precision_settings_text()}"
+            own = path[1:] in (["parameters"], ["master"])
+            mixed = f"for mixed precision it is {COPIES_TEXT if own else precision_settings_text()}"
             return f"{half}; {mixed}, and without it everything is computed in `dtype`"
         if here == "dtype" and name in _HALF_PRECISION:
             return f"{half}; for mixed precision leave it float32, and set precision to {precision_settings_text()}"

@@ -56,6 +56,10 @@ REFUSED = {
         "sums of gradients in bfloat16 lose what later microbatches add, and are not supported: leave it out",
     ),
     ("precision.parameters=fp16", "precision.master=float32"): ("precision.parameters: expected 'bf16', got 'fp16'", "float16"),
+    ("precision.parameters=bfloat16", "precision.master=float32"): (
+        "precision.parameters: expected 'bf16', got 'bfloat16'",
+        'for mixed precision it is {"parameters": "bf16", "master": "float32"}, and',
+    ),
     ("precision.parameters=bf16", "precision.master=bf16"): ("precision.master: expected 'float32', got 'bf16'", ""),
 }
 
