@@ -185,20 +185,21 @@ def refuse_undeclared_ties(
 
 
 def refuse_shared_statistics(layer: str, module: nn.Module, seen: MutableMapping[str, weakref.ReferenceType[Tensor]]) -> None:
-    """Raises `ModelError` for running statistics that norms of two layers share: each layer would have averages of its own.
+    """Raises `ModelError` for running statistics that norms share: each would add its own calls only.
 
-    `seen`: name -> running mean in the layers before; this one's are added.
+    `seen`: name -> running mean or variance of the norms before; this layer's are added.
     """
     for path, norm in norms_with_running_statistics(module):
         name = join_names(layer, path)
-        shared = [other for other, reference in seen.items() if reference() is norm.running_mean]
-        if shared:
-            raise ModelError(
-                f"{shared[0]} and {name} share the running statistics of a norm",
-                cure="make a norm for each, which may share weight and bias, or put both into one layer",
-            )
-        if norm.running_mean is not None:
-            seen[name] = weakref.ref(norm.running_mean)
+        own = {f"{name}.{key}": tensor for key in ("running_mean", "running_var") if (tensor := getattr(norm, key)) is not None}
+        for other, reference in seen.items():
+            former = reference()
+            if former is not None and any(_memory(former) == _memory(one) and _overlap(former, one) for one in own.values()):
+                raise ModelError(
+                    f"{other.rpartition('.')[0]} and {name} share the running statistics of a norm",
+                    cure="make a norm for each, which may share weight and bias",
+                )
+        seen.update((key, weakref.ref(tensor)) for key, tensor in own.items())
 
 
 def _memory(tensor: Tensor) -> int:

@@ -490,6 +490,20 @@ def test_a_norm_with_a_forward_of_its_own_is_followed_or_refused():
         assert norm.momentum == 0.1 and torch.equal(norm.running_mean, torch.zeros(4))
 
 
+@pytest.mark.parametrize("of", ["variance", "views"])
+def test_norms_of_one_layer_that_share_statistics_are_refused(of: str):
+    """They are folded together, each from the averages before the step."""
+    one, other = nn.BatchNorm1d(12), nn.BatchNorm1d(12)
+    if of == "variance":
+        other.running_var = one.running_var
+    else:
+        both = torch.stack([torch.zeros(12), torch.ones(12)])
+        for norm in (one, other):
+            norm.running_mean, norm.running_var = both[0], both[1]
+    with pytest.raises(ModelError, match=r"0\.0 and 0\.1 share the running statistics of a norm"):
+        capture_layer_graph([nn.Sequential(one, other)], input="x")
+
+
 def test_buffers_that_two_layers_share_are_refused_once_they_are_written():
     norm, counter = nn.BatchNorm1d(12), norm_models.Counters(12)
     with pytest.raises(ModelError, match=r"0\.0 and 1\.0 share the running statistics of a norm") as error:
