@@ -408,6 +408,8 @@ def test_a_pass_that_a_wrong_cursor_has_opened_is_given_to_nobody():
     given samples of the pass that another's wrong one had opened, until that worker noticed."""
     spec = job(stream_cases.Resuming, args={"size": 1000})
     feeds = [StreamFeed(spec.training_data, spec.seed, spec.batch_size, TorchStateGuard(spec.threads)) for _ in range(3)]
+    for feed in feeds:  # which have a process each, and so its generators: here they read ahead in turn
+        feed._turn = feeds[0]._turn
     begin = {0: [(0, 0)]}
 
     def read(feed: StreamFeed, position: int, opening: Opening) -> FedSamples:
