@@ -32,6 +32,8 @@ from raypar.worker.data.user_dataset import dataset_size, make_dataset
 from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 
+pytestmark = pytest.mark.part(4)
+
 ALL = ("x", "noise", "draw", "id")
 CUT = Microbatches(3, 0, 7)
 
@@ -85,6 +87,7 @@ def test_samples_are_those_of_the_contract_in_any_order_of_asking():
     assert all(same(read.get(*place), expected(*place)) for place in asked)
 
 
+@pytest.mark.ci
 def test_data_processes_give_the_same_bits_and_end_with_the_loader():
     read = loader(Noisy(), function="helpers.data_cases:Noisy", processes=2)
     for step in (0, 1, 2):
@@ -97,9 +100,20 @@ def test_data_processes_give_the_same_bits_and_end_with_the_loader():
     assert all_end(processes, within_s=5)
 
 
+def test_data_processes_have_no_semaphore_with_a_name_that_would_stay_where_all_are_killed_at_once():
+    """As Ray does with the processes of a worker that ends."""
+    processes = DataProcesses(DataConfig(function="helpers.data_cases:Noisy", processes=1), 4)
+    try:
+        read = loader(Noisy(), function="helpers.data_cases:Noisy", processes=1, shared=processes)
+        assert same(read.get(0, 0), expected(0, 0))
+        assert not [pid for pid in [os.getpid(), *pids(processes)] if "sem.mp-" in Path(f"/proc/{pid}/maps").read_text()]
+    finally:
+        processes.close()
+
+
 def pids(processes: DataProcesses | None) -> list[int]:
-    assert processes is not None and processes._pool is not None
-    return list(processes._pool._processes)
+    assert processes is not None and processes._processes
+    return [one.process.pid for one in processes._processes]
 
 
 @pytest.mark.full  # that they outlive plans: the next test
@@ -122,6 +136,7 @@ def test_data_processes_outlive_plans_with_what_they_have_read_and_give_another_
     assert all_end(there, within_s=5)
 
 
+@pytest.mark.ci
 def test_the_data_processes_of_a_worker_are_the_same_under_each_of_its_plans():
     spec = ugly_models.job("plain", steps=3)
     spec = spec.replace(data=spec.data.replace(function="helpers.ugly_models:Numbers", processes=1))
@@ -355,6 +370,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.ci
 def test_data_processes_end_when_their_worker_is_killed(tmp_path: Path):
     script, pids = tmp_path / "parent.py", tmp_path / "pids"
     script.write_text(PARENT)
@@ -393,6 +409,7 @@ class Samples: ...
 """
 
 
+@pytest.mark.ci
 def test_a_data_process_that_still_imports_the_data_sets_module_ends_when_its_worker_is_killed(tmp_path: Path):
     """It lived until all was imported: torch alone takes half a minute on a busy machine."""
     (tmp_path / "parent.py").write_text(LOADING_PARENT)

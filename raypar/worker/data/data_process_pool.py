@@ -2,21 +2,58 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import pickle
+import queue
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from raypar.errors import ConfigError, RayparError, UserCodeError
 from raypar.job import DataConfig
 from raypar.user_code.user_code_errors import error_text
 from raypar.worker.data.end_with_parent import EndWithParent, call_in_child
-from raypar.worker.data.inside_data_process import Answer, read_in_data_process, start_data_process
+from raypar.worker.data.inside_data_process import Answer, ReadRequest, serve_reads
 from raypar.worker.data.sample_order import SamplePosition
 
 Read = tuple[int, int, tuple[str, ...]]
 """(step, microbatch, fields) of a microbatch that is read: it is the same under every plan."""
+
+
+class DataProcessDiedError(Exception):
+    """A data process has ended."""
+
+
+class _DataProcess:
+    """A data process, as its worker uses it: one read at a time.
+
+    Over a pipe, not by `ProcessPoolExecutor`: its queues have semaphores with names, which stay in /dev/shm where Ray ends a
+    worker, as it ends the process of Python that would remove them, too.
+    """
+
+    def __init__(self, spec: DataConfig, seed: int) -> None:
+        """Start it. Raises what pickle raises for what it cannot take along."""
+        context = multiprocessing.get_context("spawn")
+        self._connection, there = context.Pipe()
+        with there:
+            self.process = context.Process(target=call_in_child, args=(EndWithParent(), serve_reads, there, spec, seed))
+            self.process.start()
+
+    def read(self, request: ReadRequest) -> Answer:
+        """The microbatch. Raises the error with which it could not be read, `DataProcessDiedError`."""
+        try:
+            self._connection.send(request)
+            answer: Answer | BaseException = self._connection.recv()
+        except (EOFError, OSError) as error:
+            self.process.join(JOIN_S)
+            raise DataProcessDiedError(f"process {self.process.pid} ended with exit code {self.process.exitcode}") from error
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+JOIN_S = 5.0
+"""A process whose pipe is closed has ended after this time."""
 
 
 class DataProcesses:
@@ -29,13 +66,18 @@ class DataProcesses:
     """The data set and how it is collated."""
     _seed: int
     """The job's seed."""
-    _pool: ProcessPoolExecutor | None
-    """The processes; None before the first is needed, and after `close`."""
+    _threads: ThreadPoolExecutor | None
+    """A thread for each process; None before the first is needed, and after `close`."""
+    _processes: list[_DataProcess]
+    """All of them."""
+    _idle: queue.SimpleQueue[_DataProcess]
+    """Those that read nothing."""
     _pending: dict[Read, Future[Answer]]
     """Microbatch -> the read under way, or its outcome that nobody has taken."""
 
     def __init__(self, spec: DataConfig, seed: int) -> None:
-        self._spec, self._seed, self._pool, self._pending = spec, seed, None, {}
+        self._spec, self._seed, self._threads, self._pending = spec, seed, None, {}
+        self._processes, self._idle = [], queue.SimpleQueue()
 
     def request(self, read: Read, places: Sequence[SamplePosition], batch_names: tuple[str, ...]) -> None:
         """Begin to read a microbatch, unless that is under way. Raises `ConfigError` or `UserCodeError`.
@@ -58,27 +100,37 @@ class DataProcesses:
     def close(self) -> None:
         """End the processes; what is still being read is dropped. Idempotent."""
         self._pending.clear()
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            processes = list((getattr(pool, "_processes", None) or {}).values())
-            pool.shutdown(wait=False, cancel_futures=True)
-            # A sample that takes for ever must not keep us: the processes hold nothing that could be lost.
-            for process in processes:
-                process.terminate()
+        threads, self._threads = self._threads, None
+        processes, self._processes, self._idle = self._processes, [], queue.SimpleQueue()
+        # A sample that takes for ever must not keep us: the processes hold nothing that could be lost.
+        for one in processes:
+            one.process.terminate()
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
+            atexit.unregister(self.close)
 
     def _submit(self, read: Read, places: Sequence[SamplePosition], batch_names: tuple[str, ...]) -> Future[Answer]:
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                self._spec.processes,
-                multiprocessing.get_context("spawn"),
-                initializer=call_in_child,
-                initargs=(EndWithParent(), start_data_process, self._spec, self._seed),
-            )
+        if self._threads is None:
+            self._start()
+        assert self._threads is not None
         step, microbatch, fields = read
+        return self._threads.submit(self._read, self._idle, (list(places), (step, microbatch), fields, batch_names))
+
+    @staticmethod
+    def _read(idle: queue.SimpleQueue[_DataProcess], request: ReadRequest) -> Answer:
+        one = idle.get()  # there are as many as threads
         try:
-            return self._pool.submit(read_in_data_process, list(places), (step, microbatch), fields, batch_names)
-        except BrokenProcessPool as error:
-            raise self.died(error) from error
+            return one.read(request)
+        finally:
+            idle.put(one)
+
+    def _start(self) -> None:
+        atexit.register(self.close)  # Python waits for processes that it has started when it ends
+        self._threads = ThreadPoolExecutor(self._spec.processes, "data process")
+        try:
+            for _ in range(self._spec.processes):
+                self._processes.append(_DataProcess(self._spec, self._seed))
+                self._idle.put(self._processes[-1])
         except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises for what it cannot take along
             self.close()
             raise ConfigError(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor
 
-from raypar.errors import RayparError
+from raypar.errors import RayparError, UserCodeError
 from raypar.job import DataConfig
+from raypar.user_code.user_code_errors import error_text
 from raypar.worker.data.collate import MicrobatchPlace
 from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.sample_reader import SampleReader
@@ -20,6 +23,9 @@ from raypar.worker.process.torch_state_guard import DEFAULT_TORCH_STATE, TorchSt
 Packed = dict[str, tuple[bytearray, torch.dtype, tuple[int, ...]]]
 Answer = tuple[Packed, StateWarnings]
 """A microbatch, and lines about process state that the data set has left changed."""
+
+ReadRequest = tuple[list[SamplePosition], MicrobatchPlace, tuple[str, ...], tuple[str, ...]]
+"""What `read_in_data_process` is given."""
 
 Batches = tuple[tuple[str, ...], tuple[str, ...]]
 """(fields that are collated, all fields of a collated batch)."""
@@ -54,6 +60,32 @@ class DataProcess:
 
 _process: DataProcess | None = None
 """Of this process, if it is a data process."""
+
+
+def serve_reads(requests: Connection, spec: DataConfig, seed: int) -> None:
+    """What a data process does: answer each `ReadRequest` with an `Answer` or an error, until nobody is there."""
+    start_data_process(spec, seed)
+    while True:
+        try:
+            request: ReadRequest = requests.recv()
+        except EOFError:
+            return
+        try:
+            answer: Answer | Exception = read_in_data_process(*request)
+        except Exception as error:
+            answer = error if _is_picklable(error) else UserCodeError(f"the data set raised {error_text(error)}")
+        try:
+            requests.send(answer)
+        except BrokenPipeError:
+            return
+
+
+def _is_picklable(error: Exception) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True
 
 
 def start_data_process(spec: DataConfig, seed: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from concurrent.futures.process import BrokenProcessPool
 from typing import Protocol
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from raypar.errors import RayparError, UserCodeError
 from raypar.job import DataConfig
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.wording import count_noun
-from raypar.worker.data.data_process_pool import DataProcesses
+from raypar.worker.data.data_process_pool import DataProcessDiedError, DataProcesses
 from raypar.worker.data.inside_data_process import unpack
 from raypar.worker.data.mixed_order import MixedOrder
 from raypar.worker.data.sample_order import SampleOrder, SamplePosition
@@ -176,7 +175,7 @@ class MicrobatchLoader:
                 f"{count_noun(self._spec.processes, 'process', 'processes')}",
                 cure="raise data.processes, make __getitem__ cheaper, or find what it waits for",
             ) from None
-        except BrokenProcessPool as error:
+        except DataProcessDiedError as error:
             raise processes.died(error, where) from error
         except RayparError as error:
             error.add_place(where)
