@@ -1,10 +1,11 @@
-"""Makes `helpers.*` and `examples.*` importable, keeps Ray quiet and private in every test, and samples the long tests."""
+"""Makes `helpers.*` and `examples.*` importable, keeps Ray quiet and private in every test, and chooses what runs where: the
+default suite takes a part of each large grid, `.ci/run` the rest and a sample of the long tests."""
 
 import gc
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The whole default suite, and `-m quick`, run in one process more than there are processors, in four at most; tests that
-    were chosen otherwise, by path or by marker, run in this one (0).
+    """The whole default suite, `-m quick` and `-m ci` run in one process more than there are processors, in four at most; tests
+    that were chosen otherwise, by path or by marker, run in this one (0).
 
     One more, because tests wait for processes that they start; four at most, because end-to-end tests, a quarter of the
     suite's time, run one after the other.
     """
-    options = ("-k", "--sample") if config.option.markexpr == "quick" else ("-m", "-k", "--sample")
+    options = ("-k", "--sample") if config.option.markexpr in ("quick", "ci") else ("-m", "-k", "--sample")
     words = map(str, config.invocation_params.args)
     chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or any(word.startswith(options) for word in words)
     processors = os.cpu_count() or 1
@@ -116,12 +117,33 @@ STARTS_PROCESSES = frozenset(
 """Modules of `unit` and `parity` that spend their time in processes which they start: not in `pytest -m quick`."""
 
 
+def leave_out_other_parts(items: Sequence[pytest.Item]) -> None:
+    """Of a test (or of each test of a module) marked `part(n)`, all cases but one in `n` are marked `ci`. A case that is long
+    is not `ci`, too."""
+    from helpers.parts import choose_part
+
+    grids: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        part = item.get_closest_marker("part")
+        if any(item.iter_markers("full")) or any(item.iter_markers("chaos")):
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "ci"]
+        elif part is not None:
+            grids.setdefault((item.nodeid.partition("[")[0], part.args[0]), []).append(item)
+    for (_, one_in), grid in grids.items():
+        chosen = choose_part([item.nodeid.partition("[")[2] for item in grid], one_in)
+        for item in grid:
+            if item.nodeid.partition("[")[2] not in chosen:
+                item.add_marker("ci")
+
+
 @pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
-def pytest_mark_quick_tests(items: list[pytest.Item]) -> None:
-    """`pytest -m quick`: what the pure rooms decide, and the bits of one process, without the longest grids."""
+def pytest_mark_tests(items: list[pytest.Item]) -> None:
+    """`pytest -m ci`: what the default suite leaves out and `.ci/run` runs. `pytest -m quick`: what the pure rooms decide, and
+    the bits of one process, without the longest grids."""
+    leave_out_other_parts(items)
     for item in items:
         module = item.nodeid.partition("::")[0]
-        marked = {mark.name for mark in item.iter_markers()} & {"full", "chaos"}
+        marked = {mark.name for mark in item.iter_markers()} & {"full", "chaos", "ci"}
         if module.startswith(("tests/unit/", "tests/parity/")) and module not in STARTS_PROCESSES and not marked:
             item.add_marker("quick")
 

@@ -282,6 +282,7 @@ def _find(name: str) -> tuple[Path, bool] | None:
     return path, spec.submodule_search_locations is not None
 
 
+@functools.cache
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -59,7 +59,10 @@ def check_kills(model: str, policy: str, every: int) -> None:
     assert applied_late > 0
 
 
-@pytest.mark.parametrize("model, policy", [("plain norms", "refuse"), pytest.param("counters", "sum", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "model, policy",
+    [pytest.param("plain norms", "refuse", marks=pytest.mark.ci), pytest.param("counters", "sum", marks=pytest.mark.full)],
+)
 def test_a_killed_worker_changes_no_buffer_whether_the_step_is_run_again_or_applied_late(model, policy):
     check_kills(model, policy, every=53)
 

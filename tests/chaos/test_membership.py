@@ -1,7 +1,8 @@
 """Whatever joins, leaves, hangs or dies: the undisturbed run's parameters, optimizer state, losses and samples, bit for bit.
 
 Real stages, optimizers, reductions and checkpoints over the local transport, under the real protocol on a virtual clock. The
-default suite runs some histories; `pytest -m full tests/chaos/test_membership.py` all 300, and so does, with a report,
+default suite runs a few histories, `.ci/run` some more, `pytest -m full tests/chaos/test_membership.py` the rest of 300. With
+a report all 300 are run by
 
     python tests/chaos/test_membership.py --histories 300 --seed 1
 """
@@ -23,6 +24,9 @@ from helpers.protocol import Change
 
 from raypar.plan import ParallelPlan
 
+pytestmark = pytest.mark.part(5)
+
+FEW = 3
 SOME = 10
 ALL = 300
 
@@ -39,7 +43,10 @@ def try_all(seeds: Iterable[int]) -> Report:
     return report
 
 
-@pytest.mark.parametrize("seeds", [range(SOME), pytest.param(range(SOME, ALL), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "seeds",
+    [range(FEW), pytest.param(range(FEW, SOME), marks=pytest.mark.ci), pytest.param(range(SOME, ALL), marks=pytest.mark.full)],
+)
 def test_every_membership_history_ends_with_the_bits_of_the_undisturbed_run(seeds: range):
     report = try_all(seeds)
     print(f"\n{report}")

@@ -17,6 +17,8 @@ from helpers.protocol import KINDS, Fault, Kind, World, random_faults, simulate,
 
 from raypar.plan import Microbatches, ParallelPlan
 
+pytestmark = pytest.mark.part(5)
+
 QUICK = {
     "validates": True,
     "validate_every": 2,
@@ -195,7 +197,7 @@ def test_seeded_histories_with_real_tensors(model: str, whole: bool):
         assert found in (reference, None), world.tell(f"{faults}: other bits")
 
 
-@pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.ci), *WHOLE[1:]])
 @pytest.mark.parametrize("model", ["plain", pytest.param("tangled", marks=pytest.mark.full)])
 def test_the_only_copy_of_real_tensors_comes_back_from_the_mirror(model: str, whole: bool):
     """One replica of every stage and no checkpoint: wherever a worker dies, its buddy has what it held; before the first cut
@@ -359,6 +361,7 @@ def test_a_new_driver_finds_silent_corruption_too(whole: bool):
             assert "the only copies" in world.over.why or "executed again" in world.over.why, world.tell(f"{faults}")
 
 
+@pytest.mark.ci
 def test_a_bit_of_a_real_weight_that_flips_is_found_and_executed_again():
     from helpers import torch_flesh, ugly_models
 

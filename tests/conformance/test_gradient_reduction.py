@@ -21,6 +21,8 @@ from raypar.errors import CommError
 from raypar.plan.addition_tree import covering_nodes, fold_tree
 from raypar.plan.microbatches import contiguous_part
 
+pytestmark = pytest.mark.part(5)
+
 SHAPES = [(48,), (33, 7), (5,), (128, 16), (1,), (0,), (64,), (3, 17)]
 UNUSED = 4
 """This parameter has no gradient anywhere."""

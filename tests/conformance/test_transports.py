@@ -26,6 +26,8 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.transport import Transport
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
+pytestmark = pytest.mark.part(5)
+
 
 def connected(size, generation=1, unix_sockets=True):
     """`size` ends in this process, over TCP or Unix sockets, and their listeners."""

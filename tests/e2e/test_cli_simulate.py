@@ -236,6 +236,7 @@ def test_python_m_raypar_is_the_same_command():
 LARGE = ["--stages", "64", "--replicas", "16", "--microbatches", "2048"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", ["1f1b", *(pytest.param(n, marks=pytest.mark.full) for n in ("naive", "gpipe", "interleaved", "zb-h1", "zb-v"))]
 )

@@ -29,6 +29,7 @@ def addresses(processes: list[psutil.Process]) -> set[str]:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("number, stages", [(signal.SIGINT, 1), pytest.param(signal.SIGTERM, 2, marks=pytest.mark.full)])
 def test_a_signal_to_the_group_leaves_a_resumable_checkpoint_and_nothing_else(number, stages, tmp_path):
     home = tmp_path / "home"

@@ -99,6 +99,7 @@ def test_the_loss_is_that_of_the_runs_validation_although_a_worker_dies_in_the_p
     assert [file.name for file in (path / "checkpoints").iterdir()] == ["step_00000003"]
 
 
+@pytest.mark.ci
 def test_the_command_prints_the_loss_of_one_worker(trained: Any, capsys: pytest.CaptureFixture[str]):
     path, _, wanted = trained
     assert main(["evaluate", str(path)]) == 0
@@ -124,6 +125,7 @@ def test_another_data_set_and_batch_size_are_those_of_a_job_that_has_them(traine
     assert (facts["validation_loss"], facts["count"]) == (losses[0], 10)
 
 
+@pytest.mark.ci
 def test_predictions_of_two_workers_one_of_which_dies_are_those_of_one_process(
     trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

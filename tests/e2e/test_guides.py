@@ -162,6 +162,7 @@ def check_pictures(folder: Path) -> None:
     assert [p.name for p in drawn if p.read_text() != (PICTURES / p.name).read_text()] == []
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("guide", [guide for guide in GUIDES if guide.stem in SHORT], ids=lambda guide: guide.stem)
 def test_the_guides_commands_do_what_it_says(guide: Path, tmp_path: Path):
     if guide.stem in FORKED:

@@ -65,6 +65,7 @@ def node_type(instance: dict[str, Any]) -> str:
     return next(tag["Value"] for tag in instance["Tags"] if tag["Key"] == "ray-user-node-type")
 
 
+@pytest.mark.ci
 def test_the_aws_file_makes_an_on_demand_head_and_spot_workers_and_leaves_nothing(aws: Any, monkeypatch: pytest.MonkeyPatch):
     """Bootstrap (role, keys, subnets, security group), one create per node type, terminate: by Ray's own provider."""
     from ray.autoscaler._private.aws import config as aws_config

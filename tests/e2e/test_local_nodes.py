@@ -111,6 +111,7 @@ def three_nodes():
         yield connection
 
 
+@pytest.mark.ci
 def test_a_node_dies_with_its_worker_and_the_others_go_on(three_nodes, tmp_path):
     words = ("steps=30", "elastic.min_workers=1", "plan.stages=1", "plan.replicas=2")
     trainee, undisturbed = Trainee(tmp_path, *words), Undisturbed.of(tmp_path, "steps=30")
@@ -129,6 +130,7 @@ def test_a_node_dies_with_its_worker_and_the_others_go_on(three_nodes, tmp_path)
     assert set(first["workers"]) == {0, 1} - trainee.hit, "who was not there was not started again"
 
 
+@pytest.mark.ci
 def test_a_node_is_drained_by_its_id_or_its_pid_and_the_driver_sees_it(three_nodes, tmp_path, capsys):
     folder = RunFolder.create(tmp_path, "run")
     folder.job.write_text("")

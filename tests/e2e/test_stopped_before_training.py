@@ -231,7 +231,9 @@ sys.exit(main(["train", {job!r}]))
 
 
 # Both wait in the same way until the process is connected; Ray has a native handler of SIGTERM only.
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), pytest.param(signal.SIGTERM, marks=pytest.mark.ci)]
+)
 def test_a_signal_while_the_process_connects_to_ray_prints_one_line_and_no_native_stack(number, tmp_path):
     temp = Path(tempfile.mkdtemp(prefix="rp"))
     script = SIGNALLED_WHILE_IT_CONNECTS.format(number=int(number), job=str(write_job(tmp_path)))

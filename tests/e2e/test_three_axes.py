@@ -29,6 +29,7 @@ def job_of(steps: int, **size: int) -> dict:
     return {**job, "steps": steps}
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_workers_in_one_process_have_the_bits_of_the_reference_of_a_job_file(shards, sequence):

@@ -98,6 +98,7 @@ NO_LONGER_KEPT = (
 """An optimizer whose state after the third step no file holds, which no trial sees."""
 
 
+@pytest.mark.ci
 def test_a_run_whose_optimizer_state_can_no_longer_be_saved_ends_with_an_error_and_its_weights(job, tmp_path, capfd):
     settings = [word for setting in NO_LONGER_KEPT for word in ("--set", setting)]
     assert job(*settings, "--set", "plan={stages: 1}", "--set", "checkpoint={every: 0}") == 1
@@ -234,6 +235,7 @@ def test_batches_of_the_users_own_function_have_the_bits_of_one_process_also_whe
     assert hash_in(capfd.readouterr().out) == hashlib.sha256(named).hexdigest()
 
 
+@pytest.mark.ci
 def test_a_resume_with_other_values_says_so_once_and_the_run_s_record_and_checkpoints_keep_it(first_run, tmp_path, capfd):
     run = str(shutil.copytree(first_run.tmp_path / "runs/tiny", tmp_path / "tiny"))
     line = "from step 13 on: batch_size 8 -> 12; clip_norm 1.0 -> 0.01"
@@ -261,6 +263,7 @@ def test_a_layout_on_ray_gives_the_bits_of_one_process(tmp_path):
     assert nothing_left()
 
 
+@pytest.mark.ci
 def test_a_run_on_shared_storage_is_read_and_resumed_by_its_uri_with_the_bits_of_one_process(tmp_path, monkeypatch, capfd):
     """A file system of pyarrow that is given as an object, with the lease in Ray's store; S3: `test_storage_on_moto.py`.
 
@@ -419,7 +422,7 @@ def test_a_trainer_goes_on_from_a_checkpoint_under_another_plan_with_the_same_bi
     [
         # Errors of user code: test_user_code_ends.py; that of a worker comes to the client: the optimizer's state, above.
         pytest.param("raise", UserCodeError, marks=pytest.mark.full),
-        ("die", WorkerLost),
+        pytest.param("die", WorkerLost, marks=pytest.mark.ci),
         pytest.param("nan", NonFiniteError, marks=pytest.mark.full),
         pytest.param("memory", OutOfMemory, marks=pytest.mark.full),
     ],
@@ -461,6 +464,7 @@ def test_more_workers_than_the_cluster_can_ever_have_is_an_error_with_numbers_at
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.ci
 def test_the_doctor_asks_the_cluster_and_finds_it_well(tmp_path, capfd, monkeypatch):
     import ray
 
@@ -475,6 +479,7 @@ def test_the_doctor_asks_the_cluster_and_finds_it_well(tmp_path, capfd, monkeypa
     assert list(tmp_path.iterdir()) == [] and nothing_left()
 
 
+@pytest.mark.ci
 def test_a_damaged_checkpoint_is_skipped_and_one_that_cannot_be_written_does_not_stop_training(first_run, tmp_path, capfd):
     run = shutil.copytree(first_run.tmp_path / "runs/tiny", tmp_path / "tiny")
     shard = next((run / "checkpoints/step_00000012").glob("*.safetensors"))

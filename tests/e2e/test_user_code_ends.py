@@ -56,6 +56,8 @@ def loader_of_bad_samples(request):
     loader.close()
 
 
+@pytest.mark.ci
+@pytest.mark.part(3)
 @pytest.mark.parametrize("how", WAYS)
 def test_a_data_set_that_ends_is_an_error_that_names_the_sample(how, loader_of_bad_samples):
     index = WAYS.index(how)
@@ -96,6 +98,7 @@ PLACES = {
 }
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_ends_in_a_step_is_an_error_that_names_its_place(place, how):
@@ -111,6 +114,7 @@ def test_what_ends_in_a_step_is_an_error_that_names_its_place(place, how):
     assert "tiny_job.py" in found.value.what, "the traceback leads to the code"
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("how", HOW)
 def test_a_worker_answers_with_what_its_code_ended_in(how):
     """As an actor does: in a thread. A `SystemExit` there ends the process without a word."""
@@ -135,6 +139,7 @@ class Ends(Callback):
         ends(how=self.how)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("how", HOW)
 def test_a_callback_that_ends_is_an_error_after_all_others_were_called(how):
     seen = []
@@ -145,6 +150,7 @@ def test_a_callback_that_ends_is_an_error_after_all_others_were_called(how):
     assert seen == [3]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("how", HOW)
 def test_a_callbacks_module_that_ends_does_not_end_the_driver(how):
     """Callbacks are unpickled, so imported, in the driver. Its event loop would end with it."""
@@ -173,6 +179,7 @@ CASES = {
 }
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("case", CASES)
 def test_before_anything_starts_it_is_bad_input(case, how, tmp_path, monkeypatch, capfd):

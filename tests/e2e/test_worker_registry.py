@@ -5,6 +5,8 @@ import concurrent.futures
 import time
 from types import SimpleNamespace
 
+import pytest
+
 from raypar.actors.messages import WorkerHello
 from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_registry import WorkerRegistry
@@ -56,6 +58,7 @@ class Worker:
             answer.set_result((0, "idle", False, 0.0, None))
 
 
+@pytest.mark.ci
 def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatch):
     """All workers were said not to have answered for 10 s, which ended a run that is not elastic."""
     monkeypatch.setattr("raypar.actors.worker_registry.list_draining_nodes", set)

@@ -14,6 +14,8 @@ from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import check_layer_shapes
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 W = ugly_models.WIDTH
 ONE, CUT = ParallelPlan.of((1,), layers=4), ParallelPlan.of((1, 1, 1, 1), layers=4)
 

@@ -21,6 +21,8 @@ from raypar.worker.norm_and_weights_hash import square_gradients
 from raypar.worker.process.torch_state_guard import TorchStateGuard, read_global_torch_state
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 S = ugly_models.SEQ
 
 

@@ -74,6 +74,7 @@ def validated(layout: Layout, **given: MetricConfig) -> dict[str, float]:
 WANTED: list[Any] = []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_calls_it_once_with_all_samples_in_their_order(layout: Layout):
     SEEN.clear()
@@ -88,6 +89,7 @@ def test_every_layout_calls_it_once_with_all_samples_in_their_order(layout: Layo
     assert numpy.array_equal(labels, torch.stack(targets).numpy())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "cell", [Cell("gpt", "1f1b", (2, 1), (2, 2), 5), Cell("llama", "zb-h1", (1, 1), (1, 3), 5, True)], ids=str
 )
@@ -210,6 +212,7 @@ def of_parts(**given: MetricConfig) -> Any:
     )
 
 
+@pytest.mark.ci
 def test_a_metric_gets_the_part_of_the_output_that_it_names():
     from torchmetrics.classification import MulticlassAccuracy
 

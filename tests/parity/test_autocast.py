@@ -15,6 +15,8 @@ from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 S = ugly_models.SEQ
 
 

@@ -94,6 +94,7 @@ def tangled(steps: int) -> tuple[Job, Graph]:
     return spec, make_layer_graph(spec)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("change", CHANGES)
 def test_workers_that_come_and_go_change_no_bit(change):
     plan, faults = CHANGES[change]
@@ -115,6 +116,7 @@ def test_workers_that_come_and_go_change_no_bit(change):
     assert sizes[0] != sizes[1], "nobody came or went"
 
 
+@pytest.mark.ci
 def test_growing_and_shrinking_plans_change_no_bit():
     spec, graph = tangled(4)
     want = reference.train(graph, spec)
@@ -141,6 +143,7 @@ def assert_masters_and_copies(stage: Stage, want: dict[str, Tensor]) -> None:
         assert torch.equal(stage.weights.rounded[name], want[name].bfloat16()), name
 
 
+@pytest.mark.ci
 def test_a_run_that_is_resumed_under_another_plan_has_the_bits_of_one_process(tmp_path: Path):
     spec, graph = tangled(4)
     want = reference.train(graph, spec)

@@ -29,6 +29,8 @@ from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 X = {"x": torch.randn(3, 4, generator=torch.Generator().manual_seed(0))}
 
 

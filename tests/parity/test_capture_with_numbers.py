@@ -24,6 +24,8 @@ from raypar.worker import plain_microbatches
 from raypar.worker.job_preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 WIDTH = 4
 
 
@@ -646,6 +648,7 @@ class FillsWithNan(Blocks):
         return torch.nan_to_num(x.masked_fill(x.detach() > 9, float("nan")))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("make", [Reverses, SlicesByField, OtherLayout, AsksForLayout, FillsWithNan, LengthOfTable])
 def test_what_a_record_does_show_has_the_bits_of_the_module(make: type[nn.Module]):
     job = job_of(make)

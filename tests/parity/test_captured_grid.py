@@ -6,6 +6,8 @@ from helpers import tcp_calls
 from helpers.captured_jobs import MODELS, STEPS, CapturedLayout, check_local, expected
 from helpers.processes import Workers
 
+pytestmark = pytest.mark.part(5)
+
 DEFAULT = [
     CapturedLayout("small_resnet", "zb-v", (2, 2), recompute="second"),
     CapturedLayout("small_densenet", "interleaved", (1, 1), 4, recompute="all"),

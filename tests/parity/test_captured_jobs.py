@@ -32,6 +32,8 @@ from raypar.worker.layer_graph_of_job import make_layer_graph, make_layer_graph_
 from raypar.worker.measure_profile import profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 STEPS = 3
 
 
@@ -131,6 +133,7 @@ def assert_equal_to(model: nn.Module, found: OneProcessRun) -> None:
 MESHES = [{}, {"pp": 2}, {"pp": 4}, {"pp": 2, "dp": 2}]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_an_unmodified_llama_with_its_own_loss_is_trained_as_in_one_process(mesh: dict[str, int]):
     spec = spec_of((make_zoo_model, {"name": "llama"}), microbatches=1 if "dp" not in mesh else 2)
@@ -141,6 +144,7 @@ def test_an_unmodified_llama_with_its_own_loss_is_trained_as_in_one_process(mesh
     assert_equal_to(wanted, run(spec, **mesh))
 
 
+@pytest.mark.ci
 def test_a_function_of_what_the_model_returns_is_the_loss():
     spec = spec_of((make_zoo_model, {"name": "gpt2"}), loss=loss_of_logits)
     found = run(spec, pp=3)
@@ -167,6 +171,7 @@ def test_the_input_of_pairs_is_given_by_place_and_tensors_used_in_many_places_ar
         assert all(torch.equal(buffers["places"], torch.arange(6.0)) for buffers in held)
 
 
+@pytest.mark.ci
 def test_other_schedules_and_recomputation_have_the_bits_of_one_stage():
     spec = spec_of((make_zoo_model, {"name": "llama", "p": 0.1}), batch_size=7, microbatches=3)
     wanted = run(spec)
@@ -175,6 +180,7 @@ def test_other_schedules_and_recomputation_have_the_bits_of_one_stage():
     assert unequal(run(spec, pp=2, recompute=range(1, 6)), wanted) == []
 
 
+@pytest.mark.ci
 def test_validation_runs_the_model_in_evaluation_mode():
     validation = {"function": TokenSamples, "samples": 4}
     spec = spec_of((make_zoo_model, {"name": "gpt2", "p": 0.5}), steps=1, validation=validation)
@@ -187,6 +193,7 @@ def test_validation_runs_the_model_in_evaluation_mode():
         assert found.validate(0) == float(model(**batch).loss)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["bert", "mixed"])
 def test_an_export_is_what_the_module_itself_loads_strictly(name: str, tmp_path: Path):
     if name == "mixed":
@@ -210,6 +217,7 @@ def save(found: OneProcessRun, root: Path) -> Path:
     return checkpoint_folders.commit_checkpoint(folder, records, steps_done=1, contract=contract_of_job(found.spec))
 
 
+@pytest.mark.ci
 def test_weights_from_a_file_have_the_names_of_the_module(tmp_path: Path):
     torch.manual_seed(7)
     other = make_zoo_model("t5")
@@ -243,6 +251,7 @@ def test_a_loss_that_the_model_does_not_compute_is_one_error():
         preflight(spec_of((make_zoo_model, {"name": "llama"}), data={"function": Unlabelled, "target": "input_ids"}))
 
 
+@pytest.mark.ci
 def test_a_captured_model_is_cut_over_shards():
     """Its losses are those of one shard but for the order of sums; Llama computes some of them in float32."""
     spec = spec_of((make_zoo_model, {"name": "llama"}), dtype="float64")
@@ -255,6 +264,7 @@ def test_a_captured_model_is_cut_over_shards():
     assert max(held) < 0.6 * whole
 
 
+@pytest.mark.ci
 def test_mixed_precision_is_that_of_the_plain_module_under_autocast():
     spec = spec_of((make_zoo_model, {"name": "llama"}), precision={"compute": "bf16"})
 
@@ -268,6 +278,7 @@ def test_mixed_precision_is_that_of_the_plain_module_under_autocast():
         assert_equal_to(wanted, run(spec, **mesh))
 
 
+@pytest.mark.ci
 def test_a_batch_of_another_size_is_traced_again_on_every_worker():
     spec = spec_of((make_zoo_model, {"name": "gpt2"}), batch_size=7, microbatches=3)
     one, two = run(spec), run(spec, pp=3)
@@ -276,6 +287,7 @@ def test_a_batch_of_another_size_is_traced_again_on_every_worker():
     assert sorted(signature[1][1][0] for signature in cache._traces) == [2, 3]
 
 
+@pytest.mark.ci
 def test_a_model_without_its_values_has_the_same_layers():
     spec = spec_of((make_zoo_model, {"name": "llama"}))
     with_values, without = make_layer_graph(spec), make_layer_graph_without_values(spec)
@@ -391,11 +403,13 @@ class Many(nn.Module):
         return self.gather(*self.spread(x))
 
 
+@pytest.mark.ci
 def test_hundreds_of_values_pass_between_two_stages():
     spec = spec_of((Many, {"count": 200}), loss=nn.functional.mse_loss, data=Pairs, steps=2)
     assert unequal(run(spec), run(spec, pp=2)) == []
 
 
+@pytest.mark.ci
 def test_more_values_than_messages_can_tell_apart_are_refused_before_the_start():
     spec = spec_of((Many, {"count": 1025}), loss=nn.functional.mse_loss, data=Pairs, steps=1)
     with pytest.raises(PlanError, match=r"1025 values .* from stage 0 to stage 1") as error:
@@ -440,6 +454,7 @@ class Lengths:
         return {"x": x, "length": torch.tensor(index % self.lengths + 1), "y": torch.tensor(float(index))}
 
 
+@pytest.mark.ci
 def test_a_forward_that_is_recorded_anew_for_each_batch_is_told_of_once():
     def warnings(lengths: int, **mesh: int) -> list[str]:
         data = {"function": Lengths, "args": {"lengths": lengths}, "target": "y"}
@@ -479,6 +494,7 @@ class Padded(TokenSamples):
         return super().__getitem__(index) | {"attention_mask": mask}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
 def test_microbatches_with_and_without_padding_are_told_apart_on_every_worker(name: str):
     data = {"function": Padded, "target": "labels"}
@@ -489,6 +505,7 @@ def test_microbatches_with_and_without_padding_are_told_apart_on_every_worker(na
     assert_equal_to(plain(single, lambda model, batch: model(**batch).loss, stacked), run(single, pp=3))
 
 
+@pytest.mark.ci
 def test_the_readmes_example_of_an_unmodified_model_is_a_job():
     text = (Path(__file__).parents[2] / "README.md").read_text()
     (block,) = re.findall(r"```python\n(trainer = raypar\.Trainer\(\n    model=lambda: transformers.*?)```", text, re.DOTALL)

@@ -11,6 +11,8 @@ from helpers.random_modules import WIDTH, RandomModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.part(5)
+
 FEW = ("gpt2", "llama", "t5", "bert", "unet", "lstm", "mixtral")
 """Models of the default suite."""
 CUT_EVERYWHERE = ("llama", "t5", "unet", "lstm")
@@ -36,6 +38,7 @@ def check(model: ZooModel, p: float, *, every_unit: bool) -> None:
         assert [n for n, b in plain.named_buffers() if not torch.equal(after[n], b)] == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[] if one in CUT_EVERYWHERE else pytest.mark.full) for one in FEW])
 def test_a_module_cut_before_every_unit_is_the_plain_module(name: str):
     check(ZOO[name], 0.1, every_unit=True)
@@ -252,6 +255,7 @@ def test_layers_have_the_names_of_the_models_modules_and_tensors():
     assert captured.layers[0].inputs == ("x",) and captured.layers[1].inputs == ("linear.out0", "x")
 
 
+@pytest.mark.ci
 def test_modules_stay_live_with_their_classes_and_hooks():
     model = ZOO["llama"].make(0.0)
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 2)
@@ -262,6 +266,7 @@ def test_modules_stay_live_with_their_classes_and_hooks():
     assert differences(found, run_plain(captured, model, tokens(2, 12), cross_entropy, seeded=False)) == []
 
 
+@pytest.mark.ci
 def test_the_user_names_units():
     model = ZOO["vit"].make(0.0)
     captured = capture(model, {"pixel_values": images(2)}, units=["vit.layers.*.attention", "vit.layers.*.mlp"])
@@ -360,6 +365,7 @@ def check_random(seed: int) -> None:
     check(ZooModel(make, lambda: two_fields(3), lambda: two_fields(2), sum_of_squares), 0.3 * (seed % 2), every_unit=True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(10, 20))])
 def test_random_modules_are_the_plain_module(seed: int):
     check_random(seed)

@@ -12,6 +12,8 @@ from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
 
+pytestmark = pytest.mark.part(5)
+
 SCHEDULES = ("1f1b", "interleaved", "zb-v", "gpipe", "zb-h1")
 
 

@@ -16,6 +16,8 @@ from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layo
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 CUT = (
     "gpt2", "gpt2_mask", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "bert", "roberta", "albert", "vit", "vitmae",
     "t5", "bart", "whisper", "clip",
@@ -156,6 +158,7 @@ def test_the_plan_that_a_model_brings_along_chooses_styles():
     assert set(gathered.values()) == {"gathered", "row"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "plan, what",
     [

@@ -19,6 +19,8 @@ from raypar.errors import ModelError
 from raypar.model.capture.forward_inputs import choose_forward_inputs
 from raypar.model.capture.refusal import user_location
 
+pytestmark = pytest.mark.part(4)
+
 Batch = dict[str, Tensor]
 
 
@@ -77,6 +79,7 @@ class KeepsTables(nn.Module):
         return x
 
 
+@pytest.mark.ci
 def test_a_table_in_the_dtype_of_an_activation_is_made_where_it_is_needed():
     check(KeepsTables, [{"tokens": ids(2, 6)}, {"tokens": ids(3, 4)}, {"tokens": ids(2, 6)}])
     captured = capture(KeepsTables(), {"tokens": ids(2, 6)})
@@ -178,6 +181,7 @@ class FewBlocksOfExperts(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.ci
 def test_a_module_whose_own_code_decides_by_values_runs_whole():
     assert check(FewBlocksOfExperts, numbers(5, 4)) == ["blocks.0", "blocks.1", "blocks.2", "head"]
 

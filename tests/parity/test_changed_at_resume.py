@@ -25,6 +25,8 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 STEPS, LAYERS = 6, 9
 PLANS = [
     ParallelPlan.mesh(layers=LAYERS),
@@ -159,6 +161,7 @@ def test_a_change_at_a_resume_gives_the_bits_of_one_process_that_makes_it_at_tha
     assert checkpoint_files.checkpoint_weights_hash(path) != unchanged, "without the change the bits are others"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("first", [1, *(pytest.param(first, marks=pytest.mark.full) for first in (0, 2, 3))])
 def test_several_changes_under_several_plans(first: int, tmp_path: Path):
     bigger = SPEC.replace(batch_size=17, microbatches=5)
@@ -182,6 +185,7 @@ def test_several_changes_under_several_plans(first: int, tmp_path: Path):
     ]
 
 
+@pytest.mark.ci
 def test_a_second_resume_says_nothing_and_reads_on_after_the_samples_that_were_read(tmp_path: Path):
     bigger = SPEC.replace(batch_size=17)
     said, path = chain({0: SPEC, 2: bigger, 4: bigger}, PLANS, tmp_path)

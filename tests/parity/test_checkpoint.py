@@ -25,6 +25,8 @@ from raypar.worker.pretrained.weights_file import open_weights
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.state.checkpoint_snapshot import take_snapshot
 
+pytestmark = pytest.mark.part(4)
+
 SPEC = job("tangled", steps=6)
 LAYERS = 9
 

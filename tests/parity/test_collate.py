@@ -32,6 +32,8 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_core import WorkerCore
 
+pytestmark = pytest.mark.part(5)
+
 
 def job(collate: Any, name: str = "ragged", **more: Any) -> Job:
     settings: dict[str, Any] = {
@@ -137,6 +139,7 @@ def test_a_function_that_changes_its_samples_changes_no_data_set():
     assert same(read.get(0, 0), read.get(0, 0)) and all("labels" in sample for sample in kept)
 
 
+@pytest.mark.ci
 def test_masks_of_transformers_are_those_of_one_process_in_every_layout():
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(
@@ -201,6 +204,7 @@ def appending(samples: list[Any]) -> dict[str, Any]:
     return ragged.longest(samples)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("collate", "says"),
     {
@@ -245,6 +249,7 @@ def descriptions_of_workers(spec: Job, replicas: int, monkeypatch: pytest.Monkey
     return built
 
 
+@pytest.mark.ci
 def test_workers_that_collate_the_same_samples_differently_are_found(monkeypatch: pytest.MonkeyPatch):
     """Called twice in one process the function gives the same, which passes the check before the run."""
     preflight(job(of_its_process))
@@ -255,6 +260,7 @@ def test_workers_that_collate_the_same_samples_differently_are_found(monkeypatch
     assert isinstance(second, DataError) and says in second.what
 
 
+@pytest.mark.ci
 def test_only_what_a_collate_function_makes_is_compared_before_the_first_step(monkeypatch: pytest.MonkeyPatch):
     """Without one no sample is read for it."""
     found = InitialDigestCheck()
@@ -367,6 +373,7 @@ def test_a_collate_function_that_draws_by_itself_is_named():
     assert "what collate returns on its samples" in found.value.cure
 
 
+@pytest.mark.ci
 def test_the_check_before_a_run_sees_the_collated_batch():
     found = preflight(job(ragged.longest))
     assert found.batch.keys() == {"ids", "mask", "labels"} and found.batch["ids"].dim() == 2
@@ -397,6 +404,7 @@ class WithoutLabels:
         return {"ids": [1, 2], "mask": [1, 1]}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("validation", "says"),
     [

@@ -24,6 +24,8 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.required_communicators import MAX_DIRECT, required_communicators
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 GRID = [layout for layout in layouts() if layout.plan.world > 1]
 CORNERS = [
     Layout("tangled", "1f1b", (2, 2), 4),

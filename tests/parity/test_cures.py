@@ -20,6 +20,8 @@ from raypar.launch.start_new_run import train_job_in_new_folder
 from raypar.record.events import RunWarning
 from raypar.worker.job_preflight import preflight
 
+pytestmark = pytest.mark.part(4)
+
 GIVEN: dict[str, Any] = {
     "model": lambda: nn.Sequential(nn.Linear(2, 2)),
     "loss": nn.functional.mse_loss,

@@ -35,6 +35,8 @@ from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.user_dataset import make_dataset
 from raypar.worker.job_preflight import preflight
 
+pytestmark = pytest.mark.part(4)
+
 SAMPLES: list[dict[str, Any]] = [
     {"ids": [(7 * i + j) % WORDS for j in range(2 + i % 5)], "x": [i / 7, 1.5], "y": i % 3, "title": f"é{i}"} for i in range(50)
 ]

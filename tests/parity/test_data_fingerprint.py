@@ -116,6 +116,7 @@ def test_what_a_resume_changes_on_purpose_and_what_is_not_known_is_not_told(file
         assert describe_changed_data(then, now.fingerprint, (), 2) == []
 
 
+@pytest.mark.ci
 def test_a_validation_set_that_has_changed_is_told_unless_it_is_another_one(file: Path, tmp_path: Path):
     rows = [{"x": [float(i), 1.0], "y": [2.0]} for i in range(40)]
     path, other = tmp_path / "held.parquet", tmp_path / "other.parquet"
@@ -193,6 +194,7 @@ class Configured(nn.Module):
         return self.head(self.norm(x))
 
 
+@pytest.mark.ci
 def test_a_model_of_the_same_names_and_shapes_with_other_options_is_told(file: Path, tmp_path: Path):
     config = tmp_path / "config.txt"
     found = []

@@ -39,6 +39,7 @@ def section(loader: DataLoader[Any], **keys: Any) -> dict[str, Any]:
     return {"function": loader, "target": "labels", **keys}
 
 
+@pytest.mark.ci
 def test_a_loader_trains_as_its_parts_do():
     loader = DataLoader(Sentences(), batch_size=8, collate_fn=ragged.noisy, drop_last=True, pin_memory=False)
     job = trainer(section(loader)).job
@@ -65,6 +66,7 @@ def test_what_the_loader_says_is_in_the_job():
     assert validated.validation is not None and validated.validation.collate is not None
 
 
+@pytest.mark.ci
 def test_its_sampler_is_that_of_the_job():
     weighted = WeightedRandomSampler([1.0] * 23, 16)
     job = trainer(section(DataLoader(Masked(), 8, sampler=weighted), pad={})).job
@@ -88,6 +90,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return (Sentences()[index] for index in range(info.id, len(Sentences()), info.num_workers))
 
 
+@pytest.mark.ci
 def test_a_loader_of_an_iterable_data_set_trains_as_its_parts_do():
     loader = DataLoader(Stream(), batch_size=8, collate_fn=ragged.longest, num_workers=3, pin_memory=False)
     job = preflight(trainer(section(loader)).job).job

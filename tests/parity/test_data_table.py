@@ -35,6 +35,8 @@ from raypar.worker.data.check_and_count_streams import resolve_streams
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 GUIDE = (Path(__file__).parents[2] / "examples/guides/your_data.md").read_text()
 ROWS = re.findall(r"^\| (.+?) \| `.+?` \| `(data=.+?)` \|$", GUIDE.split("\n## ")[1], re.MULTILINE)
 

@@ -20,6 +20,8 @@ from raypar.worker import measure_profile
 from raypar.worker.job_preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 GPT = "jobs/quickstart.yaml"
 
 
@@ -55,6 +57,7 @@ JOB = json.dumps(
 )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("schedule", "replicas"), [("1f1b", 1), ("1f1b", 2), ("zb-v", 1), ("interleaved", 1)])
 def test_layers_that_are_cut_by_measured_times_give_the_bits_of_one_process(monkeypatch, schedule, replicas):
     spec = ugly_models.job("tangled", microbatches=5, steps=parity.STEPS, virtual_replicas=0)
@@ -72,6 +75,7 @@ def test_layers_that_are_cut_by_measured_times_give_the_bits_of_one_process(monk
         assert not [d for n, p in want.parameters.items() for d in parity.differences(want, n, parameters[n], p)]
 
 
+@pytest.mark.ci
 def test_each_layer_keeps_its_number_of_shards_and_so_its_results(monkeypatch):
     spec = gpt_of_six_layers()
     measures(monkeypatch, 1.0, 1.0, 20.0, 20.0, 1.0, 1.0)

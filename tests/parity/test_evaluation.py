@@ -31,6 +31,8 @@ from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.run_folder import RunFolder
 from raypar.storage.storage_uri import StorageUri
 
+pytestmark = pytest.mark.part(5)
+
 SAMPLES = 29
 """No number of microbatches of four divides them."""
 CLASSES = 5
@@ -126,6 +128,7 @@ class Doubles(Pairs):
         return x.double(), target
 
 
+@pytest.mark.ci
 def test_several_sets_have_the_losses_and_metrics_of_the_run_s_own_validation_of_all(passes: Any, tmp_path: Path):
     sets = {name: {"function": Doubles, "args": {"size": size}} for name, size in (("a", SAMPLES), ("b", 23), ("c", 131))}
     job = raypar.Trainer(
@@ -154,6 +157,7 @@ def test_a_run_made_in_python_without_a_job_file_says_how_it_is_evaluated(tmp_pa
         find_trained_run(folder.path, ".", None, [], lambda event: None)
 
 
+@pytest.mark.ci
 def test_workers_lost_in_the_middle_of_a_pass_change_nothing(trained: Any, passes: Any):
     checkpoint, job, wanted = trained
     made = passes(2, {"pp": 2, "dp": 2}, {"pp": 2}, {"dp": 2}, lost={0: (1, 3), 1: (1, 0)})
@@ -162,6 +166,7 @@ def test_workers_lost_in_the_middle_of_a_pass_change_nothing(trained: Any, passe
     assert {name: found[name] for name in wanted} == wanted and found["count"] == SAMPLES
 
 
+@pytest.mark.ci
 def test_a_run_on_object_storage_is_evaluated_and_predicted_by_its_uri(trained: Any, passes: Any, tmp_path: Path):
     checkpoint, job, wanted = trained
     shutil.copytree(Path(str(checkpoint)).parents[1], tmp_path / "there" / "run")
@@ -189,6 +194,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return (Pairs()[index] for index in range(info.id if info else 0, self.size, info.num_workers if info else 1))
 
 
+@pytest.mark.ci
 def test_data_that_is_read_as_a_stream_is_counted(trained: Any, passes: Any):
     checkpoint, job, wanted = trained
     passes(3, {"dp": 2}, {"pp": 2, "dp": 2}, lost={0: (1, 2)})
@@ -201,6 +207,7 @@ def test_data_that_is_read_as_a_stream_is_counted(trained: Any, passes: Any):
     assert evaluate(checkpoint, job, {**several, "samples": 8})["count"] == 8 and len(made.runs) == 1
 
 
+@pytest.mark.ci
 def test_no_more_than_one_pass_is_in_memory(trained: Any, passes: Any, monkeypatch: pytest.MonkeyPatch):
     checkpoint, job, _ = trained
     passes(4, {"dp": 2})
@@ -260,6 +267,7 @@ def test_on_shards_too(mesh: dict[str, int], microbatches: int, tokens: Any, pas
     assert (found["validation_loss"], found["validation_accuracy"], found["count"]) == (loss, metric, SAMPLES * SEQ)
 
 
+@pytest.mark.ci
 def test_outputs_on_shards_are_those_of_as_many_shards_in_any_plan(tokens: Any, passes: Any):
     checkpoint, job, _, _ = tokens
 

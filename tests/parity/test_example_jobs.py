@@ -12,6 +12,8 @@ from raypar.plan import ParallelPlan
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 JOBS = Path(__file__).parents[2] / "jobs"
 UNMODIFIED = ("resnet_digits", "unet_shapes", "lstm", "gpt2", "llama", "vit_digits", "t5_reversal")
 STAGES = {"unet_shapes": 3, "t5_reversal": 3}

@@ -23,6 +23,8 @@ import raypar
 from raypar.cli import main
 from raypar.job import LossConfig
 
+pytestmark = pytest.mark.part(5)
+
 QUICK = ("gpt2", "mixtral", "vit")
 LONG = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "bert", "roberta", "deberta2", "albert", "vitmae", "t5", "bart",
@@ -146,6 +148,7 @@ def test_a_file_has_the_weights_in_another_dtype(suffix: str, tmp_path: Path, ca
     assert net().bfloat16().load_state_dict(found, strict=True)
 
 
+@pytest.mark.ci
 def test_a_folder_has_the_weights_in_another_dtype_and_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, module = trained("gpt2", tmp_path)
     base = tmp_path / "base"
@@ -199,6 +202,7 @@ def test_a_model_with_adapters_writes_these_or_is_merged_first(tmp_path: Path, m
     assert torch.equal(merged, parameters["base.weight"] + parameters["adapter"])
 
 
+@pytest.mark.ci
 def test_a_run_of_objects_takes_the_model_function_as_an_argument(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -222,6 +226,7 @@ def test_a_run_of_objects_takes_the_model_function_as_an_argument(
 # -- what is refused ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_a_module_of_ones_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     import_transformers()
     path, _ = own_run(net, tmp_path)
@@ -263,6 +268,7 @@ def test_bad_arguments_exit_with_2(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, _ = trained("gpt2", tmp_path)
     arguments = ["export", str(path), "--format", "hf", "--out", str(tmp_path / "out")]

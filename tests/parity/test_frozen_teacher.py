@@ -21,6 +21,8 @@ from raypar.plan import ParallelPlan
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 STEPS, BATCH, MICROBATCHES, LR = 2, 8, 4, 1e-2
 GRADIENT, KIND_SHIFT = 1, 47
 """What the tag of a gradient between stages says, and where (`worker/step/message_tags.py`)."""
@@ -94,6 +96,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int | None]]:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("schedule", "mesh"), PLANS, ids=[schedule for schedule, _ in PLANS])
 def test_what_is_trained_has_the_bits_of_a_plain_loop_and_what_is_frozen_costs_its_weights_alone(
     schedule: str, mesh: dict[str, Any], case: Case, sent: Counter[tuple[int, int | None]]

@@ -131,6 +131,7 @@ def test_parts_of_a_step_are_timed_beside_what_a_plain_loop_does_in_their_place(
     assert all(0 < returned <= done for row in rows for returned, done in [row["ours"], row.get("plain", row["ours"])])
 
 
+@pytest.mark.ci
 @needs_standin
 def test_a_first_visit_keeps_what_was_measured_also_where_a_part_hangs_or_fails(tmp_path):
     page = tmp_path / "gpu.md"

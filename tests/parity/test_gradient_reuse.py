@@ -15,6 +15,8 @@ from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.weight_gradient_memory_reuse import GradientReusePolicy, KeptGradientMemory
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 
 def addresses(cell):
     """By step and holder: where the gradients of cut linear layers lie."""
@@ -26,6 +28,7 @@ def addresses(cell):
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "schedule, microbatches, sequence",
     [

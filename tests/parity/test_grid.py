@@ -3,6 +3,8 @@
 import pytest
 from helpers.parity import check_local, layouts
 
+pytestmark = pytest.mark.part(5)
+
 CELLS = layouts()
 SAMPLE = CELLS[::7]
 
@@ -23,6 +25,7 @@ def test_every_other_layout_gives_the_bits_of_one_process(layout):
     check_local(layout)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("order_seed", range(3))
 def test_the_order_in_which_workers_run_does_not_matter(order_seed):
     check_local(CELLS[20], order_seed)

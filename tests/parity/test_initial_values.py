@@ -44,6 +44,8 @@ from raypar.worker.stage.initial_state import make_initial_stage_state
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.state.mirror import StateCopy
 
+pytestmark = pytest.mark.part(5)
+
 WAYS = {way.__name__: way for way in models.WAYS}
 LAYOUTS = {
     "one worker": (1, 1, 1),
@@ -411,6 +413,7 @@ def loads_itself(path: str) -> nn.Module:
     return model
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "layout, deferred_init",
     [
@@ -660,6 +663,7 @@ class Aliased(models.Block):
         return super().forward(x + self.same * getattr(self.shift, "factor", 1.0)) + self.frozen[0]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("model", [tables, tables_in_functions, other_names_of_what_is_not_trained])
 @pytest.mark.parametrize(
     "begins, deferred_init",

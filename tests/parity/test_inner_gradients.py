@@ -15,6 +15,8 @@ from raypar.job import PlanConfig
 from raypar.plan import ParallelPlan
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 
 class Force(nn.Module):
     """x + f(x) + 0.1 df/dx, f an MLP; `how`: taken apart, in the graph that is trained, with second derivatives."""

@@ -17,6 +17,8 @@ from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.plan.shard_ranges import even_ranges_by_shard
 
+pytestmark = pytest.mark.part(5)
+
 LEADING = [(), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (4, 17), (0, 3), (2, 1, 3, 4)]
 SIZES = [(1, 1), (1, 4), (4, 1), (5, 3)]
 

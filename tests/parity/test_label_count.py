@@ -19,6 +19,8 @@ from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 VOCABULARY, TOKENS = 23, 9
 
 
@@ -151,6 +153,7 @@ def test_a_count_of_other_labels_than_the_models_is_refused_with_the_right_one(w
     assert found.value.cure == f"set loss.count: {count}"
 
 
+@pytest.mark.ci
 def test_the_line_about_masked_labels_names_the_key():
     (line,) = preflight(job(MODELS["gpt2"][0], None, microbatches=1)).notes
     assert "some of labels are -100 (masked)" in line and "set loss: {function: model, count: labels}" in line

@@ -27,6 +27,8 @@ from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.trace_batch_shapes_ahead import trace_ladder
 from raypar.worker.worker_core import WorkerCore
 
+pytestmark = pytest.mark.part(5)
+
 LADDER = (4, 6, 9)
 
 
@@ -91,6 +93,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     yield found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("model", "data"), [pytest.param(Reader, Masked, marks=pytest.mark.full), (Choosing, Masked), (Two, Pairs)]
 )
@@ -111,6 +114,7 @@ def test_no_step_and_no_validation_makes_a_trace(model: Any, data: Any, made: li
     assert before >= 2 * shapes * (2 if model is Choosing else 1)
 
 
+@pytest.mark.ci
 def test_a_worker_that_joins_has_all_traces_before_it_gets_a_plan(made: list[bool]):
     spec = job("joining", Choosing, validation=ValidationConfig(function=Masked))
     core = WorkerCore(spec)
@@ -124,6 +128,7 @@ def test_a_worker_that_joins_has_all_traces_before_it_gets_a_plan(made: list[boo
     assert len(made) == before
 
 
+@pytest.mark.ci
 def test_traces_made_ahead_leave_room_for_others():
     spec = job("room")
     graph = make_layer_graph(spec)
@@ -182,6 +187,7 @@ class Positions(Reader):
         return super().forward(ids, mask)
 
 
+@pytest.mark.ci
 def test_a_length_that_the_model_refuses_is_said_before_the_run():
     """Samples of the first microbatches are shorter; the values of a batch made up for a shape may be to blame: no error."""
 
@@ -205,6 +211,7 @@ def test_the_largest_shape_of_the_ladder_is_made_of_any_batch():
     assert lengthened(batch, Padding(PadConfig(multiple=8), "labels"), 9)["x"].shape == (2, 16)
 
 
+@pytest.mark.ci
 def test_the_planner_measures_the_largest_shape_of_the_ladder_and_says_so():
     spec, whole = job("measured"), job("whole")
     spec = spec.replace(data=spec.data.replace(pad=PadConfig(to=(9, 64))))

@@ -22,6 +22,8 @@ from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 WIDTH, STEPS = 8, 3
 IN_TRAINING = 7
 """A layer's and the loss's first call in the second step: before it come 2 microbatches of training and 4 of validation."""
@@ -494,6 +496,7 @@ def test_callbacks_do_not_meet_what_others_leave():
     ]
 
 
+@pytest.mark.ci
 def test_a_job_is_checked_and_profiled_whatever_it_leaves_behind():
     """In the process of `raypar train`, before there are workers; the profile enters hooks of its own around layers."""
     from raypar.worker.job_preflight import preflight

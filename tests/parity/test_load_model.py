@@ -23,6 +23,8 @@ from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 
 class Net(nn.Module):
     """Linear layers between a batch norm and a table that is no parameter; one parameter is frozen, one has two names."""

@@ -27,6 +27,8 @@ from raypar.worker.metrics.metric import FunctionMetric, make_metric, values_by_
 from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 SAMPLES = 13
 ALL: dict[str, MetricConfig] = {
     "accuracy": MetricConfig(function=metrics.accuracy),
@@ -186,6 +188,7 @@ def train(job: Any, layout: Layout) -> list[Any]:
     return found
 
 
+@pytest.mark.ci
 def test_metrics_change_no_bit_of_losses_and_weights():
     layout = LAYOUTS[1]
     plain, measured = (train(with_metrics(layout.job, names), layout) for names in ((), ALL))
@@ -237,6 +240,7 @@ def test_every_second_step_of_training_is_measured_as_one_process_would(layout: 
         assert plain.step(1)[0].loss == first
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("schedule, replicas", [("1f1b", (2, 2)), ("zb-h1", (1, 1, 1))])
 def test_measuring_in_training_changes_no_bit_of_it_and_costs_nothing_in_other_steps(schedule: str, replicas: Any):
     layout = Layout("tangled", schedule, replicas, 4)
@@ -253,6 +257,7 @@ def test_measuring_in_training_changes_no_bit_of_it_and_costs_nothing_in_other_s
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
+@pytest.mark.ci
 def test_logits_that_are_cut_are_gathered_in_training_in_measured_steps_only():
     cell = SHARDED[1]
     job = cell.job.replace(metrics={"tokens": MetricConfig(function=on_tokens)}, metrics_every=2)
@@ -576,6 +581,7 @@ def test_a_metric_that_draws_random_numbers_is_no_error():
 DEPENDS = r"metric 'm.*' depends on how states are merged: of %d microbatch.* merged states give .*, and one object updated"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "ref, says",
     [

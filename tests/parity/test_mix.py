@@ -26,6 +26,8 @@ from raypar.worker.data.user_dataset import make_dataset
 from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 
+pytestmark = pytest.mark.part(4)
+
 GIVEN: dict[str, Any] = {"model": model, "loss": torch.nn.functional.mse_loss, "steps": 6, "batch_size": 8, "microbatches": 4}
 
 

@@ -16,6 +16,8 @@ from raypar.plan import ParallelPlan
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 LAYOUTS = [ParallelPlan.mesh(dp=dp, pp=pp, layers=4) for dp, pp in ((1, 1), (1, 2), (2, 1), (2, 2))]
 STEPS = 4
 

@@ -42,6 +42,8 @@ from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 from raypar.worker.pretrained.weights_file import WeightsFile, open_weights
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 PLANS = [{"pp": 2, "dp": 2}, {"pp": 4}, {"dp": 2}, {"tp": 2}]
 
 
@@ -105,6 +107,7 @@ def test_a_checkpoint_and_its_manifest_hold_only_what_was_trained(saved: Saved):
     assert weights_hash_of_checkpoint(saved.small) == weights_hash_of_checkpoint(saved.whole)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("saved", "mesh"),
     [
@@ -127,6 +130,7 @@ def test_a_run_goes_on_from_it_with_the_same_bits_on_any_plan(mesh: dict[str, in
     assert ends[0].keys() == wanted.keys() and all(torch.equal(value, wanted[name]) for name, value in ends[0].items())
 
 
+@pytest.mark.ci
 def test_load_export_and_evaluate_use_the_folder_s_values(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     loaded, wanted = (raypar.load(saved.room / name).state_dict() for name in ("small", "whole"))
     assert loaded.keys() == wanted.keys() and all(torch.equal(loaded[name], wanted[name]) for name in wanted)
@@ -180,6 +184,7 @@ def uses(saved: Saved) -> dict[str, Any]:
     }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("use", ["load", "export", "resume", "evaluate"])
 def test_a_folder_that_is_gone_or_another_is_one_error(use: str, saved: Saved):
     call, moved = uses(saved)[use], saved.base.with_name("moved")
@@ -244,6 +249,7 @@ def test_what_cannot_be_is_refused(saved: Saved):
         Job(steps=1, batch_size=1, microbatches=1, model="a:b", loss="a:b", data="a:b", checkpoint={"only": "trained"})
 
 
+@pytest.mark.ci
 def test_a_run_without_frozen_values_is_refused(tmp_path: Path):
     """Its checkpoints would hold all values, from which no run with `only: trained` may go on."""
     torch.manual_seed(1)

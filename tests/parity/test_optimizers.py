@@ -42,6 +42,8 @@ from raypar.worker.step.optimizer_state import (
 )
 from raypar.worker.step.optimizer_trial import OptimizerKind, try_optimizer
 
+pytestmark = pytest.mark.part(5)
+
 UNDECAYED = (("*.bias", {"weight_decay": 0.1}),)
 """A group beside that of all others."""
 
@@ -72,6 +74,7 @@ QUICK = (optimizers.CountsInGroup, optimizers.CountsInAttribute, optimizers.Host
 """Those that the default suite trains."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_what_a_step_of_one_element_depends_on_is_found_before_the_run(kind):
     trial = checked_job(job_of(spec(kind))).optimizer
@@ -116,6 +119,7 @@ def test_an_optimizer_of_pytorch_is_tried_once_for_the_same_arguments_and_shapes
     assert len(tried) == 8
 
 
+@pytest.mark.ci
 def test_an_optimizer_of_pytorch_is_tried_again_when_a_method_of_it_is_replaced(monkeypatch):
     monkeypatch.setattr(job_preflight, "_TRIALS", {})
     first, step = preflight(job_of(spec(torch.optim.Adam, lr=0.1))).optimizer, torch.optim.Adam.step
@@ -413,6 +417,7 @@ BEGIN_LATE = {
 """Optimizers that have no state of a parameter after the first step, which the trial sees of the first one only."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("what", BEGIN_LATE)
 def test_a_checkpoint_before_an_optimizer_begins_its_state_is_resumed(what: str, tmp_path: Path):
     options, schedule = BEGIN_LATE[what]
@@ -435,6 +440,7 @@ def test_a_checkpoint_before_an_optimizer_begins_its_state_is_resumed(what: str,
             assert all(torch.equal(copy, want[name][0]) for copy in copies), name
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "kind, done, name",
     [(torch.optim.AdamW, 5, "first.weight"), (torch.optim.AdamW, 5, None), (optimizers.BeginsAbove, 5, None)],
@@ -527,6 +533,7 @@ def test_a_checkpoint_after_steps_with_learning_rate_0_is_resumed(kind, tmp_path
     resumes(job, saved(job, ParallelPlan.mesh(layers=LAYERS), tmp_path))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", [optimizers.CountsInGroup, torch.optim.Adam])
 def test_a_checkpoint_after_skipped_steps_only_is_resumed(kind, tmp_path: Path):
     """It was said to have weights and no state of the optimizer, which is what the run itself has then."""

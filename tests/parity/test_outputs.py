@@ -18,6 +18,8 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 S = ugly_models.SEQ
 
 

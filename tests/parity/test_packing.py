@@ -35,6 +35,8 @@ from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 
 class ByBoundaries(nn.Module):
     """Takes documents as attention of variable length does (`torch.nn.attention.varlen.varlen_attn`, flash attention)."""
@@ -167,12 +169,14 @@ class OneByOne(Sentences):
         return {**sample, "position_ids": list(range(count)), "document_ids": [0] * count}
 
 
+@pytest.mark.ci
 def test_the_loss_is_that_of_documents_by_themselves():
     apart = job("apart", OneByOne)
     apart = apart.replace(data=apart.data.replace(pack=None, pad=PadConfig(value={"document_ids": -1})))
     assert losses(job("packed")) == pytest.approx(losses(apart), rel=1e-5)
 
 
+@pytest.mark.ci
 def test_the_job_says_what_the_loss_compares():
     """A loss that compares each word with the next one would compare the last of a document with the first of the next."""
     with pytest.raises(
@@ -210,6 +214,7 @@ def layers_that_leak() -> list[nn.Module]:
     return [nn.Embedding(WORDS, 16), nn.TransformerEncoderLayer(16, 2, 16, 0.0, batch_first=True), nn.Linear(16, WORDS)]
 
 
+@pytest.mark.ci
 def test_a_model_that_mixes_documents_is_refused():
     with pytest.raises(
         ModelError, match=r"data.pack: what Leaking makes of one document of a row depends on the words of another"
@@ -236,6 +241,7 @@ def documents_lines(spec: Job) -> list[str]:
     return [line for line in preflight(spec).notes if line.startswith("data.pack: whether the model keeps")]
 
 
+@pytest.mark.ci
 def test_a_model_whose_documents_could_not_be_looked_at_has_a_line(monkeypatch: pytest.MonkeyPatch):
     assert documents_lines(job("apart")) == []
     (line,) = documents_lines(job("pooled", model=Pooled, loss=pooled, first_label="mask"))
@@ -401,6 +407,7 @@ def test_models_of_transformers_have_the_losses_of_documents_by_themselves(model
     preflight(packed)
 
 
+@pytest.mark.ci
 def test_a_model_of_transformers_whose_attention_needs_a_mask_is_refused_without_it():
     with pytest.raises(
         ModelError, match=r"data.pack: what BertForMaskedLM makes of one document of a row depends on the words of"
@@ -416,6 +423,7 @@ class WholeRows(Texts):
         return {name: (value * 3)[:9] for name, value in sample.items()} if index // 4 % 2 else sample
 
 
+@pytest.mark.ci
 def test_with_rows_no_step_makes_a_trace(monkeypatch: pytest.MonkeyPatch):
     """The forward of GPT-2 looks in Python whether a row has several documents: rows of 9 words have one."""
     spec = job("ahead", WholeRows, gpt2, LossConfig(function="model", count="shifted_labels"), to=9, rows=4)

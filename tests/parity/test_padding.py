@@ -20,6 +20,8 @@ from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.job_preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 
 def job(name: str, data: Any = Masked, model: Any = Reader, **pad: Any) -> Job:
     return Job(
@@ -48,6 +50,7 @@ def test_padded_batches_have_the_bits_of_one_process(pad: dict[str, Any]):
     check_run(spec, ParallelPlan.mesh(pp=2, dp=2, layers=len(graph_of(spec).layers)), "1f1b")
 
 
+@pytest.mark.ci
 def test_lengths_differ_between_steps_on_shards_too():
     spec = job("sharded", model=Plain, multiple=2)
     found = []
@@ -222,6 +225,7 @@ def test_lengths_that_contradict_each_other_are_refused(pad: dict[str, Any], say
         PadConfig(**pad)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("part", ["fields", "value"])
 def test_names_that_no_field_has_are_refused_before_the_run(part: str):
     """Else the field that is meant would be padded with 0."""

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 from raypar.plan import ParallelPlan
 
+pytestmark = pytest.mark.part(4)
+
 WIDTH = 6
 
 

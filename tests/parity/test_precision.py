@@ -27,6 +27,8 @@ from raypar.worker.stage.layer_call import LayerCall
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import build_stage
 
+pytestmark = pytest.mark.part(5)
+
 BF16 = PrecisionConfig(compute="bf16")
 S = ugly_models.SEQ
 
@@ -117,6 +119,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "killed",
     [pytest.param(case, marks=[pytest.mark.full] * (number not in (1, 4))) for number, case in enumerate(KILLS)],
@@ -347,6 +350,7 @@ def test_validation_computes_in_bfloat16_too():
     assert x.dtype == torch.bfloat16 and torch.equal(torch.as_tensor(total), want) and count == 3.0
 
 
+@pytest.mark.ci
 def test_validation_of_fused_layers_has_the_bits_of_one_process():
     """In evaluation PyTorch computes a `TransformerEncoderLayer` by one operation, which returns bfloat16; in training, and on
     shards, the layer returns float32."""

@@ -42,6 +42,8 @@ from raypar.worker.prediction import Prediction, named_tensors, pack_predictions
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 SAMPLES = 29
 """No number of microbatches of four divides them."""
 
@@ -185,6 +187,7 @@ def with_size(output: Any) -> dict[str, Tensor]:
     return {"logits": output["logits"], "size": torch.full((len(output["logits"]),), len(output["logits"]))}
 
 
+@pytest.mark.ci
 def test_a_model_that_computes_its_loss_gives_its_logits_without_labels(tmp_path: Path, passes: Any):
     job = job_of(gpt2, loss="model", data={"function": TokenSamples, "target": "labels"})
     path, _ = train_into_folder(job, tmp_path)
@@ -256,6 +259,7 @@ def test_a_function_that_is_not_there_is_told_before_anything_starts(trained: An
     assert not used.runs
 
 
+@pytest.mark.ci
 def test_an_error_of_users_code_says_of_which_samples_of_the_prediction(trained: Any, passes: Any):
     """29 samples are 8 microbatches, of which the second pass has the fifth."""
     passes(4, {"pp": 2})
@@ -301,6 +305,7 @@ def test_what_a_worker_does_is_said_of_predictions_evaluations_and_validations(t
             assert local.cores[0].name_of_pass(2) == says
 
 
+@pytest.mark.ci
 def test_samples_may_be_tuples_with_targets_and_may_be_collated(trained: Any, passes: Any):
     path, job = trained
     passes(4, {"pp": 2})
@@ -337,6 +342,7 @@ def test_a_collate_function_may_change_the_samples_that_it_gets(trained: Any, pa
     assert equal(found, plain(path, Inputs(SAMPLES), stacked)) and all("label" in sample for sample in kept.samples)
 
 
+@pytest.mark.ci
 def test_a_run_that_is_lost_goes_on_with_the_pass_that_is_not_written(trained: Any, passes: Any):
     """The first run is lost in the middle of its third pass, the second at its start."""
     path, job = trained
@@ -687,6 +693,7 @@ def test_rows_may_go_to_object_storage_whole_or_not_at_all(tmp_path: Path):
 GIVEN: list[Mapping[str, Tensor]] = []
 
 
+@pytest.mark.ci
 def test_rows_may_go_to_a_function(trained: Any, passes: Any):
     path, job = trained
     request = PredictionRequest(ValidationConfig(function=Inputs, args={"size": SAMPLES}))

@@ -25,6 +25,8 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 LORA = {
     "llama": {"r": 2, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1},
     "gpt2": {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True},
@@ -70,6 +72,7 @@ def test_a_folder_trained_on_2_x_2_has_the_bits_of_one_process_that_begins_with_
     assert ("of adapters as the model function made them" in notes) == (adapter is not None)
 
 
+@pytest.mark.ci
 def test_modules_that_are_trained_whole_beside_adapters_begin_with_the_folder_s_weights(tmp_path: Path):
     folder = save_base(tmp_path / "base", tie_word_embeddings=False)
     adapter = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
@@ -168,6 +171,7 @@ def rewrite(folder: Path, change: Any) -> None:
     save_file({name: value.contiguous() for name, value in change(tensors).items()}, folder / "model.safetensors")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("how", ["whole", "adapter"])
 @pytest.mark.parametrize(("kind", "prefix"), [("gpt2", "transformer."), ("llama", "model.")])
 def test_a_folder_whose_names_lack_the_class_s_prefix_is_read_as_from_pretrained_reads_it(
@@ -185,6 +189,7 @@ def test_a_folder_whose_names_lack_the_class_s_prefix_is_read_as_from_pretrained
     assert len(found) > 20
 
 
+@pytest.mark.ci
 def test_a_folder_of_a_class_with_a_head_is_read_by_the_class_without(tmp_path: Path):
     """Its names have a prefix more."""
     folder = save_base(tmp_path / "base", "gpt2", tie_word_embeddings=True)

@@ -4,6 +4,8 @@ import pytest
 from helpers.recomputed_layouts import check_recomputed, recomputed_layouts
 from helpers.shard_grid import check, recomputing_cells
 
+pytestmark = pytest.mark.part(5)
+
 CELLS = recomputed_layouts()
 SAMPLE = CELLS[::12]
 SHARDED = recomputing_cells()

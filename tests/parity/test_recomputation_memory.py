@@ -17,6 +17,8 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import one_microbatch_of_each_size, profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v")
 CASES = {
     "plain": ("none", "full", ("1", "2", "5")),

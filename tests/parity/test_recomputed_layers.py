@@ -26,6 +26,8 @@ from raypar.worker.measure_profile import MeasuredLayers, one_microbatch_of_each
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage_builder import build_stage
 
+pytestmark = pytest.mark.part(4)
+
 SIZE = ugly_models.SEQ
 
 
@@ -125,6 +127,7 @@ def in_one_process(name: str) -> tuple[Job, Graph, reference.Result]:
     return spec, graph, reference.train(graph, spec)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("recompute", [range(4), (1,), (2, 3)], ids=str)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 @pytest.mark.parametrize("name", KINDS)
@@ -265,6 +268,7 @@ def test_the_plan_that_a_run_starts_with_says_what_is_recomputed():
         chosen(plan, recompute=("mx",))
 
 
+@pytest.mark.ci
 def test_the_report_names_stages_that_keep_their_activations_all_the_same():
     spec = ugly_models.job("plain")
     plan = ParallelPlan.mesh(pp=2, layers=8)
@@ -402,6 +406,7 @@ def test_a_validation_pass_recomputes_nothing():
     assert stage._live == {} and list(stage.losses) == [0]
 
 
+@pytest.mark.ci
 def test_an_output_that_is_read_twice_and_a_frozen_layer_are_recomputed_like_any_other():
     """`tangled` has both; here every single layer is recomputed alone."""
     spec = ugly_models.job("tangled", steps=2)

@@ -22,6 +22,8 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
 
+pytestmark = pytest.mark.part(5)
+
 LAYERS = 10
 
 

@@ -27,6 +27,7 @@ def entries(size: int, key: int) -> list[int]:
     return permuted(numpy.arange(size), size, key).tolist()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("first", range(0, 2000, 500))
 def test_the_indexed_order_is_a_permutation_of_every_size(first: int):
     for size in range(first + 1, first + 501):
@@ -51,6 +52,7 @@ def chi_square(counts: Any, expected: float) -> float:
     return float(((numpy.asarray(counts) - expected) ** 2 / expected).sum())
 
 
+@pytest.mark.ci
 def test_entries_are_spread_evenly_and_depend_on_the_epoch():
     """Each statistic has about as many degrees of freedom as cells: twice that is far outside of chance."""
     keys = [seed_of(5, "epoch", epoch) for epoch in range(2000)]

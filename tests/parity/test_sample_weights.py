@@ -19,6 +19,8 @@ from raypar.worker.job_preflight import check_model_can_shard, preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 
 class Weighted(torch.utils.data.Dataset):
     """Sample i: x [8], y [3], and its weight w, which for some is 0; `of_each`: a weight for each value of y."""
@@ -101,6 +103,7 @@ class Residual(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.ci
 def test_an_unmodified_module_has_the_bits_of_its_plain_loop():
     spec = job(model=Residual)
     preflight(spec)

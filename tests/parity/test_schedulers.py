@@ -23,6 +23,8 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.step.learning_rates import RECENT, SchedulerRates, is_scheduler, make_learning_rates
 
+pytestmark = pytest.mark.part(5)
+
 GROUPS = ({"match": "*.bias", "lr": 0.3}, {"match": "block0.*", "lr": 0.07})
 SGD = OptimizerConfig(function=torch.optim.SGD, args={"lr": 0.1, "momentum": 0.9}, groups=GROUPS)
 ADAMW = OptimizerConfig(function=torch.optim.AdamW, args={"lr": 0.01}, groups=GROUPS)
@@ -112,6 +114,7 @@ def made(job: Job) -> SchedulerRates:
     return rates
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("what", SCHEDULERS)
 def test_every_group_has_in_every_step_what_the_plain_loop_gives_it(what: str, optimizer: OptimizerConfig):

@@ -31,6 +31,8 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.step.learning_rates import SchedulerRates, make_learning_rates
 
+pytestmark = pytest.mark.part(5)
+
 GROUPS = ({"match": "*.bias", "lr": 3.0}, {"match": "block0.*", "lr": 0.7})
 SGD = OptimizerConfig(function=torch.optim.SGD, args={"lr": 1.0, "momentum": 0.9}, groups=GROUPS)
 STEPS, EVERY = 13, 2
@@ -189,6 +191,7 @@ def resumed(path: Path, job: Job) -> tuple[LaunchOptions, list[str]]:
     return options, told
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("done, validated", [(7, True), (6, True), (6, False)], ids=["between", "after", "before"])
 def test_a_run_resumed_under_another_plan_goes_on_with_the_validations_of_its_checkpoint(
     done: int, validated: bool, tmp_path: Path

@@ -16,6 +16,8 @@ from examples.gpt import Embedding, Linear
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 
+pytestmark = pytest.mark.part(5)
+
 SHARDS = (1, 2, 3, 4)
 
 
@@ -44,6 +46,7 @@ def test_the_example_gpt_unchanged(shards, heads, sequence):
     check(make, gpt.loss, ids(37, 3, 7), ids(37, 3, 7), shards, sequence=sequence)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_sequences_shorter_than_there_are_shards(length):
     for make in (lambda: gpt.layers(23, 20, 2, 5, 8), models.llama, models.dropped):
@@ -183,6 +186,7 @@ def test_frozen_layers_and_inputs_without_gradient(frozen):
 HEADS = [(4, 4), (4, 2), (6, 2), (6, 3), (5, 1), (8, 2), (7, 7)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("form", ["gqa", "expand", "manual"])
 @pytest.mark.parametrize("shards, heads", list(product((2, 3, 4), HEADS)), ids=str)
 def test_attention_by_heads_that_shards_do_not_divide(shards, heads, form):

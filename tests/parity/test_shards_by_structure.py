@@ -32,6 +32,8 @@ from raypar.worker.job_preflight import check_model_can_shard, preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 WIDTH, HEADS, LENGTH = 16, 4, 5
 
 
@@ -158,6 +160,7 @@ def step(spec: Job, graph: Any, **mesh: Any) -> tuple[float, dict[str, list[Tens
         return loss, {name: [g.clone() for g in copies] for name, copies in run.gradients().items()}
 
 
+@pytest.mark.ci
 def test_blocks_are_cut_by_what_they_compute_and_compute_the_same(monkeypatch: pytest.MonkeyPatch):
     kinds = list(BLOCKS)
     spec = job((Blocks, {"kinds": kinds}))
@@ -175,6 +178,7 @@ def test_blocks_are_cut_by_what_they_compute_and_compute_the_same(monkeypatch: p
         check_model_can_shard(spec, checked, ParallelPlan.mesh(layers=len(graph.layers), tp=shards))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "kinds", [["sequential"] * 3, ["fused, three first", "encoder", "cross"]], ids=["sequential", "attention"]
 )
@@ -238,6 +242,7 @@ def test_what_cannot_be_proved_stays_whole_and_the_reason_is_known():
     assert "layer_norm of a value" in refused["blocks.0.wide"] and "blocks.1.out_of" in refused
 
 
+@pytest.mark.ci
 def test_a_style_that_would_compute_something_else_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch):
     """Code that asks whether a value is a tensor sees the difference between a part and a whole."""
 
@@ -402,6 +407,7 @@ class TwoReading(Adapted):
         self.blocks = nn.ModuleList(Reading() for _ in range(2))
 
 
+@pytest.mark.ci
 def test_attention_whose_code_reads_a_weight_stays_whole_and_the_reason_names_it():
     graph = make_layer_graph(job(TwoReading))
     styles = compute_shard_layout(graph, 2).styles

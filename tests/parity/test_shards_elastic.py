@@ -21,6 +21,8 @@ from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.state.mirror import StateCopy
 
+pytestmark = pytest.mark.part(5)
+
 PATHS = [
     [(1, 1, 2), (1, 2, 2), (2, 1, 2)],
     [(1, 1, 1), (1, 1, 4), (1, 2, 3)],
@@ -37,6 +39,7 @@ CASES = [
 """The default suite takes every model once, and three of the paths."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("model, path", CASES, ids=str)
 def test_workers_that_change_their_shards_go_on_as_from_a_checkpoint(model, path, tmp_path):
     """replicas x stages x shards; two steps under each. Every second generation has new workers in half of its seats."""
@@ -121,6 +124,7 @@ def test_whatever_befalls_a_worker_the_bits_of_so_many_shards_stay(model, sequen
         assert found in (reference, None), world.tell(f"{faults}: other bits")
 
 
+@pytest.mark.ci
 def test_the_only_copy_of_a_slice_comes_back_from_the_mirror():
     spec = Cell("llama", "1f1b", (1,), (1,), 2).job
     job = torch_flesh.TorchJob(spec, graph("llama"), shards=SHARDS, mirror_every=1)
@@ -135,6 +139,7 @@ def test_the_only_copy_of_a_slice_comes_back_from_the_mirror():
     assert cured
 
 
+@pytest.mark.ci
 def test_steps_that_are_executed_again_with_other_shards_are_not_held_against_the_run():
     """One of two shards dies and nobody comes: the other goes back to the mirror's cut, or to the beginning, and on alone."""
     spec = Cell(SHALLOW, "1f1b", (1,), (1,), 2).job.replace(steps=5)

@@ -13,6 +13,8 @@ from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, 
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.worker.stage.sum_gradients_over_shards import sum_partial_gradients
 
+pytestmark = pytest.mark.part(4)
+
 SHARDS = (2, 3, 4)
 
 

@@ -14,6 +14,8 @@ from examples import gpt
 from raypar.plan import ParallelPlan
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 CELLS = cells()
 SAMPLE = CELLS[::46]
 
@@ -54,6 +56,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("where", WHOLE)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_whole_linear_layers_that_read_parts_of_a_sequence_train_as_without_shards(schedule, where):

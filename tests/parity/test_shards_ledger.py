@@ -10,6 +10,8 @@ from raypar.model.tensor_parallel.compute_shard_layout import held_elements_by_l
 from raypar.plan import ParallelPlan
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 WORD = 8
 """Bytes of a float64."""
 DEPTH = DEPTHS[SHALLOW]
@@ -71,6 +73,7 @@ def test_sequence_parallelism_moves_the_same_volume(shards, microbatches):
     assert total(ledgers, "all_reduce", "messages") == shards * (microbatches + 1)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_replicas_reduce_what_each_shard_holds_and_no_more(shards, sequence):

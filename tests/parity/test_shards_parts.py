@@ -35,6 +35,8 @@ from raypar.plan.shard_ranges import TensorCut, count_indices, even_ranges_by_sh
 from raypar.plan.tensor_parallel_layout import shard_slice_shape
 from raypar.worker.state.parameter_state import read_elements, write_elements
 
+pytestmark = pytest.mark.part(5)
+
 TIED = (("model.embed_tokens.weight", "head.lm_head.weight"),)
 
 

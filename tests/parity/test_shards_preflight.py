@@ -16,6 +16,8 @@ from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.worker.job_preflight import preflight
 from raypar.worker.step.optimizer_trial import OptimizerKind, OptimizerTrial, try_optimizer
 
+pytestmark = pytest.mark.part(5)
+
 ARGS = {"vocab": VOCAB, "width": WIDTH, "depth": 2, "heads": 5, "context": 8}
 
 
@@ -127,6 +129,7 @@ BAD = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", BAD)
 def test_bad_shards_are_one_error_with_its_cure_before_anything_starts(case):
     changes, shards, kind, said = BAD[case]
@@ -136,6 +139,7 @@ def test_bad_shards_are_one_error_with_its_cure_before_anything_starts(case):
     assert found.value.cure
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "shards, sequence",
     [
@@ -154,6 +158,7 @@ def tried(spec: OptimizerConfig) -> OptimizerTrial:
     return try_optimizer(spec, {"a.weight": (6, 4), "a.bias": (6,), "b.weight": (3, 6)})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "Rprop", "NAdam", "RAdam", "Adamax"]
 )
@@ -211,6 +216,7 @@ def test_a_profile_knows_what_shards_hold_and_that_they_talk():
         assert made.predicted.makespan_ms > 0 and len(made.schedule_instructions) == plan.world
 
 
+@pytest.mark.ci
 def test_a_job_file_with_shards_makes_the_plan_and_the_job():
     job = parse_job(
         "name: x\nsteps: 3\nbatch_size: 10\nmicrobatches: 5\nmodel: {function: examples.gpt:layers, args: "

@@ -24,6 +24,8 @@ from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layo
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.worker.stage.sum_gradients_over_shards import sum_partial_gradients
 
+pytestmark = pytest.mark.part(4)
+
 X = torch.arange(14).view(2, 7) % 23
 
 

@@ -19,6 +19,8 @@ from raypar.worker.checkpoint.checkpoint_files import PARAMETER, StateKey, optim
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 BEFORE, AFTER = 2, 4
 """Steps."""
 
@@ -97,6 +99,7 @@ def test_a_run_that_changes_its_shards_has_the_bits_of_a_reference_that_changes_
     assert checkpoint_files.checkpoint_weights_hash(last) == weights_hash(same_shards.gpt_whole(end.slices, like, HEADS))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("shards", [2, 4])
 def test_every_plan_of_as_many_shards_writes_the_same_weights(shards, tmp_path):
     job = Cell("llama", "1f1b", (1,), (1,), 2, True).job
@@ -108,6 +111,7 @@ def test_every_plan_of_as_many_shards_writes_the_same_weights(shards, tmp_path):
     assert len(hashes) == 1
 
 
+@pytest.mark.ci
 def test_every_element_is_written_once_also_of_key_heads_that_shards_share(tmp_path):
     """Two key heads on four shards; tied ends; what all hold is written by one of them, in turn."""
     job = Cell("llama", "1f1b", (1,), (1,), 4).job
@@ -133,6 +137,7 @@ def test_every_element_is_written_once_also_of_key_heads_that_shards_share(tmp_p
     assert manifest.ties == {"head.lm_head.weight": "model.embed_tokens.weight"}
 
 
+@pytest.mark.ci
 def test_a_run_goes_on_with_another_way_to_cut(tmp_path):
     """Styles and sequence parallelism are parts of the plan: state is by name and slice. What changes is told."""
     job = Cell(SHALLOW, "1f1b", (1,), (1,), 4).job
@@ -164,6 +169,7 @@ def test_a_run_goes_on_with_another_way_to_cut(tmp_path):
             save(local, tmp_path / str(number), 2)
 
 
+@pytest.mark.ci
 def test_sequence_parallelism_that_begins_in_the_middle_has_the_bits_of_a_reference_in_which_it_does(tmp_path):
     before, after = (Cell(SHALLOW, "1f1b", (1,), (2,), 5, sequence).job for sequence in (False, True))
     path = trained(before, mesh(SHALLOW, 1, 1, 2), range(BEFORE), tmp_path)

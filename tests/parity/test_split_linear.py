@@ -21,6 +21,8 @@ from raypar.plan import ParallelPlan
 from raypar.schedule.schedule_csv import parse_schedule_csv
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 S = ugly_models.SEQ
 LEADING = [(), (1,), (7,), (64,), (1, 1), (4, 17), (8, 128), (2, 1, 3, 4)]
 SIZES = [(1, 1), (1, 4), (4, 1), (17, 33), (128, 384)]

@@ -22,6 +22,8 @@ from raypar.worker.stage.gradient_accumulator import Row
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import build_stage
 
+pytestmark = pytest.mark.part(4)
+
 S = ugly_models.SEQ
 Sums = dict[str, dict[TreeNode, Tensor]]
 

@@ -37,6 +37,8 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 STEPS, SAMPLES = 9, 8
 
 

@@ -30,6 +30,8 @@ from raypar.worker.measure_profile import profile_job
 from raypar.worker.process.thread_activity import describe_thread_activity, reads_samples
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 STEPS = 5
 SOURCES: dict[str, Any] = {
     "divided": stream_cases.Divided,
@@ -112,6 +114,7 @@ def test_any_number_of_streams_and_windows(streams, microbatches, window):
         assert (first == sorted(first)) == (window == 0 or len(first) < 2)
 
 
+@pytest.mark.ci
 def test_values_that_skip_stages_ties_and_a_counting_loss():
     def tokens() -> Any:
         data = ugly_models.Tokens()
@@ -241,6 +244,7 @@ def share_of_small(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tupl
     return (batch["x"].sum(1) < output.squeeze(-1)).sum(), len(output)
 
 
+@pytest.mark.ci
 def test_metrics_of_a_validation_on_streams_get_the_fields_that_model_and_loss_read():
     spec = ugly_models.job("plain", steps=STEPS).replace(
         data=DataConfig(function=stream_cases.Divided),
@@ -411,6 +415,7 @@ class Captured(torch.nn.Module):
         return self.last(x)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("window", [0, 5])
 def test_a_captured_module_reads_streams(window):
     spec = unresolved(stream_cases.Divided, shuffle_window=window, model=ModelConfig(function=Captured))

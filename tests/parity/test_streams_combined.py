@@ -17,6 +17,8 @@ from raypar.plan import ParallelPlan
 from raypar.worker.data.check_and_count_streams import resolve_streams
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 STEPS, SIZE, CHECKED = 4, 23, 7
 
 
@@ -114,6 +116,7 @@ QUICK = {
 """Those of the default suite: which samples a microbatch has does not depend on the plan."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("batch", "plan"),
     [pytest.param(*pair, marks=[pytest.mark.full] * (pair not in QUICK)) for pair in product(BATCHES, PLANS)],

@@ -10,6 +10,8 @@ from helpers.processes import Workers
 from helpers.shard_grid import SHALLOW, Cell, run
 from helpers.standin import needs_cupy
 
+pytestmark = pytest.mark.part(5)
+
 LAYOUTS = [
     Layout("tangled", "1f1b", (2, 2), 4),
     Layout("tangled", "zb-v", (1, 1), 5),
@@ -166,6 +168,7 @@ ALL_THREE = [
 ALL_THREE = [replace(cell, dtype="float32") for cell in ALL_THREE]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cell", [needs_cupy(cell) for cell in ALL_THREE[:1]], ids=str)
 def test_eight_workers_on_all_three_axes_over_nccl_give_the_bits_of_the_local_transport(eight, cell):
     check_shards(eight, cell, "nccl")

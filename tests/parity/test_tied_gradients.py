@@ -14,6 +14,8 @@ from raypar.plan import ParallelPlan
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(5)
+
 
 def tied(frozen: bool = False) -> nn.Sequential:
     """The example GPT whose output layer is its embedding."""

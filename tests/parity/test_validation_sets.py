@@ -23,6 +23,8 @@ from raypar.plan.microbatches import Microbatches, MicrobatchesOfSets, mean_loss
 from raypar.worker.job_preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 
+pytestmark = pytest.mark.part(4)
+
 SETS: dict[str, ValidationSetConfig] = {
     "long": ValidationSetConfig(function=ugly_models.Tokens, args={"size": 41}, samples=13),
     "short": ValidationSetConfig(function=ugly_models.Tokens, args={"size": 7}, batch_size=2, metrics=("median", "dropped")),

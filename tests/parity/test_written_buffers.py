@@ -34,6 +34,8 @@ from raypar.worker.measure_profile import one_microbatch_of_each_size, profile_l
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.running_statistics import NormCall, RunningNorm, fold_norm_calls, make_stand_ins
 
+pytestmark = pytest.mark.part(5)
+
 QUICK = [
     Layout("norms", "1f1b", (2, 2), 4),
     Layout("norms", "gpipe", (3, 1), 5),
@@ -75,6 +77,7 @@ def check(spec: Job, plan: ParallelPlan, schedule: str, want: reference.Result) 
         assert losses == [{loss} for loss in want.losses]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("schedule, recompute", [("1f1b", range(8)), ("gpipe", (0, 2, 3, 4)), ("zb-h1", range(8))], ids=str)
 def test_a_recomputed_microbatch_counts_once(schedule, recompute):
     name = "splittable norms" if schedule == "zb-h1" else "norms"
@@ -147,6 +150,7 @@ class Captured(nn.Module):
         return self.head(self.blocks[1](hidden) + self.average)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("writes, buffer", [("a unit", "blocks.1.average"), ("code between units", "average")])
 def test_a_captured_model_that_writes_buffers_is_refused_before_it_starts(writes, buffer):
     spec = ugly_models.job("counters").replace(model=ModelConfig(function=Captured, args={"writes": writes}))
@@ -173,6 +177,7 @@ def held(bodies: Iterable[ElasticWorker]) -> dict[str, list[torch.Tensor]]:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name, policy", [("norms", "refuse"), ("counters", "last"), ("counters", "sum")])
 def test_replicas_that_join_and_leave_and_a_checkpoint_have_the_buffers_of_one_process(name, policy, tmp_path):
     spec = ugly_models.job(name).replace(model=ModelConfig(function=ugly_models.MODELS[name][0], buffers=policy))
@@ -218,6 +223,7 @@ def mlps(inside: bool = False) -> nn.Sequential:
     return nn.Sequential(*first, *blocks)
 
 
+@pytest.mark.ci
 def test_shards_have_whole_norms_that_agree_with_those_of_all_replicas():
     spec = ugly_models.job("counters").replace(
         model=ModelConfig(function=mlps), plan=PlanConfig(styles={"*.up": "column", "*.down": "row", "*": "whole"})
@@ -363,6 +369,7 @@ def check_updates(shapes, momenta, scales) -> None:
             check_update(made, shape, given, dtype, layout, scale)
 
 
+@pytest.mark.ci
 def test_folded_statistics_are_those_of_the_norm_itself():
     check_updates(SHAPES[:1] + SHAPES[3:4], (0.1, 1 / 3, None), (1.0,))
 
@@ -437,6 +444,7 @@ def test_writes_that_no_policy_serves_are_refused_with_the_cure(layer, policy, w
     assert cure in error.value.cure
 
 
+@pytest.mark.ci
 def test_one_value_per_channel_is_an_error_with_its_place_and_cure_before_the_run_and_in_it():
     spec = ugly_models.job("norms", microbatches=4, batch_size=7)
     with pytest.raises(DataError, match=r"layer 'head'(.|\n)*Expected more than 1 value per channel") as error:
@@ -538,6 +546,7 @@ def test_the_contract_of_a_job_names_the_policy_only_where_it_is_set():
 # -- whole jobs --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_the_resnet_of_the_jobs_is_that_of_one_process_with_two_stages_and_two_replicas():
     job = load_job(str(Path(__file__).parents[2] / "jobs" / "resnet_digits.yaml"))
     spec = job.replace(steps=2, batch_size=8, validation=None)
@@ -548,6 +557,7 @@ def test_the_resnet_of_the_jobs_is_that_of_one_process_with_two_stages_and_two_r
     check(spec, plan, "1f1b", want)
 
 
+@pytest.mark.ci
 def test_layers_that_write_buffers_are_measured_and_may_be_recomputed():
     for name, policy in (("norms", "refuse"), ("counters", "last"), ("counters", "sum")):
         spec = ugly_models.job(name).replace(model=ModelConfig(function=ugly_models.MODELS[name][0], buffers=policy))

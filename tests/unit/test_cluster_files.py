@@ -94,11 +94,13 @@ LAUNCHER_MISTAKES: dict[str, list[tuple[str, str]]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cloud", MODELS)
 def test_launcher_files_say_what_they_should(cloud: str):
     assert complaints_about_launcher_text(text_of(f"{cloud}.yaml"), cloud) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cloud", MODELS)
 def test_mistakes_in_launcher_files_are_found(cloud: str):
     text, missed = text_of(f"{cloud}.yaml"), []
@@ -276,6 +278,7 @@ def test_manifests_say_what_they_should(name: str):
     assert complaints_about_manifest_text(text_of(f"kuberay/{name}.yaml"), name) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_mistakes_in_manifests_are_found(name: str):
     text, missed = text_of(f"kuberay/{name}.yaml"), []
@@ -407,6 +410,7 @@ def test_the_slurm_script_says_what_it_should():
     assert (CLUSTER / "slurm.sh").stat().st_mode & 0o111
 
 
+@pytest.mark.ci
 def test_mistakes_in_the_slurm_script_are_found():
     text = text_of("slurm.sh")
     missed = [each for each in SLURM_MISTAKES if not complaints_about_slurm_script(replaced(text, *each))]
@@ -420,6 +424,7 @@ def test_dockerfiles_say_what_they_should(name: str):
     assert complaints_about_dockerignore(text_of(f"{name}.dockerignore")) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_mistakes_in_dockerfiles_are_found(name: str):
     text, mistakes = text_of(name), DOCKER_MISTAKES + DOCKERFILES[name]

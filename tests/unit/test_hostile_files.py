@@ -36,6 +36,8 @@ from raypar.job.read_job import load_job
 from raypar.storage.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TIE, StateKey, TensorSlices, optimizer_key
 
+pytestmark = pytest.mark.part(4)
+
 HANGS_S = 30.0
 """Only a case that hangs takes so long, also on a busy machine."""
 MEMORY_BYTES = 1 << 30

@@ -21,6 +21,8 @@ from raypar.job import Job
 from raypar.job.schema import SCHEMA_OF_KEY, _value, make_schema
 from raypar.job.walk_sections import dotted_keys, walk_sections
 
+pytestmark = pytest.mark.part(4)
+
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
 SCHEMA = make_schema()

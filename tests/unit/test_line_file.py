@@ -32,6 +32,8 @@ from raypar.record.events import RunWarning, parse_event
 from raypar.storage.read_run_lines import jsonl_line_sort_key, parse_jsonl_lines, read_lines_file
 from raypar.storage.run_folder import RunFolder
 
+pytestmark = pytest.mark.part(4)
+
 PLAN = ParallelPlan.mesh(dp=2)
 DONE, END = 40, 60
 REAL_OPEN = open

@@ -9,6 +9,8 @@ from raypar.plan import Microbatches
 from raypar.plan.addition_tree import addition_tree_children, covering_nodes, fold_tree
 from raypar.plan.microbatches import DEFAULT_MAX_BLOCKS, contiguous_part, contiguous_part_index
 
+pytestmark = pytest.mark.part(4)
+
 SIZES = list(product(range(1, 12), range(25)))
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.part(4)
+
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
@@ -23,6 +25,7 @@ with removed_if_killed(folder), open_parquet_file(out) as file:
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("end", "left"), [("os.kill(os.getpid(), 9)", []), ("pass", ["-rf folder", "out.parquet"]), ("sys.exit(3)", ["-rf folder"])]
 )

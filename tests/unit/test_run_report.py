@@ -247,6 +247,7 @@ def test_no_secret_is_in_a_report(write_run, monkeypatch):
         assert kept in Page(page).text, kept
 
 
+@pytest.mark.ci
 def test_thousands_of_steps_and_events_make_a_small_page_with_its_peaks():
     chance = random.Random(7)
     metrics = [step_line(s, loss=2 + chance.random(), seconds=0.05) for s in range(1, 20_001)]

@@ -17,6 +17,8 @@ from raypar.schedule.one_f_one_b import default_warmups, warmups_that_run
 from raypar.schedule.schedule_csv import parse_schedule_csv
 from raypar.schedule.validate import find_schedule_problems, validate_schedule
 
+pytestmark = pytest.mark.part(4)
+
 
 def case(name, pp, microbatches, chunks=None, replicas=1, blocks=0, skip=False, shared=False):
     """`skip`: a value goes from the first stage straight to the last. `shared`: what the first stage makes is read by all."""

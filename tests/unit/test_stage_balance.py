@@ -17,6 +17,8 @@ from raypar.planner.plan_search import balance_stages, evaluate_candidate, searc
 from raypar.planner.predicted_step import predict_step
 from raypar.schedule import registry
 
+pytestmark = pytest.mark.part(4)
+
 SCHEDULES = [
     ("naive", 1),
     ("gpipe", 1),

@@ -91,6 +91,7 @@ def test_a_screen_says_how_far_the_run_is_how_fast_who_computes_and_what_happene
     assert "lost worker 3" in text and "generation 2: 4 workers" in text
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("width, height", [(80, 24), (40, 12), (20, 5), (200, 60), (100, 8)])
 @pytest.mark.parametrize("stages, replicas", [(2, 2), (1, 1), (16, 4), (64, 64)])
 def test_the_screen_fits_a_terminal_of_any_size(run_folder, width, height, stages, replicas):

@@ -94,6 +94,7 @@ def test_no_ray_is_started_where_processes_have_too_little_address_space(monkeyp
         refuse_unfit_machine({"limits": read_limits()})
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("limit_kib", [400_000, 1_000_000])
 def test_an_address_space_too_small_for_pytorch_is_one_error(limit_kib: int, tmp_path):
     """PyTorch ended with 50 lines of `failed to map segment` or `can't start new thread`."""
