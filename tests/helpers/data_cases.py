@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,14 @@ class Leaves(Noisy):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         Path(self.folder, str(os.getpid())).touch()
+        return super().__getitem__(index)
+
+
+class Stubborn(Leaves):
+    """Does not end when it is asked to."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return super().__getitem__(index)
 
 

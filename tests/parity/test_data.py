@@ -100,6 +100,18 @@ def test_data_processes_give_the_same_bits_and_end_with_the_loader():
     assert all_end(processes, within_s=5)
 
 
+@pytest.mark.ci
+def test_a_data_process_that_ignores_sigterm_ends_with_its_worker_too(tmp_path: Path):
+    processes = DataProcesses(
+        DataConfig(function="helpers.data_cases:Stubborn", args={"folder": str(tmp_path)}, processes=1), 4
+    )
+    read = loader(Noisy(), function="helpers.data_cases:Stubborn", processes=1, shared=processes)
+    assert same(read.get(0, 0), expected(0, 0))
+    there = pids(processes)
+    processes.close()
+    assert all_end(there, within_s=5)
+
+
 def test_data_processes_have_no_semaphore_with_a_name_that_would_stay_where_all_are_killed_at_once():
     """As Ray does with the processes of a worker that ends."""
     processes = DataProcesses(DataConfig(function="helpers.data_cases:Noisy", processes=1), 4)

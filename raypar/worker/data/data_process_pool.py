@@ -6,6 +6,7 @@ import atexit
 import multiprocessing
 import pickle
 import queue
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -18,6 +19,12 @@ from raypar.worker.data.sample_order import SamplePosition
 
 Read = tuple[int, int, tuple[str, ...]]
 """(step, microbatch, fields) of a microbatch that is read: it is the same under every plan."""
+
+
+JOIN_S = 5.0
+"""A process whose pipe is closed has ended after this time."""
+TERMINATE_S = 1.0
+"""A data process that handles SIGTERM itself is killed after this time."""
 
 
 class DataProcessDiedError(Exception):
@@ -50,10 +57,6 @@ class _DataProcess:
         if isinstance(answer, BaseException):
             raise answer
         return answer
-
-
-JOIN_S = 5.0
-"""A process whose pipe is closed has ended after this time."""
 
 
 class DataProcesses:
@@ -105,6 +108,10 @@ class DataProcesses:
         # A sample that takes for ever must not keep us: the processes hold nothing that could be lost.
         for one in processes:
             one.process.terminate()
+        until_s = time.monotonic() + TERMINATE_S
+        for one in processes:
+            one.process.join(max(0.0, until_s - time.monotonic()))
+            one.process.kill()
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
             atexit.unregister(self.close)
