@@ -178,9 +178,10 @@ def _fields_of(kind: type[Event]) -> tuple[tuple[str, Check, bool], ...]:
     own = [name for cls in kind.__mro__ if cls not in (Event, object) for name in vars(cls).get("__annotations__", {})]
     found = []
     for name in sorted(dict.fromkeys(name for name in own if name in given), key=lambda name: name != "text"):
-        check = next(extra for hint in (hints[name], *get_args(hints[name])) for extra in getattr(hint, "__metadata__", ()))
+        checks = [extra for hint in (hints[name], *get_args(hints[name])) for extra in getattr(hint, "__metadata__", ())]
+        assert checks, f"{kind.__name__}.{name} has no check: annotate it with one of the types at the top of this file"
         one = given[name]
-        found.append((name, check, one.default is MISSING and one.default_factory is MISSING))
+        found.append((name, checks[0], one.default is MISSING and one.default_factory is MISSING))
     return _FIELDS.setdefault(kind, tuple(found))
 
 

@@ -94,11 +94,13 @@ class Leaves(Noisy):
 
 
 class Stubborn(Leaves):
-    """Does not end when it is asked to."""
+    """Takes a minute for a sample, and does not end when it is asked to."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return super().__getitem__(index)
+        found = super().__getitem__(index)
+        time.sleep(60)
+        return found
 
 
 def broken_factory() -> Any:

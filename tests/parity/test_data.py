@@ -105,9 +105,11 @@ def test_a_data_process_that_ignores_sigterm_ends_with_its_worker_too(tmp_path: 
     processes = DataProcesses(
         DataConfig(function="helpers.data_cases:Stubborn", args={"folder": str(tmp_path)}, processes=1), 4
     )
-    read = loader(Noisy(), function="helpers.data_cases:Stubborn", processes=1, shared=processes)
-    assert same(read.get(0, 0), expected(0, 0))
-    there = pids(processes)
+    loader(Noisy(), function="helpers.data_cases:Stubborn", processes=1, shared=processes).prefetch(0, (0,))
+    there, deadline = pids(processes), time.monotonic() + 60
+    while not (tmp_path / str(there[0])).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     processes.close()
     assert all_end(there, within_s=5)
 
