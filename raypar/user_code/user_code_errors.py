@@ -7,6 +7,7 @@ a worker without a message, and `KeyboardInterrupt` looks like a Ctrl-C. Calls o
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
@@ -25,7 +26,17 @@ def error_text(error: BaseException) -> str:
         return f"SystemExit: {error.code} (sys.exit or exit was called: that would have ended the process)"
     if isinstance(error, KeyboardInterrupt):
         return "KeyboardInterrupt (raised by the code itself: nobody has pressed Ctrl-C)"
-    return f"{type(error).__name__}: {error_message(error)}"
+    near = _attribute_meant(error) if isinstance(error, AttributeError) else None
+    return f"{type(error).__name__}: {error_message(error)}" + (f" (did you mean {near!r}?)" if near else "")
+
+
+def _attribute_meant(error: AttributeError) -> str | None:
+    """The attribute that is spelt most like the one asked for, as Python's own traceback suggests it; None: none is."""
+    try:
+        there = [name for name in dir(error.obj) if not name.startswith("_")]
+        return next(iter(difflib.get_close_matches(str(error.name), there, 1, 0.75)), None)
+    except Exception:  # the object is the user's, and old exceptions have neither name nor object
+        return None
 
 
 def is_chain_of_users(error: BaseException) -> bool:
