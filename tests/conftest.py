@@ -100,21 +100,23 @@ def pytest_collection_finish() -> None:
                 module.manual_seed_all = lambda seed: None
 
 
-STARTS_PROCESSES = frozenset(
-    f"tests/{name}.py"
-    for name in (
-        *(
-            "parity/test_tcp",
-            "parity/test_gpu_process",
-            "parity/test_gpu_workers",
-            "parity/test_data",
-            "parity/test_example_jobs",
-        ),
-        *("parity/test_without_dynamo", "parity/test_kernel_calls", "unit/test_cluster_files", "unit/test_packaging"),
-        *("unit/test_folder_upload", "unit/test_import_circles", "unit/test_fences", "unit/test_top"),
-    )
+STARTS_PROCESSES = (
+    *("parity/test_tcp", "parity/test_gpu_process", "parity/test_gpu_workers", "parity/test_data", "parity/test_example_jobs"),
+    *("parity/test_without_dynamo", "parity/test_kernel_calls", "unit/test_cluster_files", "unit/test_packaging"),
+    *("unit/test_folder_upload", "unit/test_import_circles", "unit/test_fences", "unit/test_top", "unit/test_parts"),
+    *("unit/test_unspoken_end_of_checks", "unit/test_unhandled_interrupt", "unit/test_working_dir"),
 )
 """Modules of `unit` and `parity` that spend their time in processes which they start: not in `pytest -m quick`."""
+AROUND_TRAINING = tuple(
+    f"parity/test_{name}"
+    for name in (
+        *("all_predictions", "changed_at_resume", "collate", "data_files", "data_loader_given", "evaluation", "export_folder"),
+        *("frozen_teacher", "label_count", "metrics", "only_trained", "packing", "padding", "prediction", "pretrained_folder"),
+        *("sample_weights", "schedulers_of_metrics", "streams"),
+    )
+)
+"""Modules of `parity` that take whole jobs through data, measures, a resume, evaluation or export: not in `pytest -m quick`."""
+NOT_QUICK = frozenset(f"tests/{name}.py" for name in (*STARTS_PROCESSES, *AROUND_TRAINING))
 
 
 def leave_out_other_parts(items: Sequence[pytest.Item]) -> None:
@@ -139,12 +141,12 @@ def leave_out_other_parts(items: Sequence[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
 def pytest_mark_tests(items: list[pytest.Item]) -> None:
     """`pytest -m ci`: what the default suite leaves out and `.ci/run` runs. `pytest -m quick`: what the pure rooms decide, and
-    the bits of one process, without the longest grids."""
+    the bits of one process, without the longest grids and what is around training."""
     leave_out_other_parts(items)
     for item in items:
         module = item.nodeid.partition("::")[0]
         marked = {mark.name for mark in item.iter_markers()} & {"full", "chaos", "ci"}
-        if module.startswith(("tests/unit/", "tests/parity/")) and module not in STARTS_PROCESSES and not marked:
+        if module.startswith(("tests/unit/", "tests/parity/")) and module not in NOT_QUICK and not marked:
             item.add_marker("quick")
 
 
