@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import standin
+from helpers.nccl_group import PAIR, Group, every, in_threads
 from helpers.standin import Count, HostDevice, HostStream, Setting, set_to
 from helpers.transport_cases import CREDENTIAL, LIMIT_S, noise, over_tree
 
@@ -34,62 +35,12 @@ from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
 
 pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")
 
-PAIR = (CommunicatorKey((0, 1), "message"), CommunicatorKey((1, 0), "message"))
 REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def library():
     return standin.load()
-
-
-def in_threads(size, body):
-    """`body(rank)` in a thread per rank: what it returned or raised."""
-    results = [None] * size
-
-    def run(rank):
-        try:
-            results[rank] = body(rank)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * LIMIT_S)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
-
-
-class Group:
-    """`size` ends in this process; `ends` holds what each rank's `connect` returned or raised."""
-
-    def __init__(self, size, keys, deadline_s=LIMIT_S, device=lambda rank: HostDevice(f"device {rank}"), exact=True):
-        self.meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(size)]
-        addresses = [mesh.address for mesh in self.meshes]
-
-        def end(rank):
-            control = self.meshes[rank].connect(rank=rank, size=size, addresses=addresses, generation=1, deadline_s=LIMIT_S)
-            mine = keys(rank) if callable(keys) else keys
-            return connect_nccl(control, device=device(rank), communicators=mine, deadline_s=deadline_s, exact=exact)
-
-        self.ends = in_threads(size, end)
-
-    def __enter__(self):
-        assert not [end for end in self.ends if isinstance(end, Exception)], self.ends
-        return self.ends
-
-    def __exit__(self, *exc):
-        for end in (*self.ends, *self.meshes):
-            if not isinstance(end, Exception):
-                end.close()
-
-
-def every(ends, call):
-    """`call(end)` on all ranks, then wait for all."""
-    for handle in [call(end) for end in ends]:
-        handle.wait(LIMIT_S)
 
 
 # -- the stand-in does what NCCL does

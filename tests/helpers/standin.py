@@ -49,6 +49,17 @@ class Setting(IntEnum):
     ABORT_TAKES_MS = 4
     VERSION = 5
     LAUNCH_TAKES_MS = 6
+    STATUS = 7
+    INIT_STATUS = 8
+    CALLS_UNTIL_ERROR = 9
+
+
+class Status(IntEnum):
+    """What NCCL's calls return (nccl.h, ncclResult_t)."""
+
+    SYSTEM_ERROR = 2
+    REMOTE_ERROR = 6
+    IN_PROGRESS = 7
 
 
 class Count(IntEnum):

@@ -4,7 +4,7 @@
    communicator run in the order of their calls whatever their streams; a group's operations make progress together; a send
    ends only when its receiver takes it (beyond a small buffer); sums are in the order of a ring, not of the ranks; making a
    communicator blocks until all ranks have come, without a limit; a dead peer is not noticed; `ncclCommAbort` acts on this
-   rank alone. What it adds: faults on request (`standin_set`), and streams that tests can make, ask and call back from.
+   rank alone; a communicator that has failed refuses more operations with its error. What it adds: faults on request (`standin_set`), and streams that tests can make, ask and call back from.
    Memory is shared by one file per communicator, which is unlinked as soon as all have it open. It carries the number of the
    process that made the id, so that what is left where not all came can be found (`helpers.standin.sweep`). */
 #define _GNU_SOURCE
@@ -22,7 +22,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { OK = 0, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4, INVALID_USAGE = 5 };
+enum { OK = 0, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6, IN_PROGRESS = 7 };
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16, DTYPES };
 enum { SUM, PROD, MAX, MIN, AVG };
 enum { SEND, RECV, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER };
@@ -36,9 +36,12 @@ typedef struct { char internal[128]; } ncclUniqueId;
 
 /* -- faults on request, and what has happened */
 
-enum { INIT_HANGS, LAUNCHES_UNTIL_ERROR, OPERATIONS_UNTIL_ERROR, DELAY_US, ABORT_TAKES_MS, VERSION, LAUNCH_TAKES_MS, SETTINGS };
+enum {
+    INIT_HANGS, LAUNCHES_UNTIL_ERROR, OPERATIONS_UNTIL_ERROR, DELAY_US, ABORT_TAKES_MS, VERSION, LAUNCH_TAKES_MS, STATUS,
+    INIT_STATUS, CALLS_UNTIL_ERROR, SETTINGS
+};
 enum { LAUNCHED, NATIVE, ALIVE, COUNTS };
-static _Atomic long settings[SETTINGS] = {[VERSION] = 22907};
+static _Atomic long settings[SETTINGS] = {[VERSION] = 22907, [STATUS] = SYSTEM_ERROR};
 static _Atomic long counts[COUNTS];
 
 void standin_set(int what, long value) { settings[what] = value; }
@@ -75,6 +78,7 @@ typedef struct { _Atomic int attached; char apart[60]; Ring rings[]; } Shared;
 typedef struct Comm {
     int size, rank;
     Shared *shared; size_t bytes;
+    char path[128];
     _Atomic int aborted, error;
     _Atomic long tickets, serving; /* operations run in the order of their calls */
 } Comm;
@@ -85,6 +89,7 @@ int ncclGetVersion(int *version) { *version = (int)settings[VERSION]; return OK;
 
 int ncclGetUniqueId(ncclUniqueId *id) {
     unsigned char noise[16];
+    if (counts_down(CALLS_UNTIL_ERROR)) return (int)settings[STATUS];
     if (getrandom(noise, sizeof noise, 0) != sizeof noise) return SYSTEM_ERROR;
     memset(id, 0, sizeof *id);
     char *at = id->internal + sprintf(id->internal, "nccl-standin-%d-", (int)getpid());
@@ -96,7 +101,9 @@ int ncclCommInitRankConfig(Comm **out, int size, ncclUniqueId id, int rank, void
     (void)config;
     if (size < 1 || rank < 0 || rank >= size || !strstr(id.internal, "standin")) return INVALID_ARGUMENT;
     for (int turn = 0; settings[INIT_HANGS]; turn++) rest(turn);
-    char path[512];
+    int status = (int)settings[INIT_STATUS];
+    if (status != OK && status != IN_PROGRESS) return status;
+    char path[128];
     snprintf(path, sizeof path, "/dev/shm/%.100s", id.internal);
     size_t bytes = sizeof(Shared) + sizeof(Ring) * size * size;
     int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
@@ -105,12 +112,13 @@ int ncclCommInitRankConfig(Comm **out, int size, ncclUniqueId id, int rank, void
     close(file);
     if (shared == MAP_FAILED) return SYSTEM_ERROR;
     if (atomic_fetch_add(&shared->attached, 1) == size - 1) unlink(path);
-    for (int turn = 0; shared->attached < size; turn++) rest(turn);
+    for (int turn = 0; status == OK && shared->attached < size; turn++) rest(turn);
     Comm *c = calloc(1, sizeof *c);
-    c->size = size; c->rank = rank; c->shared = shared; c->bytes = bytes;
+    c->size = size; c->rank = rank; c->shared = shared; c->bytes = bytes; c->error = status;
+    memcpy(c->path, path, sizeof path);
     counts[ALIVE]++;
     *out = c;
-    return OK;
+    return status; /* in progress: for ever, there is a communicator all the same, which has to be ended */
 }
 
 int ncclCommCount(Comm *c, int *n) { *n = c->size; return OK; }
@@ -128,6 +136,8 @@ const char *ncclGetErrorString(int error) {
     case SYSTEM_ERROR: return "unhandled system error";
     case INVALID_ARGUMENT: return "invalid argument";
     case INVALID_USAGE: return "invalid usage";
+    case REMOTE_ERROR: return "remote process exited or there was a network error";
+    case IN_PROGRESS: return "NCCL operation in progress";
     default: return "internal error";
     }
 }
@@ -140,6 +150,7 @@ int ncclCommSplit(Comm *c, int color, int key, Comm **out, void *config) {
 }
 
 static void release(Comm *c) { /* the struct stays: somebody may still ask for its error */
+    if (c->shared->attached < c->size) unlink(c->path);
     munmap(c->shared, c->bytes);
     c->shared = NULL;
     counts[ALIVE]--;
@@ -347,11 +358,13 @@ static int aborted(Task *task) {
     return 0;
 }
 
+static int is_failure(int status) { return status != OK && status != IN_PROGRESS; }
+
 static void work(Task *task) {
     for (int i = 0; i < task->count; i++)
         for (int turn = 0; task->operations[i].comm->serving < task->tickets[i]; turn++) rest(turn);
+    if (counts_down(OPERATIONS_UNTIL_ERROR)) task->operations[0].comm->error = (int)settings[STATUS];
     for (long us = settings[DELAY_US]; us > 0 && !aborted(task); us -= 200) rest(1000);
-    if (counts_down(OPERATIONS_UNTIL_ERROR)) task->operations[0].comm->error = SYSTEM_ERROR;
     int most = 0, n = 0;
     for (int i = 0; i < task->count; i++) most += 2 * task->operations[i].comm->size;
     Transfer *list = malloc(sizeof *list * (most + 1));
@@ -359,7 +372,7 @@ static void work(Task *task) {
         for (int i = 0; i < task->count; i++) plan(&task->operations[i], list, &n);
     int left = n, failed = 0;
     for (int turn = 0; !aborted(task) && (left || failed); turn++) {
-        for (int i = 0; i < task->count; i++) failed |= task->operations[i].comm->error != OK;
+        for (int i = 0; i < task->count; i++) failed |= is_failure(task->operations[i].comm->error);
         for (int i = 0; i < n && !failed; i++) {
             Transfer *t = &list[i];
             int behind = 0; /* one direction of a pair moves in order */
@@ -378,6 +391,10 @@ static void work(Task *task) {
         free(task->operations[i].scratch);
     }
     free(list);
+    for (int i = 0; i < task->count; i++) { /* what was in progress is over */
+        int status = IN_PROGRESS;
+        atomic_compare_exchange_strong(&task->operations[i].comm->error, &status, OK);
+    }
     /* A communicator's operations of one task have tickets in a row. */
     for (int i = 0; i < task->count; i++) task->operations[i].comm->serving++;
 }
@@ -457,7 +474,8 @@ int ncclGroupEnd(void) {
     if (--depth > 0) return OK;
     if (group_error) return group_error;
     if (!grouped) return OK;
-    if (counts_down(LAUNCHES_UNTIL_ERROR)) return SYSTEM_ERROR;
+    int status = counts_down(LAUNCHES_UNTIL_ERROR) ? (int)settings[STATUS] : OK;
+    if (is_failure(status)) return status;
     sleep_ms(settings[LAUNCH_TAKES_MS]);
     Task *task = calloc(1, sizeof *task);
     task->count = grouped;
@@ -475,16 +493,20 @@ int ncclGroupEnd(void) {
     enqueue(group_stream, task);
     pthread_mutex_unlock(&launching);
     counts[LAUNCHED]++;
-    return OK;
+    return status; /* what is in progress was launched */
 }
 
 static int post(Operation o, int peers, Stream *s) {
     ncclGroupStart();
-    if (!o.comm || !s || o.dtype < 0 || o.dtype >= DTYPES) group_error = INVALID_ARGUMENT;
+    int before = group_error;
+    if (counts_down(CALLS_UNTIL_ERROR)) group_error = (int)settings[STATUS];
+    else if (!o.comm || !s || o.dtype < 0 || o.dtype >= DTYPES) group_error = INVALID_ARGUMENT;
     else if (o.comm->aborted || grouped == MAX_OPS || (group_stream && group_stream != s)) group_error = INVALID_USAGE;
     else if (peers && (o.peer < 0 || o.peer >= o.comm->size)) group_error = INVALID_ARGUMENT;
+    else if (o.comm->error != OK) group_error = is_failure(o.comm->error) ? o.comm->error : INVALID_ARGUMENT;
     else { group[grouped++] = o; group_stream = s; counts[NATIVE] += o.kind > RECV; }
-    return ncclGroupEnd();
+    int failed = group_error != before ? group_error : OK, ended = ncclGroupEnd();
+    return failed ? failed : ended;
 }
 
 int ncclSend(const void *from, size_t n, int dtype, int peer, Comm *c, Stream *s) {

@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -33,6 +33,8 @@ BYTE = 1
 """ncclUint8: operations that only move memory move bytes, whatever the dtype."""
 SUM = 0
 """ncclSum."""
+IN_PROGRESS = 7
+"""ncclInProgress: a communicator that does not block is not done yet. CuPy 14 has no name for it."""
 
 NCCL_DTYPES = {
     torch.int8: 0,
@@ -228,7 +230,38 @@ def check_gpu_count(wanted: int, there: int) -> None:
 
 def new_unique_id() -> bytes:
     """A new unique id (128 bytes), for one communicator; this process listens until all its ranks have connected."""
-    return bytes(load_nccl_bindings().get_unique_id())
+    nccl = load_nccl_bindings()
+    with translated(nccl, "making an id"):
+        return bytes(nccl.get_unique_id())
+
+
+def unnamed_status(error: KeyError) -> int:
+    """The status that NCCL has answered with, if CuPy has failed because its table lacks it; raises any other error again."""
+    (status,) = error.args
+    if type(status) is not int:
+        raise error
+    return status
+
+
+@contextmanager
+def translated(nccl: Any, what: str) -> Iterator[None]:
+    """Raise `CommError` for whatever NCCL fails with inside; `nccl` is CuPy's module."""
+    cure = "abort this group; NCCL_DEBUG=WARN in the workers' environment makes NCCL say more"
+    try:
+        yield
+    except nccl.NcclError as error:
+        raise CommError(f"NCCL failed at {what}: {error}", cure=cure) from error
+    except KeyError as error:
+        status = unnamed_status(error)
+        if status != IN_PROGRESS:
+            raise CommError(
+                f"NCCL failed at {what}: it answers with status {status}, which this CuPy does not know", cure=cure
+            ) from error
+        raise CommError(
+            f"NCCL failed at {what}: it answers 'in progress', as communicators do that do not block, for which CuPy has "
+            "no call",
+            cure="take NCCL_COMM_BLOCKING=0 out of the workers' environment, of /etc/nccl.conf and of ~/.nccl.conf",
+        ) from error
 
 
 class NcclCommunicator:
@@ -240,70 +273,73 @@ class NcclCommunicator:
     def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
         """Blocks until all ranks have connected, however long that takes."""
         self._nccl = load_nccl_bindings()
-        with self._translated("making a communicator"):
-            self._comm = self._nccl.NcclCommunicator(size, unique_id, rank)
-
-    @contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except self._nccl.NcclError as error:
-            raise CommError(
-                f"NCCL failed at {what}: {error}",
-                cure="abort this group; NCCL_DEBUG=WARN in the workers' environment makes NCCL say more",
-            ) from error
+        self._comm = self._nccl.NcclCommunicator.__new__(self._nccl.NcclCommunicator)
+        with translated(self._nccl, "making a communicator"):
+            try:
+                self._comm.__init__(size, unique_id, rank)
+            except BaseException:
+                self._comm.abort()  # else Python's collector destroys what there is of it, which may wait for the others
+                raise
 
     @contextmanager
     def group_calls(self) -> Iterator[None]:
         """Enqueue the calls made inside as one: they make progress together, and cannot deadlock with each other."""
-        with self._translated("a group of operations"):
+        with translated(self._nccl, "a group of operations"):
             self._nccl.groupStart()
-            try:
-                yield
-            finally:
-                self._nccl.groupEnd()
+        try:
+            yield
+        except BaseException:
+            with suppress(CommError), translated(self._nccl, "a group of operations"):
+                self._nccl.groupEnd()  # which says once more that a call has failed
+            raise
+        with translated(self._nccl, "a group of operations"):
+            self._nccl.groupEnd()
 
     def send(self, pointer: int, nbytes: int, peer: int, stream: int) -> None:
         """Send bytes to rank `peer` of this communicator."""
-        with self._translated("a send"):
+        with translated(self._nccl, "a send"):
             self._comm.send(pointer, nbytes, BYTE, peer, stream)
 
     def recv(self, pointer: int, nbytes: int, peer: int, stream: int) -> None:
         """Receive bytes from rank `peer` of this communicator."""
-        with self._translated("a receive"):
+        with translated(self._nccl, "a receive"):
             self._comm.recv(pointer, nbytes, BYTE, peer, stream)
 
     def all_reduce(self, pointer: int, count: int, dtype: torch.dtype, stream: int) -> None:
         """Sum in place, in an order of NCCL's own."""
-        with self._translated("an all-reduce"):
+        with translated(self._nccl, "an all-reduce"):
             self._comm.allReduce(pointer, pointer, count, NCCL_DTYPES[dtype], SUM, stream)
 
     def reduce_scatter(self, source: int, out: int, count: int, dtype: torch.dtype, stream: int) -> None:
         """`out` [count] = the sum of all ranks' parts for this rank in `source` [size * count], in an order of NCCL's own."""
-        with self._translated("a reduce-scatter"):
+        with translated(self._nccl, "a reduce-scatter"):
             self._comm.reduceScatter(source, out, count, NCCL_DTYPES[dtype], SUM, stream)
 
     def all_gather(self, mine: int, out: int, nbytes: int, stream: int) -> None:
         """`out` [size * nbytes] = all ranks' `mine` [nbytes]."""
-        with self._translated("an all-gather"):
+        with translated(self._nccl, "an all-gather"):
             self._comm.allGather(mine, out, nbytes, BYTE, stream)
 
     def broadcast(self, pointer: int, nbytes: int, root: int, stream: int) -> None:
         """Copy the bytes of rank `root` of this communicator to all ranks, in place."""
-        with self._translated("a broadcast"):
+        with translated(self._nccl, "a broadcast"):
             self._comm.broadcast(pointer, pointer, nbytes, BYTE, root, stream)
 
     def raise_background_error(self) -> None:
-        """Raise an error that NCCL has found in the background."""
-        with self._translated("work in the background"):
-            self._comm.check_async_error()
+        """Raise an error that NCCL has found in the background. That something is in progress there is none."""
+        with translated(self._nccl, "work in the background"):
+            try:
+                self._comm.check_async_error()
+            except KeyError as error:
+                if unnamed_status(error) != IN_PROGRESS:
+                    raise
 
     def destroy(self) -> None:
         """Finish what is enqueued and free the communicator; waits forever for a peer that is gone: `abort` then."""
-        with self._translated("freeing a communicator"):
+        with translated(self._nccl, "freeing a communicator"):
             self._comm.destroy()
 
     def abort(self) -> None:
         """Stop what is enqueued and free the communicator, from any thread. Later garbage collection does nothing more."""
-        with self._translated("an abort"):
+        with translated(self._nccl, "an abort"):
             self._comm.abort()

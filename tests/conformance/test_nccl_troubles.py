@@ -1,0 +1,119 @@
+"""What NCCL answers when a peer is lost or it is set otherwise, and what its operations do to each other on one device.
+
+CuPy's real bindings run over the stand-in for its library (`helpers.standin`), on host memory.
+"""
+
+import re
+import threading
+import time
+
+import pytest
+import torch
+from helpers import standin
+from helpers.nccl_group import PAIR, Group
+from helpers.standin import Count, Setting, Status, set_to
+from helpers.transport_cases import LIMIT_S
+
+from raypar.comm.transport import CommunicatorKey
+from raypar.errors import CommError
+
+pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")
+
+REDUCE = CommunicatorKey((0, 1), "all_reduce")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    return standin.load()
+
+
+@pytest.fixture
+def status(request):
+    """Faults on request answer it."""
+    with set_to(Setting.STATUS, request.param, after=Status.SYSTEM_ERROR):
+        yield request.param
+
+
+def fail_once(setting):
+    standin.load().standin_set(setting, 1)
+
+
+# -- statuses
+
+
+SAID = {
+    Status.REMOTE_ERROR: "remote process exited or there was a network error",
+    Status.IN_PROGRESS: "(?s)'in progress'.*NCCL_COMM_BLOCKING=0.*nccl.conf",
+    99: "status 99, which this CuPy does not know",
+}
+STATUSES = [pytest.param(status, id=str(int(status))) for status in SAID]
+
+
+@pytest.mark.parametrize("status", STATUSES, indirect=True)
+@pytest.mark.parametrize("setting", [Setting.LAUNCHES_UNTIL_ERROR, Setting.CALLS_UNTIL_ERROR], ids=["launch", "call"])
+def test_any_status_of_a_call_is_an_error_of_raypar_with_its_cure(setting, status):
+    with Group(2, [*PAIR, REDUCE]) as ends:
+        fail_once(setting)
+        with pytest.raises(CommError, match=SAID[status]) as caught:
+            ends[0].send(torch.ones(5), to=1, tag=1)
+        assert caught.value.what.startswith("NCCL failed at a send") and caught.value.cure
+        with pytest.raises(CommError, match="NCCL failed at a send"):
+            ends[0].all_reduce(torch.ones(2), group=[0, 1])
+        ends[0].abort("after an error")
+        assert not ends[0].unended_communicators
+
+
+@pytest.mark.parametrize("status", STATUSES, indirect=True)
+def test_any_status_of_a_call_within_a_group_of_operations_is_that_call_s(status):
+    with Group(3, [CommunicatorKey((0, 1, 2), "all_to_all")]) as ends:
+        fail_once(Setting.CALLS_UNTIL_ERROR)
+        with pytest.raises(CommError, match=SAID[status]) as caught:
+            ends[0].all_to_all(list(torch.ones(3, 2)), list(torch.ones(3, 2)), group=[0, 1, 2])
+        assert caught.value.what.startswith("NCCL failed at a send")
+
+
+@pytest.mark.parametrize("status", [Status.REMOTE_ERROR, 99], indirect=True)
+def test_any_status_that_nccl_finds_in_the_background_breaks_the_group(status):
+    with Group(2, [*PAIR, REDUCE]) as ends:
+        fail_once(Setting.OPERATIONS_UNTIL_ERROR)
+        reducing = ends[0].all_reduce(torch.ones(5), group=[0, 1])
+        with pytest.raises(CommError, match="all_reduce of 0,1 channel 0: NCCL failed at work in the background") as caught:
+            reducing.wait(LIMIT_S)
+        assert caught.match(SAID[status])
+        ends[0].abort("after an error")
+        assert not ends[0].unended_communicators
+
+
+@pytest.mark.parametrize("status", [Status.IN_PROGRESS], indirect=True)
+def test_an_operation_that_is_in_progress_is_waited_for(status):
+    with Group(2, [REDUCE]) as ends, set_to(Setting.DELAY_US, 100_000):
+        fail_once(Setting.OPERATIONS_UNTIL_ERROR)
+        flats = [torch.ones(5), torch.ones(5)]
+        handles = [end.all_reduce(flat, group=[0, 1]) for end, flat in zip(ends, flats, strict=True)]
+        for handle in handles:
+            handle.wait(LIMIT_S)
+        assert [flat.tolist() for flat in flats] == [[2.0] * 5] * 2
+
+
+@pytest.mark.parametrize("status", SAID)
+def test_a_communicator_that_nccl_does_not_make_is_an_error_on_all_ranks_and_nothing_is_left(status):
+    start = time.monotonic()
+    with set_to(Setting.INIT_STATUS, status):
+        failed = Group(2, PAIR, deadline_s=10 * LIMIT_S)
+    assert time.monotonic() - start < LIMIT_S
+    for error in failed.ends:
+        assert type(error) is CommError and "messages 0 -> 1: NCCL failed at making a communicator" in error.what, error
+        assert re.search(SAID[status], str(error)), error
+    failed.__exit__()
+    assert standin.count(Count.ALIVE) == 0
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("raypar-nccl")]
+
+
+@pytest.mark.parametrize("status", STATUSES, indirect=True)
+def test_a_rank_that_nccl_gives_no_id_says_so_and_the_others_hear_of_it(status):
+    fail_once(Setting.CALLS_UNTIL_ERROR)
+    failed = Group(2, PAIR, deadline_s=10 * LIMIT_S)
+    assert all(isinstance(error, CommError) for error in failed.ends), failed.ends
+    own = [error for error in failed.ends if error.what.startswith("NCCL failed at making an id")]
+    assert len(own) == 1 and re.search(SAID[status], str(own[0]))
+    failed.__exit__()
