@@ -54,7 +54,7 @@ def swimlane_data(
 def draw_step_of_trace(trace: Mapping[str, Json], clean: Callable[[str], str]) -> str | None:
     """The drawing of a step from the content of a trace.json; None if there are no data. `clean`: see `draw_swimlane_data`.
 
-    In older traces are only the measured step, and neither messages nor a title.
+    In older traces are only the measured step, and neither messages nor a title; the heading says where the prediction is.
     """
     other = trace.get("otherData")
     if isinstance(other, dict) and "swimlane" in other:
@@ -67,7 +67,8 @@ def draw_step_of_trace(trace: Mapping[str, Json], clean: Callable[[str], str]) -
         for rank, span in spans:
             start = span["ts"] / 1000
             rows[rank].append([span["name"], start, start + span["dur"] / 1000])
-        panel = {"heading": "measured", "names": [names[2 * rank] for rank in range(len(rows))], "rows": rows}
+        workers = [names[2 * rank] for rank in range(len(rows))]
+        panel = {"heading": "measured (the prediction: see swimlane.svg)", "names": workers, "rows": rows}
     except (ArithmeticError, LookupError, TypeError, ValueError):
         return None
     return draw_swimlane_data({"title": "", "panels": [panel], "routes": []}, clean)

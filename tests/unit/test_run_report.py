@@ -318,11 +318,11 @@ def test_data_that_are_none_of_raypars_are_not_drawn(change):
     assert draw_swimlane_data(data, str) is not None and draw_swimlane_data(change(data), str) is None
 
 
-def test_of_a_trace_without_data_the_measured_step_is_drawn():
+def test_of_a_trace_without_data_the_measured_step_is_drawn_and_said_where_the_prediction_is():
     """An older release, which kept the drawing alone."""
     ((_, step), *_) = step_panels("worker 0")
     drawn = draw_step_of_trace(json.loads(json.dumps(chrome_trace(step))), str)
-    assert drawn == swimlanes_svg([("measured", step)], title="")
+    assert drawn == swimlanes_svg([("measured (the prediction: see swimlane.svg)", step)], title="")
     for rank in (-7, 10**9, 1.0, "a", None):
         events = [{"ph": "X", "name": "0F0", "args": {"rank": rank}, "ts": 0, "dur": 0}]
         assert draw_step_of_trace({"traceEvents": events}, str) is None
