@@ -117,3 +117,60 @@ def test_a_rank_that_nccl_gives_no_id_says_so_and_the_others_hear_of_it(status):
     own = [error for error in failed.ends if error.what.startswith("NCCL failed at making an id")]
     assert len(own) == 1 and re.search(SAID[status], str(own[0]))
     failed.__exit__()
+
+
+# -- peers that are lost
+
+
+def reduce_all(stream, flat):
+    """Enqueue a sum without anything of raypar above it."""
+    stream.communicator.all_reduce(flat.data_ptr(), flat.numel(), flat.dtype, stream.device_stream.cuda_stream)
+    return stream.device_stream.record_event()
+
+
+def until(reached):
+    deadline = time.monotonic() + LIMIT_S
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_lost_peer_poisons_its_communicator_until_that_is_aborted_and_no_other_one(silent):
+    """What the stand-in does, as NCCL: with an error, or without one between GPUs of one machine."""
+    other = CommunicatorKey((1, 2), "all_reduce")
+    with Group(3, [REDUCE, other]) as ends, set_to(Setting.SILENT_LOSSES, silent):
+        ends[0]._streams[REDUCE].communicator.abort()
+        mine, flat = ends[1]._streams[REDUCE], torch.ones(2)
+        event = reduce_all(mine, flat)
+        if silent:
+            time.sleep(0.05)
+            mine.communicator.raise_background_error()
+        else:
+            with pytest.raises(CommError, match=r"work in the background: .*remote process exited"):
+                until(lambda: mine.communicator.raise_background_error())
+            with pytest.raises(CommError, match=r"an all-reduce: .*remote process exited"):
+                reduce_all(mine, flat)
+        assert not event.query()
+        flats = [torch.ones(2), torch.ones(2)]
+        events = [reduce_all(end._streams[other], flat) for end, flat in zip(ends[1:], flats, strict=True)]
+        until(lambda: all(event.query() for event in events))
+        assert [flat.tolist() for flat in flats] == [[2.0, 2.0]] * 2 and not event.query()
+        mine.communicator.abort()
+        until(event.query)
+
+
+def test_a_peer_that_nccl_loses_first_breaks_the_group_and_the_error_names_the_ranks():
+    """Its process still answers over the control transport."""
+    with Group(2, [*PAIR, REDUCE]) as ends:
+        reducing = ends[1].all_reduce(torch.ones(5), group=[0, 1])
+        for stream in ends[0]._streams.values():
+            stream.communicator.abort()
+        with pytest.raises(
+            CommError, match=r"all_reduce of rank 1 with 0 .*all_reduce of 0,1 channel 0.*remote process exited"
+        ):
+            reducing.wait(LIMIT_S)
+        with pytest.raises(CommError, match="remote process exited"):
+            ends[1].recv(None, source=0, tag=1).wait(LIMIT_S)
+        ends[1].abort("after an error")
+        assert not ends[1].unended_communicators

@@ -52,6 +52,7 @@ class Setting(IntEnum):
     STATUS = 7
     INIT_STATUS = 8
     CALLS_UNTIL_ERROR = 9
+    SILENT_LOSSES = 10
 
 
 class Status(IntEnum):

@@ -3,8 +3,9 @@
    What it keeps of NCCL: calls return once they are enqueued; a stream works in order, one thread each; the operations of a
    communicator run in the order of their calls whatever their streams; a group's operations make progress together; a send
    ends only when its receiver takes it (beyond a small buffer); sums are in the order of a ring, not of the ranks; making a
-   communicator blocks until all ranks have come, without a limit; a dead peer is not noticed; `ncclCommAbort` acts on this
-   rank alone; a communicator that has failed refuses more operations with its error. What it adds: faults on request (`standin_set`), and streams that tests can make, ask and call back from.
+   communicator blocks until all ranks have come, without a limit; an operation that waits for a peer that has aborted or died
+   fails with a remote error, or waits on (`SILENT_LOSSES`, as between GPUs of one machine), until `ncclCommAbort`, which acts
+   on this rank alone; a communicator that has failed refuses more operations with its error, and no other one. What it adds: faults on request (`standin_set`), and streams that tests can make, ask and call back from.
    Memory is shared by one file per communicator, which is unlinked as soon as all have it open. It carries the number of the
    process that made the id, so that what is left where not all came can be found (`helpers.standin.sweep`). */
 #define _GNU_SOURCE
@@ -31,6 +32,7 @@ enum { SEND, RECV, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER };
 #define FRAME 16u
 #define MAGIC 0x6e63636c7374616eull
 #define MAX_OPS 256
+#define MAX_RANKS 256
 
 typedef struct { char internal[128]; } ncclUniqueId;
 
@@ -38,7 +40,7 @@ typedef struct { char internal[128]; } ncclUniqueId;
 
 enum {
     INIT_HANGS, LAUNCHES_UNTIL_ERROR, OPERATIONS_UNTIL_ERROR, DELAY_US, ABORT_TAKES_MS, VERSION, LAUNCH_TAKES_MS, STATUS,
-    INIT_STATUS, CALLS_UNTIL_ERROR, SETTINGS
+    INIT_STATUS, CALLS_UNTIL_ERROR, SILENT_LOSSES, SETTINGS
 };
 enum { LAUNCHED, NATIVE, ALIVE, COUNTS };
 static _Atomic long settings[SETTINGS] = {[VERSION] = 22907, [STATUS] = SYSTEM_ERROR};
@@ -73,10 +75,16 @@ typedef struct {
     char data[RING_BYTES];
 } Ring;
 
-typedef struct { _Atomic int attached; char apart[60]; Ring rings[]; } Shared;
+typedef struct {
+    _Atomic int attached; char apart[60];
+    _Atomic char left[MAX_RANKS]; /* whether a rank has ended its communicator */
+    Ring rings[];
+} Shared;
+
+enum { HERE, DESTROYED, ABORTED };
 
 typedef struct Comm {
-    int size, rank;
+    int size, rank, file;
     Shared *shared; size_t bytes;
     char path[128];
     _Atomic int aborted, error;
@@ -99,7 +107,7 @@ int ncclGetUniqueId(ncclUniqueId *id) {
 
 int ncclCommInitRankConfig(Comm **out, int size, ncclUniqueId id, int rank, void *config) {
     (void)config;
-    if (size < 1 || rank < 0 || rank >= size || !strstr(id.internal, "standin")) return INVALID_ARGUMENT;
+    if (size < 1 || size > MAX_RANKS || rank < 0 || rank >= size || !strstr(id.internal, "standin")) return INVALID_ARGUMENT;
     for (int turn = 0; settings[INIT_HANGS]; turn++) rest(turn);
     int status = (int)settings[INIT_STATUS];
     if (status != OK && status != IN_PROGRESS) return status;
@@ -109,12 +117,11 @@ int ncclCommInitRankConfig(Comm **out, int size, ncclUniqueId id, int rank, void
     int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (file < 0 || ftruncate(file, (off_t)bytes)) return SYSTEM_ERROR;
     Shared *shared = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    close(file);
-    if (shared == MAP_FAILED) return SYSTEM_ERROR;
+    if (shared == MAP_FAILED || fcntl(file, F_OFD_SETLK, &(struct flock){F_WRLCK, SEEK_SET, rank, 1, 0})) return SYSTEM_ERROR;
     if (atomic_fetch_add(&shared->attached, 1) == size - 1) unlink(path);
     for (int turn = 0; status == OK && shared->attached < size; turn++) rest(turn);
     Comm *c = calloc(1, sizeof *c);
-    c->size = size; c->rank = rank; c->shared = shared; c->bytes = bytes; c->error = status;
+    c->size = size; c->rank = rank; c->file = file; c->shared = shared; c->bytes = bytes; c->error = status;
     memcpy(c->path, path, sizeof path);
     counts[ALIVE]++;
     *out = c;
@@ -149,8 +156,17 @@ int ncclCommSplit(Comm *c, int color, int key, Comm **out, void *config) {
     return INVALID_USAGE;
 }
 
+/* Whether a rank has aborted, or its process has died, which gives its lock back. */
+static int is_lost(Comm *c, int rank) {
+    if (c->shared->left[rank] != HERE) return c->shared->left[rank] == ABORTED;
+    struct flock lock = {F_WRLCK, SEEK_SET, rank, 1, 0};
+    return !fcntl(c->file, F_OFD_GETLK, &lock) && lock.l_type == F_UNLCK && c->shared->left[rank] == HERE;
+}
+
 static void release(Comm *c) { /* the struct stays: somebody may still ask for its error */
     if (c->shared->attached < c->size) unlink(c->path);
+    c->shared->left[c->rank] = c->aborted ? ABORTED : DESTROYED;
+    close(c->file);
     munmap(c->shared, c->bytes);
     c->shared = NULL;
     counts[ALIVE]--;
@@ -384,6 +400,11 @@ static void work(Task *task) {
             if (moved > 0) turn = 0;
             left -= t->over;
         }
+        if (!failed && !settings[SILENT_LOSSES] && turn >= 20 && turn % 20 == 0)
+            for (int i = 0; i < n; i++) {
+                Transfer *t = &list[i];
+                if (!t->over && is_lost(t->comm, t->sending ? t->to : t->from)) t->comm->error = REMOTE_ERROR;
+            }
         rest(turn); /* who has failed waits for `ncclCommAbort`, as NCCL's kernels do */
     }
     for (int i = 0; i < task->count; i++) {
