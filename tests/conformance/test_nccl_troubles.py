@@ -3,6 +3,7 @@
 CuPy's real bindings run over the stand-in for its library (`helpers.standin`), on host memory.
 """
 
+import contextlib
 import re
 import threading
 import time
@@ -11,11 +12,12 @@ import pytest
 import torch
 from helpers import standin
 from helpers.nccl_group import PAIR, Group
-from helpers.standin import Count, Setting, Status, set_to
+from helpers.standin import Count, HostDevice, Setting, Status, set_to
 from helpers.transport_cases import LIMIT_S
 
+from raypar.comm.nccl import connect
 from raypar.comm.transport import CommunicatorKey
-from raypar.errors import CommError
+from raypar.errors import CommError, CommTimeout
 
 pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")
 
@@ -102,7 +104,7 @@ def test_a_communicator_that_nccl_does_not_make_is_an_error_on_all_ranks_and_not
         failed = Group(2, PAIR, deadline_s=10 * LIMIT_S)
     assert time.monotonic() - start < LIMIT_S
     for error in failed.ends:
-        assert type(error) is CommError and "messages 0 -> 1: NCCL failed at making a communicator" in error.what, error
+        assert isinstance(error, CommError) and "messages 0 -> 1: NCCL failed at making a communicator" in error.what, error
         assert re.search(SAID[status], str(error)), error
     failed.__exit__()
     assert standin.count(Count.ALIVE) == 0
@@ -174,3 +176,87 @@ def test_a_peer_that_nccl_loses_first_breaks_the_group_and_the_error_names_the_r
             ends[1].recv(None, source=0, tag=1).wait(LIMIT_S)
         ends[1].abort("after an error")
         assert not ends[1].unended_communicators
+
+
+def test_who_gives_up_connecting_is_heard_though_nccl_notices_first_that_it_is_gone(monkeypatch):
+    class Full(HostDevice):
+        made = 0
+
+        def stream(self):
+            self.made += 1
+            if self.made > 1:
+                raise CommError("no memory is left", cure="none")
+            return super().stream()
+
+    said = connect.send_document_to_all
+
+    def say_later(control, document, *tag):
+        if document.get("what") and control.rank == 1:
+            time.sleep(0.3)
+        said(control, document, *tag)
+
+    monkeypatch.setattr(connect, "send_document_to_all", say_later)
+    failed = Group(2, PAIR, device=lambda rank: Full("full") if rank else HostDevice("other"))
+    assert ["messages 1 -> 0: no memory is left" in error.what for error in failed.ends] == [True, True], failed.ends
+    failed.__exit__()
+
+
+# -- operations of one device
+
+
+def two_sums(ends, orders):
+    """Each rank posts a sum on two channels, in an order of its own."""
+    flats = [[torch.ones(3), torch.ones(3)] for _ in ends]
+    handles = [
+        end.all_reduce(flats[end.rank][channel], group=[0, 1], channel=channel)
+        for end, order in zip(ends, orders, strict=True)
+        for channel in order
+    ]
+    return flats, handles
+
+
+@pytest.mark.parametrize("channels, orders, done", [(1, ("01", "10"), False), (1, ("01", "01"), True), (2, ("01", "10"), True)])
+def test_operations_in_crossed_orders_block_each_other_where_a_device_has_too_few_channels(channels, orders, done):
+    """What the stand-in does, as a GPU: who waits for a peer keeps its channel."""
+    keys = [CommunicatorKey((0, 1), "all_reduce", channel) for channel in (0, 1)]
+    with Group(2, keys, device=lambda rank: HostDevice(f"device {rank}", channels=channels)) as ends:
+        flats, handles = two_sums(ends, [[int(channel) for channel in order] for order in orders])
+        if done:
+            for handle in handles:
+                handle.wait(LIMIT_S)
+            assert all(flat.tolist() == [2.0] * 3 for row in flats for flat in row)
+            return
+        for handle in handles:
+            with pytest.raises(CommTimeout, match="all_reduce of rank"):
+                handle.wait(0.1)
+        for end in ends:
+            end.abort("they wait for each other")
+            assert not end.unended_communicators, "an abort needs no channel"
+
+
+@pytest.mark.parametrize("channels, done", [(1, False), (2, True)])
+def test_messages_in_both_directions_need_a_channel_each(channels, done):
+    """Which is why no plan may have more communicators than a device has room for."""
+    with Group(2, PAIR, device=lambda rank: HostDevice(f"device {rank}", channels=channels)) as ends:
+        with ends[0].mailbox._matching, ends[1].mailbox._matching:  # neither receives before both have sent
+            sends = [end.send(torch.ones(300_000), to=1 - end.rank, tag=1) for end in ends]
+        receives = [end.recv(None, source=1 - end.rank, tag=1) for end in ends]
+        for handle in [*sends, *receives]:
+            with contextlib.nullcontext() if done else pytest.raises(CommTimeout):
+                handle.wait(LIMIT_S if done else 0.1)
+        for end in ends:
+            end.abort("a test")
+            assert not end.unended_communicators
+
+
+def test_a_device_tells_in_which_order_operations_were_enqueued():
+    keys = [CommunicatorKey((0, 1), "all_reduce", channel) for channel in (0, 1)]
+    devices = [HostDevice(f"device {rank}") for rank in range(2)]
+    with Group(2, keys, device=devices.__getitem__) as ends:
+        before = [len(device.launches()) for device in devices]
+        for handle in two_sums(ends, [[1, 0], [0, 1]])[1]:
+            handle.wait(LIMIT_S)
+        numbers = [standin.communicator_number(ends[0]._streams[key].communicator) for key in keys]
+        assert numbers == [standin.communicator_number(ends[1]._streams[key].communicator) for key in keys]
+        found = [device.launches()[count:] for device, count in zip(devices, before, strict=True)]
+        assert found == [numbers[::-1], numbers] and numbers[0] != numbers[1]

@@ -33,6 +33,7 @@ def start(state: State, index: int, run: str, spec: bytes, gpu: str = "") -> Any
 
     standin.load()
     device = standin.HostDevice(gpu or f"GPU {index}", only=ON_DEVICE)
+    state["device"] = device
     nccl_device.CudaDevice = lambda: device  # type: ignore[assignment, misc]
     if "actor" in state:
         state.pop("actor").close()
@@ -125,6 +126,13 @@ def communicator_calls(state: State, index: int) -> dict[str, int]:
     """Communicators of the present generation -> operations so far."""
     transport = state["actor"].core.transport
     return {stream.name: stream.operation_count for stream in transport._streams.values()}
+
+
+def launch_order(state: State, index: int) -> list[str]:
+    """The communicators of the present generation, as the device was given their operations, from the first one on."""
+    transport = state["actor"].core.transport
+    names = {standin.communicator_number(stream.communicator): stream.name for stream in transport._streams.values()}
+    return [names[number] for number in state["device"].launches() if number in names]
 
 
 def alive(state: State, index: int) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from raypar.comm.nccl.device import MAX_COMMUNICATORS
 from raypar.comm.transport import COLLECTIVES, CommunicatorKey
 
 SOURCE = Path(__file__).parents[1] / "standin" / "nccl.c"
@@ -109,8 +110,13 @@ def load() -> ctypes.CDLL:
     sweep()
     atexit.register(sweep)
     library = ctypes.CDLL(str(build()), ctypes.RTLD_GLOBAL)
-    library.standin_stream.restype = ctypes.c_void_p
     for name, rest in (
+        ("standin_device", [ctypes.c_long]),
+        ("standin_logged", [ctypes.c_void_p]),
+        ("standin_log_communicator", [ctypes.c_void_p, ctypes.c_long]),
+        ("standin_log_kind", [ctypes.c_void_p, ctypes.c_long]),
+        ("standin_communicator", [ctypes.c_void_p]),
+        ("standin_stream", [ctypes.c_void_p]),
         ("standin_set", [ctypes.c_int, ctypes.c_long]),
         ("standin_count", [ctypes.c_int]),
         ("standin_stream_call", [ctypes.c_void_p, CALL, ctypes.c_void_p]),
@@ -120,7 +126,7 @@ def load() -> ctypes.CDLL:
     ):
         function = getattr(library, name)
         function.argtypes = rest
-        function.restype = ctypes.c_long
+        function.restype = ctypes.c_void_p if name in ("standin_device", "standin_stream") else ctypes.c_long
     from raypar.comm.nccl import bindings
 
     try:
@@ -155,6 +161,11 @@ def set_to(setting: Setting, value: int, after: int = 0) -> Iterator[None]:
         load().standin_set(setting, after)
 
 
+def communicator_number(communicator: Any) -> int:
+    """What names a `bindings.NcclCommunicator` on all its ranks, and no other one."""
+    return int(load().standin_communicator(communicator._comm.comm))
+
+
 def count(what: Count) -> int:
     """See `Count`."""
     return int(load().standin_count(what))
@@ -184,9 +195,9 @@ class HostEvent:
 class HostStream:
     """A thread of the stand-in; `run` calls back into Python from there."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int | None = None) -> None:
         self._library = load()
-        self._stream = self._library.standin_stream()
+        self._stream = self._library.standin_stream(device)
         self._calls: dict[int, Callable[[], object]] = {}
         self._number = 0
         self._callback = CALL(self._called)
@@ -235,14 +246,24 @@ class HostStream:
 
 
 class HostDevice:
-    """Host memory, as a device of its own for each rank. With `only`, tensors of other dtypes count as the host's."""
+    """Host memory, as a device of its own for each rank. With `only`, tensors of other dtypes count as the host's.
 
-    def __init__(self, identity: str, max_communicators: int = 1000, only: frozenset[torch.dtype] | None = None) -> None:
+    `channels`: how many operations of NCCL it does at once; by default as many as it says to have room for communicators.
+    """
+
+    def __init__(
+        self,
+        identity: str,
+        max_communicators: int = MAX_COMMUNICATORS,
+        only: frozenset[torch.dtype] | None = None,
+        channels: int | None = None,
+    ) -> None:
         self.name = "cpu"
         self.device = torch.device("cpu")
         self.only = only
         self.identity = identity
         self.max_communicators = max_communicators
+        self._channels = max_communicators if channels is None else channels
 
     def bind(self) -> None:
         """See `Device.bind`."""
@@ -253,7 +274,16 @@ class HostDevice:
 
     def stream(self) -> HostStream:
         """See `Device.stream`."""
-        return HostStream()
+        return HostStream(self._made)
+
+    @functools.cached_property
+    def _made(self) -> int:
+        return int(load().standin_device(self._channels))
+
+    def launches(self) -> list[int]:
+        """The communicators (`communicator_number`) of all operations that were enqueued so far, in that order."""
+        library = load()
+        return [library.standin_log_communicator(self._made, i) for i in range(library.standin_logged(self._made))]
 
     def record_event(self) -> HostEvent:
         """See `Device.record_event`."""

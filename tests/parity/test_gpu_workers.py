@@ -6,7 +6,10 @@ import os
 import pickle
 import signal
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
 from types import SimpleNamespace
 
 import pytest
@@ -139,6 +142,24 @@ class Run:
         made = self.workers.each(gpu_calls.communicator_calls, on=self.members)
         alive = self.workers.each(gpu_calls.alive, on=self.members)
         assert all(len(own) <= there <= len(own) + left_inside for own, there in zip(made, alive, strict=True))
+        check_one_order(self.workers.each(gpu_calls.launch_order, on=self.members))
+
+
+def check_one_order(orders: Sequence[Sequence[str]]) -> int:
+    """All group operations can be put into one order that is each rank's own: else ranks may wait for each other in a circle.
+
+    But for messages: each pair of ranks enqueues those of its two directions in crossed orders, so that each needs a channel.
+    How many there were.
+    """
+    behind: dict[tuple[str, int], set[tuple[str, int]]] = {}
+    for order in orders:
+        count, before = Counter[str](), None
+        for name in order:
+            if not name.startswith("messages"):
+                count[name] += 1
+                behind.setdefault((name, count[name]), set()).update(() if before is None else (before,))
+                before = (name, count[name])
+    return len(list(TopologicalSorter(behind).static_order()))
 
 
 def step_call(run: Run) -> bytes:
@@ -219,6 +240,40 @@ def test_a_rank_killed_inside_an_all_reduce_of_shards_costs_no_bit(workers):
     ways, seconds = run.recover([0, 1], plan(1))
     assert not ways and seconds < LIMIT_S
     run.check()
+
+
+def plan_on_shards(*replicas):
+    return ParallelPlan.of(replicas, shards=(2,) * len(replicas), layers=DEPTH + 2)
+
+
+@pytest.mark.parametrize(
+    "kind, plan",
+    [
+        (RunOnShards, plan_on_shards(2)),
+        (RunOnShards, plan_on_shards(1, 1)),
+        (Run, plan_of(4)),
+        pytest.param(Run, plan_of(1, 3), marks=pytest.mark.full),
+        pytest.param(Run, plan_of(3, 1), marks=pytest.mark.full),
+    ],
+    ids=["2 replicas of 2 shards", "2 stages of 2 shards", "4 replicas", "1 and 3 replicas", "3 and 1 replicas"],
+)
+def test_the_operations_of_groups_have_one_order_for_all_ranks(workers, kind, plan):
+    run = kind(workers, plan)
+    run.step()
+    count = check_one_order(run.workers.each(gpu_calls.launch_order, on=run.members))
+    for _ in range(2):
+        run.step()
+    orders = run.workers.each(gpu_calls.launch_order, on=run.members)
+    groups = {name for order in orders for name in order if not name.startswith("messages")}
+    assert groups and check_one_order(orders) > count
+
+
+def test_crossed_orders_are_found():
+    with pytest.raises(CycleError):
+        check_one_order([["a", "messages 0 -> 1", "b"], ["b", "a"]])
+    with pytest.raises(CycleError):
+        check_one_order([["a", "b"], ["b", "c"], ["c", "a"]])
+    assert check_one_order([["a", "messages 0 -> 1", "b", "a"], ["messages 0 -> 1", "a", "b", "a"]]) == 3
 
 
 def test_a_stopped_rank_holds_nobody_up_once_the_others_are_told(workers):

@@ -86,7 +86,7 @@ enum { HERE, DESTROYED, ABORTED };
 typedef struct Comm {
     int size, rank, file;
     Shared *shared; size_t bytes;
-    char path[128];
+    char path[128]; long number; /* the same on all ranks */
     _Atomic int aborted, error;
     _Atomic long tickets, serving; /* operations run in the order of their calls */
 } Comm;
@@ -123,6 +123,9 @@ int ncclCommInitRankConfig(Comm **out, int size, ncclUniqueId id, int rank, void
     Comm *c = calloc(1, sizeof *c);
     c->size = size; c->rank = rank; c->file = file; c->shared = shared; c->bytes = bytes; c->error = status;
     memcpy(c->path, path, sizeof path);
+    char digits[16] = {0};
+    memcpy(digits, strrchr(path, '-') + 1, 15);
+    c->number = strtol(digits, NULL, 16);
     counts[ALIVE]++;
     *out = c;
     return status; /* in progress: for ever, there is a communicator all the same, which has to be ended */
@@ -265,17 +268,31 @@ typedef struct {
     union { uint64_t words[2]; char raw[FRAME]; } frame;
 } Transfer;
 
+typedef struct Stream Stream;
+
 typedef struct Task {
-    struct Task *next;
+    struct Task *next, *later; /* in its stream; on its device, of those that have no channel yet */
     void (*call)(void *); void *argument;
     int count; Operation *operations; long *tickets;
+    Stream *stream; long number; /* its place in the stream */
 } Task;
 
+/* A device does so many operations of NCCL at once, whatever their streams: those that could begin, in the order in which they
+   were enqueued. Each keeps its channel until it ends, also while it waits for its peers. */
 typedef struct {
+    long channels, running;
+    Task *waiting;
+    struct { long communicator, kind; } *log; long logged; /* what was enqueued */
+} Device;
+
+struct Stream {
+    Device *device; /* may be NULL: no operations of NCCL are counted */
     pthread_t thread; pthread_mutex_t lock; pthread_cond_t changed;
     Task *first, **last; int ending;
     _Atomic long enqueued, completed;
-} Stream;
+};
+
+static pthread_mutex_t launching = PTHREAD_MUTEX_INITIALIZER; /* guards devices, too */
 
 static size_t bytes_of(const Operation *o) { return o->count * item_bytes[o->dtype]; }
 
@@ -376,9 +393,30 @@ static int aborted(Task *task) {
 
 static int is_failure(int status) { return status != OK && status != IN_PROGRESS; }
 
-static void work(Task *task) {
+static int has_its_turn(Task *task) { /* in its stream, and in its communicators */
     for (int i = 0; i < task->count; i++)
-        for (int turn = 0; task->operations[i].comm->serving < task->tickets[i]; turn++) rest(turn);
+        if (task->operations[i].comm->serving < task->tickets[i]) return 0;
+    return task->stream->completed == task->number;
+}
+
+/* Whether the task got a channel, or need not wait for one any more. */
+static int take_channel(Device *d, Task *task, int given_up, int *taken) {
+    pthread_mutex_lock(&launching);
+    Task **at = &d->waiting;
+    int first = 1;
+    for (; *at != task; at = &(*at)->later) first &= !has_its_turn(*at);
+    *taken = first && !given_up && d->running < d->channels;
+    if (*taken || given_up) *at = task->later;
+    d->running += *taken;
+    pthread_mutex_unlock(&launching);
+    return *taken || given_up;
+}
+
+static void work(Task *task) {
+    Device *device = task->stream->device;
+    int taken = 0;
+    for (int turn = 0; !has_its_turn(task); turn++) rest(turn);
+    for (int turn = 0; device && !take_channel(device, task, aborted(task), &taken); turn++) rest(turn);
     if (counts_down(OPERATIONS_UNTIL_ERROR)) task->operations[0].comm->error = (int)settings[STATUS];
     for (long us = settings[DELAY_US]; us > 0 && !aborted(task); us -= 200) rest(1000);
     int most = 0, n = 0;
@@ -416,6 +454,11 @@ static void work(Task *task) {
         int status = IN_PROGRESS;
         atomic_compare_exchange_strong(&task->operations[i].comm->error, &status, OK);
     }
+    if (taken) {
+        pthread_mutex_lock(&launching);
+        device->running--;
+        pthread_mutex_unlock(&launching);
+    }
     /* A communicator's operations of one task have tickets in a row. */
     for (int i = 0; i < task->count; i++) task->operations[i].comm->serving++;
 }
@@ -446,13 +489,25 @@ static void enqueue(Stream *s, Task *task) {
     pthread_mutex_lock(&s->lock);
     *s->last = task;
     s->last = &task->next;
-    s->enqueued++;
+    task->stream = s; task->number = s->enqueued++;
     pthread_cond_signal(&s->changed);
     pthread_mutex_unlock(&s->lock);
 }
 
-Stream *standin_stream(void) {
+Device *standin_device(long channels) {
+    Device *d = calloc(1, sizeof *d);
+    d->channels = channels;
+    return d;
+}
+
+long standin_logged(Device *d) { return d->logged; }
+long standin_log_communicator(Device *d, long i) { return d->log[i].communicator; }
+long standin_log_kind(Device *d, long i) { return d->log[i].kind; }
+long standin_communicator(Comm *c) { return c->number; }
+
+Stream *standin_stream(Device *device) {
     Stream *s = calloc(1, sizeof *s);
+    s->device = device;
     pthread_mutex_init(&s->lock, NULL);
     pthread_cond_init(&s->changed, NULL);
     s->last = &s->first;
@@ -480,7 +535,6 @@ void standin_stream_end(Stream *s) { /* what is enqueued is still done */
 
 /* -- groups */
 
-static pthread_mutex_t launching = PTHREAD_MUTEX_INITIALIZER;
 static _Thread_local int depth, grouped, group_error;
 static _Thread_local Stream *group_stream;
 static _Thread_local Operation group[MAX_OPS];
@@ -511,6 +565,16 @@ int ncclGroupEnd(void) {
             if (group[j].comm == c) { task->tickets[i] = task->tickets[j]; break; } /* they run together */
     }
     for (int i = 0; i < grouped; i++) group[i].comm->tickets++;
+    Device *d = group_stream->device;
+    if (d) {
+        Task **last = &d->waiting;
+        while (*last) last = &(*last)->later;
+        *last = task;
+        if (d->logged % 1024 == 0) d->log = realloc(d->log, (d->logged + 1024) * sizeof *d->log);
+        d->log[d->logged].communicator = group[0].comm->number;
+        d->log[d->logged++].kind = group[0].kind;
+    }
+    task->stream = group_stream; task->number = -1; /* until it is in the stream */
     enqueue(group_stream, task);
     pthread_mutex_unlock(&launching);
     counts[LAUNCHED]++;

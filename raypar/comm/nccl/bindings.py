@@ -33,6 +33,8 @@ BYTE = 1
 """ncclUint8: operations that only move memory move bytes, whatever the dtype."""
 SUM = 0
 """ncclSum."""
+REMOTE_ERROR = 6
+"""ncclRemoteError."""
 IN_PROGRESS = 7
 """ncclInProgress: a communicator that does not block is not done yet. CuPy 14 has no name for it."""
 
@@ -235,6 +237,10 @@ def new_unique_id() -> bytes:
         return bytes(nccl.get_unique_id())
 
 
+class PeerEnded(CommError):
+    """A peer's end of a communicator is gone. Why, the peer knows, or the control transport, which then has lost it."""
+
+
 def unnamed_status(error: KeyError) -> int:
     """The status that NCCL has answered with, if CuPy has failed because its table lacks it; raises any other error again."""
     (status,) = error.args
@@ -250,7 +256,8 @@ def translated(nccl: Any, what: str) -> Iterator[None]:
     try:
         yield
     except nccl.NcclError as error:
-        raise CommError(f"NCCL failed at {what}: {error}", cure=cure) from error
+        kind = PeerEnded if error.status == REMOTE_ERROR else CommError
+        raise kind(f"NCCL failed at {what}: {error}", cure=cure) from error
     except KeyError as error:
         status = unnamed_status(error)
         if status != IN_PROGRESS:

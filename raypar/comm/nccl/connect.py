@@ -39,6 +39,8 @@ UNIQUE_ID_BYTES = 128
 """Size of NCCL's `ncclUniqueId`."""
 CHECK_S = 0.002
 """Pause between two looks whether the communicators are made."""
+REASON_S = 1.0
+"""How long to wait for the reason of a peer whose end of a communicator is gone: NCCL may notice before its words come."""
 EVENT_CHECK_S = 0.0002
 """Pause between two looks whether a communicator's first work is done."""
 GAVE_UP = "gave up connecting"
@@ -223,7 +225,7 @@ class CommunicatorSetup(threading.Thread):
                             communicator.raise_background_error()
                     time.sleep(EVENT_CHECK_S)
         except CommError as error:
-            self._error = CommError(f"{self._under_way}: {error.what}", error.cure)
+            self._error = type(error)(f"{self._under_way}: {error.what}", error.cure)
         except BaseException as error:
             self._error = error
         finally:
@@ -252,6 +254,11 @@ class CommunicatorSetup(threading.Thread):
                     cure="replace the worker (NCCL cannot be interrupted here); NCCL_DEBUG=INFO in the workers' environment "
                     "says what it waits for, NCCL_SOCKET_IFNAME chooses the network",
                 )
+        if isinstance(self._error, bindings.PeerEnded):
+            until = min(deadline, time.monotonic() + REASON_S)
+            while time.monotonic() < until:
+                raise_peer_failure(others)
+                time.sleep(CHECK_S)
         if self._error is not None:
             raise self._error
 
