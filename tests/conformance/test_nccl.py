@@ -456,7 +456,7 @@ def test_what_was_under_way_completes_after_a_goodbye_and_what_can_never_complet
 
 
 def test_a_root_that_leaves_after_its_broadcast_has_still_sent_it_to_those_who_come_later():
-    with Group(2, [*PAIR, CommunicatorKey((0, 1), "broadcast")]) as ends:
+    with Group(2, [*PAIR, CommunicatorKey((0, 1), "broadcast")]) as ends, set_to(Setting.SENDS_ARE_BUFFERED, 1):
         ends[0].broadcast(torch.full((5,), 7.0), root=0, group=[0, 1]).wait(LIMIT_S)
         ends[0].close()
         deadline = time.monotonic() + LIMIT_S

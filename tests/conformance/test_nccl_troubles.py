@@ -260,3 +260,49 @@ def test_a_device_tells_in_which_order_operations_were_enqueued():
         assert numbers == [standin.communicator_number(ends[1]._streams[key].communicator) for key in keys]
         found = [device.launches()[count:] for device, count in zip(devices, before, strict=True)]
         assert found == [numbers[::-1], numbers] and numbers[0] != numbers[1]
+
+
+@pytest.mark.parametrize("operation", ["send", "all_reduce"])
+def test_a_device_that_frees_memory_waits_for_its_peers_alone_and_they_need_nothing_of_it_meanwhile(operation):
+    """A `cudaFree` waits for all that is enqueued, and the allocator serves nobody meanwhile, also not those who receive."""
+    devices = [HostDevice(f"device {rank}") for rank in range(2)]
+    with Group(2, [*PAIR, REDUCE], device=devices.__getitem__) as ends:
+        ours = (
+            ends[0].send(torch.ones(300_000), to=1, tag=1)
+            if operation == "send"
+            else ends[0].all_reduce(torch.ones(3), group=[0, 1])
+        )
+        freeing = threading.Thread(target=devices[0].free_cached)
+        freeing.start()
+        until(devices[0].allocating.locked)
+        theirs = ends[1].send(torch.ones(300_000), to=0, tag=2)
+        if operation == "send":
+            ends[1].recv(None, source=0, tag=1).wait(LIMIT_S)
+        else:
+            ends[1].all_reduce(torch.ones(3), group=[0, 1]).wait(LIMIT_S)
+        freeing.join(LIMIT_S)
+        assert not freeing.is_alive()
+        ends[0].recv(None, source=1, tag=2).wait(LIMIT_S)
+        ours.wait(LIMIT_S), theirs.wait(LIMIT_S)
+
+
+def test_two_devices_that_free_memory_while_messages_cross_are_freed_by_an_abort():
+    """Each one's message waits for memory on the other: nothing but the step's deadline ends that."""
+    devices = [HostDevice(f"device {rank}") for rank in range(2)]
+    with Group(2, PAIR, device=devices.__getitem__) as ends:
+        with ends[0].mailbox._matching, ends[1].mailbox._matching:
+            sends = [end.send(torch.ones(300_000), to=1 - end.rank, tag=1) for end in ends]
+            freeing = [threading.Thread(target=device.free_cached) for device in devices]
+            for device, thread in zip(devices, freeing, strict=True):
+                thread.start()
+                until(device.allocating.locked)
+        for send in sends:
+            with pytest.raises(CommTimeout):
+                send.wait(0.1)
+        start = time.monotonic()
+        for end in ends:
+            end.abort("the step's deadline is over")
+        for thread in freeing:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+        assert time.monotonic() - start < LIMIT_S / 2 and not any(end.unended_communicators for end in ends)

@@ -108,6 +108,33 @@ def fault(state: State, index: int, setting: Setting, value: int) -> None:
     standin.load().standin_set(setting, value)
 
 
+def free_before_computing(state: State, index: int) -> None:
+    """Memory is short until `frees` is asked: each forward and backward of a stage begins with a `cudaFree`."""
+    from raypar.worker.stage.stage import Stage
+
+    def after_a_free(inner: Any) -> Any:
+        def computed(*args: Any, **more: Any) -> Any:
+            state["device"].free_cached()
+            state["frees"] += 1
+            return inner(*args, **more)
+
+        return computed
+
+    state["frees"] = 0
+    for name in ("_run_forward", "_backward"):
+        state.setdefault("replaced", {})[name] = getattr(Stage, name)
+        setattr(Stage, name, after_a_free(getattr(Stage, name)))
+
+
+def frees(state: State, index: int) -> int:
+    """How often there was one; there are none from here on."""
+    from raypar.worker.stage.stage import Stage
+
+    for name, inner in state.pop("replaced").items():
+        setattr(Stage, name, inner)
+    return int(state["frees"])
+
+
 def patience(state: State, index: int, seconds: float) -> None:
     """How long NCCL may take to end its communicators."""
     from raypar.comm.nccl import transport as nccl_transport

@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -54,6 +55,7 @@ class Setting(IntEnum):
     INIT_STATUS = 8
     CALLS_UNTIL_ERROR = 9
     SILENT_LOSSES = 10
+    SENDS_ARE_BUFFERED = 11
 
 
 class Status(IntEnum):
@@ -202,6 +204,7 @@ class HostStream:
         self._number = 0
         self._callback = CALL(self._called)
         self._ended = 0
+        self.closed = False
         self.cuda_stream = int(self._stream)
         self.errors: list[Exception] = []
 
@@ -239,6 +242,7 @@ class HostStream:
 
     def close(self) -> None:
         """See `Stream.close`."""
+        self.closed = True
         done = self.enqueued
         self._library.standin_stream_end(self._stream)
         self._ended = done
@@ -262,6 +266,9 @@ class HostDevice:
         self.device = torch.device("cpu")
         self.only = only
         self.identity = identity
+        self.allocating = threading.Lock()
+        """Held by who allocates or frees, as the lock of PyTorch's allocator."""
+        self._streams: list[HostStream] = []
         self.max_communicators = max_communicators
         self._channels = max_communicators if channels is None else channels
 
@@ -274,7 +281,14 @@ class HostDevice:
 
     def stream(self) -> HostStream:
         """See `Device.stream`."""
-        return HostStream(self._made)
+        self._streams.append(HostStream(self._made))
+        return self._streams[-1]
+
+    def free_cached(self) -> None:
+        """As PyTorch where memory is short: `cudaFree` waits for all that the device was given; the allocator is locked."""
+        with self.allocating:
+            for event in [stream.record_event() for stream in self._streams if not stream.closed]:
+                event.make_stream_wait(lambda: None)
 
     @functools.cached_property
     def _made(self) -> int:
@@ -291,7 +305,8 @@ class HostDevice:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Any) -> torch.Tensor:
         """See `Device.empty`."""
-        return torch.empty(tuple(shape), dtype=dtype)
+        with self.allocating:
+            return torch.empty(tuple(shape), dtype=dtype)
 
     def record_stream(self, tensor: torch.Tensor) -> None:
         """See `Device.record_stream`."""

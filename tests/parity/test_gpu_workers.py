@@ -276,6 +276,19 @@ def test_crossed_orders_are_found():
     assert check_one_order([["a", "messages 0 -> 1", "b", "a"], ["messages 0 -> 1", "a", "b", "a"]]) == 3
 
 
+@pytest.mark.parametrize(
+    "kind, plan",
+    [(Run, plan_of(2, 2)), pytest.param(RunOnShards, plan_on_shards(1, 1), marks=pytest.mark.full)],
+    ids=["replicas", "shards"],
+)
+def test_devices_that_free_memory_all_the_time_wait_for_what_is_enqueued_and_cost_no_bit(workers, kind, plan):
+    """Each `cudaFree` waits for the device, beside which the peers' messages ask for memory."""
+    run = kind(workers, plan)
+    workers.each(gpu_calls.free_before_computing, on=run.members)
+    run.check()
+    assert min(workers.each(gpu_calls.frees, on=run.members)) >= 2 * (run.job.spec.steps - 1)
+
+
 def test_a_stopped_rank_holds_nobody_up_once_the_others_are_told(workers):
     run = Run(workers, plan_of(2, 2))
     run.step()

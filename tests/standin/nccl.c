@@ -1,11 +1,13 @@
 /* A stand-in for libnccl.so.2: the calls that CuPy makes, between processes of one machine, on host memory, without a GPU.
 
    What it keeps of NCCL: calls return once they are enqueued; a stream works in order, one thread each; the operations of a
-   communicator run in the order of their calls whatever their streams; a group's operations make progress together; a send
-   ends only when its receiver takes it (beyond a small buffer); sums are in the order of a ring, not of the ranks; making a
-   communicator blocks until all ranks have come, without a limit; an operation that waits for a peer that has aborted or died
-   fails with a remote error, or waits on (`SILENT_LOSSES`, as between GPUs of one machine), until `ncclCommAbort`, which acts
-   on this rank alone; a communicator that has failed refuses more operations with its error, and no other one. What it adds: faults on request (`standin_set`), and streams that tests can make, ask and call back from.
+   communicator run in the order of their calls whatever their streams; a device does only so many at once (`Device`); a group's
+   operations make progress together; a send ends only when its receiver has taken it (NCCL may buffer small ones:
+   `SENDS_ARE_BUFFERED`); sums are in the order of a ring, not of the ranks; making a communicator blocks until all ranks have
+   come, without a limit; an operation that waits for a peer that has aborted or died fails with a remote error, or waits on
+   (`SILENT_LOSSES`, as between GPUs of one machine), until `ncclCommAbort`, which acts on this rank alone; a communicator that
+   has failed refuses more operations with its error, and no other one. What it adds: faults on request (`standin_set`), and
+   streams that tests can make, ask and call back from.
    Memory is shared by one file per communicator, which is unlinked as soon as all have it open. It carries the number of the
    process that made the id, so that what is left where not all came can be found (`helpers.standin.sweep`). */
 #define _GNU_SOURCE
@@ -40,7 +42,7 @@ typedef struct { char internal[128]; } ncclUniqueId;
 
 enum {
     INIT_HANGS, LAUNCHES_UNTIL_ERROR, OPERATIONS_UNTIL_ERROR, DELAY_US, ABORT_TAKES_MS, VERSION, LAUNCH_TAKES_MS, STATUS,
-    INIT_STATUS, CALLS_UNTIL_ERROR, SILENT_LOSSES, SETTINGS
+    INIT_STATUS, CALLS_UNTIL_ERROR, SILENT_LOSSES, SENDS_ARE_BUFFERED, SETTINGS
 };
 enum { LAUNCHED, NATIVE, ALIVE, COUNTS };
 static _Atomic long settings[SETTINGS] = {[VERSION] = 22907, [STATUS] = SYSTEM_ERROR};
@@ -381,7 +383,7 @@ static long advance(Transfer *t) {
         size_t left = t->bytes + FRAME - t->moved;
         t->moved += t->sending ? copy_in(r, body, left) : copy_out(r, body, left);
     }
-    t->over = t->moved == t->bytes + FRAME;
+    t->over = t->moved == t->bytes + FRAME && (!t->sending || settings[SENDS_ARE_BUFFERED] || r->read == r->written);
     return (long)(t->moved - before);
 }
 
