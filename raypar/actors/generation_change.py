@@ -33,7 +33,7 @@ from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import PlanError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import same_state_keys
-from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand
+from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand, may_move_directly, moves_by_worker
 from raypar.record.events import GenerationStart, Recovery, RunWarning, StagesBuilt
 from raypar.schedule.program_assignment import ProgramAssignment
 
@@ -216,6 +216,7 @@ class GenerationChange:
             line = samples.line_about_places(order.done, plan.stages[0].replicas)
             if line is not None:
                 self.side_effects.note(RunWarning(text=line))
+        own_moves, direct = moves_by_worker(order.moves), may_move_directly(order.moves)
         load = None
         if order.from_checkpoint and (order.done or request.resume is not None):
             load = str(self.recorder.last_checkpoint or request.resume)
@@ -227,8 +228,9 @@ class GenerationChange:
                 assignments[rank] if seated else None,
                 ranks,
                 order.done,
-                order.moves,
+                own_moves.get(number, ()),
                 load,
+                direct=direct,
                 only_weights=bool(self.request.policy.forward_passes),
                 run_begins=order.from_checkpoint and load is None,
                 from_mirror=order.from_mirror,

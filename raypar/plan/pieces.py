@@ -7,7 +7,7 @@ again for another worker. Nothing here knows ranks, which belong to a plan.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -141,6 +141,26 @@ def _merged(found: Iterable[PieceMove]) -> tuple[PieceMove, ...]:
     return tuple(PieceMove(*way, piece) for way in sorted(ways) for piece in merge_pieces(ways[way]))
 
 
+MAX_DIRECT = 8
+"""Most neighbours with which a worker hands over state from device to device. Each takes a communicator beside those of the
+steps, of which there are some tens at most, and all workers wait while it is made."""
+
+
+def moves_by_worker(moves: Iterable[PieceMove]) -> Mapping[int, tuple[PieceMove, ...]]:
+    """Worker -> the moves in which it takes part, in their order."""
+    found: dict[int, list[PieceMove]] = defaultdict(list)
+    for move in moves:
+        for worker in {move.source, move.dest}:
+            found[worker].append(move)
+    return {worker: tuple(own) for worker, own in found.items()}
+
+
+def may_move_directly(moves: Iterable[PieceMove]) -> bool:
+    """Whether no worker has more than `MAX_DIRECT` others from which it gets state, or which get it."""
+    pairs = {(move.source, move.dest) for move in moves if move.source != move.dest}
+    return max(Counter(worker for pair in pairs for worker in pair).values(), default=0) <= MAX_DIRECT
+
+
 @dataclass(frozen=True)
 class AdoptPlanCommand:
     """One worker's part of a new plan, and the state that it sends and receives for it."""
@@ -152,13 +172,15 @@ class AdoptPlanCommand:
     steps_done: int
     """Number of steps that have been applied to the state from which all workers start."""
     moves: tuple[PieceMove, ...] = ()
-    """All moves of state in this generation, including those between other workers."""
+    """The moves of state in which this worker takes part."""
     checkpoint_folder: str | None = None
     """Folder of the checkpoint from which the state is read; None: from memory, or initial values."""
     only_weights: bool = False
     """Whether parameters and buffers are read from the checkpoint, and no state of optimizers."""
     run_begins: bool = False
     """Whether the run begins, so that all state has its initial values."""
+    direct: bool = False
+    """Whether state moves from device to device in this generation, and not through host memory (`may_move_directly`)."""
     from_mirror: bool = False
     """Whether `moves` and the worker's own state come from a mirror snapshot."""
     mirror_keepers: Mapping[int, int] = field(default_factory=dict)

@@ -6,7 +6,6 @@ state) and barriers travel over the control transport's sockets.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import product
@@ -19,15 +18,11 @@ from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import MicrobatchRouting, ParallelPlan, TiedParameter
 from raypar.plan.addition_tree import covering_nodes
-from raypar.plan.pieces import AdoptPlanCommand
+from raypar.plan.pieces import MAX_DIRECT, AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Communication
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.worker.step.tied_gradients import tied_gradient_senders
-
-MAX_DIRECT = 8
-"""Most neighbours with which a worker hands over state directly. Each takes a communicator beside those of the steps, of which
-there are some tens at most, and all workers wait while it is made."""
 
 
 def required_communicators(
@@ -77,15 +72,13 @@ def check_communicator_limit(
 
 
 def device_to_device_rank_pairs(part: AdoptPlanCommand) -> frozenset[tuple[int, int]]:
-    """(source, dest) ranks of state that moves from device to device when the generation begins.
+    """(source, dest) ranks of state that this worker moves from device to device when the generation begins.
 
-    Sources without a seat in the generation are included. Empty if a worker would have more than `MAX_DIRECT` neighbours: then
-    all state travels through host memory.
+    Sources without a seat in the generation are included. Empty where all state travels through host memory.
     """
-    pairs = {(part.rank_of_worker[move.source], part.rank_of_worker[move.dest]) for move in part.moves}
-    pairs = {pair for pair in pairs if pair[0] != pair[1]}
-    neighbours = Counter(rank for pair in pairs for rank in pair)
-    return frozenset(pairs) if max(neighbours.values(), default=0) <= MAX_DIRECT else frozenset()
+    moves = part.moves if part.direct else ()
+    pairs = {(part.rank_of_worker[move.source], part.rank_of_worker[move.dest]) for move in moves}
+    return frozenset(pair for pair in pairs if pair[0] != pair[1])
 
 
 def _ties(

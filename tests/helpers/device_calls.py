@@ -25,7 +25,7 @@ from raypar.job import DataConfig, Job, LossConfig, MetricConfig, ModelConfig, O
 from raypar.job.contract import contract_of_job
 from raypar.model.capture.captured_layer import cache_of
 from raypar.plan import ParallelPlan
-from raypar.plan.pieces import AdoptPlanCommand, PieceMove
+from raypar.plan.pieces import AdoptPlanCommand, PieceMove, may_move_directly
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.norm_and_weights_hash import weights_hash
@@ -216,7 +216,7 @@ def hands_over(state: State, dests: int) -> set[str]:
         run.step(0)
         body = ElasticWorker(run.cores[0], 0)
         ways = tuple(PieceMove(0, dest, piece) for dest in range(1, dests + 1) for piece in body.pieces()[:3])
-        part = AdoptPlanCommand(None, {worker: worker for worker in range(dests + 1)}, 1, ways)
+        part = AdoptPlanCommand(None, {worker: worker for worker in range(dests + 1)}, 1, ways, direct=may_move_directly(ways))
         next(body._exchange(part, Post(), body._held_state()), None)  # type: ignore[arg-type]
     return left
 

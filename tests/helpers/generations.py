@@ -16,7 +16,7 @@ from raypar.comm.blocking_code_as_routine import as_routine
 from raypar.comm.cooperative_scheduler import CooperativeScheduler
 from raypar.comm.local_transport import LocalMesh
 from raypar.plan import MicrobatchRouting, ParallelPlan
-from raypar.plan.pieces import AdoptPlanCommand, plan_moves, subtract_pieces
+from raypar.plan.pieces import AdoptPlanCommand, may_move_directly, moves_by_worker, plan_moves, subtract_pieces
 from raypar.schedule import registry
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.make_worker_assignments import make_worker_assignments
@@ -58,10 +58,17 @@ class Generations:
             registry.build_schedule("1f1b", MicrobatchRouting(plan, self.job.batching)),
             validation_samples={},
         )
+        own, direct = moves_by_worker(moved), may_move_directly(moved)
         orders = [
             (
                 AdoptPlanCommand(
-                    parts[i] if i < len(members) else None, ranks, done, moved, run_begins=not done, validated=validated or {}
+                    parts[i] if i < len(members) else None,
+                    ranks,
+                    done,
+                    own.get(workers[i], ()),
+                    run_begins=not done,
+                    direct=direct,
+                    validated=validated or {},
                 ),
                 lambda i=i: mesh.transports[i],
             )

@@ -27,7 +27,7 @@ from raypar.model.layer_skeletons import state_shapes
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout, make_model_outline_with_layouts
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import Ownership
-from raypar.plan.pieces import AdoptPlanCommand, Piece
+from raypar.plan.pieces import AdoptPlanCommand, Piece, may_move_directly, moves_by_worker
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
@@ -130,8 +130,9 @@ class TorchFlesh:
             assignment,
             ranks,
             order.done,
-            order.moves,
+            moves_by_worker(order.moves).get(worker, ()),
             load,
+            direct=may_move_directly(order.moves),
             run_begins=fresh,
             from_mirror=order.from_mirror,
             mirror_keepers=keepers,

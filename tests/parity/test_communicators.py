@@ -16,12 +16,12 @@ from raypar.job import PlanConfig
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle
 from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
-from raypar.plan.pieces import AdoptPlanCommand, Piece, PieceMove
+from raypar.plan.pieces import MAX_DIRECT, AdoptPlanCommand, Piece, PieceMove, may_move_directly
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout as StyledLayout
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.worker.layer_graph_of_job import make_layer_graph
-from raypar.worker.required_communicators import MAX_DIRECT, required_communicators
+from raypar.worker.required_communicators import required_communicators
 from raypar.worker.run_in_one_process import OneProcessRun
 
 pytestmark = pytest.mark.part(5)
@@ -144,7 +144,7 @@ def needed(part, rank, job=JOB):
 def parts_of(plan, ranks=None, moves=()):
     order = registry.build_schedule("1f1b", MicrobatchRouting(plan, JOB.batching))
     made = assign_programs_to_ranks(order, plan, StageConnections.chain(len(plan.stages)), JOB.batching)
-    return [AdoptPlanCommand(assignment, ranks or {}, 0, moves) for assignment in made]
+    return [AdoptPlanCommand(assignment, ranks or {}, 0, moves, direct=True) for assignment in made]
 
 
 @pytest.mark.parametrize("shards", [(1, 1), (2, 2), (2, 1), (1, 3), (3, 2)])
@@ -193,7 +193,9 @@ def test_state_that_changes_hands_has_communicators_and_who_has_no_seat_has_no_o
     ranks = {5: 0, 8: 1, 3: 2}
     moves = (PieceMove(3, 8, Piece("a", 0, 4)), PieceMove(3, 8, Piece("b", 0, 4)), PieceMove(8, 8, Piece("c", 0, 4)))
     handed = CommunicatorKey((2, 1), "message")
-    assert needed(AdoptPlanCommand(None, ranks, 0, moves), 2) == {handed}
+    assert may_move_directly(moves)
+    assert needed(AdoptPlanCommand(None, ranks, 0, moves, direct=True), 2) == {handed}
+    assert needed(AdoptPlanCommand(None, ranks, 0, moves), 2) == set()
     alone, parts = parts_of(plan), parts_of(plan, ranks, moves)
     assert needed(parts[1], 1) == needed(alone[1], 1) | {handed}
     assert needed(parts[0], 0) == needed(alone[0], 0)
@@ -202,7 +204,6 @@ def test_state_that_changes_hands_has_communicators_and_who_has_no_seat_has_no_o
 def test_state_from_more_workers_than_there_can_be_communicators_for_travels_through_host_memory():
     for sources in (MAX_DIRECT, MAX_DIRECT + 1):
         ranks = {worker: worker for worker in range(sources + 1)}
-        part = AdoptPlanCommand(
-            None, ranks, 0, tuple(PieceMove(worker, 0, Piece("a", worker, worker + 1)) for worker in range(1, sources + 1))
-        )
+        moves = tuple(PieceMove(worker, 0, Piece("a", worker, worker + 1)) for worker in range(1, sources + 1))
+        part = AdoptPlanCommand(None, ranks, 0, moves, direct=may_move_directly(moves))
         assert len(needed(part, 0)) == (sources if sources <= MAX_DIRECT else 0)

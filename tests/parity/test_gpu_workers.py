@@ -29,7 +29,7 @@ from raypar.model.layer_skeletons import make_model_outline
 from raypar.model.tensor_parallel.compute_shard_layout import make_model_outline_with_layouts
 from raypar.plan import MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.ownership import Ownership
-from raypar.plan.pieces import AdoptPlanCommand, plan_moves
+from raypar.plan.pieces import AdoptPlanCommand, may_move_directly, moves_by_worker, plan_moves
 from raypar.schedule import registry
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.make_worker_assignments import make_worker_assignments
@@ -94,7 +94,8 @@ class Run:
             ways = plan_moves(have, dict(zip(members, Ownership(plan, self.job.outline).held, strict=True)))
             assert {way.source for way in ways} <= set(members)
         fresh = stands is None
-        return {w: AdoptPlanCommand(made[rank], ranks, self.done, ways, run_begins=fresh) for w, rank in ranks.items()}, ways
+        own, more = moves_by_worker(ways), {"run_begins": fresh, "direct": may_move_directly(ways)}
+        return {w: AdoptPlanCommand(made[rank], ranks, self.done, own.get(w, ()), **more) for w, rank in ranks.items()}, ways
 
     def adopt(self, plan, members, stands=None):
         """A new generation of these workers."""
