@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from raypar.actors.messages import CallFailure, RunRequest
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
+from raypar.actors.shared_pickles import SharedPickles
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_reports import StepReports
 from raypar.actors.worker_calls import WorkerCalls
@@ -221,6 +221,13 @@ class GenerationChange:
         if order.from_checkpoint and (order.done or request.resume is not None):
             load = str(self.recorder.last_checkpoint or request.resume)
 
+        epochs = samples.known_epochs() if samples is not None else {}
+        cursors = samples.known_cursors() if samples is not None else {}
+        digests = samples.digests(order.done) if samples is not None else {}
+        validated = self.reports.followed.values if self.reports.followed is not None else {}
+        of_plan = (assignments[0].plan, assignments[0].crossing, assignments[0].layouts)
+        pickles = SharedPickles([*of_plan, ranks, keepers, epochs, cursors, digests, validated])
+
         def call(number: int, worker: WorkerHandle) -> PendingAnswer[AdoptDescription | CallFailure | None]:
             rank = ranks[number]
             seated = rank < plan.world
@@ -235,13 +242,13 @@ class GenerationChange:
                 run_begins=order.from_checkpoint and load is None,
                 from_mirror=order.from_mirror,
                 mirror_keepers=keepers,
-                epochs=samples.known_epochs() if samples is not None else {},
-                cursors=samples.known_cursors() if samples is not None else {},
-                digests=samples.digests(order.done) if samples is not None else {},
-                validated=self.reports.followed.values if self.reports.followed is not None else {},
+                epochs=epochs,
+                cursors=cursors,
+                digests=digests,
+                validated=validated,
             )
             coordinate = plan.coordinate(rank) if seated else f"worker {number}"
-            return worker.adopt.remote(order.generation, pickle.dumps(part), coordinate, addresses, request.start_deadline_s)
+            return worker.adopt.remote(order.generation, pickles.dumps(part), coordinate, addresses, request.start_deadline_s)
 
         return call
 
