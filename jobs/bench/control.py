@@ -1,4 +1,5 @@
-"""What control costs: driver calls and object-store bytes a step on a real run, interpreter time an instruction.
+"""What control costs: driver calls and object-store bytes a step on a real run, interpreter time an instruction, and what
+hundreds of workers are told of a change of plan.
 
 `python jobs/bench/control.py [--json] [--page FILE] [--microbatches 4 16 64 256]`. Calls and bytes are those of a longer run
 less those of a shorter one, over the difference in steps: start and end of a run cancel. The interpreter runs one rank of two
@@ -23,16 +24,20 @@ from ours import sleeping_job
 
 from raypar.actors import driver_client
 from raypar.actors.driver_actor import DriverActor
+from raypar.actors.shared_pickles import SharedPickles
 from raypar.comm.routine import run_routine
 from raypar.comm.transport import CommunicationLedger
+from raypar.elastic.mirror_schedule_and_buddies import assign_buddies
 from raypar.job import Job
 from raypar.launch.choose_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
-from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
+from raypar.plan.pieces import AdoptPlanCommand, Piece, may_move_directly, moves_by_worker, plan_moves
 from raypar.record.events import EndOfRun, Event
 from raypar.schedule import registry
 from raypar.schedule.instructions import OncePerStep, ReduceGradients
+from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.storage.run_folder import RunFolder
 from raypar.user_code.user_code_errors import make_importable
 from raypar.worker.layer_graph_of_job import make_layer_graph
@@ -44,12 +49,19 @@ COUNTS_FILE = "counts.json"
 INLINE_BYTES = 100 << 10
 """Ray's `max_direct_call_object_size`, at its default."""
 
+LAYERS, TENSORS, ELEMENTS = 96, 6, 1 << 20
+MOST_TOLD_BYTES = 1 << 20
+"""Wanted of a change of plan: no worker is told more, besides state."""
+
 
 NOTE = (
     "Calls are counted where the driver makes them. Object-store bytes are worked out, not read from the store: answers to "
     f"step calls, pickled, that are larger than the {INLINE_BYTES >> 10} KiB which travel with the reply (arguments are two "
     "numbers). Interpreter time is the wall time of a step's program less the time inside compute instructions, transport "
-    "calls being answered at once; what the interpreter does inside a compute instruction to hand values on counts as compute."
+    "calls being answered at once; what the interpreter does inside a compute instruction to hand values on counts as compute. "
+    f"The change of plan is that of a model of {LAYERS} layers with {TENSORS} tensors each, from 8 stages to 4 with twice the "
+    "replicas, so that half of all state moves; its bytes are those of the command to adopt the plan, pickled, with the "
+    "addresses of all workers; times are of the driver's processor: to work out the moves, and to make the commands."
 )
 
 
@@ -191,6 +203,47 @@ def interpreter(microbatches: int, schedule: str, repeats: int = 30) -> dict[str
     }
 
 
+def held(plan: ParallelPlan) -> dict[int, list[Piece]]:
+    """Worker -> the pieces of the model that it holds under a plan, whose ranks are the workers' numbers."""
+    found = {}
+    for rank, seat in enumerate(plan.seats):
+        stage = plan.stages[plan.stages_of(rank)[0]]
+        own = range(seat.shard * ELEMENTS, (seat.shard + 1) * ELEMENTS)
+        names = [f"layers.{layer}.{tensor}" for layer in range(stage.first, stage.last + 1) for tensor in range(TENSORS)]
+        found[rank] = [Piece(name, own.start, own.stop) for name in names]
+    return found
+
+
+def change_of_plan(shards: int) -> dict[str, Any]:
+    """What the driver tells workers, and computes, for 8 stages x 8 replicas that become 4 x 16."""
+    before, after = (ParallelPlan.mesh(pp=pp, dp=64 // pp, tp=shards, layers=LAYERS) for pp in (8, 4))
+    batching = Microbatches(64, 0, 512)
+    order = registry.build_schedule("1f1b", MicrobatchRouting(after, batching))
+    parts = assign_programs_to_ranks(order, after, StageConnections.chain(len(after.stages)), batching)
+    have, need = held(before), held(after)
+    start = time.process_time()
+    moves = plan_moves(have, need)
+    own, direct = moves_by_worker(moves), may_move_directly(moves)
+    planned = time.process_time()
+    ranks = {worker: worker for worker in range(after.world)}
+    keepers = assign_buddies([worker // 8 for worker in ranks])
+    pickles = SharedPickles([after, parts[0].crossing, ranks, keepers])
+    told = [
+        pickles.dumps(AdoptPlanCommand(parts[worker], ranks, 5, own.get(worker, ()), direct=direct, mirror_keepers=keepers))
+        for worker in ranks
+    ]
+    made = time.process_time()
+    addresses = pickle.dumps([f"10.0.{worker // 250}.{worker % 250}:43123" for worker in ranks])
+    return {
+        "workers": after.world,
+        "moves": len(moves),
+        "bytes": max(map(len, told)) + len(addresses),
+        "moves_bytes": max(len(pickle.dumps(one)) for one in own.values()),
+        "moves_s": planned - start,
+        "commands_s": made - planned,
+    }
+
+
 def _beside_compute_us(core: WorkerCore, program: Any, step: int) -> float:
     start = time.perf_counter_ns()
     run_routine(core.interpreter.run(program, step), 60.0)
@@ -208,6 +261,7 @@ def main() -> None:
     facts = environment()
     driver_client.DriverActor = CountingDriver
     overhead = [interpreter(m, s) for s in ("1f1b", "zb-v") for m in (8, 64)]
+    changes = [change_of_plan(shards) for shards in (1, 4, 16)]
     calls = [per_step(m) for m in given.microbatches]
     text = "\n\n".join(
         [
@@ -232,13 +286,34 @@ def main() -> None:
                     for o in overhead
                 ],
             ),
+            table(
+                [
+                    "workers",
+                    "moves of state",
+                    "told to a worker, bytes",
+                    "of them its moves",
+                    "moves worked out, s",
+                    "commands made, s",
+                ],
+                [
+                    [
+                        *(f"{c[key]:,}" for key in ("workers", "moves", "bytes", "moves_bytes")),
+                        *(f"{c[key]:.2f}" for key in ("moves_s", "commands_s")),
+                    ]
+                    for c in changes
+                ],
+            ),
         ]
     )
-    print(json.dumps({"environment": facts, "calls": calls, "interpreter": overhead}) if given.json else text)
+    print(
+        json.dumps({"environment": facts, "calls": calls, "interpreter": overhead, "changes": changes}) if given.json else text
+    )
     if given.page:
         command = "python jobs/bench/control.py --microbatches " + " ".join(map(str, given.microbatches))
         given.page.write_text(page("What does control cost?", command, text))
-    good = all(c["calls"] == c["workers"] and c["object_store_bytes"] == 0 for c in calls)
+    good = all(c["bytes"] <= MOST_TOLD_BYTES for c in changes) and all(
+        c["calls"] == c["workers"] and c["object_store_bytes"] == 0 for c in calls
+    )
     sys.exit(0 if good and all(o["us_per_instruction"] <= 50 for o in overhead) else 1)
 
 

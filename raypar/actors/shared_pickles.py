@@ -13,44 +13,32 @@ class SharedPickles:
 
     def __init__(self, shared: Iterable[object]) -> None:
         self._shared = list(shared)
-        self._index = {id(one): index for index, one in enumerate(self._shared)}
-        self._pickle = pickle.dumps(self._shared)
+        found = io.BytesIO()
+        self._pickler = pickle.Pickler(found)
+        self._pickler.dump(self._shared)
+        self._pickle = found.getvalue()
 
     def dumps(self, obj: object) -> bytes:
         """The pickle of one object, with a copy of the shared ones'."""
-        own = io.BytesIO()
-        _Pickler(own, self._index).dump(obj)
-        return pickle.dumps(_Parts(self._pickle, own.getvalue()))
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, index: dict[int, int]) -> None:
-        super().__init__(file)
-        self._index = index
-
-    def persistent_id(self, obj: object) -> int | None:
-        return self._index.get(id(obj))
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, own: bytes, shared: list[object]) -> None:
-        super().__init__(io.BytesIO(own))
-        self._shared = shared
-
-    def persistent_load(self, index: int) -> object:
-        return self._shared[index]
+        found = io.BytesIO()
+        pickler = pickle.Pickler(found)
+        pickler.memo = self._pickler.memo  # a copy: as if this pickler had pickled the shared objects
+        pickler.dump(obj)
+        return pickle.dumps(_Parts(self._pickle + found.getvalue()))
 
 
 class _Parts:
     """Is pickled as a call of `_load`, so that whoever reads it gets the object."""
 
-    def __init__(self, shared: bytes, own: bytes) -> None:
-        self._parts = shared, own
+    def __init__(self, parts: bytes) -> None:
+        self._parts = parts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load, self._parts
+        return _load, (self._parts,)
 
 
-def _load(shared: bytes, own: bytes) -> object:
-    found: object = _Unpickler(own, pickle.loads(shared)).load()
+def _load(parts: bytes) -> object:
+    reader = pickle.Unpickler(io.BytesIO(parts))
+    reader.load()  # the shared objects, to which the next refers
+    found: object = reader.load()
     return found

