@@ -6,6 +6,10 @@ announcements, each into the posted receive that it matches, or into fresh memor
 
 Therefore tags may overtake, a send never waits for others' receives, and shapes travel, as over TCP. Tensors in host memory
 travel among the announcements, so that they match alike.
+
+Fresh memory comes from the device's allocator, which serves nobody while PyTorch frees memory because there is too little:
+`cudaFree` waits for all that the device was given. Two ranks that do so at once, each before it has memory for the other's
+message, wait for each other until the step's deadline aborts them.
 """
 
 from __future__ import annotations
