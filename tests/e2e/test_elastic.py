@@ -183,9 +183,11 @@ MEASURED = (
 @pytest.fixture(scope="module")
 def disturbed(own_ray, tmp_path_factory) -> Trainee:
     """A run of 90 steps on four workers whose driver is killed after some steps, and later a worker; once another one has
-    taken its place, a worker hangs."""
+    taken its place, for which steps are slow meanwhile, a worker hangs."""
+    folder = tmp_path_factory.mktemp("disturbed")
+    unfilled = folder / "unfilled"
     words = ("steps=90", "elastic.min_workers=1", *FOUR, "model.args.sleep_s=0.06", "checkpoint.every=20", "trace_every=4")
-    trainee = Trainee(tmp_path_factory.mktemp("disturbed"), *words, *MEASURED)
+    trainee = Trainee(folder, *words, f"model.args.slow_while={unfilled}", *MEASURED)
     trainee.members_by_driver = []
 
     def kill_driver() -> None:
@@ -195,10 +197,12 @@ def disturbed(own_ray, tmp_path_factory) -> Trainee:
     def kill_worker() -> None:
         trainee.members_by_driver.append(trainee.members)
         trainee.told_before = list(trainee.events)
+        unfilled.touch()
         kill(1)(trainee.pids)
 
     def stop_another() -> None:
         if len(trainee.told("generation")) == 3:
+            unfilled.unlink()
             kill(2, number=signal.SIGSTOP)(trainee.pids)
 
     trainee.result = trainee.run(then={5: kill_driver, 15: kill_worker, "generation": stop_another})
