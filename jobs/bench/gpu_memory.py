@@ -9,7 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypar.comm.sent_tensor_layout import empty_message, layout_of, message_of, tensor_of_message
 from raypar.comm.transport import Handle, Transport
+
+HOST = torch.device("cpu")
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device, which lies there as the tensor does and requires a gradient if that does."""
+    layout = layout_of(tensor)
+    message = message_of(tensor.detach(), layout).to(device, copy=True)
+    if layout is None:
+        return message.requires_grad_(tensor.requires_grad)
+
+    def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    there = empty_message(layout, message.dtype, allocate).copy_(message)
+    return tensor_of_message(there, layout, allocate).requires_grad_(tensor.requires_grad)
 
 
 class Fetched:
@@ -43,7 +60,7 @@ class Fetched:
         """See `Handle.tensors`."""
         there = self._handle.tensors()
         given = {id(tensor): own for tensor, own in self._back}
-        return [given[id(tensor)] if given.get(id(tensor)) is not None else tensor.cpu() for tensor in there]
+        return [given[id(tensor)] if given.get(id(tensor)) is not None else copied(tensor, HOST) for tensor in there]
 
     def _fetch(self) -> None:
         if self._here is None:
@@ -68,7 +85,8 @@ class OnDevice:
 
     def send(self, tensor: Tensor, *, to: int, tag: int, keep_layout: bool = False) -> Handle:
         """See `Transport.send`."""
-        return self._inner.send(self._there(tensor), to=to, tag=tag, keep_layout=keep_layout)
+        there = copied(tensor, self._device) if keep_layout or tensor.is_contiguous() else tensor
+        return self._inner.send(there, to=to, tag=tag, keep_layout=keep_layout)
 
     def recv(self, out: Tensor | None, *, source: int, tag: int) -> Handle:
         """See `Transport.recv`."""
