@@ -73,6 +73,7 @@ def test_a_kill_at_any_point_changes_no_buffer(model, policy):
     check_kills(model, policy, every=2)
 
 
+@pytest.mark.ci
 def test_the_only_copy_of_buffers_comes_back_from_the_mirror():
     work = replace(job("norms"), mirror_every=1)
     plan = ParallelPlan.mesh(pp=4, layers=LAYERS)

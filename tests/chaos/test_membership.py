@@ -68,6 +68,7 @@ PLAIN = 1
 """The model of eight layers, and of 23 samples an epoch."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("spec", [PLAIN, 3])
 def test_eight_workers_in_one_shape_after_the_other(spec: int):
     """Each hands its state over to seven workers, and they to the next shape."""

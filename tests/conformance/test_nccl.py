@@ -33,7 +33,7 @@ from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.transport import COLLECTIVES, CommunicatorKey
 from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
 
-pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")
+pytestmark = [pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only"), pytest.mark.part(4)]
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -76,6 +76,7 @@ CASES = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_is_one_message_with_a_cure_and_starts_nothing(case, tmp_path, monkeypatch, capfd):
     sets, said = CASES[case]

@@ -525,6 +525,7 @@ class MaskedTokens(TokenSamples):
         return {**sample, "labels": labels, "weight": torch.ones(())}
 
 
+@pytest.mark.ci
 def test_fields_that_nobody_reads_and_masked_labels_are_told():
     one, other = preflight(
         spec_of((make_zoo_model, {"name": "llama"}), data={"function": MaskedTokens, "target": "labels"})

@@ -194,6 +194,7 @@ def test_a_second_resume_says_nothing_and_reads_on_after_the_samples_that_were_r
     assert options.job.batching.samples_before(6) == 2 * 11 + 4 * 17 and options.changes.lines == ()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("batches", [{"batch_size": 13}, {"batch_size": 10, "microbatches": 6}, {"microbatches": 3}])
 def test_streams_go_on_after_their_last_samples(batches: dict[str, int], tmp_path: Path):
     made = ugly_models.job("plain", microbatches=4, steps=STEPS).replace(

@@ -73,6 +73,7 @@ def test_batches_of_many_lengths_have_the_bits_of_one_process_in_every_layout(sc
     check_run(spec, ParallelPlan.mesh(pp=stages, dp=replicas, layers=len(graph_of(spec).layers)), schedule)
 
 
+@pytest.mark.ci
 def test_a_collation_draws_what_its_place_says_in_any_order_and_in_data_processes():
     one = loader("helpers.ragged:noisy", "helpers.ragged:Sentences")
     two = loader(ragged.noisy, processes=0)

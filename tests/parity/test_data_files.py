@@ -101,6 +101,7 @@ def test_batches_are_those_of_a_list_of_the_same_samples(kind: str, more: Any, f
     assert same(batches(spec, make_dataset(spec), fields), batches(plain, samples, fields))
 
 
+@pytest.mark.ci
 def test_data_processes_read_the_same(kind: str, tmp_path: Path):
     spec = data(kind, f"{tmp_path}/*.{kind}")
     assert same(

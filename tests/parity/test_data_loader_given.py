@@ -185,6 +185,7 @@ def agreeing() -> DataLoader[Any]:
     return DataLoader(Sentences(), 8, collate_fn=ragged.longest, num_workers=2)
 
 
+@pytest.mark.ci
 def test_and_its_data_set_is_trained_on():
     job: Job = trainer(
         {"function": agreeing, "target": "labels", "collate": ragged.longest, "shuffle": False},

@@ -259,6 +259,7 @@ def on_tokens(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return output.logsumexp(-1).sum() + output[..., -1].sum(), target.numel()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mesh, microbatches", [*SHARDS[:2], pytest.param(*SHARDS[2], marks=pytest.mark.full)])
 def test_on_shards_too(mesh: dict[str, int], microbatches: int, tokens: Any, passes: Any):
     checkpoint, job, loss, metric = tokens

@@ -292,6 +292,7 @@ def test_a_recomputed_layer_is_measured_once():
     assert found[0] == found[1]
 
 
+@pytest.mark.ci
 def test_metrics_of_training_alone_are_tried_before_the_run_too():
     job = ugly_models.job("tangled", microbatches=4).replace(metrics_every=1)
     assert preflight(job.replace(metrics=ALL)).notes == ()
@@ -725,6 +726,7 @@ def counts_calls_at_the_end(found: Any) -> dict[str, int]:
     return {"calls": CALLS[0]}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "metric", [MetricConfig(function=counts_calls), MetricConfig(function=counts_calls_at_the_end, of="all")]
 )

@@ -99,6 +99,7 @@ def test_an_optimizer_has_the_weights_of_one_process_in_every_layout_that_is_not
     )
 
 
+@pytest.mark.ci
 def test_an_optimizer_of_pytorch_is_tried_once_for_the_same_arguments_and_shapes(monkeypatch):
     tried: list[str] = []
 
@@ -487,6 +488,7 @@ def test_a_name_that_is_removed_with_its_state_is_refused_by_the_manifest_s_chec
         load_manifest(path)
 
 
+@pytest.mark.ci
 def test_a_checkpoint_that_does_not_say_what_there_was_is_checked_by_the_trial(tmp_path: Path):
     """Those of an earlier raypar, format 2, cannot tell state that was lost from state that had not begun."""
     job = job_of(spec(torch.optim.AdamW, ()))

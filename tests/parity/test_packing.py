@@ -399,6 +399,7 @@ def bert() -> Any:
 OWN = {"gpt2-sdpa": (gpt2, "shifted_labels", {}), "bert": (bert, "labels", {"mask": "attention_mask"})}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("model", "count", "more"), OWN.values(), ids=OWN)
 def test_models_of_transformers_have_the_losses_of_documents_by_themselves(model: Any, count: Any, more: dict[str, Any]):
     packed = job("hf", Texts, model, LossConfig(function="model", count=count), to=24, rows=1, **more)

@@ -208,6 +208,7 @@ def first_token(output: Any) -> dict[str, Tensor]:
     return {"first": output.logits[:, 0].argmax(-1)}
 
 
+@pytest.mark.ci
 def test_samples_that_are_padded_have_their_lengths_beside_their_outputs(tmp_path: Path, passes: Any):
     job = job_of(gpt2, loss="model", data={"function": TokenSamples, "target": "labels"})
     path, _ = train_into_folder(job, tmp_path)

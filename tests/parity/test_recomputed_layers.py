@@ -255,6 +255,7 @@ def chosen(plan, **recompute):
     return choose_plan(spec, preflight(spec), lambda layers: plan, "gpipe", plan.world, **recompute)
 
 
+@pytest.mark.ci
 def test_the_plan_that_a_run_starts_with_says_what_is_recomputed():
     plan = ParallelPlan.mesh(pp=2, layers=9)
     found = chosen(plan, recompute=("mix*", "tail"))

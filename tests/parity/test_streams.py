@@ -260,6 +260,7 @@ def test_metrics_of_a_validation_on_streams_get_the_fields_that_model_and_loss_r
     assert len(found) == 1, found
 
 
+@pytest.mark.ci
 def test_metrics_in_training_on_streams():
     spec = ugly_models.job("plain", steps=STEPS).replace(
         data=DataConfig(function=stream_cases.Divided),

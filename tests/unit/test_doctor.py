@@ -348,6 +348,7 @@ def test_the_command_ends_with_1_on_a_failure_and_tells_no_secret(monkeypatch, c
     assert "0 failures" in capsys.readouterr().out and asked == [(Path("runs"), "10.0.0.1:6379")]
 
 
+@pytest.mark.ci
 def test_what_runs_on_nodes_needs_no_raypar_there():
     send = """
 import sys

@@ -31,7 +31,7 @@ from raypar.launch.run_of_submitted_job import choose_lasting_run_dir
 from raypar.trainer import Trainer
 from raypar.worker.data.user_dataset import make_dataset
 
-pytestmark = pytest.mark.part(4)
+pytestmark = pytest.mark.part(8)
 
 ROOT = Path(__file__).parents[2]
 FULL: dict[str, Any] = {

@@ -379,6 +379,7 @@ def compare(mutations, seed):
     return verdicts
 
 
+@pytest.mark.ci
 def test_verdict_equals_brute_force_on_random_mutations():
     verdicts = compare(300, seed=1)
     assert min(verdicts.values()) >= 20

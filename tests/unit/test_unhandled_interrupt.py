@@ -59,6 +59,7 @@ def test_other_errors_end_a_script_as_ever():
     assert ended.returncode == 1 and "raypar.errors.ConfigError: no such key" in ended.stderr
 
 
+@pytest.mark.ci
 def test_an_interactive_session_goes_on():
     ended = run("trainer.fit()", way="interactive")
     assert ended.returncode == 0 and "Interrupted: stopped after 3 steps" in ended.stderr
