@@ -75,7 +75,8 @@ class CountingDriver(DriverActor):
 
     def _set_up(self, request: Any, credential: Any) -> None:
         DriverActor._set_up(self, request, credential)
-        call_all, stepped, tell = self.parts.calls.call_all, self.parts.reports.keep_step_report, self.feed.tell
+        reports = self.steps.reports
+        call_all, stepped, tell = self.calls.call_all, reports.keep_step_report, self.feed.tell
 
         def counting_calls(call: Any, event: Any) -> None:
             def counted(worker: Any) -> Any:
@@ -96,7 +97,7 @@ class CountingDriver(DriverActor):
                 (Path(request.folder) / COUNTS_FILE).write_text(json.dumps(found))
             tell(event)
 
-        self.parts.calls.call_all, self.parts.reports.keep_step_report, self.feed.tell = (
+        self.calls.call_all, reports.keep_step_report, self.feed.tell = (
             counting_calls,
             weighing,
             leaving_counts,
