@@ -114,6 +114,23 @@ def test_a_data_process_that_ignores_sigterm_ends_with_its_worker_too(tmp_path: 
     assert all_end(there, within_s=5)
 
 
+@pytest.mark.ci
+def test_a_process_that_is_forked_from_the_worker_and_ends_leaves_the_data_processes_alone():
+    processes = DataProcesses(DataConfig(function="helpers.data_cases:Noisy", processes=1), 4)
+    read = loader(Noisy(), function="helpers.data_cases:Noisy", processes=1, shared=processes)
+    try:
+        assert same(read.get(0, 0), expected(0, 0))
+        if not (forked := os.fork()):
+            try:
+                processes.close()  # as `atexit` does
+            finally:
+                os._exit(0)
+        os.waitpid(forked, 0)
+        assert same(read.get(0, 1), expected(0, 1))
+    finally:
+        processes.close()
+
+
 def test_data_processes_have_no_semaphore_with_a_name_that_would_stay_where_all_are_killed_at_once():
     """As Ray does with the processes of a worker that ends."""
     processes = DataProcesses(DataConfig(function="helpers.data_cases:Noisy", processes=1), 4)

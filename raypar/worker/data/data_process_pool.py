@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
 import pickle
 import queue
 import time
@@ -75,12 +76,15 @@ class DataProcesses:
     """All of them."""
     _idle: queue.SimpleQueue[_DataProcess]
     """Those that read nothing."""
+    _owner: int
+    """Id of the process whose children they are."""
     _pending: dict[Read, Future[Answer]]
     """Microbatch -> the read under way, or its outcome that nobody has taken."""
 
     def __init__(self, spec: DataConfig, seed: int) -> None:
         self._spec, self._seed, self._threads, self._pending = spec, seed, None, {}
         self._processes, self._idle = [], queue.SimpleQueue()
+        self._owner = os.getpid()
 
     def request(self, read: Read, places: Sequence[SamplePosition], batch_names: tuple[str, ...]) -> None:
         """Begin to read a microbatch, unless that is under way. Raises `ConfigError` or `UserCodeError`.
@@ -101,7 +105,10 @@ class DataProcesses:
             self._pending.pop(read).cancel()
 
     def close(self) -> None:
-        """End the processes; what is still being read is dropped. Idempotent."""
+        """End the processes; what is still being read is dropped. Idempotent. Does nothing in a process that users' code has
+        forked from the worker's, where Python calls it at the end."""
+        if os.getpid() != self._owner:
+            return
         self._pending.clear()
         threads, self._threads = self._threads, None
         processes, self._processes, self._idle = self._processes, [], queue.SimpleQueue()
