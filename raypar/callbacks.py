@@ -352,11 +352,12 @@ class EarlyStopping(Callback):
     def on_start(self, info: RunStartInfo) -> None:
         """Catch up with the earlier metrics of a resumed run."""
         if info.first > 1:
+            from raypar.storage.read_run_lines import step_of
             from raypar.storage.run_folder import RunFolder
 
             folder = RunFolder(Path(info.folder))
             for line in folder.read_lines(folder.metrics):
-                if line["step"] < info.first:
+                if step_of(line) < info.first:
                     self._look(line)
 
     def on_step(self, info: StepInfo) -> HookResult:

@@ -20,6 +20,7 @@ import ray
 # Pickles hold these: callbacks, and workers' answers. A later import may meet Ray replacing the job's folder.
 import raypar.callbacks
 import raypar.plan.microbatches  # noqa: F401
+from raypar.actors.actor_handle_types import Polled
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.checkpoint_task import CheckpointTask
 from raypar.actors.driver_shutdown import DriverShutdown, record_and_exit
@@ -330,7 +331,7 @@ class DriverActor:
         self.journal.put_request(request)
         self.journal.began(time.time())
 
-    async def events(self, epoch: int, cursor: int, wait_s: float = 1.0) -> tuple[list[dict[str, Any]], int, int]:
+    async def events(self, epoch: int, cursor: int, wait_s: float = 1.0) -> Polled:
         """See `EventFeed.after`."""
         return await self.feed.after(epoch, cursor, wait_s)
 

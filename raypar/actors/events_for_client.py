@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from raypar.actors.actor_handle_types import Polled
 from raypar.files.redact_secrets import secrets_of_environment, without_certain_secrets
 from raypar.record.events import ActivityNotice, Event, StepRecord
 
@@ -67,7 +68,7 @@ class EventFeed:
         for event in events:
             self.tell(event)
 
-    async def after(self, epoch: int, cursor: int, wait_s: float) -> tuple[list[dict[str, Any]], int, int]:
+    async def after(self, epoch: int, cursor: int, wait_s: float) -> Polled:
         """(events after `cursor`, this driver's epoch, the next cursor); waits up to `wait_s` for an event.
 
         Events before `cursor` are dropped. A cursor of another `epoch` means nothing here: then all events are returned.

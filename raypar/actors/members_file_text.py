@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 from raypar.actors.messages import RunRequest
-from raypar.actors.worker_and_generation_events import WorkerFacts
 from raypar.elastic import wait_for_silent_workers
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
@@ -18,6 +17,7 @@ from raypar.elastic.transition_table import RECOVERING
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.plan import ParallelPlan
+from raypar.record.events import WorkerFacts
 
 AGAIN_S = 2.0
 """How often the file is written while steps are replayed."""

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.jsonl_file import JsonlFile
@@ -63,7 +63,7 @@ from raypar.record.folder import output_file
 from raypar.record.metric_names import LOST_NAME_CURE, MeasuredNames, name_in_validation
 from raypar.record.totals import read_totals
 from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint_store
-from raypar.storage.read_run_lines import Line, jsonl_line_sort_key
+from raypar.storage.read_run_lines import Line, jsonl_line_sort_key, step_of
 from raypar.storage.run_folder import RunFolder, resume_argument
 from raypar.telemetry.run_telemetry import RunTelemetry, WorkerCounts
 from raypar.worker.checkpoint import checkpoint_files
@@ -105,6 +105,14 @@ class RecordedProgress:
     """Step (from 0) -> its report in the journal (`step_reports.merge_reports`), for steps that the user may not have seen."""
 
 
+class TracedStep(NamedTuple):
+    """A measured step: its number, and by rank the instructions with their times, and the node."""
+
+    step: int
+    spans: Sequence[Sequence[tuple[str, float, float]]]
+    nodes: Sequence[str]
+
+
 class RunRecorder:
     """Writes the files of a run folder and calls the callbacks, for everything once and in order.
 
@@ -141,8 +149,8 @@ class RunRecorder:
         """events.jsonl."""
         self._step_seconds: deque[float] = deque(maxlen=50)
         """Durations of the last steps, from which the remaining time is predicted."""
-        self.traced_step: dict[str, Any] | None = None
-        """The last measured step: its number, spans, ledger and nodes."""
+        self.traced_step: TracedStep | None = None
+        """The last measured step."""
         self.plan_differs_from_picture = True
         """Whether the plan differs from the picture's, or is not known yet (`note_generation`)."""
         self.callbacks: Callbacks | None = None
@@ -233,7 +241,7 @@ class RunRecorder:
         self._tell_gaps((step.step for step in steps), first, seen)
         starts = [number for number, event in enumerate(events) if isinstance(event, RunStart)]
         self.telemetry.catch_up(steps, events[max(starts, default=0) :], time.time())
-        unseen = {} if journal is None else {step: journal.step_report(step) for step in known if step >= seen}
+        reports = {step: journal.step_report(step) for step in known if step >= seen} if journal is not None else {}
         return RecordedProgress(
             steps=seen,
             outcomes={s.step - 1: (s.loss, s.norm) for s in steps if s.norm is not None and not math.isnan(s.loss + s.norm)},
@@ -242,7 +250,7 @@ class RunRecorder:
             best=validations[-1].step if validations and self._best_values(None).is_best(validations[-1].step) else None,
             last_s=steps[-1].time if steps else None,
             lost=frozenset(view.lost_since_start),
-            unseen=unseen,
+            unseen={step: report for step, report in reports.items() if report is not None},
         )
 
     def record_resumption(self) -> None:
@@ -273,12 +281,12 @@ class RunRecorder:
         if self.journal is None:
             return found
         first, last = self.request.policy.steps_before_run, known[-1] + 1 if known else self.request.policy.steps_before_run
-        by_place = {jsonl_line_sort_key(line): line for line in found if line["step"] <= last}
-        there = {line["step"]: line for line in by_place.values() if "loss" in line}
+        by_place = {jsonl_line_sort_key(line): line for line in found if step_of(line) <= last}
+        there = {step_of(line): line for line in by_place.values() if "loss" in line}
         newest = [step for step in known if step + 1 in there][-COMPARED:]
         wrong = [step for step in newest if not metrics_line_matches_journal(there[step + 1], self.journal.step_report(step))]
         if newest and wrong == newest:  # another run's: nothing in it can be trusted
-            by_place = {place: line for place, line in by_place.items() if line["step"] <= first}
+            by_place = {place: line for place, line in by_place.items() if step_of(line) <= first}
             there = {}
         for done in self.journal.validations():
             if done <= last and (done, True) not in by_place and (line := self.journal.load_validation(done)) is not None:
@@ -352,8 +360,8 @@ class RunRecorder:
             self._best = BestValues(self.request.job.best_rules)
             run = self.run_folder
             for line in run.read_lines(run.metrics) if self._best.rules else ():
-                if last is None or line["step"] <= last:
-                    self._best.add(line["step"], line)
+                if last is None or step_of(line) <= last:
+                    self._best.add(step_of(line), line)
         return self._best
 
     def record_step(self, step: int, reports: Mapping[int, Report], *, fresh: bool = False) -> str | None:
@@ -379,7 +387,7 @@ class RunRecorder:
             and len(reports) == request.plan.world
             and all(spans)
         ):
-            self.traced_step = {"step": step + 1, "spans": spans, "ledger": reports[0]["ledger"], "nodes": self.nodes}
+            self.traced_step = TracedStep(step + 1, spans, self.nodes)
         self._last_loss_and_norm = {"loss": record.loss, "norm": record.norm}
         self.telemetry.add_step(record, now, reports)
         if brief["skipped"]:
@@ -401,7 +409,7 @@ class RunRecorder:
 
     def _step_record(self, step: int, brief: Report, wall: float) -> StepRecord:
         """The record of a step (from 0) that took `wall` seconds. `brief`: its merged report (`merge_reports`)."""
-        longest = brief["seconds"]
+        longest, peaks = brief["seconds"], brief["peak_rss_bytes"]
         return StepRecord(
             step=step + 1,
             loss=brief["loss"],
@@ -414,7 +422,7 @@ class RunRecorder:
             bubble=max(0.0, 1 - brief["busy_seconds"] / (longest * brief["workers"])) if longest else 0.0,
             data_wait=brief.get("data_wait"),
             busy_shares=brief.get("busy_shares", []) if longest else [],
-            peak_rss_bytes=brief["peak_rss_bytes"] if longest else [],
+            peak_rss_bytes=peaks if longest and isinstance(peaks, Sequence) else [],
             skipped=True if brief["skipped"] else None,
             more=brief.get("metrics", {}),
         )
@@ -537,10 +545,11 @@ class RunRecorder:
         totals.time = time.time()
         self._replace(self.run_folder.totals, json.dumps(totals.as_document()) + "\n")
 
-    def _former_totals(self) -> dict[str, Json] | None:
+    def _former_totals(self) -> Mapping[str, Json] | None:
         """The content of totals.json; None if it is missing or damaged."""
         with contextlib.suppress(RayparError):
-            return self.run_folder.read_document(self.run_folder.totals, damaged=True)
+            found: Mapping[str, Json] | None = self.run_folder.read_document(self.run_folder.totals, damaged=True)
+            return found
         return None
 
     def write_members_file(self, text: str) -> None:
@@ -562,14 +571,14 @@ class RunRecorder:
     def _predictions(self, plan: ParallelPlan, schedule: str) -> dict[str, Json]:
         """What is predicted of a plan, for plan.json: the memory of workers; of the job's own plan the step too."""
         request = self.request
-        facts: dict[str, Any] = {}
+        facts: dict[str, Json] = {}
         if (plan, schedule) == (request.plan, request.schedule_name):
             facts = {"predicted_ms": request.predicted.makespan_ms, "predicted_bubble": request.predicted.bubble_of_total}
             facts["predicted_for"] = processors_of_prediction(request.profile.processors, plan.world, request.profile.lengths)
         if plan.world * request.batching.count <= MOST_PREDICTED:
             with contextlib.suppress(Exception):  # what is only shown must not end a run; a file's schedule has no known name
                 sheets = memory_sheets(request.profile, plan, schedule, request.batching)
-                facts["predicted_memory_bytes"] = [{**sheet.state, **sheet.kept} for sheet in sheets]
+                facts["predicted_memory_bytes"] = [sheet.by_kind for sheet in sheets]
         return facts
 
     def _replace(self, path: Path, text: str) -> None:
@@ -723,9 +732,7 @@ class RunRecorder:
         self.events.close()
         if self.traced_step is not None:
             try:
-                write_step_timeline_files(
-                    self.request, self.traced_step["step"], self.traced_step["spans"], self.traced_step["nodes"]
-                )
+                write_step_timeline_files(self.request, *self.traced_step)
                 self._new_events.append(StepPicture(path=self.run_folder.place_of(self.run_folder.swimlane)))
             except OSError as error:
                 cure = cure_of_os_error(error, "free disk space")
@@ -751,9 +758,9 @@ def _without_kind(event: Event) -> dict[str, Json]:
     return {key: value for key, value in event.facts().items() if key != "kind"}
 
 
-def metrics_line_matches_journal(line: Mapping[str, Json], facts: Mapping[str, Json] | None) -> bool:
+def metrics_line_matches_journal(line: Mapping[str, Json], facts: Report | None) -> bool:
     """Whether a line of metrics agrees with the journal's report of its step (`facts`); True if there is no report."""
-    found = _finite({key: facts[key] for key in ("loss", "norm")}) if facts is not None else {}
+    found = _finite({"loss": facts["loss"], "norm": facts["norm"]}) if facts is not None else {}
     return all(line.get(key) == value for key, value in found.items())
 
 

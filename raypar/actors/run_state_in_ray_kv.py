@@ -13,11 +13,12 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from ray import cloudpickle
 
 from raypar.actors.messages import WorkerHello
+from raypar.actors.step_reports import Report
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.errors import ClusterError
 from raypar.files.json_type import Json
@@ -95,7 +96,7 @@ class Journal:
         self.generation = generation
         return True
 
-    def commit(self, step: int, facts: Any = None) -> None:
+    def commit(self, step: int, facts: Report | None = None) -> None:
         """Store that `step` is committed, with its report `facts`.
 
         An entry that another driver has written for this step stays: a step is committed only after all workers have applied
@@ -129,10 +130,11 @@ class Journal:
         """The key of a step's report."""
         return f"{self.prefix}step/{step // STEPS_IN_BLOCK}/{step}"
 
-    def step_report(self, step: int) -> Any:
+    def step_report(self, step: int) -> Report | None:
         """The report of a committed step; None if the journal does not have it, or no longer."""
         value = kv_get(self._step_key(step))
-        return None if value is None else pickle.loads(value)[1]
+        found: Report | None = None if value is None else pickle.loads(value)[1]
+        return found
 
     def store_validation(self, done: int, line: dict[str, Json]) -> None:
         """Store the metrics line of the validation after `done` steps; remove old lines."""

@@ -73,7 +73,7 @@ class StepActions:
         self.reports.mark_committed(step)
         if samples is not None:
             self.side_effects.aside(samples.write, samples.record(step))
-        facts = {"time": time.time(), **self.reports.merged_report(step)}
+        facts: Report = {"time": time.time(), **self.reports.merged_report(step)}
         self.side_effects.perform(lambda: self.journal.commit(step, facts), lambda _: on.StepJournalled(step))
 
     def emit_step(self, action: do.EmitStep, reason: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypedDict
 
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.stream_sample_journal import SampleJournal
@@ -18,8 +18,45 @@ from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import after_steps
 from raypar.record.metric_names import series_of_validation
 
-Report = dict[str, Any]
-"""A worker's report of one step: loss, norm, count, seconds and costs."""
+if TYPE_CHECKING:
+    from raypar.plan.pieces import Digest
+    from raypar.worker.data.microbatch_stream_positions import StreamsRead
+    from raypar.worker.process.environment_and_signals_guard import StateWarnings
+
+
+class Report(TypedDict, total=False):
+    """A worker's `StepReport` or `ValidationReport` as data; or the reports of all workers of one step, merged."""
+
+    loss: float
+    norm: float
+    count: float
+    lr: float | None
+    skipped: bool
+    seconds: float
+    busy_seconds: float
+    read_seconds: float
+    mirror_seconds: float
+    digest: Digest | None
+    streams: StreamsRead | None
+    warnings: StateWarnings
+    not_kept: str
+    metrics: Mapping[str, float]
+    memory: Mapping[str, int]
+    spans: Sequence[tuple[str, float, float]]
+    """(label, start, end) of instructions, in milliseconds."""
+    ledger: Mapping[str, Mapping[str, int]]
+    peak_rss_bytes: int | Sequence[int]
+    """Merged: by rank."""
+    losses: Mapping[int, tuple[float, float]]
+    outputs: Mapping[int, bytes]
+    workers: int
+    """How many workers' reports are merged; only merged reports have this and what follows."""
+    busy_shares: Sequence[float]
+    """By rank: the share of the step in which the worker computed."""
+    data_wait: float
+    """The largest share of the step in which a worker waited for samples."""
+    time: float
+    """When the step was committed."""
 
 
 KEPT_OUTCOMES = 100_000
@@ -198,24 +235,43 @@ def merge_reports(reports: Mapping[int, Report]) -> Report:
     """One report from all workers' reports of a step: the longest time of any, the work and memory of all."""
     one = next(iter(reports.values()))
     if "workers" in one:  # a report that this function has made
-        return {key: value for key, value in one.items() if key not in ("spans", "ledger")}
+        one = one.copy()
+        one.pop("spans", None)
+        one.pop("ledger", None)
+        return one
     longest = max(r["seconds"] for r in reports.values())
     metrics = {name: value for r in reports.values() for name, value in r.get("metrics", {}).items()}
     data_wait = round(max(r.get("read_seconds", 0.0) for r in reports.values()) / longest, 3) if longest else 0.0
-    return {
-        **{key: one[key] for key in ("loss", "norm", "count", "skipped")},
+    merged: Report = {
+        "loss": one["loss"],
+        "norm": one["norm"],
+        "count": one["count"],
+        "skipped": one["skipped"],
         "lr": next((lr for r in reports.values() if (lr := r.get("lr")) is not None), None),
         "seconds": longest,
         "busy_seconds": sum(r["busy_seconds"] for r in reports.values()),
         "busy_shares": [round(reports[rank]["busy_seconds"] / longest, 3) for rank in sorted(reports)] if longest else [],
-        "peak_rss_bytes": [reports[rank]["peak_rss_bytes"] for rank in sorted(reports)],
+        "peak_rss_bytes": [peak for rank in sorted(reports) if isinstance(peak := reports[rank]["peak_rss_bytes"], int)],
         "workers": len(reports),
-        **({"data_wait": data_wait} if data_wait >= LEAST_DATA_WAIT else {}),
-        **({"metrics": metrics} if metrics else {}),
     }
+    if data_wait >= LEAST_DATA_WAIT:
+        merged["data_wait"] = data_wait
+    if metrics:
+        merged["metrics"] = metrics
+    return merged
 
 
 def reconstruct_lost_report(outcome: VoteResult) -> Report:
     """A report of a step that a worker has applied and whose own reports were lost: loss, norm, count, learning rate only."""
-    known = {"loss": outcome.loss, "norm": outcome.norm, "count": outcome.count, "skipped": outcome.skipped, "lr": outcome.lr}
-    return {**known, "seconds": 0.0, "busy_seconds": 0.0, "peak_rss_bytes": 0, "spans": [], "ledger": {}}
+    return {
+        "loss": outcome.loss,
+        "norm": outcome.norm,
+        "count": outcome.count,
+        "skipped": outcome.skipped,
+        "lr": outcome.lr,
+        "seconds": 0.0,
+        "busy_seconds": 0.0,
+        "peak_rss_bytes": 0,
+        "spans": [],
+        "ledger": {},
+    }

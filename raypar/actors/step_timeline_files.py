@@ -32,9 +32,8 @@ def write_step_timeline_files(request: RunRequest, step: int, spans: Rows, nodes
     workers = f"{count_noun(request.plan.world, 'worker')} = {request.plan.describe()}"
     title = f"{request.run}: {workers}, schedule {request.schedule_name}, {request.batching.count} microbatches"
     replace_file_atomically(folder / SWIMLANE, swimlanes_svg(panels, title=title, routes=routes).encode())
-    trace = chrome_trace(measured, nodes=list(nodes), name=request.run)
-    if (data := swimlane_data(panels, title=title, routes=routes)) is not None:
-        trace["otherData"]["swimlane"] = data
+    data = swimlane_data(panels, title=title, routes=routes)
+    trace = chrome_trace(measured, nodes=list(nodes), name=request.run, swimlane=data)
     replace_file_atomically(folder / TRACE, json.dumps(trace).encode())
 
 

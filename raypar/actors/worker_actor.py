@@ -39,7 +39,6 @@ from raypar.user_code.user_code_errors import error_text
 from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity, reads_samples, thread_cpu_wait_s
 
 if TYPE_CHECKING:  # torch is loaded by `hello`
-    from raypar.actors.step_reports import Report
     from raypar.comm.transport import Transport, WorkerEndpoint
     from raypar.job import Job
     from raypar.worker.backend import DeviceBackend
@@ -231,7 +230,7 @@ class WorkerActor:
         return self._run_call("building its stages", build)
 
     @ray.method(concurrency_group="step")
-    def step(self, call: bytes) -> Report | CallFailure:
+    def step(self, call: bytes) -> dict[str, Any] | CallFailure:
         """One training step: a `StepReport` as a dict (spans: label, start and end in ms), or `CallFailure`.
 
         `call`: an encoded `StepCall`.
@@ -260,7 +259,7 @@ class WorkerActor:
         return {**vars(report), "spans": [(s.label, s.start_ns / 1e6, s.end_ns / 1e6) for s in report.spans]}
 
     @ray.method(concurrency_group="step")
-    def validate(self, generation: int, done: int, number: int = 0) -> Report | CallFailure:
+    def validate(self, generation: int, done: int, number: int = 0) -> dict[str, Any] | CallFailure:
         """One validation pass: a `ValidationReport` as a dict, or `CallFailure`. `number`: see `elastic.actions.Validate`."""
         from raypar.comm.routine import run_routine
 

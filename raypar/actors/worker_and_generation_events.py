@@ -6,27 +6,12 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any, TypedDict
 
-from typing_extensions import Required
-
 from raypar.elastic.actions import AdoptPlan, ReportStraggler
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.json_type import Json
 from raypar.plan import ParallelPlan
 from raypar.plan.wording import after_steps, count_noun
-from raypar.record.events import WorkerLoss
-
-
-class WorkerFacts(TypedDict, total=False):
-    """What events say of a worker."""
-
-    worker: Required[int]
-    """Its number."""
-    node: str
-    """The beginning of its node's id."""
-    pid: int
-    """Its process."""
-    host: str
-    """The address of its machine."""
+from raypar.record.events import WorkerFacts, WorkerLoss
 
 
 class GenerationFacts(TypedDict):

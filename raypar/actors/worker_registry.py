@@ -21,7 +21,6 @@ from raypar.actors.liveness_connection import LivenessConnections
 from raypar.actors.messages import CallFailure, WorkerHello
 from raypar.actors.node_loss import NodeLossTracker
 from raypar.actors.run_state_in_ray_kv import Journal
-from raypar.actors.worker_and_generation_events import WorkerFacts
 from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_pool import WorkerPool
 from raypar.elastic import events as on
@@ -30,7 +29,7 @@ from raypar.elastic.suspect_nodes import FlappingNodes, SuspectNodes
 from raypar.errors import ClusterError
 from raypar.ray_compat.actor_errors import keep_death_reasons, memory_monitor_kill_error
 from raypar.ray_compat.nodes import list_draining_nodes
-from raypar.record.events import Event, NodeLoss, RunWarning, WorkerDrain, WorkerJoin
+from raypar.record.events import Event, NodeLoss, RunWarning, WorkerDrain, WorkerFacts, WorkerJoin
 
 T = TypeVar("T")
 

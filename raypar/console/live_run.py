@@ -7,12 +7,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from raypar.console.read_run_folder import read_job_numbers, read_job_step_count, read_status
 from raypar.console.run_status import RunStatus
 from raypar.files.json_type import Json
-from raypar.record.events import StepRecord, is_finite_number
+from raypar.record.events import SeatedWorker, StepRecord, is_finite_number
 from raypar.record.fold import ACTIVE_PHASES, RunView
 from raypar.record.totals import read_totals
 from raypar.storage.follow_run_files import RunFollower
@@ -109,7 +108,7 @@ def build_live_view(
     )
 
 
-def live_workers(members: Sequence[Mapping[str, Json]], done: Sequence[StepRecord]) -> list[LiveWorker]:
+def live_workers(members: Sequence[SeatedWorker], done: Sequence[StepRecord]) -> list[LiveWorker]:
     """The workers with a seat, by rank. `done`: the last steps; those with another number of workers are ignored."""
     shares = [numbers_by_rank(step.busy_shares, len(members)) for step in done]
     busy = mean_by_rank([numbers for numbers in shares if numbers])
@@ -134,7 +133,7 @@ def live_workers(members: Sequence[Mapping[str, Json]], done: Sequence[StepRecor
     return rows
 
 
-def numbers_by_rank(found: Sequence[Any] | None, workers: int) -> list[float]:
+def numbers_by_rank(found: Sequence[float] | None, workers: int) -> list[float]:
     """The numbers, by rank; empty unless there is a finite number for each worker."""
     whole = found is not None and len(found) == workers and all(map(is_finite_number, found))
     return list(found) if whole and found is not None else []

@@ -14,6 +14,7 @@ from raypar.files.printable_text import printable_text
 from raypar.files.redact_secrets import redact_text, redact_value
 from raypar.files.safe_yaml import YamlTooLargeError, dump_yaml, parse_yaml
 from raypar.files.untrusted_files import read_limited_bytes, read_limited_text
+from raypar.record.document_fields import ClusterDocument
 from raypar.record.events import StepRecord
 from raypar.record.fold import RunView
 from raypar.record.history import HistoryFold
@@ -33,7 +34,7 @@ def read_status(folder: RunFolder, view: RunView, steps: int | None, now: float,
 
     `with_places`: whether to look for its cluster and its checkpoints.
     """
-    cluster = folder.read_document(folder.cluster, damaged=True) if with_places else None
+    cluster: ClusterDocument | None = folder.read_document(folder.cluster, damaged=True) if with_places else None
     return build_run_status(
         folder.name,
         folder.place,
@@ -55,7 +56,7 @@ def has_checkpoints(folder: RunFolder) -> bool:
     return False
 
 
-def read_job_values(folder: RunFolder) -> Mapping[str, Any] | None:
+def read_job_values(folder: RunFolder) -> Mapping[str, Json] | None:
     """The keys of job.yaml, none if it cannot be parsed; None if there is no such file.
 
     Raises `ConfigError` for a job file that is a link, a FIFO or large.
@@ -89,11 +90,11 @@ def read_job_numbers(folder: RunFolder) -> dict[str, Any]:
     """`steps`, `epochs` and `price_per_worker_hour` of job.yaml, if it has them. Raises `ConfigError` as `read_job_values`."""
     job = read_job_values(folder) or {}
     kinds = {"steps": (int,), "epochs": (int, float), "price_per_worker_hour": (int, float)}
-    given = {key: job[key] for key, kind in kinds.items() if type(job.get(key)) in kind}
+    given: dict[str, Any] = {key: job[key] for key, kind in kinds.items() if type(job.get(key)) in kind}
     return {key: value for key, value in given.items() if abs(value) < LARGEST_NUMBER}
 
 
-def find_dead_local_nodes(cluster: Mapping[str, Any]) -> list[str]:
+def find_dead_local_nodes(cluster: ClusterDocument) -> list[str]:
     """Nodes of the run's local Ray cluster that have died; empty without its head: the run is elsewhere, or over."""
     from raypar.ray_compat.settings import parse_raylet_command
 

@@ -9,23 +9,30 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from raypar.console.run_status import RunStatus, describe_arithmetic, format_loss
 from raypar.draw.line_chart import ChartSeries, line_chart_svg
 from raypar.draw.run_history_chart import throughput_svg
 from raypar.errors import PlanError
+from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
 from raypar.plan import ParallelPlan, StagePlan
 from raypar.plan.wording import count_noun
-from raypar.record.events import EndOfRun, SavedCheckpoint, format_duration, format_metric, short_node_id
+from raypar.record.document_fields import LayerFacts, MembersDocument, PlanDocument
+from raypar.record.events import (
+    EndOfRun,
+    SavedCheckpoint,
+    WorkerFacts,
+    format_duration,
+    format_metric,
+    is_finite_number,
+    short_node_id,
+)
 from raypar.record.fold import SHOWN_DATA_WAIT, RunView, StepStatistics, peak_sizes
 from raypar.record.metric_names import is_of_validation, split_name
 from raypar.record.story import StoryLine
 from raypar.record.totals import read_totals
 
-Line = Mapping[str, Any]
-"""A document of a run folder, or a part of one."""
 LOSS_COLOUR, VALIDATION_COLOUR, LARGEST_COLOUR, SMALLEST_COLOUR = "#2B7BBA", "#D9861A", "#7A4FA3", "#2FA584"
 METRIC_COLOURS = ("#2FA584", "#7A4FA3", "#D9861A", "#2B7BBA", "#B3261E")
 FEW_POINTS = 80
@@ -48,15 +55,15 @@ class RunFiles:
 
     view: RunView
     """What its events say."""
-    plan: Line | None
+    plan: PlanDocument | None
     """plan.json."""
-    members: Line | None
+    members: MembersDocument | None
     """members.json."""
     job: str | None
     """The text of job.yaml, without secrets."""
     swimlane: str | None
     """The drawing of a step; None: the folder has no data of one."""
-    totals: Line | None = None
+    totals: Mapping[str, Json] | None = None
     """totals.json."""
     has_drawing_file: bool = False
     """Whether the folder has a drawing of a step."""
@@ -152,8 +159,8 @@ class RunReport:
 def build_run_report(status: RunStatus, files: RunFiles, now: float, clean: Callable[[str], str] = str) -> RunReport:
     """The report of a run. `clean` removes secrets from a text."""
 
-    def text(value: object) -> str:
-        return clean(str(value)[:TEXT_CHARACTERS])
+    def text(value: str) -> str:
+        return clean(value[:TEXT_CHARACTERS])
 
     view = files.view
     history = view.history.history(with_losses=False)  # the report has a chart of its own for them
@@ -183,7 +190,7 @@ def build_run_report(status: RunStatus, files: RunFiles, now: float, clean: Call
         swimlane=files.swimlane or "",
         swimlane_missing="" if files.swimlane else describe_missing_swimlane(status, files.has_drawing_file),
         step_prediction=describe_prediction(files.plan, view.steps),
-        stages=tuple(stage_rows(plan, files.plan or {}, text)),
+        stages=tuple(stage_rows(plan, files.plan, text)),
         workers=tuple(worker_rows(plan, files, text)),
         all_workers=plan.world if plan is not None else 0,
         story=tuple(tell_line(one, text) for one in told),
@@ -205,14 +212,6 @@ def describe_missing_swimlane(status: RunStatus, has_file: bool) -> str:
         "The folder has no drawing of a step: none of those that are measured (the 1st, 5th, 21st, 101st and last of a start) "
         "was done by all workers of the plan that the run was started with. trace_every: 1 measures all steps."
     )
-
-
-def _number(value: Any) -> float | None:
-    """A finite number; None for anything else, also for an integer that no float holds."""
-    try:
-        return float(value) if type(value) in (int, float) and math.isfinite(value) else None
-    except OverflowError:
-        return None
 
 
 # -- the summary -----------------------------------------------------------------------------------------------------------
@@ -247,8 +246,8 @@ def summary_facts(status: RunStatus, files: RunFiles, between_starts_s: Sequence
             goodput = view.history.goodput or 0.0
         facts.append(Fact("goodput", f"{100 * goodput:.1f} %", "of the time in steps that count"))
     if done.bubble_seconds:
-        predicted = _number((files.plan or {}).get("predicted_bubble"))
-        note = f"predicted {100 * predicted:.1f} %" if predicted is not None else ""
+        predicted = files.plan.get("predicted_bubble") if files.plan is not None else None
+        note = f"predicted {100 * predicted:.1f} %" if is_finite_number(predicted) else ""
         facts.append(Fact("bubble", f"{100 * done.bubble_s / done.bubble_seconds:.1f} %", note))
     if done.seconds and (waited := done.data_wait_s / done.seconds) >= SHOWN_DATA_WAIT:
         facts.append(Fact("waiting for samples", f"{100 * waited:.1f} %", "of the time in steps", "warn"))
@@ -336,14 +335,14 @@ def format_rate(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def describe_prediction(plan: Line | None, done: StepStatistics) -> str:
+def describe_prediction(plan: PlanDocument | None, done: StepStatistics) -> str:
     """The predicted step beside the measured ones, as a sentence; empty if nothing was predicted."""
-    predicted = _number((plan or {}).get("predicted_ms"))
-    if predicted is None:
+    predicted = plan.get("predicted_ms") if plan is not None else None
+    if plan is None or not is_finite_number(predicted):
         return ""
     text = f"A step was predicted to take {format_seconds(predicted / 1000)}"
-    if (plan or {}).get("predicted_for"):
-        text += f" with {str((plan or {})['predicted_for'])[:80]}"
+    if predicted_for := plan.get("predicted_for"):
+        text += f" with {predicted_for[:80]}"
     return text + (f"; the median of all steps is {format_seconds(done.median_step_s)}." if done.count else ".")
 
 
@@ -420,9 +419,9 @@ def draw_memory(view: RunView) -> str:
 # -- the plan --------------------------------------------------------------------------------------------------------------
 
 
-def read_plan(plan: Line | None) -> ParallelPlan | None:
+def read_plan(plan: PlanDocument | None) -> ParallelPlan | None:
     """The plan of plan.json; None if the file does not give a whole one, or one of an absurd size."""
-    stages = (plan or {}).get("stages") or ()
+    stages = (plan.get("stages") if plan is not None else None) or ()
     if not stages or not all(isinstance(stage.get(key), int) for stage in stages for key in ("first", "last", "position")):
         return None
     made = [StagePlan(s["first"], s["last"], s["position"], s["replicas"], s.get("shards") or 1) for s in stages]
@@ -434,11 +433,11 @@ def read_plan(plan: Line | None) -> ParallelPlan | None:
         return None
 
 
-def stage_rows(plan: ParallelPlan | None, facts: Line, text: Callable[[object], str]) -> list[StageRow]:
+def stage_rows(plan: ParallelPlan | None, facts: PlanDocument | None, text: Callable[[str], str]) -> list[StageRow]:
     """A row for each stage, at most `MOST_STAGES`."""
     if plan is None:
         return []
-    layers = facts.get("layers") or ()
+    layers = (facts.get("layers") if facts is not None else None) or ()
     rows = []
     for number, stage in enumerate(plan.stages[:MOST_STAGES]):
         here = layers[stage.first : stage.last]
@@ -450,7 +449,7 @@ def stage_rows(plan: ParallelPlan | None, facts: Line, text: Callable[[object], 
     return rows
 
 
-def layer_names(layers: Sequence[Line], stage: StagePlan, text: Callable[[object], str]) -> str:
+def layer_names(layers: Sequence[LayerFacts], stage: StagePlan, text: Callable[[str], str]) -> str:
     """The first and the last layer of a stage by name: `embed .. block1`; by number if names are not known."""
     here = [text(layer["name"])[:80] for layer in layers[stage.first : stage.last]]
     if len(here) != stage.last - stage.first:
@@ -458,11 +457,12 @@ def layer_names(layers: Sequence[Line], stage: StagePlan, text: Callable[[object
     return here[0] if len(here) == 1 else f"{here[0]} .. {here[-1]}"
 
 
-def worker_rows(plan: ParallelPlan | None, files: RunFiles, text: Callable[[object], str]) -> list[WorkerRow]:
+def worker_rows(plan: ParallelPlan | None, files: RunFiles, text: Callable[[str], str]) -> list[WorkerRow]:
     """A row for each seat, at most `MOST_WORKERS`."""
     if plan is None:
         return []
-    facts, members = files.plan or {}, list((files.members or {}).get("members") or ())
+    facts: PlanDocument = files.plan or {}
+    members = (files.members.get("members") if files.members is not None else None) or ()
     layers, predicted = facts.get("layers") or (), facts.get("predicted_memory_bytes") or ()
     peaks = peak_sizes(files.view.last_step)
     rows = []
@@ -481,7 +481,7 @@ def worker_rows(plan: ParallelPlan | None, files: RunFiles, text: Callable[[obje
     return rows
 
 
-def _process(member: Line, text: Callable[[object], str]) -> str:
+def _process(member: WorkerFacts, text: Callable[[str], str]) -> str:
     """A worker's process as text: `worker 3, node b09ad58f, pid 5003`."""
     parts = [f"worker {member['worker']}"] if "worker" in member else []
     parts += [f"node {text(short_node_id(member['node']))}"] if member.get("node") else []
@@ -492,7 +492,7 @@ def _process(member: Line, text: Callable[[object], str]) -> str:
 # -- the story -------------------------------------------------------------------------------------------------------------
 
 
-def tell_line(one: StoryLine, text: Callable[[object], str]) -> tuple[float | None, str, str]:
+def tell_line(one: StoryLine, text: Callable[[str], str]) -> tuple[float | None, str, str]:
     """(time, tone, text) of a line of the story."""
     line, event = one.line, one.event
     if isinstance(event, SavedCheckpoint):

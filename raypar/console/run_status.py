@@ -6,15 +6,17 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
 from raypar.plan.parallel_plan import describe_mesh
 from raypar.plan.wording import align_columns, count_noun
+from raypar.record.document_fields import ClusterDocument, MembersDocument, NodeFacts, PlanDocument
 from raypar.record.events import (
     ReplayProgress,
+    SeatedWorker,
+    WorkerFacts,
     format_duration,
     format_metric,
     is_finite_number,
@@ -83,9 +85,9 @@ class RunStatus:
     """In what layers and the loss compute, such as bf16; None: in the job's `dtype`."""
     reduction: str | None
     """`fast` if the job gives up equal bits for it; None: it does not."""
-    members: tuple[Mapping[str, Any], ...]
+    members: tuple[SeatedWorker, ...]
     """Worker, coordinate, node, pid and host of each worker with a seat; of an ended run the last ones."""
-    spares: tuple[Mapping[str, Any], ...]
+    spares: tuple[WorkerFacts, ...]
     """The same of workers without a seat."""
     wanted: int | None
     """How many workers the run would like to have."""
@@ -101,7 +103,7 @@ class RunStatus:
     """The argument for `raypar resume`; None without a checkpoint."""
     driver_pid: int | None
     """The driver's process."""
-    nodes: tuple[Mapping[str, Any], ...]
+    nodes: tuple[NodeFacts, ...]
     """The raylets of a local Ray cluster: node, pid, cpus, head, and `state`: there, leaving (it is drained) or gone."""
     address: str | None
     """The address of the Ray cluster."""
@@ -130,16 +132,17 @@ def build_run_status(
     view: RunView,
     *,
     steps: int | None,
-    plan: Mapping[str, Any] | None,
-    members: Mapping[str, Any] | None,
-    cluster: Mapping[str, Any] | None,
+    plan: PlanDocument | None,
+    members: MembersDocument | None,
+    cluster: ClusterDocument | None,
     gone: Collection[str] = (),
     resumable: bool = False,
     now: float,
 ) -> RunStatus:
     """The status that a view and the documents of a run folder show. `plan` is plan.json, `members` members.json; `gone`:
     nodes of the local Ray cluster whose raylet does not run any more; `resumable`: there is a checkpoint."""
-    told, last, validation = members or {}, view.last_step, view.validation
+    told: MembersDocument = members or {}
+    last, validation = view.last_step, view.validation
     speed, ended, (story, earlier) = view.recent_speed(now), view.ended(members), view.story.summary()
     phase = "ended" if ended else str(members["phase"]) if members else "running" if last else "starting"
     heard_s = max((at for at in (view.last_s, told.get("time")) if at), default=None)
@@ -162,7 +165,7 @@ def build_run_status(
         validation_loss=validation.validation_loss if validation is not None else None,
         validation_step=validation.step if validation is not None else None,
         plan=told.get("plan") or describe_plan_file(plan),
-        schedule=told.get("schedule") or (plan or {}).get("schedule"),
+        schedule=told.get("schedule") or (plan["schedule"] if plan and "schedule" in plan else None),
         precision=view.start.precision if view.start is not None else None,
         reduction=view.start.reduction if view.start is not None else None,
         members=tuple(told.get("members", ())),
@@ -231,14 +234,14 @@ def overdue_silence_s(phase: str, last: float | None, step_s: float | None, now:
     return now - last if now - last > allowed else None
 
 
-def local_node_states(cluster: Mapping[str, Any], gone: Collection[str], view: RunView) -> Iterator[dict[str, Json]]:
+def local_node_states(cluster: ClusterDocument, gone: Collection[str], view: RunView) -> Iterator[NodeFacts]:
     """The raylets of the run's local Ray cluster, with the state of each."""
     for node in cluster.get("nodes", ()):
         state = "gone" if node["node"] in gone else "leaving" if view.is_leaving(node["node"]) else "there"
         yield {**node, "state": state}
 
 
-def describe_plan_file(plan: Mapping[str, Any] | None) -> str | None:
+def describe_plan_file(plan: PlanDocument | None) -> str | None:
     """The plan of a plan.json in words: `2 stages x 2 replicas`; None if it does not say."""
     if not plan or "stages" not in plan:
         return None
@@ -324,18 +327,14 @@ def resume_advice(resume: str | None, *, submitted: bool = False) -> str:
 def format_worker_table(status: RunStatus) -> list[str]:
     """The table of workers: worker, place, node, pid, host."""
     rows = [("worker", "place", "node", "pid", "host")]
-    for place, among in (("", status.members), ("spare", status.spares)):
-        rows += [
-            (
-                str(one.get("worker", "?")),
-                seat_without_rank(one.get("coordinate") or "") or place or "?",
-                short_node_id(one.get("node") or "?"),
-                str(one.get("pid", "?")),
-                str(one.get("host") or "?"),
-            )
-            for one in among
-        ]
+    rows += [_worker_row(one, seat_without_rank(one.get("coordinate") or "") or "?") for one in status.members]
+    rows += [_worker_row(one, "spare") for one in status.spares]
     return align_columns(rows)
+
+
+def _worker_row(one: WorkerFacts, place: str) -> tuple[str, str, str, str, str]:
+    node = short_node_id(one.get("node") or "?")
+    return str(one.get("worker", "?")), place, node, str(one.get("pid", "?")), str(one.get("host") or "?")
 
 
 def local_time(at: float | None) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raypar.console.read_run_folder import read_job_step_count
 from raypar.console.run_status import overdue_silence_s
@@ -16,6 +16,7 @@ from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
 from raypar.files.untrusted_files import explain_read_errors
 from raypar.plan.wording import after_steps, align_columns
+from raypar.record.document_fields import MembersDocument
 from raypar.record.events import format_duration, is_finite_number
 from raypar.record.fold import RunView
 from raypar.storage.follow_run_files import RunFollower
@@ -109,7 +110,7 @@ def read_run_row(run: RunFolder, now: float) -> RunRow:
         return RunRow(name=run.name, path=run.place, state="unreadable", why=error.what)
 
 
-def stopped_run_facts(folder: RunFolder, stopped: bool) -> dict[str, Any]:
+def stopped_run_facts(folder: RunFolder, stopped: bool) -> dict[str, Json]:
     """Facts of a run that does not train any more, with a `text` for people. `stopped`: whether it did before."""
     row = read_run_row(folder, time.time())
     at = f"after {row.step} of {row.steps} steps" if row.steps is not None else after_steps(row.step or 0)
@@ -126,13 +127,14 @@ def build_run_row(
     view: RunView,
     *,
     steps: int | None,
-    members: Mapping[str, Any] | None,
+    members: MembersDocument | None,
     locked: bool,
     started_s: float | None,
     now: float,
 ) -> RunRow:
     """The row of the run in a folder, from the last events of its files. `locked`: a process of this machine trains it."""
-    told, last, end = members or {}, view.last_step, view.ended(members)
+    told: MembersDocument = members or {}
+    last, end = view.last_step, view.ended(members)
     updated_s = max((at for at in (view.last_s, told.get("time")) if at), default=started_s)
     phase = str(told.get("phase") or ("running" if last else "starting"))
     silent = overdue_silence_s(phase, updated_s, last.seconds if last else None, now) is not None

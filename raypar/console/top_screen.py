@@ -38,7 +38,7 @@ NARROW, WIDE = 72, 110
 QUIT_KEYS = ("q", "Q", "")
 """Keys that end the command; the empty text means that the terminal is gone."""
 
-Show = Callable[[object], str]
+Show = Callable[[str], str]
 """The text of a value as it is shown: without secrets, and without characters that move the cursor."""
 
 
@@ -106,8 +106,8 @@ def top_screen(view: LiveView, width: int, height: int, clean: Callable[[str], s
     """
     from rich.console import Group
 
-    def show(value: object) -> str:
-        return without_control_characters(clean(str(value)))
+    def show(value: str) -> str:
+        return without_control_characters(clean(value))
 
     head = [title_line(view, width, show), progress_line(view, width), *fact_lines(view, width, show)]
     parts: list[Text | Table] = [*head]
@@ -121,9 +121,9 @@ def top_screen(view: LiveView, width: int, height: int, clean: Callable[[str], s
     return Group(*parts)
 
 
-def without_control_characters(text: object) -> str:
+def without_control_characters(text: str) -> str:
     """A text without characters that would move the cursor or change colours: names and messages are not trusted."""
-    return "".join(c if c.isprintable() else " " for c in str(text))
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def blank_line() -> Text:
@@ -221,7 +221,7 @@ def fact_lines(view: LiveView, width: int, show: Show) -> list[Text]:
         there = len(view.workers)
         workers = f"{there} of {status.wanted}" if status.wanted is not None and status.wanted != there else f"{there}"
         text = Text.assemble(
-            (" plan  ", "dim"), show(status.plan) + (f", schedule {show(status.schedule)}" * bool(status.schedule))
+            (" plan  ", "dim"), show(status.plan) + (f", schedule {show(status.schedule)}" if status.schedule else "")
         )
         if status.phase != "ended":
             text.append("   workers ", "dim")

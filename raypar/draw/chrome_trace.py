@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from raypar.draw.run_history_chart import RunHistory
 from raypar.files.json_type import Json
@@ -11,11 +10,14 @@ from raypar.schedule.instructions import drawing_style
 from raypar.schedule.step_timeline import Timeline
 
 
-def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "raypar") -> dict[str, Any]:
+def chrome_trace(
+    timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "raypar", swimlane: Mapping[str, Json] | None = None
+) -> dict[str, Json]:
     """A timeline as a JSON object in the Trace Event Format: a process per node, a thread per worker, times in microseconds.
 
     `nodes[rank]` names the machine of each worker (default: all on one called `name`). A worker's reductions
     get a thread of their own, because they overlap compute. The activations that a worker holds are a counter.
+    `swimlane`: data of the same drawing (`swimlane_data`), which the object shall have too.
     """
     machines = list(nodes) or [name] * len(timeline.spans)
     pids = {machine: pid for pid, machine in enumerate(dict.fromkeys(machines))}
@@ -47,7 +49,8 @@ def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "
                 when = (start_ms if instruction.held_change > 0 else end_ms) * 1000
                 counter = f"activations of {timeline.names[rank]}"
                 events.append({"ph": "C", "name": counter, "pid": pid, "ts": when, "args": {"held": held}})
-    return {"displayTimeUnit": "ms", "otherData": {"makespan_ms": timeline.makespan_ms}, "traceEvents": events}
+    other: dict[str, Json] = {"makespan_ms": timeline.makespan_ms} | ({} if swimlane is None else {"swimlane": swimlane})
+    return {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
 
 
 def chrome_trace_of_run(history: RunHistory, *, first: int = 1, name: str = "raypar") -> dict[str, Json]:

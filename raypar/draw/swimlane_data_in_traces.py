@@ -74,11 +74,13 @@ def draw_step_of_trace(trace: Mapping[str, Json], clean: Callable[[str], str]) -
     return draw_swimlane_data({"title": "", "panels": [panel], "routes": []}, clean)
 
 
-def draw_swimlane_data(found: Any, clean: Callable[[str], str]) -> str | None:
+def draw_swimlane_data(found: Json, clean: Callable[[str], str]) -> str | None:
     """The drawing of data made by `swimlane_data`; None if they are not such data.
 
     `clean` is applied to every text.
     """
+    if not isinstance(found, dict):
+        return None
     try:
         panels = [(clean(_text(one["heading"])), _timeline(one, clean)) for one in _list(found["panels"], MOST_PANELS)]
         given = _list(found["routes"], MOST_ROUTES)
@@ -135,7 +137,7 @@ def _count(value: Json, most: int) -> int:
     return value
 
 
-def _ms(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= MOST_MS:
+def _ms(value: Json) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 <= value <= MOST_MS:
         raise ValueError("no time")
     return float(value)

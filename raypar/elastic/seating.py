@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raypar.elastic.state_sources import find_live_holders
 from raypar.errors import PlanError
@@ -308,7 +308,7 @@ class _Seating:
     def _node(self, worker: int) -> str:
         return self.places.nodes.get(worker, "")
 
-    def _count(self, of: Sequence[Hashable], place: Callable[[int], Hashable]) -> Counter[Any]:
+    def _count(self, of: Sequence[Hashable], place: Callable[[int], Hashable]) -> Counter[tuple[Hashable, Hashable]]:
         return Counter((of[rank], place(worker)) for rank, worker in enumerate(self.members))
 
     def is_best(self, rank: int) -> bool:
@@ -327,9 +327,9 @@ class _Seating:
         if other is not None:
             elements += self.cost[other, self.members[rank]] - self.cost[other, worker]
 
-        def changed(of: Sequence[Hashable], place: Callable[[int], Hashable]) -> Counter[Any]:
+        def changed(of: Sequence[Hashable], place: Callable[[int], Hashable]) -> Counter[tuple[Hashable, Hashable]]:
             """(key, place) -> how many more members are there after the exchange."""
-            old, found = self.members[rank], Counter[Any]()
+            old, found = self.members[rank], Counter[tuple[Hashable, Hashable]]()
             found[of[rank], place(worker)] += 1
             found[of[rank], place(old)] -= 1
             if other is not None:
@@ -337,12 +337,12 @@ class _Seating:
                 found[of[other], place(worker)] -= 1
             return found
 
-        def pairs(here: Counter[Any], change: Counter[Any]) -> int:
+        def pairs(here: Counter[tuple[Hashable, Hashable]], change: Counter[tuple[Hashable, Hashable]]) -> int:
             """How many more pairs with equal keys sit in one place after the exchange."""
             return sum(math.comb(here[k] + d, 2) - math.comb(here[k], 2) for k, d in change.items())
 
         guards = changed(self.copies, self.safe.__contains__)
-        unsafe = sum((self.guarded[k] + d < 1) - (self.guarded[k] < 1) for k, d in guards.items() if k[1])
+        unsafe = sum((self.guarded[k] + d < 1) - (self.guarded[k] < 1) for k, d in guards.items() if k[1] is True)
         apart = -pairs(self.mates, changed(self.replicas, self._node))
         zones = pairs(self.zone_twins, changed(self.copies, self.places.zone))
         return unsafe, elements, apart, zones, pairs(self.twins, changed(self.copies, self._node))

@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BaseModel, BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 
+from raypar.files.json_type import Json
 from raypar.job import elastic_section, function_section, init_from_section, plan_section
 from raypar.job.data_section import ValidationConfig, ValidationSetConfig
 from raypar.job.data_short_forms import FUNCTION_OF_FILES, MIXTURE
@@ -26,7 +27,7 @@ from raypar.job.section_docstrings import key_docstring, section_docstring
 from raypar.job.walk_sections import short_key
 from raypar.schedule.registry import ALIASES, NAMES
 
-Schema = dict[str, Any]
+Schema = dict[str, Json]
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """What the YAML language server of editors reads."""
@@ -60,9 +61,8 @@ NEVER_EMPTY = {"elastic", "steps", "validation.function"}
 def make_schema() -> Schema:
     """The schema of a job file. Unknown keys and wrong types are errors by it; keys have their docstrings and defaults."""
     (schema,) = _section("", Job)
-    del schema["properties"]["name"]["default"]  # a job file has another: its own name
-    epochs = {"required": ["epochs"], "properties": {"epochs": {"type": "number"}}}
-    length = {"if": epochs, "then": {"not": {"required": ["steps"]}}, "else": {"required": ["steps"]}}
+    epochs: Schema = {"required": ["epochs"], "properties": {"epochs": {"type": "number"}}}
+    length: Schema = {"if": epochs, "then": {"not": {"required": ["steps"]}}, "else": {"required": ["steps"]}}
     return {"$schema": DIALECT, "title": "A job of raypar", **schema, **length}
 
 
@@ -78,7 +78,7 @@ def _data_is_made_by(*, mix: bool = False) -> Schema:
     """Of data that is no text: one of the short forms, or a function; likewise. `mix`: whether it may be a mixture."""
     made: Schema = {"required": ["function"]}
     if mix:
-        given = {"required": ["mix"], "properties": {"mix": {"type": "array", "minItems": 1}}}
+        given: Schema = {"required": ["mix"], "properties": {"mix": {"type": "array", "minItems": 1}}}
         made = {"if": given, "then": {"properties": {"function": {"const": MIXTURE}}}, "else": made}
     for key, function in FUNCTION_OF_FILES.items():
         given = {"required": [key], "properties": {key: {"type": ["string", "array"]}}}
@@ -90,8 +90,8 @@ def _data_is_made_by(*, mix: bool = False) -> Schema:
 def _validation_is_made_by() -> Schema:
     """Of a validation that is no text: one data set, as `data`, or several by name."""
     keys = list(ValidationConfig.model_fields)
-    of_one = {"propertyNames": {"enum": keys}, "properties": {"sets": {"maxProperties": 0}}}
-    of_several = {
+    of_one: Schema = {"propertyNames": {"enum": keys}, "properties": {"sets": {"maxProperties": 0}}}
+    of_several: Schema = {
         "not": {"propertyNames": {"enum": [key for key in keys if key != "sets"]}},
         "properties": {"sets": {"minProperties": 1}},
     }
@@ -145,7 +145,7 @@ def _value(key: str, info: FieldInfo) -> Schema:
     one = {name: part for name, part in _any_of(found).items() if name != "description"}
     if default in ((), {}) and "type" in one:  # not as an alternative: validators would no longer name what is wrong in an item
         one["type"] = [one["type"], "null"]
-    if info.is_required() or default is None:
+    if info.is_required() or default is None or key == "name":  # a job file has another name: its own
         return one
     return {**one, "default": to_plain_values(default)[0] if isinstance(default, BaseModel) else _plain(default)}
 
@@ -172,11 +172,12 @@ def _any_of(found: Sequence[Schema]) -> Schema:
     }
 
 
-def _short_values(schema: Schema) -> list[Any]:
+def _short_values(schema: Schema) -> list[Json]:
     """The values that a schema without alternatives allows, where it names them."""
     if schema.get("type") == "boolean":
         return [True, False]
-    return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return list(values) if isinstance(values, list) else []
 
 
 def _type_name(schema: Schema) -> str:
@@ -188,7 +189,7 @@ def _type_name(schema: Schema) -> str:
     return "string"
 
 
-def _plain(default: Any) -> Any:
+def _plain(default: Any) -> Json:
     """A default of plain values, where a tuple is a list."""
     return list(default) if isinstance(default, tuple) else dict(default) if isinstance(default, Mapping) else default
 
@@ -213,7 +214,9 @@ def _alternatives(key: str, annotation: Any, metadata: Sequence[Any] = ()) -> It
     elif origin is tuple:
         yield {"type": "array", "items": _any_of([*_alternatives(key, args[0])])}
     elif origin is dict:
-        kind = {str: {"type": "string"}, int | float: {"type": "number"}}.get(args[1])
+        kind: Schema | None = dict[type | types.UnionType, Schema](
+            {str: {"type": "string"}, int | float: {"type": "number"}}
+        ).get(args[1])
         if isinstance(args[1], type) and issubclass(args[1], BaseModel):
             kind = _any_of([*_section(key, args[1])])
         yield {"type": "object", "additionalProperties": kind} if kind else {"type": "object"}
@@ -234,12 +237,9 @@ def _limits(metadata: Sequence[Any]) -> Schema:
     """The limits of a number, in JSON schema's words."""
     found: Schema = {}
     for one in _flat(metadata):
-        if isinstance(one, Gt):
-            found["exclusiveMinimum"] = one.gt
-        elif isinstance(one, Ge):
-            found["minimum"] = one.ge
-        elif isinstance(one, Le):
-            found["maximum"] = one.le
+        for kind, limit, word in ((Gt, "gt", "exclusiveMinimum"), (Ge, "ge", "minimum"), (Le, "le", "maximum")):
+            if isinstance(one, kind):
+                found[word] = getattr(one, limit)
     return found
 
 

@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from raypar.files.json_type import Json
 from raypar.job import Job
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy, apply_recompute_policy
@@ -229,7 +230,7 @@ def plan_json(chosen: ChosenPlan) -> str:
         stage_balance_as_dict,
     )
 
-    facts: dict[str, Any] = {
+    facts: dict[str, Json] = {
         "schedule": chosen.schedule_name,
         "stages": [asdict(stage) for stage in chosen.plan.stages],
         "workers": [chosen.plan.coordinate(rank) for rank in range(chosen.plan.world)],
@@ -240,7 +241,7 @@ def plan_json(chosen: ChosenPlan) -> str:
     facts |= {"predicted_ms": chosen.predicted.makespan_ms, "predicted_bubble": chosen.predicted.bubble_of_total}
     facts["predicted_for"] = processors_of_prediction(chosen.profile.processors, chosen.plan.world, chosen.profile.lengths)
     if chosen.memory:
-        facts["predicted_memory_bytes"] = [{**sheet.state, **sheet.kept} for sheet in chosen.memory]
+        facts["predicted_memory_bytes"] = [sheet.by_kind for sheet in chosen.memory]
     if chosen.balance is not None:
         facts["stage_balance"] = stage_balance_as_dict(chosen.balance)
     if chosen.choice is not None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Sequence
 
 from raypar.errors import ClusterError, ConfigError
+from raypar.record.document_fields import ClusterDocument, NodeFacts
 from raypar.record.events import short_node_id
 from raypar.storage.run_folder import RunFolder
 
 
 def drain_node_of_cluster(
-    word: str, address: str, known: list[dict[str, Any]], deadline_s: float, reason: str
+    word: str, address: str, known: Sequence[NodeFacts], deadline_s: float, reason: str
 ) -> tuple[str, float | None]:
     """Drain the node that `word` names; returns its name for messages, and None.
 
@@ -44,7 +45,7 @@ def drain_node_of_cluster(
     return str(node), None
 
 
-def read_cluster_facts_of_run(run: str, run_dir: str) -> dict[str, Any]:
+def read_cluster_facts_of_run(run: str, run_dir: str) -> ClusterDocument:
     """Facts of a run's cluster: kind, address, nodes. Raises `ConfigError`, also if the run is over."""
     with RunFolder.open_for_reading(run, run_dir, with_job=False, last_bytes=0) as folder:
         if (folder.read_document(folder.members) or {}).get("phase") == "ended":
@@ -55,7 +56,7 @@ def read_cluster_facts_of_run(run: str, run_dir: str) -> dict[str, Any]:
                 if active
                 else "to drain a node all the same give --address host:port",
             )
-        facts = folder.read_document(folder.cluster)
+        facts: ClusterDocument | None = folder.read_document(folder.cluster)
         if facts is None or any(facts.get(key) is None for key in ("kind", "address", "nodes")):
             raise ConfigError(
                 f"run {folder.name} does not say where its cluster is: {folder.place_of(folder.cluster)} is missing or "

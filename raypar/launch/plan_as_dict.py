@@ -81,7 +81,7 @@ def plan_as_dict(
             advice = describe_changes_that_fit(profile, plan, schedule or name, cut, profile.memory_bytes)
             found["does_not_fit"] = {"worker_bytes": profile.memory_bytes, "advice": advice}
         found |= {
-            "memory_sheet": [{**sheet.state, **sheet.kept} for sheet in sheets],
+            "memory_sheet": [sheet.by_kind for sheet in sheets],
             "predicted_ms": timeline.makespan_ms,
             "predicted_for": predicted_for,
             "bubble_of_ideal": timeline.bubble_of_ideal,

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from raypar.launch.run_on_storage import (
 )
 from raypar.launch.steps_of_epochs import with_steps_of_epochs
 from raypar.plan.wording import count_noun
+from raypar.record.document_fields import MembersDocument
 from raypar.record.events import EndOfRun, ResumeNotice, Resumption, RunWarning
 from raypar.record.fold import RunView
 from raypar.record.folder import ERROR
@@ -71,7 +72,7 @@ def resume_former_run(job: Job, former: RunFolder, tell: EventHandler, **options
             time.sleep(1.0)
 
 
-def describe_resumption(steps_done: int, view: RunView, members: Mapping[str, Any] | None, plan: str, now: float) -> Resumption:
+def describe_resumption(steps_done: int, view: RunView, members: MembersDocument | None, plan: str, now: float) -> Resumption:
     """The event of a run that is resumed from a checkpoint after `steps_done` steps, under `plan` (in words).
 
     `view`, `members`: the state in the run's files before the resumption. `now`: Unix time.
@@ -79,7 +80,8 @@ def describe_resumption(steps_done: int, view: RunView, members: Mapping[str, An
     reported = view.last_step.step if view.last_step is not None else 0
     again = max(0, reported - steps_done)
     has_crashed = view.boundary not in ("", EndOfRun.kind)
-    plan_before = (members or {}).get("plan")
+    before: MembersDocument = members or {}
+    plan_before = before.get("plan")
     parts = [f"resumed from the checkpoint after step {steps_done}"]
     if again == 1:
         parts.append(f"step {reported} had been reported and is executed again")
@@ -89,7 +91,7 @@ def describe_resumption(steps_done: int, view: RunView, members: Mapping[str, An
         parts.append(f"the run had ended after step {max(reported, steps_done)} without recording why (killed?)")
     if plan_before and plan_before != plan:
         parts.append(f"plan {plan_before} -> {plan}")
-    heard_s = max((at for at in (view.last_s, (members or {}).get("time")) if at), default=now)
+    heard_s = max((at for at in (view.last_s, before.get("time")) if at), default=now)
     return Resumption(
         text="; ".join(parts),
         step=steps_done,
@@ -161,7 +163,7 @@ def rewind_metrics(folder: RunFolder, steps_done: int, plan: str, *, validates_f
     line is removed too.
     """
     view, lines = RunView.of(folder.read_timeline()), folder.read_lines(folder.metrics)
-    members = folder.read_document(folder.members, damaged=True)
+    members: MembersDocument | None = folder.read_document(folder.members, damaged=True)
     last = steps_done, not validates_first
     text = "".join(json.dumps(line) + "\n" for line in lines if jsonl_line_sort_key(line) <= last).encode()
     if not file_has_content(folder.metrics, text):

@@ -71,7 +71,7 @@ class Graph:
     """The value given to the loss; empty if `outputs` are given."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Tuples of qualified parameter names (`layer.path.weight`) that are one parameter, stored under the first name."""
-    init: Callable[[str, object], None] | None = None
+    init: Callable[[str, Tensor], None] | None = None
     """`init(name, tensor)` fills every parameter in place, torch's generator seeded by its name, instead of the builds."""
     aliases: tuple[tuple[str, str], ...] = ()
     """(another name, qualified name) of parameters and buffers of a captured model: its `state_dict` has both."""
@@ -138,7 +138,7 @@ class Graph:
         layers: Sequence[tuple[str, Callable[[], nn.Module]]],
         *,
         input: str,
-        init: Callable[[str, object], None] | None = None,
+        init: Callable[[str, Tensor], None] | None = None,
         ties: tuple[tuple[str, ...], ...] = (),
     ) -> Graph:
         """A chain: each layer reads the value its predecessor wrote; the first reads the batch field `input`."""

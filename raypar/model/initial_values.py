@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from raypar.plan.seeds import seed_of
 from raypar.plan.stage_connections import LATER_USE
 from raypar.torch_compat.modules import reset_function
 
-CallGuard = Callable[[str], contextlib.AbstractContextManager[Any]]
+CallGuard = Callable[[str], contextlib.AbstractContextManager[str | None]]
 """guard(caller): a context for one call of the user's code; on exit it restores process state that the call left changed.
 
 `caller` describes the call in messages. `TorchStateGuard.watching` of `worker.process.torch_state_guard` is one."""

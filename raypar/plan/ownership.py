@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -123,9 +123,11 @@ class Ownership:
     """The model's parameters and buffers, which of them are frozen, and how they are cut over shards."""
     zero_stage: int = 0
     """The ZeRO stage, 0 to 3: which kinds of state replicas divide (`SHARED_OUT_FROM`). Runs of today use 0."""
-    _answers: dict[tuple[object, ...], tuple[Piece, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _answers: dict[tuple[Hashable, ...], tuple[Piece, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of pieces; ranks that keep the same pieces share one tuple."""
-    _shares: dict[tuple[object, ...], BalancedTensorShares] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _shares: dict[tuple[Hashable, ...], BalancedTensorShares] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     """(position, shard, whether frozen) -> how the replicas divide these parameters."""
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raypar.plan.model_outline import ModelOutline
@@ -19,7 +19,7 @@ class StateBytes:
     """The model's parameters and buffers, and how they are cut over shards."""
     by_tensor: Mapping[StateKind, Mapping[str, int]]
     """Kind of state -> tensor -> bytes when the tensor is whole; a tensor that is not named has no state of the kind."""
-    _on_ranks: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _on_ranks: dict[tuple[Hashable, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of `_on_rank`; plans that give a rank the same stages share entries."""
     _of_layers: dict[tuple[StateKind, int], tuple[tuple[dict[str, int], ...], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False

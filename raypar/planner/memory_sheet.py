@@ -34,6 +34,11 @@ class MemorySheet:
     """Kind of memory kept for backward passes -> its bytes at the moment of the step when all kinds together take most."""
 
     @property
+    def by_kind(self) -> dict[str, int]:
+        """All kinds -> their bytes, as data."""
+        return {str(kind): nbytes for kind, nbytes in (*self.state.items(), *self.kept.items())}
+
+    @property
     def total(self) -> int:
         """Bytes of all that is counted."""
         return sum(self.state.values()) + sum(self.kept.values())

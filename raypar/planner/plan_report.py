@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raypar.files.json_type import Json
 from raypar.plan import ParallelPlan
 from raypar.plan.parallel_plan import describe_mesh
 from raypar.plan.wording import align_columns, count_noun
@@ -89,13 +90,13 @@ def _busy_text(step: Timeline) -> str:
     return f"{min(busy)} to {max(busy)} %"
 
 
-def stage_balance_as_dict(balance: StageBalance) -> dict[str, object]:
+def stage_balance_as_dict(balance: StageBalance) -> dict[str, Json]:
     """The balance as plain data. `busy`: by worker, as a share of the step. Times are for workers with a processor each.
 
     So they are shorter than the plan's own predicted step where workers share processors, and `predicted_for` says so.
     """
 
-    def cut(plan: ParallelPlan, step: Timeline, lacks_bytes: int) -> dict[str, object]:
+    def cut(plan: ParallelPlan, step: Timeline, lacks_bytes: int) -> dict[str, Json]:
         return {
             "cuts": list(plan.split_points),
             "predicted_ms": step.makespan_ms,
@@ -111,15 +112,15 @@ def stage_balance_as_dict(balance: StageBalance) -> dict[str, object]:
     }
 
 
-def layers_as_dicts(profile: ModelProfile) -> list[dict[str, object]]:
+def layers_as_dicts(profile: ModelProfile) -> list[dict[str, Json]]:
     """By layer, for plan.json: its name, the number of elements of its parameters and their bytes, whole.
 
     A tied parameter counts in each of its layers for the bytes, and in one of them for the elements.
     """
     outline = profile.state.outline if profile.state is not None else None
-    found: list[dict[str, object]] = []
+    found: list[dict[str, Json]] = []
     for index, layer in enumerate(profile.layers):
-        facts: dict[str, object] = {"name": layer.name, "parameter_bytes": layer.parameter_bytes}
+        facts: dict[str, Json] = {"name": layer.name, "parameter_bytes": layer.parameter_bytes}
         if outline is not None and len(outline.elements) == len(profile.layers):
             elements = outline.elements[index]
             facts["parameters"] = sum(size for name, size in elements.items() if name not in outline.buffers)
@@ -155,7 +156,7 @@ def _row(verdict: EvaluatedCandidate, why: str) -> tuple[str, ...]:
     )
 
 
-def plan_report_as_dict(choice: PlanChoice) -> dict[str, object]:
+def plan_report_as_dict(choice: PlanChoice) -> dict[str, Json]:
     """The report as plain data, for `--json`."""
     return {
         "workers": choice.workers,

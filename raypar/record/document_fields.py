@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
@@ -15,6 +16,8 @@ from raypar.record.events import (
     WORKER,
     WORKER_FIELDS,
     Check,
+    SeatedWorker,
+    WorkerFacts,
     count_up_to,
     is_flag,
     is_list_of,
@@ -24,6 +27,76 @@ from raypar.record.events import (
     number_up_to,
 )
 from raypar.record.folder import CLUSTER, MEMBERS, PLAN, TOTALS, TRACE
+
+
+class StageFacts(TypedDict, total=False):
+    """A stage in plan.json and members.json."""
+
+    first: int
+    last: int
+    position: int
+    replicas: int
+    shards: int
+
+
+class LayerFacts(TypedDict, total=False):
+    """A layer in plan.json."""
+
+    name: str
+    parameters: int
+    parameter_bytes: int
+
+
+class PlanDocument(TypedDict, total=False):
+    """plan.json: the plan of the present generation. What raypar did not know, or older releases did not write, is absent."""
+
+    schedule: str
+    stages: list[StageFacts]
+    workers: list[str]
+    layers: list[LayerFacts]
+    predicted_memory_bytes: list[dict[str, int]]
+    predicted_ms: float
+    predicted_bubble: float
+    predicted_for: str
+
+
+class MembersDocument(TypedDict, total=False):
+    """members.json: who trains the run, and how far it is."""
+
+    time: float
+    phase: str
+    generation: int
+    step: int
+    steps: int
+    plan: str
+    schedule: str
+    members: Sequence[SeatedWorker]
+    spares: Sequence[WorkerFacts]
+    """Workers without a seat."""
+    wanted: int
+    why: str
+    driver_pid: int
+    replaying: Mapping[str, int] | None
+
+
+class NodeFacts(TypedDict, total=False):
+    """A raylet of a local Ray cluster, in cluster.json."""
+
+    node: str
+    pid: int
+    head: bool
+    cpus: int
+    state: str
+    """There, leaving or gone: not in the file, but found of it."""
+
+
+class ClusterDocument(TypedDict, total=False):
+    """cluster.json: where the run's Ray cluster is."""
+
+    kind: str
+    address: str
+    nodes: list[NodeFacts]
+    submitted: bool
 
 
 def _records(fields: Mapping[str, Check], *required: str) -> Check:

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Annotated, Any, ClassVar, get_args, get_type_hints
+from typing import Annotated, ClassVar, TypedDict, TypeGuard, get_args, get_type_hints
 
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.json_type import Json
@@ -25,7 +25,7 @@ from raypar.record.metric_names import split_name
 
 # -- types of fields, with the range of valid values -----------------------------------------------------------------------
 
-Check = Callable[[Any], bool]
+Check = Callable[[Json], bool]
 """Whether a value is valid."""
 MAX_GENERATIONS = 10**6
 MAX_STEPS = 10**9
@@ -38,12 +38,17 @@ MAX_TIME_S = 1e11
 
 def count_up_to(most: int, least: int = 0) -> Check:
     """The check for whole numbers from `least` to `most`."""
-    return lambda value: type(value) is int and least <= value <= most
+    return lambda value: is_number(value) and type(value) is int and least <= value <= most
+
+
+def is_number(value: Json) -> TypeGuard[int | float]:
+    """Whether a value is a number, NaN too; true and false are none."""
+    return type(value) in (int, float)
 
 
 def number_up_to(most: float) -> Check:
     """The check for numbers from 0 to `most`; NaN fails."""
-    return lambda value: type(value) in (int, float) and 0 <= value <= most  # an integer may be too large for a float
+    return lambda value: is_number(value) and 0 <= value <= most  # an integer may be too large for a float
 
 
 def is_real(value: Json) -> bool:
@@ -51,7 +56,7 @@ def is_real(value: Json) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
-def is_text(value: Json) -> bool:
+def is_text(value: Json) -> TypeGuard[str]:
     """Whether a value is text that can be encoded; a lone surrogate cannot."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in (() if value.isascii() else value))
 
@@ -61,7 +66,7 @@ def is_flag(value: Json) -> bool:
     return isinstance(value, bool)
 
 
-def is_list(value: Json) -> bool:
+def is_list(value: Json) -> TypeGuard[Sequence[Json]]:
     """Whether a value is a list or tuple."""
     return isinstance(value, (list, tuple))
 
@@ -82,12 +87,37 @@ def numbers_in(values: Mapping[str, Json]) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items() if isinstance(value, (int, float)) and is_real(value)}
 
 
-def is_finite_number(value: Any) -> bool:
+def is_finite_number(value: Json) -> TypeGuard[float]:
     """Whether a value is a finite number. Run folders have null or NaN for other numbers."""
     try:
-        return type(value) in (int, float) and math.isfinite(value)
+        return is_number(value) and math.isfinite(value)
     except OverflowError:  # an integer that no float holds
         return False
+
+
+class NumberedWorker(TypedDict):
+    """A worker."""
+
+    worker: int
+    """Its number."""
+
+
+class WorkerFacts(NumberedWorker, total=False):
+    """What events say of a worker."""
+
+    node: str
+    """The beginning of its node's id."""
+    pid: int
+    """Its process."""
+    host: str
+    """The address of its machine."""
+
+
+class SeatedWorker(WorkerFacts, total=False):
+    """What members.json says of a worker with a seat."""
+
+    coordinate: str
+    """Its seat, in words."""
 
 
 WORKER, STEP, TIME = count_up_to(MAX_WORKER_NUMBER), count_up_to(MAX_STEPS), number_up_to(MAX_TIME_S)
@@ -106,11 +136,11 @@ def _is_worker(value: Json) -> bool:
 
 
 Text = Annotated[str, is_text]
-BestRules = Annotated[Sequence[Mapping[str, Any]], is_list_of(lambda value: isinstance(value, dict))]
+BestRules = Annotated[Sequence[Mapping[str, Json]], is_list_of(lambda value: isinstance(value, dict))]
 Flag = Annotated[bool, is_flag]
 WorkerNumber = Annotated[int, WORKER]
 WorkerNumbers = Annotated[Sequence[int], is_list_of(WORKER)]
-WorkerList = Annotated[Sequence[Mapping[str, Any]], is_list_of(_is_worker)]
+WorkerList = Annotated[Sequence[WorkerFacts], is_list_of(_is_worker)]
 StepNumber = Annotated[int, STEP]
 FirstStepIsOne = Annotated[int, count_up_to(MAX_STEPS, 1)]
 GenerationNumber = Annotated[int, count_up_to(MAX_GENERATIONS)]
@@ -121,9 +151,10 @@ Seconds = Annotated[float, TIME]
 Rate = Annotated[float, number_up_to(1e18)]
 Real = Annotated[float, is_real]
 """A number that may be NaN. Files have null for one that is not finite."""
-Numbers = Annotated[Sequence[Any], is_list]
+Numbers = Annotated[Sequence[float], is_list]
+"""Whoever reads them checks each (`is_finite_number`)."""
 Texts = Annotated[Mapping[str, str], is_mapping_of(is_text)]
-Anything = Annotated[Any, lambda value: True]
+Anything = Annotated[Json, lambda value: True]
 
 
 # -- events ----------------------------------------------------------------------------------------------------------------
@@ -767,7 +798,7 @@ class UnreadableLines(Event):
         return f"{count_noun(self.count, 'line')} of {self.file} cannot be read ({shorten(self.why)})"
 
 
-def parse_event(line: Any) -> Event:
+def parse_event(line: Json) -> Event:
     """The event of a line of events.jsonl or of another process's data. Raises `ValueError` that says what is wrong.
 
     Fields that the kind does not have are kept in `more`.
@@ -814,13 +845,14 @@ def _object(line: Json) -> Mapping[str, Json]:
     return line
 
 
-def _parse(line: Mapping[str, Any], kind: type[Event] | None, name: str) -> Event:
+def _parse(line: Mapping[str, Json], kind: type[Event] | None, name: str) -> Event:
     at = line.get("time")
     if "time" in line and not TIME(at):
         raise ValueError(f"time is {shorten(at)}")
+    time = at if is_number(at) else None
     known = {"kind", "time"}
     if kind is None:
-        return UnknownEvent(name=name, time=at, more={key: value for key, value in line.items() if key not in known})
+        return UnknownEvent(name=name, time=time, more={key: value for key, value in line.items() if key not in known})
     given: dict[str, Json] = {}
     for key, check, required in _fields_of(kind):
         known.add(key)
@@ -834,7 +866,7 @@ def _parse(line: Mapping[str, Any], kind: type[Event] | None, name: str) -> Even
             given[key] = value
         else:
             raise ValueError(f"{key} is {shorten(value)}")
-    return kind(**given, time=at, more={key: value for key, value in line.items() if key not in known})
+    return kind(**given, time=time, more={key: value for key, value in line.items() if key not in known})
 
 
 # -- text ------------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from raypar.files.printable_text import shorten
 from raypar.plan.wording import count_noun
+from raypar.record.document_fields import MembersDocument
 from raypar.record.events import (
     EndOfRun,
     Event,
@@ -318,11 +319,12 @@ class RunView:
             text = f"events have fields that this release of raypar does not know: {shorten(', '.join(names))}"
             self.story.add(Note(text=text, time=event.time))
 
-    def ended(self, members: Mapping[str, Any] | None = None) -> EndOfRun | None:
+    def ended(self, members: MembersDocument | None = None) -> EndOfRun | None:
         """How the run has ended; None if it has not, or has been resumed since. `members`: members.json."""
         if self.end is None:
             return None
-        at, told = self.end.time or 0.0, members or {}
+        told: MembersDocument = members or {}
+        at = self.end.time or 0.0
         stepped = self._validation_s if self._validation_s is not None else self.last_step.time if self.last_step else None
         under_way = told.get("phase") in ACTIVE_PHASES and told.get("time", 0.0) > at
         return None if under_way or (stepped or 0.0) > at else self.end

@@ -9,6 +9,7 @@ from raypar.errors import CheckpointError
 from raypar.record.best_checkpoint_rules import BestRule, BestValues, parse_rules
 from raypar.record.events import RunStart, is_finite_number
 from raypar.record.metric_names import short_name
+from raypar.storage.read_run_lines import step_of
 from raypar.storage.run_folder import RunFolder
 
 
@@ -35,7 +36,7 @@ def find_best_step(folder: RunFolder, metric: str = "") -> int:
 def _no_best_error(folder: RunFolder, rule: BestRule) -> CheckpointError:
     """Says why no checkpoint is the best one by a metric that the run keeps: no value, none that is finite, or none saved."""
     name = rule.metric
-    values = {line["step"]: line[name] for line in folder.read_lines(folder.metrics) if name in line}
+    values = {step_of(line): line[name] for line in folder.read_lines(folder.metrics) if name in line}
     finite = [step for step, value in values.items() if is_finite_number(value)]
     if not values:
         return CheckpointError(f"run {folder.name} has no value of {name} yet", cure="wait for a validation, or give a step")
@@ -58,7 +59,7 @@ def best_steps(folder: RunFolder, rules: Sequence[BestRule], rule: BestRule) -> 
     """The numbers of steps of the best checkpoints that are there, best first."""
     values = BestValues(rules)
     for line in folder.read_lines(folder.metrics):
-        values.add(line["step"], line)
+        values.add(step_of(line), line)
     there = (re.fullmatch(r"step_([0-9]+)", name) for name in folder.list_checkpoints())
     return values.best_of(rule, [int(found[1]) for found in there if found is not None])
 

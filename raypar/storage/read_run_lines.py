@@ -8,11 +8,12 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from raypar.errors import ConfigError
+from raypar.files.json_type import Json
 from raypar.files.untrusted_files import parse_untrusted_json, read_limited_bytes
-from raypar.record.events import Event, StepRecord, UnreadableLines, ValidationRecord, parse_event, parse_metrics
+from raypar.record.events import Event, StepRecord, UnreadableLines, ValidationRecord, is_number, parse_event, parse_metrics
 from raypar.record.folder import EVENTS
 
 LINE_BYTES = 1 << 20
@@ -20,7 +21,7 @@ LINE_BYTES = 1 << 20
 FILE_BYTES = 4 << 30
 """Size limit of metrics or events: ten million steps of ten workers, 350,000 of a thousand."""
 
-Line = dict[str, Any]
+Line = dict[str, Json]
 """One line of metrics or events."""
 
 
@@ -108,4 +109,15 @@ def merge_jsonl_lines(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[
 
 def jsonl_line_sort_key(line: Line) -> tuple[float, bool]:
     """The sort key of a line: events by time, metrics by step, a validation after its step."""
-    return (line.get("time", 0.0), False) if "kind" in line else (line["step"], "loss" not in line)
+    return (_number(line, "time"), False) if "kind" in line else (step_of(line), "loss" not in line)
+
+
+def step_of(line: Line) -> int:
+    """The step of a line of metrics."""
+    return int(_number(line, "step"))
+
+
+def _number(line: Line, key: str) -> float:
+    value = line.get(key, 0.0)
+    assert is_number(value), f"{key} of a valid line"
+    return value

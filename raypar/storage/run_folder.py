@@ -513,8 +513,9 @@ class RunFolder:
         with open(self.job, "w", encoding="utf-8", opener=regular_file_opener) as file:
             file.write(text)
 
-    def read_document(self, path: Path, *, damaged: bool = False) -> dict[str, Any] | None:
-        """The content of `plan`, `members`, `cluster` or `totals`; None if the file is missing, or cut off.
+    def read_document(self, path: Path, *, damaged: bool = False) -> Any:
+        """The content of `plan`, `members`, `cluster` (their types are in `record/document_fields.py`) or `totals`; None if the
+        file is missing, or cut off.
 
         Raises `ConfigError` for a link or FIFO, for a file that is too long or too deep, and for content that raypar does not
         write. `damaged`: return None for such content instead.

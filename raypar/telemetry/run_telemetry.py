@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from raypar.plan import ParallelPlan
 from raypar.record.events import Event, StepRecord
@@ -15,8 +15,14 @@ from raypar.record.totals import RunTotals
 RECENT_WEIGHT = 0.1
 """Weight of the newest step in the means of the last steps (exponentially weighted): they cover about the last twenty steps."""
 
-Facts = Mapping[str, Any]
-"""A worker's report of a step."""
+
+class WorkerMeasures(TypedDict, total=False):
+    """What is read of a worker's report of a step."""
+
+    memory: Mapping[str, int]
+    ledger: Mapping[str, Mapping[str, int]]
+
+
 Labels = tuple[tuple[str, str], ...]
 """(name, value) of each label of a metric, except `run`."""
 
@@ -69,7 +75,7 @@ class RunTelemetry:
     """The plan of the last step, to which `busy` and `memory` belong. A new generation replaces it with its first step."""
     busy: list[float] = field(default_factory=list)
     """By rank: mean share of the last steps' time in which the worker computed, since the generation began."""
-    memory: dict[int, dict[str, int]] = field(default_factory=dict)
+    memory: dict[int, dict[str, float]] = field(default_factory=dict)
     """Rank -> kind of memory -> bytes, as last reported in the generation."""
     durations: list[float] = field(default_factory=list)
     """Seconds of the steps since the last `take_durations`."""
@@ -102,7 +108,7 @@ class RunTelemetry:
             self.counts = counts
             self.totals.workers = counts.held
 
-    def add_step(self, step: StepRecord, now_s: float, reports: Mapping[int, Facts] | None = None) -> None:
+    def add_step(self, step: StepRecord, now_s: float, reports: Mapping[int, WorkerMeasures] | None = None) -> None:
         """Add a committed step, and the workers' reports by rank, if there are any."""
         self.advance(now_s)
         counted = self.totals.steps
@@ -122,7 +128,7 @@ class RunTelemetry:
                 mean = self._means.get(key, value)
                 self._means[key] = mean + RECENT_WEIGHT * (value - mean)
 
-    def _add_seats(self, step: StepRecord, reports: Mapping[int, Facts]) -> None:
+    def _add_seats(self, step: StepRecord, reports: Mapping[int, WorkerMeasures]) -> None:
         """Note each worker's computing time, memory and sent bytes."""
         shares = list(step.busy_shares or ())
         if self.plan is not None and len(shares) == self.plan.world:

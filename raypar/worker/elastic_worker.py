@@ -10,7 +10,6 @@ import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +25,18 @@ from raypar.plan.wording import after_steps
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.required_communicators import device_to_device_rank_pairs
 from raypar.worker.state.mirror import Mirror
-from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey, assemble_parameter, extract_elements
+from raypar.worker.state.parameter_state import (
+    ParameterSlice,
+    ParameterState,
+    StateByKey,
+    assemble_parameter,
+    extract_elements,
+    tensor_in,
+)
 from raypar.worker.step.message_tags import state_tag
 from raypar.worker.step.optimizer_state import (
     OptimizerState,
+    Value,
     names_with_patterns,
     write_optimizer_state,
 )
@@ -157,7 +164,7 @@ class ElasticWorker:
         values: dict[str, Tensor] | None = None
         if not (part.run_begins or part.checkpoint_folder):
             state = self._assemble_state(part, transport.rank, base)
-            values = {name: kept[PARAMETER] for name, kept in state.items()}
+            values = {name: tensor_in(kept) for name, kept in state.items()}
         self.adopt_description = self.core.adopt(
             part.assignment, transport, values=values, load=part.checkpoint_folder or None, only_weights=part.only_weights
         )
@@ -216,7 +223,7 @@ class ElasticWorker:
                 what = f"worker {self.worker} lacks elements of {name} of the state {after_steps(part.steps_done)}"
                 raise RayparError(what, cure="report this: the pieces that it holds and was sent do not cover them")
             kept, writable = made
-            found[name] = kept if writable else {**kept, PARAMETER: kept[PARAMETER].clone()}
+            found[name] = kept if writable else {**kept, PARAMETER: tensor_in(kept).clone()}
         return found
 
     def _whole(self, name: str) -> TensorCut | None:
@@ -267,10 +274,12 @@ class ElasticWorker:
         sent, direct = [], device_to_device_rank_pairs(part)
         for dest, pieces in outgoing.items():
             tensors: list[Tensor] = []
-            lines: list[tuple[str, int | None, dict[StateKey, Any]]] = []
+            lines: list[tuple[str, int | None, dict[StateKey, tuple[Value] | None]]] = []
             for piece in pieces:
                 start, kept = self._state_to_send(piece, base[piece.name])
-                numbers = {key: None if isinstance(value, Tensor) else (value,) for key, value in kept.items()}
+                numbers: dict[StateKey, tuple[Value] | None] = {}
+                for key, value in kept.items():
+                    numbers[key] = None if isinstance(value, Tensor) else (value,)
                 lines.append((piece.name, start, numbers))
                 for value in kept.values():
                     if isinstance(value, Tensor):
@@ -289,9 +298,9 @@ class ElasticWorker:
             )
             for name, start, numbers in lines:
                 received: StateByKey = {}
-                for key, value in numbers.items():
-                    if value is not None:
-                        received[key] = value[0]
+                for key, number in numbers.items():
+                    if number is not None:
+                        received[key] = number[0]
                         continue
                     got = next(handles)
                     yield RoutineWait(got, f"{key} of {name} from worker {source}")

@@ -690,7 +690,7 @@ def guard_graph_builds(graph: Graph, guard: TorchStateGuard) -> Graph:
         with guard.watching(f"the constructor of layer {layer.name!r}"):
             return layer.build()
 
-    def fill(init: Callable[[str, object], None], name: str, parameter: object) -> None:
+    def fill(init: Callable[[str, Tensor], None], name: str, parameter: Tensor) -> None:
         with guard.watching("the graph's init"):
             init(name, parameter)
 

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "torch_compat": "fences errors torch",
     "plan": "errors",
     "schedule": "plan errors",
-    "planner": "plan schedule errors",
+    "planner": "plan schedule errors files.json_type",
     "elastic": "plan errors",
     "telemetry": "plan record errors",
     "comm": "plan errors files.json_type torch_compat torch numpy cupy",

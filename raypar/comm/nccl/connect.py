@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -27,7 +27,22 @@ from raypar.comm.nccl.transport import NcclTransport
 from raypar.comm.tcp.transport import TcpTransport
 from raypar.comm.transport import COLLECTIVES, CommunicatorKey, Handle
 from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
-from raypar.files.json_type import Json
+
+
+class Hello(TypedDict):
+    """What a rank says of itself before communicators are made, as JSON."""
+
+    version: int
+    """The number of its NCCL's release."""
+    device: str
+    """Tells its device from all others."""
+    shares: bool
+    """Whether its NCCL may share a device with other ranks'."""
+    communicators: Sequence[tuple[Sequence[int], str, int]]
+    """(members, operation, channel) of each communicator that it will be in."""
+    ids: Mapping[str, str]
+    """Communicator whose first rank it is -> the unique id, in hexadecimal."""
+
 
 HELLO_TAG, READY_TAG = 1, 2
 """Tags on the control transport."""
@@ -119,14 +134,14 @@ def check_communicator_keys(keys: Sequence[CommunicatorKey], rank: int, size: in
 
 def exchange_hellos(
     control: TcpTransport, device: Device, keys: Sequence[CommunicatorKey], deadline: float, deadline_s: float
-) -> list[dict[str, Any]]:
+) -> list[Hello]:
     """The hello of every rank, by rank."""
     device.bind()
-    hello = {
+    hello: Hello = {
         "version": bindings.nccl_version(),
         "device": device.identity,
         "shares": os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
-        "communicators": [[list(key.members), key.operation, key.channel] for key in keys],
+        "communicators": [(list(key.members), key.operation, key.channel) for key in keys],
         "ids": {str(key): bindings.new_unique_id().hex() for key in keys if key.members[0] == control.rank},
     }
     send_document_to_all(control, hello, HELLO_TAG)
@@ -136,7 +151,7 @@ def exchange_hellos(
     return [hello if rank == control.rank else receive_hello(handles[rank], rank) for rank in range(control.size)]
 
 
-def check_ranks_compatible(hellos: Sequence[Mapping[str, Any]], keys: Sequence[CommunicatorKey], rank: int) -> None:
+def check_ranks_compatible(hellos: Sequence[Hello], keys: Sequence[CommunicatorKey], rank: int) -> None:
     """Raise an error if versions of NCCL, devices or communicators of the ranks do not fit together.
 
     All ranks raise alike, except about communicators.
@@ -263,7 +278,7 @@ class CommunicatorSetup(threading.Thread):
             raise self._error
 
 
-def send_document_to_all(control: TcpTransport, document: Mapping[str, Any], tag: int = READY_TAG) -> None:
+def send_document_to_all(control: TcpTransport, document: Mapping[str, str] | Hello, tag: int = READY_TAG) -> None:
     """Send a document to all other ranks."""
     text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
     for rank in range(control.size):
@@ -285,7 +300,7 @@ def receive_document(handle: Handle, rank: int) -> dict[str, Any]:
     return found
 
 
-def receive_hello(handle: Handle, rank: int) -> dict[str, Json]:
+def receive_hello(handle: Handle, rank: int) -> Hello:
     """A rank's hello, checked: its fields have their types, and each communicator whose first rank it is has a unique id.
 
     Raises `CommError` naming the rank.
@@ -304,7 +319,14 @@ def receive_hello(handle: Handle, rank: int) -> dict[str, Json]:
         good = False
     if not good:
         raise CommError(f"what rank {rank} says of itself is damaged", cure="form the next generation without it")
-    return found
+    version, device, shares = found["version"], found["device"], found["shares"]
+    return {
+        "version": version,
+        "device": device,
+        "shares": shares,
+        "communicators": found["communicators"],
+        "ids": found["ids"],
+    }
 
 
 def raise_peer_failure(ready: Mapping[int, Handle]) -> None:

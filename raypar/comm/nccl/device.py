@@ -45,7 +45,7 @@ class StreamEvent(Protocol):
     def query(self) -> bool:
         """Whether the stream has passed this point; never blocks."""
 
-    def make_stream_wait(self, check: Callable[[], object]) -> None:
+    def make_stream_wait(self, check: Callable[[], None]) -> None:
         """Work that the caller gives to its current stream from here on runs after this event; the host goes on.
 
         On host memory the calling thread itself is the stream: then the host waits, and calls `check` meanwhile, which raises
@@ -62,7 +62,7 @@ class Stream(Protocol):
     def wait_event(self, event: StreamEvent) -> None:
         """Later work of this stream waits for `event`."""
 
-    def run(self, work: Callable[[], object]) -> None:
+    def run(self, work: Callable[[], Tensor | None]) -> None:
         """Enqueue the tensor operations that `work` calls; `work` itself may be called later."""
 
     def record_event(self) -> StreamEvent:
@@ -115,7 +115,7 @@ class CudaEvent:
         """See `StreamEvent.query`."""
         return bool(self.event.query())
 
-    def make_stream_wait(self, check: Callable[[], object]) -> None:
+    def make_stream_wait(self, check: Callable[[], None]) -> None:
         """See `StreamEvent.make_stream_wait`."""
         self.event.wait(torch.cuda.current_stream(self._device))
 
@@ -135,7 +135,7 @@ class CudaStream:
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.event)
 
-    def run(self, work: Callable[[], object]) -> None:
+    def run(self, work: Callable[[], Tensor | None]) -> None:
         """See `Stream.run`: `work` is called, and enqueues, at once."""
         with torch.cuda.stream(self.stream), torch.no_grad():
             work()

@@ -54,7 +54,7 @@ class PolledHandle(ABC):
         """Whether everything has been given to the device; raises what the operation failed with."""
 
     @abstractmethod
-    def order_current_stream(self, check: Callable[[], object]) -> None:
+    def order_current_stream(self, check: Callable[[], None]) -> None:
         """Make the caller's current stream wait for all of a launched operation (`StreamEvent.make_stream_wait`)."""
 
     @abstractmethod
@@ -163,7 +163,7 @@ class NcclHandle(PolledHandle):
         self._raise()
         return self.done() if self.via_control_transport else self._event is not None
 
-    def order_current_stream(self, check: Callable[[], object]) -> None:
+    def order_current_stream(self, check: Callable[[], None]) -> None:
         """See `PolledHandle.order_current_stream`."""
         if self._event is not None and not self._finished:
             self._event.make_stream_wait(check)
@@ -241,7 +241,7 @@ class NcclBatchHandle(PolledHandle):
         pending = [handle for handle in self._handles if not handle.launched()]
         return not pending
 
-    def order_current_stream(self, check: Callable[[], object]) -> None:
+    def order_current_stream(self, check: Callable[[], None]) -> None:
         """See `PolledHandle.order_current_stream`."""
         for handle in self._handles:
             handle.order_current_stream(check)

@@ -96,7 +96,7 @@ class HostMessageEvent:
         """See `StreamEvent.query`. When the message is lost, its handle has failed before."""
         return self._sending is None or self._sending.settled
 
-    def make_stream_wait(self, check: Callable[[], object]) -> None:
+    def make_stream_wait(self, check: Callable[[], None]) -> None:
         """See `StreamEvent.make_stream_wait`: only the host uses the memory, after `query`."""
 
 

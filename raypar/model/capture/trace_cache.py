@@ -78,7 +78,7 @@ for each set of answers."""
 MOST_REFINEMENTS = 500
 """Limit on how often a unit is split because outer code uses a module inside it."""
 
-Signature = tuple[Any, ...]
+Signature = tuple[Hashable, ...]
 """Whether the model trains, and name, shape and dtype of each batch field."""
 
 

@@ -7,7 +7,7 @@ styles do not depend on the number of shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ def _find_structure(graph: Graph, only: frozenset[str] | None) -> Structure:
         return Structure()
     groups: list[Styles] = []
     refused: dict[str, str] = {}
-    answers: dict[object, _Answer] = {}
+    answers: dict[Hashable, _Answer] = {}
     worth = sum(shape.numel() for shape in parameter_shapes(graph).values()) * WORTH_GATHERING
     for first, last in runs_of_leaf_units(graph):
         if only is not None and not any(layer.name in only for layer in graph.layers[first:last]):
@@ -145,11 +145,15 @@ def _modules_of(graph: Graph, first: int, last: int) -> dict[str, nn.Module]:
     return {layer.qualify(path): module for layer in layers for path, module in shared_skeleton(layer).named_modules()}
 
 
-def _kind(module: nn.Module) -> tuple[object, ...]:
+_Kind = tuple[type[nn.Module], int | None]
+"""(class of a module, its number of heads)"""
+
+
+def _kind(module: nn.Module) -> _Kind:
     return type(module), getattr(module, "num_heads", None)
 
 
-def _key_of(record: LayerRecord, kinds: Mapping[str, object]) -> object:
+def _key_of(record: LayerRecord, kinds: Mapping[str, _Kind]) -> Hashable:
     """A key that is equal for layers that compute the same."""
     places = {name: place for place, name in enumerate(kinds)}
     calls = tuple(
@@ -229,7 +233,7 @@ def _layers_not_as_named(graph: Graph, styles: Mapping[str, ShardingStyle], laye
             by_layer.setdefault(layers[name], {})[name] = style
     values = recorded_values(graph) if by_layer else {}
     found = set()
-    answers: dict[object, bool] = {}
+    answers: dict[Hashable, bool] = {}
     for index, layer in enumerate(graph.layers):
         own, modules = by_layer.get(layer.name, {}), list(shared_skeleton(layer).named_modules())
         linears = [path for path, module in modules if is_plain_linear(module)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -129,7 +129,7 @@ def read_global_torch_state() -> GlobalTorchState:
     )
 
 
-PerCallState = tuple[object, ...]
+PerCallState = tuple[Hashable, ...]
 """Some fields of `GlobalTorchState`, as `read_per_call_state` reads them."""
 
 _QUICK: tuple[Callable[[], object], ...] = (

@@ -16,7 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from raypar.plan.pieces import Digest, Piece
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey
 from raypar.worker.step.message_tags import mirror_tag
+from raypar.worker.step.optimizer_state import Value
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class PackedTensorPlace:
 class StateCopy:
     """Copies of some parameters and buffers, with what the optimizer keeps for them, in one block of memory."""
 
-    entries: tuple[tuple[str, StateKey, Any], ...]
+    entries: tuple[tuple[str, StateKey, PackedTensorPlace | Value], ...]
     """(parameter or buffer, key, place in `memory` or number) of all that is copied."""
     memory: Tensor
     """The bytes of all tensors, without gaps."""
@@ -70,7 +71,7 @@ class StateCopy:
         """Copy `state` into memory of `pool`. Tensors with the widest elements come first, so that all are aligned."""
         tensors = [(n, k, v) for n, kept in state.items() for k, v in kept.items() if isinstance(v, Tensor)]
         tensors.sort(key=lambda entry: (-entry[2].dtype.itemsize, *entry[:2]))
-        entries: list[tuple[str, StateKey, Any]] = []
+        entries: list[tuple[str, StateKey, PackedTensorPlace | Value]] = []
         at = 0
         for name, key, tensor in tensors:
             entries.append((name, key, PackedTensorPlace(tensor.dtype, tuple(tensor.shape), at)))
@@ -79,10 +80,11 @@ class StateCopy:
         copy = StateCopy(tuple(entries), pool.empty((at,), torch.uint8), slices or {})
         with torch.no_grad():
             for (_, _, tensor), (_, _, view) in zip(tensors, copy.values(), strict=False):
+                assert isinstance(view, Tensor)
                 view.copy_(tensor)
         return copy
 
-    def values(self) -> Iterator[tuple[str, StateKey, Any]]:
+    def values(self) -> Iterator[tuple[str, StateKey, Value]]:
         """(parameter or buffer, key, tensor inside `memory` or number) of all that is copied."""
         for name, key, value in self.entries:
             if isinstance(value, PackedTensorPlace):
@@ -94,7 +96,7 @@ class StateCopy:
     def pieces(self) -> Iterator[Piece]:
         """The elements of parameters and buffers that are copied."""
         for name, key, value in self.entries:
-            if key == PARAMETER:
+            if key == PARAMETER and isinstance(value, PackedTensorPlace):
                 place = self.slices.get(name, WHOLE)
                 for start, stop in place.spans(place.size(value.shape)):
                     yield Piece(name, start, stop)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +24,17 @@ from raypar.plan.shard_ranges import (
 )
 from raypar.plan.tensor_parallel_layout import shard_slice_shape
 from raypar.worker.checkpoint.state_key import PARAMETER, SHARED_KINDS, StateKey
+from raypar.worker.step.optimizer_state import Value
 
-StateByKey = dict[StateKey, Any]
+StateByKey = dict[StateKey, Value]
 """State of one parameter: PARAMETER -> tensor; optimizer state, what it shares with others too -> tensor or number."""
+
+
+def tensor_in(state: StateByKey, key: StateKey = PARAMETER) -> Tensor:
+    """What a parameter's state has under `key`, where that is a tensor, as the parameter itself is."""
+    value = state[key]
+    assert isinstance(value, Tensor), key
+    return value
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class ParameterState:
     @property
     def spans(self) -> IndexRanges:
         """The parameter's elements in this state."""
-        parameter = self.state[PARAMETER]
+        parameter = tensor_in(self.state)
         if self.start is not None:
             return ((self.start, self.start + parameter.numel()),)
         return self.slice.spans(self.slice.size(parameter.shape))
@@ -78,14 +85,14 @@ class ParameterState:
     def sliced(self, key: StateKey) -> bool:
         """Whether `state[key]` has one element for each element of the parameter."""
         value = self.state[key]
-        return key.kind not in SHARED_KINDS and isinstance(value, Tensor) and value.shape == self.state[PARAMETER].shape
+        return key.kind not in SHARED_KINDS and isinstance(value, Tensor) and value.shape == tensor_in(self.state).shape
 
     def take(self, key: StateKey, start: int, stop: int, whole: TensorCut | None) -> Tensor:
         """Elements [start, stop), flat, which lie in one of `spans`.
 
         `whole`: how shards would cut the parameter, where all of it is here; its elements are numbered by that.
         """
-        value: Tensor = self.state[key]
+        value = tensor_in(self.state, key)
         if self.start is not None:
             return value[start - self.start : stop - self.start]
         if self.slice.cut is None:
@@ -141,10 +148,10 @@ def assemble_parameter(
         if not holdings[0].sliced(key):
             kept[key] = value
             continue
-        kept[key] = torch.empty(local, dtype=value.dtype, device=device)
+        kept[key] = made = torch.empty(local, dtype=tensor_in(holdings[0].state, key).dtype, device=device)
         for holding in holdings:
             for start, stop in intersect_ranges(wanted, holding.spans):
-                write_elements(kept[key], cut, place.shard, start, holding.take(key, start, stop, whole()))
+                write_elements(made, cut, place.shard, start, holding.take(key, start, stop, whole()))
     return kept, True
 
 
