@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -129,8 +128,8 @@ is_deterministic = torch_state_reader(DETERMINISTIC, "_get_deterministic_algorit
 """Whether `torch.use_deterministic_algorithms` is on in this process."""
 float32_precision: Callable[[str, str], str] = torch_state_reader(PRECISIONS, "_get_fp32_precision_getter", "none")
 """The precision of a backend's float32 products by (backend, operation); `none` if it was not set."""
-saved_tensors_hooks = functools.partial(torch_state_reader(SAVED_TENSORS, "_top_saved_tensors_default_hooks", None), True)
-"""The innermost pair of `saved_tensors_hooks` of this thread; None if there is none."""
+saved_tensors_hooks = torch_state_reader(SAVED_TENSORS, "_top_saved_tensors_default_hooks", None)
+"""Called with True: the innermost pair of `saved_tensors_hooks` of this thread; None if there is none."""
 
 
 def deterministic_flags() -> Flags:
@@ -200,7 +199,7 @@ def leave_dispatch_modes(value: int) -> None:
 def pop_all_saved_tensors_hooks() -> None:
     """Leave all `saved_tensors_hooks` of this thread."""
     c = SAVED_TENSORS.find()
-    while c is not None and saved_tensors_hooks() is not None:
+    while c is not None and saved_tensors_hooks(True) is not None:
         c._pop_saved_tensors_default_hooks()
 
 

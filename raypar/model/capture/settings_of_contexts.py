@@ -20,7 +20,7 @@ def cpu_autocast_setting() -> CpuAutocastSetting:
 
 def settings_of_contexts() -> dict[str, Hashable]:
     """What contexts and functions other than `no_grad` and the CPU's autocast change -> its value."""
-    hooks = saved_tensors_hooks()
+    hooks = saved_tensors_hooks(True)
     # Those of checkpoint() and save_on_cpu() change no number; a record leaves them out, and plan.recompute saves the memory.
     changes_no_number = hooks is None or getattr(hooks[0], "__module__", "").startswith(("torch.", "raypar."))
     return {

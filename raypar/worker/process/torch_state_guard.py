@@ -118,7 +118,7 @@ def read_global_torch_state() -> GlobalTorchState:
         torch.get_num_threads(),
         process_state.count_function_modes(),
         process_state.count_dispatch_modes(),
-        saved_tensors_hooks() is not None,
+        saved_tensors_hooks(True) is not None,
         (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         process_state.deterministic_flags(),
         _SMALLEST * 1.0 == 0.0,
@@ -132,26 +132,45 @@ def read_global_torch_state() -> GlobalTorchState:
 PerCallState = tuple[Hashable, ...]
 """Some fields of `GlobalTorchState`, as `read_per_call_state` reads them."""
 
-_QUICK: tuple[Callable[[], object], ...] = (
-    torch.is_inference_mode_enabled,
-    torch.is_grad_enabled,
-    process_state.is_any_autocast_enabled,
-    _read_autocast_depth,
-    torch.get_default_dtype,
-    torch.get_num_threads,
-    process_state.count_function_modes,
-    process_state.count_dispatch_modes,
-    torch.is_anomaly_enabled,
-    process_state.is_deterministic,
-)
+def _make_reader() -> Callable[[], PerCallState]:
+    """`read_per_call_state`. It holds the functions that it calls: with cold caches it takes longer to find them, one after
+    the other, than to call them."""
+    inference, grad, dtype, threads = (
+        torch.is_inference_mode_enabled,
+        torch.is_grad_enabled,
+        torch.get_default_dtype,
+        torch.get_num_threads,
+    )
+    autocast, enter_autocast, leave_autocast = (
+        process_state.is_any_autocast_enabled,
+        torch.autocast_increment_nesting,
+        torch.autocast_decrement_nesting,
+    )
+    function_modes, dispatch_modes = process_state.count_function_modes, process_state.count_dispatch_modes
+    anomaly, deterministic, hooks = torch.is_anomaly_enabled, process_state.is_deterministic, saved_tensors_hooks
+
+    def read() -> PerCallState:
+        enter_autocast()  # PyTorch tells the depth to whoever changes it
+        return (
+            inference(),
+            grad(),
+            autocast(),
+            leave_autocast(),
+            dtype(),
+            threads(),
+            function_modes(),
+            dispatch_modes(),
+            anomaly(),
+            deterministic(),
+            hooks(True) is not None,
+            _SMALLEST * 1.0 == 0.0,
+        )
+
+    return read
 
 
-def read_per_call_state() -> PerCallState:
-    """Read the part of the state that is compared after every call.
-
-    Read through a table, because looking the names up in torch takes longer than the calls.
-    """
-    return (*[read() for read in _QUICK], saved_tensors_hooks() is not None, _SMALLEST * 1.0 == 0.0)
+read_per_call_state = _make_reader()
+"""Read the part of the state that is compared after every call."""
 
 
 def select_per_call_state(state: GlobalTorchState) -> PerCallState:
@@ -313,15 +332,23 @@ class ExpectedTorchState(NamedTuple):
     """In training."""
     evaluating: GlobalTorchState
     """In validation: the same without gradients."""
-    quick: Mapping[bool, PerCallState]
-    """Whether in validation -> the expected `read_per_call_state`."""
+    quick: tuple[PerCallState, PerCallState]
+    """The expected `read_per_call_state`: in training, and in validation."""
 
     @staticmethod
     def of(training: GlobalTorchState) -> ExpectedTorchState:
         """The expected states, made from the one in training."""
         evaluating = training._replace(grad=False)
-        quick = {False: select_per_call_state(training), True: select_per_call_state(evaluating)}
-        return ExpectedTorchState(training, evaluating, quick)
+        return ExpectedTorchState(training, evaluating, (select_per_call_state(training), select_per_call_state(evaluating)))
+
+
+class _OfThread(threading.local):
+    """What a guard keeps of each thread."""
+
+    has_team = False
+    """Whether its OpenMP threads have been started."""
+    accepted: ExpectedTorchState | None = None
+    """What is expected inside contexts that raypar has entered in it; None outside of them."""
 
 
 class TorchStateGuard(EnvironmentGuard):
@@ -336,9 +363,8 @@ class TorchStateGuard(EnvironmentGuard):
     changed."""
     _expected: ExpectedTorchState
     """What is expected where no contexts are accepted."""
-    _threads: threading.local
-    """Of each thread: whether its OpenMP threads have been started (`has_team`); what is expected inside contexts that raypar
-    has entered in it (`accepted`), which are its own."""
+    _of_thread: _OfThread
+    """What is kept of the thread that asks."""
 
     def __init__(self, threads: int, base: GlobalTorchState | None = None) -> None:
         """`threads`: the job's. `base`: the expected state; by default the present one, so make the guard before users' code is
@@ -347,7 +373,7 @@ class TorchStateGuard(EnvironmentGuard):
         off = DEFAULT_TORCH_STATE.autocast._replace(enabled=False, kinds=(), depth=0)
         self._expected = ExpectedTorchState.of((base or state_with_default_contexts())._replace(threads=threads, autocast=off))
         self.compare_everything = False
-        self._threads = threading.local()
+        self._of_thread = _OfThread()
         self.enter_thread()
 
     def accept(self) -> None:
@@ -357,7 +383,7 @@ class TorchStateGuard(EnvironmentGuard):
 
     def _expected_here(self) -> ExpectedTorchState:
         """What is expected in this thread now."""
-        return getattr(self._threads, "accepted", None) or self._expected
+        return self._of_thread.accepted or self._expected
 
     def accepting_contexts(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the present state is expected, with the contexts that raypar itself has entered in this thread."""
@@ -369,12 +395,12 @@ class TorchStateGuard(EnvironmentGuard):
 
     @contextlib.contextmanager
     def _expecting(self, training: GlobalTorchState) -> Iterator[None]:
-        before = getattr(self._threads, "accepted", None)
-        self._threads.accepted = ExpectedTorchState.of(training)
+        before = self._of_thread.accepted
+        self._of_thread.accepted = ExpectedTorchState.of(training)
         try:
             yield
         finally:
-            self._threads.accepted = before
+            self._of_thread.accepted = before
 
     def enter_thread(self) -> None:
         """Set this thread's number of threads, and start its OpenMP threads before users' code changes any setting.
@@ -384,8 +410,8 @@ class TorchStateGuard(EnvironmentGuard):
         expected = self._expected.training
         threads = expected.threads
         torch.set_num_threads(threads)
-        if threads > 1 and not getattr(self._threads, "has_team", False):
-            self._threads.has_team = True
+        if threads > 1 and not self._of_thread.has_team:
+            self._of_thread.has_team = True
             torch.set_flush_denormal(expected.flush_denormal)
             torch.zeros(threads * _PARALLEL_GRAIN, dtype=torch.int8, device="cpu").add_(1)
 
@@ -400,7 +426,7 @@ class TorchStateGuard(EnvironmentGuard):
 
         Raises `UserCodeError` for inference mode: what was made in it cannot be trained on.
         """
-        expected = self._expected_here()
+        expected = self._of_thread.accepted or self._expected
         if not (compare_everything or self.compare_everything) and read_per_call_state() == expected.quick[evaluating]:
             return ()
         left = self._restore(caller, read_global_torch_state(), expected.evaluating if evaluating else expected.training)
