@@ -293,3 +293,15 @@ def test_generators_are_seeded_as_the_functions_of_their_modules_seed_them(numbe
 
     wanted = state_after(lambda n: (torch.manual_seed(n), random.seed(n % 2**32), numpy.random.seed(n % 2**32)))
     assert state_after(make_seeder(CPU)) == wanted
+
+
+def test_a_generator_that_the_user_has_put_behind_numpy_random_is_seeded_as_numpy_seeds_it():
+    before = numpy.random.get_bit_generator()
+    try:
+        numpy.random.set_bit_generator(numpy.random.PCG64(3))
+        numpy.random.seed(7)
+        wanted = numpy.random.random(3).tolist()
+        make_seeder(CPU)(7)
+        assert numpy.random.random(3).tolist() == wanted
+    finally:
+        numpy.random.set_bit_generator(before)

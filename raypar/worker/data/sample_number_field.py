@@ -27,8 +27,9 @@ _LENGTH_BIT = 40
 
 def number_and_length(sample: Tensor) -> tuple[Tensor, Tensor | None]:
     """The numbers of samples, of values of the field `SAMPLE`, and their lengths before padding; None where none is padded."""
-    lengths = sample >> _LENGTH_BIT
-    return sample & ((1 << _LENGTH_BIT) - 1), lengths - 1 if lengths.any() else None
+    if int(sample.max()) >> _LENGTH_BIT == 0:
+        return sample, None
+    return sample & ((1 << _LENGTH_BIT) - 1), (sample >> _LENGTH_BIT) - 1
 
 
 def with_numbered_samples(data: DataConfig, samples: int) -> ValidationConfig:

@@ -11,7 +11,7 @@ import torch
 _PYTHON = random.seed.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of the module `random`."""
 _seed_python_from_integer = super(random.Random, _PYTHON).seed
-_seed_numpy_twister = numpy.random.rand.__self__.seed
+_seed_numpy_twister = numpy.random.rand.__self__.seed  # type: ignore[attr-defined]
 """Of the generator behind the functions of `numpy.random`; raises `TypeError` where the user has set another kind of it."""
 
 

@@ -132,6 +132,7 @@ def read_global_torch_state() -> GlobalTorchState:
 PerCallState = tuple[Hashable, ...]
 """Some fields of `GlobalTorchState`, as `read_per_call_state` reads them."""
 
+
 def _make_reader() -> Callable[[], PerCallState]:
     """`read_per_call_state`. It holds the functions that it calls: with cold caches it takes longer to find them, one after
     the other, than to call them."""
