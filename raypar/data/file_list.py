@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from raypar.errors import DataError
 from raypar.files.printable_text import shorten
@@ -181,6 +181,6 @@ def _uri_opened(location: str) -> Iterator[BinaryIO]:
 
     with storage_errors(f"cannot read {shorten(location)}", DataError, STORAGE_CURE):
         filesystem, path = open_filesystem(parse_storage_uri(location, "the data"))
-        file = filesystem.open_input_file(path)
+        file: BinaryIO = filesystem.open_input_file(path)
     with file:
-        yield cast(BinaryIO, file)
+        yield file

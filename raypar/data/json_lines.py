@@ -14,6 +14,7 @@ import torch
 from raypar.data.file_list import DataFile, Files, find_data_files
 from raypar.data.open_files import OpenFiles
 from raypar.errors import DataError
+from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
 
 PIECE_BYTES = 4 << 20
@@ -37,7 +38,7 @@ class _LineIndex(NamedTuple):
     """Of the file's bytes."""
 
 
-class JsonLines(torch.utils.data.Dataset[dict[str, object]]):
+class JsonLines(torch.utils.data.Dataset[dict[str, Json]]):
     """The objects in files of JSON lines (`.jsonl`), file after file in the order of their names.
 
     `files`: a path or URI, or several, with wildcards. Each file is read once when the data set is made, to count its lines; of
@@ -69,7 +70,7 @@ class JsonLines(torch.utils.data.Dataset[dict[str, object]]):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> dict[str, object]:
+    def __getitem__(self, index: int) -> dict[str, Json]:
         if not 0 <= index < len(self):
             raise IndexError(f"no line {index}: the files have lines 0 to {len(self) - 1:,} ({len(self):,} in all)")
         number = int(numpy.searchsorted(self._ends, index, side="right"))

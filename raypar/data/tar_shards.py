@@ -10,13 +10,14 @@ import io
 import json
 import tarfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import numpy
 import torch
 
 from raypar.data.file_list import DataFile, Files, find_data_files
 from raypar.errors import DataError
+from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
 
 KEY = "__key__"
@@ -39,16 +40,19 @@ def _image(content: bytes) -> torch.Tensor:
     return pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.permute(2, 0, 1).contiguous()
 
 
-def _array(content: bytes) -> object:
-    return numpy.load(io.BytesIO(content), allow_pickle=False)
+def _array(content: bytes) -> numpy.ndarray:
+    found: numpy.ndarray = numpy.load(io.BytesIO(content), allow_pickle=False)
+    return found
 
 
-def _arrays(content: bytes) -> object:
+def _arrays(content: bytes) -> dict[str, numpy.ndarray]:
     with numpy.load(io.BytesIO(content), allow_pickle=False) as found:
         return dict(found)
 
 
-_KINDS: dict[str, Callable[[bytes], object]] = {
+MemberValue: TypeAlias = "Json | bytes | numpy.ndarray | dict[str, numpy.ndarray] | torch.Tensor"
+"""What is made of a member of a tar file."""
+_KINDS: dict[str, Callable[[bytes], MemberValue]] = {
     "txt text transcript": lambda content: content.decode(),
     "json jsn": json.loads,
     "cls cls2 class count index inx id": int,
@@ -69,7 +73,7 @@ class TarPlace(NamedTuple):
     """Byte in it at which the sample's first member begins."""
 
 
-class TarShards(torch.utils.data.IterableDataset[dict[str, object]]):
+class TarShards(torch.utils.data.IterableDataset[dict[str, MemberValue]]):
     """The samples in tar files, file after file: `7.jpg` and `7.cls` are a sample with the fields `jpg`, `cls` and `__key__`.
 
     The key of a member is its path up to the first dot in its name, the field what comes after it, in small letters. `files`: a
@@ -114,7 +118,7 @@ class TarShards(torch.utils.data.IterableDataset[dict[str, object]]):
         """Let the next iterator begin at the first sample."""
         self._begin = TarPlace(0, 0)
 
-    def __iter__(self) -> Iterator[dict[str, object]]:
+    def __iter__(self) -> Iterator[dict[str, MemberValue]]:
         info = torch.utils.data.get_worker_info()
         own = self.files[info.id :: info.num_workers] if info is not None else self.files
         if self.shuffle_shards:
@@ -122,16 +126,16 @@ class TarShards(torch.utils.data.IterableDataset[dict[str, object]]):
         self._place, self._begin = self._begin, TarPlace(0, 0)
         return self._samples(own, self._place)
 
-    def _samples(self, files: tuple[DataFile, ...], begin: TarPlace) -> Iterator[dict[str, object]]:
+    def _samples(self, files: tuple[DataFile, ...], begin: TarPlace) -> Iterator[dict[str, MemberValue]]:
         for shard in range(begin.shard, len(files)):
             offset = begin.offset if shard == begin.shard else 0
             for after, sample in self._samples_of_file(files[shard], offset):
                 self._place = TarPlace(shard, after) if after else TarPlace(shard + 1, 0)
                 yield sample
 
-    def _samples_of_file(self, file: DataFile, offset: int) -> Iterator[tuple[int, dict[str, object]]]:
+    def _samples_of_file(self, file: DataFile, offset: int) -> Iterator[tuple[int, dict[str, MemberValue]]]:
         """(where the next sample begins, or 0 at the end, a sample), from a byte of the file on."""
-        sample: dict[str, object] = {}
+        sample: dict[str, MemberValue] = {}
         for at, name, read in _members(file, offset):
             key, field = split_name(name)
             if not field or (self.fields is not None and field not in self.fields):
@@ -149,7 +153,7 @@ class TarShards(torch.utils.data.IterableDataset[dict[str, object]]):
         if sample:
             yield 0, sample
 
-    def _value(self, file: DataFile, name: str, field: str, read: Callable[[], bytes]) -> object:
+    def _value(self, file: DataFile, name: str, field: str, read: Callable[[], bytes]) -> MemberValue:
         kind = field.rpartition(".")[2]
         if not self.decode:
             return read()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from raypar.errors import CheckpointError, ConfigError, ModelError, RayparError, with_article
 from raypar.files.atomic_write import written_aside
@@ -22,6 +22,7 @@ from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from raypar.storage.checkpoint_store import CheckpointRef
@@ -73,8 +74,11 @@ class FolderOptions:
 class SavesPretrained(Protocol):
     """A model of `transformers` or `peft`."""
 
-    def save_pretrained(self, save_directory: str, **options: object) -> object:
+    def save_pretrained(self, save_directory: str, **options: str) -> None:
         """Write configuration and weights into a folder."""
+
+    def to(self, dtype: torch.dtype, /) -> SavesPretrained:
+        """Cast its weights, in place."""
 
 
 def export_to_file(request: ExportRequest, warn: Callable[[str], None]) -> list[str]:
@@ -135,7 +139,7 @@ def export_to_folder(request: ExportRequest, options: FolderOptions, warn: Calla
     if request.dtype is not None:
         import torch
 
-        cast("nn.Module", model).to(getattr(torch, request.dtype))
+        model.to(getattr(torch, request.dtype))
     limit = {} if options.max_shard_size is None else {"max_shard_size": options.max_shard_size}
     try:
         with written_aside(out) as aside, removed_if_killed(aside):
@@ -194,12 +198,14 @@ def pretrained_model(module: nn.Module, run: str, *, merge: bool) -> SavesPretra
     kinds = [("transformers", "PreTrainedModel"), ("peft", "PeftModel")]
     pretrained, adapted = (getattr(sys.modules.get(package), name, None) for package, name in kinds)
     if adapted is not None and isinstance(module, adapted):
-        return cast("SavesPretrained", module.merge_and_unload() if merge else module)
+        saves: SavesPretrained = module.merge_and_unload() if merge else module
+        return saves
     if merge:
         what = f"--merge, but the model of run {run} is {with_article(type(module).__name__)}, no PeftModel with adapters"
         raise ModelError(what, cure="leave --merge out")
     if pretrained is not None and isinstance(module, pretrained):
-        return cast("SavesPretrained", module)
+        saves = module
+        return saves
     known = tuple(kind for kind in (pretrained, adapted) if kind is not None)
     inside = next((name for name, part in module.named_children() if known and isinstance(part, known)), None)
     where = f"raypar.load({run!r}).{inside}.save_pretrained(FOLDER) writes the part that is one; or " if inside else ""

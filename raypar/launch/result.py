@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raypar.errors import error_first_line
 from raypar.files.json_type import Json
@@ -18,6 +18,7 @@ from raypar.storage.run_folder import parse_storage_location, resume_argument
 if TYPE_CHECKING:
     from pandas import DataFrame
     from pyarrow.fs import FileSystem
+    from ray.train import Checkpoint
 
 
 @dataclass(repr=False)
@@ -99,12 +100,12 @@ class Result:
         return [*lines, f"next: {on_head}raypar export {self.handle} --out model.safetensors"]
 
     @property
-    def checkpoint(self) -> Any:
+    def checkpoint(self) -> Checkpoint | None:
         """The last checkpoint as a `ray.train.Checkpoint`, or None."""
         return checkpoint_of_ray(self.checkpoint_path)
 
     @property
-    def best_checkpoint(self) -> Any:
+    def best_checkpoint(self) -> Checkpoint | None:
         """The best checkpoint, by the first metric of `checkpoint.best`, as a `ray.train.Checkpoint`; None without that key."""
         return checkpoint_of_ray(self.best_checkpoint_path)
 
@@ -126,7 +127,7 @@ class Result:
         return pandas.DataFrame(self.history)
 
 
-def checkpoint_of_ray(location: str | None) -> Any:
+def checkpoint_of_ray(location: str | None) -> Checkpoint | None:
     """The checkpoint at a location as a `ray.train.Checkpoint`; None without one."""
     if location is None:
         return None

@@ -19,7 +19,7 @@ import mmap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,10 @@ from raypar.model.model_function_allocations import uninitialised_fill_value
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo, without_dynamo
 from raypar.torch_compat.dispatch import (
     OTHER_STRIDES,
+    OperatorValue,
     TorchDispatchMode,
     draws_random_numbers,
+    run_operation,
     schema_of,
     without_dispatch_modes,
     without_torch_function,
@@ -61,8 +63,13 @@ _FILLS = frozenset(
 """Random operations that overwrite all of their first argument without reading it."""
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_OWN_GENERATOR = object()
-"""In a recorded operation: stands for a generator of the user's own. Its state is in `DeferredOperation.random`."""
+
+
+class _OwnGenerator:
+    """In a recorded operation: stands for a generator of the user's own. Its state is `DeferredOperation.generator_state`."""
+
+
+_OWN_GENERATOR = _OwnGenerator()
 
 
 class Undeferrable(BaseException):
@@ -87,12 +94,16 @@ class DeferredView:
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
 
 
+Recorded: TypeAlias = "OperatorValue | DeferredView | _OwnGenerator"
+"""An argument of a recorded operation."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeferredOperation:
     """One recorded call of an ATen operation."""
 
-    func: Any
-    leaves: tuple[Any, ...]
+    func: OpOverload
+    leaves: tuple[Recorded, ...]
     """The arguments as pytree leaves; large tensors as `DeferredView`, small ones as constants."""
     tree: TreeSpec
     """The pytree structure of `leaves`."""
@@ -139,7 +150,7 @@ class OperationRecording:
         with _Operations(self), _Attributes(self):
             yield
 
-    def tracks(self, value: Any) -> bool:
+    def tracks(self, value: Recorded) -> TypeGuard[Tensor]:
         """Whether `value` is a large tensor of this recording (it may have become real: see `is_real`)."""
         if not isinstance(value, Tensor) or not value.is_meta:
             return False
@@ -288,15 +299,19 @@ class _Operations(TorchDispatchMode):
         """Memory in which random operations run to advance the generator."""
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[OperatorValue, ...] = (),
+        kwargs: Mapping[str, OperatorValue] | None = None,
+    ) -> OperatorValue:
         with without_torch_function():  # PyTorch's own code has to see the real devices
             try:
                 return self._call(func, args, dict(kwargs or {}))
             except NotImplementedError as error:  # perhaps of the meta device only: the CPU may have a kernel
                 raise Undeferrable(f"{func}: {error}") from error
 
-    def _call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: OpOverload, args: tuple[OperatorValue, ...], kwargs: dict[str, OperatorValue]) -> OperatorValue:
         """The results of one operation: run as it is, recorded, or computed at once, by what it reads and writes."""
         recording, name = self.recording, schema_of(func).name
         leaves, tree = tree_flatten((args, kwargs))
@@ -305,9 +320,9 @@ class _Operations(TorchDispatchMode):
             return self._factory(func, leaves, tree)
         tracked = [recording.tracks(tensor) for tensor in tensors]
         if name == "aten::set_" and tracked == [True, False]:  # a large tensor is given the memory of a real one
-            return func(tensors[0], recording.stand_in(tensors[1]))
+            return run_operation(func, (tensors[0], recording.stand_in(tensors[1])))
         if not any(tracked) or _is_view(func):
-            return self._without_garbage(func, func(*args, **kwargs))
+            return self._without_garbage(func, run_operation(func, args, kwargs))
         if any(tensor.is_meta and not known for tensor, known in zip(tensors, tracked, strict=True)):
             raise Undeferrable(f"{func} with a tensor that was made on the meta device")
         if name == "aten::resize_":
@@ -328,7 +343,7 @@ class _Operations(TorchDispatchMode):
             return self.recording.is_real(tensor)
         return tensor.untyped_storage().nbytes() >= CONSTANT_BYTES
 
-    def _without_garbage(self, func: OpOverload, made: Any) -> Any:
+    def _without_garbage(self, func: OpOverload, made: OperatorValue) -> OperatorValue:
         """`made` by an operation on untracked tensors; if it is uninitialised (`to_empty`), what `_factory` makes instead."""
         if not isinstance(made, Tensor) or made.is_meta or (value := uninitialised_fill_value(func, made)) is None:
             return made
@@ -337,26 +352,26 @@ class _Operations(TorchDispatchMode):
         given = (tuple(made.shape), made.stride()), {"dtype": made.dtype, "device": made.device}
         return self._factory(torch.ops.aten.empty_strided.default, *tree_flatten(given))
 
-    def _factory(self, func: OpOverload, leaves: list[Any], tree: TreeSpec) -> Any:
+    def _factory(self, func: OpOverload, leaves: list[OperatorValue], tree: TreeSpec) -> OperatorValue:
         """Run an operation without tensors among its arguments; a large result becomes a tracked tensor."""
         args, kwargs = tree_unflatten(leaves, tree)
         if not _gives_tensors(func) or "device" not in {a.name for a in schema_of(func).arguments}:
-            return func(*args, **kwargs)
+            return run_operation(func, args, kwargs)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "cpu":
             if torch.device(kwargs["device"]) == META:
-                return func(*args, **kwargs)
+                return run_operation(func, args, kwargs)
             raise Undeferrable(f"a tensor on {kwargs['device']}")
         try:
-            made = func(*args, **{**kwargs, "device": META})
+            made = run_operation(func, args, {**kwargs, "device": META})
         except NotImplementedError:  # no meta kernel: the tensor is real
-            return func(*args, **kwargs)
+            return run_operation(func, args, kwargs)
         if not isinstance(made, Tensor) or made.untyped_storage().nbytes() < max(1, self.recording.small_bytes):
-            return func(*args, **kwargs)
+            return run_operation(func, args, kwargs)
         random = None
         if draws_random_numbers(func):
             random = _generator_of(leaves).get_state()
             if self.recording.draws:
-                func(*args, **kwargs)  # for the generator, which it advances
+                run_operation(func, args, kwargs)  # for the generator, which it advances
         view = self.recording.track(made)
         fill = uninitialised_fill_value(func, made)
         self.recording.add(DeferredOperation(func, tuple(map(self._kept, leaves)), tree, (), (), {0: view}, random))
@@ -366,7 +381,9 @@ class _Operations(TorchDispatchMode):
             self.recording.add(DeferredOperation(whole, tuple(fill_leaves), fill_tree, (), (view.storage_key,), {}))
         return made
 
-    def _record(self, func: OpOverload, leaves: list[Any], tree: TreeSpec, written: Sequence[Tensor]) -> Any:
+    def _record(
+        self, func: OpOverload, leaves: list[OperatorValue], tree: TreeSpec, written: Sequence[Tensor]
+    ) -> OperatorValue:
         """Record an operation, and run it on meta tensors for the shapes of its results."""
         recording = self.recording
         views = [self._kept(leaf) for leaf in leaves]
@@ -386,7 +403,7 @@ class _Operations(TorchDispatchMode):
             ]  # fmt: skip
             args, kwargs = tree_unflatten(on_meta, tree)
             try:
-                made = func(*args, **kwargs)
+                made = run_operation(func, args, kwargs)
             except Exception:  # no meta kernel, or an error of the user's: real values show which
                 if random is not None:
                     _generator_of(leaves).set_state(random)
@@ -401,18 +418,19 @@ class _Operations(TorchDispatchMode):
         recording.add(DeferredOperation(func, tuple(views), tree, tuple(reads), writes, new, random))
         return made
 
-    def _move_generator(self, func: OpOverload, leaves: list[Any], tree: TreeSpec) -> None:
+    def _move_generator(self, func: OpOverload, leaves: list[OperatorValue], tree: TreeSpec) -> None:
         """Advance the generator as the operation does."""
         if schema_of(func).name in _FILLS:
+            assert isinstance(leaves[0], Tensor)
             rest = [self._scratch_like(leaves[0]), *map(self._with_values, leaves[1:])]
         else:
             rest = [self._with_values(leaf) for leaf in leaves]
             rest = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in rest]
         args, kwargs = tree_unflatten(rest, tree)
         with torch.no_grad():
-            func(*args, **kwargs)
+            run_operation(func, args, kwargs)
 
-    def _with_values(self, leaf: Any) -> Any:
+    def _with_values(self, leaf: OperatorValue) -> OperatorValue:
         """An argument; a large tensor as a real one with its present values."""
         return self.recording.values(leaf) if self.recording.tracks(leaf) else leaf
 
@@ -430,7 +448,7 @@ class _Operations(TorchDispatchMode):
         flat = self._scratch[:nbytes].view(target.dtype)
         return flat.as_strided(target.shape, target.stride()) if target.numel() else flat[:0].view(target.shape)
 
-    def _kept(self, leaf: Any) -> Any:
+    def _kept(self, leaf: OperatorValue) -> Recorded:
         """An argument as the recording keeps it: large tensors as views, small ones as copies of their present values."""
         if self.recording.tracks(leaf):
             return self.recording.view(leaf)
@@ -440,7 +458,9 @@ class _Operations(TorchDispatchMode):
             return torch.device("cpu")
         return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
-    def _at_once(self, func: OpOverload, leaves: list[Any], tree: TreeSpec, written: Sequence[Tensor]) -> Any:
+    def _at_once(
+        self, func: OpOverload, leaves: list[OperatorValue], tree: TreeSpec, written: Sequence[Tensor]
+    ) -> OperatorValue:
         """Run an operation on real values: it reads large real tensors, or returns values to the caller."""
         recording = self.recording
         targets = {id(t) for t in written}
@@ -450,9 +470,10 @@ class _Operations(TorchDispatchMode):
         ]
         args, kwargs = tree_unflatten(real, tree)
         with torch.no_grad():
-            made = func(*args, **kwargs)
+            made = run_operation(func, args, kwargs)
         given = {id(r): leaf for r, leaf in zip(real, leaves, strict=True) if isinstance(leaf, Tensor)}
-        return tree_map(lambda result: given.get(id(result), result), made)
+        with_leaves: OperatorValue = tree_map(lambda result: given.get(id(result), result), made)
+        return with_leaves
 
 
 class _Attributes(TorchFunctionMode):
@@ -564,7 +585,7 @@ def _is_view(func: OpOverload) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def _generator_of(leaves: Sequence[Any]) -> torch.Generator:
+def _generator_of(leaves: Sequence[Recorded]) -> torch.Generator:
     """The generator from which a random operation with these arguments draws."""
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), torch.default_generator)
 

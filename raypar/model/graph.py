@@ -6,9 +6,9 @@ that crosses between them (activations, skips, ties) follows from this descripti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch import Tensor, nn
 
@@ -17,6 +17,9 @@ from raypar.model.initial_values_source_protocol import InitialValues
 from raypar.plan.model_outline import ModelOutline
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.stage_connections import LATER_USE, StageConnections
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def join_names(layer: str, path: str) -> str:
@@ -59,6 +62,12 @@ class Layer:
         return name
 
 
+ModelOutput: TypeAlias = (
+    "Tensor | Mapping[str, ModelOutput] | Sequence[ModelOutput] | DataclassInstance | bool | int | float | str | bytes | None"
+)
+"""What a model returns, and a loss and metrics get: tensors, nested in dicts, tuples, lists and dataclasses, with settings."""
+
+
 @dataclass(frozen=True)
 class Graph:
     """Layers in execution order, with what connects them.
@@ -81,7 +90,7 @@ class Graph:
     """Set by raypar, from the job: what becomes of buffers that forward writes."""
     outputs: tuple[str, ...] = ()
     """In the place of `output`: the values of which `rebuild_output` makes what is given to the loss."""
-    rebuild_output: Callable[..., Any] | None = None
+    rebuild_output: Callable[..., ModelOutput] | None = None
     """`rebuild_output(*values)` makes what is given to the loss (a tuple, a dict, an object) of the values of `outputs`. It
     runs where the loss does, and counts as a part of it."""
     batch_names: tuple[str, ...] = ()

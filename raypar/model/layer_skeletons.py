@@ -12,7 +12,7 @@ import copy
 import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,8 @@ def shared_skeleton(layer: Layer) -> nn.Module:
             kept["_skeleton"] = layer.build.skeleton
         else:
             kept["_skeleton"] = build_on_meta(layer)
-    return cast(nn.Module, kept["_skeleton"])
+    skeleton: nn.Module = kept["_skeleton"]
+    return skeleton
 
 
 def refuse_unsupported_modules(layer: str, module: nn.Module) -> None:

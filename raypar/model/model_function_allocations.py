@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from raypar.torch_compat.avoid_dynamo_import import without_dynamo
-from raypar.torch_compat.dispatch import TorchDispatchMode, schema_of
+from raypar.torch_compat.dispatch import OperatorValue, TorchDispatchMode, run_operation, schema_of
 from raypar.torch_compat.storages import storage_id
 
 if TYPE_CHECKING:
@@ -48,14 +48,19 @@ class AllocationWatch(TorchDispatchMode):
         """The memory of tensors that operations in here have made."""
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[OperatorValue, ...] = (),
+        kwargs: Mapping[str, OperatorValue] | None = None,
+    ) -> OperatorValue:
+        made = run_operation(func, args, kwargs)
         if isinstance(made, Tensor) and made.layout is torch.strided and not made.is_meta and func.namespace == "aten":
             value = uninitialised_fill_value(func, made)
             if value is not None:
                 made.fill_(value)
-            if schema_of(func).name == "aten::copy_" and storage_id(args[1]) not in self._made:
+            source = args[1] if schema_of(func).name == "aten::copy_" else None
+            if isinstance(source, Tensor) and storage_id(source) not in self._made:
                 self.loaded_bytes += made.nbytes
             if not any(a.alias_info is not None for a in schema_of(func).returns):
                 self._made.add(storage_id(made))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -119,7 +119,7 @@ class DeferredWeightGradient:
     """Computes the weight's gradient from grad and x; None: `weight_gradient` does."""
     transposed: bool = False
     """Whether the weight is [in, out]."""
-    cast_token: object = None
+    cast_token: Hashable = None
     """Under `torch.autocast`: equal (one object) for calls whose gradients are added before they are cast back."""
 
     def weight_gradient(self) -> Tensor:
@@ -171,7 +171,7 @@ _PROBES: dict[torch.device, Tensor] = {}
 """A leaf of our own on each device: see `autocast_cast_token`."""
 
 
-def autocast_cast_token(device: torch.device) -> object:
+def autocast_cast_token(device: torch.device) -> Hashable:
     """The same object for all calls that share autocast's cached cast of a weight; None without autocast.
 
     Without the cache (`cache_enabled=False`) no two calls share one.
@@ -191,7 +191,7 @@ def autocast_cast_token(device: torch.device) -> object:
 class CastMarkingStash(list[DeferredWeightGradient]):
     """A stash that marks what it gets with `cast` and passes it on to `stash`."""
 
-    def __init__(self, stash: Stash, cast: object) -> None:
+    def __init__(self, stash: Stash, cast: Hashable) -> None:
         super().__init__()
         self._stash, self._cast = stash, cast
 

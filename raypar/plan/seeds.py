@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 
-def seed_of(seed: int, *place: object) -> int:
+def seed_of(seed: int, *place: int | str) -> int:
     """The 63-bit seed for `place`, e.g. `seed_of(1337, "init", "block0.mlp.up.weight")`.
 
     The text `seed/part/part/...` is hashed (blake2b, 8 bytes, little endian) and the top bit dropped, so that any

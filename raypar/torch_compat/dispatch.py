@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -118,12 +118,27 @@ SCHEMAS = Fence(
 SCHEMAS.require()
 
 
+OperatorValue: TypeAlias = (
+    "Tensor | bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format"
+    " | torch.Generator | Sequence[OperatorValue] | Mapping[str, OperatorValue] | None"
+)
+"""What ATen operations take and return."""
+
+
+def run_operation(
+    operation: OpOverload, args: Sequence[OperatorValue], kwargs: Mapping[str, OperatorValue] | None = None
+) -> OperatorValue:
+    """The result of an ATen operation."""
+    made: OperatorValue = operation(*args, **(kwargs or {}))
+    return made
+
+
 def schema_of(operation: OpOverload) -> FunctionSchema:
     """The schema of an ATen operation: name, arguments and returns, each with its alias information."""
     return operation._schema
 
 
-def written_tensors(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def written_tensors(operation: OpOverload, args: Sequence[OperatorValue], kwargs: Mapping[str, OperatorValue]) -> list[Tensor]:
     """The tensors among the arguments into which an operation writes."""
     found = list[Tensor]()
     for index, argument in enumerate(schema_of(operation).arguments):

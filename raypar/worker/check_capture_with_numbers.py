@@ -18,7 +18,7 @@ from raypar.errors import ConfigError, ModelError
 from raypar.job import Job
 from raypar.model.capture.module_graph import traces_of
 from raypar.model.capture.trace_cache import TraceCache
-from raypar.model.graph import Graph, Layer
+from raypar.model.graph import Graph, Layer, ModelOutput
 from raypar.model.layer_skeletons import SkeletonCopier, put_values
 from raypar.model.random_state import preserve_random_state
 from raypar.model.rounded_parameters import as_layers_read, as_loss_reads
@@ -144,7 +144,7 @@ class _PlainModule(PlainMicrobatches):
         found = make_loss_function(self._spec.loss)(tree_unflatten(read, structure), *beside)
         return found if isinstance(found, tuple) else (found, None)
 
-    def _own_output(self, batch: Mapping[str, Tensor]) -> object:
+    def _own_output(self, batch: Mapping[str, Tensor]) -> ModelOutput:
         """What the module returns for a microbatch."""
         self._started, self._calls, self._depth = [], {}, 0
         fields = {name: as_layers_read(batch[name].clone(), self.rounded_to) for name in self._cache.inputs.fields}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -158,11 +158,13 @@ def line_about_mixed_samples(spec: Job, graph: Graph, values: Mapping[str, Tenso
     )
 
 
-def _gradients(loss: object, outputs: Sequence[Tensor], target: Tensor) -> list[Tensor]:
+def _gradients(
+    loss: Callable[..., Tensor | tuple[Tensor, Tensor | float]], outputs: Sequence[Tensor], target: Tensor
+) -> list[Tensor]:
     """The gradients of the outputs."""
     seed_all(0)
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in outputs]
-    found = loss(*leaves, target.clone())  # type: ignore[operator]
+    found = loss(*leaves, target.clone())
     total = (found[0] if isinstance(found, tuple) else found).sum()  # of values for each weight, too
     trained = [leaf for leaf in leaves if leaf.requires_grad]
     gradients = torch.autograd.grad(total, trained, allow_unused=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from raypar.errors import ConfigError, ModelError
 from raypar.job import Job
+from raypar.model.graph import ModelOutput
 from raypar.torch_compat.pytree import tree_flatten
 from raypar.worker.data.packing import CU_SEQLENS, DOCUMENTS, POSITIONS, Packing, cumulative_lengths
 from raypar.worker.data.padding import MASKED_LABEL
@@ -29,7 +30,7 @@ def packing_of(spec: Job) -> Packing | None:
 def check_documents_apart(
     packing: Packing,
     batch: Mapping[str, Tensor],
-    output: Callable[[Mapping[str, Tensor]], object],
+    output: Callable[[Mapping[str, Tensor]], ModelOutput],
     *,
     label: str,
     is_loss: bool = False,
@@ -142,7 +143,7 @@ def _largest_change(usual: Tensor, found: Tensor) -> tuple[float, float] | None:
     return float(change.max()), float(usual.nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
-def _of_document(output: object, words: slice, shape: torch.Size | None) -> list[Tensor]:
+def _of_document(output: ModelOutput, words: slice, shape: torch.Size | None) -> list[Tensor]:
     """The numbers that an output has for these words of each row; of a loss (`shape` is None) the loss.
 
     `shape`: [rows, length]; tensors that do not begin so are left out.

@@ -14,7 +14,8 @@ from raypar.job import Job
 from raypar.plan.exact_sum import ExactSum
 from raypar.plan.microbatches import divide_by_count
 from raypar.worker.data.microbatch_loader import BatchSource
-from raypar.worker.metrics.metric import State, make_metrics
+from raypar.worker.metrics.metric import make_metrics
+from raypar.worker.metrics.metric_state import State
 from raypar.worker.metrics.stage_metrics import MergedStates
 from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from raypar.errors import UserCodeError, with_article
 from raypar.job import FunctionConfig
+from raypar.model.graph import ModelOutput
 from raypar.plan.wording import count_noun
 from raypar.worker.data.sample_number_field import SAMPLE, number_and_length
+from raypar.worker.metrics.metric_state import KeptOutput, LiveObject, MetricValue, ObjectState, State
 
 NUMBERS = "sample"
 """The column of a prediction with the numbers of the samples."""
@@ -42,14 +44,14 @@ class Prediction:
     part: str | None = None
     """It gets the whole output."""
 
-    def __call__(self, output: object, target: Tensor) -> Tensor:
+    def __call__(self, output: ModelOutput, target: Tensor) -> Tensor:
         """A scalar of all outputs, in the place of a loss: for the checks before a run. Zero without gradients."""
         if not torch.is_grad_enabled():
             return torch.zeros((), device=target.device)
         found = [tensor.float().sum() for _, tensor in named_tensors(output) if tensor.is_floating_point()]
         return torch.stack(found).sum() if found else torch.zeros((), device=target.device)
 
-    def measure(self, output: object, batch: Mapping[str, Tensor], target: Tensor) -> Mapping[str, object]:
+    def measure(self, output: ModelOutput, batch: Mapping[str, Tensor], target: Tensor) -> KeptOutput:
         """See `Metric`: the bytes of what is kept of one microbatch. `target`: the field `SAMPLE` of its samples."""
         kept = output if self.function is None else self.function.partial()(output)
         numbers, lengths = number_and_length(target.to("cpu"))
@@ -92,22 +94,26 @@ class Prediction:
 
     merges_by_user = False
 
-    def merge(self, before: Mapping[str, object], state: Mapping[str, object]) -> Mapping[str, object]:
+    def merge(self, before: State, state: State) -> State:
         """See `Metric`: outputs are not merged."""
         raise AssertionError("outputs are kept by microbatch")
 
-    def pack(self, states: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    def pack(self, states: Sequence[State]) -> list[State]:
         """See `Metric`: outputs are sent by themselves."""
         raise AssertionError("outputs are kept by microbatch")
 
-    def compute(self, state: Mapping[str, object]) -> object:
+    def compute(self, state: State) -> MetricValue:
         """See `Metric`: outputs have no value."""
         raise AssertionError("outputs are kept by microbatch")
 
-    def bytes_of(self, states: Mapping[int, Mapping[str, Mapping[str, object]]]) -> dict[int, bytes]:
+    def bytes_of(self, states: Mapping[int, Mapping[str, State]]) -> dict[int, bytes]:
         """Microbatch -> what is kept of it, of the states of metrics of one pass."""
-        found = {m: state[self.name]["bytes"] for m, state in states.items()}
-        return {m: data for m, data in found.items() if isinstance(data, bytes)}
+        found: dict[int, bytes] = {}
+        for microbatch, by_name in states.items():
+            state = by_name[self.name]
+            assert not isinstance(state, (LiveObject, ObjectState)) and "bytes" in state
+            found[microbatch] = state["bytes"]
+        return found
 
     @property
     def code(self) -> str:
@@ -150,12 +156,12 @@ def unpack_predictions(data: bytes) -> dict[str, Tensor]:
     return found
 
 
-def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(value: ModelOutput, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """(dotted name, tensor) of the tensors in an output; of one that is a tensor itself `output`."""
     if isinstance(value, Tensor):
         yield name or "output", value
         return
-    parts: list[tuple[str, object]] = []
+    parts: list[tuple[str, ModelOutput]] = []
     if isinstance(value, Mapping):
         parts = [(str(key), part) for key, part in value.items()]
     elif isinstance(value, (tuple, list)):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
 from raypar.errors import ModelError, with_article
 from raypar.model.capture.refusal import Refused
+from raypar.model.graph import ModelOutput
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class ForwardInputs:
         """All of them."""
         return self.positional + self.keywords
 
-    def call(self, model: nn.Module, fields: Mapping[str, Tensor]) -> Any:
+    def call(self, model: nn.Module, fields: Mapping[str, Tensor]) -> ModelOutput:
         """What the model returns for a batch, or only the loss in it. Raises `Refused` if it should be there, and is not."""
-        out = model(*(fields[name] for name in self.positional), **{name: fields[name] for name in self.keywords})
+        out: ModelOutput = model(*(fields[name] for name in self.positional), **{name: fields[name] for name in self.keywords})
         if not self.wants_loss:
             return out
         loss = loss_in(out)
@@ -46,7 +46,7 @@ class ForwardInputs:
         return out if self.wants_output else loss
 
 
-def loss_in(output: object) -> object:
+def loss_in(output: ModelOutput) -> ModelOutput:
     """The loss in what a model returns; None if there is none."""
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from raypar.torch_compat.dispatch import (
     CTC_LOSS,
     LOCAL_SCALAR,
     PACK_PADDED_SEQUENCE,
+    OperatorValue,
     make_wrapper,
     no_torch_function,
     schema_of,
@@ -48,25 +49,29 @@ class MemorylessTensor(Tensor):
 
     __torch_function__ = no_torch_function
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: OperatorValue = None) -> str:  # type: ignore[override]
         """The tensor in messages."""
         return f"a tensor {list(self.shape)} of {self.dtype} without values"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[OperatorValue, ...] = (),
+        kwargs: Mapping[str, OperatorValue] | None = None,
+    ) -> OperatorValue:
         """Run the operation on meta tensors. Raises `ValuesNeeded` for one that reads values."""
-        if func is PACK_PADDED_SEQUENCE and not isinstance(args[1], MemorylessTensor):
+        if func is PACK_PADDED_SEQUENCE and isinstance(args[0], MemorylessTensor) and not isinstance(args[1], MemorylessTensor):
             packed, batch_sizes = func(args[0].meta, *args[1:])  # which reads the values of the lengths alone
             return MemorylessTensor(packed), batch_sizes
         if func is torch.ops.aten.index.Tensor:
-            args = (args[0], [each for index in args[1] for each in _integers(index)])
+            args = (args[0], [each for index in _indices(args) for each in _integers(index)])
         if func in READ_VALUES or has_dynamic_shape(func, args):
             raise ValuesNeeded(str(func))
         known: dict[int, Tensor] = {}
 
-        def to_meta(value: Any) -> Any:
+        def to_meta(value: OperatorValue) -> OperatorValue:
             if isinstance(value, MemorylessTensor):
                 known.setdefault(id(value.meta), value)
                 return value.meta
@@ -74,7 +79,7 @@ class MemorylessTensor(Tensor):
                 return value if value.is_meta else value.to(META)
             return META if isinstance(value, torch.device) else value
 
-        def to_absent(value: Any) -> Any:
+        def to_absent(value: OperatorValue) -> OperatorValue:
             if not isinstance(value, Tensor):
                 return value
             return known[id(value)] if id(value) in known else MemorylessTensor(value)
@@ -88,7 +93,15 @@ class MemorylessTensor(Tensor):
         if _changes_its_own_shape(func):  # shape and strides of the wrapper change too
             with without_torch_dispatch():
                 func(*args, **(kwargs or {}))
-        return tree_map(to_absent, made)
+        absent: OperatorValue = tree_map(to_absent, made)
+        return absent
+
+
+def _indices(args: Sequence[OperatorValue]) -> Sequence[Tensor | None]:
+    """The indices that `aten.index` is called with, one of each dimension."""
+    given = args[1]
+    assert isinstance(given, (list, tuple))
+    return given
 
 
 def _integers(index: Tensor | None) -> Sequence[Tensor | None]:
@@ -110,7 +123,9 @@ def random_like(absent: MemorylessTensor, generator: torch.Generator) -> Tensor:
     return made.normal_(0, SCALE, generator=generator).to(absent.dtype).requires_grad_(absent.requires_grad)
 
 
-def _run_on_random_values(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
+def _run_on_random_values(
+    func: OpOverload, args: Sequence[OperatorValue], kwargs: Mapping[str, OperatorValue], error: Exception
+) -> OperatorValue:
     """The memoryless result of an operation that has no kernel for meta tensors. Runs it twice, on different random numbers.
 
     Raises `ValuesNeeded` if the shapes of its results depend on values, or if it writes to its arguments, or returns them or
@@ -129,14 +144,15 @@ def _run_on_random_values(func: OpOverload, args: Sequence[Any], kwargs: Mapping
         map(_have_one_shape, first, second)
     ):
         raise ValuesNeeded(str(func)) from error
-    return tree_map(memoryless_like, found[0])
+    absent: OperatorValue = tree_map(memoryless_like, found[0])
+    return absent
 
 
 def _have_one_shape(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
 
 
-def _real(value: Any, generator: torch.Generator) -> Any:
+def _real(value: OperatorValue, generator: torch.Generator) -> OperatorValue:
     return random_like(value, generator) if isinstance(value, MemorylessTensor) else value
 
 
@@ -151,10 +167,11 @@ READ_VALUES = frozenset(
 """Operations that read values: what they return, or what C++ code does next, depends on them."""
 
 
-def _in_layout_of_cpu(made: Tensor, args: Sequence[Any]) -> Tensor:
+def _in_layout_of_cpu(made: Tensor, args: Sequence[OperatorValue]) -> Tensor:
     """The result of a convolution in the memory layout that CPU kernels give it: channels_last, if an argument has it."""
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(made.dim())
-    if layout is None or not any(value.is_contiguous(memory_format=layout) and not value.is_contiguous() for value in args[:2]):
+    given = [value for value in args[:2] if isinstance(value, Tensor)]
+    if layout is None or not any(value.is_contiguous(memory_format=layout) and not value.is_contiguous() for value in given):
         return made
     return made.contiguous(memory_format=layout)
 
@@ -164,12 +181,12 @@ def _changes_its_own_shape(func: OpOverload) -> bool:
     return torch.Tag.inplace_view in func.tags
 
 
-def has_dynamic_shape(func: OpOverload, args: Sequence[Any]) -> bool:
+def has_dynamic_shape(func: OpOverload, args: Sequence[OperatorValue]) -> bool:
     """Whether the shape of what an operation returns depends on values."""
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False
     if func is torch.ops.aten.index.Tensor:  # an index of integers gives its own shape
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in _indices(args))
     if func is CTC_LOSS:  # the lengths of the targets decide the shape of what is kept for the backward
         return isinstance(args[3], MemorylessTensor)
     return True

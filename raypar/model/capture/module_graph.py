@@ -6,7 +6,6 @@ import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from raypar.model.capture.memoryless_tensor import memoryless_like
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.capture.trace_data import TensorKey
 from raypar.model.capture.units import LARGE_PART, find_units, open_units, units_by_pattern
-from raypar.model.graph import Graph, Layer, join_names
+from raypar.model.graph import Graph, Layer, ModelOutput, join_names
 from raypar.model.initial_values_source_protocol import InitialValues
 from raypar.model.layer_skeletons import (
     SkeletonCopier,
@@ -333,13 +332,14 @@ class _OutputBuilder:
         self._indices = [indices[next(names)] if isinstance(leaf, TensorKey) else None for leaf in cut.trace.output_leaves]
         """Index among the values of each leaf that is a tensor; None for others."""
 
-    def __call__(self, *values: Tensor) -> Any:
+    def __call__(self, *values: Tensor) -> ModelOutput:
         """What the model returns, with these tensors in it."""
         others = self._cache.first_trace.trace.output_leaves_without_tensors
         if self._returns_numbers and not values[-1].is_meta:
             others = self._cache.output_forms[int(values[-1])]
         leaves = [other if index is None else values[index] for index, other in zip(self._indices, others, strict=True)]
-        return tree_unflatten(leaves, self._structure)
+        rebuilt: ModelOutput = tree_unflatten(leaves, self._structure)
+        return rebuilt
 
 
 def _refuse_own_train(skeleton: nn.Module) -> None:

@@ -6,14 +6,21 @@ import contextlib
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from raypar.model.capture.memoryless_tensor import READ_VALUES, MemorylessTensor, has_dynamic_shape, memory_of
 from raypar.model.capture.refusal import Refused, user_location
 from raypar.torch_compat.avoid_dynamo_import import without_dynamo
-from raypar.torch_compat.dispatch import TorchDispatchMode, draws_random_numbers, schema_of, written_tensors
+from raypar.torch_compat.dispatch import (
+    OperatorValue,
+    TorchDispatchMode,
+    draws_random_numbers,
+    run_operation,
+    schema_of,
+    written_tensors,
+)
 from raypar.torch_compat.pytree import tree_flatten
 
 if TYPE_CHECKING:
@@ -87,10 +94,14 @@ class OperationWatch(TorchDispatchMode):
             self._is_paused = before
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[OperatorValue, ...] = (),
+        kwargs: Mapping[str, OperatorValue] | None = None,
+    ) -> OperatorValue:
         if self._is_paused:
-            return func(*args, **(kwargs or {}))
+            return run_operation(func, args, kwargs)
         draws = draws_random_numbers(func)
         self.drew_random_numbers |= draws
         self.gave_dynamic_shape |= func in READ_VALUES or has_dynamic_shape(func, args)
@@ -111,7 +122,7 @@ class OperationWatch(TorchDispatchMode):
                 self._refuse_parameter_write(value)
                 if varies:
                     self._maker[memory_of(value)] = self._event
-        out = func(*args, **(kwargs or {}))
+        out = run_operation(func, args, kwargs)
         for made in tree_flatten(out)[0]:
             if isinstance(made, Tensor) and not made.is_meta and memory_of(made) not in memories:  # neither view nor written
                 self._made.setdefault(memory_of(made), made)

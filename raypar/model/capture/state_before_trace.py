@@ -19,11 +19,18 @@ from raypar.torch_compat.modules import non_persistent_buffer_names
 Container = dict[Any, Any] | list[Any] | set[Any]
 """A user's container. It is read and restored by methods of the base class: a subclass may forbid that."""
 
-Attributes = list[tuple[nn.Module, dict[str, Any], list[tuple[Container, Container]]]]
-"""(module, its attributes, its dicts (buffers, hooks, its own), lists and sets with copies of them) of every module of a
-model."""
 
-Held = dict[str, dict[str, Any]]
+class ModuleAttributes(NamedTuple):
+    """What a module had before a trace."""
+
+    module: nn.Module
+    former: dict[str, Any]
+    """Its attributes."""
+    containers: list[tuple[Container, Container]]
+    """Its dicts (buffers, hooks, its own), lists and sets with copies of them."""
+
+
+Held = dict[str, dict[str, Content]]
 """Module -> attribute -> what it held (`state_of`)."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -81,9 +88,9 @@ def held_by(model: nn.Module) -> Held:
     }
 
 
-def _attributes_of(model: nn.Module) -> Attributes:
+def _attributes_of(model: nn.Module) -> list[ModuleAttributes]:
     return [
-        (
+        ModuleAttributes(
             module,
             dict(vars(module)),
             [(value, content_of(value)) for value in vars(module).values() if isinstance(value, (dict, list, set))],
@@ -92,7 +99,7 @@ def _attributes_of(model: nn.Module) -> Attributes:
     ]
 
 
-def _restore_attributes(attributes: Attributes) -> None:
+def _restore_attributes(attributes: list[ModuleAttributes]) -> None:
     """Set the attributes of modules, hooks and buffers among them, to what they were: a trace leaves no caches to the next."""
     for module, former, containers in attributes:
         vars(module).clear()

@@ -22,7 +22,7 @@ from raypar.model.capture.memoryless_tensor import MemorylessTensor
 from raypar.model.capture.record_forward import record_forward
 from raypar.model.capture.refusal import InnerModuleUsed, Refused
 from raypar.model.capture.replay import Values, run_event
-from raypar.model.capture.state_before_trace import Attributes, Held, StateBefore, held_by, is_changed, state_of
+from raypar.model.capture.state_before_trace import Held, ModuleAttributes, StateBefore, held_by, is_changed, state_of
 from raypar.model.capture.trace_data import Guard, TensorKey, Trace, comparable
 from raypar.model.capture.units import coarsen_units, refine_units
 from raypar.model.copy_on_device import on_host
@@ -341,7 +341,7 @@ class TraceCache:
             return "ends after fewer calls"
         return f"calls {new[0]} at {new[1]} with other arguments, or instead of another call"
 
-    def _glue_modules(self, attributes: Attributes) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+    def _glue_modules(self, attributes: Sequence[ModuleAttributes]) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
         """(name, module, its former attributes) of the modules that are in no unit."""
         names = {id(module): name for name, module in self.model.named_modules()}
         for module, former, _ in attributes:
@@ -361,7 +361,7 @@ class TraceCache:
                     cure="decide without Python (torch.where), or inside of a module, and make that a unit (model.units)",
                 )
 
-    def _refuse_replaced_parts(self, attributes: Attributes) -> None:
+    def _refuse_replaced_parts(self, attributes: Sequence[ModuleAttributes]) -> None:
         """Raises `ModelError` if the forward has replaced parameters or modules, or code between units buffers: a replay would
         not."""
         formers = {id(value): content for _, _, kept in attributes for value, content in kept if isinstance(content, dict)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -158,7 +157,7 @@ class _LayerBoundary:
         self._forward, self._layer, self._group, self._edges = forward, layer, group, edges
         self._values_in_parts = values_in_parts
 
-    def __call__(self, *inputs: Tensor) -> Any:
+    def __call__(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         group = self._group
         group.grad_enabled = torch.is_grad_enabled()
         made = self._forward(*(self._enter(n, x) for n, x in zip(self._layer.inputs, inputs, strict=True)))
@@ -184,7 +183,7 @@ class _LayerBoundary:
             )
         return x
 
-    def _leave(self, name: str, made: Any) -> Any:
+    def _leave(self, name: str, made: Tensor | ShardedValue) -> Tensor:
         self._group.value_layouts.pop(name, None)
         self._group.output_layouts.pop(name, None)
         if not isinstance(made, ShardedValue):
@@ -221,7 +220,7 @@ def sharded_loss(
     if group.size == 1:
         return loss
 
-    def run(*given: Any) -> Any:
+    def run(*given: Tensor) -> Tensor | tuple[Tensor, Tensor | float]:
         values, beside = given[: len(inputs)], given[len(inputs) :]
         parts = [(value, group.output_layouts.get(name)) for name, value in zip(inputs, values, strict=True)]
         found = loss(*(value if part is None else ShardedValue(value, part, group) for value, part in parts), *beside)

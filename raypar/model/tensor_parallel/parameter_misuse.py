@@ -6,11 +6,11 @@ with this shard's rows alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from raypar.errors import ModelError
@@ -66,8 +66,8 @@ class ParameterMisuseDetector(TorchFunctionMode):
             self._running.remove(part)
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Callable[..., R], types: Collection[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> R:
         named = kwargs or {}
         given = list(flatten_arguments((*args, *named.values())))
         for value in given:
@@ -75,7 +75,7 @@ class ParameterMisuseDetector(TorchFunctionMode):
                 self._note(func, value, any(isinstance(other, ShardedValue) for other in given))
         return func(*args, **named)
 
-    def _note(self, func: Callable[..., Tensor], parameter: nn.Parameter, with_part: bool) -> None:
+    def _note(self, func: Callable[..., R], parameter: nn.Parameter, with_part: bool) -> None:
         owners = self._owners.get(id(parameter))
         if owners is not None and not any(owner in self._running for owner in owners):
             name = self._names[id(parameter)]
@@ -98,13 +98,13 @@ class ParameterMisuseDetector(TorchFunctionMode):
             )
 
 
-def _name(func: Callable[..., Tensor]) -> str:
+def _name(func: Callable[..., R]) -> str:
     """The name of a function, or of the attribute that it reads."""
     name: str = getattr(func, "__name__", repr(func))
     return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
 
 
-def _computes(func: Callable[..., Tensor], parameter: nn.Parameter, args: Sequence[Any]) -> bool:
+def _computes(func: Callable[..., R], parameter: nn.Parameter, args: Sequence[Any]) -> bool:
     """Whether the function computes with the parameter's values."""
     name = getattr(func, "__name__", "")
     if name == "__get__":

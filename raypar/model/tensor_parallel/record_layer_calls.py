@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -116,8 +116,8 @@ class _Recorder(TorchFunctionMode):
         return made
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Callable[..., R], types: Collection[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> R:
         named = kwargs or {}
         if self._inside:
             return func(*args, **named)

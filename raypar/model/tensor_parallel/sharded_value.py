@@ -9,7 +9,7 @@ shards is refused by name; none gives a wrong result.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, lru_cache, partial
 from math import prod
 from typing import Any
@@ -78,7 +78,7 @@ class ShardedValue:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Callable[..., Any], types: Collection[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, named = func.__name__, dict(kwargs or {})
         if not args and "input" in named:

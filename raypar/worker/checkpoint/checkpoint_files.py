@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING
 
 from raypar.errors import CheckpointError
 from raypar.files.json_type import Json
@@ -89,7 +89,10 @@ __all__ = [  # of the manifest, for those who handle checkpoints
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
     from torch import Tensor
+
+    from raypar.worker.step.optimizer_state import Value
 
 MANIFEST_BYTES = 256 << 20
 """Size limit of a manifest: half a million entries."""
@@ -213,7 +216,7 @@ def write_safetensors(
 
 
 def write_tensors_as_safetensors(
-    file: BinaryIO,
+    file: SupportsWrite[bytes | memoryview],
     specs: Sequence[tuple[str, str, Sequence[int]]],
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
@@ -231,13 +234,14 @@ def write_tensors_as_safetensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    for piece in itertools.chain((len(text).to_bytes(8, "little"), text), map(_raw, tensors)):
+    pieces: Iterable[bytes | memoryview] = itertools.chain((len(text).to_bytes(8, "little"), text), map(_raw, tensors))
+    for piece in pieces:
         file.write(piece)
         digest.update(piece)
     return 8 + len(text) + offset, digest.hexdigest()
 
 
-def _raw(tensor: Tensor) -> Any:
+def _raw(tensor: Tensor) -> memoryview:
     import torch
 
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data
@@ -281,7 +285,7 @@ def commit_checkpoint(
 
 def merge_shared_state(records: Sequence[ShardRecord]) -> list[ManifestEntry]:
     """The entries of optimizer state that many parameters share, once each. Raises `CheckpointError` where stages disagree."""
-    first: dict[tuple[str, str], tuple[int, Mapping[str, Any]]] = {}
+    first: dict[tuple[str, str], tuple[int, Mapping[str, Scalar | EncodedTensor]]] = {}
     for record in records:
         for stage, shared in record.shared:
             for (pattern, kind), state in shared.items():
@@ -312,7 +316,7 @@ def _merge_kept_state(records: Sequence[ShardRecord]) -> KeptState | None:
     return {name: sorted(keys) for name, keys in found.items()}
 
 
-def _shown(state: Mapping[str, Any], name: str) -> str:
+def _shown(state: Mapping[str, Scalar | EncodedTensor], name: str) -> str:
     """A number or encoded tensor as text that tells it from all others; of what is not there that its value is the job's."""
     return repr(state[name]) if name in state else "as the job gives it"
 
@@ -475,7 +479,7 @@ def read_checkpoint_state(
     take: Callable[[str, Tensor], Tensor] | None = None,
     *,
     only_weights: bool = False,
-) -> dict[str, dict[StateKey, Any]]:
+) -> dict[str, dict[StateKey, Value]]:
     """Read unsharded state of parameters: name -> {PARAMETER: tensor, optimizer_key("exp_avg"): tensor, ...}.
 
     `names`: of the parameters to read; None: all. `take(name, tensor)`: the part to keep of each tensor; one tensor is held
@@ -496,10 +500,10 @@ def read_checkpoint_state(
     return _read(manifest, [e for e in manifest.entries if e.name in wanted and e.kind.kind in kinds], take)
 
 
-def read_shared_state(checkpoint: CheckpointAt) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+def read_shared_state(checkpoint: CheckpointAt) -> tuple[dict[str, dict[str, Value]], dict[str, Value]]:
     """(pattern of an optimizer group -> name -> tensor or number; the same of attributes of the optimizer)."""
-    groups: dict[str, dict[str, Any]] = {}
-    attributes: dict[str, Any] = {}
+    groups: dict[str, dict[str, Value]] = {}
+    attributes: dict[str, Value] = {}
     for entry in load_manifest(checkpoint).entries:
         if entry.kind.kind in SHARED_KINDS:
             into = attributes if entry.kind.kind == ATTRIBUTE else groups.setdefault(entry.name, {})
@@ -524,11 +528,18 @@ def _decoded(encoded: EncodedTensor) -> Tensor:
 
 def read_checkpoint_buffers(checkpoint: CheckpointAt, names: Collection[str]) -> dict[str, Tensor]:
     """Read buffers: name -> buffer, of those of `names` that the checkpoint has. Raises `CheckpointError` for damaged files."""
+    import torch
+
     if not names:
         return {}
     manifest = load_manifest(checkpoint)
     entries = [e for e in manifest.entries if e.name in names and e.kind in (BUFFER, CACHE)]
-    return {name: value for name, kinds in _read(manifest, entries).items() for value in kinds.values()}
+    return {
+        name: value
+        for name, kinds in _read(manifest, entries).items()
+        for value in kinds.values()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _read(
@@ -536,7 +547,7 @@ def _read(
     entries: Sequence[ManifestEntry],
     take: Callable[[str, Tensor], Tensor] | None = None,
     headers: dict[str, tuple[Hashable, SafetensorsHeader]] | None = None,
-) -> dict[str, dict[StateKey, Any]]:
+) -> dict[str, dict[StateKey, Value]]:
     """Name -> kind -> tensor or number, of `entries` (as in the manifest: those of one name and kind together).
 
     Checksums are not compared: `verify_checkpoint` did that, perhaps in another process and some time ago. Length and header
@@ -546,7 +557,7 @@ def _read(
     """
     import torch
 
-    found: dict[str, dict[StateKey, Any]] = {}
+    found: dict[str, dict[StateKey, Value]] = {}
     with contextlib.ExitStack() as stack:
         files: dict[str, tuple[OpenedFile, SafetensorsHeader]] = {}
 
@@ -579,6 +590,7 @@ def _read(
             parts = list(group)
             kinds = found.setdefault(name, {})
             if not parts[0].file:
+                assert not isinstance(parts[0].value, EncodedTensor), "those are read by `read_shared_state`"
                 kinds[kind] = parts[0].value
                 continue
             whole = tensor_of(parts[0])
@@ -608,7 +620,8 @@ class CheckpointTensors(Mapping[str, "Tensor"]):
         import torch
 
         entry = self._entries[name][0]
-        tensor: Tensor = _read(self._manifest, self._entries[name], headers=self._headers)[name][entry.kind]
+        tensor = _read(self._manifest, self._entries[name], headers=self._headers)[name][entry.kind]
+        assert isinstance(tensor, torch.Tensor)
         return tensor.to(getattr(torch, self._dtype_of(entry)))
 
     def _dtype_of(self, entry: ManifestEntry) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
+from typing import BinaryIO, TypeVar
 
 from raypar.errors import CheckpointError
 from raypar.files.atomic_write import written_aside
@@ -114,8 +114,7 @@ def write_to_storage(place: StorageUri, tensors: CheckpointTensors, ties: Mappin
             whole = io.BytesIO()
             save_state_dict(whole, tensors, ties)
             return file.write(whole.getbuffer())
-        stream = cast("BinaryIO", file)  # of which only `write` is used
-        return write_tensors_as_safetensors(stream, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})[0]
+        return write_tensors_as_safetensors(file, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})[0]
 
 
 def save_state_dict(file: BinaryIO, tensors: CheckpointTensors, ties: Mapping[str, str]) -> None:

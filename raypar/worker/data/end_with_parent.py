@@ -7,11 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 CHECK_EVERY_S = 0.5
 """How often a data process looks whether its parent is there."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -25,9 +26,9 @@ class EndWithParent:
         return _begin, (os.getpid(),)
 
 
-def call_in_child(_: EndWithParent, function: Callable[..., T], *given: object) -> T:
-    """The result of `function(*given)`, which is not imported before the parent is followed, as an initializer would be."""
-    return function(*given)
+def call_in_child(_: EndWithParent, function: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    """The result of `function`, which is not imported before the parent is followed, as an initializer would be."""
+    return function(*given, **named)
 
 
 def _begin(parent: int) -> EndWithParent:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar
 
 import numpy
 import torch
 from torch import Tensor
 
 from raypar.errors import UserCodeError, with_article
+from raypar.model.graph import ModelOutput
 from raypar.plan.wording import count_noun
+from raypar.worker.metrics.metric_state import Arrays, KeptPredictions, LiveObject, MetricValue, ObjectState, State
 
-State = Mapping[str, object]
+A = TypeVar("A")
+
 NOT_PREDICTED = ("loss", "past_key_values")
 """Parts of a model's output that are no predictions, as in the Trainer of transformers."""
 PADDING = -100
@@ -24,7 +27,7 @@ PADDING = -100
 class Predictions:
     """All predictions and labels of a validation, as the `EvalPrediction` of transformers has them."""
 
-    predictions: object
+    predictions: Arrays
     """An array [samples, ...]; a tuple of arrays where the output has several parts."""
     label_ids: numpy.ndarray
     """The target: an array [samples, ...]."""
@@ -33,10 +36,10 @@ class Predictions:
     losses: None = None
     """Not kept."""
 
-    def __iter__(self) -> Iterator[object]:
+    def __iter__(self) -> Iterator[Arrays]:
         return iter((self.predictions, self.label_ids))
 
-    def __getitem__(self, index: int) -> object:
+    def __getitem__(self, index: int) -> Arrays:
         return (self.predictions, self.label_ids)[index]
 
 
@@ -50,17 +53,17 @@ class PredictionsMetric:
     def __init__(
         self,
         name: str,
-        function: Callable[..., object],
+        function: Callable[[Predictions], Mapping[str, MetricValue]],
         *,
         part: str | None,
-        preprocess: Callable[..., object] | None,
+        preprocess: Callable[[ModelOutput, Tensor], ModelOutput] | None,
         limit_bytes: int,
     ) -> None:
         """`preprocess`: (logits, labels) -> what is kept in the place of logits; `limit_bytes`: of all that is kept."""
         self.name, self.part, self.limit_bytes = name, part, limit_bytes
         self._function, self._preprocess = function, preprocess
 
-    def measure(self, output: object, batch: Mapping[str, Tensor], target: Tensor) -> State:
+    def measure(self, output: ModelOutput, batch: Mapping[str, Tensor], target: Tensor) -> State:
         """See `Metric`: what is kept of one microbatch."""
         logits = _without_other_parts(output)
         if self._preprocess is not None:
@@ -69,16 +72,17 @@ class PredictionsMetric:
 
     def merge(self, before: State, state: State) -> State:
         """See `Metric`."""
-        cast("list[object]", before["microbatches"]).extend(cast("list[object]", state["microbatches"]))
-        return {**before, "samples": cast("int", before["samples"]) + cast("int", state["samples"])}
+        first, later = _own(before), _own(state)
+        first["microbatches"].extend(later["microbatches"])
+        return {"microbatches": first["microbatches"], "samples": first["samples"] + later["samples"]}
 
     def pack(self, states: Sequence[State]) -> list[State]:
         """See `Metric`."""
         return list(states)
 
-    def compute(self, state: State) -> object:
+    def compute(self, state: State) -> MetricValue:
         """See `Metric`: calls the function."""
-        parts = cast("list[tuple[object, object]]", state["microbatches"])
+        parts = _own(state)["microbatches"]
         labels = _concatenate([labels for _, labels in parts])
         assert isinstance(labels, numpy.ndarray)
         found = self._function(Predictions(_concatenate([logits for logits, _ in parts]), labels))
@@ -91,10 +95,10 @@ class PredictionsMetric:
 
     def refuse_too_many(self, state: State, samples: int) -> None:
         """Raises `UserCodeError` if so many samples, all like those of `state`, take more than the limit."""
-        measured = cast("int", state["samples"])
+        measured = _own(state)["samples"]
         if not measured:
             return
-        nbytes = sum(_count_bytes(part) for part in cast("list[object]", state["microbatches"]))
+        nbytes = sum(_count_bytes(part) for part in _own(state)["microbatches"])
         needed = nbytes * samples // measured
         if needed > self.limit_bytes:
             raise UserCodeError(
@@ -105,7 +109,7 @@ class PredictionsMetric:
                 "returns logits.argmax(-1); or set validation.samples, or a larger limit_mib",
             )
 
-    def _kept(self, value: object) -> object:
+    def _kept(self, value: ModelOutput) -> Arrays:
         """The arrays of a tensor, or of a tuple of these, in host memory of their own."""
         if isinstance(value, Tensor):
             value = value.detach()
@@ -123,7 +127,12 @@ class PredictionsMetric:
         )
 
 
-def _without_other_parts(output: object) -> object:
+def _own(state: State) -> KeptPredictions:
+    assert not isinstance(state, (LiveObject, ObjectState)) and "microbatches" in state
+    return state
+
+
+def _without_other_parts(output: ModelOutput) -> ModelOutput:
     """The predictions in a model's output: of a dict all but the loss and caches, which are a tuple unless there is one."""
     if not isinstance(output, Mapping):
         return output
@@ -131,18 +140,27 @@ def _without_other_parts(output: object) -> object:
     return parts[0] if len(parts) == 1 else parts
 
 
-def _concatenate(parts: Sequence[object]) -> object:
+def _concatenate(parts: Sequence[Arrays]) -> Arrays:
     """Arrays, or tuples or dicts of arrays, of consecutive microbatches as one: dimension 1 is padded to the longest."""
     first = parts[0]
     if isinstance(first, tuple):
-        return tuple(_concatenate([cast("tuple[object, ...]", part)[place] for part in parts]) for place in range(len(first)))
+        return tuple(_concatenate([part[place] for part in _all_of(tuple, parts)]) for place in range(len(first)))
     if isinstance(first, dict):
-        return {key: _concatenate([cast("dict[str, object]", part)[key] for part in parts]) for key in first}
-    arrays = [numpy.atleast_1d(cast("numpy.ndarray", part)) for part in parts]
+        return {key: _concatenate([part[key] for part in _all_of(dict, parts)]) for key in first}
+    arrays = [numpy.atleast_1d(part) for part in _all_of(numpy.ndarray, parts)]
     if arrays[0].ndim > 1 and len({array.shape[1] for array in arrays}) > 1:
         longest = max(array.shape[1] for array in arrays)
         arrays = [_padded(array, longest) for array in arrays]
     return numpy.concatenate(arrays)
+
+
+def _all_of(kind: type[A], parts: Sequence[Arrays]) -> list[A]:
+    """The parts, which are all of one kind, as the outputs of one model are."""
+    found: list[A] = []
+    for part in parts:
+        assert isinstance(part, kind), f"one microbatch has {kind.__name__}, another {type(part).__name__}"
+        found.append(part)
+    return found
 
 
 def _padded(array: numpy.ndarray, length: int) -> numpy.ndarray:
@@ -150,7 +168,7 @@ def _padded(array: numpy.ndarray, length: int) -> numpy.ndarray:
     return numpy.pad(array, room, constant_values=PADDING)
 
 
-def _count_bytes(value: object) -> int:
+def _count_bytes(value: Arrays) -> int:
     if isinstance(value, numpy.ndarray):
         return value.nbytes
-    return sum(map(_count_bytes, value.values() if isinstance(value, dict) else cast("tuple[object, ...]", value)))
+    return sum(map(_count_bytes, value.values() if isinstance(value, dict) else value))

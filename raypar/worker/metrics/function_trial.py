@@ -10,6 +10,7 @@ from torch import Tensor
 
 from raypar.errors import ConfigError
 from raypar.model.capture.tensors_in_values import flatten
+from raypar.model.graph import ModelOutput
 from raypar.model.random_state import preserve_random_state
 from raypar.torch_compat.pytree import tree_unflatten
 from raypar.user_code.stop_signals import reraise_ctrl_c
@@ -24,7 +25,7 @@ FEW_SAMPLES = 4
 class Measured(NamedTuple):
     """What a metric was given of one microbatch."""
 
-    output: object
+    output: ModelOutput
     batch: Batch
     target: Tensor
 
@@ -38,9 +39,10 @@ def refuse_means(metric: FunctionMetric, given: Measured) -> bool:
     if not any(of_samples):
         return False
 
-    def output(change: Callable[[Tensor], Tensor]) -> object:
+    def output(change: Callable[[Tensor], Tensor]) -> ModelOutput:
         changed = [change(leaf) if own else leaf for leaf, own in zip(leaves, of_samples, strict=True)]
-        return tree_unflatten(changed, structure)
+        rebuilt: ModelOutput = tree_unflatten(changed, structure)
+        return rebuilt
 
     tried = False
     for moved in (lambda leaf: leaf, lambda leaf: move_half_to_target(leaf, target)):
@@ -85,7 +87,7 @@ class FunctionTrialInValidation:
     def __init__(self, metric: FunctionMetric, microbatches: int) -> None:
         self._metric, self._left = metric, microbatches
 
-    def add(self, output: object, batch: Batch, target: Tensor) -> str | None:
+    def add(self, output: ModelOutput, batch: Batch, target: Tensor) -> str | None:
         """Take the next microbatch. A warning if the function returned a mean, or nothing could be found out."""
         if not self._left:
             return None

@@ -7,22 +7,24 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
 from raypar.errors import ConfigError, UserCodeError, with_article
 from raypar.job import MetricConfig
+from raypar.model.graph import ModelOutput
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.data.sample_reader import TARGET_NAMES
 from raypar.worker.metrics.all_predictions import PredictionsMetric
+from raypar.worker.metrics.metric_state import LiveObject, MetricObject, MetricValue, ObjectState, State
 
-State = Mapping[str, object]
-"""What a metric has measured of one microbatch."""
 Batch = Mapping[str, Tensor]
 """The fields of one microbatch, collated."""
+Numbers: TypeAlias = "Tensor | float | tuple[Tensor | float, Tensor | float]"
+"""What a function that measures returns: one number or tensor that adds up, or (sum, count)."""
 MOST_VALUES = 100
 """Most values that one metric may have."""
 
@@ -39,7 +41,7 @@ class Metric(Protocol):
     part: str | None
     """The part of the model's output that it gets, as `logits`; None: all of it."""
 
-    def measure(self, output: object, batch: Batch, target: Tensor) -> State:
+    def measure(self, output: ModelOutput, batch: Batch, target: Tensor) -> State:
         """The state after this one microbatch. Raises what the user's code raises, and `UserCodeError` for what it returns."""
 
     merges_by_user: bool
@@ -51,7 +53,7 @@ class Metric(Protocol):
     def pack(self, states: Sequence[State]) -> list[State]:
         """The states as values that can be pickled, their tensors in host memory."""
 
-    def compute(self, state: State) -> object:
+    def compute(self, state: State) -> MetricValue:
         """The value that the state after all microbatches, packed or not, makes. It is used up. Raises likewise."""
 
 
@@ -65,13 +67,13 @@ class FunctionMetric:
     contract). The value of (sum, count) is sum / count, NaN where nothing counts.
     """
 
-    def __init__(self, name: str, function: Callable[..., object], part: str | None = None, target: str = "target") -> None:
+    def __init__(self, name: str, function: Callable[..., Numbers], part: str | None = None, target: str = "target") -> None:
         """`target`: how the job calls the target (`data.target`)."""
         self.name, self.part = name, part
         self.needs_batch = not _takes_target(function, (*TARGET_NAMES, target))
         self._function = function
 
-    def measure(self, output: object, batch: Batch, target: Tensor) -> State:
+    def measure(self, output: ModelOutput, batch: Batch, target: Tensor) -> State:
         """See `Metric`."""
         found = self._function(output, batch if self.needs_batch else target)
         parts = found if isinstance(found, tuple) and len(found) == 2 else (found,)
@@ -99,16 +101,17 @@ class FunctionMetric:
     @staticmethod
     def parts(state: State) -> tuple[Tensor, ...]:
         """What a state adds: (sum, count), or one tensor."""
-        return cast("tuple[Tensor, ...]", state["parts"])
+        assert not isinstance(state, (LiveObject, ObjectState)) and "parts" in state
+        return state["parts"]
 
-    def compute(self, state: State) -> object:
+    def compute(self, state: State) -> MetricValue:
         """See `Metric`."""
         total, *count = self.parts(*self.pack([state]))
         if not count:
             return total
         return torch.where(count[0] == 0, math.nan, total.double() / count[0].double())
 
-    def _summand(self, value: object) -> Tensor:
+    def _summand(self, value: Tensor | float) -> Tensor:
         """What is added up: a tensor, float64 or int64, where the value lies: nothing waits for a device. Raises
         `UserCodeError` for what is no number."""
         if isinstance(value, Real):
@@ -136,7 +139,7 @@ def _in_one_copy(parts: Sequence[Tensor]) -> list[Tensor]:
     return host
 
 
-def _takes_target(function: Callable[..., object], names_of_targets: Sequence[str]) -> bool:
+def _takes_target(function: Callable[..., Numbers], names_of_targets: Sequence[str]) -> bool:
     """Whether the function's second parameter has a name of targets: it gets the target in the place of the batch."""
     try:
         names = list(inspect.signature(function).parameters)
@@ -148,26 +151,6 @@ def _takes_target(function: Callable[..., object], names_of_targets: Sequence[st
 # -- objects -----------------------------------------------------------------------------------------------------------------
 
 
-class MetricObject(Protocol):
-    """An object that measures: it takes microbatches one after the other, and computes a value of all."""
-
-    def update(self, output: object, target: Tensor, /) -> object:
-        """Take one microbatch."""
-
-    def compute(self) -> object:
-        """The value of all that it has taken."""
-
-    def reset(self) -> object:
-        """Forget all."""
-
-
-class MergeableObject(MetricObject, Protocol):
-    """One that another's state can be added to."""
-
-    def merge_state(self, other: object, /) -> object:
-        """Add the state of an object that has taken what comes after."""
-
-
 class TorchmetricsObject(MetricObject, Protocol):
     """One of torchmetrics: its states by name, and its own rule of how two of them are reduced to one."""
 
@@ -177,12 +160,8 @@ class TorchmetricsObject(MetricObject, Protocol):
     def _reduce_states(self, incoming_state: Mapping[str, object], /) -> None: ...
 
 
-def _is_of_torchmetrics(one: object) -> bool:
+def _is_of_torchmetrics(one: MetricObject) -> TypeGuard[TorchmetricsObject]:
     return all(hasattr(one, name) for name in ("_defaults", "_update_count", "_reduce_states"))
-
-
-_OBJECT = "object that took the microbatch"
-"""The only entry of a state that is the object itself, as long as its worker keeps it."""
 
 
 class ObjectMetric:
@@ -207,52 +186,54 @@ class ObjectMetric:
                 cure="give it a method merge_state(other) that adds the state of another one, or give a function that returns "
                 "(sum, count)",
             )
-        self._of_library = [self.new(), self.new()] if _is_of_torchmetrics(made) else []
+        self._of_library = [one for one in (self.new(), self.new()) if _is_of_torchmetrics(one)]
 
     merges_by_user = True
 
-    def measure(self, output: object, batch: Batch, target: Tensor) -> State:
+    def measure(self, output: ModelOutput, batch: Batch, target: Tensor) -> State:
         """See `Metric`."""
         one = self.new()
         if target.device.type != "cpu" and hasattr(one, "to"):
             one = one.to(target.device)
         one.update(output, target)
-        if self._of_library:
-            (state,) = self.pack([self._state_of_library(cast("TorchmetricsObject", one))])
-            return state
-        state = {_OBJECT: one}
+        if _is_of_torchmetrics(one):
+            return self.pack([self._state_of_library(one)])[0]
+        state = LiveObject(one)
         return state if target.device.type == "cpu" else self.pack([state])[0]
 
     def merge(self, before: State, state: State) -> State:
         """See `Metric`."""
         if not self._of_library:
             first, later = self._with_state(before), self._with_state(state)
-            cast("MergeableObject", first).merge_state(later)
-            return {_OBJECT: first}
+            assert hasattr(first, "merge_state")
+            first.merge_state(later)
+            return LiveObject(first)
         # All that a microbatch leaves in an object of torchmetrics are its states, so the same two objects serve every merge.
         for one, found in zip(self._of_library, (before, state), strict=True):
             _set_state(one, found)
-        one, later_one = cast("list[TorchmetricsObject]", self._of_library)
+        one, later_one = self._of_library
         _reduce(one, later_one)
         return self._state_of_library(later_one)
 
     def pack(self, states: Sequence[State]) -> list[State]:
         """See `Metric`. What each copy shares with the others, such as functions, stays here."""
         shared = vars(self._reset) if hasattr(self._reset, "__dict__") else {}
-        return [
-            {n: _in_host_memory(value) for n, value in vars(state[_OBJECT]).items() if value is not shared.get(n, _OBJECT)}
-            if _OBJECT in state
-            else {n: _in_host_memory(value) for n, value in state.items()}
-            for state in states
-        ]
+        packed: list[State] = []
+        for state in states:
+            if isinstance(state, LiveObject):
+                own = {n: value for n, value in vars(state.one).items() if n not in shared or value is not shared[n]}
+            else:
+                own = dict(state)
+            packed.append(ObjectState({n: _in_host_memory(value) for n, value in own.items()}))
+        return packed
 
-    def compute(self, state: State) -> object:
+    def compute(self, state: State) -> MetricValue:
         """See `Metric`."""
         return self._with_state(state).compute()
 
     @staticmethod
-    def _state_of_library(one: TorchmetricsObject) -> State:
-        return {name: getattr(one, name) for name in (*one._defaults, "_update_count")}
+    def _state_of_library(one: TorchmetricsObject) -> ObjectState:
+        return ObjectState({name: getattr(one, name) for name in (*one._defaults, "_update_count")})
 
     def new(self) -> MetricObject:
         """A copy that has taken nothing."""
@@ -260,14 +241,15 @@ class ObjectMetric:
 
     def _with_state(self, state: State) -> MetricObject:
         """The object that has taken the microbatch: itself, or of what it has sent."""
-        if _OBJECT in state:
-            return cast("MetricObject", state[_OBJECT])
+        if isinstance(state, LiveObject):
+            return state.one
         one = self.new()
         _set_state(one, state)
         return one
 
 
 def _set_state(one: MetricObject, state: State) -> None:
+    assert not isinstance(state, LiveObject)
     for name, value in state.items():
         setattr(one, name, value)
 
@@ -288,10 +270,10 @@ def _in_host_memory(value: object) -> object:
     """The value with its tensors in host memory, each in memory of its own."""
     if isinstance(value, Tensor):
         return _without_more_memory(value.detach().cpu())
-    if type(value) in (list, tuple):
-        parts = [_in_host_memory(each) for each in cast("Sequence[object]", value)]
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        parts = [_in_host_memory(each) for each in value]
         return parts if isinstance(value, list) else tuple(parts)
-    if type(value) is dict:
+    if isinstance(value, dict) and type(value) is dict:
         return {name: _in_host_memory(each) for name, each in value.items()}
     return value
 
@@ -329,7 +311,7 @@ def make_metric(name: str, ref: MetricConfig, target: str = "target") -> Metric:
     else:
         made = ref.partial()
     if all(callable(getattr(made, method, None)) for method in ("update", "compute", "reset")):
-        return ObjectMetric(name, cast("MetricObject", made), ref.output)
+        return ObjectMetric(name, made, ref.output)
     if not callable(made):
         raise ConfigError(
             f"metric {name!r} is {with_article(type(made).__name__)}",
@@ -339,7 +321,7 @@ def make_metric(name: str, ref: MetricConfig, target: str = "target") -> Metric:
     return FunctionMetric(name, made, ref.output, target)
 
 
-def part_of_output(metric: Metric, output: object) -> object:
+def part_of_output(metric: Metric, output: ModelOutput) -> ModelOutput:
     """What a metric gets of the model's output. Raises `UserCodeError` for an output without its part."""
     found = output
     for name in metric.part.split(".") if metric.part is not None else ():
@@ -368,7 +350,7 @@ def _makes_object(function: Callable[..., object], args: Mapping[str, object]) -
     return True
 
 
-def values_by_name(name: str, value: object) -> dict[str, float]:
+def values_by_name(name: str, value: MetricValue) -> dict[str, float]:
     """The numbers of a metric's value: one under its own name, those of a mapping or vector as `name/key`.
 
     Raises `UserCodeError` for a value that is none of these.
@@ -381,7 +363,7 @@ def values_by_name(name: str, value: object) -> dict[str, float]:
         parts = [(str(place), each) for place, each in enumerate(value.tolist())]
     else:
         try:
-            return {name: float(cast("float", value))}
+            return {name: float(value)}
         except (TypeError, ValueError, RuntimeError):
             shape = getattr(value, "shape", None)
             given = f"{type(value).__name__} {list(shape)}" if shape is not None else type(value).__name__

@@ -17,7 +17,7 @@ from raypar.comm.buffer_pool import CPU
 from raypar.errors import ConfigError, UserCodeError
 from raypar.files.printable_text import shorten
 from raypar.job import Job, ValidationConfig
-from raypar.model.graph import Graph
+from raypar.model.graph import Graph, ModelOutput
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
@@ -25,7 +25,8 @@ from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.metrics.all_predictions import PredictionsMetric
 from raypar.worker.metrics.function_trial import Measured, not_tried, numbers_of, refuse_means
-from raypar.worker.metrics.metric import Batch, FunctionMetric, Metric, ObjectMetric, State, values_by_name
+from raypar.worker.metrics.metric import Batch, FunctionMetric, Metric, ObjectMetric, values_by_name
+from raypar.worker.metrics.metric_state import MetricValue, State
 from raypar.worker.metrics.object_trial import difference_of_merged
 from raypar.worker.plain_microbatches import MICROBATCHES, NotCompared, refuse_large_models, with_few_microbatches
 from raypar.worker.process.seed_generators import make_seeder
@@ -41,7 +42,7 @@ class _Recorded:
         self.given: list[Measured] = []
         self.states: list[State] = []
 
-    def measure(self, output: object, batch: Batch, target: Tensor) -> State:
+    def measure(self, output: ModelOutput, batch: Batch, target: Tensor) -> State:
         self.given.append(Measured(output, batch, target))
         self.states.append(self.metric.measure(output, batch, target))
         return self.states[-1]
@@ -54,7 +55,7 @@ class _Recorded:
     def pack(self, states: Sequence[State]) -> list[State]:
         return self.metric.pack(states)
 
-    def compute(self, state: State) -> object:
+    def compute(self, state: State) -> MetricValue:
         return 0.0
 
 
@@ -117,7 +118,7 @@ def _check(one: _Recorded, samples: int, spec: Job) -> str | None:
 # -- functions ---------------------------------------------------------------------------------------------------------------
 
 
-def _refuse_two_values(name: str, call: Callable[[], object]) -> None:
+def _refuse_two_values(name: str, call: Callable[[], list[list[float]] | dict[str, float]]) -> None:
     """Raises `ConfigError` if a function, called twice in the same way, returns two values."""
     found = []
     for _ in range(2):

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from raypar.errors import ConfigError
 from raypar.model.capture.tensors_in_values import flatten
+from raypar.model.graph import ModelOutput
 from raypar.model.random_state import preserve_random_state
 from raypar.torch_compat.pytree import tree_unflatten
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
-from raypar.worker.metrics.metric import Batch, MetricObject, ObjectMetric, State, values_by_name
+from raypar.worker.metrics.metric import Batch, ObjectMetric, values_by_name
+from raypar.worker.metrics.metric_state import MetricObject, State
 
 
 def difference_of_merged(metric: ObjectMetric, in_order: MetricObject, states: Sequence[State]) -> tuple[str, str] | None:
@@ -48,7 +50,7 @@ class ObjectTrialInValidation:
         self._in_order = metric.new()
         self._states: list[bytes] = []
 
-    def add(self, output: object, batch: Batch, target: Tensor) -> str | None:
+    def add(self, output: ModelOutput, batch: Batch, target: Tensor) -> str | None:
         """Take the next microbatch. A warning where something differs, or could not be tried; then the trial is over."""
         if not self._left:
             return None
@@ -79,7 +81,7 @@ class ObjectTrialInValidation:
         """States may hold all outputs of their microbatches."""
         self._in_order, self._states = self._metric.new(), []
 
-    def _compare(self, output: object, target: Tensor) -> tuple[str, str] | None:
+    def _compare(self, output: ModelOutput, target: Tensor) -> tuple[str, str] | None:
         leaves, structure = flatten(output)
         host = tree_unflatten([leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
         with preserve_random_state():  # the update draws what the measurement has drawn

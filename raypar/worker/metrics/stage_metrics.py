@@ -28,7 +28,8 @@ from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.metrics.all_predictions import PredictionsMetric
 from raypar.worker.metrics.function_trial import FunctionTrialInValidation
-from raypar.worker.metrics.metric import Batch, FunctionMetric, Metric, ObjectMetric, State, part_of_output, values_by_name
+from raypar.worker.metrics.metric import Batch, FunctionMetric, Metric, ObjectMetric, part_of_output, values_by_name
+from raypar.worker.metrics.metric_state import State
 from raypar.worker.metrics.object_trial import ObjectTrialInValidation
 from raypar.worker.prediction import Prediction
 from raypar.worker.process.torch_state_guard import TorchStateGuard

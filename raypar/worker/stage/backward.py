@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -184,7 +184,7 @@ def sum_deferred_gradients(stash: Stash, weights: StageTensors) -> dict[int, Ten
 
     Gradients of calls that share a cast of the weight (under `torch.autocast`) are added in the compute dtype, as by autograd.
     """
-    by_cast: dict[tuple[int, object], Tensor] = {}
+    by_cast: dict[tuple[int, Hashable], Tensor] = {}
     sums: dict[int, Tensor] = {}
     with torch.no_grad():
         for deferred in stash:

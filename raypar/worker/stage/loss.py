@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from raypar.comm.buffer_pool import CPU
 from raypar.errors import ConfigError, UserCodeError, with_article
 from raypar.job import FunctionConfig, LossConfig
 from raypar.model.capture.forward_inputs import loss_in
+from raypar.model.graph import ModelOutput
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.data.padding import MASKED_LABEL
@@ -62,7 +62,7 @@ def make_loss_of_output(
     return _module(made, ref.label, device) if isinstance(made, nn.Module) else made
 
 
-def loss_of_model(output: object, target: Tensor) -> Tensor:
+def loss_of_model(output: ModelOutput, target: Tensor) -> Tensor:
     """The loss function of a model that computes the loss itself: what it returns is the loss, or, where metrics read the
     rest of it, has the loss."""
     found = output if isinstance(output, Tensor) else loss_in(output)
@@ -70,7 +70,7 @@ def loss_of_model(output: object, target: Tensor) -> Tensor:
     return found
 
 
-def counted_loss_of_model(output: object, target: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
+def counted_loss_of_model(output: ModelOutput, target: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor]:
     """(sum, count) of a model's own loss, which is the mean over the labels `target` [samples, ...] that are not -100.
 
     `shifted`: without the first of each sequence. Where no label counts the sum is 0, though that mean is NaN.
@@ -80,7 +80,9 @@ def counted_loss_of_model(output: object, target: Tensor, *, shifted: bool) -> t
     return torch.where(count > 0, loss, torch.nan_to_num(loss)) * count, count
 
 
-def weighted_loss(function: Callable[..., object], label: str, *given: Tensor) -> tuple[Tensor, Tensor]:
+def weighted_loss(
+    function: Callable[..., Tensor | tuple[Tensor, Tensor | float]], label: str, *given: Tensor
+) -> tuple[Tensor, Tensor]:
     """(weighted sum, sum of the weights) of what `function` returns for all of `given` but the last, the weights, which have
     the shape of what it returns. Raises `UserCodeError` for others, and for negative weights."""
     *read, weights = given
@@ -96,7 +98,7 @@ def weighted_loss(function: Callable[..., object], label: str, *given: Tensor) -
     return (losses * weights).sum(), weights.sum()
 
 
-def wrong_losses(losses: object, label: str, weights: Tensor) -> tuple[str, str]:
+def wrong_losses(losses: Tensor | tuple[Tensor, Tensor | float] | float, label: str, weights: Tensor) -> tuple[str, str]:
     """(what, cure) of a loss that is not one value for each weight."""
     shape = list(losses.shape) if isinstance(losses, Tensor) else with_article(type(losses).__name__)
     return (
@@ -123,9 +125,9 @@ def _module(module: nn.Module, label: str, device: torch.device) -> Callable[...
     if not buffers:
         return module
 
-    def run(output: Tensor, target: Tensor) -> Any:
+    def run(output: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor | float]:
         before = {name: buffer._version for name, buffer in buffers.items()}
-        found = module(output, target)
+        found: Tensor | tuple[Tensor, Tensor | float] = module(output, target)
         for name, buffer in module.named_buffers():
             if buffer is not buffers[name] or buffer._version != before[name]:
                 raise UserCodeError(

@@ -12,10 +12,10 @@ this machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 from raypar.errors import ModelError, UserCodeError, with_article
 from raypar.torch_compat.modules import BatchNorm, InstanceNorm, NormBase, dims_without_batch
 from raypar.torch_compat.multi_tensor import add_to_all, copy_all, zero_all
+
+R = TypeVar("R")
 
 Arithmetic = Literal["dense", "mixed", "strided"]
 """How PyTorch's kernel computes an update. `dense`: of a contiguous input (channels_last too); `mixed`: of one in bfloat16, the
@@ -151,7 +153,9 @@ class _NormalisedInput(TorchFunctionMode):
         super().__init__()
         self._average, self._seen = average, []
 
-    def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., R], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> R:
         named = kwargs or {}
         if func in _NORMALISING and any(each is self._average for each in (*args, *named.values())):
             self._seen.append((args[0] if args else named["input"], args[6] if len(args) > 6 else named.get("momentum", 0.1)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +27,11 @@ from raypar.worker.checkpoint.checkpoint_files import (
     write_shard,
 )
 from raypar.worker.checkpoint.expected_optimizer_state import check_kept_state
-from raypar.worker.checkpoint.manifest import ALL_PARAMETERS
+from raypar.worker.checkpoint.manifest import ALL_PARAMETERS, EncodedTensor
 from raypar.worker.checkpoint.state_key import ATTRIBUTE, BUFFER, CACHE, GROUP, OPTIMIZER, PARAMETER, optimizer_key
 from raypar.worker.pretrained.frozen_values import read_frozen_values
 from raypar.worker.stage.stage import Stage
+from raypar.worker.state.parameter_state import tensor_in
 from raypar.worker.step.optimizer_state import OptimizerState, Value, read_optimizer_state, write_optimizer_state
 
 WRITE_TIMEOUT_S = 600.0
@@ -101,7 +101,7 @@ def take_snapshot(
     return StateSnapshot(tensors, scalars, slices, ties, tuple(shared), kept if optimizers else None)
 
 
-def _encoded(state: Mapping[str, Value]) -> Mapping[str, Any]:
+def _encoded(state: Mapping[str, Value]) -> Mapping[str, Scalar | EncodedTensor]:
     """Small tensors and numbers as a manifest has them."""
     return {key: encode_tensor(value) if isinstance(value, Tensor) else value for key, value in state.items()}
 
@@ -138,7 +138,7 @@ def restore_from_checkpoint(
     buffers |= {name: value.to(wanted[name]) for name, value in initial.stream(lacking, torch.float64)} if lacking else {}
     with torch.no_grad():
         for index, stage in stages.items():
-            values: dict[str, Tensor] = {name: kinds[PARAMETER] for name, kinds in found.items() if name in stage.parameters}
+            values: dict[str, Tensor] = {name: tensor_in(kinds) for name, kinds in found.items() if name in stage.parameters}
             values |= {name: value for name, value in buffers.items() if name in stage.buffers}
             for name, tensor in {**stage.parameters, **stage.buffers}.items():
                 there = values[name]

@@ -9,7 +9,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from raypar.worker.step.optimizer_and_parameter_groups import (
 RECENT = 64
 """Steps whose values are kept: a step that runs again asks for them again."""
 
-Entry = object
+Entry: TypeAlias = "Tensor | float | bool | tuple[Entry, ...] | None"
 """An entry of a group of parameters: a number, or a tuple of them, such as `betas`."""
 EntriesByGroup = Mapping[str, Mapping[str, Entry]]
 """Pattern of a group -> key -> its entry."""
