@@ -24,7 +24,7 @@ from raypar.job import (
 from raypar.job.read_job import check_run_arguments, load_job
 from raypar.launch.brief_signature import with_brief_signature
 from raypar.launch.launch_options import EventHandler
-from raypar.launch.result import Result
+from raypar.launch.result import CheckpointArgument, Result
 from raypar.launch.resume import find_checkpoint
 from raypar.launch.run_failure import raise_run_failure
 from raypar.launch.run_of_submitted_job import choose_lasting_run_dir
@@ -138,7 +138,7 @@ class Trainer:
         address: str | None = None,
         local_nodes: int = 1,
         stop_at_step: int | None = None,
-        resume_from_checkpoint: Any = None,
+        resume_from_checkpoint: CheckpointArgument | None = None,
     ) -> Self:
         """The trainer of a job file, after overrides such as `"plan.stages=4"`. Raises `ConfigError` or `PlanError`."""
         run_arguments = {
@@ -175,7 +175,7 @@ class Trainer:
         """Nodes of the local Ray cluster that is started without an `address`."""
         self.stop_at_step: int | None = run_arguments["stop_at_step"]
         """Number of steps after which the run saves and stops."""
-        self.resume_from_checkpoint: Any = run_arguments["resume_from_checkpoint"]
+        self.resume_from_checkpoint: CheckpointArgument | None = run_arguments["resume_from_checkpoint"]
         """The checkpoint to resume from, as given; None: a new run."""
 
     @without_raypar_frames
@@ -228,7 +228,7 @@ class Trainer:
     @without_raypar_frames
     def evaluate(
         self,
-        run: Any = None,
+        run: CheckpointArgument | None = None,
         *,
         data: SampleSource | None = None,
         samples: int | None = None,
@@ -254,7 +254,7 @@ class Trainer:
     @without_raypar_frames
     def predict(
         self,
-        run: Any = None,
+        run: CheckpointArgument | None = None,
         *,
         data: SampleSource | None = None,
         function: FunctionArgument | None = None,

@@ -34,7 +34,7 @@ def wait_for_handle(handle: Handle, what: str, timeout_s: float | None = None, *
         wait_named(handle, what, timeout_s, on_stream=on_stream)
 
 
-def as_routine(work: Callable[[], Any]) -> Routine[T]:
+def as_routine(work: Callable[[], T]) -> Routine[T]:
     """The routine that runs `work` to its end and yields at each `wait_for_handle` in it.
 
     `work` has a state of torch's CPU generator of its own, as it would have in a process of its own.

@@ -87,7 +87,7 @@ class TakesArguments(Protocol):
     """A parser of arguments, or a group of one."""
 
     @property
-    def add_argument(self) -> Callable[..., object]: ...
+    def add_argument(self) -> Callable[..., argparse.Action]: ...
 
 
 def add_best_argument(parser: TakesArguments) -> None:

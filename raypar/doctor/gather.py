@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from raypar.doctor.finding import NotKnown
 from raypar.doctor.machine_facts import (
@@ -49,30 +49,33 @@ LIBRARIES = ("torch", "ray", "numpy", "pydantic", "pyyaml", "safetensors", "torc
 """Libraries whose versions are read."""
 
 
-class Gathering:
+T = TypeVar("T")
+
+
+class Gathering(Generic[T]):
     """One fact that is being gathered, in a thread of its own."""
 
-    def __init__(self, gather: Callable[[], Any], deadline_s: float, what: str) -> None:
+    def __init__(self, gather: Callable[[], T | NotKnown], deadline_s: float, what: str) -> None:
         self.deadline_s = deadline_s
         """How long it may take."""
         self.what = what
         """What is gathered, for the reason."""
-        self.found: Any = None
-        """The fact, once it is there."""
+        self.found: T | NotKnown = NotKnown(f"{what}: not gathered yet")
+        """The fact, or why it is not known."""
         self.done = threading.Event()
         """Whether it is."""
         self.thread = threading.Thread(target=self._run, args=(gather,), daemon=True)
         """Not waited for at the end: it may hang."""
         self.thread.start()
 
-    def _run(self, gather: Callable[[], Any]) -> None:
+    def _run(self, gather: Callable[[], T | NotKnown]) -> None:
         try:
             self.found = gather()
         except Exception as error:  # whatever is broken is to be told, with all else
             self.found = NotKnown(f"{self.what}: {type(error).__name__}: {error}"[:300])
         self.done.set()
 
-    def result(self) -> Any:
+    def result(self) -> T | NotKnown:
         """The fact, or why it is not known."""
         if not self.done.wait(self.deadline_s):
             return NotKnown(f"{self.what}: no answer within {self.deadline_s:g} s")
@@ -83,35 +86,45 @@ def gather_facts(run_dir: Path | StorageUri, address: str | None, environment: M
     """All facts, gathered side by side. `address`: of the cluster to ask; None: none is asked."""
     gpus = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*")))
     temp = environment.get("RAY_TMPDIR") or tempfile.gettempdir()
-    gathered = {
-        "token": Gathering(lambda: read_token(environment), SYSTEM_S, "reading the token's place"),
-        "tls": Gathering(lambda: read_tls(environment), SYSTEM_S, "looking for the certificates"),
-        "versions": Gathering(read_versions, SYSTEM_S, "reading the versions"),
-        "processors": Gathering(read_processors, SYSTEM_S, "reading /proc and the container's limits"),
-        "limits": Gathering(read_limits, SYSTEM_S, "reading limits"),
-        "host": Gathering(read_host, SYSTEM_S, "resolving the name of this machine"),
-        "shm": Gathering(partial(read_folder, "/dev/shm"), SYSTEM_S, "looking at /dev/shm"),
-        "temporary": Gathering(partial(read_folder, temp), SYSTEM_S, f"looking at {temp}"),
-        "runs": Gathering(partial(read_storage, run_dir), WRITE_CHECK_S + 5, f"writing to {run_dir}")
+    token = Gathering(lambda: read_token(environment), SYSTEM_S, "reading the token's place")
+    tls = Gathering(lambda: read_tls(environment), SYSTEM_S, "looking for the certificates")
+    versions = Gathering(read_versions, SYSTEM_S, "reading the versions")
+    processors = Gathering(read_processors, SYSTEM_S, "reading /proc and the container's limits")
+    limits = Gathering(read_limits, SYSTEM_S, "reading limits")
+    host = Gathering(read_host, SYSTEM_S, "resolving the name of this machine")
+    shm = Gathering(partial(read_folder, "/dev/shm"), SYSTEM_S, "looking at /dev/shm")
+    temporary = Gathering(partial(read_folder, temp), SYSTEM_S, f"looking at {temp}")
+    runs: Gathering[StorageFacts] | Gathering[FolderFacts] = (
+        Gathering(partial(read_storage, run_dir), WRITE_CHECK_S + 5, f"writing to {run_dir}")
         if isinstance(run_dir, StorageUri)
-        else Gathering(partial(read_folder, run_dir), SYSTEM_S, f"looking at {run_dir}"),
-    }
+        else Gathering(partial(read_folder, run_dir), SYSTEM_S, f"looking at {run_dir}")
+    )
     libraries = ["torch", "torchvision", *["nccl"] * bool(gpus)]
     torch = Gathering(lambda: run_probe("library_import_probe", libraries, IMPORT_S), IMPORT_S + 5, "importing PyTorch")
     ray = Gathering(lambda: run_probe("library_import_probe", ["ray"], IMPORT_S), IMPORT_S + 5, "importing Ray")
-    cluster: Any = NotKnown("no cluster is named")
+    cluster: ClusterFacts | NotKnown = NotKnown("no cluster is named")
     if address is not None:
         cluster = Gathering(lambda: ask_cluster(address, run_dir), CLUSTER_S + 5, "asking the cluster").result()
 
-    def answer(found: Any, name: str) -> Any:
+    def answer(found: Mapping[str, Mapping[str, Json]] | NotKnown, name: str) -> Mapping[str, Json] | NotKnown:
         if isinstance(found, NotKnown):
             return found
         return found.get(name, NotKnown(f"importing {name}: no answer within {IMPORT_S:g} s, or its process has died"))
 
     return DoctorFacts(
-        **{name: answer(torch.result(), name) for name in ("torch", "torchvision", "nccl")},
+        torch=answer(torch.result(), "torch"),
+        torchvision=answer(torch.result(), "torchvision"),
+        nccl=answer(torch.result(), "nccl"),
         ray=answer(ray.result(), "ray"),
-        **{name: one.result() for name, one in gathered.items()},
+        token=token.result(),
+        tls=tls.result(),
+        versions=versions.result(),
+        processors=processors.result(),
+        limits=limits.result(),
+        host=host.result(),
+        shm=shm.result(),
+        temporary=temporary.result(),
+        runs=runs.result(),
         gpus=gpus,
         environment=dict(environment),
         cluster=cluster,
@@ -138,7 +151,7 @@ def run_probe(module: str, words: Sequence[str], deadline_s: float) -> dict[str,
     except subprocess.TimeoutExpired:
         started.kill()
         printed, _ = started.communicate()
-    found: dict[str, Json] = {}
+    found: dict[str, Any] = {}
     for line in printed.decode(errors="replace").splitlines():
         if line.startswith("{"):
             try:

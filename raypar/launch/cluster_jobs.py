@@ -83,7 +83,7 @@ def parse_ray_job_record(record: Mapping[str, Json]) -> ClusterJob:
     )
 
 
-def _seconds(milliseconds: object) -> float | None:
+def _seconds(milliseconds: Json) -> float | None:
     return milliseconds / 1000 if isinstance(milliseconds, (int, float)) and milliseconds > 0 else None
 
 

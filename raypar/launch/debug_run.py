@@ -23,6 +23,7 @@ from raypar.user_code.user_code_errors import make_importable
 
 if TYPE_CHECKING:
     from raypar.job import Job
+    from raypar.schedule.instructions import Instruction
     from raypar.storage.checkpoint_store import CheckpointRef
     from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -150,7 +151,7 @@ def open_debug_run(
     if (precision := job.precision_in_words) is not None:
         say(precision)
 
-    def before(step: int, instruction: object) -> None:
+    def before(step: int, instruction: Instruction) -> None:
         if place is not None and place.is_at(step, instruction):
             print(f"step {step + 1}: about to run {instruction}; `up` leads to the interpreter's frame", file=sys.stderr)
             breakpoint()

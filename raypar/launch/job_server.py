@@ -249,6 +249,6 @@ def _no_http(error: Exception) -> str:
     return f"it does not speak HTTP{why}: this is not a job server's port, which is usually {DASHBOARD_PORT}"
 
 
-def _reason(error: object) -> str:
+def _reason(error: BaseException | str) -> str:
     """Why a connection failed, in words."""
     return shorten(getattr(error, "strerror", None) or str(error) or type(error).__name__)

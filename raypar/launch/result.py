@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from raypar.errors import error_first_line
 from raypar.files.json_type import Json
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from pandas import DataFrame
     from pyarrow.fs import FileSystem
     from ray.train import Checkpoint
+
+CheckpointArgument: TypeAlias = "str | os.PathLike[str] | Checkpoint"
+"""A checkpoint as `ray.train` has it, its path, or a run, by its path or name, whose last one is taken."""
 
 
 @dataclass(repr=False)

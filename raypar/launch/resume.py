@@ -22,7 +22,7 @@ from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.choose_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
 from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.launch_run import launch_run, make_callbacks
-from raypar.launch.result import Result
+from raypar.launch.result import CheckpointArgument, Result
 from raypar.launch.run_on_storage import (
     names_of_checkpoints,
     refuse_new_checkpoints,
@@ -255,7 +255,7 @@ def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> Checkpo
     return checkpoint
 
 
-def find_checkpoint(given: Any, tell: EventHandler, run_dir: str | os.PathLike[str]) -> CheckpointRef:
+def find_checkpoint(given: CheckpointArgument | None, tell: EventHandler, run_dir: str | os.PathLike[str]) -> CheckpointRef:
     """The checkpoint that `given` means: a `ray.train.Checkpoint`, the path of a checkpoint, or a run (its last one), by its
     path or its name under `run_dir`, as commands take it. Paths may be URIs.
 
@@ -265,17 +265,17 @@ def find_checkpoint(given: Any, tell: EventHandler, run_dir: str | os.PathLike[s
     from raypar.worker.checkpoint.checkpoint_files import MANIFEST, verify_checkpoint
 
     elsewhere = getattr(given, "filesystem", None)
-    given = getattr(given, "path", given)
+    place = given if given is None or isinstance(given, (str, os.PathLike)) else getattr(given, "path", given)
     if elsewhere is not None and elsewhere.type_name != "local":
-        given = str(uri_of_filesystem_object(elsewhere, given, "resume_from_checkpoint"))
-    if not given or not isinstance(given, (str, os.PathLike)):
+        place = str(uri_of_filesystem_object(elsewhere, str(place), "resume_from_checkpoint"))
+    if not place or not isinstance(place, (str, os.PathLike)):
         raise ConfigError(
-            f"resume_from_checkpoint is {repr_text(given)}",
+            f"resume_from_checkpoint is {repr_text(place)}",
             cure="give a result's checkpoint, a run's name, or the path of a checkpoint or of a run",
         )
-    if (shared := parse_storage_location(given, "resume_from_checkpoint")) is not None:
-        given = str(shared)
-    checkpoint = open_checkpoint(given, "resume_from_checkpoint")
+    if (shared := parse_storage_location(place, "resume_from_checkpoint")) is not None:
+        place = str(shared)
+    checkpoint = open_checkpoint(place, "resume_from_checkpoint")
     if checkpoint.has_file(MANIFEST):
         with ActivityReporter(tell).reporting():
             return verify_checkpoint(checkpoint).checkpoint
@@ -283,13 +283,15 @@ def find_checkpoint(given: Any, tell: EventHandler, run_dir: str | os.PathLike[s
         return find_last_whole_checkpoint(RunFolder(Path(shared.name), SharedStoragePlace(shared)), tell)
     runs = ""
     if shared is None:
-        path = Path(given)
+        path = Path(place)
         with explain_read_errors(path):
             has_checkpoints = (path / "checkpoints").is_dir()
         try:
             if has_checkpoints:
                 return find_last_whole_checkpoint(RunFolder(path), tell)
-            with RunFolder.open_for_reading(given, os.fspath(run_dir), with_job=False, last_bytes=0) as folder:
+            with RunFolder.open_for_reading(
+                place if isinstance(place, str) else path, os.fspath(run_dir), with_job=False, last_bytes=0
+            ) as folder:
                 return find_last_whole_checkpoint(folder, tell)
         except NoSuchRun as error:
             runs = f"; {error.cure}"

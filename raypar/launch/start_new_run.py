@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raypar.errors import ConfigError
 from raypar.files.redact_secrets import find_secrets_in_job, redact_certain_secrets, secrets_of_environment
@@ -12,7 +12,7 @@ from raypar.files.safe_yaml import parse_yaml
 from raypar.launch.choose_plan import ChosenPlan, make_plan_chooser, plan_json
 from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.launch_run import launch_run, make_callbacks
-from raypar.launch.result import Result
+from raypar.launch.result import CheckpointArgument, Result
 from raypar.launch.resume import find_checkpoint, prepare_resumed_run
 from raypar.launch.run_on_storage import new_run_on_storage
 from raypar.launch.steps_of_epochs import with_steps_of_epochs
@@ -62,7 +62,7 @@ def train_job_in_new_folder(
     address: str | None = None,
     local_nodes: int = 1,
     workers: int | None = None,
-    resume_from: Any = None,
+    resume_from: CheckpointArgument | None = None,
 ) -> Result:
     """Train a job in a new run folder. The folder has a job file, or a text that says which objects no file can name.
 

@@ -9,7 +9,7 @@ import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raypar.errors import ClusterError, ConfigError, error_first_line
 from raypar.files.json_type import Json
@@ -167,7 +167,7 @@ def submit_job(
 
     Raises `ClusterError` if Ray refuses, or after `SUBMIT_S`; `ConfigError` for an id that is taken, or without `ray[default]`.
     """
-    found: list[Any] = []
+    found: list[str | Exception] = []
 
     def send() -> None:
         try:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+MadeModel: TypeAlias = "nn.Module | Graph | Sequence[nn.Module] | Sequence[tuple[str, nn.Module]]"
+"""What a model function returns: a module, its layers in a row, with names or without, or their graph."""
+
+
 def join_names(layer: str, path: str) -> str:
     """`<layer>.<path>`; of a whole model, which has no name, the path alone."""
     return f"{layer}.{path}" if layer and path else layer or path

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from raypar.model.graph import MadeModel
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 
@@ -18,10 +19,11 @@ OF_A_COPY = frozenset(["name_or_path", "_name_or_path", "transformers_version"])
 """Keys of a configuration that say where it comes from."""
 
 
-def digest_of_module(made: object) -> str:
+def digest_of_module(made: MadeModel) -> str:
     """The digest of a module, or of a list of them; empty for anything else."""
-    parts = made if isinstance(made, Sequence) else [made]
-    if not all(isinstance(part, nn.Module) for part in parts):
+    given = made if isinstance(made, Sequence) else [made]
+    parts = [part for part in given if isinstance(part, nn.Module)]
+    if len(parts) < len(given):
         return ""
     found, seen = hashlib.blake2b(digest_size=8), set[int]()
     for number, part in enumerate(parts):

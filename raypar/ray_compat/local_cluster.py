@@ -11,11 +11,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypar.errors import error_first_line
 from raypar.fences.fence import Fence
 from raypar.ray_compat import TESTED
+
+if TYPE_CHECKING:
+    from ray._private.node import Node
 
 LOOPBACK = "127.0.0.1"
 """The address on which all processes of a local Ray cluster listen."""
@@ -96,16 +99,16 @@ RAYLETS = Fence(
 )
 
 
-def head_node() -> Any:
+def head_node() -> Node:
     """Ray's private `Node` of the head that `ray.init` has started in this process. Raises `ClusterError`."""
     with RAYLETS.requiring() as worker:
-        head = worker._global_node
+        head: Node = worker._global_node
         if not (isinstance(head.node_id, str) and isinstance(head.gcs_address, str)):
             raise TypeError("a node without its id and its cluster's address")
         return head
 
 
-def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path, labels: Mapping[str, str] | None = None) -> Any:
+def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path, labels: Mapping[str, str] | None = None) -> Node:
     """Start a raylet with these node labels that joins the cluster at `address`; returns Ray's private `Node`."""
     with RAYLETS.requiring():
         from ray._private.node import Node
@@ -127,7 +130,7 @@ def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path, labels
         return Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
 
 
-def start_raylet_reaper(node: Any) -> int:
+def start_raylet_reaper(node: Node) -> int:
     """Start a thread that reaps a node's raylet, and return its pid: workers do not notice that a zombie is dead."""
     with RAYLETS.requiring():
         process = node.all_processes["raylet"][0].process
@@ -135,7 +138,7 @@ def start_raylet_reaper(node: Any) -> int:
         return int(process.pid)
 
 
-def end_raylet(node: Any) -> None:
+def end_raylet(node: Node) -> None:
     """End a node's raylet and its children. Errors are ignored: the raylet ends with this process anyway."""
     with contextlib.suppress(Exception):
         node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)

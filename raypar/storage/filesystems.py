@@ -199,23 +199,23 @@ def storage_error_text(error: BaseException) -> str:
 
 def call_with_time_limit(seconds: float, call: Callable[[], T], what: str) -> T:
     """The result of `call`, made in a thread. Raises `ConfigError` if there is none after `seconds`; the thread goes on."""
-    box: dict[str, Any] = {}
+    results: list[T] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            box["result"] = call()
+            results.append(call())
         except BaseException as error:
-            box["error"] = error
+            errors.append(error)
 
     thread = threading.Thread(target=run, name="raypar-storage", daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
         raise ConfigError(f"{what} did not answer within {seconds:g} s", cure=STORAGE_CURE)
-    if "error" in box:
-        raise box["error"]
-    found: T = box["result"]
-    return found
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def check_storage_is_writable(uri: StorageUri) -> None:

@@ -109,15 +109,15 @@ def merge_jsonl_lines(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[
 
 def jsonl_line_sort_key(line: Line) -> tuple[float, bool]:
     """The sort key of a line: events by time, metrics by step, a validation after its step."""
-    return (_number(line, "time"), False) if "kind" in line else (step_of(line), "loss" not in line)
+    if "kind" not in line:
+        return step_of(line), "loss" not in line
+    time_s = line.get("time", 0.0)
+    assert is_number(time_s), "the line is valid"
+    return time_s, False
 
 
 def step_of(line: Line) -> int:
     """The step of a line of metrics."""
-    return int(_number(line, "step"))
-
-
-def _number(line: Line, key: str) -> float:
-    value = line.get(key, 0.0)
-    assert is_number(value), f"{key} of a valid line"
-    return value
+    step = line["step"]
+    assert isinstance(step, int), "the line is valid"
+    return step

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from raypar.job import DataConfig, FunctionConfig, Job
 from raypar.model.capture.module_graph import ModuleCapture, refuse_parameters_in_no_unit, set_captured_buffers
 from raypar.model.capture.sequential import capture_layer_graph, replace_builds_by_skeletons, state_in
 from raypar.model.deferred_init import OperationRecording, Undeferrable, run_with_deferred_init
-from raypar.model.graph import Graph
+from raypar.model.graph import Graph, MadeModel
 from raypar.model.initial_values import CallGuard, SeededByNameValues
 from raypar.model.model_function_allocations import WHOLE_BYTES, AllocationLimitExceeded, call_counting_allocations
 from raypar.model.module_digest import digest_of_module
@@ -120,7 +120,7 @@ def _names_of_tensors(spec: Job, data: DataConfig) -> tuple[str, ...]:
 def _capture(
     spec: Job,
     guard: CallGuard,
-    made: Any,
+    made: MadeModel,
     *,
     recording: OperationRecording | None = None,
     notes: tuple[str, ...] = (),
@@ -138,8 +138,15 @@ def _capture(
     )
 
 
-_Called = tuple[Any, OperationRecording | None, tuple[str, ...]]
-"""(what the model function returned, the recording of its values if they are deferred, lines for the user)"""
+class _Called(NamedTuple):
+    """A call of the model function."""
+
+    made: MadeModel
+    """What it returned."""
+    recording: OperationRecording | None
+    """Of its values, if they are deferred."""
+    notes: tuple[str, ...]
+    """Lines for the user."""
 
 
 def _call_whole_or_deferred(spec: Job) -> _Called:
@@ -179,14 +186,14 @@ def _call_whole_because(spec: Job, reason: str) -> _Called:
         )
     made, _, notes = _call_whole(spec)
     line = f"the model cannot be made in parts ({reason}): every worker builds all of it, then keeps only its part"
-    return made, None, (line, *notes)
+    return _Called(made, None, (line, *notes))
 
 
 def _call_whole(spec: Job, limit_bytes: int | None = None) -> _Called:
     """Run the model function as one process would. Raises `AllocationLimitExceeded` beyond `limit_bytes`."""
     seed_all(spec.seed)
     made, loaded = call_counting_allocations(partial(_call_model, spec), limit_bytes)
-    return made, None, _note_of_loads(loaded)
+    return _Called(made, None, _note_of_loads(loaded))
 
 
 def _call_deferred(spec: Job) -> _Called:
@@ -194,10 +201,10 @@ def _call_deferred(spec: Job) -> _Called:
     made, recording = _run_deferred(spec)
     if isinstance(made, Graph):  # hand-written: its builds have not run yet, and run one by one whatever the model's size
         return _call_whole(spec)
-    return made, recording, _note_of_loads(recording.loaded_bytes)
+    return _Called(made, recording, _note_of_loads(recording.loaded_bytes))
 
 
-def _run_deferred(spec: Job, *, draws: bool = True) -> tuple[Any, OperationRecording]:
+def _run_deferred(spec: Job, *, draws: bool = True) -> tuple[MadeModel, OperationRecording]:
     """(what the model function returns, the recording of its values). `draws`: see `OperationRecording`."""
     seed_all(spec.seed)
     return run_with_deferred_init(partial(_call_model, spec), draws=draws)
@@ -220,15 +227,15 @@ _FOREIGN_TORCHVISION_CURE = (
 """For `operator torchvision::nms does not exist`, the cause of which `transformers` hides behind the name of the model."""
 
 
-def _call_model(spec: Job) -> Any:
+def _call_model(spec: Job) -> MadeModel:
     """What the job's model function returns; see `call_model_function`."""
     return call_model_function(spec.model)
 
 
-def call_model_function(model: FunctionConfig) -> Any:
+def call_model_function(model: FunctionConfig) -> MadeModel:
     """What a user's model function returns. Raises `UserCodeError` if it raises, `ModelError` if it returns None."""
     try:
-        made = model.call("model.args")
+        made: MadeModel | None = model.call("model.args")
     except RayparError:
         raise
     except USER_CODE_ERRORS as error:

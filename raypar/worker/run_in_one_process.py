@@ -73,7 +73,7 @@ class Breakpoint:
                 cure="steps count from 1, stages and microbatches from 0; --steps runs more steps",
             )
 
-    def is_at(self, step: int, instruction: object) -> bool:
+    def is_at(self, step: int, instruction: Instruction) -> bool:
         """Whether this instruction of a step, from 0, is one of them."""
         return self.place == (step, getattr(instruction, "stage", None), getattr(instruction, "microbatch", None))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from raypar.errors import CheckpointError, ModelError
 from raypar.job import FunctionConfig
 from raypar.model.capture.sequential import layers_in
-from raypar.model.graph import Graph
+from raypar.model.graph import Graph, MadeModel
 from raypar.model.random_state import preserve_random_state, seed_all
 from raypar.storage.checkpoint_store import CheckpointRef
 from raypar.torch_compat.modules import non_persistent_buffer_names
@@ -46,7 +46,7 @@ def make_trained_module(model: FunctionConfig | nn.Module, seed: int, checkpoint
     return module.eval()
 
 
-def as_one_module(made: object) -> nn.Module:
+def as_one_module(made: MadeModel) -> nn.Module:
     """What a model function has returned, as one module: a chain of layers, or a `Graph` that is one, as an `nn.Sequential`.
 
     Parameters have the names that they have in checkpoints. Raises `ModelError` for anything else.

@@ -243,7 +243,7 @@ class Rendezvous:
             raise self.unreachable_error(dialing.rank, error) from error
         self.selector.register(sock, selectors.EVENT_READ)
 
-    def unreachable_error(self, rank: int, why: object) -> CommError:
+    def unreachable_error(self, rank: int, why: OSError | str) -> CommError:
         """The error when a lower rank cannot be reached."""
         error = CommError(
             f"rank {self.me.rank} cannot reach rank {rank} at {self.addresses[rank]}: {why}",

@@ -57,6 +57,7 @@ from raypar.model.capture.trace_data import (
     form_of,
 )
 from raypar.model.capture.unit_attributes import UnitAttributes
+from raypar.model.graph import ModelOutput
 from raypar.torch_compat.autograd import is_wrapped_by_transform
 from raypar.torch_compat.dispatch import NESTED_TENSORS, PACKING
 from raypar.torch_compat.pytree import TreeSpec, tree_flatten, tree_map
@@ -319,7 +320,9 @@ class Recorder(TorchFunctionMode):
                     self.record(Tensor.item, (count,), {}, count.item)
                     self._sizes_are_read = True
 
-    def call_unit(self, name: str, module: nn.Module, call: Callable[..., R], args: Any, kwargs: Any) -> R:
+    def call_unit(
+        self, name: str, module: nn.Module, call: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> R:
         """Call a unit: an event, unless an event is running."""
         if self._inside_event or threading.get_ident() != self._thread:
             return call(module, *args, **kwargs)
@@ -347,7 +350,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self._random_state = python_random_state()
 
-    def record(self, call: Callable[..., Any] | str, args: Any, kwargs: Any, run: Callable[[], R]) -> R:
+    def record(self, call: Callable[..., R] | str, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[[], R]) -> R:
         """Run one event, whose result `run()` gives; returns that."""
         self._inside_event += 1
         self._event_number += 1
@@ -359,7 +362,7 @@ class Recorder(TorchFunctionMode):
             self._torch_random_state = torch.random.get_rng_state()
             self._inside_event -= 1
 
-    def _record(self, call: Callable[..., Any] | str, args: Any, kwargs: Any, run: Callable[[], R]) -> R:
+    def _record(self, call: Callable[..., R] | str, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[[], R]) -> R:
         flat, structure = flatten((args, kwargs))
         tensors = [value for value in flat if isinstance(value, Tensor)]
         name = call if isinstance(call, str) else getattr(call, "__name__", str(call))
@@ -438,7 +441,13 @@ class Recorder(TorchFunctionMode):
             ) from error
 
     def _add_event(
-        self, call: Callable[..., Any] | str, leaves: tuple[Any, ...], structure: TreeSpec, out: Any, results: Any, written: Any
+        self,
+        call: Callable[..., Any] | str,
+        leaves: tuple[Any, ...],
+        structure: TreeSpec,
+        out: Any,
+        results: Sequence[ModelOutput],
+        written: Sequence[Tensor],
     ) -> None:
         """Append the event that gave `results` and wrote into the tensors `written`."""
         inputs = [leaf for leaf in leaves if isinstance(leaf, TensorKey)]
@@ -587,7 +596,7 @@ class Recorder(TorchFunctionMode):
         """Qualified name of the innermost module whose own code runs between units; empty for the model."""
         return self._running[-1] if self._running else ""
 
-    def note_inner_result(self, module: nn.Module, out: Any) -> None:
+    def note_inner_result(self, module: nn.Module, out: ModelOutput) -> None:
         """Keep what a module inside of a unit returns, in case that code between units reads it."""
         path = self.paths.get(id(module))
         if self.is_between_units and self._running and path == self._running[-1]:

@@ -13,7 +13,7 @@ from raypar.errors import ModelError, with_article
 from raypar.model.capture.module_graph import ModuleCapture, capture_module_graph
 from raypar.model.deferred_init import OperationRecording, materialise_hidden_tensors, materialise_tensor_attributes
 from raypar.model.framework_wrappers import refuse_framework_wrappers
-from raypar.model.graph import Graph
+from raypar.model.graph import Graph, MadeModel
 from raypar.model.initial_values import CallGuard, DeferredInitialValues, LayerBuildValues, SeededByNameValues, WholeModelValues
 from raypar.model.initial_values_source_protocol import InitialValues
 from raypar.model.layer_skeletons import (
@@ -38,7 +38,7 @@ _ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs
 
 
 def capture_layer_graph(
-    made: object,
+    made: MadeModel,
     *,
     input: str,
     again: Callable[[], Mapping[str, Tensor]] | None = None,
@@ -92,7 +92,7 @@ def capture_layer_graph(
     return replace(graph, initial_values=initial)
 
 
-def whole_module(made: object) -> nn.Module | None:
+def whole_module(made: MadeModel) -> nn.Module | None:
     """The module that has to be captured; None for what is a chain of layers, or no module.
 
     A chain with a layer that writes in place what it reads is captured: the layer gets a copy then, as inside of a module.
@@ -140,7 +140,7 @@ def _refuse_skips_beside_the_chain(name: str, layer: nn.Module) -> None:
         )
 
 
-def state_in(made: object) -> dict[str, Tensor]:
+def state_in(made: MadeModel) -> dict[str, Tensor]:
     """Name -> tensor of every parameter and buffer of what the model function returned, under all of their names."""
     module = whole_module(made)
     if module is None:
@@ -149,7 +149,7 @@ def state_in(made: object) -> dict[str, Tensor]:
     return {name: tensor for kind in named for name, tensor in kind}
 
 
-def layers_in(made: object) -> list[tuple[str, nn.Module]]:
+def layers_in(made: MadeModel) -> list[tuple[str, nn.Module]]:
     """(name, module) of each layer of an nn.Sequential, a list of modules or of (name, module) pairs.
 
     Raises `ModelError` for anything else.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from raypar.model.graph import ModelOutput
 from raypar.torch_compat.pytree import TreeSpec, tree_flatten
 
 TensorKind = Literal["value", "parameter", "buffer", "field", "constant"]
@@ -197,7 +198,7 @@ def comparable(answer: Any) -> Hashable:
     return plain
 
 
-def form_of(result: Any) -> Hashable:
+def form_of(result: ModelOutput) -> Hashable:
     """The pytree structure of what a unit returned, with the shape and dtype of each tensor, so that two can be compared."""
     leaves, structure = tree_flatten(result)
     kinds = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]

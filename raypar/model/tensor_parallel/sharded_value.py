@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, lru_cache, partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,16 +32,17 @@ from raypar.plan.shard_ranges import (
 )
 
 Implementation = Callable[..., Any]
+F = TypeVar("F", bound=Implementation)
 IMPLEMENTATIONS: dict[str, Implementation] = {}
 """Name of a torch function or method -> implementation(function, *args, **kwargs) for values that are cut."""
 _ANY_PLACE: set[str] = set()
 """Names of functions whose `ShardedValue` argument need not be the first."""
 
 
-def implements_on_parts(*names: str, any_place: bool = False) -> Callable[[Implementation], Implementation]:
+def implements_on_parts(*names: str, any_place: bool = False) -> Callable[[F], F]:
     """Decorator: the function computes these torch functions on parts; it is entered into `IMPLEMENTATIONS`."""
 
-    def enter(found: Implementation) -> Implementation:
+    def enter(found: F) -> F:
         IMPLEMENTATIONS.update(dict.fromkeys(names, found))
         _ANY_PLACE.update(names if any_place else ())
         return found

@@ -243,7 +243,11 @@ def _unbind(func: Callable[..., Tensor], x: ShardedValue, dim: int = 0) -> tuple
 
 @implements_on_parts("split", "chunk")
 def _split(
-    func: Callable[..., Tensor], x: ShardedValue, sizes: int | Sequence[int] | None = None, dim: int = 0, **kwargs: Any
+    func: Callable[..., Tensor | tuple[Tensor, ...]],
+    x: ShardedValue,
+    sizes: int | Sequence[int] | None = None,
+    dim: int = 0,
+    **kwargs: Any,
 ) -> tuple[ShardedValue, ...]:
     """Pieces along a dim. Along the cut dim each is what this shard has of the whole piece (q, k, v of a fused layer)."""
     if sizes is None:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
@@ -169,9 +169,9 @@ def manifest_to_json(
     contract: Mapping[str, Json],
     metrics: Mapping[str, Json],
     kept: KeptState | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     """The manifest as JSON values, checksum included; `parse_manifest` reads them back."""
-    body = {
+    body: dict[str, Json] = {
         "format": FORMAT,
         "steps_done": steps_done,
         "contract": dict(contract),
@@ -183,33 +183,30 @@ def manifest_to_json(
     return {**body, "sha256": manifest_checksum(body)}
 
 
-def manifest_checksum(body: Mapping[str, Any]) -> str:
+def manifest_checksum(body: Mapping[str, Json]) -> str:
     """The checksum of a manifest without its checksum."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def parse_manifest(body: Mapping[str, Any], checkpoint: CheckpointRef) -> Manifest:
+def parse_manifest(body: Mapping[str, Json], checkpoint: CheckpointRef) -> Manifest:
     """The manifest of a checkpoint from JSON values. Raises `ValueError` for what no checkpoint can have."""
     manifest_format = body.get("format")
     since_third = {"kept"} if manifest_format == FORMAT else set()
     _keys(body, "the manifest", {"format", "steps_done", "contract", "metrics", "files", "entries", *since_third})
     if type(manifest_format) is not int or manifest_format not in FORMATS:
         raise ValueError(f"format is {shorten(manifest_format)}, none of {', '.join(map(str, FORMATS))}")
-    steps_done, contract, metrics = body["steps_done"], body["contract"], body["metrics"]
+    steps_done = body["steps_done"]
     if not is_int64_count(steps_done):
         raise ValueError(f"steps_done is {shorten(steps_done)}, not a whole number >= 0")
     named = re.fullmatch(r"step_([0-9]+)", checkpoint.name)
     if named is not None and int(named[1]) != steps_done:
         raise ValueError(f"steps_done is {steps_done}, but its folder is {checkpoint.name}")
-    for what, value in (("contract", contract), ("metrics", metrics), ("files", body["files"])):
-        if not isinstance(value, dict):
-            raise ValueError(f"{what} is {shorten(value)}, not keys and values")
-    if not isinstance(body["entries"], list):
-        raise ValueError(f"entries is {shorten(body['entries'])}, not a list")
-    files = {_file_name(name): _file(name, found) for name, found in body["files"].items()}
-    entries = tuple(
-        sorted((_entry(number, found, manifest_format) for number, found in enumerate(body["entries"])), key=_place)
-    )
+    contract, metrics, given_files = (_object(body[what], what) for what in ("contract", "metrics", "files"))
+    given_entries = body["entries"]
+    if not isinstance(given_entries, list):
+        raise ValueError(f"entries is {shorten(given_entries)}, not a list")
+    files = {_file_name(name): _file(name, found) for name, found in given_files.items()}
+    entries = tuple(sorted((_entry(number, found, manifest_format) for number, found in enumerate(given_entries)), key=_place))
     _check_files(entries, files)
     for (name, kind), group in itertools.groupby(entries, lambda entry: (entry.name, entry.kind)):
         _check_whole(f"{shorten(name)} ({shorten(str(kind))})", list(group))
@@ -258,13 +255,20 @@ def _entry_to_json(entry: ManifestEntry) -> dict[str, Json]:
     return {**named, "shape": shape, "dtype": entry.dtype, "slice": part, "file": entry.file, "key": entry.key}
 
 
-def _keys(found: Json, what: str, wanted: set[str]) -> None:
-    """Raises `ValueError` unless `found` is a JSON object with exactly these keys."""
+def _object(found: Json, what: str) -> dict[str, Json]:
+    """`found`, if it is a JSON object. Raises `ValueError`."""
     if not isinstance(found, dict):
         raise ValueError(f"{what} is {shorten(found)}, not keys and values")
+    return found
+
+
+def _keys(found: Json, what: str, wanted: set[str]) -> dict[str, Json]:
+    """`found`, if it is a JSON object with exactly these keys. Raises `ValueError`."""
+    found = _object(found, what)
     if found.keys() != wanted:
         missing, unknown = sorted(wanted - found.keys()), sorted(found.keys() - wanted)
         raise ValueError(f"{what} has no {missing[0]!r}" if missing else f"{what} has an unknown key {shorten(unknown[0])!r}")
+    return found
 
 
 def _kept(found: Json) -> KeptState | None:
@@ -289,11 +293,11 @@ def _file_name(name: str) -> str:
     return name
 
 
-def _file(name: str, found: Any) -> tuple[int, str]:
+def _file(name: str, found: Json) -> tuple[int, str]:
     """(bytes, sha256) of a file, as its manifest gives them. Raises `ValueError`."""
     what = f"file {shorten(name)!r}"
-    _keys(found, what, {"bytes", "sha256"})
-    nbytes, sha256 = found["bytes"], found["sha256"]
+    given = _keys(found, what, {"bytes", "sha256"})
+    nbytes, sha256 = given["bytes"], given["sha256"]
     if not is_int64_count(nbytes):
         raise ValueError(f"{what} has {shorten(nbytes)} bytes, not a whole number >= 0")
     if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
@@ -301,7 +305,7 @@ def _file(name: str, found: Any) -> tuple[int, str]:
     return nbytes, sha256
 
 
-def _entry(number: int, found: Any, manifest_format: int) -> ManifestEntry:
+def _entry(number: int, found: Json, manifest_format: int) -> ManifestEntry:
     """The `number`th entry, from its JSON value. Raises `ValueError`."""
     what = f"entry {number}"
     named = {"name", "kind"}
@@ -311,7 +315,7 @@ def _entry(number: int, found: Any, manifest_format: int) -> ManifestEntry:
         _keys(found, what, {*named, "value"})
         name, kind = _text(found["name"], f"{what}: name"), _kind(found, what, manifest_format)
         return ManifestEntry(name, kind, value=_value(found["value"], what, may_be_tensor=kind.kind in SHARED_KINDS))
-    _keys(found, what, {*named, "shape", "dtype", "slice", "file", "key"})
+    found = _keys(found, what, {*named, "shape", "dtype", "slice", "file", "key"})
     name, key = (_text(found[each], f"{what}: {each}") for each in ("name", "key"))
     kind, dtype, file = _kind(found, what, manifest_format), found["dtype"], found["file"]
     if kind.kind in SHARED_KINDS:
@@ -363,14 +367,14 @@ def _encoded_tensor(found: Mapping[str, Json], what: str) -> EncodedTensor:
     return EncodedTensor(dtype, shape, data)
 
 
-def _slice(found: Any, shape: tuple[int, ...], what: str) -> Slice:
+def _slice(found: Json, shape: tuple[int, ...], what: str) -> Slice:
     """The part of a tensor of `shape`, from its JSON value; `what`: the tensor in messages. Raises `ValueError`."""
-    pairs = isinstance(found, list) and all(isinstance(p, list) and len(p) == 2 and all(map(is_int64_count, p)) for p in found)
-    if not pairs or len(found) != len(shape):
+    pairs = [p for p in found if isinstance(p, list) and len(p) == 2] if isinstance(found, list) else []
+    part = tuple((a, b) for a, b in pairs if is_int64_count(a) and is_int64_count(b))
+    if not isinstance(found, list) or not len(part) == len(found) == len(shape):
         raise ValueError(
             f"{what}: slice {shorten(found)} is not a pair of whole numbers for each dim of {shorten(list(shape))}"
         )
-    part = tuple((start, stop) for start, stop in found)
     for (start, stop), size in zip(part, shape, strict=True):
         if not start <= stop <= size or (start == stop and size > 0):
             raise ValueError(f"{what}: slice {shorten(found)} is reversed, empty or out of shape {shorten(list(shape))}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeGuard
 
 from raypar.errors import CheckpointError
 from raypar.files.json_type import Json
@@ -90,7 +90,7 @@ def parse_shape(value: Json) -> tuple[int, ...]:
     return shape
 
 
-def is_int64_count(value: Json) -> bool:
+def is_int64_count(value: Json) -> TypeGuard[int]:
     """Whether a value from a file is a whole number >= 0, and one of 64 bits."""
     return type(value) is int and 0 <= value <= MAX_ELEMENTS
 

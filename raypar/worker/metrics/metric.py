@@ -186,7 +186,8 @@ class ObjectMetric:
                 cure="give it a method merge_state(other) that adds the state of another one, or give a function that returns "
                 "(sum, count)",
             )
-        self._of_library = [one for one in (self.new(), self.new()) if _is_of_torchmetrics(one)]
+        made = self._reset
+        self._of_library = [copy.deepcopy(made), copy.deepcopy(made)] if _is_of_torchmetrics(made) else []
 
     merges_by_user = True
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypar.errors import CheckpointError, ConfigError
+from raypar.files.json_type import Json
 from raypar.job import InitFromConfig
 from raypar.job.init_from_section import MAX_SHOWN_NAMES, format_name_list
 from raypar.plan.wording import count_noun
@@ -376,10 +377,10 @@ def _dotted_prefixes(name: str) -> list[str]:
     return [".".join(parts[:n]) + "." for n in range(1, min(4, len(parts)))]
 
 
-def _literal(source: InitFromConfig, **changed: object) -> str:
+def _literal(source: InitFromConfig, **changed: Json) -> str:
     """The value of `init_from` on one line, as both a job file and Python read it; `changed` settings are added to those of
     `source`."""
-    settings: dict[str, object] = {
+    settings: dict[str, Json] = {
         "path": str(source.path),
         "strip_prefix": source.strip_prefix,
         "add_prefix": source.add_prefix,

@@ -196,13 +196,13 @@ def describe_difference(whole: TriedOptimizer, part: TriedOptimizer, of_whole: s
     return f"in a trial of {part.steps:,} steps {'; '.join(texts[:2])}" if texts else None
 
 
-def _shown(value: object) -> str:
+def _shown(value: Value) -> str:
     if isinstance(value, Tensor):
         return f"{value.item():.6g}" if value.numel() == 1 else f"a tensor of shape {list(value.shape)}"
     return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 
-def _same(a: object, b: object) -> bool:
+def _same(a: Value, b: Value) -> bool:
     """Whether two tensors of one dtype have equal numbers, NaN too, or two other values are the same."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return is_same_content(comparable_content(a), comparable_content(b))
