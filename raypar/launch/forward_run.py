@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raypar.errors import (
     CheckpointError,
@@ -154,7 +154,7 @@ def make_forward_job(job: Job, steps_done: int, data: ValidationConfig, batch_si
     _refuse_what_is_no_count("batch_size", batch_size)
     job.replace(validation=data).check_sets()
     given, at_once = job.replace(validation=data.replace(batch_size=None, metrics=None)), batch_size or data.batch_size
-    changed: dict[str, Any] = {} if at_once is None else {"batch_size": at_once * job.microbatches}
+    changed: dict[str, int] = {} if at_once is None else {"batch_size": at_once * job.microbatches}
     return given.replace(
         data=given.validation_data,
         metrics={name: one for name, one in job.metrics.items() if data.metrics is None or name in data.metrics},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypedDict
 
@@ -259,7 +259,7 @@ def count_workers(
     gone: Iterable[int],
     spares: Iterable[int],
     existing: Iterable[int],
-    groups: Mapping[int, object],
+    groups: Mapping[int, Hashable],
     generation: int,
 ) -> WorkerCounts:
     """The workers of a run by state.

@@ -565,7 +565,7 @@ def _module_on_meta(layer: Layer, dtype: torch.dtype, rounded_to: torch.dtype | 
     return module
 
 
-def _outputs(layer: Layer, out: Any) -> tuple[Tensor, ...]:
+def _outputs(layer: Layer, out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The tensors that a layer returned. Raises `ModelError` unless there is one for each of its outputs."""
     outputs = out if isinstance(out, tuple) else (out,)
     if len(outputs) == len(layer.outputs) and all(isinstance(each, Tensor) for each in outputs):

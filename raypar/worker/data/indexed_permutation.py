@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ Words = NDArray[numpy.uint64]
 """Unsigned 64-bit integers, with arithmetic modulo 2**64."""
 
 
-def permuted(indices: NDArray[Any], size: int, key: int) -> NDArray[numpy.int64]:
+def permuted(indices: NDArray[numpy.integer], size: int, key: int) -> NDArray[numpy.int64]:
     """Entries of the permutation of [0, size) under `key`: `indices` [n] in [0, size) -> [n], int64, in O(n) time and memory.
 
     It is the generalised Feistel cipher of Black and Rogaway ("Ciphers with arbitrary finite domains", CT-RSA 2002, section 5):

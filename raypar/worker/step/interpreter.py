@@ -83,7 +83,7 @@ class StageLinks:
         receiver.
         """
         stages = range(len(plan.stages))
-        carriers: list[Any] = [*crossing.edges, *crossing.relays]
+        carriers: list[StageEdge | GradientRelay] = [*crossing.edges, *crossing.relays]
         values: dict[tuple[MessageKind, int, int], tuple[str, ...]]
         values = {("activation", edge.src, edge.dst): edge.values for edge in crossing.edges}
         values |= {("gradient", relay.dst, relay.src): relay.values for relay in crossing.relays}
