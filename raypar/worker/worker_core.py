@@ -188,6 +188,10 @@ class WorkerCore:
     """Number of shards -> how the model is cut over them; kept because it is needed repeatedly."""
     _writer: CheckpointWriter
     """Writes this worker's share of a checkpoint in the background."""
+    _compared: set[str]
+    """What of users' code has run in a whole step of this process after whose every call all process state was compared."""
+    _to_compare: set[str]
+    """What of users' code the present plan has run here and `_compared` lacks."""
     _slow_data: SlowDataWatch
     """Tells when steps are long because samples are read slowly."""
     _sampled_ns: int
@@ -215,6 +219,7 @@ class WorkerCore:
         self.stages = {}
         self.transport = None
         self._layouts, self._passes = {}, {}
+        self._compared, self._to_compare = set(), set()
         self.data = WorkerData(spec, self.guard, batch_names=graph.batch_names, stream_process=stream_process)
         self.validated = {}
         self._writer = CheckpointWriter()
@@ -242,7 +247,6 @@ class WorkerCore:
         """
         self.take_layouts_from_assignment(assignment)
         self.guard.establish()
-        self.guard.compare_everything = True
         self.data.close_loaders()
         former = list(self.stages.values())
         reductions = list(self.step_commit.reductions.values()) if self.stages else []
@@ -264,6 +268,9 @@ class WorkerCore:
         self.stages, digests = builder.build_stages(values, unfilled=load is not None)
         self.step_commit = builder.build_step_commit(self.stages, self.learning_rates)
         self._build_interpreters(builder.routing, transport, cost_ms, before_compute)
+        self._to_compare = self._users_code() - self._compared
+        if self._to_compare:
+            self.guard.compare_everything = True
         # Stages and what hangs on their tensors hold each other in circles, and Python's collector skips what is frozen.
         for stage in former:
             stage.release()
@@ -280,6 +287,14 @@ class WorkerCore:
             "collated": {} if values is not None else self._first_batch_digests(),
             "not_kept": "",
         }
+
+    def _users_code(self) -> set[str]:
+        """Names for what the present plan has this worker run: layers, the reading of batch fields, the loss, metrics."""
+        found = set()
+        for stage in self.stages.values():
+            found |= {f"layer {name}" for name in stage.weights.layer_names} | {f"field {name}" for name in stage.batch_fields}
+            found |= {name for name, made in (("loss", stage.loss), ("metrics", stage.metrics)) if made is not None}
+        return found
 
     def trace_ladder(self, validation: Microbatches | None) -> None:
         """Trace a captured model for all lengths of `data.pad.to`. `validation`: the microbatches of a validation pass. Traces
@@ -497,6 +512,7 @@ class WorkerCore:
         start = time.perf_counter_ns()
         yield from self.interpreter.run(self.assignment.program, step, trace=trace)
         metrics = self._compute_metrics() if measured else {}
+        self._compared |= self._to_compare
         end = time.perf_counter_ns()
         outcome = self.step_commit.outcome
         assert outcome is not None and self.transport is not None

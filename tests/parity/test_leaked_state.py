@@ -20,6 +20,7 @@ from raypar.errors import UserCodeError
 from raypar.job import DataConfig, Job, LossConfig, LrScheduleConfig, ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
+from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
 pytestmark = pytest.mark.part(5)
@@ -537,3 +538,20 @@ def test_a_layer_that_takes_gradients_inside_contexts_of_its_own_leaves_nothing(
     (one, said), (two, said_too) = (outcome(spec, stages) for stages in (1, 3))
     check_same(one, two)
     assert said == said_too == []
+
+
+def test_all_state_is_compared_after_each_call_until_a_worker_has_run_all_of_its_code_once():
+    spec = job()
+    graph = make_layer_graph(spec)
+    with (
+        OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=3), "1f1b", graph=graph) as run,
+        OneProcessRun(spec, ParallelPlan.mesh(layers=3), "1f1b", graph=graph) as of_one,
+    ):
+        core = run.cores[0]
+        assert core.guard.compare_everything
+        run.step(0)
+        assert not core.guard.compare_everything
+        core.adopt(core.assignment, core.transport)  # as after a loss: the same layers
+        assert not core.guard.compare_everything
+        core.adopt(of_one.cores[0].assignment, of_one.mesh.transports[0])
+        assert core.guard.compare_everything, "layers that it has not run yet"

@@ -360,8 +360,8 @@ class TorchStateGuard(EnvironmentGuard):
     """
 
     compare_everything: bool
-    """Whether the whole state is compared after each call: in a plan's first step, and after a step that left something
-    changed."""
+    """Whether the whole state is compared after each call: in the first step of a plan that brings its worker users' code which
+    it has not run yet, and after a step that left something changed."""
     _expected: ExpectedTorchState
     """What is expected where no contexts are accepted."""
     _of_thread: _OfThread
