@@ -3,6 +3,7 @@
 Each job runs twice, with and without the leak: losses, norms, parameters and validation are the same bit for bit.
 """
 
+import functools
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ from raypar.job import DataConfig, Job, LossConfig, LrScheduleConfig, ModelConfi
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
 from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.process import torch_state_guard
 from raypar.worker.run_in_one_process import OneProcessRun
 
 pytestmark = pytest.mark.part(5)
@@ -419,6 +421,62 @@ def test_validation_is_watched_too():
         "layer 'b' left torch.set_grad_enabled(True)",
         "layer 'b' left torch.set_default_dtype(torch.float64)",
     ]
+
+
+FIRST_OF_SECOND_VALIDATION = 9
+"""The call of a layer: before it come twice 2 microbatches of training, and 4 of the first validation."""
+
+
+class LeaksInCalls(Sensitive):
+    """Leaves another default dtype behind in these calls: what the next layer computes has another dtype."""
+
+    def __init__(self, calls: list[int]) -> None:
+        super().__init__()
+        self.calls, self.count = calls, Count()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if not x.is_meta and self.count.add() in self.calls:
+            torch.set_default_dtype(torch.float64)
+        return y
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_layers_of_a_validation_are_run_again_where_they_have_left_something_changed(stages, last):
+    """State is compared once a microbatch there, once all of it has been compared after each call."""
+    begin = FIRST_OF_SECOND_VALIDATION + 1
+    calls = list(range(begin, 99)) if last else [begin]
+    model = ModelConfig(function=with_layer, args={"kind": functools.partial(LeaksInCalls, calls)})
+    seen, lines = outcome(job().replace(model=model), stages)
+    check_same(seen, undisturbed(stages))
+    who = "layer 'b'" if last else f"a layer of stage {0 if stages == 1 else 1}"
+    assert [line.partition(" behind")[0] for line in lines] == [f"{who} left torch.set_default_dtype(torch.float64)"]
+
+
+def test_samples_are_read_again_where_they_have_left_something_changed():
+    class Later(Samples):
+        def __init__(self) -> None:
+            self.leak = Leak("default dtype", at=30)
+
+    seen, lines = outcome(job().replace(data=DataConfig(function=Later), validation=ValidationConfig(function=Later, every=1)))
+    check_same(seen, undisturbed())
+    assert {line.partition(" behind")[0] for line in lines} == {
+        "the data set's __getitem__ left torch.set_default_dtype(torch.float64)"
+    }
+
+
+def test_state_is_compared_once_a_microbatch_after_layers_in_a_validation_and_after_samples(monkeypatch):
+    compared = []
+    read = torch_state_guard.read_per_call_state
+    monkeypatch.setattr(torch_state_guard, "read_per_call_state", lambda: (compared.append(1), read())[1])
+    with OneProcessRun(job(), ParallelPlan.mesh(layers=3), "1f1b") as run:
+        run.step(0)
+        run.validate(0)
+        compared.clear()
+        run.validate(0)
+        begins, microbatches, by_microbatch = 1, 4, len(("samples", "layers", "loss"))
+        assert len(compared) == begins + microbatches * by_microbatch
 
 
 @pytest.mark.full

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 INPUT_NAMES = ("input_ids", "pixel_values", "inputs", "input", "image", "images", "img", "features", "tokens", "text", "x")
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 """What fields for the first layer, and for the loss, are often called; to guess them in messages."""
+GETITEM = "the data set's __getitem__"
+"""What lines about process state blame, and errors name."""
 _LARGEST = 2**63 - 1
 """The largest integer that a tensor holds."""
 WHERE_FIELDS_ARE_NAMED = (
@@ -144,10 +146,10 @@ class SampleReader:
 
     def samples(self, places: Sequence[SamplePosition]) -> list[object]:
         """The samples at these places, as the data set gives them. Leaves python, numpy and torch seeded by the last one."""
-        return list(self._samples(places))
+        return self._samples(places)
 
-    def _samples(self, places: Sequence[SamplePosition]) -> Iterator[Any]:
-        """The samples at these places one after the other, or read all at once where that gives the same ones."""
+    def _samples(self, places: Sequence[SamplePosition]) -> list[Any]:
+        """The samples at these places read one after the other, or all at once where that gives the same ones."""
         if len(places) > 1 and reads_by_list(self.dataset):
             try:
                 found = self.dataset.__getitems__([index for _, index in places])  # type: ignore[attr-defined]
@@ -156,11 +158,13 @@ class SampleReader:
             else:
                 if self.guard is not None:
                     self.guard.check("the data set's __getitems__")
-                yield from found
-                return
+                return list(found)
         seeded = self._seeded
-        for place in places:
-            yield self._sample(place, seeded=seeded)
+
+        def one_by_one() -> list[Any]:
+            return [self._sample(place, seeded=seeded) for place in places]
+
+        return self.guard.compare_once(one_by_one, GETITEM) if self.guard is not None else one_by_one()
 
     def field_names(
         self, places: Sequence[SamplePosition], at: MicrobatchPlace = (0, 0), *, also: Collection[str] = ()
@@ -220,7 +224,7 @@ class SampleReader:
                 cure=cure,
             ) from error
         if self.guard is not None:
-            self.guard.check("the data set's __getitem__")
+            self.guard.check(GETITEM)
         return sample
 
     def _size(self) -> int | None:

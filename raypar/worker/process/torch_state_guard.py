@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from raypar.errors import UserCodeError
+from raypar.errors import RayparError, UserCodeError
 from raypar.torch_compat import process_state
 from raypar.torch_compat.process_state import float32_precision, saved_tensors_hooks
 from raypar.worker.process.environment_and_signals_guard import EnvironmentGuard
+
+R = TypeVar("R")
 
 _PRECISIONS = (
     ("generic", "all"),
@@ -350,6 +352,8 @@ class _OfThread(threading.local):
     """Whether its OpenMP threads have been started."""
     accepted: ExpectedTorchState | None = None
     """What is expected inside contexts that raypar has entered in it; None outside of them."""
+    compares_at_end = False
+    """Whether it is inside `compare_once`, so that `check` compares nothing."""
 
 
 class TorchStateGuard(EnvironmentGuard):
@@ -362,6 +366,10 @@ class TorchStateGuard(EnvironmentGuard):
     compare_everything: bool
     """Whether the whole state is compared after each call: in the first step of a plan that brings its worker users' code which
     it has not run yet, and after a step that left something changed."""
+    _compares_once: bool
+    """Whether `compare_once` does as its name says: until a change is found."""
+    _changes: int
+    """How many times something that was left changed has been set back."""
     _expected: ExpectedTorchState
     """What is expected where no contexts are accepted."""
     _of_thread: _OfThread
@@ -373,7 +381,7 @@ class TorchStateGuard(EnvironmentGuard):
         super().__init__()
         off = DEFAULT_TORCH_STATE.autocast._replace(enabled=False, kinds=(), depth=0)
         self._expected = ExpectedTorchState.of((base or state_with_default_contexts())._replace(threads=threads, autocast=off))
-        self.compare_everything = False
+        self.compare_everything, self._compares_once, self._changes = False, True, 0
         self._of_thread = _OfThread()
         self.enter_thread()
 
@@ -427,13 +435,46 @@ class TorchStateGuard(EnvironmentGuard):
 
         Raises `UserCodeError` for inference mode: what was made in it cannot be trained on.
         """
-        expected = self._of_thread.accepted or self._expected
+        here = self._of_thread
+        if here.compares_at_end:
+            return ()
+        expected = here.accepted or self._expected
         if not (compare_everything or self.compare_everything) and read_per_call_state() == expected.quick[evaluating]:
             return ()
         left = self._restore(caller, read_global_torch_state(), expected.evaluating if evaluating else expected.training)
         if self.compare_everything:
             self.check_environment(caller)
         return left
+
+    def compare_once(self, calls: Callable[[], R], callers: str, *, evaluating: bool = False) -> R:
+        """What `calls` returns, which calls users' code several times, each time with a `check`, and can be run again.
+
+        The checks would take longer than the rest of raypar's work between the calls. So state is compared once, after `calls`:
+        if it was left changed, it is set back, and `calls` is run again with all its checks, which name who changes it. From
+        then on, and where all state is compared anyway, the checks are made at once. `callers`: what to blame for a change that
+        is not made again. Raises what `calls` and `check` raise.
+        """
+        here = self._of_thread
+        if self.compare_everything or not self._compares_once or here.compares_at_end:
+            return calls()
+        expected = here.accepted or self._expected
+        here.compares_at_end = True
+        try:
+            found = calls()
+            if read_per_call_state() == expected.quick[evaluating]:
+                return found
+        except RayparError:
+            if read_per_call_state() == expected.quick[evaluating]:
+                raise
+        finally:
+            here.compares_at_end = False
+        self._compares_once, left = False, read_global_torch_state()
+        names = self._set_back(left, expected.evaluating if evaluating else expected.training)
+        before = self._changes
+        found = calls()
+        if self._changes == before:
+            self._tell(callers, left, names)
+        return found
 
     def check_all(self, callers: str) -> None:
         """Compare the whole state, once a step, before the step's results are used. `callers`: all users' code called since.
@@ -463,12 +504,8 @@ class TorchStateGuard(EnvironmentGuard):
         """Restore the fields in which `found` differs from `wanted`; returns the names. Raises `UserCodeError` if it fails."""
         if found == wanted:
             return ()
-        left = [name for name in GlobalTorchState._fields if getattr(found, name) != getattr(wanted, name)]
-        if "inference" in left and "grad" in left:
-            left.remove("grad")  # inference mode switches it off itself
-        for name in left:
-            SETTINGS[name].restore(getattr(wanted, name))
-        torch.set_grad_enabled(wanted.grad)
+        self._changes += 1
+        left = self._set_back(found, wanted)
         if "inference" in left:
             raise UserCodeError(
                 f"{caller} entered torch.inference_mode() and did not leave it: what was made in it cannot be trained on",
@@ -479,7 +516,22 @@ class TorchStateGuard(EnvironmentGuard):
         if still:
             calls = " and ".join(SETTINGS[name].changing_call.format(getattr(found, name)) for name in still)
             raise UserCodeError(f"{caller} left {calls}, which cannot be set back", cure=SETTINGS[still[0]].cure)
+        self._tell(caller, found, left)
+        return left
+
+    @staticmethod
+    def _set_back(found: GlobalTorchState, wanted: GlobalTorchState) -> tuple[str, ...]:
+        """Restore the fields in which `found` differs from `wanted`, where that is possible; returns the names."""
+        left = [name for name in GlobalTorchState._fields if getattr(found, name) != getattr(wanted, name)]
+        if "inference" in left and "grad" in left:
+            left.remove("grad")  # inference mode switches it off itself
+        for name in left:
+            SETTINGS[name].restore(getattr(wanted, name))
+        torch.set_grad_enabled(wanted.grad)
+        return tuple(left)
+
+    def _tell(self, caller: str, found: GlobalTorchState, left: Sequence[str]) -> None:
+        """Keep a line about each of the fields `left` that `caller` has left as in `found`."""
         for name in left:
             setting = SETTINGS[name]
             self.tell(name, caller, setting.changing_call.format(getattr(found, name)), setting.cure)
-        return tuple(left)

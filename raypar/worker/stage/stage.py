@@ -27,7 +27,7 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.backward import DeferredGradients, LayerBackwardHooks, run_autograd_backward, sum_deferred_gradients
 from raypar.worker.stage.buffer_updates import BufferUpdates, apply_buffer_updates
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator, Ready
-from raypar.worker.stage.layer_call import LayerFunction, training_pass_context, validation_pass_context
+from raypar.worker.stage.layer_call import LayerFunction, PassContext, training_pass_context, validation_pass_context
 from raypar.worker.stage.layer_tensors import (
     Hooks,
     ParameterUse,
@@ -399,17 +399,28 @@ class Stage:
         data_set, number = self.place_in_set(microbatch)
         forward_pass = validation_pass_context(self.seed, self.step, number, self.weights.layer_names, data_set)
         with torch.no_grad():
-            values = {**batch, **received}
-            for position, layer in enumerate(self.layers):
-                outputs = layer.call(forward_pass, self.weights.of_layer(position), layer.read(values))
-                values.update(zip(layer.layer.outputs, outputs, strict=True))
-                for name in self._read_last[position]:
-                    del values[name]
+
+            def call_layers() -> dict[str, Tensor]:
+                return self._evaluate_layers(forward_pass, {**batch, **received})
+
+            if self.shard is None:
+                values = self.guard.compare_once(call_layers, f"a layer of stage {self.index}", evaluating=True)
+            else:  # other shards, which wait for this one's layers, would not run theirs again
+                values = call_layers()
             if self.loss is not None:
                 self.losses[microbatch] = self.loss(forward_pass, values)
             if self.metrics is not None:
                 self.metrics.measure(forward_pass, values, self._fields(values, batch))
         return {name: values[name].detach() for name in self.values.outgoing}
+
+    def _evaluate_layers(self, forward_pass: PassContext, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`values` after the layers: with what they return, without what nothing here reads any more."""
+        for position, layer in enumerate(self.layers):
+            outputs = layer.call(forward_pass, self.weights.of_layer(position), layer.read(values))
+            values.update(zip(layer.layer.outputs, outputs, strict=True))
+            for name in self._read_last[position]:
+                del values[name]
+        return values
 
     def _find_last_reads(self) -> tuple[tuple[str, ...], ...]:
         """By layer: the outputs of layers here that nothing reads after it, where nothing is differentiated."""
