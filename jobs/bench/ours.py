@@ -15,8 +15,8 @@ from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PlanConfig
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.microbatches import MAX_STEPS
 from raypar.plan.pieces import AdoptPlanCommand
-from raypar.record.events import MAX_STEPS
 from raypar.schedule import registry
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.make_worker_assignments import make_worker_assignments

@@ -6,18 +6,21 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from raypar.elastic.events import FailureKind
 from raypar.elastic.placement_constraints import PlacementConstraints
-from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import RayparError, error_message
 from raypar.files.json_type import Json
 from raypar.job import Job
 from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StageConnections
-from raypar.planner.model_profile import ModelProfile
-from raypar.record.events import Resumption
-from raypar.schedule.step_timeline import Timeline
+
+if TYPE_CHECKING:  # what only clients and the driver send, which have loaded it: a worker does not load it
+    from raypar.elastic.run_policy import RunPolicy
+    from raypar.planner.model_profile import ModelProfile
+    from raypar.record.events import Resumption
+    from raypar.schedule.step_timeline import Timeline
 
 GRACE_S = 1.5
 """How long the steps in flight may take after Ctrl-C before they are voided."""

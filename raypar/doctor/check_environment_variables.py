@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from raypar.doctor.finding import Finding, NotKnown
-from raypar.doctor.machine_facts import HostFacts
+
+if TYPE_CHECKING:
+    from raypar.doctor.machine_facts import HostFacts
 
 FINGERPRINT_SETTINGS = (
     "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "MKL_DYNAMIC", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA",

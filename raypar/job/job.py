@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BeforeValidator,
@@ -39,12 +39,13 @@ from raypar.job.plan_section import PlanConfig
 from raypar.job.precision_and_plan_names import AUTO, GIVEN, PrecisionName
 from raypar.job.section import MAX_PARTS, MAX_WORKERS, Parts, PathText, Section
 from raypar.plan.forward_pass_batching import ForwardPasses
-from raypar.plan.microbatches import BatchesOfSteps, Microbatches
+from raypar.plan.microbatches import MAX_STEPS, BatchesOfSteps, Microbatches
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy
-from raypar.record.best_checkpoint_rules import BestRule
-from raypar.record.events import MAX_STEPS
 from raypar.record.metric_names import is_of_validation, name_in_validation
+
+if TYPE_CHECKING:
+    from raypar.record.best_checkpoint_rules import BestRule
 
 T = TypeVar("T")
 
@@ -440,6 +441,8 @@ class Job(Section):
     @property
     def best_rules(self) -> list[BestRule]:
         """By which metrics checkpoints are kept."""
+        from raypar.record.best_checkpoint_rules import BestRule
+
         return [
             BestRule(best.metric, mode_of(best.metric, best.mode, "checkpoint.best"), best.keep)
             for best in self.checkpoint.best

@@ -11,13 +11,10 @@ from pydantic import PositiveInt, model_validator
 
 from raypar.errors import ConfigError
 from raypar.job.function_section import FunctionConfig
-from raypar.record.events import StepRecord, ValidationRecord
 from raypar.record.metric_names import VALIDATION
 
 METRIC_NAME = r"[A-Za-z_][\w.-]{0,59}"
 """What the name of a metric must be, as a regular expression."""
-TAKEN = frozenset(one.name for record in (StepRecord, ValidationRecord) for one in fields(record)) | {"kind"}
-"""Names of the series that every run has."""
 
 
 class MetricConfig(FunctionConfig):
@@ -50,13 +47,16 @@ class MetricConfig(FunctionConfig):
 
 def check_metric_names(metrics: Mapping[str, MetricConfig]) -> None:
     """Raises `ConfigError` for the name of a metric that is none, or that another series of the run has."""
+    from raypar.record.events import StepRecord, ValidationRecord
+
+    of_every_run = {"kind", *(one.name for record in (StepRecord, ValidationRecord) for one in fields(record))}
     for name in metrics:
         if re.fullmatch(METRIC_NAME, name) is None:
             raise ConfigError(
                 f"metrics: {name!r} is no name of a metric",
                 cure="at most 60 letters, digits, '_', '.' and '-', the first one a letter or '_'",
             )
-        taken = next((one for one in (name, VALIDATION + name) if one in TAKEN), None)
+        taken = next((one for one in (name, VALIDATION + name) if one in of_every_run), None)
         if taken is not None:
             raise ConfigError(f"metrics: {name!r} takes the name of {taken}, which every run has", cure="give it another name")
         if name.startswith(VALIDATION) and name.removeprefix(VALIDATION) in metrics:

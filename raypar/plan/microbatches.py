@@ -14,6 +14,8 @@ from raypar.errors import PlanError
 from raypar.plan.exact_sum import ExactSum
 
 DEFAULT_MAX_BLOCKS = 16
+MAX_STEPS = 10**9
+"""Limit of a job's `steps`, and so of steps in a run folder."""
 
 
 def contiguous_part(index: int, parts: int, total: int) -> range:

@@ -20,6 +20,7 @@ from typing import Annotated, ClassVar, TypedDict, TypeGuard, get_args, get_type
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
+from raypar.plan.microbatches import MAX_STEPS
 from raypar.plan.wording import after_steps, count_noun
 from raypar.record.metric_names import split_name
 
@@ -28,8 +29,6 @@ from raypar.record.metric_names import split_name
 Check = Callable[[Json], bool]
 """Whether a value is valid."""
 MAX_GENERATIONS = 10**6
-MAX_STEPS = 10**9
-"""Limit of a job's `steps`, and so of steps in a run folder."""
 MAX_WORKER_NUMBER = 2**31
 """Limit of worker numbers. They are never reused within one start of a run."""
 MAX_TIME_S = 1e11

@@ -229,6 +229,14 @@ def test_a_driver_starts_without_torch_and_with_all_of_raypar_that_pickles_need(
     assert loaded(["raypar.actors.driver_actor"], {"torch", "cupy", "numpy", *needs}) == " ".join(sorted(needs))
 
 
+def test_a_worker_starts_without_what_driver_and_client_decide_by():
+    """A run waits for the worker that replaces a lost one."""
+    worker = ["raypar.actors.worker_actor", "raypar.worker.elastic_worker", "raypar.actors.numerics_fingerprint"]
+    others = {"raypar.record.events", "raypar.elastic.run_policy", "raypar.elastic.desired_capacity", "raypar.job.read_job"}
+    others |= {"raypar.doctor.machine_facts", "raypar.actors.driver_actor", "raypar.elastic.run_machine", "sympy"}
+    assert loaded(worker, {"torch", *others, *(f"raypar.{room}" for room in (*EDGE_FILES, "draw", "telemetry"))}) == "torch"
+
+
 def test_what_the_readme_and_messages_name_is_there_after_import_raypar_alone():
     code = "import raypar; assert raypar.callbacks.Callback is raypar.Callback; raypar.errors.RayparError"
     subprocess.run([sys.executable, "-c", code], check=True)
