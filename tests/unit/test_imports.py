@@ -237,6 +237,11 @@ def test_a_worker_starts_without_what_driver_and_client_decide_by():
     assert loaded(worker, {"torch", *others, *(f"raypar.{room}" for room in (*EDGE_FILES, "draw", "telemetry"))}) == "torch"
 
 
+def test_commands_that_read_a_runs_folder_load_no_job_and_nothing_that_checks_one():
+    status = ["raypar.console.read_run_folder", "raypar.console.run_status", "raypar.launch.find_cluster_job"]
+    assert loaded(status, {"pydantic", "raypar.job", "torch", "ray", "numpy"}) == ""
+
+
 def test_what_the_readme_and_messages_name_is_there_after_import_raypar_alone():
     code = "import raypar; assert raypar.callbacks.Callback is raypar.Callback; raypar.errors.RayparError"
     subprocess.run([sys.executable, "-c", code], check=True)
