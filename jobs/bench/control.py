@@ -1,5 +1,5 @@
-"""What control costs: driver calls and object-store bytes a step on a real run, interpreter time an instruction, and what
-hundreds of workers are told of a change of plan.
+"""What control costs: driver calls and object-store bytes a step on a real run, interpreter time an instruction, what hundreds
+of workers are told of a change of plan, and how long their votes take (`votes.py`).
 
 `python jobs/bench/control.py [--json] [--page FILE] [--microbatches 4 16 64 256]`. Calls and bytes are those of a longer run
 less those of a shorter one, over the difference in steps: start and end of a run cancel. The interpreter runs one rank of two
@@ -15,10 +15,12 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import votes
 from harness import environment, page, table
 from ours import sleeping_job
 
@@ -263,6 +265,7 @@ def main() -> None:
     driver_client.DriverActor = CountingDriver
     overhead = [interpreter(m, s) for s in ("1f1b", "zb-v") for m in (8, 64)]
     changes = [change_of_plan(shards) for shards in (1, 4, 16)]
+    ballots = votes.measure()
     calls = [per_step(m) for m in given.microbatches]
     text = "\n\n".join(
         [
@@ -304,17 +307,18 @@ def main() -> None:
                     for c in changes
                 ],
             ),
+            f"A message with a ballot takes {1000 * votes.message_ms():.0f} us. Wanted: at most {votes.WANTED_MS:g} ms for "
+            f"{votes.OF_WORKERS:,} workers.",
+            table(votes.header(), votes.rows(ballots)),
         ]
     )
-    print(
-        json.dumps({"environment": facts, "calls": calls, "interpreter": overhead, "changes": changes}) if given.json else text
-    )
+    found = {"environment": facts, "calls": calls, "interpreter": overhead, "changes": changes}
+    print(json.dumps({**found, "votes": [asdict(cost) for cost in ballots]}) if given.json else text)
     if given.page:
         command = "python jobs/bench/control.py --microbatches " + " ".join(map(str, given.microbatches))
         given.page.write_text(page("What does control cost?", command, text))
-    good = all(c["bytes"] <= MOST_TOLD_BYTES for c in changes) and all(
-        c["calls"] == c["workers"] and c["object_store_bytes"] == 0 for c in calls
-    )
+    good = votes.holds(ballots) and all(c["bytes"] <= MOST_TOLD_BYTES for c in changes)
+    good = good and all(c["calls"] == c["workers"] and c["object_store_bytes"] == 0 for c in calls)
     sys.exit(0 if good and all(o["us_per_instruction"] <= 50 for o in overhead) else 1)
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from raypar.comm.routine import Routine, RoutineWait, StreamWaits
+from raypar.comm.routine import Routine, StreamWaits
 from raypar.comm.transport import Transport
 from raypar.errors import DataError, NonFiniteError, RayparError, UserCodeError
 from raypar.job import Job
@@ -27,6 +27,7 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import canonical_names
 from raypar.plan import MicrobatchRouting, TiedParameter
 from raypar.plan.addition_tree import TreeNode
+from raypar.plan.ballot import Ballot, OrderOfSamples
 from raypar.plan.exact_sum import ExactSum
 from raypar.plan.microbatches import divide_by_count, is_divisor
 from raypar.plan.ownership import Ownership
@@ -41,8 +42,8 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage, fold_gradients
 from raypar.worker.step.buffer_exchange import exchange_buffer_updates
 from raypar.worker.step.learning_rates import LearningRates
-from raypar.worker.step.message_tags import vote_tag
 from raypar.worker.step.tied_gradients import TiedGradientExchange
+from raypar.worker.step.vote_exchange import VoteExchange
 
 NON_FINITE_CURE = (
     "look at these samples, at log, sqrt and divisions in the model and the loss, and at the precision; lower the learning "
@@ -254,30 +255,15 @@ class StepCommit:
         if self.before_vote is not None:
             yield from self.before_vote()
         yield from self.stream_waits.finish()  # a worker votes for what is valid
-        mine = self._ballot(self._settled)
-        world = self.routing.plan.world  # the transport may connect workers without a seat too, which handed over state
-        others = [rank for rank in range(world) if rank != self.rank]
-        tag = vote_tag(self.step)
-        recvs = {rank: self.transport.recv(None, source=rank, tag=tag) for rank in others}
-        sends = [self.transport.send(mine, to=rank, tag=tag) for rank in others]
-        if others and self.while_votes_arrive is not None:
-            start = time.perf_counter_ns()
-            self.while_votes_arrive(self.step + 1)
-            if all(handle.done() for handle in recvs.values()):
-                self.late_read_ns = time.perf_counter_ns() - start
-        ballots = {self.rank: mine}
-        for rank, handle in recvs.items():
-            if not handle.done():
-                yield RoutineWait(handle, f"the vote of {self.routing.plan.coordinate(rank)} on step {self.step}")
-            ballots[rank] = handle.tensor()
-        for handle in sends:
-            if not handle.done():
-                yield RoutineWait(handle, "the own vote to be taken")
-        self._count([ballots[rank].tolist() for rank in range(world)])
+        read_ahead = partial(self.while_votes_arrive, self.step + 1) if self.while_votes_arrive is not None else None
+        plan = self.routing.plan
+        exchange = VoteExchange(self.transport, self.rank, plan.world, plan.coordinate, read_ahead)
+        total = yield from exchange.run(self.step, self._ballot(self._settled))
+        self.late_read_ns = exchange.late_ns
+        self._count(total)
 
-    def _ballot(self, settled: Mapping[int, Mapping[str, Tensor | None]]) -> Tensor:
-        """This worker's vote, float64: ready, and the exact sums of its losses, of their counts and of squared gradients. Where
-        the job has a sampler, three more: whether this worker reads samples, a digest of their order.
+    def _ballot(self, settled: Mapping[int, Mapping[str, Tensor | None]]) -> Ballot:
+        """This worker's vote, with the order of its samples where the job has a sampler and this worker reads any.
 
         The replicas of a stage have the same gradients, so each squares a share of the parameters. Each shard squares the
         elements that it counts. All shards have the same losses, which the first one tells.
@@ -291,41 +277,30 @@ class StepCommit:
             counted += [g if shard is None else shard.counted(name, g) for name, g in defined]
         losses, counts = ([pair[place] for pair in pairs] for place in range(2))
         numbers = iter(read_together([*losses, *counts, *square_gradients(counted)]))
-        sums = [ExactSum.of(islice(numbers, size)) for size in (len(losses), len(counts), None)]
-        ballot = [1.0, *(number for one in sums for number in one.to_floats())]
-        if self.spec.data.names_ids:
-            digest = self.order_digest(self.step) if self.order_digest is not None else None
-            ballot += [0.0, 0.0, 0.0] if digest is None else [1.0, float(digest >> 32), float(digest & 0xFFFFFFFF)]
-        return torch.tensor(ballot, dtype=torch.float64)
+        total_loss, total_count, squares = (ExactSum.of(islice(numbers, size)) for size in (len(losses), len(counts), None))
+        digest = None
+        if self.spec.data.names_ids and self.order_digest is not None:
+            digest = self.order_digest(self.step)
+        orders = () if digest is None else (OrderOfSamples(self.rank, digest),)
+        return Ballot(1, total_loss, total_count, squares, orders)
 
-    def _count(self, ballots: list[list[float]]) -> None:
-        """Set `outcome` from the votes of all workers, by rank (rules 7 and 8 of the numerics contract)."""
-        losses = counts = squares = ExactSum()
-        for ballot in ballots:
-            numbers = iter(ballot)
-            assert next(numbers) == 1.0, "a worker votes when it is ready"
-            losses += ExactSum.take(numbers)
-            counts += ExactSum.take(numbers)
-            squares += ExactSum.take(numbers)
-        if self.spec.data.names_ids:
-            self._refuse_unequal_orders(ballots)
-        loss, count = divide_by_count(losses, counts)
-        norm, factor = gradient_norm_and_factor(squares.rounded(), count, self.spec.clip_norm)
+    def _count(self, total: Ballot) -> None:
+        """Set `outcome` from the votes of all workers (rules 7 and 8 of the numerics contract)."""
+        self._refuse_unequal_orders(total)
+        loss, count = divide_by_count(total.losses, total.counts)
+        norm, factor = gradient_norm_and_factor(total.squares.rounded(), count, self.spec.clip_norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
         self.outcome = VoteResult(loss, count, norm, factor, skipped=not finite)
 
-    def _refuse_unequal_orders(self, ballots: list[list[float]]) -> None:
+    def _refuse_unequal_orders(self, total: Ballot) -> None:
         """Raise `DataError` if workers have other orders of the samples."""
-        read = {rank: tuple(ballot[-2:]) for rank, ballot in enumerate(ballots) if ballot[-3]}
-        for rank, order in read.items():
-            first = min(read)
-            if order != read[first]:
-                raise DataError(
-                    f"step {self.step + 1}: the sampler of `data` gave {self.routing.plan.coordinate(rank)} other ids than "
-                    f"{self.routing.plan.coordinate(first)}",
-                    cure="let it depend on the data set, the epoch and the seeded generators of python, numpy and torch alone: "
-                    "no clock, no order of a set of texts, nothing of the process or the machine",
-                )
+        if len(total.orders) > 1:
+            first, other = (self.routing.plan.coordinate(order.rank) for order in total.orders)
+            raise DataError(
+                f"step {self.step + 1}: the sampler of `data` gave {other} other ids than {first}",
+                cure="let it depend on the data set, the epoch and the seeded generators of python, numpy and torch alone: "
+                "no clock, no order of a set of texts, nothing of the process or the machine",
+            )
 
     # -- apply ---------------------------------------------------------------------------------------------------------
 

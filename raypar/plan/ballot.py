@@ -1,0 +1,64 @@
+"""What workers tell each other before a step counts: exact sums, which may be added up in any order and by anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+
+from raypar.plan.exact_sum import ExactSum
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class OrderOfSamples:
+    """The order in which a worker reads samples, where the job names it."""
+
+    rank: int
+    """The worker's."""
+    digest: int
+    """64 bits over the ids of the epochs that the step reaches."""
+
+    def to_floats(self) -> list[float]:
+        """Three numbers, which float64 has exactly."""
+        return [float(self.rank), float(self.digest >> 32), float(self.digest & 0xFFFFFFFF)]
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """The votes of some workers on a step, added up (rules 7 and 8 of the numerics contract)."""
+
+    workers: int = 0
+    """Number of workers whose votes are in it: a worker votes when it is ready to apply the step."""
+    losses: ExactSum = field(default_factory=ExactSum)
+    """Of the microbatches' loss sums."""
+    counts: ExactSum = field(default_factory=ExactSum)
+    """Of the microbatches' counts."""
+    squares: ExactSum = field(default_factory=ExactSum)
+    """Of the squared elements of the gradient."""
+    orders: tuple[OrderOfSamples, ...] = ()
+    """The order of the lowest rank that tells one; then, of the ranks with another one, the lowest rank's."""
+
+    def __add__(self, other: Ballot) -> Ballot:
+        orders = sorted((*self.orders, *other.orders))
+        different = [one for one in orders if one.digest != orders[0].digest]
+        return Ballot(
+            self.workers + other.workers,
+            self.losses + other.losses,
+            self.counts + other.counts,
+            self.squares + other.squares,
+            (*orders[:1], *different[:1]),
+        )
+
+    def to_floats(self) -> list[float]:
+        """Numbers that `from_floats` reads, few whatever was added."""
+        sums = self.losses.to_floats() + self.counts.to_floats() + self.squares.to_floats()
+        return [float(self.workers), *sums, *chain.from_iterable(order.to_floats() for order in self.orders)]
+
+    @classmethod
+    def from_floats(cls, values: Iterable[float]) -> Ballot:
+        """The ballot that `to_floats` has written."""
+        numbers = iter(values)
+        workers = int(next(numbers))
+        losses, counts, squares = (ExactSum.take(numbers) for _ in range(3))
+        orders = tuple(OrderOfSamples(int(rank), int(next(numbers)) << 32 | int(next(numbers))) for rank in numbers)
+        return cls(workers, losses, counts, squares, orders)
