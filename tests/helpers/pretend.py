@@ -20,12 +20,16 @@ BOTH = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize")
 """Operations that take tensors of several devices."""
 watchers: list[Callable[[Any, Any, bool], None]] = []
 """Called with (operation, its arguments, whether the result is the host's) whenever the device is asked for something."""
+late: Any = None
+"""A `late_device.World` that computes for the device, later than it is asked to; None: all is computed at once."""
 
 
 class OnDevice(Tensor):
     """A tensor "on the device"; `raw` has its numbers."""
 
     raw: Tensor
+    memory: Any = None
+    """What holds its block of a late device's memory, as all tensors in the block do."""
 
     @staticmethod
     def __new__(cls, raw: Tensor) -> OnDevice:
@@ -39,7 +43,13 @@ class OnDevice(Tensor):
         """As a GPU's tensor: it is waited for."""
         for watcher in watchers:
             watcher(torch.ops.aten._local_scalar_dense.default, (self,), True)
+        if late is not None:
+            late.finish(self)
         return self.raw.tolist()
+
+    def record_stream(self, stream: Any) -> None:
+        """As a GPU's tensor: its memory is used by that stream, too."""
+        self.memory.used_by(stream)
 
     def data_ptr(self) -> int:
         """Where it lies."""
@@ -52,7 +62,7 @@ class OnDevice(Tensor):
 
     @data.setter
     def data(self, other: OnDevice) -> None:
-        self.raw = other.raw
+        self.raw, self.memory = other.raw, other.memory
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -63,6 +73,8 @@ class OnDevice(Tensor):
 
 def computed(op: Any, *args: Any, **kwargs: Any) -> Any:
     """What the device does: as the CPU, or an error where a GPU would have one."""
+    if late is not None:
+        return late.compute(op, args, kwargs)
     own: dict[int, OnDevice] = {}
     on_cpu = [False]
 

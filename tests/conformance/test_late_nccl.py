@@ -1,0 +1,67 @@
+"""The nccl transport on devices whose work is done late, in any legal order (`helpers.late_device`).
+
+The numbers are right under every seed, and nothing that orders or keeps them can be left out. Many more seeds, and the table of
+mutations: `python tests/helpers/late_device_seeds.py`.
+"""
+
+import logging
+
+import pytest
+from helpers import pretend
+from helpers.late_mutations import MUTATIONS
+from helpers.late_programs import failure
+
+pytestmark = pytest.mark.skipif(not pretend.POSSIBLE, reason="this PyTorch has no backends in Python")
+SEEDS = 400
+"""Most seeds until a mutation is caught; nearly all are within twenty."""
+AT_ONCE = ("an operation waits for the poster's stream", "record_stream of what was received")
+"""Mutations that the first seed catches, in the default suite."""
+
+
+def in_default(seeds, *chosen):
+    """Seeds, of which the default suite takes a few."""
+    return [seed if seed in chosen else pytest.param(seed, marks=pytest.mark.ci) for seed in seeds]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device():
+    logging.disable(logging.ERROR)  # of communicators that a killed rank leaves
+    yield pretend.device()
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("seed", in_default(range(16), 2))
+def test_all_numbers_are_right_under_every_seed(seed):
+    assert failure("messages and collectives", seed) is None
+
+
+@pytest.mark.parametrize("seed", in_default(range(16), 3))
+def test_a_rank_that_gives_up_leaves_nothing_that_writes_to_memory_of_others(seed):
+    assert failure("kills", seed) is None
+
+
+@pytest.mark.parametrize("seed", in_default(range(40), 14, 33))
+def test_the_cases_of_all_transports_pass(seed):
+    assert failure("conformance", seed) is None
+
+
+@pytest.mark.parametrize("seed", in_default(range(100, 116), 101))
+def test_pytorchs_sanitizer_finds_no_two_accesses_that_nothing_orders(seed):
+    assert failure("messages and collectives", seed, sanitize=True) is None
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [pytest.param(one, id=one.what, marks=() if one.what in AT_ONCE else pytest.mark.ci) for one in MUTATIONS if not one.stays],
+)
+def test_a_seed_fails_without(mutation):
+    caught, _ = mutation.seeds_until_caught(SEEDS)
+    assert caught is not None
+
+
+def test_a_mutation_leaves_the_function_as_it_was():
+    mutation = MUTATIONS[0]
+    before = mutation._target().__code__
+    with mutation.made():
+        assert mutation._target().__code__ is not before
+    assert mutation._target().__code__ is before and len(MUTATIONS) >= 30

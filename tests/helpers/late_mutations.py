@@ -1,0 +1,291 @@
+"""Every wait, event, kept tensor and `record_stream` of the `nccl` path, each taken out once: some seed must fail then."""
+
+from __future__ import annotations
+import __future__
+
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from helpers.late_programs import failure
+
+from raypar.comm import routine
+from raypar.comm.nccl import communicator_stream, operation_handle, pending_operations, tagged_messages, transport
+
+OWN, ENDS = "messages and collectives", "kills"
+HERE = "torch.empty(tuple({0}), dtype={1}, device=self.{2}device.device)"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A function with some of its text replaced."""
+
+    what: str
+    """What is taken out."""
+    module: Any
+    function: str
+    """Its name in the module."""
+    edits: tuple[tuple[str, str], ...]
+    """(text, what stands in its place); each text is there once."""
+    program: str = OWN
+    """The program that finds it (`late_programs.PROGRAMS`)."""
+    beside: str = ""
+    """`what` of another mutation that is made, too: either alone is enough for a caching allocator."""
+    stays: str = ""
+    """Why it is there although no seed can fail without it; empty: one must."""
+
+    @property
+    def place(self) -> str:
+        """File and line of the first text."""
+        lines, first = inspect.getsourcelines(self._target())
+        text = textwrap.dedent("".join(lines))
+        return f"{self.module.__name__.rpartition('.')[2]}.py:{first + text[: text.index(self.edits[0][0])].count(chr(10))}"
+
+    def _target(self) -> Any:
+        found = self.module
+        for part in self.function.split("."):
+            found = vars(found)[part]
+        return found.fget if isinstance(found, property) else found
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[None]:
+        """The function is another one inside."""
+        spare = next((one for one in MUTATIONS if one.what == self.beside), None)
+        with self._made(), spare._made() if spare is not None else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def _made(self) -> Iterator[None]:
+        function = self._target()
+        text = textwrap.dedent(inspect.getsource(function))
+        for old, new in self.edits:
+            assert text.count(old) == 1, f"{self.what}: {text.count(old)} times in {self.function}: {old}"
+            text = text.replace(old, new)
+        names: dict[str, Any] = {}
+        flags = __future__.annotations.compiler_flag
+        exec(compile(text, f"<{self.what}>", "exec", flags=flags), function.__globals__ | {}, names)
+        (other,) = names.values()
+        before, function.__code__ = function.__code__, other.__code__
+        try:
+            yield
+        finally:
+            function.__code__ = before
+
+    def seeds_until_caught(self, seeds: int) -> tuple[int | None, str]:
+        """How many seeds of its program run until one fails, and how it does; None: none of them."""
+        with self.made():
+            for seed in range(seeds):
+                if found := failure(self.program, seed):
+                    return seed + 1, found
+        return None, ""
+
+
+def of(module: Any) -> Callable[..., Mutation]:
+    """Makes mutations of a module's functions."""
+
+    def make(what: str, function: str, *edits: tuple[str, str], **more: str) -> Mutation:
+        return Mutation(what, module, function, edits, **more)
+
+    return make
+
+
+_handle, _pending, _messages = of(operation_handle), of(pending_operations), of(tagged_messages)
+_stream, _transport, _routine = of(communicator_stream), of(transport), of(routine)
+_SCRATCH = "the memory was allocated in the communicator's own stream, which gives it to nobody before it has done its work"
+
+MUTATIONS = (
+    # what an operation waits for
+    _pending(
+        "an operation waits for the poster's stream",
+        "PendingOperations.launch",
+        ("self.device.record_event() if after_current", "None if after_current"),
+    ),
+    _pending(
+        "a receive waits until its memory may be written",
+        "PendingOperations.launch",
+        ("else handle.writable_event", "else None"),
+    ),
+    _messages("the point from which a receive may write", "Mailbox.recv", ("= self._owner.device.record_event()", "= ARRIVED")),
+    _messages(
+        "a late receive waits until its memory may be written",
+        "Mailbox._give",
+        ("stream.wait_event(handle.writable_event)", "pass"),
+    ),
+    _messages(
+        "a message to itself waits until its memory may be written",
+        "Mailbox._give",
+        ("handle.writable_event.make_stream_wait(self._owner.check_alive)", "pass"),
+    ),
+    _messages(
+        "a message to itself waits for its sender's stream",
+        "Mailbox._give",
+        ("    event.make_stream_wait(self._owner.check_alive)", "    pass"),
+    ),
+    # what a caller waits for
+    _handle(
+        "a stream waits for an operation", "NcclHandle.order_current_stream", ("self._event.make_stream_wait(check)", "pass")
+    ),
+    _handle(
+        "a stream waits for each operation of a batch",
+        "NcclBatchHandle.order_current_stream",
+        ("in self._handles", "in self._handles[1:]"),
+    ),
+    _handle(
+        "a batch is done when all its operations are", "NcclBatchHandle.done", ("in self._handles", "in self._handles[1:]")
+    ),
+    _handle(
+        "a batch is launched when all its operations are",
+        "NcclBatchHandle.launched",
+        ("in self._handles", "in self._handles[1:]"),
+    ),
+    _handle("an operation is launched when it has an event", "NcclHandle.launched", ("self._event is not None", "True")),
+    _handle("an operation is done when its event has passed", "NcclHandle.release_if_done", (" and event.query()", "")),
+    _pending(
+        "an operation's event is behind it",
+        "PendingOperations.launch",
+        ("stream.operation_count += 1", "stream.operation_count += 1; early = stream.device_stream.record_event()"),
+        ("    handle.mark_launched(stream.device_stream.record_event())\n", "    handle.mark_launched(early)\n"),
+    ),
+    _messages("a late receive's event is behind its copy", "Mailbox._give", ("event = stream.record_event()", "pass")),
+    _messages(
+        "a message to itself: its receive's event",
+        "Mailbox._give",
+        ("event = self._owner.device.record_event()", "event = ARRIVED"),
+    ),
+    _messages(
+        "a message to itself: its send's event",
+        "Mailbox.send",
+        ("handle.mark_launched(self._owner.device.record_event())", "handle.mark_launched(ARRIVED)"),
+    ),
+    _messages(
+        "a message to itself: the event of its copy", "Mailbox._send_to_self", ("self._owner.device.record_event()", "ARRIVED")
+    ),
+    _transport(
+        "a collective of one rank: its event",
+        "NcclTransport._run",
+        (
+            "handle.mark_launched(self.device.record_event())",
+            "handle.mark_launched(__import__('sys').modules[Mailbox.__module__].ARRIVED)",
+        ),
+    ),
+    # in which stream work is done, and memory is allocated
+    _stream(
+        "copies are made in the communicator's stream",
+        "CommunicatorStream._copy",
+        ("self.device_stream.run(partial(target.copy_, source))", "target.copy_(source)"),
+    ),
+    _stream(
+        "small sums are added in the communicator's stream",
+        "CommunicatorStream.all_reduce",
+        (
+            "self.device_stream.run(partial(add_over_tree, parts, self.own_index, flat))",
+            "add_over_tree(parts, self.own_index, flat)",
+        ),
+    ),
+    _stream(
+        "slices are added in the communicator's stream",
+        "CommunicatorStream.all_reduce",
+        (
+            "self.device_stream.run(partial(add_over_tree, parts, self.own_index, cut[self.own_index]))",
+            "add_over_tree(parts, self.own_index, cut[self.own_index])",
+        ),
+    ),
+    _stream(
+        "pieces are added in the communicator's stream",
+        "CommunicatorStream.reduce_scatter",
+        (
+            "self.device_stream.run(partial(add_over_tree, parts, self.own_index, out))",
+            "add_over_tree(parts, self.own_index, out)",
+        ),
+    ),
+    _messages(
+        "a late receive is copied in the communicator's stream",
+        "Mailbox._give",
+        ("stream.run(lambda: out.copy_(came))", "out.copy_(came)"),
+    ),
+    _messages(
+        "a layout is filled in the communicator's stream",
+        "Mailbox._launch_laid_out",
+        (
+            "stream.device_stream.run(lambda: fill_from_message(tensor, message, layout))",
+            "fill_from_message(tensor, message, layout)",
+        ),
+    ),
+    _messages(
+        "fresh memory is the communicator's stream's",
+        "Mailbox._launch_announced",
+        ("self._owner.device.empty(shape, dtype, stream.device_stream)", HERE.format("shape", "dtype", "_owner.")),
+    ),
+    _messages(
+        "memory of a layout is the communicator's stream's",
+        "Mailbox._launch_laid_out",
+        ("self._owner.device.empty(shape, dtype, stream.device_stream)", HERE.format("shape", "dtype", "_owner.")),
+    ),
+    _stream(
+        "parts of a sum are the communicator's stream's",
+        "CommunicatorStream._scratch",
+        ("self.device.empty(like.shape, like.dtype, self.device_stream)", "torch.empty_like(like)"),
+        beside="an operation keeps its scratch",
+    ),
+    _stream(
+        "a block for pieces is the communicator's stream's",
+        "CommunicatorStream._whole",
+        (
+            "self.device.empty((self.size, pieces[0].numel()), pieces[0].dtype, self.device_stream)",
+            "torch.empty((self.size, pieces[0].numel()), dtype=pieces[0].dtype, device=self.device.device)",
+        ),
+        beside="an operation keeps its scratch",
+    ),
+    # what is kept
+    _handle("record_stream of what was received", "NcclHandle.received", ("self.owner.device.record_stream(self.out)", "pass")),
+    _messages("a send keeps its tensor", "Mailbox.send", ("(to,), (tensor,))", "(to,), ())")),
+    _transport(
+        "a collective keeps its tensors", "NcclTransport._run", ("if r != self.rank], kept)", "if r != self.rank], ())")
+    ),
+    _pending(
+        "an operation keeps what it was given with its scratch",
+        "PendingOperations.launch",
+        ("(*handle.kept, *work())", "tuple(work())"),
+    ),
+    _pending(
+        "operations are remembered until they are over",
+        "PendingOperations.track",
+        ("handle.tracked = True\n            self._handles.append(handle)", "handle.tracked = True"),
+    ),
+    _pending("operations that are not over stay remembered", "PendingOperations.track", ("if not one.released:", "if False:")),
+    _messages("a message to itself keeps its copy", "Mailbox._give", ("handle.kept = (out, came)", "handle.kept = (out,)")),
+    _pending(
+        "an operation keeps its scratch",
+        "PendingOperations.launch",
+        ("(*handle.kept, *work())", "(*handle.kept, *work()[:0])"),
+        stays=_SCRATCH,
+    ),
+    _messages(
+        "a message with a layout keeps its memory",
+        "Mailbox._launch_laid_out",
+        ("arrived.kept, arrived.message_bytes = (message, tensor), message.nbytes", "arrived.message_bytes = message.nbytes"),
+        stays=_SCRATCH,
+    ),
+    # ends
+    _transport(
+        "an ended communicator's stream has done its last work",
+        "NcclTransport._end_stream",
+        ("while not last.query():", "while False:"),
+        program=ENDS,
+    ),
+    _routine(
+        "what streams have waited for is asked for failures",
+        "StreamWaits.add",
+        ("self._posted.append((handle, what))", "pass"),
+        program=ENDS,
+    ),
+    _routine(
+        "what streams have waited for is waited for in the end",
+        "StreamWaits.finish",
+        ("yield RoutineWait(handle, what)", "yield from ()"),
+        program=ENDS,
+    ),
+)
