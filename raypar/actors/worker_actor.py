@@ -200,6 +200,7 @@ class WorkerActor:
 
         def build() -> AdoptDescription | None:
             from raypar.comm.routine import run_routine
+            from raypar.worker.connected_ranks import connected_ranks
             from raypar.worker.process.allocator_and_garbage_collector import freeze_existing_objects, return_unused_memory
 
             self.generation_guard.enter_generation(generation, f"generation {generation} begins")
@@ -217,6 +218,7 @@ class WorkerActor:
                     generation=generation,
                     deadline_s=deadline_s,
                     communicators=self.backend.communicators(made, rank, self.spec, self.core.layout),
+                    peers=connected_ranks(made, rank, self.spec, self.core.layout),
                 )
 
             run_routine(self.generation_guard.adopt(generation, (made, connect)), deadline_s)

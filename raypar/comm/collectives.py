@@ -79,6 +79,8 @@ class MessageBasedTransport(ABC):
     """Tensors must be in host memory."""
 
     def __init__(self, rank: int, size: int, generation: int) -> None:
+        self.peers = frozenset(range(size)) - {rank}
+        """The other ranks with which this one is connected."""
         self.rank = rank
         self.size = size
         self.generation = generation
@@ -287,6 +289,11 @@ class MessageBasedTransport(ABC):
 
     def _check(self, tensor: Tensor | None, peer: int) -> None:
         check_peer_rank(peer, self.size)
+        if peer not in self.peers and peer != self.rank:
+            raise CommError(
+                f"rank {self.rank} has a message for, or from, rank {peer}, with which it has no connection",
+                cure="report this: the plan's connections (worker/connected_ranks.py) leave it out",
+            )
         if tensor is not None and (not tensor.is_contiguous() or (self.host_only and tensor.device != CPU)):
             strides, device = tuple(tensor.stride()), tensor.device
             raise CommError(

@@ -191,10 +191,12 @@ class WorkerEndpoint(Protocol):
         generation: int,
         deadline_s: float,
         communicators: Collection[CommunicatorKey] = (),
+        peers: Collection[int] | None = None,
     ) -> Transport:
-        """Meet all other ranks of `generation` and return this rank's transport.
+        """Meet other ranks of `generation` and return this rank's transport.
 
-        `communicators`: what `worker.backend.DeviceBackend.communicators` says this rank needs. Raises `CommTimeout` naming the
+        `communicators`: what `worker.backend.DeviceBackend.communicators` says this rank needs; `peers`: the ranks that it
+        exchanges messages with, each of which names this one; None: all. Raises `CommTimeout` naming the
         ranks that did not come, `CommError` naming one that cannot be reached, `GroupAborted` when a peer is in a newer
         generation already, or after `abort_connect`.
         """

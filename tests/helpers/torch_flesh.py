@@ -137,6 +137,7 @@ class TorchFlesh:
             from_mirror=order.from_mirror,
             mirror_keepers=keepers,
         )
+        transport.peers = connected_ranks(part, ranks[worker], self.job.spec, self.layout)
         return part, lambda: transport
 
     def schedule(self, order: do.AdoptPlan) -> str:

@@ -92,9 +92,9 @@ def connect_nccl(
     except BaseException:
         control.close()
         raise
-    ids = {name: bytes.fromhex(text) for hello in hellos for name, text in hello["ids"].items()}
+    ids = {name: bytes.fromhex(text) for hello in hellos.values() for name, text in hello["ids"].items()}
     making = CommunicatorSetup(control.rank, device, mine, ids, exact)
-    others = [rank for rank in range(control.size) if rank != control.rank]
+    others = sorted(control.peers)
     try:
         ready = {rank: control.recv(None, source=rank, tag=READY_TAG) for rank in others}
         making.wait(ready, deadline, deadline_s)
@@ -134,8 +134,8 @@ def check_communicator_keys(keys: Sequence[CommunicatorKey], rank: int, size: in
 
 def exchange_hellos(
     control: TcpTransport, device: Device, keys: Sequence[CommunicatorKey], deadline: float, deadline_s: float
-) -> list[Hello]:
-    """The hello of every rank, by rank."""
+) -> dict[int, Hello]:
+    """Rank -> the hello of each rank with which this one is connected, and its own, ascending."""
     device.bind()
     hello: Hello = {
         "version": bindings.nccl_version(),
@@ -145,20 +145,21 @@ def exchange_hellos(
         "ids": {str(key): bindings.new_unique_id().hex() for key in keys if key.members[0] == control.rank},
     }
     send_document_to_all(control, hello, HELLO_TAG)
-    others = [rank for rank in range(control.size) if rank != control.rank]
+    others = sorted(control.peers)
     handles = {rank: control.recv(None, source=rank, tag=HELLO_TAG) for rank in others}
     wait_for_message_from_each_rank(handles, deadline, deadline_s, "said what NCCL and device it has")
-    return [hello if rank == control.rank else receive_hello(handles[rank], rank) for rank in range(control.size)]
+    known = {rank: receive_hello(handle, rank) for rank, handle in handles.items()} | {control.rank: hello}
+    return dict(sorted(known.items()))
 
 
-def check_ranks_compatible(hellos: Sequence[Hello], keys: Sequence[CommunicatorKey], rank: int) -> None:
+def check_ranks_compatible(hellos: Mapping[int, Hello], keys: Sequence[CommunicatorKey], rank: int) -> None:
     """Raise an error if versions of NCCL, devices or communicators of the ranks do not fit together.
 
-    All ranks raise alike, except about communicators.
+    All ranks that are connected with all others raise alike, except about communicators.
     """
     versions: dict[int, list[int]] = {}
     devices: dict[str, list[int]] = {}
-    for other, hello in enumerate(hellos):
+    for other, hello in hellos.items():
         versions.setdefault(hello["version"], []).append(other)
         devices.setdefault(hello["device"], []).append(other)
     if len(versions) > 1:
@@ -170,7 +171,7 @@ def check_ranks_compatible(hellos: Sequence[Hello], keys: Sequence[CommunicatorK
             cure="install the same PyTorch, or the same nvidia-nccl package, on all nodes",
         )
     for name, ranks in devices.items():
-        can_share = hellos[0]["version"] >= SHARED_GPU_SINCE and all(hellos[r]["shares"] for r in ranks)
+        can_share = hellos[rank]["version"] >= SHARED_GPU_SINCE and all(hellos[r]["shares"] for r in ranks)
         if len(ranks) > 1 and not can_share:
             raise ClusterError(
                 f"ranks {ranks} are on one device, {name}, which NCCL refuses",
@@ -178,7 +179,7 @@ def check_ranks_compatible(hellos: Sequence[Hello], keys: Sequence[CommunicatorK
                 " (with NCCL_SOCKET_IFNAME=lo), or set NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 and later)",
             )
     known = {str(key) for key in keys}
-    for other, hello in enumerate(hellos):
+    for other, hello in hellos.items():
         theirs = {
             str(key): key
             for members, name, channel in hello["communicators"]
@@ -279,11 +280,10 @@ class CommunicatorSetup(threading.Thread):
 
 
 def send_document_to_all(control: TcpTransport, document: Mapping[str, str] | Hello, tag: int = READY_TAG) -> None:
-    """Send a document to all other ranks."""
+    """Send a document to all ranks with which this one is connected."""
     text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
-    for rank in range(control.size):
-        if rank != control.rank:
-            control.send(text, to=rank, tag=tag)
+    for rank in sorted(control.peers):
+        control.send(text, to=rank, tag=tag)
 
 
 def receive_document(handle: Handle, rank: int) -> dict[str, Any]:

@@ -65,12 +65,15 @@ class NcclEndpoint:
         generation: int,
         deadline_s: float,
         communicators: Collection[CommunicatorKey] = (),
+        peers: Collection[int] | None = None,
     ) -> NcclTransport:
         """See `WorkerEndpoint.connect`. Raises what `TcpEndpoint.connect` and `connect_nccl` raise."""
         deadline = time.monotonic() + deadline_s
         with self._lock:
             aborts = self._aborts
-        control = self._tcp.connect(rank=rank, size=size, addresses=addresses, generation=generation, deadline_s=deadline_s)
+        control = self._tcp.connect(
+            rank=rank, size=size, addresses=addresses, generation=generation, deadline_s=deadline_s, peers=peers
+        )
         with self._lock:
             aborted = self._aborts != aborts
             self._control = None if aborted else control

@@ -133,10 +133,9 @@ class Mailbox:
         """Announced messages whose receives are not posted."""
 
     def receive_announcements(self) -> None:
-        """Take the announcements of all other ranks, from here on."""
-        for peer in range(self._owner.size):
-            if peer != self._owner.rank:
-                AnnouncementReceive(self, self._owner, peer).start()
+        """Take the announcements of the ranks with which this one is connected, from here on."""
+        for peer in sorted(self._owner.control.peers):
+            AnnouncementReceive(self, self._owner, peer).start()
 
     def clear(self) -> None:
         """Forget all messages: the generation is over."""
@@ -418,12 +417,11 @@ class Mailbox:
                 if not lock.acquire(timeout=max(0.0, until - time.monotonic())):
                     return False
                 stack.callback(lock.release)
-            for peer in range(self._owner.size):
-                if peer != self._owner.rank:
-                    shared = {stream.name: stream.operation_count for stream in streams if peer in stream.key.members}
-                    text = torch.frombuffer(bytearray(json.dumps(shared).encode()), dtype=torch.uint8)
-                    frame = ANNOUNCEMENT.pack(GOODBYE, 0, 0, text.numel(), 0, *[0] * MAX_ANNOUNCED_DIMS)
-                    self._announce(peer, bytearray(frame), text)
+            for peer in sorted(self._owner.control.peers):
+                shared = {stream.name: stream.operation_count for stream in streams if peer in stream.key.members}
+                text = torch.frombuffer(bytearray(json.dumps(shared).encode()), dtype=torch.uint8)
+                frame = ANNOUNCEMENT.pack(GOODBYE, 0, 0, text.numel(), 0, *[0] * MAX_ANNOUNCED_DIMS)
+                self._announce(peer, bytearray(frame), text)
         return True
 
 

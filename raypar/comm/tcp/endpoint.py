@@ -46,11 +46,12 @@ class TcpEndpoint:
         generation: int,
         deadline_s: float,
         communicators: Collection[CommunicatorKey] = (),
+        peers: Collection[int] | None = None,
     ) -> TcpTransport:
         """See `WorkerEndpoint.connect`. `communicators` are not needed: one socket between two ranks carries all their
         operations."""
         me = GenerationRank(generation, rank, size)
-        return TcpTransport(rank, size, generation, self._listener.connect(me, addresses, deadline_s))
+        return TcpTransport(rank, size, generation, self._listener.connect(me, addresses, deadline_s, peers))
 
     def abort_connect(self, reason: str) -> None:
         """See `WorkerEndpoint.abort_connect`."""

@@ -16,7 +16,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from raypar.comm.tcp.acceptor import Acceptor, peer_user_id
@@ -80,8 +80,10 @@ class Listener:
             self._reason = reason
             os.eventfd_write(self._wake, 1)
 
-    def connect(self, me: GenerationRank, addresses: Sequence[str], deadline_s: float) -> dict[int, socket.socket]:
-        """Connected, non-blocking sockets of all other ranks.
+    def connect(
+        self, me: GenerationRank, addresses: Sequence[str], deadline_s: float, peers: Collection[int] | None = None
+    ) -> dict[int, socket.socket]:
+        """Connected, non-blocking sockets of the ranks `peers`; None: of all others.
 
         Raises `CommTimeout` naming the ranks that did not come, `CommError` naming one that cannot be reached,
         `GroupAborted` when a peer is already in a newer generation, or after `abort`.
@@ -90,7 +92,8 @@ class Listener:
             raise CommError(f"rank {me.rank} of {me.size} got {len(addresses)} addresses", cure="give one address per rank")
         if self._closed:
             raise GroupAborted("the listener was closed", cure="listen again")
-        rendezvous = Rendezvous(self, me, addresses)
+        others = frozenset(range(me.size)) - {me.rank}
+        rendezvous = Rendezvous(self, me, addresses, others if peers is None else others & frozenset(peers))
         try:
             return rendezvous.run(time.monotonic() + deadline_s, deadline_s)
         except BaseException:
@@ -123,14 +126,16 @@ class DialAttempt:
 
 
 class Rendezvous:
-    """Connects this worker with all other ranks of one generation, in one thread."""
+    """Connects this worker with other ranks of one generation, in one thread."""
 
-    def __init__(self, listener: Listener, me: GenerationRank, addresses: Sequence[str]) -> None:
+    def __init__(self, listener: Listener, me: GenerationRank, addresses: Sequence[str], peers: frozenset[int]) -> None:
         self.listener = listener
         self.me = me
         """This worker's rank in the generation."""
         self.addresses = addresses
         """By rank."""
+        self.peers = peers
+        """The ranks to connect with."""
         self.connected: dict[int, socket.socket] = {}
         """Rank -> its connection, once both ends have proven themselves."""
         self.dialing: dict[socket.socket, DialAttempt] = {}
@@ -147,12 +152,13 @@ class Rendezvous:
             os.eventfd_read(listener._wake)  # an abort from before this call was meant for another generation
         listener._reason = None
         self.answer_arrivals()
-        for rank in range(me.rank):
-            self.dial(rank, 1)
-        while len(self.connected) < me.size - 1:
+        for rank in sorted(self.peers):
+            if rank < me.rank:
+                self.dial(rank, 1)
+        while len(self.connected) < len(self.peers):
             now = time.monotonic()
             if now >= deadline:
-                missing = [r for r in range(me.size) if r != me.rank and r not in self.connected]
+                missing = sorted(self.peers - self.connected.keys())
                 raise CommTimeout(
                     f"rank {me.rank} of generation {me.generation}: ranks {missing} did not connect within {deadline_s:.3g} s",
                     cure="probe those workers; form the next generation without them",
@@ -312,7 +318,7 @@ class Rendezvous:
             refusal = f"generation {claim.generation} is over, this is {me.generation}"
         elif (
             (claim.size, claim.dialed_rank) != (me.size, me.rank)
-            or not me.rank < claim.rank < me.size
+            or not (me.rank < claim.rank and claim.rank in self.peers)
             or claim.rank in self.connected
         ):
             refusal = f"rank {claim.rank} of {claim.size} is not expected by rank {me.rank} of {me.size}"

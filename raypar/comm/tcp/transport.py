@@ -124,13 +124,14 @@ class PeerConnection:
 
 
 class TcpTransport(MessageBasedTransport):
-    """One rank's connections to all other ranks of a generation over TCP or Unix sockets.
+    """One rank's connections to other ranks of a generation over TCP or Unix sockets.
 
     The I/O thread keeps it alive until `close`.
     """
 
     def __init__(self, rank: int, size: int, generation: int, sockets: dict[int, socket.socket]) -> None:
         super().__init__(rank, size, generation)
+        self.peers = frozenset(sockets)
         self._match = threading.Lock()
         """Guards `_posted` and `_arrived`."""
         self._posted: dict[SourceChannelTag, deque[OperationMessage]] = {}

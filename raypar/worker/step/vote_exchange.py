@@ -41,6 +41,14 @@ class TreeNeighbours:
         return cls((rank - 1) // fanout if rank else None, tuple(range(first, min(first + fanout, world))))
 
 
+def neighbours(rank: int, world: int) -> frozenset[int]:
+    """The ranks with which a worker exchanges ballots."""
+    if world <= MOST_DIRECT:
+        return frozenset(range(world)) - {rank}
+    place = TreeNeighbours.of(rank, world, FANOUT)
+    return frozenset(place.below) | ({place.above} if place.above is not None else set())
+
+
 @dataclass
 class VoteExchange:
     """Exchanges the ballots of one step on one worker."""
