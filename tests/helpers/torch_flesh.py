@@ -31,6 +31,7 @@ from raypar.plan.pieces import AdoptPlanCommand, Piece, may_move_directly, moves
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.connected_ranks import connected_ranks
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey, extract_elements
