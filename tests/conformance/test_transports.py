@@ -40,6 +40,56 @@ def connected(size, generation=1, unix_sockets=True):
     return meshes, in_threads(size, connect)
 
 
+def test_ranks_that_are_no_peers_have_no_socket_and_a_message_to_one_is_an_error():
+    size = 5
+    meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(size)]
+    addresses = [mesh.address for mesh in meshes]
+
+    def beside(rank):
+        return {(rank - 1) % size, (rank + 1) % size}
+
+    def connect(rank):
+        given = {"rank": rank, "size": size, "addresses": addresses, "generation": 1, "deadline_s": LIMIT_S}
+        return meshes[rank].connect(**given, peers=beside(rank))
+
+    ends = in_threads(size, connect)
+    try:
+        assert [end.peers for end in ends] == [frozenset(beside(rank)) for rank in range(size)]
+        sent = ends[1].send(torch.arange(3.0), to=2, tag=4)
+        assert torch.equal(_received(ends[2], source=1, tag=4), torch.arange(3.0))
+        sent.wait(LIMIT_S)
+        for call in (
+            lambda: ends[0].send(torch.zeros(1), to=2, tag=0),
+            lambda: ends[0].recv(None, source=3, tag=0),
+            lambda: ends[0].all_reduce(torch.zeros(1), group=(0, 1, 2)),
+        ):
+            with pytest.raises(
+                CommError, match=r"rank 0 has a message for, or from, ranks \[[23]\], with which it has no conn"
+            ):
+                call()
+    finally:
+        for end in (*ends, *meshes):
+            end.close()
+
+
+def _received(end, *, source, tag):
+    handle = end.recv(None, source=source, tag=tag)
+    handle.wait(LIMIT_S)
+    return handle.tensor()
+
+
+def test_a_rank_that_only_one_end_names_is_missed_by_name():
+    meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(2)]
+    addresses = [mesh.address for mesh in meshes]
+    end = meshes[1].connect(rank=1, size=2, addresses=addresses, generation=1, deadline_s=LIMIT_S, peers=())
+    try:
+        with pytest.raises(CommTimeout, match=r"ranks \[1\] did not connect within"):
+            meshes[0].connect(rank=0, size=2, addresses=addresses, generation=1, deadline_s=0.2, peers=(1,))
+    finally:
+        for one in (end, *meshes):
+            one.close()
+
+
 def in_threads(size, body):
     """`body(rank)` in a thread per rank; results, or the first error."""
     results, errors = [None] * size, []
