@@ -918,7 +918,7 @@ def test_more_communicators_than_a_device_can_serve_at_once_are_refused():
 def test_ranks_with_different_versions_of_nccl_are_refused():
     hello = {"version": 22907, "device": "a", "shares": False, "communicators": [], "ids": {}}
     with pytest.raises(ClusterError, match=r"2\.28\.9: ranks \[1\]; 2\.29\.7: ranks \[0\]"):
-        check_ranks_compatible([hello, {**hello, "version": 22809, "device": "b"}], [], 0)
+        check_ranks_compatible({0: hello, 1: {**hello, "version": 22809, "device": "b"}}, [], 0)
 
 
 # -- what is here
