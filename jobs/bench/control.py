@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,14 @@ from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.plan.pieces import AdoptPlanCommand, Piece, may_move_directly, moves_by_worker, plan_moves
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.record.events import EndOfRun, Event
 from raypar.schedule import registry
 from raypar.schedule.instructions import OncePerStep, ReduceGradients
 from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.storage.run_folder import RunFolder
 from raypar.user_code.user_code_errors import make_importable
+from raypar.worker.connected_ranks import connected_ranks
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
@@ -52,8 +55,8 @@ INLINE_BYTES = 100 << 10
 """Ray's `max_direct_call_object_size`, at its default."""
 
 LAYERS, TENSORS, ELEMENTS = 96, 6, 1 << 20
-MOST_TOLD_BYTES = 1 << 20
-"""Wanted of a change of plan: no worker is told more, besides state."""
+MOST_TOLD_BYTES, MOST_CONNECTIONS = 1 << 20, 40
+"""Wanted: a change of plan tells no worker more, besides state; none is connected with more others in 8 stages x 8 replicas."""
 
 
 NOTE = (
@@ -62,8 +65,9 @@ NOTE = (
     "numbers). Interpreter time is the wall time of a step's program less the time inside compute instructions, transport "
     "calls being answered at once; what the interpreter does inside a compute instruction to hand values on counts as compute. "
     f"The change of plan is that of a model of {LAYERS} layers with {TENSORS} tensors each, from 8 stages to 4 with twice the "
-    "replicas, so that half of all state moves; its bytes are those of the command to adopt the plan, pickled, with the "
-    "addresses of all workers; times are of the driver's processor: to work out the moves, and to make the commands."
+    "replicas, so that half of all state moves; connections are those of the plan before it; its bytes are those of the "
+    "command to adopt the plan, pickled, with the addresses of all workers; "
+    "times are of the driver's processor: to work out the moves, and to make the commands."
 )
 
 
@@ -241,10 +245,22 @@ def change_of_plan(shards: int) -> dict[str, Any]:
         "workers": after.world,
         "moves": len(moves),
         "bytes": max(map(len, told)) + len(addresses),
+        "connections": most_connections(before, batching),
         "moves_bytes": max(len(pickle.dumps(one)) for one in own.values()),
         "moves_s": planned - start,
         "commands_s": made - planned,
     }
+
+
+def most_connections(plan: ParallelPlan, batching: Microbatches) -> int:
+    """The largest number of other workers with which one is connected."""
+    order = registry.build_schedule("1f1b", MicrobatchRouting(plan, batching))
+    parts = assign_programs_to_ranks(order, plan, StageConnections.chain(len(plan.stages)), batching)
+    layout = cache(lambda count: TensorParallelLayout(count, {}, {}))  # of layers whose shards add up
+    ranks = {worker: worker for worker in range(plan.world)}
+    keepers, spec = assign_buddies([worker // 8 for worker in ranks]), job(1, batching.count)
+    orders = [AdoptPlanCommand(part, ranks, 0, mirror_keepers=keepers) for part in parts]
+    return max(len(connected_ranks(order, rank, spec, layout)) for rank, order in enumerate(orders))
 
 
 def _beside_compute_us(core: WorkerCore, program: Any, step: int) -> float:
@@ -293,6 +309,7 @@ def main() -> None:
             table(
                 [
                     "workers",
+                    "connections of one, at most",
                     "moves of state",
                     "told to a worker, bytes",
                     "of them its moves",
@@ -301,7 +318,7 @@ def main() -> None:
                 ],
                 [
                     [
-                        *(f"{c[key]:,}" for key in ("workers", "moves", "bytes", "moves_bytes")),
+                        *(f"{c[key]:,}" for key in ("workers", "connections", "moves", "bytes", "moves_bytes")),
                         *(f"{c[key]:.2f}" for key in ("moves_s", "commands_s")),
                     ]
                     for c in changes
@@ -317,7 +334,8 @@ def main() -> None:
     if given.page:
         command = "python jobs/bench/control.py --microbatches " + " ".join(map(str, given.microbatches))
         given.page.write_text(page("What does control cost?", command, text))
-    good = votes.holds(ballots) and all(c["bytes"] <= MOST_TOLD_BYTES for c in changes)
+    good = votes.holds(ballots)
+    good = good and all(c["bytes"] <= MOST_TOLD_BYTES and c["connections"] <= MOST_CONNECTIONS for c in changes)
     good = good and all(c["calls"] == c["workers"] and c["object_store_bytes"] == 0 for c in calls)
     sys.exit(0 if good and all(o["us_per_instruction"] <= 50 for o in overhead) else 1)
 
