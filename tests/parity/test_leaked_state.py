@@ -454,6 +454,66 @@ def test_layers_of_a_validation_are_run_again_where_they_have_left_something_cha
     assert [line.partition(" behind")[0] for line in lines] == [f"{who} left torch.set_default_dtype(torch.float64)"]
 
 
+class ForOthers(Sensitive):
+    """Leaves a setting to the layers after it, in validation alone."""
+
+    def __init__(self, flushes: bool) -> None:
+        super().__init__()
+        self.flushes = flushes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if not x.is_meta and not self.training:
+            torch.set_flush_denormal(self.flushes)
+        return y
+
+
+def first_layer_leaves_what_last_one_undoes() -> nn.Module:
+    return nn.Sequential(OrderedDict(a=ForOthers(True), b=Sensitive(), c=ForOthers(False)))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_what_a_later_layer_of_a_validation_undoes_is_seen_too(stages):
+    seen, lines = outcome(job().replace(model=ModelConfig(function=first_layer_leaves_what_last_one_undoes)), stages)
+    check_same(seen, undisturbed(stages))
+    assert [line.partition(" behind")[0] for line in lines] == ["layer 'a' left torch.set_flush_denormal(True)"]
+
+
+class Alternating(Samples):
+    """Every other sample undoes what the one before it has left."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = super().__getitem__(index)
+        torch.set_flush_denormal(index % 2 == 0)
+        return made
+
+
+def test_what_a_later_sample_undoes_is_seen_too():
+    spec = job().replace(validation=ValidationConfig(function=Alternating, every=1))
+    seen, lines = outcome(spec)
+    check_same(seen, undisturbed())
+    who = "the data set's __getitem__"
+    assert [line.partition(" behind")[0] for line in lines] == [f"{who} left torch.set_flush_denormal(True)"]
+
+
+class EntersInferenceMode(LeaksInCalls):
+    """PyTorch's own error about what it returns is of raypar's code, before the next layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = Sensitive.forward(self, x)
+        if not x.is_meta and self.count.add() in self.calls:
+            enter(torch.inference_mode())
+            return y.clone()
+        return y
+
+
+def test_inference_mode_that_a_layer_enters_in_a_later_validation_is_named():
+    calls = list(range(FIRST_OF_SECOND_VALIDATION + 1, 99))
+    model = ModelConfig(function=with_layer, args={"kind": functools.partial(EntersInferenceMode, calls)})
+    with pytest.raises(UserCodeError, match=r"layer 'b' entered torch.inference_mode\(\) and did not leave it"):
+        outcome(job().replace(model=model), stages=1)
+
+
 def test_samples_are_read_again_where_they_have_left_something_changed():
     class Later(Samples):
         def __init__(self) -> None:

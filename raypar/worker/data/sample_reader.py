@@ -164,7 +164,7 @@ class SampleReader:
         def one_by_one() -> list[Any]:
             return [self._sample(place, seeded=seeded) for place in places]
 
-        return self.guard.compare_once(one_by_one, GETITEM) if self.guard is not None else one_by_one()
+        return self.guard.compare_once(one_by_one, GETITEM, id(self.dataset)) if self.guard is not None else one_by_one()
 
     def field_names(
         self, places: Sequence[SamplePosition], at: MicrobatchPlace = (0, 0), *, also: Collection[str] = ()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from raypar.errors import RayparError, UserCodeError
+from raypar.errors import UserCodeError
 from raypar.torch_compat import process_state
 from raypar.torch_compat.process_state import float32_precision, saved_tensors_hooks
 from raypar.worker.process.environment_and_signals_guard import EnvironmentGuard
@@ -366,8 +366,8 @@ class TorchStateGuard(EnvironmentGuard):
     compare_everything: bool
     """Whether the whole state is compared after each call: in the first step of a plan that brings its worker users' code which
     it has not run yet, and after a step that left something changed."""
-    _compares_once: bool
-    """Whether `compare_once` does as its name says: until a change is found."""
+    _run_with_checks: set[Hashable]
+    """What `compare_once` has run with all checks, as its `code` names it."""
     _changes: int
     """How many times something that was left changed has been set back."""
     _expected: ExpectedTorchState
@@ -381,7 +381,7 @@ class TorchStateGuard(EnvironmentGuard):
         super().__init__()
         off = DEFAULT_TORCH_STATE.autocast._replace(enabled=False, kinds=(), depth=0)
         self._expected = ExpectedTorchState.of((base or state_with_default_contexts())._replace(threads=threads, autocast=off))
-        self.compare_everything, self._compares_once, self._changes = False, True, 0
+        self.compare_everything, self._run_with_checks, self._changes = False, set(), 0
         self._of_thread = _OfThread()
         self.enter_thread()
 
@@ -446,33 +446,37 @@ class TorchStateGuard(EnvironmentGuard):
             self.check_environment(caller)
         return left
 
-    def compare_once(self, calls: Callable[[], R], callers: str, *, evaluating: bool = False) -> R:
+    def compare_once(self, calls: Callable[[], R], callers: str, code: Hashable, *, evaluating: bool = False) -> R:
         """What `calls` returns, which calls users' code several times, each time with a `check`, and can be run again.
 
         The checks would take longer than the rest of raypar's work between the calls. So state is compared once, after `calls`:
-        if it was left changed, it is set back, and `calls` is run again with all its checks, which name who changes it. From
-        then on, and where all state is compared anyway, the checks are made at once. `callers`: what to blame for a change that
-        is not made again. Raises what `calls` and `check` raise.
+        if it was left changed, it is set back, and `calls` is run again with all its checks, which name who changes it. The
+        checks are made at once after any change, where all state is compared anyway, and the first time that `code` is run: a
+        call may undo what one before it has left, which a look at the end would not see. `callers`: what to blame for a change
+        that is not made again. Raises what `calls` and `check` raise.
         """
         here = self._of_thread
-        if self.compare_everything or not self._compares_once or here.compares_at_end:
-            return calls()
+        if self.compare_everything or self._changes or here.compares_at_end or code not in self._run_with_checks:
+            found = calls()
+            self._run_with_checks.add(code)
+            return found
         expected = here.accepted or self._expected
         here.compares_at_end = True
         try:
             found = calls()
             if read_per_call_state() == expected.quick[evaluating]:
                 return found
-        except RayparError:
+        except Exception:  # also of raypar's own code between the calls, as of versions of tensors made in inference mode
             if read_per_call_state() == expected.quick[evaluating]:
                 raise
         finally:
             here.compares_at_end = False
-        self._compares_once, left = False, read_global_torch_state()
+        left = read_global_torch_state()
         names = self._set_back(left, expected.evaluating if evaluating else expected.training)
         before = self._changes
         found = calls()
         if self._changes == before:
+            self._changes += 1
             self._tell(callers, left, names)
         return found
 

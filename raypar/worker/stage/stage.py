@@ -404,7 +404,8 @@ class Stage:
                 return self._evaluate_layers(forward_pass, {**batch, **received})
 
             if self.shard is None:
-                values = self.guard.compare_once(call_layers, f"a layer of stage {self.index}", evaluating=True)
+                code = self.weights.layer_names
+                values = self.guard.compare_once(call_layers, f"a layer of stage {self.index}", code, evaluating=True)
             else:  # other shards, which wait for this one's layers, would not run theirs again
                 values = call_layers()
             if self.loss is not None:
