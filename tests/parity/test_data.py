@@ -31,6 +31,7 @@ from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.data.user_dataset import dataset_size, make_dataset
 from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.process.torch_state_guard import TorchStateGuard
 
 pytestmark = pytest.mark.part(4)
 
@@ -521,3 +522,25 @@ def test_integers_are_made_one_tensor_at_once_with_the_bits_of_stacking(last: ob
 def test_a_value_that_is_no_integer_among_integers_is_refused(odd: object):
     with pytest.raises(DataError, match=r"sample 2 \(epoch 0\), field 'label': expected shape"):
         SampleReader(Of([{"label": value} for value in (1, -2, odd)]), (), ("label",), 4).read([(0, 0), (0, 1), (0, 2)])
+
+
+class FillsOneDict:
+    """Gives the same dict, with the same list in it, filled again for each sample."""
+
+    def __init__(self) -> None:
+        self.sample = {"x": [0.0, 0.0], "y": -1}
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        self.sample["x"][1] = self.sample["y"] = index
+        return self.sample
+
+
+def test_a_data_set_may_fill_the_same_dict_again_for_each_sample():
+    for guard in (None, TorchStateGuard(threads=torch.get_num_threads())):
+        reader = SampleReader(FillsOneDict(), (), ("x", "y"), seed=0, guard=guard)
+        for _ in range(2):
+            read = reader.read([(0, 3), (0, 5), (0, 1)])
+            assert read["x"].tolist() == [[0, 3], [0, 5], [0, 1]] and read["y"].tolist() == [3, 5, 1]

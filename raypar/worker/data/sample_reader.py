@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.user_dataset import MapStyleDataset, reads_by_list
 from raypar.worker.process.seed_generators import seed_host_generators
 from raypar.worker.process.torch_state_guard import TorchStateGuard
+
+T = TypeVar("T")
 
 INPUT_NAMES = ("input_ids", "pixel_values", "inputs", "input", "image", "images", "img", "features", "tokens", "text", "x")
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
@@ -113,14 +115,9 @@ class SampleReader:
             ids = [index for _, index in places]
             return self.collation.tensors(self.collation.values(self.samples(places), ids, at), self.fields, ids, at)
         if self.packing is not None:
-            samples = [self._tensors(sample, index) for sample, (_, index) in zip(self._samples(places), places, strict=True)]
-            return self.packing.batch(samples, self.fields, places)
-        columns: list[list[Tensor | int]] = [[] for _ in self.fields]
-        for (_, index), sample in zip(places, self._samples(places), strict=True):
-            found = top_values(sample, self.names, f"sample {index}")
-            for column, name in zip(columns, self.fields, strict=True):
-                column.append(self._value(sample, found, name, index))
-        return {name: self._batch(name, column, places) for name, column in zip(self.fields, columns, strict=True)}
+            return self.packing.batch(self._samples(places, self._tensors), self.fields, places)
+        rows = self._samples(places, self._values)
+        return {name: self._batch(name, [row[place] for row in rows], places) for place, name in enumerate(self.fields)}
 
     def refuse_dependence_on_process(self, places: Sequence[SamplePosition]) -> None:
         """Raise `DataError` if these samples, read twice under the same seeds, are two batches: workers that read the same
@@ -146,10 +143,11 @@ class SampleReader:
 
     def samples(self, places: Sequence[SamplePosition]) -> list[object]:
         """The samples at these places, as the data set gives them. Leaves python, numpy and torch seeded by the last one."""
-        return self._samples(places)
+        return self._samples(places, lambda sample, _: sample)
 
-    def _samples(self, places: Sequence[SamplePosition]) -> list[Any]:
-        """The samples at these places read one after the other, or all at once where that gives the same ones."""
+    def _samples(self, places: Sequence[SamplePosition], take: Callable[[Any, int], T]) -> list[T]:
+        """What `take(sample, index)` returns for the samples at these places, read one after the other, or all at once where
+        that gives the same ones. A data set may fill the same dict or list again for the next sample: each is taken first."""
         if len(places) > 1 and reads_by_list(self.dataset):
             try:
                 found = self.dataset.__getitems__([index for _, index in places])  # type: ignore[attr-defined]
@@ -158,11 +156,11 @@ class SampleReader:
             else:
                 if self.guard is not None:
                     self.guard.check("the data set's __getitems__")
-                return list(found)
+                return [take(sample, index) for sample, (_, index) in zip(found, places, strict=True)]
         seeded = self._seeded
 
-        def one_by_one() -> list[Any]:
-            return [self._sample(place, seeded=seeded) for place in places]
+        def one_by_one() -> list[T]:
+            return [take(self._sample(place, seeded=seeded), place[1]) for place in places]
 
         return self.guard.compare_once(one_by_one, GETITEM, id(self.dataset)) if self.guard is not None else one_by_one()
 
@@ -234,6 +232,11 @@ class SampleReader:
         except BaseException as error:  # some classes of libraries are no Exception
             reraise_ctrl_c(error)
             return None
+
+    def _values(self, sample: object, index: int) -> list[Tensor | int]:
+        """The fields of a sample that are asked for."""
+        found = top_values(sample, self.names, f"sample {index}")
+        return [self._value(sample, found, name, index) for name in self.fields]
 
     def _value(self, sample: object, found: Mapping[str, object], name: str, index: int) -> Tensor | int:
         """A field of a sample; an integer as it is: a batch of them is made at once. `found`: the sample's `top_values`."""
