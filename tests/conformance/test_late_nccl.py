@@ -7,9 +7,12 @@ mutations: `python tests/helpers/late_device_seeds.py`.
 import logging
 
 import pytest
+import torch
 from helpers import pretend
+from helpers.late_device import World
 from helpers.late_mutations import MUTATIONS
-from helpers.late_programs import failure
+from helpers.late_nccl import connected
+from helpers.late_runs import failure
 
 pytestmark = pytest.mark.skipif(not pretend.POSSIBLE, reason="this PyTorch has no backends in Python")
 SEEDS = 400
@@ -35,7 +38,25 @@ def test_all_numbers_are_right_under_every_seed(seed):
     assert failure("messages and collectives", seed) is None
 
 
-@pytest.mark.parametrize("seed", in_default(range(16), 3))
+@pytest.mark.parametrize("seed", range(10))
+def test_memory_of_a_message_to_itself_is_given_to_nobody_before_its_copy_even_if_the_transport_ends(seed):
+    """Received into one stream's memory, and copied in another's, which had sent it last."""
+    with World(seed, 1) as world:
+        (device,), (end,) = world.devices, connected(world, [])
+        stream = device.stream()
+        with stream.current():
+            out = torch.full((5,), -2.0, device=pretend.device())
+            end.recv(out, source=0, tag=1)
+        end.send(torch.full((5,), 1.0, device=pretend.device()), to=0, tag=1)
+        del out
+        end.close()
+        with stream.current():
+            other = torch.full((5,), 7.0, device=pretend.device())
+        world.drain()
+        assert other.raw.tolist() == [7.0] * 5
+
+
+@pytest.mark.parametrize("seed", in_default([*range(16), 32], 3, 32))
 def test_a_rank_that_gives_up_leaves_nothing_that_writes_to_memory_of_others(seed):
     assert failure("kills", seed) is None
 
@@ -48,6 +69,16 @@ def test_the_cases_of_all_transports_pass(seed):
 @pytest.mark.parametrize("seed", in_default(range(100, 116), 101))
 def test_pytorchs_sanitizer_finds_no_two_accesses_that_nothing_orders(seed):
     assert failure("messages and collectives", seed, sanitize=True) is None
+
+
+@pytest.mark.parametrize("seed", in_default(range(30), 1))
+def test_gradients_are_reduced_right_also_where_some_replicas_have_none(seed):
+    assert failure("reductions", seed, sanitize=seed % 2 == 1) is None
+
+
+@pytest.mark.parametrize("seed", [*in_default(range(20), 7), *(pytest.param(s, marks=pytest.mark.full) for s in range(20, 83))])
+def test_steps_of_all_workers_have_the_bits_of_a_device_that_computes_at_once(seed):
+    assert failure("steps", seed, sanitize=seed % 4 == 3) is None
 
 
 @pytest.mark.parametrize(

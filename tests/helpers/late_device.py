@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -322,9 +323,9 @@ class World:
     def __exit__(self, *exc: object) -> None:
         pretend.late = None
 
-    def any_weight(self) -> float:
+    def any_weight(self, spread: float = 7.0) -> float:
         """How often something is chosen: some streams, messages and hosts are much slower than others."""
-        return float(2.0 ** -self.random.uniform(0, 7))
+        return float(2.0 ** -self.random.uniform(0, spread))
 
     @contextmanager
     def at(self, device: LateDevice, stream: LateStream | None = None) -> Iterator[None]:
@@ -433,8 +434,6 @@ class World:
             target = device.allocate(
                 value.shape, call.op(*call.given, **call.named).stride(), call.kwargs.get("dtype") or value.dtype
             )
-        if later:
-            pinned_for(value, device.current)
         launch(device, name, [], [target], functools.partial(target.raw.copy_, value))
         return target
 
@@ -625,13 +624,19 @@ def _flat(value: Any) -> list[Tensor]:
 # -- page-locked memory of the host
 
 
-def is_pinned(tensor: Any) -> bool:
-    """Whether a copy from it may be made later than it is asked for."""
-    return isinstance(tensor, Tensor) and tensor.data_ptr() in _PINNED
-
-
-def pinned_for(tensor: Tensor, stream: LateStream) -> None:
-    """A stream copies from it; it is kept until then, as PyTorch's allocator of pinned memory does."""
-
-
 _PINNED: set[int] = set()
+"""Addresses of page-locked memory."""
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """As `Tensor.pin_memory`: a copy from it may be made later than it is asked for, and holds it until then."""
+    made = tensor.detach().clone()
+    place = made.data_ptr()
+    _PINNED.add(place)
+    weakref.finalize(made, _PINNED.discard, place)
+    return made
+
+
+def is_pinned(tensor: Any) -> bool:
+    """Whether it is a copy in page-locked memory."""
+    return isinstance(tensor, Tensor) and tensor.data_ptr() in _PINNED

@@ -15,7 +15,7 @@ for folder in (Path(__file__).parents[1], Path(__file__).parents[2]):
 
 from helpers import pretend  # noqa: E402
 from helpers.late_mutations import MUTATIONS  # noqa: E402
-from helpers.late_programs import PROGRAMS, failure  # noqa: E402
+from helpers.late_runs import PROGRAMS, failure  # noqa: E402
 
 GARBAGE_EVERY = 20
 """Seeds after which what they have left is collected."""

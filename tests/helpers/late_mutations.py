@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from helpers.late_programs import failure
+from helpers.late_runs import failure, prepare
 
-from raypar.comm import routine
+from raypar.comm import gradient_reduction, routine
 from raypar.comm.nccl import communicator_stream, operation_handle, pending_operations, tagged_messages, transport
+from raypar.worker.process import gpu_setup
+from raypar.worker.step import interpreter, tied_gradients
 
-OWN, ENDS = "messages and collectives", "kills"
+OWN, ENDS, STEPS, SUMS = "messages and collectives", "kills", "steps", "reductions"
 HERE = "torch.empty(tuple({0}), dtype={1}, device=self.{2}device.device)"
 
 
@@ -76,10 +78,12 @@ class Mutation:
 
     def seeds_until_caught(self, seeds: int) -> tuple[int | None, str]:
         """How many seeds of its program run until one fails, and how it does; None: none of them."""
-        with self.made():
-            for seed in range(seeds):
-                if found := failure(self.program, seed):
-                    return seed + 1, found
+        for seed in range(seeds):
+            prepare(self.program, seed)
+            with self.made():
+                found = failure(self.program, seed)
+            if found:
+                return seed + 1, found
         return None, ""
 
 
@@ -94,7 +98,10 @@ def of(module: Any) -> Callable[..., Mutation]:
 
 _handle, _pending, _messages = of(operation_handle), of(pending_operations), of(tagged_messages)
 _stream, _transport, _routine = of(communicator_stream), of(transport), of(routine)
+_reduction, _gpu, _interpreter, _ties = of(gradient_reduction), of(gpu_setup), of(interpreter), of(tied_gradients)
 _SCRATCH = "the memory was allocated in the communicator's own stream, which gives it to nobody before it has done its work"
+
+_VOTE = "a step is applied after all votes, and who has voted has received; the wait raises what the send has failed with"
 
 MUTATIONS = (
     # what an operation waits for
@@ -256,7 +263,11 @@ MUTATIONS = (
         ("handle.tracked = True\n            self._handles.append(handle)", "handle.tracked = True"),
     ),
     _pending("operations that are not over stay remembered", "PendingOperations.track", ("if not one.released:", "if False:")),
-    _messages("a message to itself keeps its copy", "Mailbox._give", ("handle.kept = (out, came)", "handle.kept = (out,)")),
+    _messages(
+        "record_stream of a message to itself",
+        "Mailbox._give",
+        ("self._owner.device.record_stream(tensor)", "pass"),
+    ),
     _pending(
         "an operation keeps its scratch",
         "PendingOperations.launch",
@@ -287,5 +298,69 @@ MUTATIONS = (
         "StreamWaits.finish",
         ("yield RoutineWait(handle, what)", "yield from ()"),
         program=ENDS,
+    ),
+    # steps
+    _gpu(
+        "the computing stream waits for copies of batches",
+        "DeviceBatchSource._copies",
+        ("computing.wait_stream(self._copying)", "pass"),
+        program=STEPS,
+    ),
+    _gpu(
+        "record_stream of copies of batches",
+        "DeviceBatchSource._copies",
+        ("copies[name].record_stream(computing)", "pass"),
+        program=STEPS,
+    ),
+    _reduction(
+        "totals wait for sums on the stream",
+        "GradientReduction.finish",
+        ('yield RoutineWait(bucket.first_phase, f"{name}, sums", on_stream=True)', "yield from ()"),
+        program=SUMS,
+    ),
+    _reduction(
+        "sums are waited for before their bucket is used",
+        "GradientReduction.finish",
+        ('yield RoutineWait(bucket.first_phase, f"{name}, sums")', "yield from ()"),
+        program=SUMS,
+        stays="the stream waits already; the host asks, so that no worker votes for a sum that has failed",
+    ),
+    _reduction(
+        "totals are waited for",
+        "GradientReduction.finish",
+        ('yield RoutineWait(bucket.second_phase, f"{name}, totals")', "yield from ()"),
+        program=SUMS,
+    ),
+    _reduction(
+        "the counts of gradients are waited for",
+        "GradientReduction.finish",
+        ('yield RoutineWait(self._counted, f"which gradients are defined, channel {self.channel}")', "yield from ()"),
+        program=SUMS,
+    ),
+    _reduction(
+        "a second phase begins when the first is done",
+        "GradientReduction.poll",
+        ("if not bucket.first_phase.done():", "if False:"),
+        program=SUMS,
+    ),
+    _ties(
+        "gradients of tied parameters are waited for",
+        "TiedGradientExchange.run",
+        ('yield RoutineWait(handle, f"the gradient of tied parameter {name} from stage {src}")', "yield from ()"),
+        program=STEPS,
+    ),
+    _ties(
+        "gradients of tied parameters are waited for until they are taken",
+        "TiedGradientExchange.run",
+        ('yield RoutineWait(handle, "the gradients of tied parameters to be taken")', "yield from ()"),
+        program=STEPS,
+        stays=_VOTE,
+    ),
+    _interpreter(
+        "sends are waited for at the end of a step",
+        "Interpreter._drain",
+        ('yield RoutineWait(handle, "a send to be taken by its receiver at the end of the step")', "yield from ()"),
+        program=STEPS,
+        stays=_VOTE,
     ),
 )

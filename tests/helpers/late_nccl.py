@@ -246,7 +246,7 @@ class Link:
 
     def __init__(self, mesh: LateMesh, source: int, to: int) -> None:
         self._mesh, self._source, self._to = mesh, source, to
-        self.weight = mesh.world.any_weight()
+        self.weight = mesh.world.any_weight(mesh.spread)
         self.letters: deque[Letter] = deque()
         self.ended = ""
         """Why its source has left, behind all letters."""
@@ -372,6 +372,8 @@ class LateMesh:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.spread = world.random.choice((7.0, 14.0))
+        """Networks may be slower than any device."""
         ranks = range(len(world.devices))
         self.links = {(a, b): Link(self, a, b) for a in ranks for b in ranks}
         world.links += self.links.values()

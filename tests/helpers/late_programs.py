@@ -8,12 +8,12 @@ is checked, at the end.
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +27,11 @@ from helpers.standin import all_communicators
 from torch import Tensor
 
 from raypar.comm.blocking_code_as_routine import _RUNNING, _Fiber
+from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.nccl import transport as nccl_transport
 from raypar.comm.nccl.transport import NcclTransport
 from raypar.comm.routine import Routine, RoutineWait, RoutineWork, StreamWaits
-from raypar.comm.transport import COLLECTIVES, CommunicatorKey
+from raypar.comm.transport import COLLECTIVES, FAST_REDUCTION_CHANNELS, CommunicatorKey
 from raypar.errors import CommError
 
 sys.path.append(str(Path(__file__).parents[2] / "jobs" / "bench"))
@@ -379,20 +380,51 @@ def conformance(seed: int, *, sanitize: bool = False) -> None:
         world.run([transport_cases.CASES[name](ThroughDevice(end, pretend.device())) for end in ends])
 
 
-PROGRAMS: dict[str, Callable[..., None]] = {
-    "messages and collectives": messages_and_collectives,
-    "conformance": conformance,
-    "kills": kills,
-}
+def reductions(seed: int, *, sanitize: bool = False) -> None:
+    """Gradients of replicas are reduced in two steps; some have none of some parameters, and mark some."""
+    chosen = random.Random(seed)
+    size, fast = 2 + seed % 2, chosen.random() < 0.25
+    kind, channel = (FastReduction, FAST_REDUCTION_CHANNELS) if fast else (CanonicalReduction, 0)
+    everybody = tuple(range(size))
+    keys = [CommunicatorKey(everybody, name, channel) for name in ("all_reduce", "all_to_all", "all_gather")]
+    blocks = size + chosen.randrange(3)
+    cuts = [0, *sorted(chosen.sample(range(1, blocks), size - 1)), blocks]
+    runs = [range(a, b) for a, b in pairwise(cuts)]
+    shapes = [(chosen.choice((3, 70, 600)),) for _ in range(5)]
+    defined = [[[chosen.random() < 0.5 for _ in shapes] for _ in range(blocks)] for _ in range(2)]
+    marks = [[{i for i in range(5) if chosen.random() < 0.2} for _ in everybody] for _ in range(2)]
 
+    def routine(end: NcclTransport, device: LateDevice) -> Routine[None]:
+        own = random.Random(f"{seed} {end.rank}")
+        parameters = [(torch.Size(shape), torch.float32) for shape in shapes]
+        reduction = kind(
+            end, group=everybody, runs=runs, block_count=blocks, parameters=parameters, bucket_bytes=1500,
+            device=pretend.device(),
+        )  # fmt: skip
+        for step in range(2):
+            reduction.parameters_to_mark = lambda step=step: marks[step][end.rank]
+            reduction.start()
+            for index in reversed(range(5)) if runs[end.rank] else ():
+                rows = {
+                    (b, b + 1): {
+                        index: torch.ones(shapes[index], device=pretend.device()).mul_(1 + b + step)
+                        if defined[step][b][index]
+                        else None
+                    }
+                    for b in runs[end.rank]
+                }
+                reduction.submit_gradients([index], rows)
+                del rows
+                if own.random() < 0.3:
+                    yield RoutineWait(device.record_event(), "time to pass")
+                reduction.poll()
+            found = yield from reduction.finish()
+            for index, total in enumerate(found):
+                there = [1 + b + step for b in range(blocks) if defined[step][b][index]]
+                assert (total is None) == (not there), (step, index)
+                assert total is None or bool((total == sum(there)).all()), (step, index)
+            assert reduction.marked_parameters == set().union(*marks[step]), step
 
-def failure(program: str, seed: int, *, sanitize: bool = False) -> str | None:
-    """What a seed of a program fails with; None if it passes."""
-    gc.disable()  # what is freed, and when, shall depend on the seed alone
-    try:
-        PROGRAMS[program](seed, sanitize=sanitize)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        gc.enable()
-    return None
+    with World(seed, size, sanitize=sanitize) as world:
+        ends = connected(world, keys)
+        world.run([routine(end, device) for end, device in zip(ends, world.devices, strict=True)])

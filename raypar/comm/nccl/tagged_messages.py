@@ -217,11 +217,13 @@ class Mailbox:
             return
         else:
             (out,) = handle.kept
-            handle.kept = (out, came)
             assert handle.writable_event is not None
             if handle.peers[0] == self._owner.rank or not self._owner.device.owns(came):
                 handle.writable_event.make_stream_wait(self._owner.check_alive)
                 event.make_stream_wait(self._owner.check_alive)
+                for tensor in (out, came):  # each is the memory of the stream in which it was posted
+                    if self._owner.device.owns(tensor):
+                        self._owner.device.record_stream(tensor)
                 with torch.no_grad():
                     out.copy_(came)
                 event = self._owner.device.record_event()

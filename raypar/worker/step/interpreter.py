@@ -129,8 +129,8 @@ class Interpreter:
     """Bundle -> (its tensors, number of workers to which it is still to be sent)."""
     _incoming: dict[Bundle, list[Handle]] = field(default_factory=dict)
     """Bundle -> handles of its posted receives, one a tensor."""
-    _sending: deque[tuple[Handle, list[Tensor]]] = field(default_factory=deque)
-    """Posted sends, oldest first, with the tensors that must live until they are done."""
+    _sending: deque[Handle] = field(default_factory=deque)
+    """Posted sends, oldest first; each keeps its tensor."""
     spans: list[InstructionSpan] = field(default_factory=list)
     """The instructions of the last step and their times, if it was traced."""
     busy_ns: int = 0
@@ -221,8 +221,8 @@ class Interpreter:
         for index, tensor in enumerate(tensors):
             tag = bundle_tag(step, *key, index, validation=self._validating)
             handle = self.transport.send(tensor, to=instruction.peer, tag=tag, keep_layout=True)
-            self._sending.append((handle, [tensor]))
-        while self._sending and self._sending[0][0].done():
+            self._sending.append(handle)
+        while self._sending and self._sending[0].done():
             self._sending.popleft()
 
     def _recv(self, instruction: Recv, step: int, received: Received) -> None:
@@ -265,7 +265,7 @@ class Interpreter:
     def _drain(self) -> Routine[None]:
         """Wait for all posted sends: their buffers must be free before the step ends."""
         while self._sending:
-            handle, _ = self._sending.popleft()
+            handle = self._sending.popleft()
             if not handle.done():
                 yield RoutineWait(handle, "a send to be taken by its receiver at the end of the step")
 

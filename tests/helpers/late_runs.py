@@ -1,0 +1,160 @@
+"""Whole steps of all workers of a plan on late devices, over the `nccl` transport: the bits are those of a device that computes
+at once, over the local transport.
+
+Batches are copied as on a GPU: from page-locked memory, in a stream of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from helpers import parity, pretend
+from helpers.late_device import World, pinned
+from helpers.late_nccl import connected
+from helpers.late_programs import conformance, ending_in_one_thread, kills, messages_and_collectives, reductions
+from helpers.parity import Layout
+
+from raypar.worker import run_in_one_process
+from raypar.worker.norm_and_weights_hash import weights_hash
+from raypar.worker.process import gpu_setup
+from raypar.worker.process.gpu_setup import DeviceBatchSource
+from raypar.worker.required_communicators import required_communicators
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_core import WorkerCore
+
+STEPS = 2
+
+
+class TorchWithLateStreams:
+    """`torch`, whose `torch.cuda` has the streams of the late device that is running."""
+
+    def __init__(self, world: World) -> None:
+        self.cuda = SimpleNamespace(
+            current_stream=lambda device: world.here.current, stream=lambda stream: stream.current(), Stream=None
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def late(world: World) -> Iterator[None]:
+    """An `OneProcessRun` that is made and run inside has a device for each worker, and transports between these."""
+    adopt, init = WorkerCore.adopt, WorkerCore.__init__
+    made: list[WorkerCore] = []
+
+    def made_on_its_device(core: WorkerCore, *args: Any, **kwargs: Any) -> None:
+        made.append(core)
+        with world.at(world.devices[len(made) - 1]):
+            init(core, *args, **kwargs)
+
+    def adopted(core: WorkerCore, part: Any, transport: Any, **kwargs: Any) -> None:
+        rank = made.index(core)
+        with world.at(world.devices[rank]):
+            adopt(core, part, all_ends()[rank], **kwargs)
+
+    @functools.cache
+    def all_ends() -> list[Any]:
+        keys = set()
+        for rank, part in enumerate(parts):
+            command: Any = SimpleNamespace(assignment=part, moves=(), direct=False)
+            made[rank].take_layouts_from_assignment(part)
+            keys |= required_communicators(command, rank, made[0].spec, made[rank].layout)
+        return connected(world, sorted(keys))
+
+    parts: list[Any] = []
+    make = run_in_one_process.make_worker_assignments
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        parts.extend(make(*args, **kwargs))
+        return parts
+
+    def copies(source: DeviceBatchSource, *args: Any, **kwargs: Any) -> None:
+        init_source(source, *args, **kwargs)
+        source._copying = world.here.stream()  # type: ignore[assignment]
+
+    init_source = DeviceBatchSource.__init__
+    scheduler = SimpleNamespace(run=lambda routines, mesh: world.run(routines))
+    with (
+        ending_in_one_thread(world),
+        mock.patch.object(gpu_setup, "torch", TorchWithLateStreams(world)),
+        mock.patch.object(DeviceBatchSource, "__init__", copies),
+        mock.patch.object(torch.Tensor, "pin_memory", pinned),
+        mock.patch.object(WorkerCore, "__init__", made_on_its_device),
+        mock.patch.object(WorkerCore, "adopt", adopted),
+        mock.patch.object(run_in_one_process, "make_worker_assignments", noted),
+        mock.patch.object(run_in_one_process, "CooperativeScheduler", lambda seed: scheduler),
+    ):
+        yield
+
+
+def end_of(layout: Layout) -> tuple[Any, ...]:
+    """Losses, norms and weights after two steps."""
+    with OneProcessRun(layout.job, layout.plan, layout.schedule, graph=layout.graph, device=pretend.device()) as run:
+        reports = [run.step(step) for step in range(STEPS)]
+        told = [(report.loss, report.norm) for reports_of_step in reports for report in reports_of_step]
+        return told, weights_hash({name: copies[0].cpu() for name, copies in run.parameters().items()})
+
+
+@functools.cache
+def at_once(layout: Layout) -> tuple[Any, ...]:
+    """What must come out."""
+    return end_of(layout)
+
+
+def runs_late(layout: Layout, seed: int, *, sanitize: bool = False) -> None:
+    """Steps of a plan on late devices."""
+    want = at_once(layout)
+    with World(seed, layout.plan.world, sanitize=sanitize) as world, late(world):
+        assert end_of(layout) == want
+
+
+@functools.cache
+def plans() -> list[Layout]:
+    """Those of `parity.layouts` of at most four workers, and of more than one."""
+    return [layout for layout in parity.layouts() if 1 < layout.plan.world <= 4]
+
+
+def plan_of(seed: int) -> Layout:
+    """Another one for each seed, as unlike the one before as the list allows."""
+    return plans()[seed * 31 % len(plans())]
+
+
+def steps(seed: int, *, sanitize: bool = False) -> None:
+    """Two steps of a plan."""
+    runs_late(plan_of(seed), seed, sanitize=sanitize)
+
+
+PROGRAMS: dict[str, Callable[..., None]] = {
+    "messages and collectives": messages_and_collectives,
+    "conformance": conformance,
+    "kills": kills,
+    "reductions": reductions,
+    "steps": steps,
+}
+
+
+def prepare(program: str, seed: int) -> None:
+    """What a seed's outcome is compared with, while nothing is mutated."""
+    if program == "steps":
+        at_once(plan_of(seed))
+
+
+def failure(program: str, seed: int, *, sanitize: bool = False) -> str | None:
+    """What a seed of a program fails with; None if it passes."""
+    prepare(program, seed)
+    gc.disable()  # what is freed, and when, shall depend on the seed alone
+    try:
+        PROGRAMS[program](seed, sanitize=sanitize)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        gc.enable()
+    return None
