@@ -43,3 +43,15 @@ def test_votes_by_a_tree_give_the_bits_of_direct_ones_with_two_messages_a_worker
     found, by_tree = trained(monkeypatch)
     assert by_tree == 2 * (PLAN.world - 1)
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(wanted, found, strict=True))
+
+
+@pytest.mark.parametrize("most_direct", [2, 32])
+def test_each_worker_reads_ahead_once_while_it_waits_for_votes_the_root_too(most_direct, monkeypatch):
+    monkeypatch.setattr(vote_exchange, "MOST_DIRECT", most_direct)
+    monkeypatch.setattr(vote_exchange, "FANOUT", 2)
+    spec, asked = ugly_models.job("plain", microbatches=4, steps=1), list[int]()
+    with OneProcessRun(spec, PLAN, "1f1b", graph=make_layer_graph(spec)) as run:
+        for rank, core in enumerate(run.cores):
+            core.step_commit.while_votes_arrive = lambda step, rank=rank: asked.append(rank)
+        run.step(0)
+    assert sorted(asked) == list(range(PLAN.world))

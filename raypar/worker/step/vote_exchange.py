@@ -89,6 +89,8 @@ class VoteExchange:
     def _by_tree(self, step: int, mine: Ballot, neighbours: TreeNeighbours) -> Routine[Ballot]:
         above, below = neighbours.above, neighbours.below
         coming = {rank: self._receive(step, rank) for rank in below}
+        if above is None and not all(handle.done() for handle in coming.values()):
+            self._use_time(list(coming.values()))  # the root waits here alone
         total = mine
         for rank, handle in coming.items():
             what = f"the votes of {self.coordinate(rank)} and those below it on step {step}"
