@@ -36,7 +36,7 @@ class Ballot:
     squares: ExactSum = field(default_factory=ExactSum)
     """Of the squared elements of the gradient."""
     orders: tuple[OrderOfSamples, ...] = ()
-    """The order of the lowest rank that tells one; then, of the ranks with another one, the lowest rank's."""
+    """The order of the lowest rank that tells one; after it, if any rank tells another order, that of the lowest such rank."""
 
     def __add__(self, other: Ballot) -> Ballot:
         orders = sorted((*self.orders, *other.orders))

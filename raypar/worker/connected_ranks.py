@@ -14,11 +14,12 @@ from raypar.worker.step import vote_exchange
 def connected_ranks(
     part: AdoptPlanCommand, rank: int, spec: Job, layout: Callable[[int], TensorParallelLayout]
 ) -> frozenset[int]:
-    """The ranks with which `rank` has messages; each of them names `rank`, too. All others, where that is few workers.
+    """The ranks with which `rank` exchanges messages; each of them names `rank`, too. All others in a run of few workers.
 
     These are the ranks of its communicators (stages beside its own, ties, replicas, shards), those to and from which state
-    moves, its neighbours in the tree of votes, who keeps its copy of the state and whose it keeps, and on workers that measure
-    the first of them. `layout(shards)`: how the model is cut over that many shards (`WorkerCore.layout`).
+    moves, its neighbours in the tree of votes, and who keeps its copy of the state and whose it keeps. The first of the workers
+    that measure metrics gathers what the others have measured, so they name each other. `layout(shards)`: how the model is cut
+    over that many shards (`WorkerCore.layout`).
     """
     everybody = frozenset(part.rank_of_worker.values())
     if len(everybody) <= vote_exchange.MOST_DIRECT:

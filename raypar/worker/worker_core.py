@@ -189,9 +189,9 @@ class WorkerCore:
     _writer: CheckpointWriter
     """Writes this worker's share of a checkpoint in the background."""
     _compared: set[str]
-    """What of users' code has run in a whole step of this process after whose every call all process state was compared."""
+    """Users' code that has run here in a whole step in which all process state was compared after each call."""
     _to_compare: set[str]
-    """What of users' code the present plan has run here and `_compared` lacks."""
+    """Users' code that the present plan has this worker run and that `_compared` lacks."""
     _slow_data: SlowDataWatch
     """Tells when steps are long because samples are read slowly."""
     _sampled_ns: int

@@ -346,7 +346,7 @@ class ExpectedTorchState(NamedTuple):
 
 
 class _OfThread(threading.local):
-    """What a guard keeps of each thread."""
+    """What a guard keeps for each thread."""
 
     has_team = False
     """Whether its OpenMP threads have been started."""
@@ -373,7 +373,7 @@ class TorchStateGuard(EnvironmentGuard):
     _expected: ExpectedTorchState
     """What is expected where no contexts are accepted."""
     _of_thread: _OfThread
-    """What is kept of the thread that asks."""
+    """What is kept for the thread that asks."""
 
     def __init__(self, threads: int, base: GlobalTorchState | None = None) -> None:
         """`threads`: the job's. `base`: the expected state; by default the present one, so make the guard before users' code is
