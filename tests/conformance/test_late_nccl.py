@@ -29,7 +29,8 @@ def in_default(seeds, *chosen):
 @pytest.fixture(scope="module", autouse=True)
 def device():
     logging.disable(logging.ERROR)  # of communicators that a killed rank leaves
-    yield pretend.device()
+    with pretend.differentiable():
+        yield pretend.device()
     logging.disable(logging.NOTSET)
 
 

@@ -141,6 +141,12 @@ def device() -> torch.device:
     return torch.device(NAME, 0)
 
 
+def differentiable() -> Any:
+    """Context in which backward passes run on the device, in the thread that asks for them, also in a process that had one
+    before the device was made: PyTorch has threads for those devices alone that there were at its first backward pass."""
+    return torch.autograd.set_multithreading_enabled(False)
+
+
 IN_COMPUTE_DTYPE = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv2d", "scaled_dot_product_attention")
 IN_FLOAT32 = ("layer_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss", "nll_loss", "rsqrt", "pow.Tensor_Scalar")
 """Operations of PyTorch's lists for autocast on GPUs, as far as models here need them."""

@@ -13,7 +13,8 @@ SEEDS = range(40)
 
 @pytest.fixture(scope="module", autouse=True)
 def device():
-    return pretend.device()
+    with pretend.differentiable():
+        yield pretend.device()
 
 
 def outcomes(program, seeds=SEEDS):
