@@ -17,7 +17,7 @@ from helpers.tiny_job import write_job
 from raypar.actors import step_timeline_files
 from raypar.actors.cluster_info import ClusterCapacity
 from raypar.actors.ray_connection import RayConnection
-from raypar.actors.run_recorder import RunRecorder
+from raypar.actors.run_recorder import RunRecorder, TracedStep
 from raypar.cli import main
 from raypar.console.event_printer import EventPrinter
 from raypar.elastic.actions import Teardown
@@ -224,7 +224,7 @@ def test_a_picture_that_does_not_fit_is_a_warning_and_the_run_ends_well(tmp_path
     )
     request.predicted, request.schedule_name = None, "1f1b"
     recorder = RunRecorder(request)
-    recorder.traced_step = {"step": 1, "spans": [[("V", 0.0, 1.0)]], "nodes": ["n"]}
+    recorder.traced_step = TracedStep(1, [[("V", 0.0, 1.0)]], ["n"])
     with room(2000):
         recorder.record_end(Teardown("done", "all steps are done", 3, None), None)
     told = [event for event in recorder.new_events() if "picture" in event.facts().get("text", "")]
