@@ -66,7 +66,7 @@ def test_a_killed_rank_frees_the_others_within_100_ms(name, workers):
     waited_s = workers.cpu_wait_s(OTHERS) - waited_s
     assert all(kind in ("CommError", "GroupAborted") for kind, _, _ in results), results
     assert max(when for _, _, when in results) - at - waited_s < BOUND_S, results
-    assert any(f"rank {VICTIM}" in what for _, what, _ in results)
+    assert any(f"rank {VICTIM}" in what for _, what, _ in results), results
     survivors_work_in_a_new_generation(workers, addresses)
     workers.each(transport_cases.close, on=OTHERS)
     workers.replace(VICTIM)
