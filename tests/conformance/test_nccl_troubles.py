@@ -15,7 +15,7 @@ from helpers.nccl_group import PAIR, Group
 from helpers.standin import Count, HostDevice, Setting, Status, set_to
 from helpers.transport_cases import LIMIT_S
 
-from raypar.comm.nccl import connect
+from raypar.comm.nccl import connect, pending_operations
 from raypar.comm.transport import CommunicatorKey
 from raypar.errors import CommError, CommTimeout
 
@@ -27,6 +27,11 @@ REDUCE = CommunicatorKey((0, 1), "all_reduce")
 @pytest.fixture(scope="module", autouse=True)
 def library():
     return standin.load()
+
+
+@pytest.fixture(autouse=True)
+def short_wait_for_the_reason(monkeypatch):
+    monkeypatch.setattr(pending_operations, "REASON_S", 0.3)
 
 
 @pytest.fixture
@@ -160,6 +165,30 @@ def test_a_lost_peer_poisons_its_communicator_until_that_is_aborted_and_no_other
         assert [flat.tolist() for flat in flats] == [[2.0, 2.0]] * 2 and not event.query()
         mine.communicator.abort()
         until(event.query)
+
+
+@pytest.mark.parametrize("hears", ["who waits", "who posts the next one", "who posts after that"])
+def test_a_peer_that_nccl_loses_first_is_named_once_the_control_transport_has_lost_it(hears):
+    with Group(2, [REDUCE]) as ends:
+        reducing = ends[1].all_reduce(torch.ones(5), group=[0, 1])
+        ends[0]._streams[REDUCE].communicator.abort()
+        if hears != "who waits":
+            until(lambda: has_failed(ends[1]._streams[REDUCE]))
+        if hears == "who posts after that":
+            ends[1].poll()
+        losing = threading.Timer(0.1, ends[0].control.abort, ["killed"])
+        losing.start()
+        with pytest.raises(CommError, match=r"remote process exited.*; lost rank 0"):
+            (reducing if hears == "who waits" else ends[1].all_reduce(torch.ones(5), group=[0, 1])).wait(LIMIT_S)
+        losing.join()
+        ends[1].abort("after an error")
+
+
+def has_failed(stream):
+    with contextlib.suppress(CommError):
+        stream.communicator.raise_background_error()
+        return False
+    return True
 
 
 def test_a_peer_that_nccl_loses_first_breaks_the_group_and_the_error_names_the_ranks():

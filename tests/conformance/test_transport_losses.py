@@ -1,6 +1,7 @@
 """Four processes, one killed or stopped inside each operation: the others are free within 100 ms and start again.
 
-Time in which a process had no processor is not counted, as in the deadlines of a run.
+Time counts from when the killed one has ended. Time in which a process had no processor is not counted, as in the deadlines
+of a run.
 """
 
 import signal
@@ -61,7 +62,7 @@ def survivors_work_in_a_new_generation(workers, addresses):
 def test_a_killed_rank_frees_the_others_within_100_ms(name, workers):
     addresses, _ = start(workers, name)
     waited_s = workers.cpu_wait_s(OTHERS)
-    at = workers.workers[VICTIM].signal(signal.SIGKILL)
+    at = workers.workers[VICTIM].kill()
     results = [workers.workers[i].result() for i in OTHERS]
     waited_s = workers.cpu_wait_s(OTHERS) - waited_s
     assert all(kind in ("CommError", "GroupAborted") for kind, _, _ in results), results

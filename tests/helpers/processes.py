@@ -6,6 +6,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -85,6 +86,19 @@ class Worker:
         now = time.monotonic()
         os.kill(self.process.pid, number)
         return now
+
+    def kill(self, timeout_s: float = 20.0) -> float:
+        """Kill it; returns the time at which it had ended, which is when the kernel had closed its connections. How long the
+        kernel takes depends on the memory of the process and on the machine's load."""
+        assert self.process.pid is not None
+        process = os.pidfd_open(self.process.pid)
+        try:
+            self.signal(signal.SIGKILL)
+            if not select.select([process], [], [], timeout_s)[0]:
+                raise TimeoutError(f"worker {self.process.pid} had not ended {timeout_s} s after SIGKILL")
+            return time.monotonic()
+        finally:
+            os.close(process)
 
     def end(self) -> None:
         """Let it end by itself; kill it if it does not within 2 s."""

@@ -241,6 +241,10 @@ class PeerEnded(CommError):
     """A peer's end of a communicator is gone. Why, the peer knows, or the control transport, which then has lost it."""
 
 
+REASON_S = 1.0
+"""How long to wait for the reason of a peer whose end of a communicator is gone: NCCL may notice before its words come."""
+
+
 def unnamed_status(error: KeyError) -> int:
     """The status that NCCL has answered with, if CuPy has failed because its table lacks it; raises any other error again."""
     (status,) = error.args

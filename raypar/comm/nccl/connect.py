@@ -54,8 +54,6 @@ UNIQUE_ID_BYTES = 128
 """Size of NCCL's `ncclUniqueId`."""
 CHECK_S = 0.002
 """Pause between two looks whether the communicators are made."""
-REASON_S = 1.0
-"""How long to wait for the reason of a peer whose end of a communicator is gone: NCCL may notice before its words come."""
 EVENT_CHECK_S = 0.0002
 """Pause between two looks whether a communicator's first work is done."""
 GAVE_UP = "gave up connecting"
@@ -271,7 +269,7 @@ class CommunicatorSetup(threading.Thread):
                     "says what it waits for, NCCL_SOCKET_IFNAME chooses the network",
                 )
         if isinstance(self._error, bindings.PeerEnded):
-            until = min(deadline, time.monotonic() + REASON_S)
+            until = min(deadline, time.monotonic() + bindings.REASON_S)
             while time.monotonic() < until:
                 raise_peer_failure(others)
                 time.sleep(CHECK_S)

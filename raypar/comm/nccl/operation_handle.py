@@ -32,6 +32,9 @@ class HandleOwner(Protocol):
     def sleep(self, pause_s: float) -> None:
         """Wait at most `pause_s`, until something may have changed."""
 
+    def with_reason(self, error: CommError) -> CommError:
+        """A copy of an error to raise; one that a lost peer has caused names it."""
+
 
 class PolledHandle(ABC):
     """What `NcclHandle` and `NcclBatchHandle` share. See `comm.transport.Handle`."""
@@ -221,7 +224,7 @@ class NcclHandle(PolledHandle):
 
     def _raise(self) -> None:
         if self._error is not None:
-            raise type(self._error)(*self._error.args)
+            raise self.owner.with_reason(self._error)
 
 
 class NcclBatchHandle(PolledHandle):

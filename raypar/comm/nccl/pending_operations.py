@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from raypar.comm.nccl.bindings import REASON_S, PeerEnded
 from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.device import Device
 from raypar.comm.nccl.operation_handle import NcclHandle
@@ -54,6 +55,8 @@ class PendingOperations:
         """The reason, once the transport is aborted or closed."""
         self._broken: CommError | None = None
         """The first error of NCCL itself: it ends the whole group."""
+        self._reason_until_s = 0.0
+        """Until when the reason of a peer whose end is gone is waited for, once one is (`time.monotonic`)."""
         self._gone: dict[int, str] = {}
         """Rank -> reason, of peers that are lost or have closed."""
         self._posted_by: dict[int, dict[str, int]] = {}
@@ -97,7 +100,7 @@ class PendingOperations:
             handle.mark_launched(
                 stream.device_stream.record_event()
             )  # part of it may be running: its memory is kept until it ends
-            raise
+            raise self.with_reason(error) from error
         handle.mark_launched(stream.device_stream.record_event())
 
     def stream_of(self, key: CommunicatorKey) -> CommunicatorStream:
@@ -128,7 +131,7 @@ class PendingOperations:
         if self._aborted is not None:
             raise generation_over_error(self._aborted)
         if self._broken is not None:
-            raise CommError(*self._broken.args)
+            raise self.with_reason(self._broken)
 
     def track(self, handle: NcclHandle) -> bool:
         """Remember an operation until it is over. Returns False if it has failed: then it must not be launched."""
@@ -164,7 +167,7 @@ class PendingOperations:
             return generation_over_error(self._aborted)
         cure = "abort this group; the ranks that are left form the next generation"
         if self._broken is not None:
-            return CommError(f"{handle.describe()}: {self._broken.what}", cure=self._broken.cure or cure)
+            return type(self._broken)(f"{handle.describe()}: {self._broken.what}", self._broken.cure or cure)
         for peer in handle.peers:
             if peer not in self._gone:
                 continue
@@ -177,8 +180,22 @@ class PendingOperations:
 
     def _break(self, error: CommError) -> None:
         if self._broken is None:
+            self._reason_until_s = time.monotonic() + REASON_S
             self._broken = error
         self.fail_hopeless()
+
+    def with_reason(self, error: CommError) -> CommError:
+        """A copy of an error that says which peers are gone, if NCCL has said only that a peer's end is.
+
+        NCCL may notice before the control transport does, which is waited for, but not in a thread that reads from peers.
+        """
+        if not isinstance(error, PeerEnded):
+            return type(error)(*error.args)
+        if not self.control.reads_in_this_thread():
+            with self._changed:
+                left_s = self._reason_until_s - time.monotonic()
+                self._changed.wait_for(lambda: bool(self._gone) or self._aborted is not None, max(0.0, left_s))
+        return CommError("; ".join([error.what, *tuple(self._gone.values())]), error.cure)
 
     def peer_lost(self, peer: int, reason: str) -> None:
         """The control transport has lost a peer. A peer that has closed before is not lost."""
@@ -217,7 +234,7 @@ class PendingOperations:
                 if self._aborted is None:
                     stream.communicator.raise_background_error()
             except CommError as error:
-                self._break(CommError(f"{stream.name}: {error.what}", error.cure))
+                self._break(type(error)(f"{stream.name}: {error.what}", error.cure))
                 return
             finally:
                 stream.lock.release()

@@ -478,6 +478,11 @@ class TcpTransport(MessageBasedTransport):
             finally:
                 self._others_waiting -= 1
 
+    def reads_in_this_thread(self) -> bool:
+        """Whether the calling thread is one that reads from peers: it must not wait for what they say."""
+        waits_here = self._waited is not None and self._waiter_thread == threading.get_ident()
+        return waits_here or threading.current_thread() is self._thread
+
     def notify_settled(self, operation: PhasedOperation) -> None:
         """See `MessageBasedTransport.notify_settled`."""
         if self._waited is operation and self._waiter_thread != threading.get_ident() and not self._closed:
