@@ -19,7 +19,7 @@ from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.plan.ballot import Ballot
 from raypar.plan.exact_sum import ExactSum
-from raypar.worker.step.vote_exchange import FANOUT, MOST_DIRECT, TreeNeighbours
+from raypar.plan.vote_tree import FANOUT, MOST_DIRECT, TreeNeighbours
 
 WORKERS = (32, 64, 256, 1024, 10_000)
 WANTED_MS, OF_WORKERS = 10.0, 1024

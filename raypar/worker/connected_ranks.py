@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raypar.job import Job
+from raypar.plan import vote_tree
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.worker.required_communicators import required_communicators
-from raypar.worker.step import vote_exchange
 
 
 def connected_ranks(
@@ -22,14 +22,14 @@ def connected_ranks(
     over that many shards (`WorkerCore.layout`).
     """
     everybody = frozenset(part.rank_of_worker.values())
-    if len(everybody) <= vote_exchange.MOST_DIRECT:
+    if len(everybody) <= vote_tree.MOST_DIRECT:
         return everybody - {rank}
     ranks = part.rank_of_worker
     found = {ranks[worker] for move in part.moves for worker in (move.source, move.dest)}
     if part.assignment is not None:
         found.update(*(key.members for key in required_communicators(part, rank, spec, layout)))
         plan = part.assignment.plan
-        found |= vote_exchange.neighbours(rank, plan.world)
+        found |= vote_tree.vote_neighbours(rank, plan.world)
         found |= {keeper if ward == rank else ward for ward, keeper in part.mirror_keepers.items() if rank in (ward, keeper)}
         for stage in plan.stages_of(rank):
             found |= set(plan.replica_ranks(stage, plan.seats[rank].shard))

@@ -11,8 +11,7 @@ from helpers.membership import QUICK, history, undisturbed
 from helpers.protocol import Fault
 from helpers.torch_flesh import simulate
 
-from raypar.plan import ParallelPlan
-from raypar.worker.step import vote_exchange
+from raypar.plan import ParallelPlan, vote_tree
 
 PLAN = ParallelPlan.mesh(pp=2, dp=4, layers=8)
 SPEC = 1
@@ -21,8 +20,8 @@ STEPS = 3
 
 @pytest.fixture(autouse=True)
 def few_workers_are_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(vote_exchange, "MOST_DIRECT", 2)
-    monkeypatch.setattr(vote_exchange, "FANOUT", 2)
+    monkeypatch.setattr(vote_tree, "MOST_DIRECT", 2)
+    monkeypatch.setattr(vote_tree, "FANOUT", 2)
     yield
 
 

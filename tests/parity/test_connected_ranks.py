@@ -13,7 +13,7 @@ from helpers.shard_grid import Cell
 
 from raypar.job import Job, MetricConfig
 from raypar.model.graph import Graph
-from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, vote_tree
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule import registry
@@ -21,15 +21,14 @@ from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.worker.connected_ranks import connected_ranks
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.step import vote_exchange
 
 MOST_CONNECTIONS = 40
 
 
 @pytest.fixture
 def few_workers_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vote_exchange, "MOST_DIRECT", 2)
-    monkeypatch.setattr(vote_exchange, "FANOUT", 2)
+    monkeypatch.setattr(vote_tree, "MOST_DIRECT", 2)
+    monkeypatch.setattr(vote_tree, "FANOUT", 2)
 
 
 def check(job: Job, graph: Graph, plan: ParallelPlan, schedule: str) -> list[frozenset[int]]:

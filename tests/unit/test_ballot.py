@@ -8,7 +8,7 @@ import pytest
 
 from raypar.plan.ballot import Ballot, OrderOfSamples
 from raypar.plan.exact_sum import ExactSum
-from raypar.worker.step.vote_exchange import TreeNeighbours
+from raypar.plan.vote_tree import TreeNeighbours
 
 
 def ballot_of(rank: int, draw: random.Random, digest: int | None = None) -> Ballot:

@@ -17,36 +17,8 @@ import torch
 from raypar.comm.routine import Routine, RoutineWait
 from raypar.comm.transport import Handle, Transport
 from raypar.plan.ballot import Ballot
+from raypar.plan.vote_tree import TreeNeighbours, tree_neighbours
 from raypar.worker.step.message_tags import vote_tag
-
-MOST_DIRECT = 32
-"""The largest number of workers whose votes go directly."""
-FANOUT = 8
-"""How many workers hand on their ballots to the same one."""
-
-
-@dataclass(frozen=True)
-class TreeNeighbours:
-    """With whom a worker exchanges ballots in the tree. Rank 0 is its root."""
-
-    above: int | None
-    """The rank to which it hands on the ballots; None for the root."""
-    below: tuple[int, ...]
-    """The ranks that hand on theirs to it."""
-
-    @classmethod
-    def of(cls, rank: int, world: int, fanout: int) -> TreeNeighbours:
-        """Those of `rank` among `world` workers."""
-        first = rank * fanout + 1
-        return cls((rank - 1) // fanout if rank else None, tuple(range(first, min(first + fanout, world))))
-
-
-def neighbours(rank: int, world: int) -> frozenset[int]:
-    """The ranks with which a worker exchanges ballots."""
-    if world <= MOST_DIRECT:
-        return frozenset(range(world)) - {rank}
-    place = TreeNeighbours.of(rank, world, FANOUT)
-    return frozenset(place.below) | ({place.above} if place.above is not None else set())
 
 
 @dataclass
@@ -68,10 +40,11 @@ class VoteExchange:
 
     def run(self, step: int, mine: Ballot) -> Routine[Ballot]:
         """The ballots of all workers, added up."""
-        if self.world <= MOST_DIRECT:
+        place = tree_neighbours(self.rank, self.world)
+        if place is None:
             total = yield from self._directly(step, mine)
         else:
-            total = yield from self._by_tree(step, mine, TreeNeighbours.of(self.rank, self.world, FANOUT))
+            total = yield from self._by_tree(step, mine, place)
         assert total.workers == self.world, f"{total.workers} of {self.world} workers have voted"
         return total
 
