@@ -26,7 +26,7 @@ from raypar.plan import ParallelPlan
 
 pytestmark = pytest.mark.part(5)
 
-FEW = 3
+FEW = 2
 SOME = 10
 ALL = 300
 

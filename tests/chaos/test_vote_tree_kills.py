@@ -60,8 +60,7 @@ def test_a_kill_at_any_point_of_a_step_leaves_the_bits():
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(300, 301),
-        pytest.param(range(301, 306), marks=pytest.mark.ci),
+        pytest.param(range(300, 306), marks=pytest.mark.ci),
         pytest.param(range(306, 400), marks=pytest.mark.full),
     ],
 )

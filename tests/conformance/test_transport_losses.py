@@ -13,6 +13,8 @@ from helpers.processes import Workers
 from helpers.standin import needs_cupy
 from helpers.transport_cases import FOREVER
 
+pytestmark = pytest.mark.part(2)
+
 VICTIM = 2
 OTHERS = [0, 1, 3]
 BOUND_S = 0.1

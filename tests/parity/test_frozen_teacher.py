@@ -123,6 +123,7 @@ def test_what_is_trained_has_the_bits_of_a_plain_loop_and_what_is_frozen_costs_i
         assert elements or not [by for (by, to), number in sent.items() if to == rank and number], "the frozen part gets none"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", ["teacher first", pytest.param("student first", marks=pytest.mark.full)], indirect=True)
 @pytest.mark.parametrize("mesh", [{"pp": 2, "dp": 2}, pytest.param({"pp": 4}, marks=pytest.mark.full)], ids=str)
 def test_a_worker_or_driver_that_dies_beside_a_stage_that_trains_nothing_changes_no_bit(mesh: dict[str, int], case: Case):

@@ -70,6 +70,7 @@ def test_all_of_the_suite_runs_through_the_devices_memory(ranks):
     assert all(row["wrong"] == "" for row in gpu.conformance(ranks))
 
 
+@pytest.mark.ci
 @needs_standin
 def test_plans_of_several_ranks_have_the_bits_of_one_process(ranks):
     rows = gpu.parity(ranks, 2)

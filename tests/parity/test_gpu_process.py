@@ -117,6 +117,7 @@ def test_slices_are_handed_over_and_saved_on_a_device_as_on_the_cpu(run, model, 
     run(device_calls.changes_shards, model, path, str(tmp_path))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["sample", "whole"])
 @pytest.mark.parametrize("replicas, shards", [(2, 2), pytest.param(1, 4, marks=pytest.mark.full)])
 def test_slices_on_a_device_survive_faults_with_the_bits_of_the_cpu(run, replicas, shards, whole):

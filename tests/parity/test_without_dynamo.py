@@ -45,6 +45,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.ci
 def test_no_optimizer_loads_the_compiler():
     assert run_code(TRAIN) == "[]\n"
 
@@ -239,5 +240,6 @@ assert kept and all(getattr(f, "__dynamo_disable") is not f for f in kept)
 """
 
 
+@pytest.mark.ci
 def test_what_is_compiled_afterwards_is_compiled_as_ever():
     run_code(COMPILED)

@@ -114,6 +114,7 @@ def build_tree(tmp_path_factory) -> Path:
     return tree
 
 
+@pytest.mark.ci
 def test_a_wheel_has_all_of_raypar_and_the_examples_and_writes_them_elsewhere(build_tree, tmp_path):
     """What `python -m build` puts into a wheel, by the same command of setuptools."""
     lib = tmp_path / "lib"

@@ -251,6 +251,7 @@ EXTRAS = {"datasets", "torchmetrics", "torchdata", "peft", "transformers", "acce
 """Libraries that users bring: raypar imports them, if at all, where a job uses them."""
 
 
+@pytest.mark.ci
 def test_no_module_of_raypar_loads_the_libraries_that_users_bring_or_cupy():
     """A transport loads CuPy when it needs it."""
     names = [".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in source_files()]

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text()
 
@@ -68,6 +70,7 @@ def test_type_checkers_read_the_annotations_of_an_installed_raypar():
     assert re.search(r"^\[tool\.setuptools\.package-data\]\nraypar = \[\"py\.typed\", \"\*\.pyi\"\]$", PROJECT, re.MULTILINE)
 
 
+@pytest.mark.ci
 def test_raypar_is_imported_without_cupy_also_where_there_is_none_and_asking_for_it_names_the_cure():
     """Neither its public names nor the command line look for it; who has none pays and misses nothing."""
     code = (
