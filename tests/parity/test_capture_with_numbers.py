@@ -24,7 +24,7 @@ from raypar.worker import plain_microbatches
 from raypar.worker.job_preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 
-pytestmark = pytest.mark.part(5)
+pytestmark = pytest.mark.part(7)
 
 WIDTH = 4
 

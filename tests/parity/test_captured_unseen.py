@@ -19,7 +19,7 @@ from raypar.errors import ModelError
 from raypar.model.capture.forward_inputs import choose_forward_inputs
 from raypar.model.capture.refusal import user_location
 
-pytestmark = pytest.mark.part(4)
+pytestmark = pytest.mark.part(6)
 
 Batch = dict[str, Tensor]
 

@@ -42,7 +42,7 @@ from raypar.worker.step.optimizer_state import (
 )
 from raypar.worker.step.optimizer_trial import OptimizerKind, try_optimizer
 
-pytestmark = pytest.mark.part(5)
+pytestmark = pytest.mark.part(7)
 
 UNDECAYED = (("*.bias", {"weight_decay": 0.1}),)
 """A group beside that of all others."""

@@ -42,7 +42,7 @@ from raypar.worker.prediction import Prediction, named_tensors, pack_predictions
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.run_in_one_process import OneProcessRun
 
-pytestmark = pytest.mark.part(4)
+pytestmark = pytest.mark.part(6)
 
 SAMPLES = 29
 """No number of microbatches of four divides them."""

@@ -34,7 +34,7 @@ from raypar.worker.measure_profile import one_microbatch_of_each_size, profile_l
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.running_statistics import NormCall, RunningNorm, fold_norm_calls, make_stand_ins
 
-pytestmark = pytest.mark.part(5)
+pytestmark = pytest.mark.part(7)
 
 QUICK = [
     Layout("norms", "1f1b", (2, 2), 4),

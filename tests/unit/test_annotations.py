@@ -5,6 +5,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
+import pytest
 from helpers.sources import PACKAGE, source_files, tree_of
 
 SAY_NOTHING = {"Any", "object"}
@@ -85,6 +86,7 @@ def names_that_say_nothing() -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.ci
 def test_few_annotations_have_any_or_object_in_them_or_a_name_that_hides_one():
     found = [(module, names) for module, one in names_in_annotations().items() for names in one]
     empty = [names for module, names in found if not names_that_say_nothing()[module].isdisjoint(names)]

@@ -106,6 +106,7 @@ def test_a_device_that_no_backend_has_is_refused_with_those_there_are():
     assert Job.model_fields["device"].default in BACKENDS, "the default"
 
 
+@pytest.mark.ci
 def test_no_other_file_asks_which_kind_of_device_a_job_has():
     """Only the model of a job, what stands for its key (Trainer's argument, Ray Train's `use_gpu`, the cure
     for other words) and the registry name them;

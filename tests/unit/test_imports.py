@@ -229,6 +229,7 @@ def test_a_driver_starts_without_torch_and_with_all_of_raypar_that_pickles_need(
     assert loaded(["raypar.actors.driver_actor"], {"torch", "cupy", "numpy", *needs}) == " ".join(sorted(needs))
 
 
+@pytest.mark.ci
 def test_a_worker_starts_without_what_driver_and_client_decide_by():
     """A run waits for the worker that replaces a lost one."""
     worker = ["raypar.actors.worker_actor", "raypar.worker.elastic_worker", "raypar.actors.numerics_fingerprint"]
