@@ -6,8 +6,9 @@ the total to all (all-gather). The additions are those of one process, whatever 
 complete subtree, the bytes are those of a ring: 2 (R-1)/R N per replica. *Fast*: a plain all-reduce of each replica's own sum.
 
 An undefined gradient travels as -0.0, the one value x for which a + x == a bit for bit for every a (IEEE 754, round to
-nearest). So nobody needs to know which sums are defined before adding. One small all-reduce of counts a step tells which
-results are defined, and which parameters a replica has marked (`GradientReduction.parameters_to_mark`).
+nearest). So nobody needs to know which sums are defined before adding, and the result is -0.0 where no replica has a gradient:
+the votes tell (`GradientReduction.defined_here`). Where it is asked for, one small all-reduce a step tells which parameters a
+replica has marked (`GradientReduction.parameters_to_mark`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from raypar.comm.gradient_buckets import (
     SubtreeSums,
     bucket_layouts,
 )
-from raypar.comm.routine import Routine, RoutineWait
+from raypar.comm.routine import Routine, RoutineWait, StreamWaits
 from raypar.comm.shared_memory import NO_ADDRESS, SharedMemoryBlock, open_shared_memory
 from raypar.comm.transport import Handle, Transport
 from raypar.errors import CommError
@@ -42,9 +43,6 @@ from raypar.torch_compat.multi_tensor import add_all
 BUCKET_BYTES = 2 << 20
 """Small enough that the last bucket, which nothing hides, is short; from 0.5 to 8 MB the step time hardly changes."""
 
-_MARKED = 1 << 16
-"""Added to the count of a parameter for each replica that marks it; larger than any number of replicas."""
-
 
 class GradientReduction(ABC):
     """Base of the reductions: buckets, posted in one fixed order as their gradients become ready.
@@ -53,6 +51,16 @@ class GradientReduction(ABC):
     use of a parameter, in layer order; `channel`: one that no other reduction of the group uses (the stage's number);
     `device`: of the gradients.
     """
+
+    parameters_to_mark: Callable[[], Collection[int]] | None
+    """Returns the indices of parameters that this replica marks for all; called once a step, with the first submission. None,
+    for all replicas: nothing is marked, and no message is needed."""
+    marked_parameters: frozenset[int]
+    """After `finish`: indices of parameters that any replica has marked in this step."""
+    defined_here: frozenset[int]
+    """After `finish`: indices of parameters of which this replica has a gradient."""
+    stream_waits: StreamWaits
+    """What only the stream waits for."""
 
     def __init__(
         self,
@@ -84,14 +92,12 @@ class GradientReduction(ABC):
         """By parameter: its subtree sums, once they are ready in this step."""
         self._totals: list[Tensor | None] = [None] * len(self.parameters)
         """By parameter: its total, where there is one replica only."""
-        self._counts = torch.zeros(len(self.parameters), dtype=torch.int32)
-        """By parameter: replicas with a gradient, plus `_MARKED` for each that marks it; summed over the replicas."""
-        self._counted: Handle | None = None
-        """The all-reduce of the counts, once it is posted in this step."""
-        self.parameters_to_mark: Callable[[], Collection[int]] = tuple
-        """Returns the indices of parameters that this replica marks for all; called once a step, after all submissions."""
-        self.marked_parameters: frozenset[int] = frozenset()
-        """After `finish`: indices of parameters that any replica has marked in this step."""
+        self._marks = torch.zeros(len(self.parameters), dtype=torch.int32)
+        """By parameter: how many replicas mark it."""
+        self._marked: Handle | None = None
+        """The all-reduce of the marks, once it is posted in this step."""
+        self.parameters_to_mark, self.marked_parameters, self.defined_here = None, frozenset(), frozenset()
+        self.stream_waits = StreamWaits()
         self._unready = 0
         """Parameters that are not ready in this step."""
         self._next_first = self._next_second = 0
@@ -116,7 +122,7 @@ class GradientReduction(ABC):
         """Begin a step. Results of the step before are no longer valid. A replica without blocks posts everything now."""
         self._rows = [None] * len(self.parameters)
         self._totals = [None] * len(self.parameters)
-        self._counted = None
+        self._marked = None
         self._unready = len(self.parameters)
         self._next_first = self._next_second = 0
         if self._next_buckets is not None:
@@ -135,6 +141,8 @@ class GradientReduction(ABC):
         complete bucket.
         """
         known, alone = self._rows, len(self.group) == 1
+        if self._marked is None and not alone:
+            self._post_marks()
         for index in indices:
             if known[index] is not None:
                 raise CommError(
@@ -150,6 +158,13 @@ class GradientReduction(ABC):
             self._post_ready()
             self.poll()
 
+    def _post_marks(self) -> None:
+        """Tell the other replicas what this one marks: long before anybody asks."""
+        if self.parameters_to_mark is not None:
+            self._marks.zero_()
+            self._marks[list(self.parameters_to_mark())] = 1
+            self._marked = self.transport.all_reduce(self._marks, group=self.group, channel=self.channel)
+
     def _post_ready(self) -> None:
         while self._next_first < len(self.buckets):
             bucket = self.buckets[self._next_first]
@@ -159,12 +174,6 @@ class GradientReduction(ABC):
                 bucket.fill([self._rows[i] or {} for i in bucket.layout.indices])
             bucket.first_phase = bucket.post_first()
             self._next_first += 1
-        if self._unready == 0 and self._counted is None:
-            defined = [any(row[i] is not None for row in (rows or {}).values()) for i, rows in enumerate(self._rows)]
-            self._counts.copy_(torch.tensor(defined))
-            for index in self.parameters_to_mark():
-                self._counts[index] += _MARKED
-            self._counted = self.transport.all_reduce(self._counts, group=self.group, channel=self.channel)
 
     def poll(self) -> None:
         """Start the second phase of buckets whose first phase is done. Cheap; never blocks."""
@@ -181,9 +190,11 @@ class GradientReduction(ABC):
         self._next_second += 1
 
     def finish(self) -> Routine[list[Tensor | None]]:
-        """Wait for the rest. Returns each parameter's reduced gradient, 64-byte aligned; None where no replica has one.
+        """Bring the rest to its end. Returns each parameter's reduced gradient, 64-byte aligned: -0.0 where no replica has one;
+        of one replica the given sum itself, or None.
 
-        The tensors are views of the buckets, valid until the next `start` (of one replica: the given sum itself).
+        The tensors are views of the buckets, valid until the next `start`; a device's stream waits for them, and the host only
+        where `stream_waits` are finished.
         """
         if self._unready:
             left = [i for i, rows in enumerate(self._rows) if rows is None]
@@ -192,8 +203,12 @@ class GradientReduction(ABC):
                 cure="call `submit_gradients` for every parameter of the stage, also for those without a gradient",
             )
         if len(self.group) == 1:
-            self.marked_parameters = frozenset(self.parameters_to_mark())
+            self.marked_parameters = frozenset(self.parameters_to_mark() if self.parameters_to_mark is not None else ())
+            self.defined_here = frozenset(index for index, total in enumerate(self._totals) if total is not None)
             return self._totals
+        self.defined_here = frozenset(
+            index for index, rows in enumerate(self._rows) if any(row[index] is not None for row in (rows or {}).values())
+        )
         names = [
             f"gradient bucket {number} of {len(self.buckets)}, channel {self.channel}" for number in range(len(self.buckets))
         ]
@@ -201,20 +216,20 @@ class GradientReduction(ABC):
             # Only additions follow: a device's stream may wait for the sums while the host posts the next bucket's totals.
             assert bucket.first_phase is not None
             yield RoutineWait(bucket.first_phase, f"{name}, sums", on_stream=True)
+            self.stream_waits.add(bucket.first_phase, f"{name}, sums")
             self._start_second(bucket)
         for bucket, name in zip(self.buckets, names, strict=True):
-            if bucket.first_phase is not None and not bucket.first_phase.done():
-                yield RoutineWait(bucket.first_phase, f"{name}, sums")
             if bucket.second_phase is not None:
-                yield RoutineWait(bucket.second_phase, f"{name}, totals")
+                yield RoutineWait(bucket.second_phase, f"{name}, totals", on_stream=True)
+                self.stream_waits.add(bucket.second_phase, f"{name}, totals")
+        if self._marked is not None:
+            if not self._marked.done():
+                yield RoutineWait(self._marked, f"which gradients are parts of sums over shards, channel {self.channel}")
+            self.marked_parameters = frozenset(self._marks.nonzero().view(-1).tolist())
         results: list[Tensor | None] = [None] * len(self.parameters)
-        if self._counted is not None:
-            yield RoutineWait(self._counted, f"which gradients are defined, channel {self.channel}")
-        counts = self._counts.tolist()
-        self.marked_parameters = frozenset(index for index, count in enumerate(counts) if count >= _MARKED)
         for bucket in self.buckets:
             for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
-                results[index] = view if counts[index] % _MARKED else None
+                results[index] = view
         self._rows = [None] * len(self.parameters)
         if not self._negotiated:
             self._negotiated = True

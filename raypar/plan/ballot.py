@@ -8,6 +8,9 @@ from itertools import chain
 
 from raypar.plan.exact_sum import ExactSum
 
+_BITS = 48
+"""Bits of `Ballot.defined` in one number, which float64 has exactly."""
+
 
 @dataclass(frozen=True, order=True, slots=True)
 class OrderOfSamples:
@@ -35,6 +38,9 @@ class Ballot:
     """Of the microbatches' counts."""
     squares: ExactSum = field(default_factory=ExactSum)
     """Of the squared elements of the gradient."""
+    defined: int = 0
+    """Bits, one for each parameter of the model: whether any of the workers has a gradient of it. Told where a stage has
+    replicas, whose gradients are reduced without asking."""
     orders: tuple[OrderOfSamples, ...] = ()
     """The order of the lowest rank that tells one; after it, if any rank tells another order, that of the lowest such rank."""
 
@@ -46,13 +52,22 @@ class Ballot:
             self.losses + other.losses,
             self.counts + other.counts,
             self.squares + other.squares,
+            self.defined | other.defined,
             (*orders[:1], *different[:1]),
         )
 
     def to_floats(self) -> list[float]:
-        """Numbers that `from_floats` reads, few whatever was added."""
+        """Numbers that `from_floats` reads: few whatever was added, but for one for each 48 parameters in `defined`."""
         sums = self.losses.to_floats() + self.counts.to_floats() + self.squares.to_floats()
-        return [float(self.workers), *sums, *chain.from_iterable(order.to_floats() for order in self.orders)]
+        places = range(0, self.defined.bit_length(), _BITS)
+        digits = [float(self.defined >> place & (1 << _BITS) - 1) for place in places]
+        return [
+            float(self.workers),
+            *sums,
+            float(len(digits)),
+            *digits,
+            *chain.from_iterable(order.to_floats() for order in self.orders),
+        ]
 
     @classmethod
     def from_floats(cls, values: Iterable[float]) -> Ballot:
@@ -60,5 +75,6 @@ class Ballot:
         numbers = iter(values)
         workers = int(next(numbers))
         losses, counts, squares = (ExactSum.take(numbers) for _ in range(3))
+        defined = sum(int(next(numbers)) << _BITS * place for place in range(int(next(numbers))))
         orders = tuple(OrderOfSamples(int(rank), int(next(numbers)) << 32 | int(next(numbers))) for rank in numbers)
-        return cls(workers, losses, counts, squares, orders)
+        return cls(workers, losses, counts, squares, defined, orders)

@@ -206,6 +206,11 @@ class Ownership:
 
     # -- what one rank does for all --------------------------------------------------------------------------------------
 
+    @cached_property
+    def trained(self) -> tuple[str, ...]:
+        """All trained parameters of the model, in layer order."""
+        return tuple(dict.fromkeys(name for layer in self.outline.elements for name in layer if self._is_trained(name)))
+
     def norm_parameters(self, rank: int) -> dict[int, tuple[str, ...]]:
         """Stage -> trained parameters, empty ones too, for which a rank sums the squares of gradients, for the norm.
 

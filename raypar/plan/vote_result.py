@@ -19,5 +19,7 @@ class VoteResult:
     """Factor by which every gradient is multiplied once: 1 / `count`, or less if the norm is clipped."""
     skipped: bool
     """Whether the step is skipped because the loss or the norm is not finite."""
+    defined: int = 0
+    """See `Ballot.defined`."""
     lr: float | None = field(default=None, compare=False)
     """The learning rate with which a worker has applied the step, if it knows one: no part of the vote."""

@@ -319,22 +319,25 @@ MUTATIONS = (
         program=SUMS,
     ),
     _reduction(
-        "sums are waited for before their bucket is used",
+        "the host asks for sums before a worker votes",
         "GradientReduction.finish",
-        ('yield RoutineWait(bucket.first_phase, f"{name}, sums")', "yield from ()"),
+        ('self.stream_waits.add(bucket.first_phase, f"{name}, sums")', "pass"),
         program=SUMS,
         stays="the stream waits already; the host asks, so that no worker votes for a sum that has failed",
     ),
     _reduction(
-        "totals are waited for",
+        "totals are waited for on the stream",
         "GradientReduction.finish",
-        ('yield RoutineWait(bucket.second_phase, f"{name}, totals")', "yield from ()"),
+        ('yield RoutineWait(bucket.second_phase, f"{name}, totals", on_stream=True)', "yield from ()"),
         program=SUMS,
     ),
     _reduction(
-        "the counts of gradients are waited for",
+        "the marks of gradients are waited for",
         "GradientReduction.finish",
-        ('yield RoutineWait(self._counted, f"which gradients are defined, channel {self.channel}")', "yield from ()"),
+        (
+            'yield RoutineWait(self._marked, f"which gradients are parts of sums over shards, channel {self.channel}")',
+            "yield from ()",
+        ),
         program=SUMS,
     ),
     _reduction(
@@ -346,12 +349,12 @@ MUTATIONS = (
     _ties(
         "gradients of tied parameters are waited for",
         "TiedGradientExchange.run",
-        ('yield RoutineWait(handle, f"the gradient of tied parameter {name} from stage {src}")', "yield from ()"),
+        ("yield RoutineWait(handle, what, on_stream=True)", "yield from ()"),
         program=STEPS,
     ),
     _ties(
         "gradients of tied parameters are waited for until they are taken",
-        "TiedGradientExchange.run",
+        "TiedGradientExchange.finish_sends",
         ('yield RoutineWait(handle, "the gradients of tied parameters to be taken")', "yield from ()"),
         program=STEPS,
         stays=_VOTE,

@@ -421,9 +421,11 @@ def reductions(seed: int, *, sanitize: bool = False) -> None:
             found = yield from reduction.finish()
             for index, total in enumerate(found):
                 there = [1 + b + step for b in range(blocks) if defined[step][b][index]]
-                assert (total is None) == (not there), (step, index)
-                assert total is None or bool((total == sum(there)).all()), (step, index)
+                mine = [b for b in runs[end.rank] if defined[step][b][index]]
+                assert (index in reduction.defined_here) == bool(mine), (step, index)
+                assert total is not None and bool((total == sum(there)).all()), (step, index)
             assert reduction.marked_parameters == set().union(*marks[step]), step
+            yield from reduction.stream_waits.finish()
 
     with World(seed, size, sanitize=sanitize) as world:
         ends = connected(world, keys)

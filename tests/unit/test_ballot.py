@@ -13,7 +13,10 @@ from raypar.plan.vote_tree import TreeNeighbours
 
 def ballot_of(rank: int, draw: random.Random, digest: int | None = None) -> Ballot:
     numbers = [[draw.uniform(-1, 1) * 2.0 ** draw.randint(-60, 60) for _ in range(draw.randint(0, 5))] for _ in range(3)]
-    return Ballot(1, *map(ExactSum.of, numbers), orders=() if digest is None else (OrderOfSamples(rank, digest),))
+    defined = draw.choice([0, 1, draw.getrandbits(48), 1 << 48, draw.getrandbits(200)])
+    return Ballot(
+        1, *map(ExactSum.of, numbers), defined=defined, orders=() if digest is None else (OrderOfSamples(rank, digest),)
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -25,6 +28,8 @@ def test_a_sum_of_ballots_is_the_same_by_every_tree_and_after_every_way(seed):
     told = [order for ballot in ballots for order in ballot.orders]
     others = [order for order in told if order.digest != told[0].digest]
     assert wanted.orders == (*told[:1], *others[:1]), "the lowest ranks"
+    assert all(wanted.defined & ballot.defined == ballot.defined for ballot in ballots), "whatever any has"
+    assert wanted.defined.bit_count() <= sum(ballot.defined.bit_count() for ballot in ballots)
     while len(ballots) > 1:
         first, second = (ballots.pop(draw.randrange(len(ballots))) for _ in range(2))
         ballots.append(Ballot.from_floats((first + second).to_floats()))

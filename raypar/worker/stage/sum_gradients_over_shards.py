@@ -45,7 +45,10 @@ def sum_partial_gradients(
             jobs.setdefault(gradient.dtype, []).append((gradient, gradient.new_zeros(gradient.shape), []))
     for parts in jobs.values():
         flat = torch.cat([_spread(g, room, pairs).reshape(-1) for g, room, pairs in parts])
-        yield RoutineWait(group.post_all_reduce(flat), f"the partial gradients of shard {group.shard}")
+        handle, what = group.post_all_reduce(flat), f"the partial gradients of shard {group.shard}"
+        yield RoutineWait(handle, what, on_stream=group.stream_waits is not None)
+        if group.stream_waits is not None:
+            group.stream_waits.add(handle, what)
         at = 0
         for gradient, room, pairs in parts:
             total = flat[at : at + room.numel()].view(room.shape)

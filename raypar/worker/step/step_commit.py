@@ -67,10 +67,14 @@ class InstructionSpan:
 class AnyGradientReduction(Protocol):
     """`comm.gradient_reduction.CanonicalReduction` or `FastReduction`."""
 
-    parameters_to_mark: Callable[[], Collection[int]]
-    """Returns the uses that this replica marks for all replicas, those without microbatches too."""
+    parameters_to_mark: Callable[[], Collection[int]] | None
+    """Returns the uses that this replica marks for all replicas, those without microbatches too; None: there are none."""
     marked_parameters: frozenset[int]
     """The uses that any replica has marked; known after `finish`."""
+    defined_here: frozenset[int]
+    """The uses of which this replica has a gradient; known after `finish`."""
+    stream_waits: StreamWaits
+    """What only the stream waits for."""
 
     def start(self) -> None:
         """Begin a new step."""
@@ -82,7 +86,7 @@ class AnyGradientReduction(Protocol):
         """Make progress where that needs no waiting."""
 
     def finish(self) -> Routine[list[Tensor | None]]:
-        """The reduced gradient of every use, or None where no replica defined one."""
+        """The reduced gradient of every use: -0.0 where none of several replicas has one, None where a single one has none."""
 
 
 @dataclass
@@ -153,13 +157,21 @@ class StepCommit:
     """Exchanges gradients of tied parameters with workers of other stages."""
     _counted: dict[int, tuple[str, ...]] = field(init=False)
     """Stage -> parameters of whose gradients this rank sums the squares, for the norm."""
+    _bits: dict[str, int] = field(init=False)
+    """Canonical parameter name -> its bit in `Ballot.defined`; empty where no stage has replicas."""
     _places: dict[int, dict[str, list[int]]] = field(init=False)
     """Stage -> canonical parameter name -> indices of its uses, in layer order."""
 
     def __post_init__(self) -> None:
-        self._exchange = TiedGradientExchange(self.rank, self.graph, self.routing, self.ties, self.transport, self.layout)
+        self._exchange = TiedGradientExchange(
+            self.rank, self.graph, self.routing, self.ties, self.transport, self.layout, self.stream_waits
+        )
         canonical = canonical_names(self.graph)
         self._counted = self.ownership.norm_parameters(self.rank)
+        replicated = any(stage.replicas > 1 for stage in self.routing.plan.stages)
+        self._bits = {name: 1 << place for place, name in enumerate(self.ownership.trained if replicated else ())}
+        for reduction in self.reductions.values():
+            reduction.stream_waits = self.stream_waits
         self._places = {}
         for index, stage in self.stages.items():
             places = self._places[index] = {}
@@ -174,11 +186,11 @@ class StepCommit:
         for stage in self.stages.values():
             for parameter in stage.parameters.values():
                 parameter.grad = None
-        self._exchange.received_gradients.clear()
+        self._exchange.begin_step()
         for index, stage in self.stages.items():
             self.reductions[index].start()
             stage.on_ready = self.reductions[index].submit_gradients
-            self.reductions[index].parameters_to_mark = stage.partial_uses
+            self.reductions[index].parameters_to_mark = stage.partial_uses if stage.shard is not None else None
             if stage.gradients.has_only_empty_blocks:
                 self.reductions[index].submit_gradients(range(len(stage.uses)), {})
 
@@ -254,13 +266,15 @@ class StepCommit:
             yield from self.gather_metrics()
         if self.before_vote is not None:
             yield from self.before_vote()
+        ballot = self._ballot(self._settled)  # its one read waits for the device, so that all that streams wait for is done
         yield from self.stream_waits.finish()  # a worker votes for what is valid
         read_ahead = partial(self.while_votes_arrive, self.step + 1) if self.while_votes_arrive is not None else None
         plan = self.routing.plan
         exchange = VoteExchange(self.transport, self.rank, plan.world, plan.coordinate, read_ahead)
-        total = yield from exchange.run(self.step, self._ballot(self._settled))
+        total = yield from exchange.run(self.step, ballot)
         self.late_read_ns = exchange.late_ns
         self._count(total)
+        yield from self._exchange.finish_sends()
 
     def _ballot(self, settled: Mapping[int, Mapping[str, Tensor | None]]) -> Ballot:
         """This worker's vote, with the order of its samples where the job has a sampler and this worker reads any.
@@ -282,7 +296,17 @@ class StepCommit:
         if self.spec.data.names_ids and self.order_digest is not None:
             digest = self.order_digest(self.step)
         orders = () if digest is None else (OrderOfSamples(self.rank, digest),)
-        return Ballot(1, total_loss, total_count, squares, orders)
+        return Ballot(1, total_loss, total_count, squares, self._defined_here(), orders)
+
+    def _defined_here(self) -> int:
+        """The bits of the parameters of which this worker has a gradient."""
+        found = 0
+        for index, places in self._places.items() if self._bits else ():
+            here = self.reductions[index].defined_here
+            for name, uses in places.items():
+                if not here.isdisjoint(uses):
+                    found |= self._bits[name]
+        return found
 
     def _count(self, total: Ballot) -> None:
         """Set `outcome` from the votes of all workers (rules 7 and 8 of the numerics contract)."""
@@ -290,7 +314,7 @@ class StepCommit:
         loss, count = divide_by_count(total.losses, total.counts)
         norm, factor = gradient_norm_and_factor(total.squares.rounded(), count, self.spec.clip_norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
-        self.outcome = VoteResult(loss, count, norm, factor, skipped=not finite)
+        self.outcome = VoteResult(loss, count, norm, factor, skipped=not finite, defined=total.defined)
 
     def _refuse_unequal_orders(self, total: Ballot) -> None:
         """Raise `DataError` if workers have other orders of the samples."""
@@ -314,7 +338,7 @@ class StepCommit:
         outcome = self.outcome
         assert outcome is not None, "the optimizer may only run after the whole vote"
         self._refuse_non_finite(outcome)
-        self._put_gradients(outcome.factor)
+        self._put_gradients(outcome)
         if not outcome.skipped:
             for optimizer in self.optimizers.values():
                 self.seed_generators(seed_of(self.spec.seed, "optimizer", self.step))
@@ -355,14 +379,16 @@ class StepCommit:
             "shifted_labels if the model compares each token with the next one; or "
         )
 
-    def _put_gradients(self, factor: float) -> None:
-        """Put the gradients, times `factor`, into the parameters' `.grad`. Parameters of two stages that share a gradient (a
-        tie) get one each."""
+    def _put_gradients(self, outcome: VoteResult) -> None:
+        """Put the gradients, times the factor, into the parameters' `.grad`; None where no worker has one. Parameters of two
+        stages that share a gradient (a tie) get one each."""
+        everything = (1 << len(self._bits)) - 1
+        missing = {} if outcome.defined == everything else {n for n, bit in self._bits.items() if not outcome.defined & bit}
         unscaled: dict[int, Tensor] = {}
         shared: list[tuple[nn.Parameter, Tensor]] = []
         for stage, gradients in self._settled.items():
-            for name, gradient in gradients.items():
-                parameter = self.stages[stage].parameters[name]
+            for name, reduced in gradients.items():
+                parameter, gradient = self.stages[stage].parameters[name], None if name in missing else reduced
                 if gradient is not None and id(gradient) in unscaled:
                     shared.append((parameter, gradient))
                     continue
@@ -370,7 +396,7 @@ class StepCommit:
                 if gradient is not None:
                     unscaled[id(gradient)] = gradient
         if unscaled:
-            scale_all(list(unscaled.values()), factor)
+            scale_all(list(unscaled.values()), outcome.factor)
         for parameter, gradient in shared:
             parameter.grad = gradient.clone()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from raypar.comm.routine import Routine, RoutineWait
+from raypar.comm.routine import Routine, RoutineWait, StreamWaits
 from raypar.comm.transport import Handle, Transport
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
@@ -63,25 +63,41 @@ class TiedGradientExchange:
     """Connects the workers."""
     layout: Callable[[int], TensorParallelLayout]
     """Number of shards -> how the model is cut over them; asked only where the stages of a tie differ in their number."""
+    stream_waits: StreamWaits
+    """What only the stream waits for."""
     received_gradients: dict[tuple[str, int], list[Tensor | None]] = field(default_factory=dict)
     """(canonical name, stage of another worker) -> reduced gradients of the uses there, in layer order."""
+    _sent: list[tuple[Handle, Tensor]] = field(default_factory=list)
+    """The sends of this step, and their tensors."""
+
+    def begin_step(self) -> None:
+        """Forget the last step."""
+        self.received_gradients.clear()
+        self._sent.clear()
 
     def run(self, step: int, uses: Uses) -> Routine[None]:
         """Send the gradients of this worker's uses to the workers that need them, and fill `received_gradients`."""
         self.received_gradients.clear()
-        sent: list[tuple[Handle, Tensor]] = []
         awaited: list[tuple[str, int, int, list[tuple[Source, Handle]]]] = []
         for index, tie in enumerate(self.ties):
             if any(self._here(stage) for stage in tie.stages):
-                sent += self._send(step, index, tie, uses)
+                self._sent += self._send(step, index, tie, uses)
                 awaited += self._receive(step, index, tie, uses)
         for name, src, receiver, handles in awaited:
             for _, handle in handles:
-                yield RoutineWait(handle, f"the gradient of tied parameter {name} from stage {src}")
+                what = f"the gradient of tied parameter {name} from stage {src}"
+                yield RoutineWait(handle, what, on_stream=True)
+                self.stream_waits.add(handle, what)
             parts = [(source, handle.tensor()) for source, handle in handles]
             self.received_gradients.setdefault((name, src), []).append(self._joined(name, receiver, parts))
-        for handle, _ in sent:
-            yield RoutineWait(handle, "the gradients of tied parameters to be taken")
+
+    def finish_sends(self) -> Routine[None]:
+        """Wait until all that was sent is taken, before it may be written to: after the votes there is nothing to wait for."""
+        while self._sent:
+            handle, _ = self._sent[-1]
+            if not handle.done():
+                yield RoutineWait(handle, "the gradients of tied parameters to be taken")
+            self._sent.pop()
 
     def _here(self, stage: int) -> bool:
         """Whether this worker has the stage."""
