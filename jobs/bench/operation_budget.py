@@ -28,9 +28,11 @@ and replicas stand a loop for each, with its own layers or microbatches, clippin
 `torch.utils.checkpoint`; beside bf16 autocast. *Messages* are sends and parts of collectives in memory of the device (of two
 ranks with their sum, which is NCCL's own);
 `most` is {WANTED} of the loops' operations and one for each message. *Reads* (of device values by the host) are beyond
-those that the model's own code makes in the loop. *Waits* are the host's, for messages, where these come late. Both for
-all workers, in the step; then what each further microbatch adds, by steps of {FEWER} and {MORE} microbatches. Wanted:
-no more operations than `most`, no read or wait a microbatch, one a step and worker."""
+those that the model's own code makes in the loop. *Waits* are the host's, for messages, where these come late; those between
+which it asks the device for nothing and sends nothing are one, for all that they wait for. Both for all workers, in the step;
+then what each further microbatch adds, by steps of {FEWER} and {MORE} microbatches. Wanted: no more operations than `most`; no
+read or wait a microbatch; one read and one wait a step and worker, for the vote, which is both: a worker reads its own
+numbers, sends them as its vote, and waits for those of the others."""
 
 
 def line(row: Row) -> list[str]:

@@ -43,6 +43,8 @@ def required_communicators(
         for stage in plan.stages_of(rank):
             fast, shards = spec.reduction == "fast", plan.stages[stage].shards
             found |= set(_reduction(MicrobatchRouting(plan, spec.batching), stage, plan.seats[rank].shard, fast))
+            if stage in assignment.crossing.exchanges_buffers:
+                found.add(CommunicatorKey(plan.replica_ranks(stage, plan.seats[rank].shard), "all_gather", stage))
             if shards > 1:
                 # A loss on cut logits gathers. So do layers of the gathered style; every stage is assumed to have one.
                 last = plan.stages[stage].last == max(other.last for other in plan.stages)

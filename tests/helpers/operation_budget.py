@@ -192,13 +192,16 @@ def _add_over_tree_of_nccl(parts: Sequence[Tensor], own: int, out: Tensor) -> No
 
 
 class LateScheduler(CooperativeScheduler):
-    """Delivers messages when some worker waits, and not before; counts the waits of the host."""
+    """Delivers messages when some worker waits, and not before; counts the waits of the host. Waits between which it asks the
+    device for nothing and posts nothing are one wait, for all that they wait for (as for the votes of all others)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
         self.messages = 0
         self._posted: list[tuple[Any, Any]] = []
+        self._asked = 0
+        """Operations of the device and halves of messages so far, of all workers."""
 
     def run(self, routines: Sequence[Routine[Any]], mesh: Any = None) -> list[Any]:
         """See `CooperativeScheduler.run`."""
@@ -212,15 +215,19 @@ class LateScheduler(CooperativeScheduler):
 
         def waiting(routine: Routine[Any]) -> Routine[Any]:
             error: Exception | None = None
+            waited = False
             while True:
+                asked = self._asked
                 try:
                     operation = next(routine) if error is None else routine.throw(error)
                 except StopIteration as end:
                     deliver_all()
                     return end.value
                 error = None
+                waits = isinstance(operation, RoutineWait) and not operation.on_stream
+                goes_on, waited = waited and waits and self._asked == asked, waits
                 if isinstance(operation, RoutineWait):
-                    if not operation.on_stream:
+                    if waits and not goes_on:
                         self.waits[re.sub(r"\d+", "N", operation.what)] += 1
                     while self._posted and not operation.handle.done():
                         deliver_all()
@@ -229,7 +236,17 @@ class LateScheduler(CooperativeScheduler):
                 except Exception as failed:
                     error = failed
 
+        def count(*given: Any) -> None:
+            self._asked += 1
+
+        def match(mesh: Any, *given: Any, **more: Any) -> None:
+            count()
+            matched(mesh, *given, **more)
+
+        matched = local_transport.LocalMesh.match
         with (
+            mock.patch.object(pretend, "watchers", [*pretend.watchers, count]),
+            mock.patch.object(local_transport.LocalMesh, "match", match),
             mock.patch.object(local_transport, "deliver_message", lambda *pair: self._posted.append(pair)),
             mock.patch.object(collectives, "add_over_tree", _add_over_tree_of_nccl),
         ):
@@ -515,7 +532,7 @@ class Row:
         """Whether it is as it should be. The model's own reads in the loop may be fewer here: of batches the host reads its own
         copy."""
         _, reads, waits, *each = self.beyond
-        once = max(reads, 0) + waits <= PLANS[self.plan].workers
+        once = max(reads, waits) <= PLANS[self.plan].workers  # a vote is both: a worker reads its own, then waits for others'
         return self.found.operations.total() <= self.wanted and max(each) <= 0 and once
 
     @property

@@ -292,7 +292,7 @@ def test_a_vote_says_nothing_of_the_order_where_the_job_names_none():
         with OneProcessRun(spec, ParallelPlan.mesh(layers=LAYERS), "1f1b") as run:
             run.step(0)
             commit = run.cores[0].step_commit
-            ballot = commit._ballot(commit._settled)
+            ballot, _ = commit._ballot(commit._settled)
             assert (ballot.workers, ballot.counts.rounded()) == (1, commit.outcome.count)
             sizes.append(len(ballot.orders))
     assert sizes == [0, 1]

@@ -33,6 +33,7 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import one_microbatch_of_each_size, profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.running_statistics import NormCall, RunningNorm, fold_norm_calls, make_stand_ins
+from raypar.worker.step.buffer_exchange import BufferExchange
 
 pytestmark = pytest.mark.part(7)
 
@@ -106,6 +107,42 @@ def test_other_buffers_follow_the_policy(policy, replicas, schedule, microbatche
     changed = {name for name, value in want.buffers.items() if not torch.equal(value, before[name])}
     assert changed >= {f"{layer}.{buffer}" for layer in (1, 3, 6) for buffer in ("average", "prototype", "positive")}
     assert changed >= {"2.running_mean", "4.mean", "4.variance"} and not changed & {"1.cache", "1.scale"}
+
+
+class WritesSometimes(norm_models.Counters):
+    """Writes some of its buffers only where a microbatch is bright, which differs from step to step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bright = bool(x[0].sum() > 0)
+        self.train(self.training and bright)
+        try:
+            return super().forward(x)
+        finally:
+            self.train()
+
+
+def written_sometimes() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(75, 12), WritesSometimes(12), nn.Linear(12, 3))
+
+
+@pytest.mark.parametrize("policy", ["last", "sum"])
+@pytest.mark.parametrize("replicas", [(2,), (3, 2)], ids=str)
+def test_what_is_written_may_differ_from_step_to_step_and_is_told_anew_only_then(policy, replicas, monkeypatch):
+    spec = ugly_models.job("counters", steps=7).replace(model=ModelConfig(function=written_sometimes, buffers=policy))
+    want = reference.train(make_layer_graph(spec), spec)
+    told: list[tuple[int, list[int]]] = []
+    tell = BufferExchange._tell
+    monkeypatch.setattr(
+        BufferExchange, "_tell", lambda self, step, due: (told.append((step, [*due])), tell(self, step, due))[1]
+    )
+    check(spec, ParallelPlan.of(replicas, layers=4), "1f1b", want)
+    steps = [step for step, due in told if due]
+    assert 0 in steps and 1 < len(set(steps)) < spec.steps
+    with OneProcessRun(ugly_models.job("norms"), ParallelPlan.mesh(dp=2, layers=8), "1f1b") as run:
+        for step in range(4):
+            told.clear()
+            run.step(step)
+            assert any(due for _, due in told) == (step == 0)
 
 
 def spectral() -> nn.Sequential:

@@ -200,23 +200,31 @@ def update_arithmetic_of(x: Tensor, averages: torch.dtype) -> Arithmetic:
     return "strided" if not dense else "dense" if x.dtype == averages else "mixed"
 
 
-def fold_running_averages(averages: Tensor, means: Tensor, variances: Tensor, factor: float, arithmetic: Arithmetic) -> None:
-    """What PyTorch's kernel makes of running averages [2, n], of mean and variance, and the statistics of calls [calls, n], one
-    after the other, in place: factor * call + (1 - factor) * average."""
+def fold_running_averages(
+    averages: Tensor, means: Sequence[Tensor], variances: Sequence[Tensor], factor: float, arithmetic: Arithmetic
+) -> None:
+    """What PyTorch's kernel makes of running averages [2, n], of mean and variance, and the statistics of calls, given as the
+    tensors that make up [calls, n], one call after the other, in place: factor * call + (1 - factor) * average."""
+    calls = sum(map(torch.numel, means)) // averages.shape[1]
+    wide = arithmetic == "strided" or (arithmetic == "dense" and averages.dtype == torch.float32)
+    dtype = torch.float64 if wide else averages.dtype
+    added = torch.empty((2, calls * averages.shape[1]), dtype=dtype, device=averages.device)
+    by_turn = added.view(2, calls, -1).unbind(1)
     if arithmetic == "strided":  # the kernel computes in double
-        for new_mean, new_variance in zip(means.double() * factor, variances.double() * factor, strict=True):
-            old = averages.double().mul_(1 - factor)
-            torch.add(new_mean, old[0], out=averages[0])
-            torch.add(new_variance, old[1], out=averages[1])
+        torch.cat([*means, *variances], out=added.view(-1)).mul_(factor)
+        for new in by_turn:
+            torch.add(new, averages.double().mul_(1 - factor), out=averages)
         return
     rounded = torch.tensor(factor, dtype=averages.dtype)
-    new, old_factor = float(rounded), float(1 - rounded)
-    if arithmetic == "dense" and averages.dtype == torch.float32:
-        variances = variances.double()  # a product in double, to which a float is added
-    for new_mean, new_variance in zip(means * new, variances * new, strict=True):
+    new_factor, old_factor = float(rounded), float(1 - rounded)
+    if wide:  # products of variances are made in double; those of means are rounded, and their sum in double is rounded alike
+        torch.mul(torch.cat(list(means)), new_factor, out=added[0])
+        torch.cat(list(variances), out=added[1]).mul_(new_factor)
+    else:
+        torch.cat([*means, *variances], out=added.view(-1)).mul_(new_factor)
+    for new in by_turn:
         averages.mul_(old_factor)
-        torch.add(new_mean, averages[0], out=averages[0])
-        torch.add(new_variance, averages[1], out=averages[1])
+        torch.add(new, averages, out=averages)
 
 
 def unrounded_variance(x: Tensor, mean: Tensor) -> Tensor:
@@ -315,9 +323,7 @@ def _fold_together(
     for rule, run in groupby(rules):
         stop = start + len(list(run))
         alike = [call for turn in calls[start:stop] for call in turn]
-        means, variances = (
-            torch.cat(one).view(stop - start, -1) for one in ([c.mean for c in alike], [c.variance for c in alike])
-        )
+        means, variances = [call.mean for call in alike], [call.variance for call in alike]
         fold_running_averages(joined, means, variances, rule.factor, rule.arithmetic)
         start = stop
     copy_all(each, joined.view(-1).split([one.numel() for one in each]))
@@ -327,7 +333,8 @@ def _fold_instances(averages: tuple[Tensor, Tensor], calls: Sequence[NormCall], 
     """Fold the calls of one instance norm: an update for each instance, of which the mean is taken."""
     for call, rule in zip(calls, rules, strict=True):
         by_instance = torch.stack(averages).repeat(1, len(call.mean))
-        fold_running_averages(by_instance, call.mean.reshape(1, -1), call.variance.reshape(1, -1), rule.factor, rule.arithmetic)
+        means, variances = [call.mean.reshape(-1)], [call.variance.reshape(-1)]
+        fold_running_averages(by_instance, means, variances, rule.factor, rule.arithmetic)
         for average, found in zip(averages, by_instance, strict=True):
             average.copy_(found.view_as(call.mean).mean(0))
 

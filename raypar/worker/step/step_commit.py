@@ -40,7 +40,7 @@ from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, read_together, square_gradients
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage, fold_gradients
-from raypar.worker.step.buffer_exchange import exchange_buffer_updates
+from raypar.worker.step.buffer_exchange import BufferExchange
 from raypar.worker.step.learning_rates import LearningRates
 from raypar.worker.step.tied_gradients import TiedGradientExchange
 from raypar.worker.step.vote_exchange import VoteExchange
@@ -155,6 +155,8 @@ class StepCommit:
     """Stage -> canonical parameter name -> gradient, unscaled, uses added up."""
     _exchange: TiedGradientExchange = field(init=False)
     """Exchanges gradients of tied parameters with workers of other stages."""
+    _buffers: BufferExchange = field(init=False)
+    """Exchanges with other replicas what forward has written into buffers."""
     _counted: dict[int, tuple[str, ...]] = field(init=False)
     """Stage -> parameters of whose gradients this rank sums the squares, for the norm."""
     _bits: dict[str, int] = field(init=False)
@@ -166,9 +168,12 @@ class StepCommit:
         self._exchange = TiedGradientExchange(
             self.rank, self.graph, self.routing, self.ties, self.transport, self.layout, self.stream_waits
         )
+        plan, seat = self.routing.plan, self.routing.plan.seats[self.rank]
+        groups = {index: plan.replica_ranks(index, seat.shard) for index in self.stages}
+        self._buffers = BufferExchange(self.rank, self.stages, groups, self.transport, self.stream_waits)
         canonical = canonical_names(self.graph)
         self._counted = self.ownership.norm_parameters(self.rank)
-        replicated = any(stage.replicas > 1 for stage in self.routing.plan.stages)
+        replicated = any(stage.replicas > 1 for stage in plan.stages)
         self._bits = {name: 1 << place for place, name in enumerate(self.ownership.trained if replicated else ())}
         for reduction in self.reductions.values():
             reduction.stream_waits = self.stream_waits
@@ -244,9 +249,8 @@ class StepCommit:
 
     def exchange_buffers(self) -> Routine[None]:
         """Exchange with the other replicas what forward has written into buffers. A worker votes when it has all of it."""
-        seat = self.routing.plan.seats[self.rank]
-        groups = {index: self.routing.plan.replica_ranks(index, seat.shard) for index in self.stages}
-        yield from exchange_buffer_updates(self.step, self.rank, self.stages, groups, self.transport)
+        yield from self._reduced()  # whose collectives are posted before those of the exchange, on every worker
+        yield from self._buffers.run(self.step)
         self._has_buffer_updates = True
 
     # -- vote ----------------------------------------------------------------------------------------------------------
@@ -261,13 +265,14 @@ class StepCommit:
         missing = [index for index in written if self.routing.plan.stages[index].replicas > 1 and not self._has_buffer_updates]
         assert not missing, f"the program has no exchange of the buffers that stages {missing} write"
         self._settled = yield from self._settle()
-        self.can_apply_late = True
         if self.gather_metrics is not None:
             yield from self.gather_metrics()
         if self.before_vote is not None:
             yield from self.before_vote()
-        ballot = self._ballot(self._settled)  # its one read waits for the device, so that all that streams wait for is done
+        ballot, flags = self._ballot(self._settled)  # its read waits for the device, and so for all that streams wait for
         yield from self.stream_waits.finish()  # a worker votes for what is valid
+        yield from self._buffers.finish(self.step, iter(flags))
+        self.can_apply_late = True
         read_ahead = partial(self.while_votes_arrive, self.step + 1) if self.while_votes_arrive is not None else None
         plan = self.routing.plan
         exchange = VoteExchange(self.transport, self.rank, plan.world, plan.coordinate, read_ahead)
@@ -276,8 +281,9 @@ class StepCommit:
         self._count(total)
         yield from self._exchange.finish_sends()
 
-    def _ballot(self, settled: Mapping[int, Mapping[str, Tensor | None]]) -> Ballot:
-        """This worker's vote, with the order of its samples where the job has a sampler and this worker reads any.
+    def _ballot(self, settled: Mapping[int, Mapping[str, Tensor | None]]) -> tuple[Ballot, list[float]]:
+        """This worker's vote, with the order of its samples where the job has a sampler and this worker reads any; and the
+        flags of buffers, which are read at the same time.
 
         The replicas of a stage have the same gradients, so each squares a share of the parameters. Each shard squares the
         elements that it counts. All shards have the same losses, which the first one tells.
@@ -290,13 +296,15 @@ class StepCommit:
             defined = [(name, g) for name in self._counted[index] if (g := gradients[name]) is not None]
             counted += [g if shard is None else shard.counted(name, g) for name, g in defined]
         losses, counts = ([pair[place] for pair in pairs] for place in range(2))
-        numbers = iter(read_together([*losses, *counts, *square_gradients(counted)]))
-        total_loss, total_count, squares = (ExactSum.of(islice(numbers, size)) for size in (len(losses), len(counts), None))
+        flags = self._buffers.flags()
+        numbers = iter(read_together([*losses, *counts, *flags, *square_gradients(counted)]))
+        total_loss, total_count = (ExactSum.of(islice(numbers, size)) for size in (len(losses), len(counts)))
+        raised, squares = list(islice(numbers, len(flags))), ExactSum.of(numbers)
         digest = None
         if self.spec.data.names_ids and self.order_digest is not None:
             digest = self.order_digest(self.step)
         orders = () if digest is None else (OrderOfSamples(self.rank, digest),)
-        return Ballot(1, total_loss, total_count, squares, self._defined_here(), orders)
+        return Ballot(1, total_loss, total_count, squares, self._defined_here(), orders), raised
 
     def _defined_here(self) -> int:
         """The bits of the parameters of which this worker has a gradient."""
