@@ -3,7 +3,8 @@
 Usage: python jobs/bench/gpu.py [--first-half-hour [--minutes N]] [--page FILE] [--json] [--only PART ...] [--ranks 1 2 4]
                                 [--rounds N] [--steps N]
 
-Parts: `conformance` (the suite of all transports), `parity` (plans of several ranks against one process, bit for bit), `loop`
+Parts: `conformance` (the suite of all transports), `parity` (plans of several ranks against one process, bit for bit), `norm`
+(the kernel of the gradient's norm against the same arithmetic on the processor, bit for bit, and against a plain sum), `loop`
 (a model of GPT-2's size with one worker beside plain PyTorch loops, in float32 and bf16: tokens a second, how much of the time
 the GPU has nothing to do, kernels), `costs` (norm, batches, seeds and guard by themselves), `sums` (values summed over shards),
 `reform` (an all-reduce that hangs is aborted, then the same ranks connect again), `kill` (the same, but a rank is killed) and
@@ -37,7 +38,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 OF_RANKS = ("conformance", "parity", "sums", "reform", "kill")
 """Parts with several processes on the GPU."""
-PARTS = (*OF_RANKS, "loop", "costs", "ray")
+PARTS = (*OF_RANKS, "norm", "loop", "costs", "ray")
 DEVICE = "raypar.comm.nccl.device:CudaDevice"
 SETTINGS = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -215,6 +216,14 @@ def of_gpt2(part: str, given: argparse.Namespace, device: Any = None) -> Any:
     return gpu_costs.measure(work, vocab, 4, given.rounds, device)
 
 
+def norm() -> Any:
+    """See `gpu_norm.measure`."""
+    import gpu_norm
+    import torch
+
+    return gpu_norm.measure(torch.device("cuda", 0))
+
+
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -243,6 +252,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
                     found.setdefault(part, {})[count] = _of_ranks(part, ranks, given.rounds)
         finally:
             ranks.end()
+    if "norm" in given.only:
+        found["norm"] = norm()
     for part in ("loop", "costs"):
         if part in given.only:
             found[part] = of_gpt2(part, given)

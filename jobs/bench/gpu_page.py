@@ -9,6 +9,8 @@ from typing import Any
 from harness import table
 
 QUESTION = "What does raypar do on a GPU?"
+WORST = 1e-12
+"""How far a piece's squares may be from a plain sum in float64, beside its size."""
 
 
 def told(found: Mapping[str, Any]) -> str:
@@ -41,6 +43,32 @@ def _parity(by_ranks: Mapping[Any, list[dict[str, Any]]]) -> str:
     ]
     header = ["ranks", "plan", "schedule", "parameters equal to one process's, bit for bit"]
     return "## Parity\n\n" + table(header, rows)
+
+
+def _norm(found: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            row["dtype"],
+            str(row["offset"]),
+            "yes" if row["kernel"] else "NO",
+            f"{row['equal']} of {row['pieces']}",
+            f"{row['worst']:.1e}",
+        ]
+        for row in found
+    ]
+    header = [
+        "dtype",
+        "elements behind an aligned address",
+        "by the kernel",
+        "pieces equal to the processor's, bit for bit",
+        "from a plain sum",
+    ]
+    return "## The gradient's norm\n\n" + table(header, rows)
+
+
+def norm_is_right(rows: list[dict[str, Any]]) -> bool:
+    """Whether the kernel was used, and computed what it should."""
+    return all(row["kernel"] and row["equal"] == row["pieces"] and row["worst"] <= WORST for row in rows)
 
 
 def _new_groups(title: str, by_ranks: Mapping[Any, dict[str, Any]]) -> str:
@@ -111,6 +139,7 @@ def _ray(found: dict[str, Any]) -> str:
 SECTIONS: Mapping[str, Callable[[Any], str]] = {
     "conformance": _conformance,
     "parity": _parity,
+    "norm": _norm,
     "loop": _loop,
     "costs": _costs,
     "sums": _sums,
@@ -139,6 +168,7 @@ def good(found: Mapping[str, Any]) -> bool:
         found.get("failures")
         or any(c["wrong"] for c in cases)
         or any(p["other"] for p in plans)
+        or not norm_is_right(found.get("norm", []))
         or any(g["stuck"] for g in groups)
         or (ray is not None and ray["run"] != ray["one_process"])
     )

@@ -31,6 +31,7 @@ class Visit(NamedTuple):
 FIRST_HALF_HOUR = (
     Visit(("--only", "parity", "--ranks", "1", "2"), 240.0),
     Visit(("--only", "conformance", "--ranks", "2"), 300.0),
+    Visit(("--only", "norm"), 60.0),
     Visit(("--only", "loop", "--rounds", "6", "--steps", "3"), 300.0),
     Visit(("--only", "costs", "--rounds", "20"), 90.0),
     Visit(("--only", "kill", "--ranks", "2", "--rounds", "3"), 120.0),

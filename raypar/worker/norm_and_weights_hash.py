@@ -5,37 +5,46 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from raypar.comm.buffer_pool import aligned_contiguous
+from raypar.comm.buffer_pool import CPU, aligned_contiguous
 from raypar.plan.microbatches import is_divisor
-from raypar.plan.ownership import CANONICAL_PIECE
+from raypar.worker.squares_on_device import dots_of_pieces, squares_on_device
 
 
+@torch.no_grad()
 def square_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The squares of all pieces of unscaled gradients, each a tensor without dims where the gradient lies."""
-    with torch.no_grad():
-        flat = [aligned_contiguous(gradient).view(-1) for gradient in gradients]
-        pieces = [one.split(CANONICAL_PIECE) if len(one) > CANONICAL_PIECE else (one,) for one in flat]
-        return [piece.dot(piece) for parts in pieces for piece in parts]
+    """The squares of all pieces of unscaled gradients where these lie: of host memory each a tensor without dims, of a device's
+    all in few tensors."""
+    if all(gradient.device == CPU for gradient in gradients):
+        return dots_of_pieces([aligned_contiguous(gradient).view(-1) for gradient in gradients])
+    return squares_on_device([aligned_contiguous(gradient) for gradient in gradients])
 
 
 def read_together(numbers: Sequence[Tensor | float]) -> list[float]:
-    """The numbers, of which tensors without dims are read at once: one wait for a device, however many it has."""
-    found: list[float] = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
-    alike: dict[torch.device, dict[torch.dtype, dict[int, Tensor]]] = {}
+    """The numbers, of which tensors with one dim have several, in order. Tensors are read at once: one wait for a device,
+    however many it has."""
+    alike: dict[torch.device, dict[tuple[torch.dtype, bool], dict[int, Tensor]]] = {}
     for place, number in enumerate(numbers):
         if isinstance(number, Tensor):
-            alike.setdefault(number.device, {}).setdefault(number.dtype, {})[place] = number
-    for by_dtype in alike.values():
-        stacked = [torch.stack(list(tensors.values())).double() for tensors in by_dtype.values()]
-        read = (torch.cat(stacked) if len(stacked) > 1 else stacked[0]).tolist()
-        for place, number in zip(chain.from_iterable(by_dtype.values()), read, strict=True):
-            found[place] = number
-    return found
+            alike.setdefault(number.device, {}).setdefault((number.dtype, number.dim() > 0), {})[place] = number
+    read: dict[int, list[float]] = {}
+    for by_kind in alike.values():
+        joined = [torch.stack(list(some.values())).double() for (_, several), some in by_kind.items() if not several]
+        joined += [one.double() for (_, several), some in by_kind.items() if several for one in some.values()]
+        values = iter((torch.cat(joined) if len(joined) > 1 else joined[0]).tolist())
+        for order in (False, True):
+            for (_, several), some in by_kind.items():
+                for place, tensor in some.items() if several == order else ():
+                    read[place] = list(islice(values, tensor.numel()))
+    return [value for place, number in enumerate(numbers) for value in read.get(place) or _numbers_of(number)]
+
+
+def _numbers_of(number: Tensor | float) -> list[float]:
+    return [] if isinstance(number, Tensor) else [float(number)]
 
 
 def gradient_norm_and_factor(total: float, count: float, clip_norm: float | None) -> tuple[float, float]:

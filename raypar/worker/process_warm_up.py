@@ -9,6 +9,7 @@ from torch import nn
 
 from raypar.worker.data.user_dataset import is_stream
 from raypar.worker.make_worker_assignments import make_validation_batching
+from raypar.worker.norm_and_weights_hash import square_gradients
 from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer
 from raypar.worker.worker_core import WorkerCore
 
@@ -24,6 +25,7 @@ def warm_up_process(core: WorkerCore, *, data: bool) -> None:
         optimizer = build_optimizer(core.spec.optimizer, {"warm.up": parameter})
         (parameter * 2).sum().backward()
         optimizer.step()
+    square_gradients([torch.zeros(2, dtype=getattr(torch, core.spec.dtype), device=core.device)])  # which loads its kernel
     samples: dict[str, int] = {}
     if data:
         core.data.dataset(core.spec.data)

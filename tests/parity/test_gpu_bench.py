@@ -14,10 +14,13 @@ before = signal.getsignal(signal.SIGTERM)
 import gpu  # noqa: E402
 import gpu_costs  # noqa: E402
 import gpu_loop  # noqa: E402
+import gpu_norm  # noqa: E402
 import gpu_on_ray  # noqa: E402
-from gpu_page import good, told  # noqa: E402
+from gpu_page import good, norm_is_right, told  # noqa: E402
 from gpu_visit import Visit, visit  # noqa: E402
 from models import Workload  # noqa: E402
+
+from raypar.worker.squares_on_device import squares_by_operations  # noqa: E402
 
 signal.signal(signal.SIGTERM, before)  # a bench ends its contenders on SIGTERM; a test run does not
 
@@ -126,6 +129,17 @@ def test_settings_that_raypar_needs_are_there_before_its_guard_takes_those_that_
     assert settings == [True]
 
 
+def test_the_norm_by_the_kernel_is_compared_bit_for_bit_and_with_a_plain_sum(monkeypatch):
+    """Here by operations of PyTorch, as where the kernel cannot be compiled: that is no success."""
+    monkeypatch.setattr(gpu_norm, "SIZES", (1, 257, 32_769))
+    monkeypatch.setattr(gpu_norm, "square_gradients", lambda gradients: [squares_by_operations(gradients)])
+    rows = gpu_norm.measure(torch.device("cpu"))
+    assert len(rows) == 2 * len(gpu_norm.OFFSETS) and all(row["equal"] == row["pieces"] == 4 for row in rows)
+    assert not norm_is_right(rows) and norm_is_right([row | {"kernel": True} for row in rows])
+    assert not norm_is_right([rows[0] | {"kernel": True, "equal": 3}])
+    assert not norm_is_right([rows[0] | {"kernel": True, "worst": 1e-9}])
+
+
 def test_parts_of_a_step_are_timed_beside_what_a_plain_loop_does_in_their_place():
     rows = gpu_costs.measure(SMALL, 256, 2, 3, torch.device("cpu"))
     assert len(rows) == 5 and {"norm", "a"} <= {row["name"].split()[0] for row in rows}
@@ -158,6 +172,7 @@ FOUND = {
     "library": "NCCL 2.28.9 from /somewhere",
     "conformance": {2: [{"case": "batches", "wrong": ""}, {"case": "barriers", "wrong": "rank 1: CommError: no"}]},
     "parity": {2: [{"plan": "1 stage x 2 replicas", "schedule": "1f1b", "parameters": 70, "other": ["a"]}]},
+    "norm": [{"dtype": "float32", "offset": 33, "pieces": 8, "kernel": True, "equal": 7, "worst": 2.5e-16}],
     "reform": {
         2: {
             "freed_s": [0.1, 0.3, 0.2],
@@ -194,6 +209,8 @@ def test_the_page_tells_everything_that_was_measured():
         "| 2     | 2     | 1      |",
         "- 2 ranks, barriers: rank 1: CommError: no",
         "69 of 70",
+        "7 of 8",
+        "2.5e-16",
         "0.200 (0.300)",
         "90,000",
         "89,000 to 91,000",
@@ -213,4 +230,5 @@ def test_what_is_wrong_is_the_exit_status():
     assert not good(FOUND)
     right = {"conformance": {2: FOUND["conformance"][2][:1]}, "parity": {2: [{**FOUND["parity"][2][0], "other": []}]}}
     assert good(right | {"reform": FOUND["reform"]})
+    assert not good(right | {"norm": FOUND["norm"]}) and good(right | {"norm": [{**FOUND["norm"][0], "equal": 8}]})
     assert not good({"reform": {2: {**FOUND["reform"][2], "stuck": ["messages 0 -> 1"]}}})

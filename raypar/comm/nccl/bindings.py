@@ -1,4 +1,5 @@
-"""NCCL through CuPy: which library this process has, and one communicator. The only file that imports cupy, inside functions.
+"""CuPy: NCCL through it (which library this process has, one communicator), and kernels in CUDA C++. The only file that imports
+cupy, inside functions.
 
 CuPy's bindings take plain numbers (pointers, counts, streams), so that no cupy array or stream is needed. Its communicators
 are blocking ones: making one waits without a limit for all ranks and cannot be interrupted (see `connect`).
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
@@ -99,6 +100,25 @@ def cuda_of_cupy() -> int:
     import cupy
 
     return int(cupy.cuda.runtime.runtimeGetVersion()) // 1000
+
+
+def compile_cuda(source: str, name: str, device: int) -> Callable[[int, int, tuple[int, ...], int], None]:
+    """Compile a kernel in CUDA C++ and load it on a device, so that its first launch loads nothing. Additions and products are
+    rounded one by one.
+
+    Returns what launches it: (blocks, threads of a block, arguments, stream). Raises whatever CuPy and the compiler do.
+    """
+    import cupy
+
+    with cupy.cuda.Device(device):
+        kernel = cupy.RawKernel(source, name, options=("--fmad=false",))
+        kernel.compile()
+
+    def launch(blocks: int, threads: int, arguments: tuple[int, ...], stream: int) -> None:
+        with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream):
+            kernel((blocks,), (threads,), arguments)
+
+    return launch
 
 
 def cupy_packages() -> list[str]:
