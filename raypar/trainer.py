@@ -22,12 +22,12 @@ from raypar.job import (
     TrackerConfig,
 )
 from raypar.job.read_job import check_run_arguments, load_job
-from raypar.launch.brief_signature import with_brief_signature
 from raypar.launch.launch_options import EventHandler
 from raypar.launch.result import CheckpointArgument, Result
 from raypar.launch.resume import find_checkpoint
 from raypar.launch.run_failure import raise_run_failure
 from raypar.launch.run_of_submitted_job import choose_lasting_run_dir
+from raypar.launch.signature_in_help import with_brief_signature
 from raypar.launch.start_new_run import train_job_in_new_folder
 from raypar.launch.trainer_arguments import (
     Arguments,
@@ -189,7 +189,7 @@ class Trainer:
     def fit(self, *, verbose: bool | Literal["brief"] = True) -> Result:
         """Train to the end; raises what fails. Ctrl-C saves and raises `Interrupted`. `verbose`: True, False or "brief"."""
         from raypar.console.event_printer import BriefEventPrinter, EventPrinter
-        from raypar.launch.ray_tune_trial import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
+        from raypar.launch.run_name_of_tune_trial import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
         from raypar.launch.steps_of_epochs import length_in_words, with_steps_of_epochs
         from raypar.record.events import StartupStage
 

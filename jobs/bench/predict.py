@@ -27,9 +27,9 @@ from raypar.launch.prediction_sinks import RowsInMemory
 from raypar.plan import ParallelPlan
 from raypar.plan.forward_pass_batching import MICROBATCHES_OF_PASS, ForwardPasses, whole_batching
 from raypar.worker.layer_graph_of_job import call_model_function, make_layer_graph
+from raypar.worker.module_with_checkpoint_weights import as_one_module
 from raypar.worker.process.allocator_and_garbage_collector import freeze_existing_objects, keep_freed_memory
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.trained_module import as_one_module
 
 WARM_UP = 2
 """Pairs that are not counted."""

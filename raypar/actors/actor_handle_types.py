@@ -10,12 +10,12 @@ import ray
 
 from raypar.actors.messages import CallFailure, RunRequest, WorkerHello
 from raypar.elastic.worker_protocol import WorkerStatus
-from raypar.plan.pieces import AdoptDescription
+from raypar.plan.pieces import AdoptedStages
 from raypar.plan.vote_result import VoteResult
 
 if TYPE_CHECKING:
-    from raypar.actors.step_reports import Report
     from raypar.worker.checkpoint.checkpoint_files import ShardRecord
+    from raypar.worker.worker_core import Report
 
 P = ParamSpec("P")
 T = TypeVar("T", covariant=True)
@@ -47,7 +47,7 @@ class WorkerHandle(Protocol):
     """A worker, `WorkerActor`."""
 
     hello: RemoteMethod[[bool], WorkerHello | CallFailure]
-    adopt: RemoteMethod[[int, bytes, str, Sequence[str], float], AdoptDescription | CallFailure | None]
+    adopt: RemoteMethod[[int, bytes, str, Sequence[str], float], AdoptedStages | CallFailure | None]
     step: RemoteMethod[[bytes], Report | CallFailure]
     validate: RemoteMethod[[int, int, int], Report | CallFailure]
     report_status: RemoteMethod[[int], WorkerStatus | CallFailure]

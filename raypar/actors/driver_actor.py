@@ -51,7 +51,7 @@ from raypar.elastic import events as on
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError, RayparError
-from raypar.fences.fence import send_warnings_to
+from raypar.fences.private_api_fence import send_warnings_to
 from raypar.ray_compat.settings import BLOCKING_GET_VARIABLE
 from raypar.record.events import (
     EndOfRun,

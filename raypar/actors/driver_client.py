@@ -34,7 +34,7 @@ from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_pool import remove_leftover_placement_groups, run_namespace
 from raypar.elastic.actions import EndKind
 from raypar.errors import ActiveError, ClusterError, OutlivedError, OutOfMemory, RayparError, WorkerLost, error_first_line
-from raypar.fences.fence import warnings_sent_to
+from raypar.fences.private_api_fence import warnings_sent_to
 from raypar.plan.forward_pass_batching import PASSES_CURE
 from raypar.plan.wording import after_steps
 from raypar.ray_compat.actor_errors import KILL_CURE, memory_monitor_kill_error, memory_shortage_here

@@ -33,7 +33,7 @@ from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import PlanError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import same_state_keys
-from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand, may_move_directly, moves_by_worker
+from raypar.plan.pieces import AdoptedStages, AdoptPlanCommand, may_move_directly, moves_by_worker
 from raypar.record.events import GenerationStart, Recovery, RunWarning, StagesBuilt
 from raypar.schedule.program_assignment import ProgramAssignment
 
@@ -178,7 +178,7 @@ class GenerationChange:
             self.side_effects.note(Recovery(text=text, **worker_and_generation_events.generation_facts(order, schedule)))
         initial, built = InitialDigestCheck(), dict[int, int]()
 
-        def adopted(number: int, described: AdoptDescription | None) -> on.RunEvent:
+        def adopted(number: int, described: AdoptedStages | None) -> on.RunEvent:
             if described is None:
                 return on.PlanAdopted(number, order.generation, "")
             if (different := initial.add(number, described)) is not None:
@@ -200,7 +200,7 @@ class GenerationChange:
 
     def make_adopt_call(
         self, order: do.AdoptPlan, assignments: Sequence[ProgramAssignment]
-    ) -> Callable[[int, WorkerHandle], PendingAnswer[AdoptDescription | CallFailure | None]]:
+    ) -> Callable[[int, WorkerHandle], PendingAnswer[AdoptedStages | CallFailure | None]]:
         """The call with which a worker adopts its part of `order`: of the first plan of a run, as of any later one.
 
         `assignments`: by rank. The state is initial, or comes from a checkpoint or from memory (`order.moves`).
@@ -228,7 +228,7 @@ class GenerationChange:
         of_plan = (assignments[0].plan, assignments[0].crossing, assignments[0].layouts)
         pickles = SharedPickles([*of_plan, ranks, keepers, epochs, cursors, digests, validated])
 
-        def call(number: int, worker: WorkerHandle) -> PendingAnswer[AdoptDescription | CallFailure | None]:
+        def call(number: int, worker: WorkerHandle) -> PendingAnswer[AdoptedStages | CallFailure | None]:
             rank = ranks[number]
             seated = rank < plan.world
             part = AdoptPlanCommand(

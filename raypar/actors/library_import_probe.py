@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 from raypar.errors import RayparError
-from raypar.fences.fence import find_missing_apis
+from raypar.fences.private_api_fence import find_missing_apis
 from raypar.files.json_type import Json
 
 

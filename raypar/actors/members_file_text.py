@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from raypar.actors.messages import RunRequest
-from raypar.elastic import wait_for_silent_workers
+from raypar.elastic import wait_for_last_copies
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.transition_table import RECOVERING
@@ -91,7 +91,7 @@ class MembersFileText:
 def _phase_and_reason(machine: RunMachine) -> tuple[str, str]:
     """The run's phase in a word, and why it recovers or waits."""
     if machine.health.silent_since_s:
-        return "waiting", wait_for_silent_workers.describe_silent_workers(machine.health.silent_since_s)
+        return "waiting", wait_for_last_copies.describe_silent_workers(machine.health.silent_since_s)
     if machine.waits and machine.phase is not Phase.WAITING:
         return "waiting", machine.recovery.awaited
     if machine.phase not in RECOVERING:

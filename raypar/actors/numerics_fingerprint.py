@@ -29,9 +29,9 @@ def fingerprint_worker_numerics(threads: int, device: torch.device, precision: P
     import numpy
     import torch
 
-    from raypar.worker.autocast_precisions import lower_precision_of
+    from raypar.worker.layer_precisions import layer_precision_of
 
-    lower = lower_precision_of(precision)
+    lower = layer_precision_of(precision)
     on_gpu: dict[str, str] = {}
     if device.type == "cuda":
         on_gpu = {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}

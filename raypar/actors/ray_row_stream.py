@@ -14,7 +14,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectLostErr
 
 from raypar.actors.actor_handle_types import RemoteMethod
 from raypar.data.ray_rows import MOST_BYTES, RayDataset, blocks_in_order, lineage_of
-from raypar.data.row_feed import SILENT_S, FedRowIterator, FedRows, RowFeed, RowsLostError
+from raypar.data.shared_rows import SILENT_S, FedRowIterator, FedRows, RowFeed, RowsLostError
 from raypar.errors import DataError
 from raypar.job import Job
 from raypar.worker.data.sample_number_field import NumberedSamples

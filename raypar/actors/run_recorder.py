@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.jsonl_file import JsonlFile
@@ -26,11 +26,11 @@ from raypar.actors.messages import RunRequest, WorkerHello
 from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.numerics_fingerprint import describe_fingerprint_differences
 from raypar.actors.run_state_in_ray_kv import Journal
-from raypar.actors.step_reports import Report, merge_reports, merge_validation_reports
+from raypar.actors.step_reports import merge_reports, merge_validation_reports
 from raypar.actors.step_timeline_files import write_step_timeline_files
 from raypar.callbacks import Callbacks
 from raypar.elastic.actions import Teardown
-from raypar.elastic.due_work_rules import MAX_OPEN_STEPS
+from raypar.elastic.step_flow_rules import MAX_OPEN_STEPS
 from raypar.errors import CheckpointError, NonFiniteError, RayparError, error_first_line
 from raypar.files.atomic_write import replace_file_atomically
 from raypar.files.json_type import Json
@@ -69,6 +69,9 @@ from raypar.telemetry.run_telemetry import RunTelemetry, WorkerCounts
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import ShardRecord
 from raypar.worker.process.environment_and_signals_guard import EnvironmentGuard
+
+if TYPE_CHECKING:
+    from raypar.worker.worker_core import Report
 
 RETOLD = 1000
 """How many of the last lines a new driver sends to the client again: more than the client can have missed."""

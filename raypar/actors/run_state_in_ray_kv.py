@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, TypedDict
 from ray import cloudpickle
 
 from raypar.actors.messages import WorkerHello
-from raypar.actors.step_reports import Report
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.errors import ClusterError
 from raypar.files.json_type import Json
@@ -27,6 +26,7 @@ from raypar.ray_compat.key_value_store import kv_delete, kv_get, kv_list, kv_put
 
 if TYPE_CHECKING:
     from raypar.actors.messages import RunRequest
+    from raypar.worker.worker_core import Report
 
 KEPT_STEPS = 1000
 """At least so many of the last steps keep their reports here, for a new driver that does not find them in the run folder."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.events_for_client import EventFeed
@@ -13,7 +14,7 @@ from raypar.actors.messages import StepCall
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.side_effect_thread import SideEffectThread
-from raypar.actors.step_reports import Report, StepReports
+from raypar.actors.step_reports import StepReports
 from raypar.actors.worker_calls import WorkerCalls
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
@@ -21,6 +22,9 @@ from raypar.elastic.run_machine import RunMachine
 from raypar.errors import RayparError
 from raypar.plan.wording import after_steps
 from raypar.record.events import Note, ReplayProgress, RunWarning, Wait
+
+if TYPE_CHECKING:
+    from raypar.worker.worker_core import Report
 
 
 @dataclass

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypedDict
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.stream_sample_journal import SampleJournal
@@ -19,44 +19,7 @@ from raypar.plan.wording import after_steps
 from raypar.record.metric_names import series_of_validation
 
 if TYPE_CHECKING:
-    from raypar.plan.pieces import Digest
-    from raypar.worker.data.microbatch_stream_positions import StreamsRead
-    from raypar.worker.process.environment_and_signals_guard import StateWarnings
-
-
-class Report(TypedDict, total=False):
-    """A worker's `StepReport` or `ValidationReport` as data; or the reports of all workers of one step, merged."""
-
-    loss: float
-    norm: float
-    count: float
-    lr: float | None
-    skipped: bool
-    seconds: float
-    busy_seconds: float
-    read_seconds: float
-    mirror_seconds: float
-    digest: Digest | None
-    streams: StreamsRead | None
-    warnings: StateWarnings
-    not_kept: str
-    metrics: Mapping[str, float]
-    memory: Mapping[str, int]
-    spans: Sequence[tuple[str, float, float]]
-    """(label, start, end) of instructions, in milliseconds."""
-    ledger: Mapping[str, Mapping[str, int]]
-    peak_rss_bytes: int | Sequence[int]
-    """Merged: by rank."""
-    losses: Mapping[int, tuple[float, float]]
-    outputs: Mapping[int, bytes]
-    workers: int
-    """How many workers' reports are merged; only merged reports have this and what follows."""
-    busy_shares: Sequence[float]
-    """By rank: the share of the step in which the worker computed."""
-    data_wait: float
-    """The largest share of the step in which a worker waited for samples."""
-    time: float
-    """When the step was committed."""
+    from raypar.worker.worker_core import Report
 
 
 KEPT_OUTCOMES = 100_000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from raypar.actors.messages import RunRequest
 from raypar.draw.chrome_trace import chrome_trace
-from raypar.draw.swimlane_data_in_traces import swimlane_data
+from raypar.draw.swimlane_as_json import swimlane_data
 from raypar.draw.swimlane_svg import swimlanes_svg
 from raypar.files.atomic_write import replace_file_atomically
 from raypar.plan.wording import count_noun

@@ -30,8 +30,8 @@ from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.worker_protocol import GenerationGuard, StaleGeneration, WorkerStatus
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
-from raypar.fences.fence import send_warnings_to
-from raypar.plan.pieces import AdoptDescription
+from raypar.fences.private_api_fence import send_warnings_to
+from raypar.plan.pieces import AdoptedStages
 from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import after_steps
 from raypar.storage.filesystems import register_pickled_filesystems
@@ -195,10 +195,10 @@ class WorkerActor:
     @ray.method(concurrency_group="step")
     def adopt(
         self, generation: int, part: bytes, coordinate: str, addresses: Sequence[str], deadline_s: float
-    ) -> AdoptDescription | CallFailure | None:
+    ) -> AdoptedStages | CallFailure | None:
         """Connect to the other workers of `generation`, exchange state with them, build this worker's stages."""
 
-        def build() -> AdoptDescription | None:
+        def build() -> AdoptedStages | None:
             from raypar.comm.routine import run_routine
             from raypar.worker.connected_ranks import connected_ranks
             from raypar.worker.process.allocator_and_garbage_collector import freeze_existing_objects, return_unused_memory

@@ -19,8 +19,8 @@ from raypar.actors.worker_failures import WorkerFailures, describe_seat_or_numbe
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import gather_answers_within
 from raypar.elastic import events as on
-from raypar.elastic.due_work_rules import MAX_OPEN_STEPS
 from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.step_flow_rules import MAX_OPEN_STEPS
 from raypar.errors import ClusterError, CommError, error_first_line
 from raypar.ray_compat.actor_errors import memory_monitor_kill_error
 

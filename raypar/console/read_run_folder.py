@@ -156,7 +156,7 @@ def read_job_without_secrets(folder: RunFolder, known: list[str]) -> str | None:
 
 def read_swimlane(folder: RunFolder, clean: Callable[[str], str]) -> str | None:
     """The drawing of a step, drawn from the data that the run has left in its trace; None if there are none."""
-    from raypar.draw.swimlane_data_in_traces import draw_step_of_trace
+    from raypar.draw.swimlane_as_json import draw_step_of_trace
 
     try:
         trace = folder.read_document(folder.trace, damaged=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from raypar.draw.chrome_trace import chrome_trace
 from raypar.draw.swimlane_svg import swimlane_svg
-from raypar.draw.text_grid import format_activations, format_milliseconds, timeline_text_for_width
+from raypar.draw.text_grid import format_activation_count, format_milliseconds, timeline_text_for_width
 from raypar.files.atomic_write import write_text_atomically
 from raypar.files.json_type import Json
 from raypar.plan import MicrobatchRouting
@@ -71,7 +71,10 @@ def simulation_report(title: str, timeline: Timeline, columns: int) -> str:
         ("makespan", format_milliseconds(timeline.makespan_ms)),
         ("bubble", f"{timeline.bubble_of_total:.1%} of total, {timeline.bubble_of_ideal:.1%} of ideal"),
         ("utilization", f"{timeline.utilization:.1%}"),
-        ("peak activations", f"{_values([format_activations(n) for n in timeline.peak_activations])} microbatches, by worker"),
+        (
+            "peak activations",
+            f"{_values([*map(format_activation_count, timeline.peak_activations)])} microbatches, by worker",
+        ),
     ]
     if timeline.peak_bytes is not None:
         rows.append(

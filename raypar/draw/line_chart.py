@@ -235,9 +235,9 @@ def draw_series(
     points: Sequence[Point],
     x: Callable[[float], float],
     y: Callable[[float], float],
-    over: str = "step {:,.0f}",
+    x_text: str = "step {:,.0f}",
 ) -> list[str]:
-    """The line of a series; of a noisy one its range too; dots where there are few, whose tooltips say `over` of their x."""
+    """The line of a series; of a noisy one its range too; dots where there are few, whose tooltips say `x_text` of their x."""
     smooth = _is_smoothed(series, points)
 
     def path(of: Sequence[Point]) -> str:
@@ -257,7 +257,7 @@ def draw_series(
     if len(points) == 1 or (series.dots and len(points) <= SMOOTH_BUCKETS):
         out += [
             f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="3.2" fill="{series.colour}">'
-            f"<title>{escape(series.name)}, {over.format(step)}: {format_value(value)}</title></circle>"
+            f"<title>{escape(series.name)}, {x_text.format(step)}: {format_value(value)}</title></circle>"
             for step, value in points
         ]
     return out

@@ -270,7 +270,7 @@ def _draw_losses(series: Sequence[ChartSeries], sheet: _Sheet, top: float, botto
         for value in axis.ticks()
     ]
     for one in series:
-        out += draw_series(one, one.points, sheet.x, y, over="at {:,.1f} s")
+        out += draw_series(one, one.points, sheet.x, y, x_text="at {:,.1f} s")
     if len(series) > 1:
         out.append(
             f'<text x="{sheet.end - 6:.2f}" y="{top + 14:g}" font-size="12" text-anchor="end">'

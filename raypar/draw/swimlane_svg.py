@@ -15,7 +15,7 @@ from raypar.draw.svg_style import (
     mix_with_white,
     readable_text_colour,
 )
-from raypar.draw.text_grid import format_activations, format_milliseconds, round_tick_step
+from raypar.draw.text_grid import format_activation_count, format_milliseconds, round_tick_step
 from raypar.schedule.data_flow import MessageRoute
 from raypar.schedule.instructions import INSTRUCTIONS, Compute, Instruction, drawing_style
 from raypar.schedule.step_timeline import Timeline, TimelineSpan
@@ -144,7 +144,7 @@ class _Panel:
                 f"{escape(timeline.names[rank])}</text>"
                 f'<g text-anchor="end" fill="{QUIET}"><text x="{sheet.width - 70}" y="{middle:g}">'
                 f'{1 - timeline.bubbles[rank]:.0%}</text><text x="{sheet.width - 24}" y="{middle:g}">'
-                f"{format_activations(timeline.peak_activations[rank])}</text></g></g>"
+                f"{format_activation_count(timeline.peak_activations[rank])}</text></g></g>"
             )
         out += _axis(sheet, timeline.makespan_ms, lanes_top, bottom)
         tooltips = sum(len(timeline.spans[rank]) for rank in self.ranks) <= _MOST_TOOLTIPS
@@ -247,7 +247,7 @@ def _caption(panel: _Panel, sheet: _Sheet, y: float) -> str:
     facts = [
         f"makespan {format_milliseconds(timeline.makespan_ms)}",
         f"bubble {timeline.bubble_of_total:.1%} of total ({timeline.bubble_of_ideal:.1%} of ideal)",
-        f"peak activations {format_activations(peak)} microbatches",
+        f"peak activations {format_activation_count(peak)} microbatches",
     ]
     if len(panel.ranks) < world:
         facts.append(f"{len(panel.ranks)} of {world:,} workers drawn")

@@ -148,7 +148,7 @@ def format_milliseconds(time_ms: float) -> str:
     return (text.rstrip("0").rstrip(".") or "0") + " ms"
 
 
-def format_activations(microbatches: float) -> str:
+def format_activation_count(microbatches: float) -> str:
     """Activations held, in microbatches: `4`, `1.05`, `12.3`, `1234`; at most three significant digits below 1000."""
     return f"{microbatches:.3g}" if microbatches < 999.5 else f"{microbatches:.0f}"
 

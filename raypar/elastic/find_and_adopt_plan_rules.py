@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from raypar.elastic import state_sources
 from raypar.elastic.actions import AdoptPlan, ChoosePlan, KillWorker, WarnUser
-from raypar.elastic.due_work_rules import describe_last_checkpoint
 from raypar.elastic.events import PlanAdopted, PlanChosen, StopRequested
 from raypar.elastic.failures import begin_recovery, mark_worker_lost
 from raypar.elastic.hire_and_release_workers import desired_capacity_of_run, spares_of_complete_replicas, start_missing_workers
@@ -17,6 +16,7 @@ from raypar.elastic.membership_rules import begin_straggler_watch
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
 from raypar.elastic.seating import assign_seats, refill_seats
+from raypar.elastic.step_flow_rules import describe_last_checkpoint
 from raypar.errors import ClusterError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece, pieces_nobody_holds, plan_moves

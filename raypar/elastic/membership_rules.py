@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from raypar.elastic.actions import ChoosePlan, KillWorker, ReportStraggler, StoreUsefulWorkers, TellUser, WarnUser
 from raypar.elastic.deadlines import usual_step_s
 from raypar.elastic.desired_capacity import DesiredCapacity, retry_pause_s
-from raypar.elastic.due_work_rules import issue_steps
 from raypar.elastic.events import DrainRequested, PlanChosen, WorkerJoined, WorkerPlaced, WorkerStartFailed
 from raypar.elastic.failures import begin_recovery, mark_worker_lost
 from raypar.elastic.hire_and_release_workers import (
@@ -18,6 +17,7 @@ from raypar.elastic.hire_and_release_workers import (
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
 from raypar.elastic.seating import find_seats_for_on_demand_workers
+from raypar.elastic.step_flow_rules import issue_steps
 from raypar.elastic.stragglers import StragglerFinding
 from raypar.errors import error_first_line
 from raypar.plan.wording import count_noun, format_worker_numbers, word_form

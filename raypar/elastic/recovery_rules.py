@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from raypar.elastic import state_sources
 from raypar.elastic.actions import ApplyKeptGradients, FenceWorkers, KillWorker, RequestStacks, TellUser, WarnUser, WriteJournal
 from raypar.elastic.deadlines import answer_deadline_s, waits_for_slow_sample
-from raypar.elastic.due_work_rules import record_emitted_step
 from raypar.elastic.events import (
     CallFailed,
     CheckpointFailed,
@@ -46,7 +45,8 @@ from raypar.elastic.hire_and_release_workers import start_missing_workers
 from raypar.elastic.phases import Phase
 from raypar.elastic.replica_digests import compare_digests_in_recovery, end_run_if_doubts_stay
 from raypar.elastic.run_state import RunState, ShardCountHistory
-from raypar.elastic.wait_for_silent_workers import check_silent_worker_wait, waits_for_silent_workers
+from raypar.elastic.step_flow_rules import record_emitted_step
+from raypar.elastic.wait_for_last_copies import check_silent_worker_wait, waits_for_silent_workers
 from raypar.errors import ClusterError, error_first_line
 from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import after_steps, format_worker_numbers

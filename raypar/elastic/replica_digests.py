@@ -14,7 +14,7 @@ from raypar.elastic.actions import ForgetValidations, WarnUser
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
 from raypar.errors import DataError, ModelError, RayparError, WorkerLost
-from raypar.plan.pieces import AdoptDescription, Digest
+from raypar.plan.pieces import AdoptedStages, Digest
 from raypar.plan.wording import after_steps, format_worker_numbers
 
 MAX_DOUBTS = 3
@@ -30,7 +30,7 @@ class InitialDigestCheck:
         self._fields: dict[str, tuple[int, int]] = {}
         """The same by field of the first microbatch."""
 
-    def add(self, worker: int, described: AdoptDescription) -> RayparError | None:
+    def add(self, worker: int, described: AdoptedStages) -> RayparError | None:
         """Take what a worker has built. Returns the error if any digest differs from another worker's."""
         if (found := _first_difference(self._values, worker, described["initial"])) is not None:
             other, names = found

@@ -12,16 +12,6 @@ from raypar.elastic.deadlines import (
     silent_deadline_s,
     step_deadline_s,
 )
-from raypar.elastic.due_work_rules import (
-    begin_checkpoint,
-    choose_due_work,
-    commit_step,
-    describe_last_checkpoint,
-    end_if_saved,
-    issue_steps,
-    record_emitted_step,
-    retry_last_checkpoint,
-)
 from raypar.elastic.events import (
     AllWorkersCopiedState,
     CallFailed,
@@ -51,7 +41,17 @@ from raypar.elastic.membership_rules import (
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.replica_digests import compare_replica_digests, end_run_if_doubts_stay
 from raypar.elastic.run_state import RunState
-from raypar.elastic.wait_for_silent_workers import check_silent_worker_wait, waits_for_silent_workers
+from raypar.elastic.step_flow_rules import (
+    begin_checkpoint,
+    choose_due_work,
+    commit_step,
+    describe_last_checkpoint,
+    end_if_saved,
+    issue_steps,
+    record_emitted_step,
+    retry_last_checkpoint,
+)
+from raypar.elastic.wait_for_last_copies import check_silent_worker_wait, waits_for_silent_workers
 from raypar.errors import CommTimeout, RayparError
 from raypar.plan.wording import after_steps, format_worker_numbers, word_form
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from raypar.elastic import (
-    due_work_rules,
     failures,
     find_and_adopt_plan_rules,
     membership_rules,
     recovery_rules,
     running_rules,
-    wait_for_silent_workers,
+    step_flow_rules,
+    wait_for_last_copies,
 )
 from raypar.elastic.events import (
     AllWorkersCopiedState,
@@ -224,8 +224,8 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(DrainRequested, TRAINING, membership_rules.drain_worker, [P.CLAIMING]),
     make_transition_row(DrainRequested, [P.STARTING, P.VALIDATING, P.SAVING], membership_rules.drain_worker),
     make_transition_row(DrainRequested, [P.ENDING, *RECOVERING], membership_rules.drain_later),
-    make_transition_row(WorkerSilent, EVERYWHERE, wait_for_silent_workers.wait_for_silent_worker),
-    make_transition_row(WorkerAnswered, EVERYWHERE, wait_for_silent_workers.note_answer_of_silent_worker),
+    make_transition_row(WorkerSilent, EVERYWHERE, wait_for_last_copies.wait_for_silent_worker),
+    make_transition_row(WorkerAnswered, EVERYWHERE, wait_for_last_copies.note_answer_of_silent_worker),
     # Answers to a generation that has been given up, and whatever comes after the end.
     *make_ignored_rows([P.STARTING, P.FAILING, P.OVER], GenerationClaimed),
     *make_ignored_rows(all_phases_except(P.STANDING), WorkerStatusReported),
@@ -263,11 +263,11 @@ def index_transition_rows(rows: Iterable[TransitionRow]) -> dict[tuple[Phase, ty
 TABLE = index_transition_rows(ROWS)
 
 ON_ENTER: Mapping[Phase, Callable[[RunState], Phase | None]] = {
-    P.RUNNING: due_work_rules.issue_steps,
-    P.FLUSHING: due_work_rules.let_open_steps_end,
-    P.VALIDATING: due_work_rules.begin_validation,
-    P.SAVING: due_work_rules.begin_due_checkpoint,
-    P.ENDING: due_work_rules.wait_for_last_checkpoint,
+    P.RUNNING: step_flow_rules.issue_steps,
+    P.FLUSHING: step_flow_rules.let_open_steps_end,
+    P.VALIDATING: step_flow_rules.begin_validation,
+    P.SAVING: step_flow_rules.begin_due_checkpoint,
+    P.ENDING: step_flow_rules.wait_for_last_checkpoint,
     P.ABORTING: running_rules.abort_open_work,
     P.FAILING: failures.look_for_cause,
     P.OVER: failures.tear_down,

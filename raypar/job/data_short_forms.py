@@ -11,7 +11,7 @@ from raypar.job.section import as_file_list
 
 T = TypeVar("T")
 
-MIXTURE = "raypar.worker.data.mixture:Mixture"
+MIXTURE = "raypar.worker.data.mixture_dataset:Mixture"
 """The data set of `data.mix`, which is made of its sources."""
 
 FUNCTION_OF_FILES = {

@@ -81,8 +81,8 @@ def load_trained_module(
     from raypar.model.pretrained_folder import set_cache_of_folder
     from raypar.worker.checkpoint.checkpoint_files import load_manifest
     from raypar.worker.checkpoint.export_weights import export_checkpoint
+    from raypar.worker.module_with_checkpoint_weights import make_trained_module
     from raypar.worker.pretrained.frozen_values import check_frozen_values
-    from raypar.worker.trained_module import make_trained_module
 
     if not isinstance(run, (str, os.PathLike)):
         raise ConfigError(

@@ -29,8 +29,8 @@ from raypar.job import (
 from raypar.job.data_section import SET_NAME, is_misspelt, refuse_two_sets_of_one_name
 from raypar.job.read_job import RUN_ARGUMENTS, job_from_argument_tree, parse_data_section
 from raypar.job.stable_callable_text import find_unstable_argument
-from raypar.launch.brief_signature import BriefSignature
 from raypar.launch.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, ImpliedSetting, settings_from_ray_train
+from raypar.launch.signature_in_help import BriefSignature
 from raypar.plan import ParallelPlan
 from raypar.plan.wording import count_noun
 

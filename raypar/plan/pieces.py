@@ -204,7 +204,7 @@ class AdoptPlanCommand:
     follow none."""
 
 
-class AdoptDescription(TypedDict):
+class AdoptedStages(TypedDict):
     """What a worker has built for a new plan."""
 
     rank: int

@@ -11,7 +11,7 @@ from typing import Any
 from ray.exceptions import ActorDiedError
 
 from raypar.errors import NodeLost, OutOfMemory, WorkerLost, error_first_line
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.ray_compat import TESTED
 
 REASON = "raypar_death_reason"

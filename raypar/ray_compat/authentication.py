@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 from raypar.errors import ClusterError
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.ray_compat import TESTED
 from raypar.ray_compat.settings import TOKEN_VARIABLE, temporary_environment_variables
 

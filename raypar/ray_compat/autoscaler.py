@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.ray_compat import TESTED
 
 ANSWER_S = 10.0

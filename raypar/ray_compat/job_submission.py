@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.ray_compat import TESTED
 
 REQUEST_STATUS = re.compile(r"Request failed with status code (\d+): ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.ray_compat import TESTED
 
 

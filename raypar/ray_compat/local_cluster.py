@@ -14,7 +14,7 @@ from types import FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import error_first_line
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.ray_compat import TESTED
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from raypar.errors import ClusterError, ConfigError
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.ray_compat import TESTED
 from raypar.ray_compat.autoscaler import ANSWER_S
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from raypar.fences.fence import API_CHANGED, Fence
+from raypar.fences.private_api_fence import API_CHANGED, Fence
 from raypar.ray_compat import TESTED
 from raypar.ray_compat.worker_line_dedup import RepeatedWorkerLines
 

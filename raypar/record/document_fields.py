@@ -127,7 +127,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "replaying": lambda value: isinstance(value, dict) and all(STEP(value.get(key)) for key in ("step", "until")),
     },
     CLUSTER: {"kind": is_text, "address": is_text, "nodes": _records(_NODE, *_NODE), "submitted": is_flag},
-    TRACE: {},  # `draw.swimlane_data_in_traces` checks what is read of it
+    TRACE: {},  # `draw.swimlane_as_json` checks what is read of it
     TOTALS: {"time": TIME},  # the rest is checked by `totals.read_totals`
 }  # fmt: skip
 """Document -> its fields and their checks."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from raypar.errors import ModelError
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.torch_compat import TESTED
 
 # -- the engine ----------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.optim.optimizer import Optimizer
 
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.torch_compat import TESTED
 
 P = ParamSpec("P")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ModelError
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.torch_compat import TESTED
 from raypar.torch_compat.pytree import tree_flatten
 

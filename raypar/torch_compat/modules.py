@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raypar.errors import ModelError
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.torch_compat import TESTED
 
 KEPT_BY_MODULES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})

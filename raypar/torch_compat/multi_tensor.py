@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.torch_compat import TESTED
 
 

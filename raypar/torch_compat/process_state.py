@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.torch_compat import TESTED
 
 _REASON = "PyTorch's public functions can only set it, or only read it"
@@ -228,7 +228,7 @@ def set_mkldnn(value: Flags) -> None:
 
 
 def set_cudnn(value: Flags) -> None:
-    """See `cudnn_flags`."""
+    """Set how cuDNN is used, as `cudnn_flags` tells it."""
     c = CUDNN.find()
     if c is not None:
         c._set_cudnn_enabled(value[0])
@@ -237,7 +237,7 @@ def set_cudnn(value: Flags) -> None:
 
 
 def set_attention(value: Flags) -> None:
-    """See `attention_flags`."""
+    """Set which kernels attention may use, as `attention_flags` tells them."""
     c = ATTENTION.find()
     if c is not None:
         flash, efficient, plain, cudnn = value

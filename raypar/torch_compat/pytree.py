@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from raypar.errors import ModelError
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.torch_compat import TESTED
 
 NAMES = ("TreeSpec", "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten")

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 
 from raypar.errors import DataError
-from raypar.fences.fence import Fence
+from raypar.fences.private_api_fence import Fence
 from raypar.torch_compat import TESTED
 
 

@@ -21,7 +21,7 @@ from raypar.plan import ParallelPlan
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
-from raypar.worker.autocast_precisions import lower_precision_of
+from raypar.worker.layer_precisions import layer_precision_of
 from raypar.worker.process.gpu_setup import GPU_WORKER_ENVIRONMENT, configure_torch
 from raypar.worker.required_communicators import check_communicator_limit, required_communicators
 
@@ -135,7 +135,7 @@ class GpuBackend(DeviceBackend):
     def check_precision(self, precision: PrecisionConfig | None) -> None:
         """See `DeviceBackend.check_precision`."""
         assert self._device is not None, "open_device comes first"
-        lower = lower_precision_of(precision)
+        lower = layer_precision_of(precision)
         if lower is None or precision is None:
             return
         with torch.cuda.device(self._device.device):

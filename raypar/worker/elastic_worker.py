@@ -18,7 +18,7 @@ from raypar.comm.routine import Routine, RoutineWait
 from raypar.comm.transport import Transport
 from raypar.errors import RayparError, StateNotKeptError
 from raypar.model.layer_skeletons import state_shapes
-from raypar.plan.pieces import AdoptDescription, AdoptPlanCommand, Digest, Piece, merge_pieces
+from raypar.plan.pieces import AdoptedStages, AdoptPlanCommand, Digest, Piece, merge_pieces
 from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import after_steps
@@ -59,7 +59,7 @@ class ElasticWorker:
     """Which forward pass the next one is, of a run that makes these only (`elastic.run_policy.RunPolicy.forward_passes`)."""
     trace: bool
     """Whether the next step's report contains its spans."""
-    adopt_description: AdoptDescription | None
+    adopt_description: AdoptedStages | None
     """What `WorkerCore.adopt` returned last, for the driver; None before the first plan."""
     _done: int
     """Number of steps applied to the state, as `applied` last found."""

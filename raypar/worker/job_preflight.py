@@ -54,7 +54,6 @@ from raypar.plan.wording import count_noun
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text
-from raypar.worker.autocast_precisions import autocast_of, parameter_dtype_of
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_cast_parameters import check_cast_parameters, line_about_cast_parameters
 from raypar.worker.check_layers_with_numbers import check_layers_with_numbers, check_shards_with_numbers
@@ -81,6 +80,7 @@ from raypar.worker.data.sampler_weights_group_by import refuse_chance
 from raypar.worker.data.stream_loader import FirstSamples, first_samples
 from raypar.worker.data.user_dataset import MapStyleDataset, content_digest, make_dataset
 from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.layer_precisions import autocast_of, parameter_dtype_of
 from raypar.worker.make_worker_assignments import batching_of_set, make_validation_batching
 from raypar.worker.measure_profile import read_microbatches
 from raypar.worker.metrics.metric import make_metrics

@@ -25,12 +25,12 @@ from raypar.model.parameter_aliasing_check import Replaced
 from raypar.model.random_state import RandomState, preserve_random_state, seed_all
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text
-from raypar.worker.autocast_precisions import autocast_of, parameter_dtype_of
 from raypar.worker.data.check_and_count_streams import resolve_streams
 from raypar.worker.data.sample_order import SampleOrder, SamplePosition
 from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.data.stream_loader import FirstSamples, first_samples
 from raypar.worker.data.user_dataset import is_stream, make_dataset
+from raypar.worker.layer_precisions import autocast_of, parameter_dtype_of
 from raypar.worker.metrics.metric import make_metrics
 from raypar.worker.pretrained.initial_values import WeightsFromFile, weights_from_file
 

@@ -30,7 +30,6 @@ from raypar.plan.wording import count_noun
 from raypar.planner.model_profile import ActivationEdge, KeptStorages, LayerProfile, LinkProfile, ModelProfile
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
-from raypar.worker.autocast_precisions import parameter_dtype_of
 from raypar.worker.check_state_between_microbatches import check_layer_recomputes
 from raypar.worker.data.check_and_count_streams import resolve_streams
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
@@ -40,6 +39,7 @@ from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.stream_loader import read_stream_microbatches
 from raypar.worker.data.user_dataset import is_stream, make_dataset
 from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.layer_precisions import parameter_dtype_of
 from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, forward_first_microbatch, random_gradients
 from raypar.worker.process.thread_activity import thread_cpu_wait_s
 from raypar.worker.process.torch_state_guard import TorchStateGuard

@@ -22,8 +22,8 @@ from raypar.model.rounded_parameters import round_parameters_of
 from raypar.plan.seeds import seed_of
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
-from raypar.worker.autocast_precisions import autocast_of, lower_precision_of, parameter_dtype_of
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch, compute_with_and_without_state
+from raypar.worker.layer_precisions import autocast_of, layer_precision_of, parameter_dtype_of
 from raypar.worker.measure_profile import read_microbatches_of_steps
 from raypar.worker.process.seed_generators import make_seeder
 
@@ -36,7 +36,7 @@ wrong layer's smallest effect is far above. Mixed precisions have their own (`Au
 
 def comparison_tolerance(spec: Job) -> float:
     """The largest relative difference between numbers that count as equal under the job's dtype or precision."""
-    lower = lower_precision_of(spec.precision)
+    lower = layer_precision_of(spec.precision)
     return TOLERANCES[spec.dtype] if lower is None else lower.comparison_tolerance
 
 

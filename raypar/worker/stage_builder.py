@@ -29,7 +29,7 @@ from raypar.plan.forward_pass_batching import whole_batching
 from raypar.plan.ownership import Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
-from raypar.worker.autocast_precisions import parameter_dtype_of
+from raypar.worker.layer_precisions import parameter_dtype_of
 from raypar.worker.prediction import Prediction
 from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard

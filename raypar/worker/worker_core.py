@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from raypar.comm.buffer_pool import CPU
 from raypar.comm.routine import Routine, run_routine
 from raypar.comm.transport import Transport
 from raypar.errors import StateNotKeptError, WorkerLost
-from raypar.fences.fence import fence_warnings
+from raypar.fences.private_api_fence import fence_warnings
 from raypar.job import DataConfig, Job
 from raypar.model.capture.module_graph import lines_about_repeated_traces
 from raypar.model.graph import Graph, Layer
@@ -26,7 +27,7 @@ from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelP
 from raypar.plan.forward_pass_batching import whole_batching
 from raypar.plan.microbatches import mean_loss
 from raypar.plan.ownership import Ownership
-from raypar.plan.pieces import AdoptDescription, Digest
+from raypar.plan.pieces import AdoptedStages, Digest
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.plan.wording import after_steps
 from raypar.schedule.instructions import Instruction
@@ -136,6 +137,41 @@ class ValidationReport:
     """As in `StepReport`."""
 
 
+class Report(TypedDict, total=False):
+    """A worker's `StepReport` or `ValidationReport` as the driver has it; or the reports of all workers of one step, merged."""
+
+    loss: float
+    norm: float
+    count: float
+    lr: float | None
+    skipped: bool
+    seconds: float
+    busy_seconds: float
+    read_seconds: float
+    mirror_seconds: float
+    digest: Digest | None
+    streams: StreamsRead | None
+    warnings: StateWarnings
+    not_kept: str
+    metrics: Mapping[str, float]
+    memory: Mapping[str, int]
+    spans: Sequence[tuple[str, float, float]]
+    """(label, start, end) of instructions, in milliseconds."""
+    ledger: Mapping[str, Mapping[str, int]]
+    peak_rss_bytes: int | Sequence[int]
+    """Merged: by rank."""
+    losses: Mapping[int, tuple[float, float]]
+    outputs: Mapping[int, bytes]
+    workers: int
+    """How many workers' reports are merged; only merged reports have this and what follows."""
+    busy_shares: Sequence[float]
+    """By rank: the share of the step in which the worker computed."""
+    data_wait: float
+    """The largest share of the step in which a worker waited for samples."""
+    time: float
+    """When the step was committed."""
+
+
 class WorkerCore:
     """One worker without Ray: its stages of the model, and all that trains, validates and saves them.
 
@@ -238,7 +274,7 @@ class WorkerCore:
         values: Mapping[str, Tensor] | None = None,
         load: CheckpointAt | None = None,
         only_weights: bool = False,
-    ) -> AdoptDescription:
+    ) -> AdoptedStages:
         """Build this rank's stages, optimizers, reductions and loaders. Returns a description for the driver.
 
         `values`: tensors of all parameters (canonical names) and buffers, which the stages make their own; `load`: a checkpoint

@@ -15,7 +15,7 @@ import pyarrow
 import torch
 from torch import Tensor
 
-from raypar.data.row_feed import FedRowIterator, RowFeed
+from raypar.data.shared_rows import FedRowIterator, RowFeed
 from raypar.data.tar_shards import TarShards
 
 WIDTH = 6

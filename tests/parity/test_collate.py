@@ -21,7 +21,7 @@ from raypar.job import DataConfig, FunctionConfig, Job, LossConfig, ModelConfig,
 from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import Microbatches
-from raypar.plan.pieces import AdoptDescription
+from raypar.plan.pieces import AdoptedStages
 from raypar.plan.seeds import seed_of
 from raypar.worker.data.collate import Collation
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
@@ -235,11 +235,11 @@ def of_its_process(samples: list[Any]) -> dict[str, Any]:
     return batch
 
 
-def descriptions_of_workers(spec: Job, replicas: int, monkeypatch: pytest.MonkeyPatch) -> list[AdoptDescription]:
+def descriptions_of_workers(spec: Job, replicas: int, monkeypatch: pytest.MonkeyPatch) -> list[AdoptedStages]:
     """What each worker of a run says when it has built its stages, in a process of its own."""
     adopt, built = WorkerCore.adopt, []
 
-    def adopt_in_own_process(*args: Any, **more: Any) -> AdoptDescription:
+    def adopt_in_own_process(*args: Any, **more: Any) -> AdoptedStages:
         PROCESS[0] += 1
         built.append(adopt(*args, **more))
         return built[-1]

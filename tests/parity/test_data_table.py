@@ -26,7 +26,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFas
 import raypar
 from raypar.actors.ray_row_stream import RayRowStream
 from raypar.data.ray_rows import blocks_in_order
-from raypar.data.row_feed import RowFeed
+from raypar.data.shared_rows import RowFeed
 from raypar.data.token_files import TokenFile
 from raypar.data.tokenize_text import write_tokens
 from raypar.launch.steps_of_epochs import with_steps_of_epochs

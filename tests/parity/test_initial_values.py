@@ -30,7 +30,7 @@ from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import STATE_DTYPES, state_shapes
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import ParallelPlan
-from raypar.plan.pieces import AdoptDescription
+from raypar.plan.pieces import AdoptedStages
 from raypar.worker import layer_graph_of_job
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, CACHE, PARAMETER
 from raypar.worker.checkpoint.manifest import DTYPES
@@ -303,7 +303,7 @@ def test_generators_are_left_as_they_were():
     assert (random.random(), float(numpy.random.rand()), torch.rand(1).item()) == want
 
 
-def described(initial: dict[str, int]) -> AdoptDescription:
+def described(initial: dict[str, int]) -> AdoptedStages:
     return {"rank": 0, "parameters": {}, "bytes": 0, "initial": initial, "collated": {}, "not_kept": ""}
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from helpers import reference, stream_cases, ugly_models
 
-from raypar.data import row_feed
+from raypar.data import shared_rows
 from raypar.errors import DataError, RayparError
 from raypar.job import DataConfig, Job
 from raypar.job.data_section import MixedSourceConfig
@@ -276,8 +276,8 @@ def test_an_error_of_the_source_reaches_all_workers_with_its_place(node: Node):
 
 def test_waiting_ends_with_an_error_that_names_the_process_and_the_sample(node: Node, monkeypatch: pytest.MonkeyPatch):
     spec = job(slow_at_17)
-    monkeypatch.setattr(row_feed, "ANSWER_S", 0.05)
-    monkeypatch.setattr(row_feed, "SILENT_S", 0.2)
+    monkeypatch.setattr(shared_rows, "ANSWER_S", 0.05)
+    monkeypatch.setattr(shared_rows, "SILENT_S", 0.2)
     worker = Worker(spec, node.process(spec), range(4))
     with pytest.raises(DataError, match=rf"of this node \(process {os.getpid()}\) that reads .*slow_at_17 has read no "):
         for step in range(3):
@@ -455,7 +455,7 @@ time.sleep(60)
 
 def test_a_worker_whose_pass_is_given_up_for_others_waits_for_the_new_one(monkeypatch: pytest.MonkeyPatch):
     """`has read no sample for 120 s`, while the new pass read those before its place."""
-    monkeypatch.setattr(row_feed, "SILENT_S", 0.3)
+    monkeypatch.setattr(shared_rows, "SILENT_S", 0.3)
 
     class Answers:
         who = "the data process"

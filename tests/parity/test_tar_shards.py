@@ -26,7 +26,7 @@ from raypar.plan import ParallelPlan
 from raypar.storage.filesystems import register_filesystem
 from raypar.torch_compat.worker_info import seen_as_worker
 from raypar.worker.checkpoint.check_job_changes import check_data_digest
-from raypar.worker.data.mixture import StreamMixture
+from raypar.worker.data.mixture_dataset import StreamMixture
 from raypar.worker.data.stream_source import StreamSource
 from raypar.worker.data.user_dataset import content_digest
 from raypar.worker.job_preflight import preflight

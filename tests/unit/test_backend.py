@@ -21,8 +21,8 @@ from raypar.job import Job, PrecisionConfig
 from raypar.job.precision_and_plan_names import PrecisionName
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.worker import backend as backend_module
-from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS
 from raypar.worker.backend import BACKENDS, make_backend
+from raypar.worker.layer_precisions import AUTOCAST_PRECISIONS
 
 
 def test_a_worker_on_processors_needs_nothing_but_sockets():

@@ -17,7 +17,6 @@ from raypar.actors.run_recorder import RunRecorder
 from raypar.callbacks import Callbacks, EarlyStopping, callbacks_from_job
 from raypar.cli import main
 from raypar.elastic.actions import RunStep, StartCheckpoint, Teardown, Validate
-from raypar.elastic.due_work_rules import list_due_saves_and_validations
 from raypar.elastic.events import (
     AllWorkersCopiedState,
     CheckpointSaved,
@@ -28,6 +27,7 @@ from raypar.elastic.events import (
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.step_flow_rules import list_due_saves_and_validations
 from raypar.errors import CheckpointError, ConfigError
 from raypar.job import Job
 from raypar.plan import Microbatches, MicrobatchesOfSets, ParallelPlan

@@ -21,7 +21,7 @@ from raypar.job.walk_sections import dotted_keys
 from raypar.launch import choose_plan
 from raypar.launch.forward_run import choose_data, naming_argument
 from raypar.storage.run_folder import RunFolder, check_run_dir_is_writable
-from raypar.worker.autocast_precisions import autocast_of
+from raypar.worker.layer_precisions import autocast_of
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "jobs" / "quickstart.yaml"

@@ -22,8 +22,8 @@ from ray.core.generated import autoscaler_pb2, common_pb2
 from ray.exceptions import ActorDiedError, RpcError
 
 from raypar.errors import ClusterError, NodeLost, WorkerLost
-from raypar.fences import fence as fences
-from raypar.fences.fence import FENCES, Fence, fence_warnings, send_warnings_to
+from raypar.fences import private_api_fence as fences
+from raypar.fences.private_api_fence import FENCES, Fence, fence_warnings, send_warnings_to
 from raypar.ray_compat import (
     actor_errors,
     authentication,

@@ -9,7 +9,7 @@ import pytest
 import raypar
 from raypar.job import Job
 from raypar.job.read_job import RUN_ARGUMENTS
-from raypar.launch.brief_signature import BriefSignature, with_brief_signature
+from raypar.launch.signature_in_help import BriefSignature, with_brief_signature
 
 LINES, COLUMNS = 50, 120
 HELP = pydoc.plain(pydoc.render_doc(raypar.Trainer, "Help on %s:")).splitlines()

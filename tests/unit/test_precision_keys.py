@@ -7,7 +7,7 @@ from raypar.errors import ConfigError
 from raypar.job import PrecisionConfig
 from raypar.job.contract import contract_of_job
 from raypar.job.read_job import parse_job
-from raypar.worker.autocast_precisions import autocast_of, lower_precision_of, parameter_dtype_of
+from raypar.worker.layer_precisions import autocast_of, layer_precision_of, parameter_dtype_of
 
 SMALL = """
 name: small
@@ -36,7 +36,7 @@ def test_it_is_in_the_contract_and_said_in_words_where_it_is_set_only():
 def test_it_is_no_autocast():
     on, mixed = parse_job(SMALL, ON).precision, parse_job(SMALL, ["precision.compute=bf16"]).precision
     assert autocast_of(on) is None and parameter_dtype_of(mixed) is None
-    assert str(parameter_dtype_of(on)) == "torch.bfloat16" and lower_precision_of(on) is lower_precision_of(mixed)
+    assert str(parameter_dtype_of(on)) == "torch.bfloat16" and layer_precision_of(on) is layer_precision_of(mixed)
 
 
 REFUSED = {

@@ -11,7 +11,7 @@ from raypar.actors.driver_client import MOST_DRIVER_DEATHS, unanswering_driver_e
 from raypar.actors.worker_calls import WorkerCalls
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import OutOfMemory, WorkerLost
-from raypar.fences.fence import warnings_sent_to
+from raypar.fences.private_api_fence import warnings_sent_to
 from raypar.ray_compat import actor_errors
 from raypar.ray_compat.actor_errors import memory_monitor_kill_error
 

@@ -22,7 +22,6 @@ from raypar.elastic.actions import (
     WarnUser,
     WriteJournal,
 )
-from raypar.elastic.due_work_rules import MAX_OPEN_STEPS
 from raypar.elastic.events import (
     AllWorkersCopiedState,
     CallFailed,
@@ -42,6 +41,7 @@ from raypar.elastic.events import (
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.step_flow_rules import MAX_OPEN_STEPS
 from raypar.errors import (
     CheckpointError,
     CommTimeout,

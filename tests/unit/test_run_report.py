@@ -19,7 +19,7 @@ from raypar.console.run_status import build_run_status
 from raypar.draw.chrome_trace import chrome_trace
 from raypar.draw.line_chart import ChartSeries, bucket_means, downsample_min_max, line_chart_svg
 from raypar.draw.run_history_chart import RunHistory, throughput_svg
-from raypar.draw.swimlane_data_in_traces import draw_step_of_trace, draw_swimlane_data, swimlane_data
+from raypar.draw.swimlane_as_json import draw_step_of_trace, draw_swimlane_data, swimlane_data
 from raypar.draw.swimlane_svg import swimlanes_svg
 from raypar.files.redact_secrets import REMOVED, is_secret_name, redact_text, redact_value, secrets_of_environment
 from raypar.record.totals import RunTotals
@@ -331,7 +331,7 @@ def test_of_a_trace_without_data_the_measured_step_is_drawn_and_said_where_the_p
 
 
 def test_a_step_with_very_many_instructions_leaves_no_data(monkeypatch):
-    monkeypatch.setattr("raypar.draw.swimlane_data_in_traces.MOST_SPANS", 3)
+    monkeypatch.setattr("raypar.draw.swimlane_as_json.MOST_SPANS", 3)
     assert swimlane_data(step_panels("worker 0"), title="t", routes=[]) is None
 
 

@@ -25,7 +25,7 @@ from raypar.elastic.events import (
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.wait_for_silent_workers import ENDED_GRACE_S
+from raypar.elastic.wait_for_last_copies import ENDED_GRACE_S
 from raypar.errors import CommTimeout, GroupAborted, UserCodeError, WorkerLost
 from raypar.plan import ParallelPlan
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raypar.draw.svg_style import estimate_text_width
-from raypar.draw.swimlane_data_in_traces import draw_swimlane_data, swimlane_data
+from raypar.draw.swimlane_as_json import draw_swimlane_data, swimlane_data
 from raypar.draw.swimlane_svg import swimlane_svg, swimlanes_svg
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule import registry

@@ -18,7 +18,7 @@ from test_fences import GONE, entered, raises, told  # noqa: F401 - the last is 
 from torch import nn
 
 from raypar.errors import DataError, ModelError
-from raypar.fences.fence import FENCES, Fence
+from raypar.fences.private_api_fence import FENCES, Fence
 from raypar.job.read_job import parse_job
 from raypar.model.tensor_parallel.weight_gradient_memory_reuse import KeptGradientMemory
 from raypar.plan import ParallelPlan

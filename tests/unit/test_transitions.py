@@ -18,7 +18,7 @@ from raypar.elastic import (
     membership_rules,
     recovery_rules,
     running_rules,
-    wait_for_silent_workers,
+    wait_for_last_copies,
 )
 from raypar.elastic.events import (
     AllWorkersCopiedState,
@@ -50,7 +50,7 @@ from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.transition_diagram import draw_diagram, insert_diagram
 from raypar.elastic.transition_table import ON_ENTER, RECOVERING, ROWS, TABLE, TransitionRow, make_transition_row
-from raypar.elastic.wait_for_silent_workers import ENDED_GRACE_S
+from raypar.elastic.wait_for_last_copies import ENDED_GRACE_S
 from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import GroupAborted, OutOfMemory, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
@@ -627,7 +627,7 @@ def calls(function):
 
 def test_no_rule_calls_another_rule_and_none_starts_the_work_of_a_phase():
     """A rule returns the next phase; what that phase begins with is the table's. Steps are issued within a phase too."""
-    modules = (failures, membership_rules, find_and_adopt_plan_rules, recovery_rules, running_rules, wait_for_silent_workers)
+    modules = (failures, membership_rules, find_and_adopt_plan_rules, recovery_rules, running_rules, wait_for_last_copies)
     rules = {row.rule: next(vars(module)[row.rule] for module in modules if row.rule in vars(module)) for row in ROWS}
     works = {work.__name__: work for work in ON_ENTER.values()}
     tails = (rules.keys() | works.keys()) - {"issue_steps"}

@@ -8,7 +8,7 @@ import pytest
 import raypar
 from raypar.console.event_printer import BriefEventPrinter
 from raypar.errors import ConfigError
-from raypar.launch.ray_tune_trial import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
+from raypar.launch.run_name_of_tune_trial import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
 from raypar.record.events import parse_event
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import raypar
-from raypar.elastic.due_work_rules import describe_lost_steps
+from raypar.elastic.step_flow_rules import describe_lost_steps
 from raypar.plan.wording import after_steps, count_noun
 
 PACKAGE = Path(raypar.__file__).parent

@@ -55,7 +55,7 @@ def find_mlps_and_attention(record: LayerRecord, modules: Mapping[str, nn.Module
     return attention + [_readings(flow, modules, columns, rows) for columns, rows in groups]
 
 
-def rows_of_samples(record: LayerRecord, modules: Mapping[str, nn.Module], samples: int) -> list[str]:
+def linears_with_one_row_per_sample(record: LayerRecord, modules: Mapping[str, nn.Module], samples: int) -> list[str]:
     """Names of linear layers whose input has at most one row for each sample."""
     found: dict[str, bool] = {}
     for call in record.calls:

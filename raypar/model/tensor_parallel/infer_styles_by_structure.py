@@ -16,7 +16,11 @@ from raypar.errors import ModelError, RayparError, error_message
 from raypar.model.capture.module_graph import recorded_values, runs_of_leaf_units, samples_of
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import parameter_shapes, shared_skeleton
-from raypar.model.tensor_parallel.find_mlps_and_attention import Styles, find_mlps_and_attention, rows_of_samples
+from raypar.model.tensor_parallel.find_mlps_and_attention import (
+    Styles,
+    find_mlps_and_attention,
+    linears_with_one_row_per_sample,
+)
 from raypar.model.tensor_parallel.record_layer_calls import LayerRecord, record_layers
 from raypar.model.tensor_parallel.styles.head_styles import is_plain_attention
 from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle, VocabularyStyle
@@ -172,7 +176,7 @@ def _groups_of_layers(
     worth: float,
 ) -> _Found:
     """The groups of layers [first, last) whose styles run on shards, and why the other groups do not."""
-    few_rows = rows_of_samples(record, modules, samples_of(graph))
+    few_rows = linears_with_one_row_per_sample(record, modules, samples_of(graph))
     large = [name for name in few_rows if modules[name].weight.numel() > worth]  # type: ignore[operator]
     proposed = find_mlps_and_attention(record, modules) + [[{name: GatheredStyle()}] for name in large]
 

@@ -20,7 +20,7 @@ from raypar.plan.wording import count_noun
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.data.mixed_stream_reader import sources_with_seeds
-from raypar.worker.data.mixture import StreamMixture, known_parts
+from raypar.worker.data.mixture_dataset import StreamMixture, known_parts
 from raypar.worker.data.pickled_sample import pickle_sample
 from raypar.worker.data.stream_feed import unpicklable
 from raypar.worker.data.stream_source import MadeDatasets, StreamSource

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from raypar.data.row_feed import SILENT_S, PassProgress
+from raypar.data.shared_rows import SILENT_S, PassProgress
 from raypar.errors import DataError
 from raypar.job import DataConfig
 from raypar.user_code.stop_signals import reraise_ctrl_c

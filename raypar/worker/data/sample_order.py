@@ -15,7 +15,7 @@ from raypar.job import Job
 from raypar.plan.seeds import seed_of
 from raypar.worker.data.indexed_permutation import permuted
 from raypar.worker.data.mixed_order import MixedOrder, MixPattern, seed_of_source
-from raypar.worker.data.mixture import Mixture
+from raypar.worker.data.mixture_dataset import Mixture
 from raypar.worker.data.sampler_weights_group_by import EpochSampler, make_epoch_sampler
 from raypar.worker.data.user_dataset import MapStyleDataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard

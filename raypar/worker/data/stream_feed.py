@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Mapping
 
-from raypar.data.row_feed import FedChunk, RowPass
+from raypar.data.shared_rows import FedChunk, RowPass
 from raypar.errors import DataError
 from raypar.job import DataConfig
 from raypar.user_code.stop_signals import reraise_ctrl_c
@@ -51,7 +51,10 @@ class StreamFeed:
         self._uses_cursors = True  # until one has led to other samples
 
     def read(self, request: SampleRequest) -> FedSamples | None:
-        """The samples; None if the stream must be opened for them. Waits up to `row_feed.ANSWER_S`. Raises as reading does."""
+        """The samples; None if the stream must be opened for them. Waits up to `shared_rows.ANSWER_S`.
+
+        Raises as reading does.
+        """
         with self._lock:
             found = self._pass_for(request)
         try:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from raypar.data.row_feed import SILENT_S, RowsLostError
+from raypar.data.shared_rows import SILENT_S, RowsLostError
 from raypar.errors import DataError, RayparError, UserCodeError
 from raypar.user_code.user_code_errors import error_text
 from raypar.worker.data.stream_feed_messages import FedSamples, SampleRequest

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from raypar.data.batch_fields import digest_of_fields
-from raypar.data.row_feed import RowsLostError
+from raypar.data.shared_rows import RowsLostError
 from raypar.errors import RayparError
 from raypar.job import DataConfig, Job
 from raypar.plan.microbatches import Microbatches

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from raypar.data.row_feed import RowsLostError
+from raypar.data.shared_rows import RowsLostError
 from raypar.errors import DataError
 from raypar.plan.seeds import seed_of
 from raypar.worker.data.microbatch_stream_positions import EpochMark, StreamCursor, last_epoch_before

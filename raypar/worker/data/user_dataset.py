@@ -21,7 +21,7 @@ from raypar.worker.data.data_loader_parts import (
     data_loader_parts,
     is_data_loader,
 )
-from raypar.worker.data.mixture import Mixture, StreamMixture
+from raypar.worker.data.mixture_dataset import Mixture, StreamMixture
 
 
 class MapStyleDataset(Protocol):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raypar.job import PrecisionConfig
 from raypar.model.rounded_parameters import as_layers_read, as_loss_reads
-from raypar.worker.autocast_precisions import autocast_of, parameter_dtype_of
+from raypar.worker.layer_precisions import autocast_of, parameter_dtype_of
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerFunction, PassContext
 from raypar.worker.stage.layer_tensors import LayerTensors

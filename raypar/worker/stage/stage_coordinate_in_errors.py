@@ -9,7 +9,7 @@ from raypar.errors import RayparError, UserCodeError, error_message
 from raypar.plan.microbatches import Microbatches
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import cure_for_known_error, error_text
-from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS
+from raypar.worker.layer_precisions import AUTOCAST_PRECISIONS
 
 
 @dataclass(frozen=True)

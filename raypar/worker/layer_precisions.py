@@ -74,7 +74,7 @@ def parameter_dtype_of(precision: PrecisionConfig | None) -> torch.dtype | None:
     return None if precision is None or precision.parameters is None else AUTOCAST_PRECISIONS[precision.parameters].dtype
 
 
-def lower_precision_of(precision: PrecisionConfig | None) -> AutocastPrecision | None:
+def layer_precision_of(precision: PrecisionConfig | None) -> AutocastPrecision | None:
     """The precision in which layers compute, in either way; None: they compute in the job's `dtype`."""
     name = None if precision is None else precision.compute or precision.parameters
     return None if name is None else AUTOCAST_PRECISIONS[name]

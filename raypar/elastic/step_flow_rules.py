@@ -40,7 +40,7 @@ def issue_steps(m: RunState) -> Phase | None:
     if m.planned.reason is not None:
         return begin_recovery(m, m.planned.reason, counts=False) if p.committed == p.issued else None
     again = p.doubted_validations[:1]
-    barrier = max(min([find_next_save_or_validation(m), *again]), p.committed)
+    barrier = max(min([step_of_next_save_or_validation(m), *again]), p.committed)
     while p.issued < min(barrier, min(p.emitted, p.committed) + MAX_OPEN_STEPS):
         saved_next = p.issued + 1 in next_saved_steps(m)
         if saved_next and m.mirror.awaits_report:
@@ -74,7 +74,7 @@ def get_final_step_count(m: RunState) -> int:
     return m.policy.end_step if m.stopping.stop_step is None else m.stopping.stop_step
 
 
-def find_next_save_or_validation(m: RunState) -> int:
+def step_of_next_save_or_validation(m: RunState) -> int:
     """The next flush point: no step beyond this number is issued before saving and validation are done there."""
     periods = (m.policy.validate_every if m.policy.validates else 0, m.policy.save_every)
     served = max(
@@ -275,4 +275,4 @@ def record_emitted_step(m: RunState, event: StepEmitted) -> None:
     p.emitted = max(p.emitted, event.step + 1)
     if event.stop is not None and stopping.request is None:
         stopping.request = StopRequested(event.stop)
-        stopping.stop_step = max(min(find_next_save_or_validation(m), event.step + MAX_OPEN_STEPS), p.committed, p.emitted)
+        stopping.stop_step = max(min(step_of_next_save_or_validation(m), event.step + MAX_OPEN_STEPS), p.committed, p.emitted)

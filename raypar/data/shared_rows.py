@@ -282,7 +282,7 @@ class PassProgress:
             )
 
 
-class ReadRows(Protocol):
+class RowReader(Protocol):
     """How a reader asks: `RowFeed.read`, also of another process."""
 
     def __call__(self, row: int, *, with_content: bool) -> FedRows: ...
@@ -291,7 +291,7 @@ class ReadRows(Protocol):
 class FedRowIterator:
     """The rows of an epoch as samples: column -> value, as `RayRows` gives them. `who`: what computes them, for messages."""
 
-    def __init__(self, read: ReadRows, who: Callable[[], str]) -> None:
+    def __init__(self, read: RowReader, who: Callable[[], str]) -> None:
         self._read, self._who = read, who
         self._row, self._first, self._table = 0, 0, None
 

@@ -20,9 +20,9 @@ from test_ray_rows import Dataset
 import raypar
 from raypar.actors import ray_row_stream
 from raypar.actors.ray_row_stream import RayRowActor, RayRowStream
-from raypar.data import row_feed
+from raypar.data import shared_rows
 from raypar.data.ray_rows import blocks_in_order
-from raypar.data.row_feed import FedRowIterator, FedRows, RowFeed, RowsLostError
+from raypar.data.shared_rows import FedRowIterator, FedRows, RowFeed, RowsLostError
 from raypar.errors import DataError, InputError
 from raypar.job import DataConfig, ValidationConfig
 from raypar.launch.forward_run import make_forward_job
@@ -74,12 +74,12 @@ def reader(dataset: Any, window: int) -> StreamReader:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_feed, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(row_feed, "ANSWER_S", 0.05)
+    monkeypatch.setattr(shared_rows, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(shared_rows, "ANSWER_S", 0.05)
 
 
 def test_rows_are_those_of_the_data_set_from_any_place_on_and_after_losses(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_feed, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(shared_rows, "KEPT_BYTES", 1000)
     for window in (1, 4):
         plain = reader(Plain(), window)
         plain.seek(0)
@@ -101,8 +101,8 @@ def test_skipping_reads_no_row_and_says_how_far_it_is():
 
 
 def test_readers_share_a_pass_which_waits_for_them_and_gives_up_what_is_long_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_feed, "AHEAD_BYTES", 1000)
-    monkeypatch.setattr(row_feed, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(shared_rows, "AHEAD_BYTES", 1000)
+    monkeypatch.setattr(shared_rows, "KEPT_BYTES", 1000)
     fed = Fed()
     readers = [reader(fed, 1) for _ in range(3)]
     for one in readers:
@@ -133,7 +133,7 @@ def test_a_pass_that_ends_does_not_take_the_order_from_one_that_begins(monkeypat
 def test_rows_that_do_not_come_are_an_error_that_names_the_actor_and_what_computing_raises_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(row_feed, "SILENT_S", 1.4)
+    monkeypatch.setattr(shared_rows, "SILENT_S", 1.4)
 
     def stuck() -> Generator[pyarrow.Table]:
         yield pyarrow.Table.from_pylist(SAMPLES[:7])
@@ -154,8 +154,8 @@ def test_a_reader_whose_pass_is_given_up_for_others_waits_for_the_new_one_and_fo
     monkeypatch: pytest.MonkeyPatch,
 ):
     """`has computed 40 rows, and none for 120 s`, while the new pass was computing them."""
-    monkeypatch.setattr(row_feed, "SILENT_S", 0.3)
-    content = row_feed._as_bytes(pyarrow.Table.from_pylist(SAMPLES[45:46]))
+    monkeypatch.setattr(shared_rows, "SILENT_S", 0.3)
+    content = shared_rows._as_bytes(pyarrow.Table.from_pylist(SAMPLES[45:46]))
 
     def answers(*reached: int) -> FedRowIterator:
         given = iter([*(FedRows(one, False) for one in reached), FedRows(46, False, 45, content)])

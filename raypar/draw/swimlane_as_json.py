@@ -1,6 +1,6 @@
-"""What a drawing of steps shows, as JSON data: a report draws from it, and trusts no drawing of others.
+"""The swimlane of steps as JSON: a run writes it into `trace.json`, a report checks it and draws it again.
 
-The data lie in a run folder (`trace.json`, in its `otherData`), which is not trusted.
+It lies in `otherData` of that file, in the run's folder, which is not trusted.
 """
 
 from __future__ import annotations
