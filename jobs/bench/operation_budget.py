@@ -19,19 +19,19 @@ sys.path.insert(0, str(ROOT / "tests"))
 from helpers.operation_budget import FEWER, MODELS, MORE, PLANS, WANTED, WARM, Row, measure
 
 NOTE = f"""Counted is one step, after {WARM} others, of all workers of a plan together: {MORE} microbatches, of small models
-(two blocks; the ResNet has four), AdamW with `foreach`, `clip_norm`. Counts do not depend on sizes, but for the norm: it has
-one `dot` for each 32,768 elements of a gradient, here one for each parameter (of a GPT-2 of 124 M parameters about
-3,900). *Operations* are those of ATen that write memory of the device; a list of tensors in one call is one. *Loops*
-have the same layers, on the same device: forward, loss, backward, `clip_grad_norm_`, `optimizer.step()`. Beside stages
-and replicas stand a loop for each, with its own layers or microbatches, clipping and optimizer; beside shards layers of
-1/n of the size, with what a cut vocabulary and biases after sums need by hand; beside recomputation
-`torch.utils.checkpoint`; beside bf16 autocast. *Messages* are sends and parts of collectives in memory of the device (of two
-ranks with their sum, which is NCCL's own);
-`most` is {WANTED} of the loops' operations and one for each message. *Reads* (of device values by the host) are beyond
-those that the model's own code makes in the loop. *Waits* are the host's, for messages, where these come late; those between
-which it asks the device for nothing and sends nothing are one, for all that they wait for. Both for all workers, in the step;
-then what each further microbatch adds, by steps of {FEWER} and {MORE} microbatches. Wanted: no more operations than `most`; no
-read or wait a microbatch; one read and one wait a step and worker, for the vote, which is both: a worker reads its own
+(two blocks; the ResNet has four), AdamW with `foreach`, `clip_norm`. Counts do not depend on sizes. The norm's squares of
+pieces are one operation, as of the kernel on a GPU (the table of pieces is copied to it only when gradients lie
+elsewhere than in the step before). *Operations* are those of ATen that write memory of the device; a list of tensors
+in one call is one. *Loops* have the same layers, on the same device: forward, loss, backward, `clip_grad_norm_`,
+`optimizer.step()`. Beside stages and replicas stand a loop for each, with its own layers or microbatches, clipping
+and optimizer; beside shards layers of 1/n of the size, with what a cut vocabulary and biases after sums need by hand;
+beside recomputation `torch.utils.checkpoint`; beside bf16 autocast. *Messages* are sends and parts of collectives in
+memory of the device (of two ranks with their sum, which is NCCL's own); `most` is {WANTED} of the loops' operations
+and one for each message. *Reads* (of device values by the host) are beyond those that the model's own code makes in
+the loop. *Waits* are the host's, for messages, where these come late; those between which it asks the device for
+nothing and sends nothing are one, for all that they wait for. Both for all workers, in the step; then what each
+further microbatch adds, by steps of {FEWER} and {MORE} microbatches. Wanted: no more operations than `most`; no read
+or wait a microbatch; one read and one wait a step and worker, for the vote, which is both: a worker reads its own
 numbers, sends them as its vote, and waits for those of the others."""
 
 

@@ -82,6 +82,11 @@ def test_steps_of_all_workers_have_the_bits_of_a_device_that_computes_at_once(se
     assert failure("steps", seed, sanitize=seed % 4 == 3) is None
 
 
+@pytest.mark.parametrize("seed", in_default(range(12), 4))
+def test_what_replicas_write_into_buffers_arrives_before_it_is_folded(seed):
+    assert failure("buffers", seed, sanitize=seed % 4 == 3) is None
+
+
 @pytest.mark.parametrize(
     "mutation",
     [pytest.param(one, id=one.what, marks=() if one.what in AT_ONCE else pytest.mark.ci) for one in MUTATIONS if not one.stays],

@@ -15,9 +15,9 @@ from helpers.late_runs import failure, prepare
 from raypar.comm import gradient_reduction, routine
 from raypar.comm.nccl import communicator_stream, operation_handle, pending_operations, tagged_messages, transport
 from raypar.worker.process import gpu_setup
-from raypar.worker.step import interpreter, tied_gradients
+from raypar.worker.step import buffer_exchange, interpreter, tied_gradients
 
-OWN, ENDS, STEPS, SUMS = "messages and collectives", "kills", "steps", "reductions"
+OWN, ENDS, STEPS, SUMS, BUFFERS = "messages and collectives", "kills", "steps", "reductions", "buffers"
 HERE = "torch.empty(tuple({0}), dtype={1}, device=self.{2}device.device)"
 
 
@@ -99,6 +99,7 @@ def of(module: Any) -> Callable[..., Mutation]:
 _handle, _pending, _messages = of(operation_handle), of(pending_operations), of(tagged_messages)
 _stream, _transport, _routine = of(communicator_stream), of(transport), of(routine)
 _reduction, _gpu, _interpreter, _ties = of(gradient_reduction), of(gpu_setup), of(interpreter), of(tied_gradients)
+_buffers = of(buffer_exchange)
 _SCRATCH = "the memory was allocated in the communicator's own stream, which gives it to nobody before it has done its work"
 
 _VOTE = "a step is applied after all votes, and who has voted has received; the wait raises what the send has failed with"
@@ -358,6 +359,19 @@ MUTATIONS = (
         ('yield RoutineWait(handle, "the gradients of tied parameters to be taken")', "yield from ()"),
         program=STEPS,
         stays=_VOTE,
+    ),
+    _buffers(
+        "what replicas have written into buffers is waited for on the stream",
+        "BufferExchange._gather",
+        ("yield RoutineWait(handle, what, on_stream=True)", "yield from ()"),
+        program=BUFFERS,
+    ),
+    _buffers(
+        "the host asks for what replicas have written before a worker votes",
+        "BufferExchange._gather",
+        ("self.stream_waits.add(handle, what)", "pass"),
+        program=BUFFERS,
+        stays="the stream waits already; the host asks, so that no worker votes for what has failed to come",
     ),
     _interpreter(
         "sends are waited for at the end of a step",

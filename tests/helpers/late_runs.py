@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ from helpers.late_device import World, pinned
 from helpers.late_nccl import connected
 from helpers.late_programs import conformance, ending_in_one_thread, kills, messages_and_collectives, reductions
 from helpers.parity import Layout
+from torch import Tensor
 
 from raypar.worker import run_in_one_process
 from raypar.worker.norm_and_weights_hash import weights_hash
@@ -96,11 +97,16 @@ def late(world: World) -> Iterator[None]:
 
 
 def end_of(layout: Layout) -> tuple[Any, ...]:
-    """Losses, norms and weights after two steps."""
+    """Losses, norms, weights and buffers after some steps."""
     with OneProcessRun(layout.job, layout.plan, layout.schedule, graph=layout.graph, device=pretend.device()) as run:
         reports = [run.step(step) for step in range(STEPS)]
         told = [(report.loss, report.norm) for reports_of_step in reports for report in reports_of_step]
-        return told, weights_hash({name: copies[0].cpu() for name, copies in run.parameters().items()})
+        every = {name: copy.cpu() for name, copies in run.buffers().items() for name, copy in _numbered(name, copies)}
+        return told, weights_hash({name: copies[0].cpu() for name, copies in run.parameters().items()} | every)
+
+
+def _numbered(name: str, copies: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+    return [(f"{name} {number}", copy) for number, copy in enumerate(copies)]
 
 
 @functools.cache
@@ -128,8 +134,21 @@ def plan_of(seed: int) -> Layout:
 
 
 def steps(seed: int, *, sanitize: bool = False) -> None:
-    """Two steps of a plan."""
+    """Steps of a plan."""
     runs_late(plan_of(seed), seed, sanitize=sanitize)
+
+
+WRITING = (
+    Layout("norms", "1f1b", (2,), 2),
+    Layout("norms", "gpipe", (2, 2), 4),
+    Layout("norms", "1f1b", (3, 1), 3),
+)
+"""Plans with replicas of norms that keep running statistics: told in the first step, gathered in the second."""
+
+
+def buffers(seed: int, *, sanitize: bool = False) -> None:
+    """Steps of a plan whose replicas exchange what they have written into buffers."""
+    runs_late(WRITING[seed % len(WRITING)], seed, sanitize=sanitize)
 
 
 PROGRAMS: dict[str, Callable[..., None]] = {
@@ -138,6 +157,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "kills": kills,
     "reductions": reductions,
     "steps": steps,
+    "buffers": buffers,
 }
 
 
@@ -145,6 +165,8 @@ def prepare(program: str, seed: int) -> None:
     """What a seed's outcome is compared with, while nothing is mutated."""
     if program == "steps":
         at_once(plan_of(seed))
+    if program == "buffers":
+        at_once(WRITING[seed % len(WRITING)])
 
 
 def failure(program: str, seed: int, *, sanitize: bool = False) -> str | None:

@@ -114,6 +114,7 @@ CAUSES = {
     "precision.py": LOSS,
     "build_shard_modules.py": LOSS,
     "norm_and_weights_hash.py": NORM,
+    "squares_on_device.py": NORM,
     "running_statistics.py": STATISTICS,
     "buffer_updates.py": STATISTICS,
     "buffer_exchange.py": STATISTICS,

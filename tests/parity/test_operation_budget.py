@@ -5,31 +5,31 @@ from helpers import operation_budget, pretend
 from helpers.processes import Worker
 
 TODAY = {
-    ("GPT-2", "1 worker"): (-11, -3, 0, -1, 0),
-    ("GPT-2", "2 stages"): (-11, -2, 2, -1, 0),
-    ("GPT-2", "2 replicas"): (-17, -2, 2, -1, 0),
-    ("GPT-2", "2 shards"): (90, -2, 2, -1, 0),
-    ("GPT-2", "2 x 2 x 2"): (76, 3, 8, -1, 0),
-    ("GPT-2", "recompute"): (-7, -7, 0, -2, 0),
-    ("GPT-2", "bf16"): (-11, -3, 0, -1, 0),
-    ("Llama", "1 worker"): (-12, -3, 0, -1, 0),
-    ("Llama", "2 stages"): (-13, -2, 2, -1, 0),
-    ("Llama", "2 replicas"): (-18, -2, 2, -1, 0),
-    ("Llama", "2 shards"): (8, -2, 2, -1, 0),
-    ("Llama", "2 x 2 x 2"): (-8, 4, 8, -1, 0),
-    ("Llama", "recompute"): (-8, -7, 0, -2, 0),
-    ("Llama", "bf16"): (-12, -3, 0, -1, 0),
-    ("ResNet", "1 worker"): (-10, 1, 0, 0, 0),
-    ("ResNet", "2 stages"): (13, 2, 2, 0, 0),
-    ("ResNet", "2 replicas"): (-6, 2, 2, 0, 0),
-    ("ResNet", "2 shards"): (-4, 2, 2, 0, 0),
-    ("ResNet", "2 x 2 x 2"): (72, 8, 8, 0, 0),
-    ("ResNet", "recompute"): (-26, 1, 0, 0, 0),
-    ("ResNet", "bf16"): (-11, 1, 0, 0, 0),
+    ("GPT-2", "1 worker"): (-37, -3, 0, -1, 0),
+    ("GPT-2", "2 stages"): (-38, -2, 2, -1, 0),
+    ("GPT-2", "2 replicas"): (-41, -2, 2, -1, 0),
+    ("GPT-2", "2 shards"): (35, -2, 2, -1, 0),
+    ("GPT-2", "2 x 2 x 2"): (18, 2, 8, -1, 0),
+    ("GPT-2", "recompute"): (-33, -7, 0, -2, 0),
+    ("GPT-2", "bf16"): (-37, -3, 0, -1, 0),
+    ("Llama", "1 worker"): (-31, -3, 0, -1, 0),
+    ("Llama", "2 stages"): (-33, -2, 2, -1, 0),
+    ("Llama", "2 replicas"): (-35, -2, 2, -1, 0),
+    ("Llama", "2 shards"): (-33, -2, 2, -1, 0),
+    ("Llama", "2 x 2 x 2"): (-52, 4, 8, -1, 0),
+    ("Llama", "recompute"): (-27, -7, 0, -2, 0),
+    ("Llama", "bf16"): (-31, -3, 0, -1, 0),
+    ("ResNet", "1 worker"): (-45, 1, 0, 0, 0),
+    ("ResNet", "2 stages"): (-28, 2, 2, 0, 0),
+    ("ResNet", "2 replicas"): (-34, 2, 2, 0, 0),
+    ("ResNet", "2 shards"): (-77, 2, 2, 0, 0),
+    ("ResNet", "2 x 2 x 2"): (20, 8, 8, 0, 0),
+    ("ResNet", "recompute"): (-61, 1, 0, 0, 0),
+    ("ResNet", "bf16"): (-47, 1, 0, 0, 0),
 }
 """(model, plan) -> beyond the loops: operations, host reads, waits; reads and waits that each further microbatch adds.
 
-An upper bound, so that nothing gets worse unseen. What it should be is in `jobs/bench/operation_budget.py`."""
+An upper bound, so that nothing gets worse unseen. What it should be is in `jobs/bench/operation_budget.py`; all rows hold."""
 QUICK = [("ResNet", "1 worker"), ("ResNet", "2 replicas"), ("GPT-2", "2 stages")]
 
 pytestmark = pytest.mark.skipif(not pretend.POSSIBLE, reason="this PyTorch has no devices written in Python")
@@ -51,7 +51,7 @@ def holds(row):
     found = dict(zip(("operations", "reads", "waits", "reads a microbatch", "waits a microbatch"), row.beyond, strict=True))
     today = dict(zip(found, TODAY[row.model, row.plan], strict=True))
     worse = {what: (count, today[what]) for what, count in found.items() if count > today[what]}
-    assert not worse, f"{worse} (now, before); by cause: {row.surplus}, {row.found.reads}, {row.found.waits}"
+    assert row.holds and not worse, f"{worse} (now, before); by cause: {row.surplus}, {row.found.reads}, {row.found.waits}"
 
 
 @pytest.mark.parametrize("model, plan", QUICK)
