@@ -32,7 +32,7 @@ from raypar.elastic.user_messages import plain_failure_text
 from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import PlanError, WorkerLost
 from raypar.plan import ParallelPlan
-from raypar.plan.ownership import same_state_keys
+from raypar.plan.ownership import first_rank_with_same_state
 from raypar.plan.pieces import AdoptedStages, AdoptPlanCommand, may_move_directly, moves_by_worker
 from raypar.record.events import GenerationStart, Recovery, RunWarning, StagesBuilt
 from raypar.schedule.program_assignment import ProgramAssignment
@@ -210,7 +210,7 @@ class GenerationChange:
         ranks = {number: rank for rank, number in enumerate(workers)}
         addresses = [self.registry.hellos[number].address for number in workers]
         nodes = [self.registry.hellos[number].node for number in order.members]
-        keepers = assign_buddies(nodes, same_state_keys(self.machine.held_pieces(plan)))
+        keepers = assign_buddies(nodes, first_rank_with_same_state(self.machine.held_pieces(plan)))
         samples = self.reports.samples
         if samples is not None and order.from_checkpoint and order.done:
             line = samples.line_about_places(order.done, plan.stages[0].replicas)

@@ -17,7 +17,7 @@ from raypar.data.ray_rows import MOST_BYTES, RayDataset, blocks_in_order, lineag
 from raypar.data.shared_rows import SILENT_S, FedRowIterator, FedRows, RowFeed, RowsLostError
 from raypar.errors import DataError
 from raypar.job import Job
-from raypar.worker.data.sample_number_field import NumberedSamples
+from raypar.worker.data.data_set_with_sample_numbers import NumberedSamples
 
 NAMESPACE = "raypar.rows"
 """The Ray namespace of the actors: no run's."""

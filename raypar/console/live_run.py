@@ -110,9 +110,9 @@ def build_live_view(
 
 def live_workers(members: Sequence[SeatedWorker], done: Sequence[StepRecord]) -> list[LiveWorker]:
     """The workers with a seat, by rank. `done`: the last steps; those with another number of workers are ignored."""
-    shares = [numbers_by_rank(step.busy_shares, len(members)) for step in done]
+    shares = [numbers_if_one_per_worker(step.busy_shares, len(members)) for step in done]
     busy = mean_by_rank([numbers for numbers in shares if numbers])
-    sizes = (numbers_by_rank(step.peak_rss_bytes, len(members)) for step in reversed(done))
+    sizes = (numbers_if_one_per_worker(step.peak_rss_bytes, len(members)) for step in reversed(done))
     peaks = next((found for found in sizes if found), None)
     rows = []
     for rank, member in enumerate(members):
@@ -133,7 +133,7 @@ def live_workers(members: Sequence[SeatedWorker], done: Sequence[StepRecord]) ->
     return rows
 
 
-def numbers_by_rank(found: Sequence[float] | None, workers: int) -> list[float]:
+def numbers_if_one_per_worker(found: Sequence[float] | None, workers: int) -> list[float]:
     """The numbers, by rank; empty unless there is a finite number for each worker."""
     whole = found is not None and len(found) == workers and all(map(is_finite_number, found))
     return list(found) if whole and found is not None else []

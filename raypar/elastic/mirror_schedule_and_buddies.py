@@ -96,12 +96,12 @@ class MirrorSchedule:
                 self.complete = self.complete_in_generation = True
 
 
-def assign_buddies(nodes: Sequence[Hashable], same_state_keys: Sequence[Hashable] = ()) -> dict[int, int]:
+def assign_buddies(nodes: Sequence[Hashable], first_rank_with_same_state: Sequence[Hashable] = ()) -> dict[int, int]:
     """Rank -> the rank that keeps the mirror's second copy of its state. Empty for a single rank.
 
-    `nodes[rank]`: the node that the rank lives on. `same_state_keys[rank]`: equal for ranks that hold the same state
-    (`Ownership.same_state_keys`). A rank that holds the same state is a bad keeper. Where the nodes allow it, a rank with other
-    state is taken, so that the state survives the loss of all ranks that hold it.
+    `nodes[rank]`: the node that the rank lives on. `first_rank_with_same_state[rank]`: of `plan.ownership`. A rank that holds
+    the same state is a bad keeper. Where the nodes allow it, a rank with other state is taken, so that the state survives the
+    loss of all ranks that hold it.
 
     Ranks sorted by node, largest node first, form a ring. The keeper of a rank is as many places further as the largest node
     has ranks. So no rank has its keeper on its own node, and every rank keeps one copy. If one node has more than half of all
@@ -109,12 +109,12 @@ def assign_buddies(nodes: Sequence[Hashable], same_state_keys: Sequence[Hashable
     """
     keepers = _keepers_elsewhere(nodes)
     for rank in keepers:
-        if not same_state_keys or same_state_keys[keepers[rank]] != same_state_keys[rank]:
+        if not first_rank_with_same_state or first_rank_with_same_state[keepers[rank]] != first_rank_with_same_state[rank]:
             continue
         for other in keepers:  # an exchange leaves every keeper with as many copies as before
             mine, theirs = keepers[other], keepers[rank]
             apart = rank != mine and other != theirs and _apart(nodes, rank, mine) and _apart(nodes, other, theirs)
-            key_of = same_state_keys
+            key_of = first_rank_with_same_state
             worse = key_of[mine] == key_of[rank] or key_of[theirs] == key_of[other] != key_of[mine]
             if apart and not worse:
                 keepers[rank], keepers[other] = mine, theirs

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from raypar.elastic.mirror_schedule_and_buddies import assign_buddies
 from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.plan import ParallelPlan
-from raypar.plan.ownership import same_state_keys
+from raypar.plan.ownership import first_rank_with_same_state
 from raypar.plan.pieces import Holdings, Piece, count_shared_elements, pieces_nobody_holds, subtract_pieces
 from raypar.plan.wording import after_steps, format_worker_numbers, word_form
 
@@ -179,7 +179,9 @@ def find_expected_pieces(m: RunState) -> dict[int, list[Piece]]:
         for worker, pieces in zip(members, held, strict=True):
             found.setdefault(worker, []).extend(pieces)
         if m.mirror.first is not None or m.mirror.complete:
-            keepers = assign_buddies([m.membership.nodes.get(worker, "") for worker in members], same_state_keys(held))
+            keepers = assign_buddies(
+                [m.membership.nodes.get(worker, "") for worker in members], first_rank_with_same_state(held)
+            )
             for rank, keeper in keepers.items():
                 found[members[keeper]].extend(held[rank])
     return found

@@ -101,7 +101,7 @@ class PackConfig(Section):
 
 
 class SamplesConfig(DatasetConfig):
-    """A data set, map-style or iterable, and how its samples become the model's input and the loss's target."""
+    """What `data` and each validation set have: a data set, and how its samples become the model's input and loss's target."""
 
     input: str | None = None
     """The field of a sample that the first layer of a sequential model reads; None: `x`. (A module with a forward of its own

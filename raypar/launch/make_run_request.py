@@ -13,7 +13,7 @@ from raypar.job.contract import CHANGES, CODE, DATA_DIGEST, FINGERPRINT, FROZEN,
 from raypar.launch.choose_plan import ChosenPlan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.user_code_digests import code_of_job, describe_change_beside_training, describe_code_change
-from raypar.launch.user_value_digests import FUNCTIONS_OF_DATA, values_of_job
+from raypar.launch.user_value_digests import FUNCTIONS_OF_DATA, value_digests_of_job
 from raypar.plan.wording import count_noun
 from raypar.storage.filesystems import pickle_registered_filesystems
 from raypar.storage.run_folder import RunFolder
@@ -120,7 +120,7 @@ def contract_fields(options: LaunchOptions) -> ContractFields:
     """The fields of a request that say what the run's checkpoints hold of the job, and what has changed of its code and of the
     values that its functions hold. To be asked for before anything calls the user's code: a data set may keep what it has read.
     """
-    code = code_of_job(options.job) | values_of_job(options.job)
+    code = code_of_job(options.job) | value_digests_of_job(options.job)
     said = {one.key.partition(".")[0] for one in options.changes.last}
     changed = describe_code_change(options.former_code, code, said)
     beside: dict[str, Json] = {CODE: code}

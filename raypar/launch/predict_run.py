@@ -69,7 +69,7 @@ def predict_with_checkpoint(
 
 def make_prediction_job(forward: Job, samples: int, function: FunctionConfig | None) -> Job:
     """The job of a run of forward passes, whose outputs are kept in the place of a loss."""
-    from raypar.worker.data.sample_number_field import with_numbered_samples
+    from raypar.worker.data.data_set_with_sample_numbers import with_numbered_samples
     from raypar.worker.prediction import Prediction
 
     given = forward.replace(
@@ -93,7 +93,7 @@ class RowWriter:
         """Write the outputs of the next microbatches; at once if they are of one size."""
         import torch
 
-        from raypar.worker.data.sample_number_field import SAMPLE
+        from raypar.worker.data.data_set_with_sample_numbers import SAMPLE
         from raypar.worker.prediction import NUMBERS, unpack_predictions
 
         parts: list[Rows] = [unpack_predictions(data) for data in kept]

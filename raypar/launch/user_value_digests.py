@@ -41,7 +41,7 @@ FUNCTIONS_OF_DATA = ("collate", "sampler", "weights", "group_by")
 """Keys of `data` that are functions."""
 
 
-def values_of_job(spec: Job) -> dict[str, str]:
+def value_digests_of_job(spec: Job) -> dict[str, str]:
     """`values of KEY` -> digest, of the job's functions with their arguments.
 
     Parameters of the model do not count: those of a checkpoint take their place. Nor do types of numbers, and whether a

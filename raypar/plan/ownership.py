@@ -183,9 +183,9 @@ class Ownership:
         return tuple(self._held(rank) for rank in range(self.plan.world))
 
     @cached_property
-    def same_state_keys(self) -> tuple[int, ...]:
+    def first_rank_with_same_state(self) -> tuple[int, ...]:
         """By rank; ranks with the same key hold the same state."""
-        return same_state_keys(self.held)
+        return first_rank_with_same_state(self.held)
 
     def has_copies(self, rank: int) -> bool:
         """Whether another rank holds the same state. False for a rank that holds no state.
@@ -325,7 +325,7 @@ class Ownership:
         )
 
 
-def same_state_keys(held: Sequence[tuple[Piece, ...]]) -> tuple[int, ...]:
+def first_rank_with_same_state(held: Sequence[tuple[Piece, ...]]) -> tuple[int, ...]:
     """By rank: the first rank that holds the same pieces. So ranks with equal keys hold the same state."""
     first: dict[tuple[Piece, ...], int] = {}
     compared: dict[int, int] = {}  # by identity: replicas share one long tuple

@@ -207,7 +207,7 @@ class ParallelPlan:
     def compute_keys(self) -> tuple[tuple[int, int], ...]:
         """By rank: (position, shard). Ranks with the same key do the same work, on other microbatches.
 
-        Whether they also hold the same state is another question: see `plan.ownership.same_state_keys`.
+        Whether they also hold the same state is another question: see `plan.ownership.first_rank_with_same_state`.
         """
         return tuple((seat.position, seat.shard) for seat in self.seats)
 

@@ -29,7 +29,7 @@ def message_routes(crossing: StageConnections) -> list[MessageRoute]:
     return [(VALUES, e.src, e.dst) for e in crossing.edges] + [(INPUT_GRADIENTS, r.src, r.dst) for r in crossing.relays]
 
 
-def name_maker_of_result(result: StageResult) -> str:
+def name_of_producing_instruction(result: StageResult) -> str:
     """The instruction that gives a result as text, such as `1F0`; `B` if both B and I give it."""
     what, stage, microbatch = result
     return f"{stage}{letter_of_producer(what)}{microbatch}"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from raypar.errors import ScheduleError
 from raypar.plan import MicrobatchRouting, StageConnections
 from raypar.plan.wording import count_noun
-from raypar.schedule.data_flow import DataFlow, StageResult, name_maker_of_result, needs_of_own_stage
+from raypar.schedule.data_flow import DataFlow, StageResult, name_of_producing_instruction, needs_of_own_stage
 from raypar.schedule.instructions import (
     VALUES,
     WEIGHT_GRADIENTS,
@@ -236,7 +236,7 @@ class _Replay:
         rank = stuck[0]
         instruction = self.schedule[rank][self.place[rank]]
         needs = self.rules.needs(instruction, self.shard[rank])
-        missing = ", ".join(name_maker_of_result(need) for number, need in needs if not self.done[number])
+        missing = ", ".join(name_of_producing_instruction(need) for number, need in needs if not self.done[number])
         raise ScheduleError(
             f"{len(stuck)} of {count_noun(len(self.schedule), 'worker')} cannot finish: {self.plan.coordinate(rank)} stands at "
             f"{instruction}, which needs {missing}",

@@ -15,7 +15,7 @@ from itertools import product
 from typing import NamedTuple
 
 from raypar.plan import MicrobatchRouting, StageConnections
-from raypar.schedule.data_flow import DataFlow, name_maker_of_result, needs_of_own_stage
+from raypar.schedule.data_flow import DataFlow, name_of_producing_instruction, needs_of_own_stage
 from raypar.schedule.instructions import (
     INPUT_GRADIENTS,
     KEPT_SIZE,
@@ -205,7 +205,7 @@ class _Holdings:
         for kind in compute_classes():
             if what in kind.allocates and kind.frees and all(microbatch in self.of[kept, stage] for kept in kind.frees):
                 return str(kind(stage, microbatch))
-        return name_maker_of_result((what, stage, microbatch))
+        return name_of_producing_instruction((what, stage, microbatch))
 
 
 def _check_causal_on(case: RuleCheckInput, rank: int) -> list[ScheduleProblem]:
@@ -227,7 +227,7 @@ def _check_causal_on(case: RuleCheckInput, rank: int) -> list[ScheduleProblem]:
                     if m not in there:
                         found.append(
                             ScheduleProblem(
-                                "causal", rank, f"{instruction} stands before {name_maker_of_result((what, at, m))}"
+                                "causal", rank, f"{instruction} stands before {name_of_producing_instruction((what, at, m))}"
                             )
                         )
                 elif case.lowered and (kind, src, dst, m) not in posted:

@@ -9,7 +9,7 @@ from typing import Literal
 from raypar.errors import ScheduleError
 from raypar.plan import MicrobatchRouting, StageConnections
 from raypar.plan.wording import count_noun
-from raypar.schedule.data_flow import MESSAGE_KIND, DataFlow, StageResult, name_maker_of_result
+from raypar.schedule.data_flow import MESSAGE_KIND, DataFlow, StageResult, name_of_producing_instruction
 from raypar.schedule.instructions import Bundle, Communication, Compute, Program, Schedule
 from raypar.schedule.program_rules import (
     RuleCheckInput,
@@ -134,7 +134,7 @@ def _words(awaited: Awaited) -> str:
     worker, what = awaited
     if len(what) == 4:
         return describe_message(what)
-    return f"{name_maker_of_result(what)} of worker {worker}"
+    return f"{name_of_producing_instruction(what)} of worker {worker}"
 
 
 class _Run:

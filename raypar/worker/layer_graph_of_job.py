@@ -14,13 +14,17 @@ from torch import Tensor
 
 from raypar.errors import ModelError, RayparError, UserCodeError
 from raypar.job import DataConfig, FunctionConfig, Job
-from raypar.model.capture.module_graph import ModuleCapture, refuse_parameters_in_no_unit, set_captured_buffers
+from raypar.model.capture.module_graph import (
+    ModuleCaptureOptions,
+    put_initial_buffers_into_captured_model,
+    refuse_parameters_in_no_unit,
+)
 from raypar.model.capture.sequential import capture_layer_graph, replace_builds_by_skeletons, state_in
 from raypar.model.deferred_init import OperationRecording, Undeferrable, run_with_deferred_init
 from raypar.model.graph import Graph, MadeModel
 from raypar.model.initial_values import CallGuard, SeededByNameValues
 from raypar.model.model_function_allocations import WHOLE_BYTES, AllocationLimitExceeded, call_counting_allocations
-from raypar.model.module_digest import digest_of_module
+from raypar.model.module_options_digest import digest_of_module
 from raypar.model.parameter_aliasing_check import Replaced
 from raypar.model.random_state import RandomState, preserve_random_state, seed_all
 from raypar.user_code.stop_signals import reraise_ctrl_c
@@ -84,7 +88,7 @@ def make_layer_graph(spec: Job, guard: CallGuard = contextlib.nullcontext) -> Gr
     if spec.init_from is not None:
         assert graph.initial_values is not None
         values = weights_from_file(spec, graph, graph.initial_values)
-        set_captured_buffers(graph, values, getattr(torch, spec.dtype))
+        put_initial_buffers_into_captured_model(graph, values, getattr(torch, spec.dtype))
         graph = replace(graph, initial_values=values)
     if spec.init == "by-name":
         of_file = graph.initial_values.names if isinstance(graph.initial_values, WeightsFromFile) else ()
@@ -260,7 +264,7 @@ def _values_again(spec: Job) -> Mapping[str, Tensor]:
         return state_in(made)
 
 
-def module_capture_of_job(spec: Job, guard: CallGuard) -> ModuleCapture:
+def module_capture_of_job(spec: Job, guard: CallGuard) -> ModuleCaptureOptions:
     """What the job says about a model that is captured. Its first microbatch is read when it is asked for."""
 
     calls = "the data set's __getitem__" + (" or data.collate" if spec.data.collate is not None else "")
@@ -293,7 +297,7 @@ def module_capture_of_job(spec: Job, guard: CallGuard) -> ModuleCapture:
         return {} if padding is None else dict(padding.last_lengths)
 
     autocast = autocast_of(spec.precision)
-    return ModuleCapture(
+    return ModuleCaptureOptions(
         fields,
         read,
         dtype=getattr(torch, spec.dtype),

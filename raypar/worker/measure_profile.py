@@ -33,10 +33,10 @@ from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.check_state_between_microbatches import check_layer_recomputes
 from raypar.worker.data.check_and_count_streams import resolve_streams
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
-from raypar.worker.data.padded_batch_shapes import lengthened
 from raypar.worker.data.padding import Padding
 from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.stream_loader import read_stream_microbatches
+from raypar.worker.data.trial_batches_of_padded_lengths import lengthened
 from raypar.worker.data.user_dataset import is_stream, make_dataset
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.layer_precisions import parameter_dtype_of

@@ -16,7 +16,7 @@ from raypar.errors import UserCodeError, with_article
 from raypar.job import FunctionConfig
 from raypar.model.graph import ModelOutput
 from raypar.plan.wording import count_noun
-from raypar.worker.data.sample_number_field import SAMPLE, number_and_length
+from raypar.worker.data.data_set_with_sample_numbers import SAMPLE, number_and_length
 from raypar.worker.metrics.metric_state import KeptOutput, LiveObject, MetricValue, ObjectState, State
 
 NUMBERS = "sample"

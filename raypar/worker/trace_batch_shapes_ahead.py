@@ -12,8 +12,8 @@ from raypar.model.capture.module_graph import trace_ahead, traces_of
 from raypar.model.graph import Graph
 from raypar.plan import Microbatches
 from raypar.worker.data.packing import Packing, batches_of_all_forms
-from raypar.worker.data.padded_batch_shapes import LadderShapes, sizes_of_microbatches
 from raypar.worker.data.padding import Padding
+from raypar.worker.data.trial_batches_of_padded_lengths import LadderShapes, sizes_of_microbatches
 
 
 def trace_ladders_of_validation(spec: Job, graph: Graph, batching: Microbatches) -> list[str | None]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from raypar.comm.sent_tensor_layout import empty_message, layout_of, message_of, tensor_of_message
 from raypar.model.capture.forward_inputs import ForwardInputs
-from raypar.model.capture.module_graph import ModuleCapture, find_aliases, make_layers, trace_module, traces_of
+from raypar.model.capture.module_graph import ModuleCaptureOptions, find_aliases, make_layers, trace_module, traces_of
 from raypar.model.capture.sequential import capture_layer_graph
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.graph import Layer
@@ -45,7 +45,7 @@ def capture(model: nn.Module, batch: Mapping[str, Tensor], units: Sequence[str] 
 
 def capture_as_a_job(model: nn.Module, batch: Mapping[str, Tensor]) -> Captured:
     """The layers of an unmodified module, with all that a job refuses before it looks at the forward."""
-    request = ModuleCapture(
+    request = ModuleCaptureOptions(
         fields=lambda: tuple(batch), read=lambda names: {name: batch[name] for name in names}, dtype=torch.float32, target=""
     )
     graph = capture_layer_graph(model, input="", whole=request)

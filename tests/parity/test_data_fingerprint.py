@@ -16,7 +16,7 @@ from torch import nn
 import raypar
 from raypar.errors import RayparError
 from raypar.launch import Result, launch_run
-from raypar.model.module_digest import digest_of_module
+from raypar.model.module_options_digest import digest_of_module
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.state_key import OPTIMIZER, PARAMETER, StateKey
 from raypar.worker.data import data_fingerprint

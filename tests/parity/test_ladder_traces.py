@@ -17,8 +17,8 @@ from raypar.model.capture.module_graph import traces_of
 from raypar.model.capture.trace_cache import MOST_TRACES, TraceCache
 from raypar.plan import ParallelPlan
 from raypar.planner.plan_report import processors_of_prediction
-from raypar.worker.data.padded_batch_shapes import LadderShapes, lengthened
 from raypar.worker.data.padding import Padding
+from raypar.worker.data.trial_batches_of_padded_lengths import LadderShapes, lengthened
 from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_job

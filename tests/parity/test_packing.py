@@ -28,8 +28,8 @@ from raypar.job import (
 from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
 from raypar.worker.check_packing import check_documents_apart
+from raypar.worker.data.data_set_with_sample_numbers import with_numbered_samples
 from raypar.worker.data.packing import Packing, first_fit_decreasing
-from raypar.worker.data.sample_number_field import with_numbered_samples
 from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph

@@ -36,7 +36,7 @@ from raypar.record.events import Event
 from raypar.storage.checkpoint_store import open_checkpoint
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.storage_uri import StorageUri
-from raypar.worker.data.sample_number_field import SAMPLE, NumberedSamples, NumberedStream, number_and_length
+from raypar.worker.data.data_set_with_sample_numbers import SAMPLE, NumberedSamples, NumberedStream, number_and_length
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.prediction import Prediction, named_tensors, pack_predictions, unpack_predictions
 from raypar.worker.process.torch_state_guard import TorchStateGuard

@@ -45,6 +45,6 @@ def test_the_keeper_is_elsewhere_and_nobody_keeps_more_than_its_share(world):
 @pytest.mark.parametrize("nodes", ["aabb", "abab", "aaaa"])
 def test_of_two_replicas_on_shards_another_shard_keeps_the_copy(nodes):
     outline = ModelOutline((), elements=({"a": 8},), shardings={2: {"a": TensorCut(0, 4, even_ranges_by_shard(4, 2))}})
-    copies = Ownership(ParallelPlan.mesh(dp=2, tp=2), outline).same_state_keys
+    copies = Ownership(ParallelPlan.mesh(dp=2, tp=2), outline).first_rank_with_same_state
     keepers = assign_buddies(nodes, copies)
     assert all(copies[rank] != copies[keeper] for rank, keeper in keepers.items()), keepers

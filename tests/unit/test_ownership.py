@@ -199,7 +199,7 @@ def test_shares_are_even_in_every_stage_for_each_shard():
 def test_a_thousand_ranks_and_thousands_of_parameters_take_seconds():
     outline = ModelOutline((), elements=tuple({f"{i}.{j}": 40_000 * (j + 1) for j in range(10)} for i in range(300)))
     plan, begin_s = ParallelPlan.mesh(dp=100, pp=10, layers=300), time.perf_counter()
-    assert len(set(Ownership(plan, outline).same_state_keys)) == 10
+    assert len(set(Ownership(plan, outline).first_rank_with_same_state)) == 10
     keeps = Ownership(plan, outline, zero_stage=3)
     assert sum(keeps.elements(rank, "parameter") for rank in range(plan.world)) == 300 * 40_000 * 55
     assert time.perf_counter() - begin_s < 20, "2 s when nothing else runs"
@@ -210,9 +210,9 @@ def test_a_thousand_ranks_and_thousands_of_parameters_take_seconds():
 
 def test_replicas_of_a_shard_hold_the_same_until_they_share_state_out():
     plan = ParallelPlan.of([2, 1], [2, 1], layers=4)
-    assert Ownership(plan, TIED).same_state_keys == (0, 1, 0, 1, 4)
+    assert Ownership(plan, TIED).first_rank_with_same_state == (0, 1, 0, 1, 4)
     assert [Ownership(plan, TIED).has_copies(rank) for rank in range(5)] == [True] * 4 + [False]
-    assert Ownership(plan, TIED, zero_stage=1).same_state_keys == (0, 1, 2, 3, 4)
+    assert Ownership(plan, TIED, zero_stage=1).first_rank_with_same_state == (0, 1, 2, 3, 4)
     assert plan.compute_keys == ((0, 0), (0, 1), (0, 0), (0, 1), (1, 0)), "they compute the same all the same"
 
 

@@ -15,7 +15,7 @@ from raypar.launch import launch_run
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.trainer_arguments import Given
 from raypar.launch.user_code_digests import describe_code_change
-from raypar.launch.user_value_digests import ITEMS, WHOLE_BYTES, values_of_job
+from raypar.launch.user_value_digests import ITEMS, WHOLE_BYTES, value_digests_of_job
 
 
 def warmup(steps: Any) -> Callable[[int], float]:
@@ -70,7 +70,7 @@ def data(value: float, count: int = 8) -> torch.utils.data.TensorDataset:
 
 def given(**changes: Any) -> dict[str, str]:
     base = {"model": nn.Linear, "loss": scaled, "data": Held, "steps": 1, "batch_size": 4, "microbatches": 2}
-    return values_of_job(Trainer(**{**base, **changes}).job)
+    return value_digests_of_job(Trainer(**{**base, **changes}).job)
 
 
 CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {

@@ -40,7 +40,7 @@ class _Container(nn.Module):
 
 
 @dataclass(frozen=True)
-class ModuleCapture:
+class ModuleCaptureOptions:
     """What a job says about a model that is captured."""
 
     fields: Callable[[], tuple[str, ...]]
@@ -67,7 +67,7 @@ class ModuleCapture:
     """Asked after `read`: padded field -> the lengths of the samples of the first microbatch."""
 
 
-def capture_module_graph(made: nn.Module, initial: InitialValues, request: ModuleCapture) -> Graph:
+def capture_module_graph(made: nn.Module, initial: InitialValues, request: ModuleCaptureOptions) -> Graph:
     """The graph of an unmodified module: one layer for each call of a unit. `initial`: values of its parameters and buffers.
 
     Raises `ModelError` for what cannot be captured, with the file and line of the user's code.
@@ -125,7 +125,7 @@ def traces_of(graph: Graph) -> TraceCache | None:
     return cache_of(shell) if isinstance(shell, CapturedLayer) else None
 
 
-def set_captured_buffers(graph: Graph, initial: InitialValues, dtype: torch.dtype) -> None:
+def put_initial_buffers_into_captured_model(graph: Graph, initial: InitialValues, dtype: torch.dtype) -> None:
     """Let a captured model's forward, where it decides by buffers in Python, find in them the values with which the run begins.
 
     `initial`: those values. Raises `ModelError` if it then calls other units than with the model function's values.
@@ -209,7 +209,7 @@ def samples_of(graph: Graph) -> int:
     return 0 if cache is None else max((len(field) for field in cache.first_batch.values() if field.dim()), default=0)
 
 
-def build_without_values(graph: Graph, index: int) -> nn.Module:
+def build_layer_without_parameter_values(graph: Graph, index: int) -> nn.Module:
     """A layer of a captured model as it is when it is recorded: with memoryless parameters and real buffers."""
     cache, layer = traces_of(graph), graph.layers[index]
     assert cache is not None
@@ -395,7 +395,7 @@ def trace_module(
     """The traces of a model, of which the first, for `batch`, is made.
 
     `skeleton`: the model on the meta device. `buffers`: their values by name. `dtype`: the job's. `units`: patterns of modules.
-    `rounded_to`: as in `ModuleCapture`. Raises `ModelError` for what cannot be captured.
+    `rounded_to`: as in `ModuleCaptureOptions`. Raises `ModelError` for what cannot be captured.
     """
     ((_, model),) = make_skeletons([("", skeleton)])
     _put_absent_parameters(model, dtype, rounded_to)

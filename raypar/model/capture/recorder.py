@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from raypar.errors import with_article
+from raypar.model.capture.attributes_set_while_traced import UnitAttributes
 from raypar.model.capture.data_dependent_unit_shapes import (
     UnitsOnRandomNumbers,
     is_fused_in_evaluation,
@@ -56,7 +57,6 @@ from raypar.model.capture.trace_data import (
     comparable,
     form_of,
 )
-from raypar.model.capture.unit_attributes import UnitAttributes
 from raypar.model.graph import ModelOutput
 from raypar.torch_compat.autograd import is_wrapped_by_transform
 from raypar.torch_compat.dispatch import NESTED_TENSORS, PACKING

@@ -10,7 +10,7 @@ from weakref import ReferenceType
 from torch import Tensor, nn
 
 from raypar.errors import ModelError, with_article
-from raypar.model.capture.module_graph import ModuleCapture, capture_module_graph
+from raypar.model.capture.module_graph import ModuleCaptureOptions, capture_module_graph
 from raypar.model.deferred_init import OperationRecording, materialise_hidden_tensors, materialise_tensor_attributes
 from raypar.model.framework_wrappers import refuse_framework_wrappers
 from raypar.model.graph import Graph, MadeModel
@@ -45,7 +45,7 @@ def capture_layer_graph(
     recording: OperationRecording | None = None,
     notes: tuple[str, ...] = (),
     replaced: Replaced = "nothing",
-    whole: ModuleCapture | None = None,
+    whole: ModuleCaptureOptions | None = None,
 ) -> Graph:
     """The graph of the layers of `made`; a hand-written `Graph` is returned as it is.
 

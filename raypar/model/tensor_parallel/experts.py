@@ -1,4 +1,4 @@
-"""The experts of a mixture on one shard: their own code, on a part of each expert's inner features."""
+"""The experts of a mixture, each cut over all shards by its inner features (none is dealt out whole): what one shard runs."""
 
 from __future__ import annotations
 

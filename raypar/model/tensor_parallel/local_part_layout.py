@@ -1,4 +1,4 @@
-"""Describes which part of a value one shard has, and what the cut dim counts."""
+"""Describes which part of an activation (not of a parameter) one shard has, and what the cut dim counts."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from raypar.model.capture.module_graph import build_without_values
+from raypar.model.capture.module_graph import build_layer_without_parameter_values
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.styles.head_styles import is_plain_attention
@@ -61,7 +61,7 @@ def record_layers(graph: Graph, first: int, last: int, values: Mapping[str, Tens
     recorder, layers, found = _Recorder(), graph.layers[first:last], dict(values)
     with torch.enable_grad(), meta_operations_without_dynamo(), preserve_random_state():
         for index, layer in enumerate(layers, first):
-            module = build_without_values(graph, index)
+            module = build_layer_without_parameter_values(graph, index)
             for path, part in module.named_modules():
                 if is_recorded_whole(part):
                     part.forward = partial(recorder.call_module, layer.qualify(path), part.forward)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import PlanError, RayparError
-from raypar.model.capture.module_graph import build_without_values, recorded_values
+from raypar.model.capture.module_graph import build_layer_without_parameter_values, recorded_values
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import shared_skeleton
 from raypar.model.random_state import preserve_random_state
@@ -109,7 +109,13 @@ def _run(
         for first, last in stages:
             group = ShardGroup(NoTransport(shard, layout.shards), range(layout.shards))
             modules = build_shard_modules(
-                graph, first, last, lambda i: build_without_values(graph, i), layout=layout, group=group, whole=True
+                graph,
+                first,
+                last,
+                lambda i: build_layer_without_parameter_values(graph, i),
+                layout=layout,
+                group=group,
+                whole=True,
             )
             with ParameterMisuseDetector(graph, modules, layout, group) as access:
                 for layer in graph.layers[first:last]:
