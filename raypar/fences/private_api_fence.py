@@ -1,6 +1,7 @@
 """A fence around a library's API that is private or differs between releases: probed once, and one warning if it is missing.
 
-Only `ray_compat/` and `torch_compat/` use such APIs. The rest of raypar calls the functions of these two packages.
+Only `ray_compat/` and `torch_compat/` use such APIs. The rest of raypar calls the functions of these two packages. Those of
+Python and NumPy are in `worker/process/generator_positions.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import importlib.metadata
 import logging
 import pkgutil
+import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -86,7 +88,7 @@ class Fence(Generic[API]):
     def release(self) -> str:
         """The library's name and its installed release: `Ray 2.60.0`."""
         name = self.api.partition(".")[0]
-        shown = {"ray": "Ray", "torch": "PyTorch"}.get(name, name)
+        shown = {"ray": "Ray", "torch": "PyTorch", "numpy": "NumPy", "python": "Python"}.get(name, name)
         return f"{shown} {release_of(name)}"
 
     def find(self) -> API | None:
@@ -177,7 +179,9 @@ def _reason(error: BaseException | None) -> str:
 
 
 def release_of(library: str) -> str:
-    """The installed release of a library; `?` if unknown. Does not import the library."""
+    """The installed release of a library, or Python's own; `?` if unknown. Does not import the library."""
+    if library == "python":
+        return platform.python_version()
     loaded = getattr(sys.modules.get(library), "__version__", None)
     if isinstance(loaded, str):
         return str(loaded)

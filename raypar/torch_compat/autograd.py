@@ -101,6 +101,17 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return HOOKS.find() is not None and tensor._backward_hooks is not None
 
 
+def can_forget_gradient_hooks() -> bool:
+    """Whether `forget_gradient_hooks` finds any; elsewhere raypar's own hooks are among them."""
+    return HOOKS.find() is not None
+
+
+def forget_gradient_hooks(tensor: Tensor) -> None:
+    """Remove the hooks that users' code has registered on the gradient of a tensor."""
+    if has_gradient_hooks(tensor):
+        tensor._backward_hooks.clear()  # type: ignore[union-attr]
+
+
 def has_hooks_on_sums(parameter: Tensor) -> bool:
     """Whether a parameter has hooks on its gradient, or post-accumulate-grad hooks."""
     return HOOKS.find() is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

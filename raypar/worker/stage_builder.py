@@ -29,9 +29,11 @@ from raypar.plan.forward_pass_batching import whole_batching
 from raypar.plan.ownership import Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
+from raypar.torch_compat.autograd import can_forget_gradient_hooks
 from raypar.worker.layer_precisions import parameter_dtype_of
 from raypar.worker.prediction import Prediction
-from raypar.worker.process.seed_generators import make_seeder
+from raypar.worker.process.seed_generators import HostGenerators, make_seeder, make_torch_seeder
+from raypar.worker.process.seeded_calls import SeededCalls
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.backward import DeferredGradients, LayerBackwardHooks
 from raypar.worker.stage.buffer_updates import BufferUpdates
@@ -90,7 +92,9 @@ def build_stage(
     hooks = LayerBackwardHooks(weights.layer_names, crossing.received, gradients, completed, guard, on_cpu=device == CPU)
     precision = StagePrecision(spec.precision, device, guard)
     updates = build_buffer_updates(graph, weights)
-    calls = build_stage_layers(graph, layers, hooks, coordinate, make_seeder(device), guard, precision, updates)
+    linears = [part for part in list_all_modules(modules) if isinstance(part, ShardedLinear)]
+    loss = build_stage_loss(graph, plan, index, spec, loss_fn, shard, coordinate, guard, precision)
+    seeded = seeded_calls_of_layers(layers, loss, device, sharded=shard is not None)
     return Stage(
         graph=graph,
         index=index,
@@ -100,15 +104,13 @@ def build_stage(
         shard=shard,
         guard=guard,
         weights=weights,
-        layers=calls,
-        loss=build_stage_loss(graph, plan, index, spec, loss_fn, shard, coordinate, guard, precision),
+        layers=build_stage_layers(graph, layers, hooks, coordinate, seeded, guard, precision, updates),
+        loss=loss,
         values=crossing,
         gradients=gradients,
         hooks=hooks,
         deferred=deferred,
-        gradient_reuse_policy=GradientReusePolicy(
-            [part for part in list_all_modules(modules) if isinstance(part, ShardedLinear)]
-        ),
+        gradient_reuse_policy=GradientReusePolicy(linears),
         recomputation=stage_recomputation(graph, plan, index, spec),
         buffer_updates=updates,
     )
@@ -179,22 +181,40 @@ def build_buffer_updates(graph: Graph, weights: StageTensors) -> dict[str, Buffe
     return {name: updates for name, updates in made if updates is not None}
 
 
+def seeded_calls_of_layers(
+    layers: Sequence[Layer], loss: LossCall | None, device: torch.device, *, sharded: bool
+) -> list[tuple[SeededCalls, SeededCalls]]:
+    """By layer: its calls in evaluation, and in training.
+
+    All generators are seeded before each call of layers on shards, of which one alone cannot call a layer again, of the layer
+    before a loss, which goes on with its random numbers, and in training where hooks of a dropped call would stay.
+    """
+    generators = None if sharded else HostGenerators.of_process()
+    seed_all, seed_torch = make_seeder(device), make_torch_seeder(device)
+
+    def calls(layer: Layer, *, training: bool) -> SeededCalls:
+        before_loss = layer is layers[-1] and loss is not None and loss.is_called(training=training)
+        always = before_loss or (training and not can_forget_gradient_hooks())
+        return SeededCalls(seed_all, seed_torch, None if always else generators)
+
+    return [(calls(layer, training=False), calls(layer, training=True)) for layer in layers]
+
+
 def build_stage_layers(
     graph: Graph,
     layers: Sequence[Layer],
     hooks: LayerBackwardHooks,
     coordinate: StageCoordinate,
-    seed_generators: Callable[[int], None],
+    seeded: Sequence[tuple[SeededCalls, SeededCalls]],
     guard: TorchStateGuard,
     precision: StagePrecision,
     updates: Mapping[str, BufferUpdates],
 ) -> list[StageLayer]:
-    """The layers in order, each with how it is called, and the hooks of what it returns."""
+    """The layers in order, each with how it is called, and the hooks of what it returns. `seeded`: by layer, as `LayerCall`
+    has them."""
     made, given = [], {*graph.batch_fields, *graph.handed_on}
-    for layer, of_outputs in zip(layers, hooks.of_outputs, strict=True):
-        call = LayerCall(
-            layer, coordinate=coordinate, seed_generators=seed_generators, guard=guard, updates=updates.get(layer.name)
-        )
+    for layer, of_outputs, own in zip(layers, hooks.of_outputs, seeded, strict=True):
+        call = LayerCall(layer, coordinate=coordinate, calls=own, guard=guard, updates=updates.get(layer.name))
         shared = tuple(name for name in dict.fromkeys(layer.inputs) if len(graph.consumers(name)) > 1)
         fields = [place for place, name in enumerate(layer.inputs) if name in given]
         made.append(StageLayer(layer, precision.wrap_layer(call, fields), of_outputs, shared))

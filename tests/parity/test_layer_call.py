@@ -18,6 +18,7 @@ from raypar.model.graph import Graph, Layer
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.seeds import seed_of
 from raypar.worker.process.seed_generators import make_seeder
+from raypar.worker.process.seeded_calls import SeededCalls
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerCall, LayerFunction, PassContext, training_pass_context, validation_pass_context
 from raypar.worker.stage.layer_tensors import LayerTensors, StageTensors, alias_received, own_tensor
@@ -40,6 +41,10 @@ class Noisy(nn.Linear):
         return nn.functional.dropout(super().forward(x), 0.5, training=True) * noise
 
 
+def always_seeded(seed):
+    return SeededCalls(seed, seed, None), SeededCalls(seed, seed, None)
+
+
 class Scene:
     """One layer with its weights and its call."""
 
@@ -52,7 +57,7 @@ class Scene:
         self.call = LayerCall(
             self.layer,
             coordinate=StageCoordinate(3, 1, None, "noisy"),
-            seed_generators=seed_generators or make_seeder(CPU),
+            calls=always_seeded(seed_generators or make_seeder(CPU)),
             guard=self.guard,
         )
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy
 import torch
 
-_PYTHON = random.seed.__self__  # type: ignore[attr-defined]
-"""The generator behind the functions of the module `random`."""
-_seed_python_from_integer = super(random.Random, _PYTHON).seed
+from raypar.worker.process.generator_positions import NUMPY, OF_NUMPY, OF_PYTHON, PYTHON, NumpyPosition, Position
+
+_seed_python_from_integer = super(random.Random, PYTHON).seed
 _seed_numpy_twister = numpy.random.rand.__self__.seed  # type: ignore[attr-defined]
 """Of the generator behind the functions of `numpy.random`; raises `TypeError` where the user has set another kind of it."""
 
@@ -22,7 +22,7 @@ def seed_python_and_numpy(number: int) -> None:
     cold caches that was half, and a quarter, of their time.
     """
     _seed_python_from_integer(number)
-    _PYTHON.gauss_next = None
+    PYTHON.gauss_next = None
     try:
         _seed_numpy_twister(number)
     except TypeError:  # after `numpy.random.set_bit_generator`
@@ -39,18 +39,58 @@ def seed_host_generators(number: int) -> None:
     torch.default_generator.manual_seed(here)
 
 
-def make_seeder(device: torch.device) -> Callable[[int], None]:
-    """A function that seeds the generators that layers draw from: PyTorch's, Python's and NumPy's (rule 3 of the contract).
+def make_torch_seeder(device: torch.device) -> Callable[[int], object]:
+    """A function that seeds PyTorch's generators from which layers on this device draw.
 
     It is cheaper than `torch.manual_seed`, which visits every kind of device (65 us).
     """
-    seed_cpu = torch.default_generator.manual_seed
-    of_device = torch.cuda.default_generators[device.index or 0].manual_seed if device.type == "cuda" else None
+    seed_cpu: Callable[[int], object] = torch.default_generator.manual_seed
+    if device.type != "cuda":
+        return seed_cpu
+    of_device = torch.cuda.default_generators[device.index or 0].manual_seed
 
     def seed(number: int) -> None:
         seed_cpu(number)
-        if of_device is not None:
-            of_device(number)
+        of_device(number)
+
+    return seed
+
+
+def make_seeder(device: torch.device) -> Callable[[int], None]:
+    """A function that seeds the generators that layers draw from: PyTorch's, Python's and NumPy's (rule 3 of the contract)."""
+    seed_torch = make_torch_seeder(device)
+
+    def seed(number: int) -> None:
+        seed_torch(number)
         seed_python_and_numpy(number % 2**32)
 
     return seed
+
+
+class HostGenerators:
+    """Python's and NumPy's generators of this process, which tell whether anybody has drawn since they were seeded."""
+
+    numpy_generator: numpy.random.BitGenerator
+    """The generator behind `numpy.random` that is looked at."""
+
+    def __init__(self, of_python: Position, of_numpy: NumpyPosition) -> None:
+        self.numpy_generator = of_numpy.bit_generator
+        self._python, self._numpy = of_python, of_numpy.position
+        self._seeded = b"", b""
+        """Where both were once they were last seeded here."""
+
+    @staticmethod
+    def of_process() -> HostGenerators | None:
+        """Those of this process; None, after a warning, where they do not tell how far they are."""
+        of_python, of_numpy = OF_PYTHON.find(), OF_NUMPY.find()
+        return None if of_python is None or of_numpy is None else HostGenerators(of_python, of_numpy)
+
+    def seed(self, number: int) -> None:
+        """Seed both, by `number` modulo 2**32."""
+        seed_python_and_numpy(number % 2**32)
+        self._seeded = self._python(), self._numpy()
+
+    def are_as_seeded(self) -> bool:
+        """Whether nobody has drawn since they were last seeded here. A number that is kept for the next draw, the second of a
+        pair of normal ones, has moved them when the first was drawn."""
+        return (self._python(), self._numpy()) == self._seeded and NUMPY.get_bit_generator() is self.numpy_generator

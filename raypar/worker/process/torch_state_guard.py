@@ -3,7 +3,7 @@
 Which code ran earlier in a process depends on the plan, so results must not depend on state that an earlier call left changed.
 Every call of users' code therefore begins in the same state: after each call the state is compared and restored, and a line
 tells the user what was left changed, and by what. What cannot be restored (tensors made in inference mode) is an error.
-Generators are not compared: they are seeded before every call (`worker.process.gpu_setup.make_seeder`,
+Generators are not compared: every call begins as if they had been seeded (`worker.process.seeded_calls`,
 `worker.data.sample_reader.SampleReader`).
 """
 

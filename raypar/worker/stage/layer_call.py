@@ -1,5 +1,8 @@
 """One layer's forward as one callable: seed the generators, run the layer, check what it did.
 
+Python's and NumPy's generators are seeded only for layers that draw from them. The first call that does, unseeded, is dropped
+and made again (`raypar.worker.process.seeded_calls`).
+
 Everything that can decide the bits of a layer's forward is an argument of `LayerCall`: the pass (which random numbers), the
 weights and the inputs.
 
@@ -24,7 +27,9 @@ from torch import Tensor
 from raypar.errors import RayparError, UserCodeError, error_message
 from raypar.model.graph import Layer
 from raypar.plan.seeds import seed_of
+from raypar.torch_compat.autograd import forget_gradient_hooks
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
+from raypar.worker.process.seeded_calls import SeededCalls, UnseededDraw
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.buffer_updates import BufferUpdates, same_bits
 from raypar.worker.stage.layer_tensors import LayerBuffer, LayerTensors
@@ -95,8 +100,8 @@ class LayerCall:
     """The layer's name in messages."""
     _coordinate: StageCoordinate
     """The stage's place in the plan, for messages."""
-    _seed_generators: Callable[[int], None]
-    """Seeds every generator from which layers draw."""
+    calls: tuple[SeededCalls, SeededCalls]
+    """How its module is called: in evaluation, and in training."""
     _guard: TorchStateGuard
     """Restores process state that the layer leaves changed."""
     _updates: BufferUpdates | None
@@ -109,12 +114,12 @@ class LayerCall:
         layer: Layer,
         *,
         coordinate: StageCoordinate,
-        seed_generators: Callable[[int], None],
+        calls: tuple[SeededCalls, SeededCalls],
         guard: TorchStateGuard,
         updates: BufferUpdates | None = None,
     ) -> None:
         self.layer, self.label = layer, f"layer {layer.name!r}"
-        self._coordinate, self._seed_generators, self._guard = coordinate, seed_generators, guard
+        self._coordinate, self.calls, self._guard = coordinate, calls, guard
         self._updates, self._has_compared_buffers = updates, False
 
     def __call__(self, forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -124,15 +129,7 @@ class LayerCall:
         input_versions = [tensor._version for tensor in inputs]
         compared = () if self._has_compared_buffers or not training else weights.buffers
         values = [buffer.tensor.clone() for buffer in compared]
-        self._seed_generators(forward_pass.seeds[self.layer.name])
-        try:
-            if self._updates is None or not training:
-                result = forward_pass.call(weights.module, *inputs)
-            else:
-                with self._updates.recording(forward_pass.microbatch, counts=forward_pass.is_first):
-                    result = forward_pass.call(weights.module, *inputs)
-        except USER_CODE_ERRORS as error:
-            raise self._error(forward_pass, inputs, input_versions, error) from error
+        result = self._result(forward_pass, weights, inputs, input_versions)
         changed = self._guard.check(self.label, evaluating=not training)
         if [tensor._version for tensor in inputs] != input_versions:
             _refuse_written_inputs(self.layer, inputs, input_versions)
@@ -148,6 +145,28 @@ class LayerCall:
         if training and "grad" in changed:
             self._check_graph(forward_pass, weights, inputs, outputs)
         return outputs
+
+    def _result(
+        self, forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor], versions: Sequence[int]
+    ) -> object:
+        """What the module returns; that of a second attempt, where the first has drawn unseeded. `versions`: of the inputs."""
+        while True:
+            try:
+                return self._call(forward_pass, weights, inputs)
+            except UnseededDraw:  # it has written no buffer, and its graph goes
+                pass
+            except USER_CODE_ERRORS as error:
+                raise self._error(forward_pass, inputs, versions, error) from error
+            self._guard.check(self.label, evaluating=not forward_pass.training)
+            for tensor in inputs:
+                forget_gradient_hooks(tensor)
+
+    def _call(self, forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> object:
+        seeded, number = self.calls[forward_pass.training], forward_pass.seeds[self.layer.name]
+        if self._updates is None or not forward_pass.training:
+            return seeded(number, forward_pass.call, weights.module, *inputs)
+        with self._updates.recording(forward_pass.microbatch, counts=forward_pass.is_first):
+            return seeded(number, forward_pass.call, weights.module, *inputs)
 
     def _error(
         self, forward_pass: PassContext, inputs: Sequence[Tensor], versions: Sequence[int], error: BaseException

@@ -172,6 +172,10 @@ class LossCall:
         self._only_in_training = only_in_training
         self._coordinate, self._guard = coordinate, guard
 
+    def is_called(self, *, training: bool) -> bool:
+        """Whether the user's function is called in this mode."""
+        return training or not self._only_in_training
+
     def __call__(self, forward_pass: PassContext, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | float]:
         """(sum, count) of the microbatch.
 
@@ -179,7 +183,7 @@ class LossCall:
         """
         read = [values[name] for name in self.inputs]
         target, *weights = (require_value(values, name, "the loss") for name in self.fields)
-        if self._only_in_training and not forward_pass.training:
+        if not self.is_called(training=forward_pass.training):
             return _NO_LOSS, float(target.shape[0])
         try:
             found = forward_pass.call(self._function, *read, target, *weights)

@@ -68,7 +68,8 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Context in which tensors that autograd saves are kept here."""
+        """Context in which tensors that autograd saves are kept here, in place of those of a call that is made again."""
+        self._tensors, self._versions, self._layouts = [], [], []
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
