@@ -1,5 +1,5 @@
 """What control costs: driver calls and object-store bytes a step on a real run, interpreter time an instruction, what hundreds
-of workers are told of a change of plan, and how long their votes take (`votes.py`).
+of workers are told of a change of plan, how long their votes take (`votes.py`), what they cost a driver (`fake_workers.py`).
 
 `python jobs/bench/control.py [--json] [--page FILE] [--microbatches 4 16 64 256]`. Calls and bytes are those of a longer run
 less those of a shorter one, over the difference in steps: start and end of a run cancel. The interpreter runs one rank of two
@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import fake_workers
 import torch
 import votes
 from harness import environment, page, table
@@ -84,12 +85,12 @@ class CountingDriver(DriverActor):
         reports = self.steps.reports
         call_all, stepped, tell = self.calls.call_all, reports.keep_step_report, self.feed.tell
 
-        def counting_calls(call: Any, event: Any) -> None:
+        def counting_calls(call: Any, event: Any, by_agent: Any = None) -> None:
             def counted(worker: Any) -> Any:
                 self.calls_made += 1
                 return call(worker)
 
-            call_all(counted, event)
+            call_all(counted, event, by_agent)
 
         def weighing(number: int, generation: int, step: int, report: Any) -> Any:
             size = len(pickle.dumps(report))
@@ -282,6 +283,7 @@ def main() -> None:
     overhead = [interpreter(m, s) for s in ("1f1b", "zb-v") for m in (8, 64)]
     changes = [change_of_plan(shards) for shards in (1, 4, 16)]
     ballots = votes.measure()
+    ray_cost, drivers = fake_workers.measure()
     calls = [per_step(m) for m in given.microbatches]
     text = "\n\n".join(
         [
@@ -327,6 +329,8 @@ def main() -> None:
             f"A message with a ballot takes {1000 * votes.message_ms():.0f} us. Wanted: at most {votes.WANTED_MS:g} ms for "
             f"{votes.OF_WORKERS:,} workers.",
             table(votes.header(), votes.rows(ballots)),
+            fake_workers.describe(ray_cost, drivers),
+            table(fake_workers.header(), fake_workers.rows(drivers)),
         ]
     )
     found = {"environment": facts, "calls": calls, "interpreter": overhead, "changes": changes}
@@ -334,7 +338,7 @@ def main() -> None:
     if given.page:
         command = "python jobs/bench/control.py --microbatches " + " ".join(map(str, given.microbatches))
         given.page.write_text(page("What does control cost?", command, text))
-    good = votes.holds(ballots)
+    good = votes.holds(ballots) and fake_workers.holds(drivers)
     good = good and all(c["bytes"] <= MOST_TOLD_BYTES and c["connections"] <= MOST_CONNECTIONS for c in changes)
     good = good and all(c["calls"] == c["workers"] and c["object_store_bytes"] == 0 for c in calls)
     sys.exit(0 if good and all(o["us_per_instruction"] <= 50 for o in overhead) else 1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import ray
 
-from raypar.actors.messages import CallFailure, RunRequest, WorkerHello
+from raypar.actors.messages import CallFailure, GatheredAnswers, RunRequest, WorkerHello
+from raypar.elastic.call_routes import CallRoute
 from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.plan.pieces import AdoptedStages
 from raypar.plan.vote_result import VoteResult
@@ -62,6 +63,14 @@ class WorkerHandle(Protocol):
     close: RemoteMethod[[], None]
 
 
+class AgentHandle(Protocol):
+    """The agent of a node, `NodeAgent`."""
+
+    meet: RemoteMethod[[Mapping[int, WorkerHandle], Mapping[str, AgentHandle]], None]
+    step: RemoteMethod[[bytes, CallRoute, float], GatheredAnswers[Report | CallFailure]]
+    ping: RemoteMethod[[CallRoute, float], GatheredAnswers[Ping]]
+
+
 class DriverHandle(Protocol):
     """The driver, `DriverActor`."""
 
@@ -72,6 +81,6 @@ class DriverHandle(Protocol):
     leave_without_control_store: RemoteMethod[[str], None]
 
 
-def kill_actor(handle: WorkerHandle | DriverHandle, *, no_restart: bool) -> None:
+def kill_actor(handle: WorkerHandle | AgentHandle | DriverHandle, *, no_restart: bool) -> None:
     """Kill an actor; without `no_restart` Ray starts it again, if it may."""
     ray.kill(handle, no_restart=no_restart)  # type: ignore[arg-type]  # a handle of Ray's

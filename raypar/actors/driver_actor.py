@@ -33,6 +33,7 @@ from raypar.actors.membership_actions import KernelOomKills, MembershipActions
 from raypar.actors.messages import RunRequest, pickle_error_for_client
 from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.metrics_publishing_loop import MetricsPublishingLoop
+from raypar.actors.node_agents import NodeAgents
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
@@ -200,11 +201,12 @@ class DriverActor:
         self.recorder = recorder = RunRecorder(request, journal, self.storage_session, publisher, request.followed)
         self.side_effects = side_effects = SideEffectThread(recorder, machine, feed, tasks)
         self.failures = failures = WorkerFailures(machine, plans, self.queue.put_nowait)
+        agents = NodeAgents(side_effects.note)
         self.registry = registry = WorkerRegistry(
-            pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members, failures
+            pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members, failures, agents
         )
         machine.membership.nodes, machine.membership.zones = registry.node_of_worker, registry.zone_of_node
-        self.calls = WorkerCalls(machine, pool, failures, tasks, registry.hellos)
+        self.calls = WorkerCalls(machine, pool, failures, tasks, registry.hellos, agents)
         send_warnings_to(self._show_warning)
         self.members_text = MembersFileText(request)
         self._make_actions()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from raypar.elastic.events import FailureKind
 from raypar.elastic.placement_constraints import PlacementConstraints
@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # what only clients and the driver send, which have loaded it
     from raypar.planner.model_profile import ModelProfile
     from raypar.record.events import Resumption
     from raypar.schedule.step_timeline import Timeline
+
+T = TypeVar("T")
 
 GRACE_S = 1.5
 """How long the steps in flight may take after Ctrl-C before they are voided."""
@@ -138,6 +140,18 @@ class StepCall:
         """The call that `to_bytes` has encoded."""
         call: StepCall = pickle.loads(data)
         return call
+
+
+@dataclass(frozen=True)
+class GatheredAnswers(Generic[T]):
+    """What an agent (`NodeAgent`) has heard so far. Workers in neither field have not answered yet."""
+
+    answers: Mapping[int, T] = field(default_factory=dict)
+    """Worker -> its answer."""
+    unreached: tuple[int, ...] = ()
+    """Workers that the agent cannot call, or whose call has raised: dead, or behind an agent that is."""
+    lost: tuple[str, ...] = ()
+    """Nodes of further agents that have failed or have not replied in time."""
 
 
 @dataclass(frozen=True)

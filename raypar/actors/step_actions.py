@@ -69,6 +69,7 @@ class StepActions:
         self.calls.call_all(
             lambda w: w.step.remote(call),
             lambda number, report: self.reports.keep_step_report(number, generation, step, self._show_warnings(number, report)),
+            lambda agent, part, within_s: agent.step.remote(call, part, within_s),
         )
 
     def write_journal(self, action: do.WriteJournal, reason: str) -> None:

@@ -59,6 +59,10 @@ class StepReports:
         """Step -> rank -> report, of steps that are not committed."""
         self._unseen: dict[int, dict[int, Report]] = {}
         """Step -> rank -> report, of committed steps that the user has not seen."""
+        self._seats: dict[int, tuple[int, int]] = {}
+        """See `_seat`."""
+        self._seats_of: tuple[int, tuple[int, ...]] = (-1, ())
+        """Generation and members whose seats these are."""
         self._warned: set[str] = set()
         """Keys of warnings that were shown: all workers run the same code, and each reports its warnings."""
 
@@ -69,13 +73,21 @@ class StepReports:
         if self.samples is not None and read is not None and (different := self.samples.note(step, read)) is not None:
             return on.CallFailed("user", different)
         if generation == machine.membership.generation:
-            rank = machine.membership.members.index(number)
+            rank, microbatches = self._seat(number)
             self._open[step][rank] = report
-            microbatches = self.plans.passes(machine.membership.plan)[rank] if machine.membership.plan is not None else 0
             # A worker that reads slowly is slow, too: its disk, or its machine's other users.
             busy_s = (report["busy_seconds"] + report.get("read_seconds", 0.0)) / microbatches if microbatches else None
         cost, digest = report["mirror_seconds"], report["digest"]
         return on.StepReported(number, step, report["seconds"], generation, cost, digest, busy_s)
+
+    def _seat(self, number: int) -> tuple[int, int]:
+        """(Rank of a member, its forward passes in a step); of all members looked up once in a generation."""
+        who = self.machine.membership
+        if (who.generation, who.members) != self._seats_of:
+            passes = self.plans.passes(who.plan) if who.plan is not None else (0,) * len(who.members)
+            self._seats = {member: (rank, passes[rank]) for rank, member in enumerate(who.members)}
+            self._seats_of = (who.generation, who.members)
+        return self._seats[number]
 
     def keep_validation_report(self, number: int, generation: int, done: int, report: Report) -> on.RunEvent:
         """Keep a worker's report of a validation; the event for the run machine."""
@@ -125,7 +137,9 @@ class StepReports:
 
     def new_warnings(self, report: Report) -> list[str]:
         """The warnings in a worker's report that no worker has given before."""
-        fresh = [(key, line) for key, line in report.get("warnings", ()) if key not in self._warned]
+        if not report.get("warnings"):
+            return []
+        fresh = [(key, line) for key, line in report["warnings"] if key not in self._warned]
         self._warned.update(key for key, _ in fresh)
         return [line for _, line in fresh]
 

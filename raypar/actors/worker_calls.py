@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
@@ -15,10 +17,13 @@ from raypar.actors.actor_handle_types import PendingAnswer, Ping, WorkerHandle
 from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_for_answers
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.messages import CallFailure
+from raypar.actors.node_agent import CallOfAgent
+from raypar.actors.node_agents import GATHER_S, NodeAgents
 from raypar.actors.worker_failures import WorkerFailures, describe_seat_or_number
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import gather_answers_within
 from raypar.elastic import events as on
+from raypar.elastic.call_routes import CallRoute
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.step_flow_rules import MAX_OPEN_STEPS
 from raypar.errors import ClusterError, CommError, error_first_line
@@ -29,6 +34,8 @@ T = TypeVar("T")
 STACKS_S = 5.0
 REPEAT_CALL_S = 0.5
 """Pause before a call is repeated whose connection broke before its answer came."""
+TURN_S = 0.02
+"""How often a worker is looked for that still owes the answer to an earlier call."""
 ABORTED_CALLS_S = 5.0
 """How long the calls in flight may take to return after an abort."""
 
@@ -40,11 +47,38 @@ class AnswerLost(CommError):
     """
 
 
+@dataclass
+class OpenCall:
+    """A call of all members, for the order of the next one: a worker that is called two ways may get the later call first."""
+
+    owing: set[int] = field(default_factory=set)
+    """Workers that have not answered it."""
+    by_agent: set[int] = field(default_factory=set)
+    """Workers that were called by way of an agent."""
+    direct: set[int] = field(default_factory=set)
+    """Workers that were called directly. Those in neither set still wait for their turn."""
+
+    def noting(self, event: Callable[[int, T], on.RunEvent]) -> Callable[[int, T], on.RunEvent]:
+        """`event`, which also notes that a worker has answered. After a failure nobody does: a generation follows."""
+
+        def noted(number: int, answer: T) -> on.RunEvent:
+            self.owing.discard(number)
+            return event(number, answer)
+
+        return noted
+
+
 class WorkerCalls:
     """Calls to the workers of a run: one per worker and step, whatever the number of microbatches."""
 
     def __init__(
-        self, machine: RunMachine, pool: WorkerPool, failures: WorkerFailures, tasks: BackgroundTasks, started: Container[int]
+        self,
+        machine: RunMachine,
+        pool: WorkerPool,
+        failures: WorkerFailures,
+        tasks: BackgroundTasks,
+        started: Container[int],
+        agents: NodeAgents | None = None,
     ) -> None:
         self.machine = machine
         """Knows the members and their seats."""
@@ -56,22 +90,97 @@ class WorkerCalls:
         """Awaits answers, and posts events to the run machine."""
         self.started = started
         """Workers that have started."""
+        self.agents = agents or NodeAgents()
+        """By way of which many workers are called."""
         self._asked: Counter[int] = Counter()
         """Worker -> number of its calls that are not answered yet."""
+        self._open = OpenCall()
+        """The last call that agents may have passed on."""
         self._pending: set[asyncio.Task[None]] = set()
         """The tasks that await answers."""
         self._batch_threads = ThreadPoolExecutor(MAX_OPEN_STEPS, "raypar-answers")
         """Threads in which the answers of all members to one call are awaited together."""
 
     def call_all(
-        self, call: Callable[[WorkerHandle], PendingAnswer[T | CallFailure]], event: Callable[[int, T], on.RunEvent]
+        self,
+        call: Callable[[WorkerHandle], PendingAnswer[T | CallFailure]],
+        event: Callable[[int, T], on.RunEvent],
+        by_agent: CallOfAgent[T | CallFailure] | None = None,
     ) -> None:
-        """Call every member; each answer becomes an event."""
+        """Call every member; each answer becomes an event.
+
+        `by_agent`: the same call by way of an agent of a node, of which workers can be asked twice: who does not answer by way
+        of an agent is called directly.
+        """
         # Members that are not in the pool are lost, and the run machine has had an event about it.
-        reachable = [number for number in self.machine.membership.members if number in self.pool.workers]
-        refs = {number: call(self.pool.workers[number]) for number in reachable}
+        generation, members = self.machine.membership.generation, self.machine.membership.members
+        direct = dict.fromkeys(number for number in members if number in self.pool.workers)
+        if by_agent is not None:
+            before, now = self._open, OpenCall(set(direct))
+            self._open, event = now, now.noting(event)
+            routes = self.agents.routes(direct)
+            reached = {number for route in routes.values() for number in route}
+            direct = dict.fromkeys(number for number in direct if number not in reached)
+            for node, route in routes.items():
+                self._await_in_background(self._answer_by_agent(node, route, generation, before, now, call, event, by_agent))
+            now.direct = {number for number in direct if number not in before.owing or number in before.direct}
+            for number in direct.keys() - now.direct:
+                self._await_in_background(self._answer_in_turn(number, generation, before, now, call, event))
+            direct = {number: None for number in direct if number in now.direct}
+        refs = {number: call(self.pool.workers[number]) for number in direct}
         if refs:  # `ray.wait` takes no empty list
-            self._await_in_background(self._answer_batch(self.machine.membership.generation, refs, event))
+            self._await_in_background(self._answer_batch(generation, refs, event))
+
+    async def _answer_by_agent(
+        self,
+        node: str,
+        route: CallRoute,
+        generation: int,
+        before: OpenCall,
+        now: OpenCall,
+        call: Callable[[WorkerHandle], PendingAnswer[T | CallFailure]],
+        event: Callable[[int, T], on.RunEvent],
+        by_agent: CallOfAgent[T | CallFailure],
+    ) -> None:
+        """Post the events of all answers that come by way of an agent, each once; call those directly whom it cannot reach."""
+        left: CallRoute | None = route
+        self._asked.update(route)
+        while not before.owing.isdisjoint({*route} - before.by_agent) and self._lasts(generation):
+            await asyncio.sleep(TURN_S)
+        now.by_agent.update(route)
+        while left is not None and self._lasts(generation):
+            found = await self.agents.gather(node, GATHER_S, functools.partial(by_agent, part=left, within_s=GATHER_S))
+            answers = found.answers if found is not None else {}
+            direct = {*left} if found is None else {*left} & {*found.unreached}
+            heard = {*left} & answers.keys()
+            now.by_agent -= direct
+            for number in sorted(heard):
+                self._post(number, generation, answers[number], event)
+            for number in sorted(direct):
+                self._await_in_background(self._answer_in_turn(number, generation, before, now, call, event))
+            self._asked.subtract(heard | direct)
+            left = left.only({*left} - heard - direct)
+        self._asked.subtract(left or ())
+
+    async def _answer_in_turn(
+        self,
+        number: int,
+        generation: int,
+        before: OpenCall,
+        now: OpenCall,
+        call: Callable[[WorkerHandle], PendingAnswer[T | CallFailure]],
+        event: Callable[[int, T], on.RunEvent],
+    ) -> None:
+        """Call a worker directly once it has answered the call before, or has got it the same way."""
+        while number in before.owing and number not in before.direct and self._lasts(generation):
+            await asyncio.sleep(TURN_S)
+        if number in self.pool.workers and self._lasts(generation):  # else it is lost, and the run machine has had an event
+            now.direct.add(number)
+            await self._answer(number, generation, lambda: call(self.pool.workers[number]), event, repeats=True)
+
+    def _lasts(self, generation: int) -> bool:
+        """Whether a generation is the present one."""
+        return generation == self.machine.membership.generation
 
     async def _answer_batch(
         self, generation: int, refs: Mapping[int, PendingAnswer[T | CallFailure]], event: Callable[[int, T], on.RunEvent]

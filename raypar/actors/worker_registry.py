@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
@@ -19,11 +19,13 @@ from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, Unanswe
 from raypar.actors.cluster_info import list_live_and_dead_nodes, list_live_node_resources, zones_of_nodes
 from raypar.actors.liveness_connection import LivenessConnections
 from raypar.actors.messages import CallFailure, WorkerHello
+from raypar.actors.node_agents import NodeAgents
 from raypar.actors.node_loss import NodeLossTracker
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_pool import WorkerPool
 from raypar.elastic import events as on
+from raypar.elastic.call_routes import CallRoute
 from raypar.elastic.deadlines import CpuWaitDeadlineExtension
 from raypar.elastic.suspect_nodes import FlappingNodes, SuspectNodes
 from raypar.errors import ClusterError
@@ -35,6 +37,8 @@ T = TypeVar("T")
 
 PING_S = 0.4
 """Time from one ping to the next."""
+AGENT_PINGS = 3
+"""By way of agents workers are pinged at so many times that distance, and `UNHEARD_S` is so many times as long."""
 UNHEARD_S = 1.2
 """Time without an answer after which a worker may be lost."""
 LATE_PING_S = 30.0
@@ -70,6 +74,7 @@ class WorkerRegistry:
         note: Callable[[Event], None],
         has_seat: Callable[[int], bool],
         failures: WorkerFailures,
+        agents: NodeAgents | None = None,
     ) -> None:
         keep_death_reasons()
         self.pool = pool
@@ -84,6 +89,10 @@ class WorkerRegistry:
         """Whether a worker has a seat."""
         self.failures = failures
         """Posts the events of workers that have died; knows which were asked to leave."""
+        self.agents = agents or NodeAgents()
+        """By way of which many workers are pinged."""
+        self._by_agent: set[int] = set()
+        """Workers that are pinged by way of an agent."""
         self.node_losses = NodeLossTracker()
         """Recognises that a whole node was lost."""
         self.liveness = LivenessConnections()
@@ -264,7 +273,9 @@ class WorkerRegistry:
     def unheard_workers(self) -> frozenset[int]:
         """Workers that should have answered a ping by now."""
         now = time.monotonic()
-        return frozenset(n for n, s in self._answered_s.items() if n in self.pool.workers and now - s > UNHEARD_S)
+        limits_s = {True: UNHEARD_S * AGENT_PINGS, False: UNHEARD_S}
+        since_s = {n: now - s for n, s in self._answered_s.items() if n in self.pool.workers}
+        return frozenset(n for n, silent_s in since_s.items() if silent_s > limits_s[n in self._by_agent])
 
     def reading_workers(self) -> frozenset[int]:
         """Workers that were reading samples when they last answered a ping."""
@@ -290,14 +301,11 @@ class WorkerRegistry:
 
     async def watch(self, silent_s: float, over: Callable[[], bool]) -> None:
         """Ping every worker each `PING_S` until the run is over; post `WorkerSilent` for a worker silent for `silent_s`."""
-        polled_s = 0.0
+        polled_s, turn = 0.0, 0
         polling: asyncio.Task[None] | None = None
         while not over():
-            to_ping = {n: w for n, w in self.pool.workers.items() if n in self.hellos and n not in self._unanswered_pings}
-            if to_ping:
-                task = asyncio.ensure_future(self._ping(to_ping))
-                self._ping_tasks.add(task)
-                task.add_done_callback(self._ping_tasks.discard)
+            self._ping_all(turn)
+            turn += 1
             now = time.monotonic()
             for number in [n for n, s in self._answered_s.items() if n in self.pool.workers and now - s > silent_s]:
                 if number in self._reported_silent:
@@ -315,6 +323,38 @@ class WorkerRegistry:
             excused_s = late_s if late_s > PING_S else self.cpu_wait.uncounted_s(now, before)
             if excused_s:
                 self._answered_s = {number: min(now, s + excused_s) for number, s in self._answered_s.items()}
+        self.agents.close()
+
+    def _ping_all(self, turn: int) -> None:
+        """Ping all workers that owe no answer, in the background: directly, or each `AGENT_PINGS`th time by way of agents."""
+        started = {n: w for n, w in self.pool.workers.items() if n in self.hellos}
+        self.agents.update(started, self.node_of_worker)
+        to_ping = {n: w for n, w in started.items() if n not in self._unanswered_pings}
+        routes = self.agents.routes(started)
+        self._by_agent = {number for route in routes.values() for number in route}
+        for node, route in routes.items() if turn % AGENT_PINGS == 0 else ():
+            if (part := route.only(to_ping)) is not None:
+                self._spawn_ping(self._ping_by_agent(node, part))
+        direct = {n: w for n, w in to_ping.items() if n not in self._by_agent}
+        if direct:
+            self._spawn_ping(self._ping(direct))
+
+    def _spawn_ping(self, pinging: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(pinging)
+        self._ping_tasks.add(task)
+        task.add_done_callback(self._ping_tasks.discard)
+
+    async def _ping_by_agent(self, node: str, route: CallRoute) -> None:
+        """Ping workers by way of an agent; those whom it cannot reach directly, which says what has become of them."""
+        self._unanswered_pings.update(route)
+        found = await self.agents.gather(node, BATCH_WAIT_S, lambda agent: agent.ping.remote(route, BATCH_WAIT_S))
+        self._unanswered_pings.difference_update(route)
+        for number, answer in (found.answers if found is not None else {}).items():
+            self._handle_ping_answer(number, answer)
+        unreached = found.unreached if found is not None else route
+        direct = {number: self.pool.workers[number] for number in unreached if number in self.pool.workers}
+        if direct:
+            await self._ping(direct)
 
     async def _ping(self, workers: Mapping[int, WorkerHandle]) -> None:
         """Ping these workers together. Answers that have not come after `BATCH_WAIT_S` are awaited one by one."""

@@ -107,6 +107,8 @@ class GenerationGuard:
     """Whether a step has failed or is running: no other one may start."""
     vote_results: dict[int, VoteResult] = field(default_factory=dict)
     """Step -> result of the vote on it, for the last `KEPT_VOTE_RESULTS` steps."""
+    outcomes: dict[int, Any] = field(default_factory=dict)
+    """Step of this generation -> its report, or the error that it ended with, for the last `KEPT_VOTE_RESULTS` steps."""
 
     def enter_generation(self, generation: int, reason: str) -> bool:
         """Take note of a generation; if it is new, abort work for older ones. Raises `StaleGeneration` for an old one.
@@ -123,9 +125,14 @@ class GenerationGuard:
     def step(self, generation: int, step: int, into_mirror: bool = False) -> Routine[Any]:
         """Run one step of the plan of `generation`; returns the backend's report.
 
-        After a failure all later steps of that generation fail.
+        After a failure all later steps of that generation fail. Who asks for a step again, because the answer was lost on its
+        way, gets the same answer, and the step is not executed again.
         """
         self.admit(generation)
+        if generation == self.generation and step in self.outcomes:
+            if isinstance(known := self.outcomes[step], Exception):
+                raise known
+            return known
         if self.broken or generation != self.generation:
             raise GroupAborted(f"worker {self.worker} has left generation {generation}", cure="see the first failure")
         assert step == self.backend.applied(), f"step {step} was asked for, {self.backend.applied()} are applied"
@@ -133,11 +140,14 @@ class GenerationGuard:
         try:
             report = yield from self.backend.step(step, into_mirror)
             self._remember(step, self.backend.vote_result())
-        except Exception:
+        except Exception as error:
             if self.backend.applied() == step + 1:
                 self._remember(step, self.backend.vote_result())
+            self.outcomes[step] = error
             raise
         self.broken = False
+        self.outcomes[step] = report
+        self.outcomes.pop(step - KEPT_VOTE_RESULTS, None)
         return report
 
     def validate(self, generation: int) -> Routine[Any]:
@@ -194,6 +204,7 @@ class GenerationGuard:
         self.admit(generation)
         self.generation, self.broken = generation, False
         self.seated = True
+        self.outcomes.clear()
 
     def admit(self, generation: int) -> None:
         """Raise `StaleGeneration` for a generation older than the newest one that is known."""

@@ -483,7 +483,7 @@ def test_a_value_that_the_learning_rates_follow_is_in_the_store_before_anyone_se
     worker = SimpleNamespace(step=SimpleNamespace(remote=lambda call: sent.append(StepCall.from_bytes(call).validated)))
     actions = StepActions(
         machine,
-        SimpleNamespace(call_all=lambda call, keep: call(worker)),
+        SimpleNamespace(call_all=lambda call, keep, by_agent: call(worker)),
         reports,
         journal,
         SimpleNamespace(

@@ -1,0 +1,57 @@
+"""By way of which nodes' agents a driver calls many workers: a tree of nodes, computed from the nodes of the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+FANOUT = 16
+"""How many agents the driver calls, and an agent, at most."""
+
+
+@dataclass(frozen=True)
+class CallRoute:
+    """The part of a call that one agent takes: it calls workers of its own node, and further agents."""
+
+    workers: tuple[int, ...] = ()
+    """Workers on its node."""
+    below: Mapping[str, CallRoute] = field(default_factory=dict)
+    """Node of a further agent -> that agent's part."""
+
+    def __iter__(self) -> Iterator[int]:
+        """All workers that are called by way of this agent."""
+        yield from self.workers
+        for route in self.below.values():
+            yield from route
+
+    def only(self, wanted: Collection[int]) -> CallRoute | None:
+        """The route to those of its workers that are in `wanted`; None if none is."""
+        workers = tuple(worker for worker in self.workers if worker in wanted)
+        below = {node: part for node, route in self.below.items() if (part := route.only(wanted)) is not None}
+        return CallRoute(workers, below) if workers or below else None
+
+
+def make_call_routes(workers_of_node: Mapping[str, Sequence[int]], fanout: int = FANOUT) -> dict[str, CallRoute]:
+    """Node of an agent -> its route, for those at most `fanout` agents that the driver itself calls.
+
+    Nodes are taken in their order. The first of each `fanout` nodes calls the others, beside its own workers; of several such
+    groups again the first one calls the others.
+    """
+    routes = {node: CallRoute(tuple(workers)) for node, workers in workers_of_node.items()}
+    while len(routes) > fanout:
+        nodes = list(routes)
+        groups = [nodes[start : start + fanout] for start in range(0, len(nodes), fanout)]
+        routes = {
+            first: CallRoute(routes[first].workers, {**routes[first].below, **{node: routes[node] for node in others}})
+            for first, *others in groups
+        }
+    return routes
+
+
+def agents_below(routes: Mapping[str, CallRoute]) -> dict[str, tuple[str, ...]]:
+    """Node of an agent -> the nodes whose agents it calls, of all agents on these routes."""
+    found: dict[str, tuple[str, ...]] = {}
+    for node, route in routes.items():
+        found[node] = tuple(route.below)
+        found |= agents_below(route.below)
+    return found
