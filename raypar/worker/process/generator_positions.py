@@ -23,7 +23,7 @@ NUMPY: Any = numpy.random
 
 _WORDS = 624
 _FEATURE = "seeding Python's and NumPy's generators only for layers that draw from them"
-_WITHOUT = "they are seeded before every layer: the same numbers, and predictions with a small model take a percent longer"
+_WITHOUT = "they are seeded before every layer: the same numbers, and predictions with a small model take half a percent longer"
 
 
 class NumpyPosition(NamedTuple):
@@ -89,7 +89,7 @@ OF_PYTHON: Fence[Position] = Fence(
 OF_NUMPY: Fence[NumpyPosition] = Fence(
     api="numpy.random.MT19937.ctypes",
     reason="`get_state` copies all words, which takes longer than to seed the generator",
-    versions="1.26 to 2.4",
+    versions="2.4",
     feature=_FEATURE,
     without=_WITHOUT,
     probe=_look_for_numpy,
