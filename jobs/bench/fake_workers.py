@@ -37,8 +37,8 @@ from raypar.actors.messages import GatheredAnswers, RunRequest, StepCall, Worker
 from raypar.actors.ray_connection import connect_ray
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import events as on
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.phases import Phase
-from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.job import CheckpointConfig
 from raypar.launch.choose_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions

@@ -10,7 +10,7 @@ import ray
 
 from raypar.actors.messages import CallFailure, GatheredAnswers, RunRequest, WorkerHello
 from raypar.elastic.call_routes import CallRoute
-from raypar.elastic.worker_protocol import WorkerStatus
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.plan.pieces import AdoptedStages
 from raypar.plan.vote_result import VoteResult
 

@@ -24,12 +24,12 @@ from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.mirror_schedule_and_buddies import assign_buddies
 from raypar.elastic.replica_digests import InitialDigestCheck
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.seating import plans_after_one_loss
 from raypar.elastic.user_messages import plain_failure_text
-from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import PlanError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import first_rank_with_same_state

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.stream_sample_journal import SampleJournal
 from raypar.elastic import events as on
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
-from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import DataError, RayparError
 from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.plan.microbatches import Microbatches, mean_loss, mean_loss_by_set

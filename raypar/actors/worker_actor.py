@@ -1,4 +1,4 @@
-"""One worker as a Ray actor: a thin shell around `elastic.worker_protocol.GenerationGuard`, which decides, and
+"""One worker as a Ray actor: a thin shell around `elastic.generation_guard.GenerationGuard`, which decides, and
 `ElasticWorker`, which acts.
 
 Methods of the group `step` run one after the other in one thread, in the order of their calls; those of `ctl` answer while a
@@ -28,7 +28,7 @@ from raypar.actors.messages import CallFailure, StepCall, WorkerHello
 from raypar.actors.removed_working_dir import WorkingDirGuard
 from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.elastic.worker_protocol import GenerationGuard, StaleGeneration, WorkerStatus
+from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration, WorkerStatus
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
 from raypar.fences.private_api_fence import send_warnings_to
 from raypar.plan.pieces import AdoptedStages
@@ -274,7 +274,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="step")
     def report_status(self, generation: int) -> WorkerStatus | CallFailure:
-        """This worker's status (`elastic.worker_protocol.WorkerStatus`), after its calls in progress have ended."""
+        """This worker's status (`elastic.generation_guard.WorkerStatus`), after its calls in progress have ended."""
 
         def status() -> WorkerStatus:
             read = dict(self.core.data.streams.digests) if self.core is not None else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raypar.elastic.worker_protocol import WorkerStatus
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Digest
 

@@ -16,10 +16,10 @@ from collections.abc import Collection, Mapping
 from raypar.elastic.actions import AbortGroups, ClaimGeneration, ReportFirstStepAfterRecovery
 from raypar.elastic.desired_capacity import retry_pause_s
 from raypar.elastic.events import CallFailed, FailureKind, Tick
+from raypar.elastic.generation_guard import StaleGeneration
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RecoveryState, RunState
 from raypar.elastic.state_sources import find_only_holders
-from raypar.elastic.worker_protocol import StaleGeneration
 from raypar.errors import CommError, OutOfMemory, WorkerLost, error_first_line
 
 

@@ -10,11 +10,11 @@ from typing import Literal
 
 from raypar.elastic.actions import Action, ActionWithReason, AdoptPlan, EndKind, Teardown
 from raypar.elastic.events import CallFailed, RunEvent, StopRequested
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.mirror_schedule_and_buddies import MirrorSchedule
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.stragglers import StragglerWatch
-from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Digest, Piece
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.mirror_schedule_and_buddies import assign_buddies
-from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import first_rank_with_same_state
 from raypar.plan.pieces import Holdings, Piece, count_shared_elements, pieces_nobody_holds, subtract_pieces

@@ -1,4 +1,4 @@
-"""A `WorkerCore` behind the interface of the elastic protocol (`elastic.worker_protocol.WorkerTrainingBackend`).
+"""A `WorkerCore` behind the interface of the elastic protocol (`elastic.generation_guard.WorkerTrainingBackend`).
 
 State travels as pieces: elements of a parameter and what the optimizer keeps for them. State that a new plan needs in the very
 tensors of this worker's old stages is not copied.
@@ -46,7 +46,7 @@ from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore
 class ElasticWorker:
     """One worker of an elastic run: trains, mirrors its state, and hands state over when the plan changes.
 
-    The methods of the first part are those of `elastic.worker_protocol.WorkerTrainingBackend`.
+    The methods of the first part are those of `elastic.generation_guard.WorkerTrainingBackend`.
     """
 
     core: WorkerCore

@@ -23,8 +23,8 @@ from raypar.actors.node_agent import NodeAgent
 from raypar.actors.node_agents import NodeAgents
 from raypar.actors.worker_calls import WorkerCalls
 from raypar.actors.worker_failures import WorkerFailures
+from raypar.elastic.generation_guard import GenerationGuard
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.worker_protocol import GenerationGuard
 from raypar.errors import CommError
 
 CALLER: ContextVar[Any] = ContextVar("caller", default=None)

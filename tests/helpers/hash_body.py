@@ -196,7 +196,7 @@ class Mesh:
 
 @dataclass
 class HashBody:
-    """See `raypar.elastic.worker_protocol.WorkerTrainingBackend`."""
+    """See `raypar.elastic.generation_guard.WorkerTrainingBackend`."""
 
     job: Job
     worker: int

@@ -14,8 +14,8 @@ from raypar.elastic.events import (
     WorkersReady,
     WorkerStatusReported,
 )
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
-from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.plan import ParallelPlan
 
 

@@ -20,10 +20,10 @@ from helpers.hash_body import Handle, HashBody, Mesh, h
 
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
+from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.worker_protocol import GenerationGuard, StaleGeneration
 from raypar.errors import CommError, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import subtract_pieces

@@ -15,10 +15,10 @@ from raypar.elastic.events import (
     Tick,
     WorkerStatusReported,
 )
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import CommError
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece

@@ -217,7 +217,7 @@ def test_a_driver_starts_without_torch_and_with_all_of_raypar_that_pickles_need(
     needs = {
         "raypar.callbacks",
         "raypar.plan.microbatches",
-        "raypar.elastic.worker_protocol",
+        "raypar.elastic.generation_guard",
         "raypar.worker.checkpoint.checkpoint_files",
         "raypar.errors",
     }

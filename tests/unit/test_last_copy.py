@@ -35,9 +35,9 @@ from raypar.elastic.events import (
     WorkerJoined,
     WorkerStatusReported,
 )
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import ConfigError
 from raypar.job import ElasticConfig
 from raypar.plan import ParallelPlan

@@ -9,10 +9,10 @@ from raypar.actors import plan_cache
 from raypar.actors.plan_cache import PlanCache
 from raypar.elastic.actions import AdoptPlan, ChoosePlan
 from raypar.elastic.events import CallFailed, GenerationClaimed, WorkerStatusReported
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.seating import plans_after_one_loss
-from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import ScheduleError, WorkerLost
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.plan.model_outline import ModelOutline

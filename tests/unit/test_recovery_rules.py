@@ -39,10 +39,10 @@ from raypar.elastic.events import (
     WorkerStartFailed,
     WorkerStatusReported,
 )
+from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration, WorkerStatus
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.worker_protocol import GenerationGuard, StaleGeneration, WorkerStatus
 from raypar.errors import CommError, GroupAborted, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece

@@ -18,10 +18,10 @@ from raypar.elastic.events import (
     WorkerJoined,
     WorkerStatusReported,
 )
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.seating import WorkerPlaces, free_seats_for_on_demand_workers, match_workers_to_seats
-from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import PlanError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece, count_shared_elements

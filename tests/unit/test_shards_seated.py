@@ -12,10 +12,10 @@ from raypar.elastic.events import (
     WorkerJoined,
     WorkerStatusReported,
 )
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.seating import WorkerPlaces, match_workers_to_seats
-from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import WorkerLost
 from raypar.plan import ModelOutline, ParallelPlan
 from raypar.plan.ownership import Ownership

@@ -10,9 +10,9 @@ import pytest
 from raypar.actors import step_reports
 from raypar.actors.messages import pickle_error_for_client
 from raypar.actors.step_reports import StepReports, loss_and_grad_norm_of_step, merge_reports, reconstruct_lost_report
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import RayparError
 from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.plan import ParallelPlan

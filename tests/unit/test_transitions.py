@@ -43,6 +43,7 @@ from raypar.elastic.events import (
     WorkersReady,
     WorkerStatusReported,
 )
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.phases import Phase as P
 from raypar.elastic.phases import UnexpectedEvent
 from raypar.elastic.replica_digests import MAX_DOUBTS, compare_replica_digests, end_run_if_doubts_stay
@@ -51,7 +52,6 @@ from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.transition_diagram import draw_diagram, insert_diagram
 from raypar.elastic.transition_table import ON_ENTER, RECOVERING, ROWS, TABLE, TransitionRow, make_transition_row
 from raypar.elastic.wait_for_last_copies import ENDED_GRACE_S
-from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import GroupAborted, OutOfMemory, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
 

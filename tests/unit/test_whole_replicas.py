@@ -34,9 +34,9 @@ from raypar.elastic.events import (
     WorkerStartFailed,
     WorkerStatusReported,
 )
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.worker_protocol import WorkerStatus
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
 
