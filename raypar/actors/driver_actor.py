@@ -367,7 +367,8 @@ class DriverActor:
                 self.members.note_event(event)
                 for decision in self.machine.handle(event, time.monotonic()):
                     self.actions[type(decision.action)](decision.action, decision.reason)
-                self._write_members_file()
+                if self.queue.empty():  # of all workers' reports of a step together, which would tell the same
+                    self._write_members_file()
         except Exception as error:
             wrong = RayparError(f"the driver failed:\n{traceback.format_exc()}", cure="please report it with the lines above")
             wrong.__cause__ = error

@@ -41,6 +41,8 @@ class _Record:
     """Workers that compute the same, including this one; their records share this tuple."""
     ratios: deque[float]
     """Time of each of the last steps, divided by the expected time."""
+    in_row: int = 0
+    """How many of the last steps in a row were slow; below 0: how many were not."""
     first: list[float] = field(default_factory=list)
     """Times of the first steps, of a worker without peers."""
 
@@ -75,36 +77,37 @@ class StragglerWatch:
         `busy`: worker -> seconds that it computed for a microbatch.
         """
         found = []
-        ordered: dict[tuple[int, ...], list[float]] = {}
+        ordered: dict[int, list[float]] = {}
         for worker in sorted(busy):
             record = self._records.get(worker)
             should_s = self._should_s(record, busy, busy[worker], ordered) if record is not None else None
             if record is None or should_s is None:
                 continue
             late_s = busy[worker] - should_s
-            record.ratios.append(busy[worker] / should_s if late_s >= LEAST_S and should_s > 0 else 1.0)
-            slow = [ratio > self.times for ratio in record.ratios]
-            if len(slow) < self.steps:
-                continue
-            if all(slow) and worker not in self.told:
+            ratio = busy[worker] / should_s if late_s >= LEAST_S and should_s > 0 else 1.0
+            record.ratios.append(ratio)
+            record.in_row = max(record.in_row, 0) + 1 if ratio > self.times else min(record.in_row, 0) - 1
+            if record.in_row >= self.steps and worker not in self.told:
                 self.told.add(worker)
                 found.append(self._finding(worker))
-            elif not any(slow) and worker in self.told:
+            elif record.in_row <= -self.steps and worker in self.told:
                 self.told.discard(worker)
                 found.append(self._finding(worker, recovered=True))
         return found
 
     def _should_s(
-        self, record: _Record, busy: Mapping[int, float], own_s: float, ordered: dict[tuple[int, ...], list[float]]
+        self, record: _Record, busy: Mapping[int, float], own_s: float, ordered: dict[int, list[float]]
     ) -> float | None:
         """The time that a worker is expected to need; None if that is not known.
 
-        `ordered`: place -> sorted times of its workers. It is filled here, so that those of many replicas are sorted once.
+        `ordered`: `id` of a place -> sorted times of its workers. It is filled here, so that those of many replicas are sorted
+        once; the tuple itself would be hashed for each of them.
         """
         if record.has_peers:
-            if record.place not in ordered:
-                ordered[record.place] = sorted(busy[worker] for worker in record.place if worker in busy)
-            return median_of_others(ordered[record.place], own_s)
+            times = ordered.get(id(record.place))
+            if times is None:
+                times = ordered[id(record.place)] = sorted(busy[worker] for worker in record.place if worker in busy)
+            return median_of_others(times, own_s)
         if len(record.first) < self.steps:
             record.first.append(own_s)
             return None
@@ -116,11 +119,7 @@ class StragglerWatch:
 
     def now(self) -> list[StragglerFinding]:
         """The stragglers that were slow in every one of the last steps of this generation, the slowest first."""
-        slow = [
-            self._finding(worker)
-            for worker in self.told
-            if len(self._records[worker].ratios) == self.steps and min(self._records[worker].ratios) > self.times
-        ]
+        slow = [self._finding(worker) for worker in self.told if self._records[worker].in_row >= self.steps]
         return sorted(slow, key=lambda finding: (-finding.slowdown, finding.worker))
 
 
