@@ -256,7 +256,8 @@ class WorkerActor:
 
         report = self._run_call(f"in step {asked.step + 1}", stepped)
         if isinstance(report, CallFailure):
-            self._free_peers()
+            if not isinstance(report.error, StaleGeneration):  # which a late call gets beside the present generation's work
+                self._free_peers()
             return report
         return {**vars(report), "spans": [(s.label, s.start_ns / 1e6, s.end_ns / 1e6) for s in report.spans]}
 

@@ -130,9 +130,9 @@ class GenerationGuard:
         """
         self.admit(generation)
         if generation == self.generation and step in self.outcomes:
-            if isinstance(known := self.outcomes[step], Exception):
-                raise known
-            return known
+            if isinstance(self.outcomes[step], Exception):
+                raise self.outcomes[step]  # without a name here, which would have the error hold itself
+            return self.outcomes[step]
         if self.broken or generation != self.generation:
             raise GroupAborted(f"worker {self.worker} has left generation {generation}", cure="see the first failure")
         assert step == self.backend.applied(), f"step {step} was asked for, {self.backend.applied()} are applied"
@@ -164,6 +164,7 @@ class GenerationGuard:
         It is called after all earlier calls have ended. `enter_generation` comes another way, perhaps later.
         """
         self.enter_generation(generation, f"generation {generation} begins")
+        self.outcomes.clear()  # nobody asks for them any more, and an error's frames have all that the step has computed
         backend = self.backend
         if not self.seated:
             return WorkerStatus(self.worker, mirror_snapshots=dict(backend.held_snapshots()), digests=dict(backend.digests()))

@@ -1,8 +1,10 @@
 """A run's first generation begins as every later one: it is claimed, the workers say where they stand, and adopt its plan."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers.machine_steps import begin, do, first_generation
 
 from raypar.actors.messages import StepCall
@@ -25,7 +27,7 @@ from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration, Wo
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.errors import GroupAborted, WorkerLost
+from raypar.errors import CommError, GroupAborted, WorkerLost
 from raypar.plan import ParallelPlan
 
 PAIR = ParallelPlan.mesh(dp=2, layers=1)
@@ -123,6 +125,52 @@ def test_a_call_of_a_former_generation_brings_no_value_that_learning_rates_follo
     with pytest.raises(StaleGeneration):
         worker.step(StepCall(1, 4, trace=False, into_mirror=False, validated=0.5).to_bytes())
     assert core.validated == {}
+
+
+def test_a_step_call_of_a_former_generation_breaks_no_connection_of_the_present_one():
+    """An agent that stood still may pass on a call of the generation before, once its workers have adopted the next plan."""
+    aborted = []
+    core = SimpleNamespace(data=SimpleNamespace(streams=SimpleNamespace()), step_timeout_s=1.0, abort=aborted.append)
+    backend = SimpleNamespace(abort=lambda reason: None, core=core)
+    worker = WorkerActor.__new__(WorkerActor)
+    worker.core, worker.elastic_worker, worker.coordinate, worker.calls = core, backend, "stage 0", {}
+    worker.working_dir, worker.torch_guard, worker.endpoint = SimpleNamespace(keep=lambda: None), None, None
+    worker.generation_guard = GenerationGuard(0, backend, newest_generation=2, generation=2, seated=True)
+    failure = worker.step(StepCall(1, 4, trace=False, into_mirror=False).to_bytes())
+    assert failure.kind == "aborted" and isinstance(failure.error, StaleGeneration) and aborted == []
+    worker.generation_guard.broken = True
+    assert isinstance(worker.step(StepCall(2, 4, trace=False, into_mirror=False).to_bytes()).error, GroupAborted)
+    assert aborted == ["stage 0 has failed"]
+
+
+def test_what_a_failed_step_has_computed_goes_before_the_next_plan_is_adopted():
+    """Its error is kept for who asks again, and has the step's frames: activations, gradients, the former optimizers."""
+
+    class Backend:
+        alive = None
+
+        def step(self, step, into_mirror):
+            activations = torch.ones(3)
+            self.computed = weakref.ref(activations)
+            yield None
+            raise CommError("a peer is gone")
+
+        def adopt(self, order):
+            self.alive = self.computed() is not None
+            yield None
+
+    backend = Backend()
+    backend.applied, backend.vote_result, backend.abort = (lambda: 0), (lambda: None), (lambda reason: None)
+    backend.can_apply_late, backend.pieces = (lambda: False), tuple
+    backend.held_snapshots = backend.digests = dict
+    guard = GenerationGuard(0, backend, newest_generation=1, generation=1, seated=True)
+    for _ in range(2):  # asked twice, answered twice
+        with pytest.raises(CommError, match="a peer is gone"):
+            list(guard.step(1, 0))
+    guard.enter_generation(2, "a worker was lost")
+    guard.report_status(2)
+    list(guard.adopt(2, None))
+    assert backend.alive is False
 
 
 def test_an_announcement_that_comes_late_breaks_no_connection_of_the_generation_that_it_announces():
