@@ -9,7 +9,10 @@ from raypar.actors.node_agent import FAILURE_LINGER_S, LINGER_S, REPLY_S
 from raypar.actors.node_agents import GATHER_S
 from raypar.elastic.events import CallFailed
 
-MANY = [pytest.param(seed, marks=pytest.mark.ci) for seed in range(40, 400)]
+
+def seeds(few):
+    """A few in the default suite, all of them in `.ci/run`."""
+    return [*range(few), *(pytest.param(seed, marks=pytest.mark.ci) for seed in range(few, 380))]
 
 
 def test_undisturbed_the_driver_calls_one_agent_of_each_group_and_no_worker(monkeypatch):
@@ -27,7 +30,7 @@ def test_undisturbed_the_driver_calls_one_agent_of_each_group_and_no_worker(monk
     assert run_virtually(scene) > 3
 
 
-@pytest.mark.parametrize("seed", [*range(40), *MANY])
+@pytest.mark.parametrize("seed", seeds(12))
 def test_agents_die_or_stop_at_any_moment_and_every_worker_does_every_step_once_and_is_heard_once(seed, monkeypatch):
     async def scene():
         world = World(seed, monkeypatch)
@@ -53,7 +56,7 @@ def test_agents_die_or_stop_at_any_moment_and_every_worker_does_every_step_once_
     run_virtually(scene)
 
 
-@pytest.mark.parametrize("seed", [*range(20), *MANY])
+@pytest.mark.parametrize("seed", seeds(6))
 def test_a_worker_that_dies_is_told_of_at_once_and_not_after_the_answers_of_others(seed, monkeypatch):
     async def scene():
         world = World(seed, monkeypatch)

@@ -17,7 +17,7 @@ from helpers.protocol import KINDS, Fault, Kind, World, random_faults, simulate,
 
 from raypar.plan import Microbatches, ParallelPlan
 
-pytestmark = pytest.mark.part(7)
+pytestmark = pytest.mark.part(10)
 
 QUICK = {
     "validates": True,

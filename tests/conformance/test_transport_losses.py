@@ -13,7 +13,7 @@ from helpers.processes import Workers
 from helpers.standin import needs_cupy
 from helpers.transport_cases import FOREVER
 
-pytestmark = pytest.mark.part(2)
+pytestmark = pytest.mark.part(3)
 
 VICTIM = 2
 OTHERS = [0, 1, 3]

@@ -40,7 +40,7 @@ def test_the_device_refuses_what_a_gpu_would(run):
     assert run(device_calls.refuses) == 5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:QUICK], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[:1] + [pytest.param(one, marks=pytest.mark.ci) for one in LAYOUTS[1:QUICK]], ids=str)
 def test_a_run_on_a_device_has_the_bits_of_one_process(run, layout):
     run(device_calls.trains, layout)
 
@@ -91,7 +91,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS[:QUICK], ids=str)
+@pytest.mark.parametrize("cell", CELLS[:1] + [pytest.param(one, marks=pytest.mark.ci) for one in CELLS[1:QUICK]], ids=str)
 def test_shards_on_a_device_have_the_bits_of_the_cpu(run, cell):
     run(device_calls.trains_on_shards, cell)
 

@@ -168,7 +168,7 @@ CASES += [(what, when, "last") for what in RESTORED for when in ("always", "in t
 CASES += [("numpy", when, "sum") for when in WHEN]
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(9)
 @pytest.mark.parametrize(("what", "when", "buffers"), CASES)
 @pytest.mark.parametrize(("stages", "recompute"), [(2, False), (2, True), (1, False)])
 def test_a_layer_that_draws_has_the_bits_of_one_process_that_always_seeds(what, when, buffers, stages, recompute):

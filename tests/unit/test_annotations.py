@@ -101,6 +101,7 @@ def casts(tree: ast.AST) -> int:
     return sum(isinstance(one, (ast.Name, ast.Attribute)) and ast.unparse(one) in ("cast", "typing.cast") for one in called)
 
 
+@pytest.mark.ci
 def test_few_casts_stand_in_the_place_of_types():
     found = {module: count for module, tree in trees().items() if (count := casts(tree))}
     assert sum(found.values()) <= MOST_CASTS, f"{found}: narrow the type by isinstance, or give it where the value is made"

@@ -45,6 +45,7 @@ def reads_rounded(state) -> list[tuple[bool, bool, list[float]]]:
     return found
 
 
+@pytest.mark.ci
 def test_layers_that_read_a_field_in_bfloat16_get_one_tensor_and_the_host_rounds_the_source_until_something_is_written():
     worker = Worker()
     worker.call(reads_rounded)
