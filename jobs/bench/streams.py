@@ -172,15 +172,15 @@ def job_of(source: str, window: int, folder: Path) -> Job:
 
 def measure_place(source: str, window: int) -> dict[str, Any]:
     """Read 10,000 steps and keep the journal; then begin again from its files, as a resume does, and read the next step."""
-    from raypar.actors.stream_sample_journal import SampleJournal
+    from raypar.actors.stream_digest_journal import StreamDigestJournal
     from raypar.worker.data.stream_loader import OpenStreams, StreamLoader
 
     with tempfile.TemporaryDirectory() as room:
         spec = job_of(source, window, Path(room))
 
-        def journal() -> SampleJournal:
+        def journal() -> StreamDigestJournal:
             files = Path(room, "samples.bin"), Path(room, "cursors.json")
-            return SampleJournal(*files, spec.batching, STREAMS, 1000, print)
+            return StreamDigestJournal(*files, spec.batching, STREAMS, 1000, print)
 
         def loader(streams: OpenStreams) -> StreamLoader:
             options: dict[str, Any] = {"seed": spec.seed, "fields": ("x", "y"), "own": range(STREAMS), "streams": streams}
@@ -220,7 +220,7 @@ def measure_place(source: str, window: int) -> dict[str, Any]:
 
 def measure_memory(source: str, window: int) -> dict[str, Any]:
     """Train 5,000 steps in one process, with the journal; resident memory after 500 steps and later."""
-    from raypar.actors.stream_sample_journal import SampleJournal
+    from raypar.actors.stream_digest_journal import StreamDigestJournal
     from raypar.plan import ParallelPlan
     from raypar.worker.layer_graph_of_job import make_layer_graph
     from raypar.worker.run_in_one_process import OneProcessRun
@@ -231,7 +231,7 @@ def measure_memory(source: str, window: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as room:
         spec = job_of(source, window, Path(room))
         graph = make_layer_graph(spec)
-        kept = SampleJournal(Path(room, "samples.bin"), Path(room, "cursors.json"), spec.batching, STREAMS, 1000, print)
+        kept = StreamDigestJournal(Path(room, "samples.bin"), Path(room, "cursors.json"), spec.batching, STREAMS, 1000, print)
         kept.open(0)
         found = []
         with OneProcessRun(spec, ParallelPlan.mesh(layers=len(graph.layers)), "1f1b", graph=graph) as run:

@@ -40,7 +40,7 @@ from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_actions import StepActions
 from raypar.actors.step_reports import StepReports
-from raypar.actors.stream_sample_journal import SampleJournal
+from raypar.actors.stream_digest_journal import StreamDigestJournal
 from raypar.actors.wait_reporter import WaitReporter
 from raypar.actors.worker_calls import WorkerCalls
 from raypar.actors.worker_failures import PostedEvent, WorkerFailures
@@ -216,7 +216,7 @@ class DriverActor:
         request, machine, journal, plans = self.request, self.machine, self.journal, self.plans
         pool, registry, recorder, side_effects = self.pool, self.registry, self.recorder, self.side_effects
         failures, calls, tasks, feed = self.failures, self.calls, self.tasks, self.feed
-        samples = SampleJournal.of_run(request, recorder.run_folder, self._show_warning)  # which it calls from any thread
+        samples = StreamDigestJournal.of_run(request, recorder.run_folder, self._show_warning)  # which it calls from any thread
         reports = StepReports(machine, plans, samples, request.followed)
         generations = GenerationChange(
             request, machine, journal, plans, pool, registry, recorder, side_effects, reports, failures, calls, tasks, feed

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from raypar.actors.plan_cache import PlanCache
-from raypar.actors.stream_sample_journal import SampleJournal
+from raypar.actors.stream_digest_journal import StreamDigestJournal
 from raypar.elastic import events as on
 from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
@@ -36,7 +36,7 @@ class StepReports:
         self,
         machine: RunMachine,
         plans: PlanCache,
-        samples: SampleJournal | None = None,
+        samples: StreamDigestJournal | None = None,
         followed: FollowedMetric | None = None,
     ) -> None:
         self.samples = samples

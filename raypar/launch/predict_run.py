@@ -70,7 +70,7 @@ def predict_with_checkpoint(
 def make_prediction_job(forward: Job, samples: int, function: FunctionConfig | None) -> Job:
     """The job of a run of forward passes, whose outputs are kept in the place of a loss."""
     from raypar.worker.data.data_set_with_sample_numbers import with_numbered_samples
-    from raypar.worker.prediction import Prediction
+    from raypar.worker.kept_predictions import Prediction
 
     given = forward.replace(
         validation=with_numbered_samples(forward.validation_data, samples),
@@ -94,7 +94,7 @@ class RowWriter:
         import torch
 
         from raypar.worker.data.data_set_with_sample_numbers import SAMPLE
-        from raypar.worker.prediction import NUMBERS, unpack_predictions
+        from raypar.worker.kept_predictions import NUMBERS, unpack_predictions
 
         parts: list[Rows] = [unpack_predictions(data) for data in kept]
         shapes = [{name: tensor.shape[1:] for name, tensor in part.items()} for part in parts]

@@ -508,7 +508,7 @@ def _built_model(value: Any) -> Given:
     layers, and for one that another framework has wrapped, which perhaps cannot be copied.
     """
     from raypar.model.capture.sequential import layers_in, whole_module
-    from raypar.model.framework_wrappers import refuse_framework_wrappers
+    from raypar.model.refuse_framework_wrappers import refuse_framework_wrappers
 
     refuse_framework_wrappers("", value)
     if whole_module(value) is None:

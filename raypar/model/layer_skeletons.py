@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError, with_article
-from raypar.model.framework_wrappers import refuse_framework_wrappers
 from raypar.model.graph import Graph, Layer, join_names
+from raypar.model.refuse_framework_wrappers import refuse_framework_wrappers
 from raypar.plan import ModelOutline
 from raypar.torch_compat.autograd import has_hooks_on_sums
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo

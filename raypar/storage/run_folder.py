@@ -241,7 +241,7 @@ class RunFolder:
 
     @property
     def samples(self) -> Path:
-        """Digests of the samples of iterable data by step, in bytes (`actors.stream_sample_journal`)."""
+        """Digests of the samples of iterable data by step, in bytes (`actors.stream_digest_journal`)."""
         return self.path / SAMPLES
 
     @property

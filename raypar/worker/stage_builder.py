@@ -30,8 +30,8 @@ from raypar.plan.ownership import Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.torch_compat.autograd import can_forget_gradient_hooks
+from raypar.worker.kept_predictions import Prediction
 from raypar.worker.layer_precisions import parameter_dtype_of
-from raypar.worker.prediction import Prediction
 from raypar.worker.process.seed_generators import HostGenerators, make_seeder, make_torch_seeder
 from raypar.worker.process.seeded_calls import SeededCalls
 from raypar.worker.process.torch_state_guard import TorchStateGuard

@@ -41,12 +41,12 @@ from raypar.worker.data.stream_feed_process import StreamFeedProcess
 from raypar.worker.data.stream_loader import StreamLoader
 from raypar.worker.data.worker_data import WorkerData
 from raypar.worker.forward_passes import MicrobatchesOfPass, pack_measures
+from raypar.worker.kept_predictions import Prediction
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.metrics.metric import Metric, make_metrics
 from raypar.worker.metrics.metric_state import State
 from raypar.worker.metrics.stage_metrics import StageMetrics, pack_states
 from raypar.worker.plain_microbatches import MICROBATCHES, NotCompared, refuse_large_models
-from raypar.worker.prediction import Prediction
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource
 from raypar.worker.process.memory_in_use import memory_in_use

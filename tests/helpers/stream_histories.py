@@ -15,7 +15,7 @@ from helpers.membership import QUICK, STEPS, TICK_MS, Case, any_plan, history
 from helpers.protocol import World
 from helpers.torch_flesh import TorchFlesh, TorchJob
 
-from raypar.actors.stream_sample_journal import SampleJournal
+from raypar.actors.stream_digest_journal import StreamDigestJournal
 from raypar.elastic import actions as do
 from raypar.job import DataConfig
 from raypar.job.data_section import MixedSourceConfig
@@ -125,17 +125,17 @@ class StreamFlesh(TorchFlesh):
         """(generation, step) -> the microbatches that were read."""
         self.applied: set[tuple[int, int]] = set()
         self.sizes: list[int] = []
-        self._journals: dict[int, SampleJournal] = {}
+        self._journals: dict[int, StreamDigestJournal] = {}
         self.given_cursors = 0
         """Cursors that workers have got."""
         self.unknown = 0
         """Microbatches of which the journal knows nothing: who has read them died before a driver had heard of it."""
 
-    def _new_journal(self, done: int) -> SampleJournal:
+    def _new_journal(self, done: int) -> StreamDigestJournal:
         spec, folder = self.job.spec, Path(self.folder.name)
         every = self.world.policy.save_every or NOTED
         assert spec.data.streams is not None
-        made = SampleJournal(
+        made = StreamDigestJournal(
             folder / "samples.bin",
             folder / "cursors.json",
             spec.batching,
@@ -148,7 +148,7 @@ class StreamFlesh(TorchFlesh):
         return made
 
     @property
-    def journal(self) -> SampleJournal:
+    def journal(self) -> StreamDigestJournal:
         """That of the present driver; a new one has what the former has written."""
         number = self.world.driver.number
         if number not in self._journals:

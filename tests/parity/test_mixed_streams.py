@@ -10,7 +10,7 @@ import pytest
 from helpers import reference, stream_cases, ugly_models
 from test_streams import PLANS, run
 
-from raypar.actors.stream_sample_journal import SampleJournal, mix_of_contract
+from raypar.actors.stream_digest_journal import StreamDigestJournal, mix_of_contract
 from raypar.errors import DataError, InputError
 from raypar.job import DataConfig, Job
 from raypar.job.contract import contract_of_job
@@ -65,9 +65,9 @@ def test_who_goes_on_by_the_journal_reads_the_same_and_little_of_sources_with_cu
     spec = mixed((stream_cases.Resuming, 1000, 3), (other, 60, 1), streams=2, shuffle_window=window)
     first, want = OpenStreams(wants_cursors=True), {}
 
-    def journal() -> SampleJournal:
+    def journal() -> StreamDigestJournal:
         mix = mix_of_contract(contract_of_job(spec))
-        return SampleJournal(tmp_path / "samples.bin", tmp_path / "cursors.json", spec.batching, 2, 10, print, mix)
+        return StreamDigestJournal(tmp_path / "samples.bin", tmp_path / "cursors.json", spec.batching, 2, 10, print, mix)
 
     reading, made = loader(spec, first), journal()
     made.open(0)

@@ -37,8 +37,8 @@ from raypar.storage.checkpoint_store import open_checkpoint
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.storage_uri import StorageUri
 from raypar.worker.data.data_set_with_sample_numbers import SAMPLE, NumberedSamples, NumberedStream, number_and_length
+from raypar.worker.kept_predictions import Prediction, named_tensors, pack_predictions, unpack_predictions
 from raypar.worker.layer_graph_of_job import make_layer_graph
-from raypar.worker.prediction import Prediction, named_tensors, pack_predictions, unpack_predictions
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -472,7 +472,7 @@ def test_outputs_that_are_too_large_for_a_pass_are_refused_at_the_first_microbat
     trained: Any, passes: Any, monkeypatch: pytest.MonkeyPatch
 ):
     path, job = trained
-    monkeypatch.setattr("raypar.worker.prediction.MOST_BYTES", 300)
+    monkeypatch.setattr("raypar.worker.kept_predictions.MOST_BYTES", 300)
     calls = list[int]()
     monkeypatch.setattr(Prediction, "_check_size", lambda *given: (calls.append(1), check(*given)), raising=True)
     passes(6, {"dp": 2})

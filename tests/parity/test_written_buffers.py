@@ -32,7 +32,7 @@ from raypar.worker.job_preflight import check_model_can_shard, preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import one_microbatch_of_each_size, profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.stage.running_statistics import NormCall, RunningNorm, fold_norm_calls, make_stand_ins
+from raypar.worker.stage.running_statistics import NormCall, NormCallRecorder, fold_norm_calls, make_stand_ins
 from raypar.worker.step.buffer_exchange import BufferExchange
 
 pytestmark = pytest.mark.part(7)
@@ -348,7 +348,7 @@ def check_update(
     generator = torch.Generator().manual_seed(1)
     plain, own = norm().to(dtype), norm().to(dtype)
     calls: list[NormCall] = []
-    recorded = RunningNorm("", own)
+    recorded = NormCallRecorder("", own)
     recorded.take = calls.append
     for call in range(6):
         x = torch.randn(shape, dtype=torch.float64, generator=generator) * scale * (call + 1) + call
@@ -378,7 +378,7 @@ def test_norms_of_a_stage_are_folded_together_with_the_bits_of_each():
     for norm, times, layout in made:
         plain, own = norm(), norm()
         calls: list[NormCall] = []
-        recorded = RunningNorm("", own)
+        recorded = NormCallRecorder("", own)
         recorded.take = calls.append
         for call in range(times):
             x = layout(torch.randn(6, own.num_features, 7, generator=generator) * (call + 1))
@@ -520,7 +520,7 @@ class OwnForward(nn.BatchNorm1d):
 def test_a_norm_with_a_forward_of_its_own_is_followed_or_refused():
     plain, own = OwnForward("scaled"), OwnForward("scaled")
     calls: list[NormCall] = []
-    RunningNorm("", own).take = calls.append
+    NormCallRecorder("", own).take = calls.append
     for _ in range(3):
         x = torch.randn(5, 4)
         assert torch.equal(plain(x), own(x))
@@ -529,7 +529,7 @@ def test_a_norm_with_a_forward_of_its_own_is_followed_or_refused():
     assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), own.buffers(), strict=True))
     for how, words in (("twice", r"an OwnForward \(a\.b\) .* statistics 2 times"), ("other factor", "another factor than its")):
         norm = OwnForward(how)
-        RunningNorm("a.b", norm).take = calls.append
+        NormCallRecorder("a.b", norm).take = calls.append
         with pytest.raises(UserCodeError, match=words):
             norm(torch.randn(5, 4))
         assert norm.momentum == 0.1 and torch.equal(norm.running_mean, torch.zeros(4))
@@ -568,7 +568,7 @@ def test_buffers_that_two_layers_share_are_refused_once_they_are_written():
 
 def test_an_instance_norm_whose_averages_pytorch_would_round_to_bfloat16_is_refused():
     norm = nn.InstanceNorm1d(4, track_running_stats=True)
-    RunningNorm("1", norm).take = lambda call: None
+    NormCallRecorder("1", norm).take = lambda call: None
     with pytest.raises(UserCodeError, match=r"an InstanceNorm1d \(1\) without weights gets torch.bfloat16") as error:
         norm(torch.randn(2, 4, 5).bfloat16())
     assert "affine=True" in error.value.cure

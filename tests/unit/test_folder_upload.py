@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from raypar.actors.stream_sample_journal import SampleJournal
+from raypar.actors.stream_digest_journal import StreamDigestJournal
 from raypar.errors import ClusterError, ConfigError, LeaseLostError
 from raypar.plan.microbatches import Microbatches
 from raypar.storage import folder_download, folder_upload, pyarrow_store, stored_file_layout
@@ -270,8 +270,8 @@ def test_a_run_that_goes_on_from_shared_storage_has_the_journal_of_its_samples_a
     for folder in (work, again, shown):
         folder.mkdir()
 
-    def journal(folder: Path) -> SampleJournal:
-        return SampleJournal(folder / "samples.bin", folder / "cursors.json", Microbatches(2, 0, 8), 2, 10, print)
+    def journal(folder: Path) -> StreamDigestJournal:
+        return StreamDigestJournal(folder / "samples.bin", folder / "cursors.json", Microbatches(2, 0, 8), 2, 10, print)
 
     first, upload = journal(work), FolderUpload(work, place, lambda: None)
     upload.start()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raypar.actors.stream_sample_journal import SampleJournal
+from raypar.actors.stream_digest_journal import StreamDigestJournal
 from raypar.elastic.run_policy import RunPolicy
 from raypar.plan.microbatches import BatchesOfSteps, Microbatches
 from raypar.worker.data.microbatch_stream_positions import StreamCursor, StreamPositions, StreamsRead
@@ -15,16 +15,16 @@ from raypar.worker.data.microbatch_stream_positions import StreamCursor, StreamP
 CUT = Microbatches(4, 0, 11)
 
 
-def journal(folder: Path, told: list[str] | None = None, streams: int = 2) -> SampleJournal:
+def journal(folder: Path, told: list[str] | None = None, streams: int = 2) -> StreamDigestJournal:
     tell = (told if told is not None else []).append
-    return SampleJournal(folder / "samples.bin", folder / "cursors.json", CUT, streams, 10, tell)
+    return StreamDigestJournal(folder / "samples.bin", folder / "cursors.json", CUT, streams, 10, tell)
 
 
 def read(step: int, *microbatches: int, other: int = 0) -> StreamsRead:
     return StreamsRead({m: 1000 * step + m + 1 + other for m in microbatches}, {m % 2: (step // 3, step) for m in microbatches})
 
 
-def written(folder: Path, steps: int) -> SampleJournal:
+def written(folder: Path, steps: int) -> StreamDigestJournal:
     made = journal(folder)
     made.open(0)
     for step in range(steps):
@@ -198,10 +198,10 @@ def test_a_run_that_goes_on_without_the_file_says_that_nothing_is_compared(tmp_p
 def test_a_run_of_forward_passes_has_no_journal_and_says_nothing_of_places_in_streams(tmp_path):
     folder = SimpleNamespace(samples=tmp_path / "samples.bin", cursors=tmp_path / "cursors.json")
 
-    def of_run(streams: int | None, passes: int) -> SampleJournal | None:
+    def of_run(streams: int | None, passes: int) -> StreamDigestJournal | None:
         policy = RunPolicy(workers=1, job_steps=9, forward_passes=passes, save_every=10)
         request = SimpleNamespace(contract={"data": {"streams": streams}}, policy=policy, batching=CUT)
-        return SampleJournal.of_run(request, folder, print)  # type: ignore[arg-type]
+        return StreamDigestJournal.of_run(request, folder, print)  # type: ignore[arg-type]
 
     assert of_run(2, 3) is None and of_run(None, 0) is None
     made = of_run(2, 0)

@@ -265,7 +265,7 @@ REASON_S = 1.0
 """How long to wait for the reason of a peer whose end of a communicator is gone: NCCL may notice before its words come."""
 
 
-def unnamed_status(error: KeyError) -> int:
+def status_missing_in_cupy(error: KeyError) -> int:
     """The status that NCCL has answered with, if CuPy has failed because its table lacks it; raises any other error again."""
     (status,) = error.args
     if type(status) is not int:
@@ -283,7 +283,7 @@ def translated(nccl: Any, what: str) -> Iterator[None]:
         kind = PeerEnded if error.status == REMOTE_ERROR else CommError
         raise kind(f"NCCL failed at {what}: {error}", cure=cure) from error
     except KeyError as error:
-        status = unnamed_status(error)
+        status = status_missing_in_cupy(error)
         if status != IN_PROGRESS:
             raise CommError(
                 f"NCCL failed at {what}: it answers with status {status}, which this CuPy does not know", cure=cure
@@ -362,7 +362,7 @@ class NcclCommunicator:
             try:
                 self._comm.check_async_error()
             except KeyError as error:
-                if unnamed_status(error) != IN_PROGRESS:
+                if status_missing_in_cupy(error) != IN_PROGRESS:
                     raise
 
     def destroy(self) -> None:

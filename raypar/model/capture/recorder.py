@@ -20,12 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from raypar.errors import with_article
 from raypar.model.capture.attributes_set_while_traced import UnitAttributes
-from raypar.model.capture.data_dependent_unit_shapes import (
-    UnitsOnRandomNumbers,
-    is_fused_in_evaluation,
-    run_with_random_values,
-    with_dtypes_of_fused,
-)
 from raypar.model.capture.memoryless_tensor import MemorylessTensor, ValuesNeeded, memory_of
 from raypar.model.capture.operation_watch import OperationWatch
 from raypar.model.capture.refusal import (
@@ -56,6 +50,12 @@ from raypar.model.capture.trace_data import (
     Trace,
     comparable,
     form_of,
+)
+from raypar.model.capture.units_on_random_numbers import (
+    UnitsOnRandomNumbers,
+    is_fused_in_evaluation,
+    run_with_random_values,
+    with_dtypes_of_fused,
 )
 from raypar.model.graph import ModelOutput
 from raypar.torch_compat.autograd import is_wrapped_by_transform

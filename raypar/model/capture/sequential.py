@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from raypar.errors import ModelError, with_article
 from raypar.model.capture.module_graph import ModuleCaptureOptions, capture_module_graph
 from raypar.model.deferred_init import OperationRecording, materialise_hidden_tensors, materialise_tensor_attributes
-from raypar.model.framework_wrappers import refuse_framework_wrappers
 from raypar.model.graph import Graph, MadeModel
 from raypar.model.initial_values import CallGuard, DeferredInitialValues, LayerBuildValues, SeededByNameValues, WholeModelValues
 from raypar.model.initial_values_source_protocol import InitialValues
@@ -32,6 +31,7 @@ from raypar.model.parameter_aliasing_check import (
     tensors_in_functions,
 )
 from raypar.model.random_state import RandomState
+from raypar.model.refuse_framework_wrappers import refuse_framework_wrappers
 from raypar.torch_compat.modules import has_hooks
 
 _ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.Graph"

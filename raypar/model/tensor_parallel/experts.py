@@ -12,7 +12,7 @@ from raypar.model.tensor_parallel.sharded_value import ShardedValue, unsupported
 from raypar.torch_compat.pytree import tree_map
 
 
-class ShardedExperts(ShardedModule):
+class ExpertsCutByFeatures(ShardedModule):
     """Runs `experts`, whose parameters are this shard's slices, on whole values; sums what the shards return."""
 
     def __init__(self, experts: nn.Module, name: str, group: ShardGroup) -> None:

@@ -26,12 +26,12 @@ from raypar.plan.seeds import seed_of
 from raypar.plan.wording import after_steps, count_noun
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
+from raypar.worker.kept_predictions import Prediction
 from raypar.worker.metrics.all_predictions import PredictionsMetric
 from raypar.worker.metrics.function_trial import FunctionTrialInValidation
 from raypar.worker.metrics.metric import Batch, FunctionMetric, Metric, ObjectMetric, part_of_output, values_by_name
 from raypar.worker.metrics.metric_state import State
 from raypar.worker.metrics.object_trial import ObjectTrialInValidation
-from raypar.worker.prediction import Prediction
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import PassContext
 from raypar.worker.stage.layer_tensors import require_value

@@ -25,7 +25,7 @@ from raypar.worker.stage.layer_tensors import LayerBuffer
 from raypar.worker.stage.running_statistics import (
     STATISTICS,
     NormCall,
-    RunningNorm,
+    NormCallRecorder,
     check_update_arithmetic,
     fold_norm_calls,
 )
@@ -62,7 +62,7 @@ class BufferUpdates:
     """Microbatch -> its update; of the microbatches that ran here, and once exchanged those of all replicas."""
     _norms: dict[str, NormBase]
     """Path -> norm with running statistics."""
-    recorders: list[RunningNorm]
+    recorders: list[NormCallRecorder]
     """What stands in for the norms' forwards."""
     _writable: dict[str, _Writable]
     """Path -> other buffer; empty under `refuse`."""
@@ -83,7 +83,7 @@ class BufferUpdates:
         self._norms = dict(norms_with_running_statistics(module))
         if self._norms:
             check_update_arithmetic()
-        self.recorders = [RunningNorm(path, norm) for path, norm in self._norms.items()]
+        self.recorders = [NormCallRecorder(path, norm) for path, norm in self._norms.items()]
         statistics = {id(norm._buffers[name]) for norm in self._norms.values() for name in STATISTICS}
         others = [buffer for buffer in buffers if id(buffer.tensor) not in statistics] if policy != "refuse" else []
         self._writable = {buffer.path: _Writable(buffer, _places(module, buffer.tensor)) for buffer in others}

@@ -50,7 +50,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Names of the buffers that a norm's forward changes."""
 
 
-class RunningNorm:
+class NormCallRecorder:
     """Takes the place of a norm's forward: the norm's buffers keep their values, and each call's statistics are handed over."""
 
     path: str
@@ -180,7 +180,7 @@ class _NormalisedInput(TorchFunctionMode):
 _NORMALISING = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
 
 
-def make_stand_ins(norms: Iterable[RunningNorm]) -> None:
+def make_stand_ins(norms: Iterable[NormCallRecorder]) -> None:
     """Make the `stand_ins` of norms, in one operation, for a forward that is about to call each of them once."""
     made = {norm: tuple(map(torch.empty_like, _running_averages(norm.norm))) for norm in norms if norm.changes_averages}
     if made:
@@ -350,7 +350,7 @@ def check_update_arithmetic() -> None:
         for strided in (False, True):
             plain, own = (nn.BatchNorm1d(64, momentum=0.1).to(dtype) for _ in range(2))
             calls: list[NormCall] = []
-            recorded = RunningNorm("", own)
+            recorded = NormCallRecorder("", own)
             recorded.take = calls.append
             for _ in range(4):
                 x = 3 * torch.randn((5, 64), dtype=torch.float64, generator=generator) + 1

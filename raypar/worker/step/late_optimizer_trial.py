@@ -16,7 +16,7 @@ from torch import Tensor
 from raypar.errors import UserCodeError
 from raypar.job import OptimizerConfig
 from raypar.worker.step.optimizer_and_parameter_groups import optimizer_group_of
-from raypar.worker.step.optimizer_state import state_of_code
+from raypar.worker.step.optimizer_state import state_outside_optimizer
 from raypar.worker.step.optimizer_under_trial import Gradients, TriedOptimizer, describe_coupling, values_and_gradients
 
 STEPS = 100
@@ -78,7 +78,7 @@ def _longest_run(
     """
     while steps.gradients:
         whole = TriedOptimizer(spec, values)
-        code = state_of_code(whole.optimizer)
+        code = state_outside_optimizer(whole.optimizer)
         begun = code.read()
         try:
             whole.run(steps.gradients[:SETTLED_AFTER])

@@ -121,7 +121,7 @@ class OptimizerSettingsWhenMade:
         )
 
 
-def state_of_code(optimizer: torch.optim.Optimizer) -> PythonState:
+def state_outside_optimizer(optimizer: torch.optim.Optimizer) -> PythonState:
     """What an optimizer's code keeps outside of it: in its class, in global variables, in variables of functions."""
     attributes = [value for _, value in _attributes(optimizer)]
     return PythonState({}, code=(type(optimizer), *attributes), called=("step",), known=_read_elsewhere(optimizer))

@@ -30,7 +30,13 @@ from raypar.worker.step.late_optimizer_trial import (
     trains_halves_like_wholes,
 )
 from raypar.worker.step.optimizer_and_parameter_groups import optimizer_group_of
-from raypar.worker.step.optimizer_state import OptimizerState, Value, copy_optimizer_state, read_given_values, state_of_code
+from raypar.worker.step.optimizer_state import (
+    OptimizerState,
+    Value,
+    copy_optimizer_state,
+    read_given_values,
+    state_outside_optimizer,
+)
 from raypar.worker.step.optimizer_under_trial import Gradients, TriedOptimizer, describe_coupling, values_and_gradients
 
 SAVED_AFTER, STEPS = 6, 12
@@ -147,7 +153,7 @@ def _train_and_resume(whole: TriedOptimizer, gradients: Gradients) -> _ObservedS
 
     Raises `ConfigError` for state that cannot be kept.
     """
-    code, given = state_of_code(whole.optimizer), copy_optimizer_state(read_given_values(whole.optimizer))
+    code, given = state_outside_optimizer(whole.optimizer), copy_optimizer_state(read_given_values(whole.optimizer))
     begun = code.read()
     whole.run(gradients[:1])
     first = copy_optimizer_state(whole.state())

@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.tensor_parallel.experts import ShardedExperts
+from raypar.model.tensor_parallel.experts import ExpertsCutByFeatures
 from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear
 from raypar.model.tensor_parallel.local_part_layout import FEATURES
 from raypar.model.tensor_parallel.shard_group import ShardGroup
@@ -190,7 +190,7 @@ class ExpertsStyle(ShardingStyle):
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
-        return ShardedExperts(module, name, group)
+        return ExpertsCutByFeatures(module, name, group)
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`. The gradients of the chosen experts' weights, a few numbers a token, are summed besides."""

@@ -64,7 +64,7 @@ def mix_of_contract(contract: Mapping[str, Json]) -> MixPattern | None:
     return MixPattern.of_ratios([one for one in ratios if isinstance(one, float)]) if ratios else None
 
 
-class SampleJournal:
+class StreamDigestJournal:
     """Digests and epochs by step, in memory and in a file. A file that cannot be written is told once, and training goes on."""
 
     path: Path
@@ -112,13 +112,13 @@ class SampleJournal:
         self._told = False
 
     @staticmethod
-    def of_run(request: RunRequest, folder: RunFolder, tell: Callable[[str], None]) -> SampleJournal | None:
+    def of_run(request: RunRequest, folder: RunFolder, tell: Callable[[str], None]) -> StreamDigestJournal | None:
         """The journal of a run; None for a map-style data set, and for a run of forward passes, which has no steps."""
         streams, policy = stream_count_of_contract(request.contract), request.policy
         if not streams or policy.forward_passes:
             return None
         mix = mix_of_contract(request.contract)
-        return SampleJournal(folder.samples, folder.cursors, request.batching, streams, policy.save_every, tell, mix)
+        return StreamDigestJournal(folder.samples, folder.cursors, request.batching, streams, policy.save_every, tell, mix)
 
     @property
     def _record_bytes(self) -> int:
