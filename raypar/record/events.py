@@ -4,9 +4,9 @@ An event says what happened to a run. Users see it, and most are kept in the run
 events of `elastic/events.py` are different: they drive the run machine and are never written. Those are named by a participle
 (`WorkerJoined`), these by a noun (`WorkerJoin`).
 
-To add a kind of event, add a class here and construct it where it happens; if it changes the state of a run, add a case to
-`fold.RunView`. Never rename or remove a field: run folders of older releases must stay readable. `step` is the number of steps
-done. Nodes are shown by the first 8 characters of their id.
+To add a kind of event, add a class here and construct it where it happens; if it changes what is known of a run, add a case to
+`fold.py` or `totals.py`. Never rename or remove a field: run folders of older releases must stay readable. `step` is the number
+of steps done. Nodes are shown by the first 8 characters of their id.
 """
 
 from __future__ import annotations
