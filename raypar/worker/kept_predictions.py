@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -131,16 +131,24 @@ def pack_predictions(found: Mapping[str, Tensor]) -> bytes:
 
     It copies each tensor once. Safetensors' `save` takes ten times as long for the few small tensors of a microbatch.
     """
-    whole = [tensor.resolve_conj().resolve_neg().to("cpu").contiguous() for tensor in found.values()]
-    table = _table(tuple((name, str(t.dtype), tuple(t.shape)) for name, t in zip(found, whole, strict=True)))
-    flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in whole]  # a view of one element keeps any stride
-    return b"".join([table, *(tensor.view(torch.uint8).numpy().data for tensor in flat)])
+    table = _table(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in found.items()]))
+    return b"".join([table, *[_bytes_of(tensor) for tensor in found.values()]])
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    """The values, row by row."""
+    try:
+        return tensor.numpy().tobytes()
+    except (TypeError, RuntimeError):  # on a device, of a dtype that NumPy has not, or to be conjugated or negated
+        whole = tensor.resolve_conj().resolve_neg().to("cpu").contiguous()
+        flat = whole.as_strided((whole.numel(),), (1,))  # a view of one element keeps any stride
+        return flat.view(torch.uint8).numpy().tobytes()
 
 
 @lru_cache(maxsize=64)
-def _table(entries: tuple[tuple[str, str, tuple[int, ...]], ...]) -> bytes:
+def _table(entries: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> bytes:
     """The head of packed tensors: (name, dtype, shape) of each."""
-    table = json.dumps([(name, dtype.removeprefix("torch."), shape) for name, dtype, shape in entries]).encode()
+    table = json.dumps([(name, str(dtype).removeprefix("torch."), tuple(shape)) for name, dtype, shape in entries]).encode()
     return len(table).to_bytes(8, "little") + table
 
 
@@ -156,18 +164,16 @@ def unpack_predictions(data: bytes) -> dict[str, Tensor]:
     return found
 
 
-def named_tensors(value: ModelOutput, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(value: ModelOutput, name: str = "") -> list[tuple[str, Tensor]]:
     """(dotted name, tensor) of the tensors in an output; of one that is a tensor itself `output`."""
     if isinstance(value, Tensor):
-        yield name or "output", value
-        return
+        return [(name or "output", value)]
     parts: list[tuple[str, ModelOutput]] = []
-    if isinstance(value, Mapping):
+    if type(value) is dict or isinstance(value, Mapping):  # with cold caches the latter takes long
         parts = [(str(key), part) for key, part in value.items()]
     elif isinstance(value, (tuple, list)):
         own = getattr(value, "_fields", None) or [str(number) for number in range(len(value))]
         parts = list(zip(own, value, strict=True))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    for key, part in parts:
-        yield from named_tensors(part, f"{name}.{key}" if name else key)
+    return [found for key, part in parts for found in named_tensors(part, f"{name}.{key}" if name else key)]

@@ -80,10 +80,7 @@ def build_stage(
     coordinate = StageCoordinate(index, replica, None if shard is None else shard.group.shard, layers[0].name)
     if (passes := spec.forward_passes) is not None:
         coordinate.samples_of = SamplesOfPasses(whole_batching(passes.samples, spec.batch_size, spec.microbatches))
-    modules = materialise_stage_modules(graph, plan, index, spec, values, shard)
-    if device != CPU:
-        for module in modules.values():
-            module.to(device)  # made on the CPU, so that the bits of a new run are those of its seed everywhere
+    modules = materialise_stage_modules(graph, plan, index, spec, values, shard, device)
     weights = StageTensors(graph, layers, modules, parameter_dtype_of(spec.precision))
     deferred = prepare_split_backward(modules, sharded=shard is not None) if split else DeferredGradients()
     gradients = build_gradient_accumulator(weights, routing, index, replica)
@@ -112,6 +109,7 @@ def build_stage(
         deferred=deferred,
         gradient_reuse_policy=GradientReusePolicy(linears),
         recomputation=stage_recomputation(graph, plan, index, spec),
+        evaluation_calls=[in_evaluation for in_evaluation, _ in seeded],
         buffer_updates=updates,
     )
 
@@ -131,15 +129,21 @@ def materialise_stage_modules(
     spec: Job,
     values: Mapping[str, Tensor] | None,
     shard: StageShard | None,
+    device: torch.device,
 ) -> dict[str, nn.Module]:
-    """Layer name -> module with values; of a stage that is cut, with sharded layers in the place of whole ones."""
+    """Layer name -> module with values, on the device; of a stage that is cut, sharded layers in the place of whole ones."""
     here, dtype = plan.stages[index], getattr(torch, spec.dtype)
     if shard is None:
-        return materialise(graph, here.first, here.last, seed=spec.seed, dtype=dtype, values=values)
-    layout, group = shard.layout, shard.group
-    return materialise_shard(
-        graph, here.first, here.last, layout=layout, group=group, seed=spec.seed, dtype=dtype, values=values
-    )
+        modules = materialise(graph, here.first, here.last, seed=spec.seed, dtype=dtype, values=values)
+    else:
+        layout, group = shard.layout, shard.group
+        modules = materialise_shard(
+            graph, here.first, here.last, layout=layout, group=group, seed=spec.seed, dtype=dtype, values=values
+        )
+    if device != CPU:
+        for module in modules.values():
+            module.to(device)  # made on the CPU, so that the bits of a new run are those of its seed everywhere
+    return modules
 
 
 def prepare_split_backward(modules: Mapping[str, nn.Module], *, sharded: bool) -> DeferredGradients:

@@ -1,4 +1,5 @@
-"""Layers that do not draw from Python's and NumPy's generators are not seeded for; the bits are those of always seeding.
+"""Layers and data sets that do not draw from Python's and NumPy's generators are not seeded for; the bits are those of always
+seeding.
 
 The layers here draw in ways that are hard to see, from the first call on or seldom. PyTorch's generator, which is always
 seeded, says in which microbatches: so it is the same ones on every plan.
@@ -21,11 +22,14 @@ from raypar.comm.buffer_pool import CPU
 from raypar.fences import private_api_fence as fences
 from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.plan import ParallelPlan
+from raypar.plan.seeds import seed_of
+from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.process import generator_positions, seed_generators
 from raypar.worker.process.generator_positions import OF_NUMPY, OF_PYTHON
-from raypar.worker.process.seed_generators import HostGenerators, make_seeder, make_torch_seeder
+from raypar.worker.process.seed_generators import HostGenerators, make_seeder, make_torch_seeder, seed_host_generators
 from raypar.worker.process.seeded_calls import SeededCalls, UnseededDraw
+from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.run_in_one_process import OneProcessRun
 
 WIDTH, STEPS = 6, 3
@@ -175,8 +179,8 @@ def test_a_layer_that_draws_has_the_bits_of_one_process_that_always_seeds(what, 
     wanted, calls = always_seeded(what, when, buffers)
     found = outcome(job(model, buffers, what=what, when=when), stages, recompute)
     assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
-    if not recompute:  # at most one call of each of both layers and modes is made again
-        assert len(CALLS) - calls in ((1, 2, 3, 4) if when == "seldom" else (0,))
+    if not recompute:  # of both layers at most one call in training is made again, and two in evaluation
+        assert len(CALLS) - calls in ((1, 2, 3, 4, 5, 6) if when == "seldom" else (0,))
 
 
 def seedings(monkeypatch) -> list[int]:
@@ -202,6 +206,59 @@ def test_layers_that_do_not_draw_are_seeded_for_in_their_first_call_only(monkeyp
                 by_call.append(len(numbers))
     optimizer, first, later = 1, layers, 2
     assert by_call == [first + 3 * later + optimizer, first + 7 * later, 4 * later + optimizer, 8 * later]
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------------
+
+
+class DrawnSamples:
+    """Each draws `what`, always or seldom; PyTorch's generator says when."""
+
+    def __init__(self, what: str = "python", when: str = "always") -> None:
+        self.what, self.when, self.asked = what, when, 0
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        self.asked += 1
+        first = torch.rand(3) + index
+        due = {"always": True, "seldom": torch.rand(()) < 0.1, "never": False}[self.when]
+        number = (DRAWS | RESTORED)[self.what]() if due else 0.0
+        return (torch.cat([first, torch.tensor([number]), torch.rand(1)]),)
+
+
+def read_samples(dataset: DrawnSamples, microbatches: list[list[tuple[int, int]]]) -> list[Tensor]:
+    guard = TorchStateGuard(1)
+    guard.establish("the data set")
+    reader = SampleReader(dataset, (), ("x",), 5, guard)
+    found = []
+    for places in microbatches:
+        random.seed(len(places)), numpy.random.seed(len(places))  # what others do meanwhile
+        found += list(reader.read(places)["x"])
+    return found
+
+
+@pytest.mark.parametrize(("what", "when"), [(what, when) for what in DRAWS for when in ("always", "seldom")] + [
+    (what, "always") for what in RESTORED
+])  # fmt: skip
+def test_samples_have_the_bits_of_always_seeding_in_any_order(what: str, when: str):
+    places, dataset, wanted = [(epoch, index) for epoch in range(2) for index in range(64)], DrawnSamples(what, when), {}
+    for place in places:
+        seed_host_generators(seed_of(5, "sample", *place))
+        (wanted[place],) = dataset[place[1]]
+    for order in (places, places[::-1]):
+        for size in (1, 8):
+            dataset.asked = 0
+            found = read_samples(dataset, [order[at : at + size] for at in range(0, len(order), size)])
+            assert all(torch.equal(one, wanted[place]) for one, place in zip(found, order, strict=True))
+            assert dataset.asked - len(places) <= (2 * size if when == "seldom" else 0)
+
+
+def test_for_samples_that_do_not_draw_generators_are_seeded_only_where_others_have_moved_them(monkeypatch):
+    numbers, dataset = seedings(monkeypatch), DrawnSamples(when="never")
+    read_samples(dataset, [[(0, index) for index in range(at, at + 8)] for at in range(0, 64, 8)])
+    assert (len(numbers), dataset.asked) == (8, 64), "once a microbatch, before its first sample"
 
 
 # -- one layer's calls -------------------------------------------------------------------------------------------------------

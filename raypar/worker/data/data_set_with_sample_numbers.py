@@ -27,7 +27,7 @@ _LENGTH_BIT = 40
 
 def number_and_length(sample: Tensor) -> tuple[Tensor, Tensor | None]:
     """The numbers of samples, of values of the field `SAMPLE`, and their lengths before padding; None where none is padded."""
-    if int(sample.max()) >> _LENGTH_BIT == 0:
+    if max(sample.tolist()) >> _LENGTH_BIT == 0:
         return sample, None
     return sample & ((1 << _LENGTH_BIT) - 1), (sample >> _LENGTH_BIT) - 1
 

@@ -140,6 +140,7 @@ class StageMetrics:
         measures in a validation, over all sets and workers; `untried`: metric that was not tried before the run -> number of
         microbatches with which it is tried now."""
         self.metrics, self.states, self._of_sets = dict(metrics), {}, dict(of_sets or {})
+        self._codes = {n: m.code if isinstance(m, Prediction) else f"metric {n!r}" for n, m in self.metrics.items()}
         self._merged = {
             name: MergedStates(self.metrics, seed=seed, seed_generators=seed_generators, guard=guard)
             for name in dict.fromkeys(["", *self._of_sets])
@@ -245,8 +246,7 @@ class StageMetrics:
         """Run a metric's code on a microbatch inside, with generators seeded by its place. Raises `UserCodeError`."""
         step, microbatch, data_set = forward_pass.step, forward_pass.microbatch, forward_pass.data_set
         place = (step, microbatch) if forward_pass.training else (microbatch,)
-        metric = self.metrics[name]
-        code = metric.code if isinstance(metric, Prediction) else f"metric {name!r}"
+        code = self._codes[name]
         self._seed_generators(seed_of(self._seed, "metric", *place, name))
         try:
             yield

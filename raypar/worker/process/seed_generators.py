@@ -72,6 +72,8 @@ class HostGenerators:
 
     numpy_generator: numpy.random.BitGenerator
     """The generator behind `numpy.random` that is looked at."""
+    asked_at_end = False
+    """Whether calls that are known to draw nothing are under way, and `are_as_seeded` is asked after all of them."""
 
     def __init__(self, of_python: Position, of_numpy: NumpyPosition) -> None:
         self.numpy_generator = of_numpy.bit_generator
@@ -89,6 +91,11 @@ class HostGenerators:
         """Seed both, by `number` modulo 2**32."""
         seed_python_and_numpy(number % 2**32)
         self._seeded = self._python(), self._numpy()
+
+    def seed_if_moved(self) -> None:
+        """Seed both by any number, unless they are as they were last seeded here: for calls that are not to draw from them."""
+        if not self.are_as_seeded():
+            self.seed(0)
 
     def are_as_seeded(self) -> bool:
         """Whether nobody has drawn since they were last seeded here. A number that is kept for the next draw, the second of a

@@ -1,13 +1,15 @@
-"""Calls of one layer, each as if all generators had been seeded before it (rule 3 of raypar/NUMERICS.md).
+"""Calls of a layer, or a data set, each as if all generators had been seeded before it (rules 1 and 3 of raypar/NUMERICS.md).
 
 To seed PyTorch's generator is cheap. Python's and NumPy's are 5 kB, which are out of the processor's caches by the next layer,
 and few layers draw from them. So they are seeded for layers that do: the first call of a layer is watched, and after each later
 call it is asked whether the generators have moved. If they have, what the call has computed is dropped, and it is made again
-with all of them seeded, as are all calls of this layer from then on.
+with all of them seeded, as are all calls of this layer from then on. Where several calls can be made again together, it is
+asked once, after all of them (`TorchStateGuard.compare_once`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -24,7 +26,7 @@ class UnseededDraw(BaseException):
 
 
 class SeededCalls:
-    """The calls of one layer in one mode, training or evaluation."""
+    """The calls of one layer in one mode, training or evaluation, or of a data set."""
 
     draws: bool | None
     """Whether all generators are seeded before each call; None: before the first call."""
@@ -35,6 +37,11 @@ class SeededCalls:
         """`generators`: Python's and NumPy's; None: seed all before each call."""
         self._seed_all, self._seed_torch, self._generators = seed_all, seed_torch, generators
         self.draws = True if generators is None else None
+
+    @property
+    def generators_that_rest(self) -> HostGenerators | None:
+        """Python's and NumPy's, if the calls are known to draw nothing from them."""
+        return self._generators if self.draws is False else None
 
     def __call__(self, number: int, function: Callable[..., R], *args: object) -> R:
         """`function(*args)`, with the generators seeded by `number`.
@@ -48,8 +55,9 @@ class SeededCalls:
         if self.draws is None:
             return self._first_call(generators, number, function, *args)
         self._seed_torch(number)
-        if not generators.are_as_seeded():
-            generators.seed(number)
+        if generators.asked_at_end:
+            return function(*args)
+        generators.seed_if_moved()
         try:
             found = function(*args)
         except USER_CODE_ERRORS as error:
@@ -58,6 +66,12 @@ class SeededCalls:
             raise
         self._check_unmoved(generators)
         return found
+
+    def until_seeded(self, number: int, function: Callable[..., R], *args: object) -> R:
+        """As a call, made again until it is seeded for all that it draws."""
+        while True:
+            with contextlib.suppress(UnseededDraw):
+                return self(number, function, *args)
 
     def _first_call(self, generators: HostGenerators, number: int, function: Callable[..., R], *args: object) -> R:
         self._seed_torch(number)

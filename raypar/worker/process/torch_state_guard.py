@@ -21,6 +21,7 @@ from raypar.errors import UserCodeError
 from raypar.torch_compat import process_state
 from raypar.torch_compat.process_state import float32_precision, saved_tensors_hooks
 from raypar.worker.process.environment_and_signals_guard import EnvironmentGuard
+from raypar.worker.process.seed_generators import HostGenerators
 
 R = TypeVar("R")
 
@@ -446,14 +447,23 @@ class TorchStateGuard(EnvironmentGuard):
             self.check_environment(caller)
         return left
 
-    def compare_once(self, calls: Callable[[], R], callers: str, code: Hashable, *, evaluating: bool = False) -> R:
+    def compare_once(
+        self,
+        calls: Callable[[], R],
+        callers: str,
+        code: Hashable,
+        *,
+        evaluating: bool = False,
+        generators: HostGenerators | None = None,
+    ) -> R:
         """What `calls` returns, which calls users' code several times, each time with a `check`, and can be run again.
 
         The checks would take longer than the rest of raypar's work between the calls. So state is compared once, after `calls`:
         if it was left changed, it is set back, and `calls` is run again with all its checks, which name who changes it. The
         checks are made at once after any change, where all state is compared anyway, and the first time that `code` is run: a
         call may undo what one before it has left, which a look at the end would not see. `callers`: what to blame for a change
-        that is not made again. Raises what `calls` and `check` raise.
+        that is not made again; `generators`: from which `calls` is not to draw: they are asked at the end, too, and if they
+        have moved, `calls` is run again. Raises what `calls` and `check` raise.
         """
         here = self._of_thread
         if self.compare_everything or self._changes or here.compares_at_end or code not in self._run_with_checks:
@@ -461,21 +471,31 @@ class TorchStateGuard(EnvironmentGuard):
             self._run_with_checks.add(code)
             return found
         expected = here.accepted or self._expected
+
+        def is_as_before() -> bool:
+            same = read_per_call_state() == expected.quick[evaluating]
+            return same and (generators is None or generators.are_as_seeded())
+
         here.compares_at_end = True
+        if generators is not None:
+            generators.seed_if_moved()
+            generators.asked_at_end = True
         try:
             found = calls()
-            if read_per_call_state() == expected.quick[evaluating]:
+            if is_as_before():
                 return found
         except Exception:  # also of raypar's own code between the calls, as of versions of tensors made in inference mode
-            if read_per_call_state() == expected.quick[evaluating]:
+            if is_as_before():
                 raise
         finally:
             here.compares_at_end = False
+            if generators is not None:
+                generators.asked_at_end = False
         left = read_global_torch_state()
         names = self._set_back(left, expected.evaluating if evaluating else expected.training)
         before = self._changes
         found = calls()
-        if self._changes == before:
+        if names and self._changes == before:
             self._changes += 1
             self._tell(callers, left, names)
         return found

@@ -23,6 +23,8 @@ from raypar.plan import MicrobatchRouting
 from raypar.torch_compat.autograd import has_gradient_hooks
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.metrics.stage_metrics import StageMetrics
+from raypar.worker.process.seed_generators import HostGenerators
+from raypar.worker.process.seeded_calls import SeededCalls
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.backward import DeferredGradients, LayerBackwardHooks, run_autograd_backward, sum_deferred_gradients
 from raypar.worker.stage.buffer_updates import BufferUpdates, apply_buffer_updates
@@ -166,6 +168,8 @@ class Stage:
     """Keeps the memory of the weight gradients of sharded Linears from step to step."""
     recomputation: StageRecomputation
     """The layers whose activations `checkpointed_forward` drops."""
+    evaluation_calls: Sequence[SeededCalls]
+    """By layer: how it is called in evaluation mode."""
     buffer_updates: Mapping[str, BufferUpdates]
     """Layer name -> what forward has written into its buffers in the step under way; layers that write none are left out."""
 
@@ -405,7 +409,8 @@ class Stage:
 
             if self.shard is None:
                 code = self.weights.layer_names
-                values = self.guard.compare_once(call_layers, f"a layer of stage {self.index}", code, evaluating=True)
+                who, resting = f"a layer of stage {self.index}", self._generators_that_rest()
+                values = self.guard.compare_once(call_layers, who, code, evaluating=True, generators=resting)
             else:  # other shards, which wait for this one's layers, would not run theirs again
                 values = call_layers()
             if self.loss is not None:
@@ -413,6 +418,11 @@ class Stage:
             if self.metrics is not None:
                 self.metrics.measure(forward_pass, values, self._fields(values, batch))
         return {name: values[name].detach() for name in self.values.outgoing}
+
+    def _generators_that_rest(self) -> HostGenerators | None:
+        """Python's and NumPy's generators, if no layer here is known to draw from them in evaluation mode."""
+        resting = [calls.generators_that_rest for calls in self.evaluation_calls]
+        return resting[0] if None not in resting else None
 
     def _evaluate_layers(self, forward_pass: PassContext, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """`values` after the layers: with what they return, without what nothing here reads any more."""
