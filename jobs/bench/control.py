@@ -83,7 +83,7 @@ class CountingDriver(DriverActor):
     def _set_up(self, request: Any, credential: Any) -> None:
         DriverActor._set_up(self, request, credential)
         reports = self.steps.reports
-        call_all, stepped, tell = self.calls.call_all, reports.keep_step_report, self.feed.tell
+        call_all, stepped, tell = self.calls.call_all, reports.keep_step_reports, self.feed.tell
 
         def counting_calls(call: Any, event: Any, by_agent: Any = None) -> None:
             def counted(worker: Any) -> Any:
@@ -92,11 +92,12 @@ class CountingDriver(DriverActor):
 
             call_all(counted, event, by_agent)
 
-        def weighing(number: int, generation: int, step: int, report: Any) -> Any:
-            size = len(pickle.dumps(report))
-            self.answer_bytes = max(self.answer_bytes, size)
-            self.stored_bytes += size if size > INLINE_BYTES else 0
-            return stepped(number, generation, step, report)
+        def weighing(generation: int, step: int, reports: Any) -> Any:
+            for report in reports.values():
+                size = len(pickle.dumps(report))
+                self.answer_bytes = max(self.answer_bytes, size)
+                self.stored_bytes += size if size > INLINE_BYTES else 0
+            return stepped(generation, step, reports)
 
         def leaving_counts(event: Event) -> None:
             if isinstance(event, EndOfRun):
@@ -104,7 +105,7 @@ class CountingDriver(DriverActor):
                 (Path(request.folder) / COUNTS_FILE).write_text(json.dumps(found))
             tell(event)
 
-        self.calls.call_all, reports.keep_step_report, self.feed.tell = (
+        self.calls.call_all, reports.keep_step_reports, self.feed.tell = (
             counting_calls,
             weighing,
             leaving_counts,

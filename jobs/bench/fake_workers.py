@@ -30,7 +30,6 @@ from raypar.actors import (
     metrics_publisher,
     node_agents,
     run_state_in_ray_kv,
-    worker_registry,
 )
 from raypar.actors.driver_actor import DriverActor
 from raypar.actors.messages import GatheredAnswers, RunRequest, StepCall, WorkerHello
@@ -54,7 +53,8 @@ WORKERS = (64, 256, 1024)
 WANTED_SHARE, OF_WORKERS, SLOPE_TO = 0.05, 1024, 10_000
 STAGES = PER_NODE = 8
 MOST_DIRECT = node_agents.MOST_DIRECT
-STEP_S, STEPS, WARM_STEPS, PING_ROUNDS = 0.3, 13, 3, 20
+STEP_S, STEPS, WARM_STEPS = 1.0, 13, 3
+LOOK_S = 0.1
 RAY_ACTORS, RAY_CALLS, RAY_ROUNDS, MANY_REPORTS = 4, 64, 8, 64
 
 
@@ -125,6 +125,8 @@ class FakeWorkers:
 
     def __init__(self, count: int) -> None:
         self.count, self.calls = count, 0
+        self.used_s = 0.0
+        """Processor time that went into making reports: in a real run into unpickling them, which is counted with Ray's."""
         self._asked: dict[int, list[tuple[Sequence[int], bool, Future[Any]]]] = {}
         self._begun: set[int] = set()
         self.workers = [self._worker(rank) for rank in range(count)]
@@ -167,9 +169,14 @@ class FakeWorkers:
             timer.start()
 
     def _end(self, step: int) -> None:
-        for ranks, gathered, answer in self._asked.pop(step):
-            reports = {rank: report(rank, step) for rank in ranks}
-            answer.set_result(GatheredAnswers(reports) if gathered else reports[ranks[0]])
+        start_s = time.thread_time()
+        asked = [
+            (gathered, answer, {rank: report(rank, step) for rank in ranks})
+            for ranks, gathered, answer in self._asked.pop(step)
+        ]
+        self.used_s += time.thread_time() - start_s
+        for gathered, answer, reports in asked:
+            answer.set_result(GatheredAnswers(reports) if gathered else next(iter(reports.values())))
         self._begin_if_all_are_asked(step + 1)
 
 
@@ -260,8 +267,8 @@ def fake_driver(fakes: FakeWorkers, steps: int, folder: Path) -> DriverActor:
     return made
 
 
-async def own_costs(workers: int, by_agents: bool, folder: Path) -> tuple[float, float, float, float]:
-    """(Seconds a step, calls of actors a step, seconds a round of pings, calls of one) of the driver of so many fake workers.
+async def own_costs(workers: int, by_agents: bool, folder: Path) -> tuple[float, float]:
+    """(Seconds a step, calls of actors a step) of the driver of so many fake workers, with all that it does beside steps.
 
     Seconds are of this process's processor time, of all threads: on a busy machine steps are late, and cost what they cost.
     """
@@ -273,19 +280,13 @@ async def own_costs(workers: int, by_agents: bool, folder: Path) -> tuple[float,
     for _ in range(2):  # agents start, and get to know their workers
         registry.agents.update(made.pool.workers, registry.node_of_worker)
         await asyncio.sleep(0.1)
-    start_s, before = time.process_time(), fakes.calls
-    for _ in range(PING_ROUNDS):
-        registry._ping_all(0)
-        await asyncio.gather(*registry._ping_tasks)
-    ping_s, pings = (time.process_time() - start_s) / PING_ROUNDS, (fakes.calls - before) / PING_ROUNDS
-    worker_registry.PING_S = float("inf")
     made.queue.put_nowait(on.FirstWorkersPlaced(made.request.plan, tuple(range(workers))))
     made.queue.put_nowait(on.WorkersReady())
     running, begun, ended = asyncio.ensure_future(made._run()), None, None
     while made.machine.phase is not Phase.OVER:
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(LOOK_S)
         made.feed._kept.clear()  # as a client that polls
-        now = (made.machine.progress.emitted, time.process_time(), fakes.calls)
+        now = (made.machine.progress.emitted, time.process_time() - fakes.used_s, fakes.calls)
         begun = now if begun is None and now[0] >= WARM_STEPS else begun
         ended = now if ended is None and now[0] >= STEPS - 1 else ended
     await running
@@ -294,7 +295,7 @@ async def own_costs(workers: int, by_agents: bool, folder: Path) -> tuple[float,
     if written != STEPS or begun is None or ended is None:
         raise BenchError(f"{written} of {STEPS} steps were written")
     done, used_s, calls = (after - before for before, after in zip(begun, ended, strict=True))
-    return used_s / done, calls / done, ping_s, pings
+    return used_s / done, calls / done
 
 
 class RayWorker:
@@ -331,17 +332,14 @@ def ray_cost() -> RayCost:
 
 def measure() -> tuple[RayCost, list[DriverCost]]:
     """What Ray takes, and the costs of all `WORKERS`, called directly and by way of agents."""
-    cost, found, ping_s = ray_cost(), [], worker_registry.PING_S
+    cost, found = ray_cost(), []
     with tempfile.TemporaryDirectory(prefix="rp-") as folder:
         for by_agents in (False, True):
-            rounds_per_s = 1 / ping_s / (worker_registry.AGENT_PINGS if by_agents else 1)
             for workers in WORKERS:
-                worker_registry.PING_S = ping_s
                 place = Path(folder) / f"{workers}-{by_agents}"
-                step_s, calls, round_s, pings = asyncio.run(own_costs(workers, by_agents, place))
-                own, called, more_reports = step_s + rounds_per_s * round_s, calls + rounds_per_s * pings, workers - calls
-                ray_s = (called * cost.call + more_reports * cost.report) / 1e6
-                found.append(DriverCost(workers, by_agents, own, called, ray_s))
+                own, calls = asyncio.run(own_costs(workers, by_agents, place))
+                more_reports = max(0.0, workers - calls)
+                found.append(DriverCost(workers, by_agents, own, calls, (calls * cost.call + more_reports * cost.report) / 1e6))
     return cost, found
 
 

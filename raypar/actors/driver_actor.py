@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -354,6 +355,8 @@ class DriverActor:
 
     async def _run(self) -> None:
         """Handle events until the run is over. Even after a bug in this loop the run's actors are removed."""
+        gc.collect()
+        gc.freeze()  # what is there now stays: each full collection would look at all modules again
         self.tasks.spawn(self._tick())
         self.tasks.spawn(WaitReporter(self.request, self.machine, self.pool, self.registry, self.calls, self.feed).watch())
         if self.storage_session is not None:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from functools import partial
 
-from raypar.actors.metrics_publisher import PUBLISH_S
+from raypar.actors.metrics_publisher import PUBLISH_S, PUBLISH_S_PER_WORKER
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.worker_pool import WorkerPool
@@ -18,7 +18,7 @@ from raypar.telemetry.run_telemetry import WorkerCounts, count_workers
 
 @dataclass
 class MetricsPublishingLoop:
-    """Publishes the metrics of a run every `PUBLISH_S`, in the driver's thread for side effects."""
+    """Publishes the metrics of a run every `PUBLISH_S`, of many workers less often, in the driver's side-effect thread."""
 
     machine: RunMachine
     """Makes all decisions of the run."""
@@ -37,7 +37,7 @@ class MetricsPublishingLoop:
         try:
             while self.machine.phase is not Phase.OVER:
                 await self.side_effects.awaited(partial(self.recorder.publish_metrics, self.worker_counts()))
-                await asyncio.sleep(PUBLISH_S)
+                await asyncio.sleep(max(PUBLISH_S, PUBLISH_S_PER_WORKER * len(self.machine.membership.members)))
         except Exception as error:
             text = f"metrics are not published any more ({type(error).__name__}: {error}); training is not touched by that"
             self.side_effects.note(RunWarning(text=text))

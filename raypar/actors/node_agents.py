@@ -57,6 +57,10 @@ class NodeAgents:
         """Node -> whom its agent was last told that it calls."""
         self._lost_s: dict[str, float] = {}
         """Node -> when its last agent was lost (monotonic)."""
+        self._reached: frozenset[int] = frozenset()
+        """Workers on these routes."""
+        self._up_to_date: object = None
+        """Workers and started agents that the routes are made of; None: an agent is to be started."""
         self._starting: set[asyncio.Task[None]] = set()
         """Agents that are waited for."""
 
@@ -65,6 +69,8 @@ class NodeAgents:
     def routes(self, numbers: Collection[int]) -> dict[str, CallRoute]:
         """Node of an agent -> the route to those of `numbers` that are called by way of it; all others are called directly."""
         wanted = frozenset(numbers)
+        if self._reached <= wanted:  # as nearly always
+            return dict(self._routes)
         found = {node: route.only(wanted) for node, route in self._routes.items()}
         return {node: route for node, route in found.items() if route is not None}
 
@@ -92,6 +98,9 @@ class NodeAgents:
 
     def update(self, workers: Mapping[int, WorkerHandle], node_of_worker: Mapping[int, str]) -> None:
         """Start and end agents, so that each node with workers has one. `workers`: all that can be called."""
+        now = (tuple(workers), frozenset(self._started))
+        if now == self._up_to_date:
+            return
         on_node: dict[str, list[int]] = defaultdict(list)
         for number in sorted(workers) if len(workers) > MOST_DIRECT else ():
             on_node[node_of_worker[number]].append(number)
@@ -102,7 +111,8 @@ class NodeAgents:
             if now_s - self._lost_s.get(node, -RESTART_S) >= RESTART_S:
                 self._start(node)
         own = {node: tuple(on_node[node]) for node in sorted(on_node) if node in self._started}
-        self._routes = make_call_routes(own)
+        self._set_routes(make_call_routes(own))
+        self._up_to_date = now if self._agents.keys() == on_node.keys() else None
         for node, below in agents_below(self._routes).items():
             agents = {other: self._agents[other] for other in below}
             if self._told.get(node) != (own[node], agents):
@@ -150,11 +160,15 @@ class NodeAgents:
         agent = self._agents.pop(node)
         self._started.discard(node)
         self._told.pop(node, None)
-        self._routes = {
-            top: route for top, route in self._routes.items() if top != node and node not in agents_below({top: route})
-        }
+        self._up_to_date = None
+        self._set_routes(
+            {top: route for top, route in self._routes.items() if top != node and node not in agents_below({top: route})}
+        )
         with contextlib.suppress(Exception):
             kill_actor(agent, no_restart=True)
+
+    def _set_routes(self, routes: dict[str, CallRoute]) -> None:
+        self._routes, self._reached = routes, frozenset[int]().union(*routes.values())
 
     def close(self) -> None:
         """End all agents. Idempotent."""

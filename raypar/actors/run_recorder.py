@@ -367,13 +367,16 @@ class RunRecorder:
                     self._best.add(step_of(line), line)
         return self._best
 
-    def record_step(self, step: int, reports: Mapping[int, Report], *, fresh: bool = False) -> str | None:
+    def record_step(
+        self, step: int, reports: Mapping[int, Report], brief: Report | None = None, *, fresh: bool = False
+    ) -> str | None:
         """Write the metrics of a committed step and call its callbacks; the reason to stop: a callback's, or state of an
         optimizer that can no longer be saved.
 
-        `fresh`: the first step of a new generation, whose time does not include the pause before it.
+        `brief`: the reports merged, if they are already. `fresh`: the first step of a new generation, whose time does not
+        include the pause before it.
         """
-        request, brief = self.request, merge_reports(reports)
+        request, brief = self.request, brief or merge_reports(reports)
         now = time.monotonic()
         wall, self._last_s = now - self._last_s, now
         longest = brief["seconds"]

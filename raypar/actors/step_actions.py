@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,7 +68,7 @@ class StepActions:
         self.step_calls += len(self.machine.membership.members)
         self.calls.call_all(
             lambda w: w.step.remote(call),
-            lambda number, report: self.reports.keep_step_report(number, generation, step, self._show_warnings(number, report)),
+            lambda reports: self.reports.keep_step_reports(generation, step, self._show_warnings(reports)),
             lambda agent, part, within_s: agent.step.remote(call, part, within_s),
         )
 
@@ -83,10 +83,10 @@ class StepActions:
 
     def emit_step(self, action: do.EmitStep, reason: str) -> None:
         """Write the metrics of a step and call the callbacks."""
-        step = action.step
+        step, brief = action.step, self.reports.merged_report(action.step)
         reports, fresh = self.reports.take_reports(step), step == self.generations.first_step
         self.side_effects.perform(
-            lambda: self.recorder.record_step(step, reports, fresh=fresh),
+            lambda: self.recorder.record_step(step, reports, brief, fresh=fresh),
             lambda stop: self.side_effects.after_telling_client(on.StepEmitted(step, stop)),
         )
         self.generations.prepare_for_loss()  # after a step: the first one is not delayed
@@ -97,9 +97,7 @@ class StepActions:
         self.reports.validations = {}
         self.calls.call_all(
             lambda w: w.validate.remote(generation, done, action.number),
-            lambda number, report: self.reports.keep_validation_report(
-                number, generation, done, self._show_warnings(number, report)
-            ),
+            lambda reports: self.reports.keep_validation_reports(generation, done, self._show_warnings(reports)),
         )
 
     def emit_validation(self, action: do.EmitValidation, reason: str) -> None:
@@ -184,8 +182,8 @@ class StepActions:
             )
             self.tasks.post(on.CallFailed("error", error))
 
-    def _show_warnings(self, number: int, report: Report) -> Report:
-        """Show the warnings in a worker's report that no other worker has given; returns the report."""
-        for line in self.reports.new_warnings(report):
+    def _show_warnings(self, reports: Mapping[int, Report]) -> Mapping[int, Report]:
+        """Show the warnings in workers' reports that no other worker has given; returns the reports."""
+        for number, line in self.reports.new_warnings(reports):
             self.side_effects.note(RunWarning(text=f"{self.calls.coordinate(number)}: {line}"))
-        return report
+        return reports

@@ -59,41 +59,48 @@ class StepReports:
         """Step -> rank -> report, of steps that are not committed."""
         self._unseen: dict[int, dict[int, Report]] = {}
         """Step -> rank -> report, of committed steps that the user has not seen."""
+        self._merged: dict[int, Report] = {}
+        """Step -> its merged report, of those of these steps that were asked for."""
         self._seats: dict[int, tuple[int, int]] = {}
-        """See `_seat`."""
+        """See `_seats_now`."""
         self._seats_of: tuple[int, tuple[int, ...]] = (-1, ())
         """Generation and members whose seats these are."""
         self._warned: set[str] = set()
         """Keys of warnings that were shown: all workers run the same code, and each reports its warnings."""
 
-    def keep_step_report(self, number: int, generation: int, step: int, report: Report) -> on.RunEvent:
-        """Keep a worker's report of a step; the event for the run machine."""
-        machine, busy_s = self.machine, None
-        read = report.pop("streams", None)
-        if self.samples is not None and read is not None and (different := self.samples.note(step, read)) is not None:
-            return on.CallFailed("user", different)
-        if generation == machine.membership.generation:
-            rank, microbatches = self._seat(number)
-            self._open[step][rank] = report
-            # A worker that reads slowly is slow, too: its disk, or its machine's other users.
-            busy_s = (report["busy_seconds"] + report.get("read_seconds", 0.0)) / microbatches if microbatches else None
-        cost, digest = report["mirror_seconds"], report["digest"]
-        return on.StepReported(number, step, report["seconds"], generation, cost, digest, busy_s)
+    def keep_step_reports(self, generation: int, step: int, reports: Mapping[int, Report]) -> on.RunEvent:
+        """Keep workers' reports of a step; the event for the run machine."""
+        for report in reports.values():
+            if (read := report.pop("streams", None)) is None or self.samples is None:
+                continue
+            if (different := self.samples.note(step, read)) is not None:
+                return on.CallFailed("user", different)
+        busy_s: dict[int, float] = {}
+        if generation == self.machine.membership.generation:
+            seats, kept = self._seats_now(), self._open[step]
+            for number, report in reports.items():
+                rank, microbatches = seats[number]
+                kept[rank] = report
+                if microbatches:  # A worker that reads slowly is slow, too: its disk, or its machine's other users.
+                    busy_s[number] = (report["busy_seconds"] + report.get("read_seconds", 0.0)) / microbatches
+        longest_s, cost_s = (max([r[key] for r in reports.values()]) for key in ("seconds", "mirror_seconds"))
+        digests = {number: digest for number, report in reports.items() if (digest := report["digest"]) is not None}
+        return on.StepReported(tuple(reports), step, longest_s, generation, cost_s, digests, busy_s)
 
-    def _seat(self, number: int) -> tuple[int, int]:
-        """(Rank of a member, its forward passes in a step); of all members looked up once in a generation."""
+    def _seats_now(self) -> Mapping[int, tuple[int, int]]:
+        """Member -> (rank, its forward passes in a step); looked up once in a generation."""
         who = self.machine.membership
         if (who.generation, who.members) != self._seats_of:
             passes = self.plans.passes(who.plan) if who.plan is not None else (0,) * len(who.members)
             self._seats = {member: (rank, passes[rank]) for rank, member in enumerate(who.members)}
             self._seats_of = (who.generation, who.members)
-        return self._seats[number]
+        return self._seats
 
-    def keep_validation_report(self, number: int, generation: int, done: int, report: Report) -> on.RunEvent:
-        """Keep a worker's report of a validation; the event for the run machine."""
+    def keep_validation_reports(self, generation: int, done: int, reports: Mapping[int, Report]) -> on.RunEvent:
+        """Keep workers' reports of a validation; the event for the run machine."""
         if generation == self.machine.membership.generation:
-            self.validations[number] = report
-        return on.ValidationReported(number, done, generation)
+            self.validations |= reports
+        return on.ValidationReported(tuple(reports), done, generation)
 
     def validated_before(self, step: int) -> float | None:
         """The value of the metric that the learning rates follow, in the validation directly before a step; None if there was
@@ -135,13 +142,15 @@ class StepReports:
             return ""
         return f"; the learning rates go on with the values of {self.followed.name} that validations after it have found"
 
-    def new_warnings(self, report: Report) -> list[str]:
-        """The warnings in a worker's report that no worker has given before."""
-        if not report.get("warnings"):
-            return []
-        fresh = [(key, line) for key, line in report["warnings"] if key not in self._warned]
-        self._warned.update(key for key, _ in fresh)
-        return [line for _, line in fresh]
+    def new_warnings(self, reports: Mapping[int, Report]) -> list[tuple[int, str]]:
+        """(Worker, warning) of the warnings in workers' reports that no worker has given before."""
+        found = []
+        for number, report in reports.items():
+            if warned := report.get("warnings"):
+                fresh = [(key, line) for key, line in warned if key not in self._warned]
+                self._warned.update(key for key, _ in fresh)
+                found += [(number, line) for _, line in fresh]
+        return found
 
     def keep_reports_from_status(self, status: WorkerStatus) -> WorkerStatus:
         """Keep reports of steps that, by its status, a worker has applied; returns the status.
@@ -171,11 +180,14 @@ class StepReports:
 
     def merged_report(self, step: int) -> Report:
         """The merged report of a committed step that has not been seen."""
-        return merge_reports(self._unseen[step])
+        if step not in self._merged:
+            self._merged[step] = merge_reports(self._unseen[step])
+        return self._merged[step]
 
     def take_reports(self, step: int) -> dict[int, Report]:
         """The reports of a committed step by rank; marks the step as seen."""
         reports = self._unseen.pop(step)
+        self._merged.pop(step, None)
         self.outcomes[step] = loss_and_grad_norm_of_step(reports)
         self.outcomes.pop(step - KEPT_OUTCOMES, None)
         return reports
@@ -216,9 +228,11 @@ def merge_reports(reports: Mapping[int, Report]) -> Report:
         one.pop("spans", None)
         one.pop("ledger", None)
         return one
-    longest = max(r["seconds"] for r in reports.values())
-    metrics = {name: value for r in reports.values() for name, value in r.get("metrics", {}).items()}
-    data_wait = round(max(r.get("read_seconds", 0.0) for r in reports.values()) / longest, 3) if longest else 0.0
+    by_rank = [reports[rank] for rank in sorted(reports)]
+    longest = max([r["seconds"] for r in by_rank])
+    metrics = {name: value for r in reports.values() if (own := r.get("metrics")) for name, value in own.items()}
+    data_wait = round(max([r.get("read_seconds", 0.0) for r in by_rank]) / longest, 3) if longest else 0.0
+    busy = [r["busy_seconds"] for r in by_rank]
     merged: Report = {
         "loss": one["loss"],
         "norm": one["norm"],
@@ -226,9 +240,9 @@ def merge_reports(reports: Mapping[int, Report]) -> Report:
         "skipped": one["skipped"],
         "lr": next((lr for r in reports.values() if (lr := r.get("lr")) is not None), None),
         "seconds": longest,
-        "busy_seconds": sum(r["busy_seconds"] for r in reports.values()),
-        "busy_shares": [round(reports[rank]["busy_seconds"] / longest, 3) for rank in sorted(reports)] if longest else [],
-        "peak_rss_bytes": [peak for rank in sorted(reports) if isinstance(peak := reports[rank]["peak_rss_bytes"], int)],
+        "busy_seconds": sum(busy),
+        "busy_shares": [round(each / longest, 3) for each in busy] if longest else [],
+        "peak_rss_bytes": [peak for r in by_rank if isinstance(peak := r["peak_rss_bytes"], int)],
         "workers": len(reports),
     }
     if data_wait >= LEAST_DATA_WAIT:

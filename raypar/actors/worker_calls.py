@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
@@ -30,6 +30,8 @@ from raypar.errors import ClusterError, CommError, error_first_line
 from raypar.ray_compat.actor_errors import memory_monitor_kill_error
 
 T = TypeVar("T")
+EventOfAnswers: TypeAlias = Callable[[Mapping[int, T]], on.RunEvent]
+"""Makes one event of the answers, by worker, that have come together: one for each would cost more than all that follows."""
 
 STACKS_S = 5.0
 REPEAT_CALL_S = 0.5
@@ -58,12 +60,12 @@ class OpenCall:
     direct: set[int] = field(default_factory=set)
     """Workers that were called directly. Those in neither set still wait for their turn."""
 
-    def noting(self, event: Callable[[int, T], on.RunEvent]) -> Callable[[int, T], on.RunEvent]:
-        """`event`, which also notes that a worker has answered. After a failure nobody does: a generation follows."""
+    def noting(self, event: EventOfAnswers[T]) -> EventOfAnswers[T]:
+        """`event`, which also notes that workers have answered. After a failure nobody does: a generation follows."""
 
-        def noted(number: int, answer: T) -> on.RunEvent:
-            self.owing.discard(number)
-            return event(number, answer)
+        def noted(answers: Mapping[int, T]) -> on.RunEvent:
+            self.owing.difference_update(answers)
+            return event(answers)
 
         return noted
 
@@ -104,10 +106,10 @@ class WorkerCalls:
     def call_all(
         self,
         call: Callable[[WorkerHandle], PendingAnswer[T | CallFailure]],
-        event: Callable[[int, T], on.RunEvent],
+        event: EventOfAnswers[T],
         by_agent: CallOfAgent[T | CallFailure] | None = None,
     ) -> None:
-        """Call every member; each answer becomes an event.
+        """Call every member; answers that come together become one event.
 
         `by_agent`: the same call by way of an agent of a node, of which workers can be asked twice: who does not answer by way
         of an agent is called directly.
@@ -119,7 +121,7 @@ class WorkerCalls:
             before, now = self._open, OpenCall(set(direct))
             self._open, event = now, now.noting(event)
             routes = self.agents.routes(direct)
-            reached = {number for route in routes.values() for number in route}
+            reached = set[int]().union(*routes.values())
             direct = dict.fromkeys(number for number in direct if number not in reached)
             for node, route in routes.items():
                 self._await_in_background(self._answer_by_agent(node, route, generation, before, now, call, event, by_agent))
@@ -139,28 +141,29 @@ class WorkerCalls:
         before: OpenCall,
         now: OpenCall,
         call: Callable[[WorkerHandle], PendingAnswer[T | CallFailure]],
-        event: Callable[[int, T], on.RunEvent],
+        event: EventOfAnswers[T],
         by_agent: CallOfAgent[T | CallFailure],
     ) -> None:
-        """Post the events of all answers that come by way of an agent, each once; call those directly whom it cannot reach."""
+        """Post all answers that come by way of an agent, each once; call those directly whom it cannot reach."""
         left: CallRoute | None = route
-        self._asked.update(route)
-        while not before.owing.isdisjoint({*route} - before.by_agent) and self._lasts(generation):
+        owed = {*route}
+        self._asked.update(owed)
+        while not before.owing.isdisjoint(owed - before.by_agent) and self._lasts(generation):
             await asyncio.sleep(TURN_S)
-        now.by_agent.update(route)
+        now.by_agent |= owed
         while left is not None and self._lasts(generation):
             found = await self.agents.gather(node, GATHER_S, functools.partial(by_agent, part=left, within_s=GATHER_S))
             answers = found.answers if found is not None else {}
-            direct = {*left} if found is None else {*left} & {*found.unreached}
-            heard = {*left} & answers.keys()
+            direct = owed if found is None else owed & {*found.unreached}
+            heard = owed & answers.keys()
             now.by_agent -= direct
-            for number in sorted(heard):
-                self._post(number, generation, answers[number], event)
+            self._post_together({number: answers[number] for number in sorted(heard)}, generation, event)
             for number in sorted(direct):
                 self._await_in_background(self._answer_in_turn(number, generation, before, now, call, event))
             self._asked.subtract(heard | direct)
-            left = left.only({*left} - heard - direct)
-        self._asked.subtract(left or ())
+            owed = owed - heard - direct
+            left = left.only(owed) if owed else None
+        self._asked.subtract(owed)
 
     async def _answer_in_turn(
         self,
@@ -169,23 +172,23 @@ class WorkerCalls:
         before: OpenCall,
         now: OpenCall,
         call: Callable[[WorkerHandle], PendingAnswer[T | CallFailure]],
-        event: Callable[[int, T], on.RunEvent],
+        event: EventOfAnswers[T],
     ) -> None:
         """Call a worker directly once it has answered the call before, or has got it the same way."""
         while number in before.owing and number not in before.direct and self._lasts(generation):
             await asyncio.sleep(TURN_S)
         if number in self.pool.workers and self._lasts(generation):  # else it is lost, and the run machine has had an event
             now.direct.add(number)
-            await self._answer(number, generation, lambda: call(self.pool.workers[number]), event, repeats=True)
+            await self._answer(number, generation, lambda: call(self.pool.workers[number]), _alone(event), repeats=True)
 
     def _lasts(self, generation: int) -> bool:
         """Whether a generation is the present one."""
         return generation == self.machine.membership.generation
 
     async def _answer_batch(
-        self, generation: int, refs: Mapping[int, PendingAnswer[T | CallFailure]], event: Callable[[int, T], on.RunEvent]
+        self, generation: int, refs: Mapping[int, PendingAnswer[T | CallFailure]], event: EventOfAnswers[T]
     ) -> None:
-        """Post the events of all answers together. Answers that have not come after `BATCH_WAIT_S` are posted one by one.
+        """Post all answers together. Answers that have not come after `BATCH_WAIT_S` are posted one by one.
 
         `refs`: worker -> its call. Why together: see `answer_batch`.
         """
@@ -197,13 +200,15 @@ class WorkerCalls:
             )
         finally:
             self._asked.subtract(list(refs))
-        for number, ref, answer in zip(refs, refs.values(), answers, strict=True):
+        there: dict[int, T | CallFailure] = {}
+        for number, answer in zip(refs, answers, strict=True):
             if answer is UNANSWERED:
-                self.post_answer(number, generation, ref, event)
+                self.post_answer(number, generation, refs[number], _alone(event))
             elif isinstance(answer, Raised):
-                self._post(number, generation, self._failure(describe_seat_or_number(seats, number), answer.error), event)
+                there[number] = self._failure(describe_seat_or_number(seats, number), answer.error)
             else:
-                self._post(number, generation, answer, event)
+                there[number] = answer
+        self._post_together(there, generation, event)
 
     def post_answer(
         self, number: int, generation: int, ref: PendingAnswer[T | CallFailure], event: Callable[[int, T], on.RunEvent]
@@ -248,11 +253,16 @@ class WorkerCalls:
 
     def _post(self, number: int, generation: int, answer: T | CallFailure, event: Callable[[int, T], on.RunEvent]) -> None:
         """Post `event(number, answer)`; if `answer` is a `CallFailure`, post the event `CallFailed`."""
-        if not isinstance(answer, CallFailure):
-            self.tasks.post(event(number, answer))
-        else:
-            of = None if answer.kind == "lost" else generation
-            self.failures.post(answer.kind, answer.error, number, of)
+        self._post_together({number: answer}, generation, lambda answers: event(number, answers[number]))
+
+    def _post_together(self, answers: Mapping[int, T | CallFailure], generation: int, event: EventOfAnswers[T]) -> None:
+        """Post `event(answers)`, and the event `CallFailed` for each `CallFailure` among them."""
+        good = {number: answer for number, answer in answers.items() if not isinstance(answer, CallFailure)}
+        if good:
+            self.tasks.post(event(good))
+        for number, answer in answers.items():
+            if isinstance(answer, CallFailure):
+                self.failures.post(answer.kind, answer.error, number, None if answer.kind == "lost" else generation)
 
     @property
     def unanswered(self) -> set[int]:
@@ -317,3 +327,8 @@ class WorkerCalls:
             f"--- {self.coordinate(number)}\n{text or 'does not answer: it is stopped, dead or busy outside Python'}"
             for number, text in zip(numbers, texts, strict=True)
         )
+
+
+def _alone(event: EventOfAnswers[T]) -> Callable[[int, T], on.RunEvent]:
+    """The event of an answer that comes alone."""
+    return lambda number, answer: event({number: answer})

@@ -273,9 +273,8 @@ class WorkerRegistry:
     def unheard_workers(self) -> frozenset[int]:
         """Workers that should have answered a ping by now."""
         now = time.monotonic()
-        limits_s = {True: UNHEARD_S * AGENT_PINGS, False: UNHEARD_S}
-        since_s = {n: now - s for n, s in self._answered_s.items() if n in self.pool.workers}
-        return frozenset(n for n, silent_s in since_s.items() if silent_s > limits_s[n in self._by_agent])
+        late = [(n, now - s) for n, s in self._answered_s.items() if now - s > UNHEARD_S and n in self.pool.workers]
+        return frozenset([n for n, silent_s in late if n not in self._by_agent or silent_s > UNHEARD_S * AGENT_PINGS])
 
     def reading_workers(self) -> frozenset[int]:
         """Workers that were reading samples when they last answered a ping."""
@@ -295,7 +294,7 @@ class WorkerRegistry:
 
     def ended_workers(self) -> frozenset[int]:
         """Workers among `unheard_workers` whose process or machine is gone."""
-        return self.unheard_workers() & self.liveness.ended
+        return self.unheard_workers() & self.liveness.ended if self.liveness.ended else frozenset()
 
     # -- watching --------------------------------------------------------------------------------------------------------------
 
@@ -307,7 +306,7 @@ class WorkerRegistry:
             self._ping_all(turn)
             turn += 1
             now = time.monotonic()
-            for number in [n for n, s in self._answered_s.items() if n in self.pool.workers and now - s > silent_s]:
+            for number in [n for n, s in self._answered_s.items() if now - s > silent_s and n in self.pool.workers]:
                 if number in self._reported_silent:
                     continue
                 self._reported_silent.add(number)
@@ -331,9 +330,10 @@ class WorkerRegistry:
         self.agents.update(started, self.node_of_worker)
         to_ping = {n: w for n, w in started.items() if n not in self._unanswered_pings}
         routes = self.agents.routes(started)
-        self._by_agent = {number for route in routes.values() for number in route}
+        self._by_agent = set[int]().union(*routes.values())
         for node, route in routes.items() if turn % AGENT_PINGS == 0 else ():
-            if (part := route.only(to_ping)) is not None:
+            part = route.only(to_ping) if self._unanswered_pings else route
+            if part is not None:
                 self._spawn_ping(self._ping_by_agent(node, part))
         direct = {n: w for n, w in to_ping.items() if n not in self._by_agent}
         if direct:
@@ -349,8 +349,7 @@ class WorkerRegistry:
         self._unanswered_pings.update(route)
         found = await self.agents.gather(node, BATCH_WAIT_S, lambda agent: agent.ping.remote(route, BATCH_WAIT_S))
         self._unanswered_pings.difference_update(route)
-        for number, answer in (found.answers if found is not None else {}).items():
-            self._handle_ping_answer(number, answer)
+        self._handle_ping_answers(found.answers if found is not None else {})
         unreached = found.unreached if found is not None else route
         direct = {number: self.pool.workers[number] for number in unreached if number in self.pool.workers}
         if direct:
@@ -371,9 +370,7 @@ class WorkerRegistry:
         by_worker = dict(zip(refs, answers, strict=False))
         late = {number: refs[number] for number, answer in by_worker.items() if answer is UNANSWERED}
         self._unanswered_pings.difference_update(workers.keys() - late.keys())
-        for number, answer in by_worker.items():
-            if answer is not UNANSWERED:
-                self._handle_ping_answer(number, answer)
+        self._handle_ping_answers({number: answer for number, answer in by_worker.items() if answer is not UNANSWERED})
         await asyncio.gather(*(self._await_late_ping(number, ref) for number, ref in late.items()))
 
     async def _await_late_ping(self, number: int, ref: PendingAnswer[Ping]) -> None:
@@ -387,24 +384,27 @@ class WorkerRegistry:
             answer = Raised(error)
         finally:
             self._unanswered_pings.discard(number)
-        self._handle_ping_answer(number, answer)
+        self._handle_ping_answers({number: answer})
 
-    def _handle_ping_answer(self, number: int, answer: Ping | Raised) -> None:
-        """Note the answer of a worker to a ping. Posts `WorkerAnswered` for a worker that was reported silent."""
-        if number not in self.pool.workers:
-            return  # it was dismissed meanwhile
-        if isinstance(answer, Raised):
-            self._report_failed_ping(number, answer.error)
-            return
-        _, _, leaving, waited_s, skipped = answer
-        self._note_reading(number, skipped)
-        now = self._answered_s[number] = time.monotonic()
-        self.cpu_wait.report(number, waited_s, now)
-        if number in self._reported_silent:
-            self._reported_silent.remove(number)
-            self.post(on.WorkerAnswered(number))
-        if leaving:
-            self.report_leaving_worker(number, "its process was asked to end (SIGTERM)")
+    def _handle_ping_answers(self, answers: Mapping[int, Ping | Raised]) -> None:
+        """Note workers' answers to pings. Posts `WorkerAnswered` for workers that were reported silent."""
+        now = time.monotonic()
+        for number, answer in answers.items():
+            if number not in self.pool.workers:
+                continue  # it was dismissed meanwhile
+            if isinstance(answer, Raised):
+                self._report_failed_ping(number, answer.error)
+                continue
+            _, _, leaving, waited_s, skipped = answer
+            if skipped is not None or number in self._reading:
+                self._note_reading(number, skipped)
+            self._answered_s[number] = now
+            self.cpu_wait.report(number, waited_s, now)
+            if number in self._reported_silent:
+                self._reported_silent.remove(number)
+                self.post(on.WorkerAnswered(number))
+            if leaving:
+                self.report_leaving_worker(number, "its process was asked to end (SIGTERM)")
 
     def _report_failed_ping(self, number: int, error: Exception) -> None:
         """Post `CallFailed` if the error says that the worker is dead; in the words of a call, which may fail later.

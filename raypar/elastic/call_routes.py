@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 FANOUT = 16
 """How many agents the driver calls, and an agent, at most."""
@@ -20,9 +21,7 @@ class CallRoute:
 
     def __iter__(self) -> Iterator[int]:
         """All workers that are called by way of this agent."""
-        yield from self.workers
-        for route in self.below.values():
-            yield from route
+        return chain(self.workers, *self.below.values())
 
     def only(self, wanted: Collection[int]) -> CallRoute | None:
         """The route to those of its workers that are in `wanted`; None if none is."""

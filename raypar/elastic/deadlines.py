@@ -22,20 +22,24 @@ class CpuWaitDeadlineExtension:
         self._last: dict[Hashable, tuple[float, float]] = {}
         """Process -> (its total wait in seconds, when that was reported)."""
         self._shares: dict[Hashable, tuple[float, float]] = {}
-        """Process -> (share of the time between its last two reports that it waited, when the last one came)."""
+        """Process -> (share of the time between its last two reports that it waited, when the last one came), if it was
+        `MIN_SHARE` or more."""
 
     def report(self, who: Hashable, waited_s: float, now_s: float) -> None:
         """Take a process's total wait so far. A total smaller than before is another thread's, and counts as no wait."""
         before_s, at_s = self._last.get(who, (waited_s, now_s))
         if now_s > at_s:
-            self._shares[who] = (min(1.0, max(0.0, waited_s - before_s) / (now_s - at_s)), now_s)
+            share = (waited_s - before_s) / (now_s - at_s)
+            if share >= MIN_SHARE:
+                self._shares[who] = (share, now_s)
+            else:
+                self._shares.pop(who, None)
         self._last[who] = (waited_s, now_s)
 
     def uncounted_s(self, now_s: float, since_s: float) -> float:
         """Seconds since `since_s` that no deadline counts: that time x the largest share, if it reaches `MIN_SHARE`."""
         fresh = (share for share, at_s in self._shares.values() if now_s - at_s <= REPORT_VALID_S)
-        share = max(fresh, default=0.0)
-        return min(share, MAX_SHARE) * (now_s - since_s) if share >= MIN_SHARE else 0.0
+        return min(max(fresh, default=0.0), MAX_SHARE) * (now_s - since_s)
 
 
 SILENT_SHARE, SILENT_MEDIANS = 0.5, 3.0

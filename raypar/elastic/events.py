@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from raypar.elastic.generation_guard import WorkerStatus
@@ -38,22 +39,22 @@ class WorkersReady:
 
 @dataclass(frozen=True, slots=True)
 class StepReported:
-    """A worker has received all votes on a step and has applied the step."""
+    """Workers have received all votes on a step and have applied the step. Of many workers those that answer together."""
 
-    worker: int
-    """The worker."""
+    workers: Collection[int]
+    """The workers."""
     step: int
     """The step."""
     seconds: float = 0.0
-    """How long the step took on the worker."""
+    """How long the step took on the slowest of them."""
     generation: int = 1
     """The generation whose call this answers."""
     mirror_seconds: float = 0.0
-    """Time spent on the mirror (copies, exchange) beside `seconds`."""
-    digest: Digest | None = None
-    """Digest of the worker's state, if the mirror took a snapshot after the step."""
-    busy_s: float | None = None
-    """Seconds that the worker computed for one microbatch; None: not known."""
+    """The longest time that one spent on the mirror (copies, exchange) beside `seconds`."""
+    digests: Mapping[int, Digest] = field(default_factory=dict, repr=False)
+    """Worker -> digest of its state, if the mirror took a snapshot after the step."""
+    busy_s: Mapping[int, float] = field(default_factory=dict, repr=False)
+    """Worker -> seconds that it computed for one microbatch; of those of which that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +93,10 @@ class StepEmitted:
 
 @dataclass(frozen=True, slots=True)
 class ValidationReported:
-    """A worker has finished a validation pass."""
+    """Workers have finished a validation pass."""
 
-    worker: int
-    """The worker."""
+    workers: Collection[int]
+    """The workers."""
     done: int
     """Steps before the pass."""
     generation: int = 1

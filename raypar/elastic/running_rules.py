@@ -80,18 +80,16 @@ def begin_first_generation(m: RunState, event: WorkersReady) -> Phase:
 
 
 def count_step_report(m: RunState, event: StepReported) -> Phase | None:
-    """Count a worker's report of a step; the last report commits the step."""
+    """Count workers' reports of a step; the last report commits the step."""
     p, members = m.progress, m.membership.members
     if event.generation < m.membership.generation:
         return None
     if not p.committed <= event.step < p.issued:
         raise UnexpectedEvent(f"{event}: committed {p.committed}, issued {p.issued}")
-    p.reports.setdefault(event.step, set()).add(event.worker)
+    p.reports.setdefault(event.step, set()).update(event.workers)
     m.mirror.report(event.step, event.mirror_seconds)
-    if event.digest is not None:
-        p.digests.setdefault(event.step, {})[event.worker] = event.digest
-    if event.busy_s is not None:
-        p.busy_s.setdefault(event.step, {})[event.worker] = event.busy_s
+    p.digests.setdefault(event.step, {}).update(event.digests)
+    p.busy_s.setdefault(event.step, {}).update(event.busy_s)
     while len(p.reports.get(p.committed, ())) == len(members):
         if p.committed == m.mirror.last and not compare_replica_digests(m, p.committed + 1, p.digests.pop(p.committed, {})):
             return end_run_if_doubts_stay(m) or begin_recovery(m, m.trust.doubt)
@@ -183,11 +181,11 @@ def fail_run_on_hung_workers(m: RunState, event: StacksReported) -> Phase | None
 
 
 def count_validation(m: RunState, event: ValidationReported) -> None:
-    """Count a worker's validation pass; with the last worker the loss is emitted."""
+    """Count workers' validation passes; with the last worker the loss is emitted."""
     p = m.progress
     if event.generation < m.membership.generation:
         return
-    p.answers.add(event.worker)
+    p.answers.update(event.workers)
     if len(p.answers) == len(m.membership.members):
         again, number = event.done in p.doubted_validations, p.passes
         p.doubted_validations = tuple(done for done in p.doubted_validations if done > event.done)

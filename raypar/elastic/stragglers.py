@@ -64,10 +64,13 @@ class StragglerWatch:
         """Stragglers that have been reported."""
         self._records: dict[int, _Record] = {}
         """Worker -> its steps in this generation."""
+        self._places: list[tuple[int, ...]] = []
+        """For each place of the plan, the workers that compute the same."""
 
     def begin(self, places: Sequence[Sequence[int]]) -> None:
         """Start a new generation. `places`: for each place of the plan, the workers that compute the same."""
-        self._records = {worker: _Record(place, deque(maxlen=self.steps)) for place in map(tuple, places) for worker in place}
+        self._places = [tuple(place) for place in places]
+        self._records = {worker: _Record(place, deque(maxlen=self.steps)) for place in self._places for worker in place}
         # A worker that has lost its peers is measured anew.
         self.told = {worker for worker in self.told if worker in self._records and self._records[worker].has_peers}
 
@@ -77,36 +80,39 @@ class StragglerWatch:
         `busy`: worker -> seconds that it computed for a microbatch.
         """
         found = []
-        ordered: dict[int, list[float]] = {}
-        for worker in sorted(busy):
-            record = self._records.get(worker)
-            should_s = self._should_s(record, busy, busy[worker], ordered) if record is not None else None
-            if record is None or should_s is None:
-                continue
-            late_s = busy[worker] - should_s
-            ratio = busy[worker] / should_s if late_s >= LEAST_S and should_s > 0 else 1.0
-            record.ratios.append(ratio)
-            record.in_row = max(record.in_row, 0) + 1 if ratio > self.times else min(record.in_row, 0) - 1
-            if record.in_row >= self.steps and worker not in self.told:
-                self.told.add(worker)
-                found.append(self._finding(worker))
-            elif record.in_row <= -self.steps and worker in self.told:
-                self.told.discard(worker)
-                found.append(self._finding(worker, recovered=True))
-        return found
+        for place in self._places:
+            there = [worker for worker in place if worker in busy]
+            times = sorted([busy[worker] for worker in there])
+            # No median of others is below the lower one of all: then none of many replicas needs its own.
+            usual = len(times) > 1 and times[-1] - times[len(times) // 2 - 1] < LEAST_S
+            for worker in there:
+                record = self._records[worker]
+                ratio = 1.0 if usual else self._ratio(record, times, busy[worker])
+                if ratio is None:
+                    continue
+                record.ratios.append(ratio)
+                record.in_row = max(record.in_row, 0) + 1 if ratio > self.times else min(record.in_row, 0) - 1
+                if record.in_row >= self.steps and worker not in self.told:
+                    self.told.add(worker)
+                    found.append(self._finding(worker))
+                elif record.in_row <= -self.steps and worker in self.told:
+                    self.told.discard(worker)
+                    found.append(self._finding(worker, recovered=True))
+        return sorted(found, key=lambda finding: finding.worker)
 
-    def _should_s(
-        self, record: _Record, busy: Mapping[int, float], own_s: float, ordered: dict[int, list[float]]
-    ) -> float | None:
-        """The time that a worker is expected to need; None if that is not known.
+    def _ratio(self, record: _Record, times: Sequence[float], own_s: float) -> float | None:
+        """A worker's time divided by the expected one; 1 if it is not late, None if the expected time is not known.
 
-        `ordered`: `id` of a place -> sorted times of its workers. It is filled here, so that those of many replicas are sorted
-        once; the tuple itself would be hashed for each of them.
+        `times`: those of all workers of its place, sorted.
         """
+        should_s = self._should_s(record, times, own_s)
+        if should_s is None:
+            return None
+        return own_s / should_s if own_s - should_s >= LEAST_S and should_s > 0 else 1.0
+
+    def _should_s(self, record: _Record, times: Sequence[float], own_s: float) -> float | None:
+        """The time that a worker is expected to need; None if that is not known."""
         if record.has_peers:
-            times = ordered.get(id(record.place))
-            if times is None:
-                times = ordered[id(record.place)] = sorted(busy[worker] for worker in record.place if worker in busy)
             return median_of_others(times, own_s)
         if len(record.first) < self.steps:
             record.first.append(own_s)

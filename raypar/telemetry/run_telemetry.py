@@ -138,20 +138,21 @@ class RunTelemetry:
         for rank, peak in enumerate(step.peak_rss_bytes or ()):
             self.memory.setdefault(rank, {})["peak_rss"] = peak
         for rank, report in reports.items():
-            self.memory.setdefault(rank, {}).update(report.get("memory") or {})
-            self._add_ledger(rank, report.get("ledger") or {})
+            if memory := report.get("memory"):
+                self.memory.setdefault(rank, {}).update(memory)
+            if ledger := report.get("ledger"):
+                self._add_ledger(rank, ledger)
 
     def _add_ledger(self, rank: int, ledger: Mapping[str, Mapping[str, int]]) -> None:
         """Count the bytes that a worker has sent since its last report. A ledger counts from the start of the generation."""
         sent = {operation: counts["sent"] for operation, counts in ledger.items() if counts.get("sent")}
         before = self._ledgers.get(rank, {})
-        if any(sent.get(operation, 0) < count for operation, count in before.items()) and ledger:
+        if any(sent.get(operation, 0) < count for operation, count in before.items()):
             before = {}  # its ledger began anew, for a generation that `begin_generation` was not told of
         for operation, count in sent.items():
             fresh = count - before.get(operation, 0)
             self.totals.sent_bytes[operation] = self.totals.sent_bytes.get(operation, 0) + fresh
-        if ledger:
-            self._ledgers[rank] = sent
+        self._ledgers[rank] = sent
 
     def catch_up(self, steps: Iterable[StepRecord], events: Iterable[Event], now: float) -> None:
         """Count the steps and events that a former driver wrote after it had saved these totals. `now`: Unix time.

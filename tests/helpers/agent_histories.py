@@ -228,14 +228,15 @@ class World:
     async def _answer_batch(self, generation: int, refs: dict[int, Ref], event: Any) -> None:
         """Without a thread, which has another clock."""
         for number, ref in refs.items():
-            self.driver.post_answer(number, generation, ref, event)
+            self.driver.post_answer(number, generation, ref, lambda number, answer: event({number: answer}))
 
     def _start_agent(self, node: str) -> Agent:
         self.agents_made.append(Agent(self, node))
         return self.agents_made[-1]
 
     def post(self, event: Any) -> None:
-        self.posted.append((self.loop.time(), event))
+        """Of answers that come together, each is posted by itself."""
+        self.posted.extend((self.loop.time(), one) for one in (event if isinstance(event, list) else [event]))
 
     async def barrier(self, step: int, worker: Worker) -> None:
         self.entered[step] += 1
@@ -259,7 +260,7 @@ class World:
         call = StepCall(GENERATION, step, False, False).to_bytes()
         self.driver.call_all(
             lambda worker: worker.step.remote(call),
-            lambda number, report: (number, report["step"]),
+            lambda reports: [(number, report["step"]) for number, report in reports.items()],
             lambda agent, part, within_s: agent.step.remote(call, part, within_s),
         )
 

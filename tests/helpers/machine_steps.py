@@ -27,7 +27,7 @@ def do(machine: RunMachine, event: Any, now_s: float = 0.0) -> Sequence[Any]:
 def commit(machine: RunMachine, step: int, workers: int = 2, stop: str | None = None) -> Sequence[Any]:
     """All events of one undisturbed step of 0.1 s; returns the actions after the last."""
     for rank in range(workers):
-        actions = do(machine, StepReported(rank, step, 0.1))
+        actions = do(machine, StepReported((rank,), step, 0.1))
     assert actions == [WriteJournal(step)]
     assert do(machine, StepJournalled(step)) == [EmitStep(step)]
     return do(machine, StepEmitted(step, stop))

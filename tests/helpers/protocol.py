@@ -762,7 +762,7 @@ class Driver:
                     self.ask(
                         worker,
                         lambda p: p.member.validate(generation),
-                        lambda a, w=worker: self.answered(a, generation, w, on.ValidationReported(w, done, generation)),
+                        lambda a, w=worker: self.answered(a, generation, w, on.ValidationReported((w,), done, generation)),
                     )
             case do.EmitValidation(done):
                 if self.follows(done):
@@ -829,8 +829,9 @@ class Driver:
         else:
             self.outcomes[step] = self.world.flesh.outcome(answer)
             digest = self.world.flesh.digest(answer, self.world.processes[worker].body, step)
+            digests = {} if digest is None else {worker: digest}
             busy_s = 0.005 * self.world.slow.get(worker, 1.0)
-            self.post(on.StepReported(worker, step, 0.01, generation, digest=digest, busy_s=busy_s))
+            self.post(on.StepReported((worker,), step, 0.01, generation, digests=digests, busy_s={worker: busy_s}))
 
     def answered(self, answer: Any, generation: int, worker: int, event: Any) -> None:
         if isinstance(answer, (CommError, StaleGeneration)):

@@ -97,8 +97,8 @@ def at_validation(**policy: Any) -> RunMachine:
     if policy.get("save_every"):
         actions = do(machine, AllWorkersCopiedState(2))
     assert actions == [Validate(2)]
-    do(machine, ValidationReported(0, 2))
-    do(machine, ValidationReported(1, 2))
+    do(machine, ValidationReported((0,), 2))
+    do(machine, ValidationReported((1,), 2))
     return machine
 
 

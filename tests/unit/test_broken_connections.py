@@ -119,7 +119,7 @@ def test_the_answers_of_all_members_come_together_and_a_late_or_failed_one_keeps
         asked = {number: Ref(number) for number in (4, 5, 6)}
         refs.answers = dict(zip(asked, answers, strict=True))
         scene.pool.workers = asked
-        scene.calls.call_all(lambda ref: ref, lambda number, answer: (number, answer))
+        scene.calls.call_all(lambda ref: ref, dict)
         await asyncio.sleep(0)
         assert scene.calls.unanswered == {4, 5, 6}
         await scene.until_posted()
@@ -127,21 +127,21 @@ def test_the_answers_of_all_members_come_together_and_a_late_or_failed_one_keeps
 
     async def all_there():
         scene, _, posted = await run("a", "b", "c")
-        assert posted == [(4, "a"), (5, "b"), (6, "c")] and scene.calls.unanswered == set()
+        assert posted == [{4: "a", 5: "b", 6: "c"}] and scene.calls.unanswered == set()
 
     async def one_is_late():
         scene, asked, posted = await run("a", None, "c")
-        assert posted == [(4, "a"), (6, "c")]
+        assert posted == [{4: "a", 6: "c"}]
         await asyncio.sleep(0)
         assert scene.calls.unanswered == {5}
         asked[5].late.set_result(None)
         await asyncio.sleep(0.01)
-        assert posted[2:] == [(5, None)] and scene.calls.unanswered == set()
+        assert posted[1:] == [{5: None}] and scene.calls.unanswered == set()
 
     async def one_fails():
         _, _, posted = await run("a", "b", ActorDiedError())
-        assert posted[:2] == [(4, "a"), (5, "b")]
-        assert (posted[2].kind, posted[2].worker) == ("lost", 6) and "worker 6 was lost" in posted[2].error.what
+        assert posted[0] == {4: "a", 5: "b"}
+        assert (posted[1].kind, posted[1].worker) == ("lost", 6) and "worker 6 was lost" in posted[1].error.what
 
     for case in (all_there, one_is_late, one_fails):
         asyncio.run(case())
@@ -153,7 +153,7 @@ def test_a_call_of_all_members_when_none_is_left_ends_nothing():
     async def run():
         scene = Scene()
         scene.pool.workers = {}
-        scene.calls.call_all(lambda worker: worker, lambda number, answer: (number, answer))
+        scene.calls.call_all(lambda worker: worker, dict)
         await asyncio.sleep(0.05)
         assert scene.posted == []
 
@@ -260,7 +260,7 @@ def test_an_abort_waits_for_a_late_step_before_it_asks_how_many_steps_are_done(m
         scene.pool.workers[0] = SimpleNamespace(
             abort=SimpleNamespace(remote=lambda why: Answered(None)), ping=SimpleNamespace(remote=ping)
         )
-        scene.calls.call_all(lambda worker: step(), lambda number, report: report)
+        scene.calls.call_all(lambda worker: step(), lambda reports: reports[0])
         await asyncio.sleep(0)
         await scene.calls.abort("a test")
         assert seen == ["the step is answered", "asked how far it is"]

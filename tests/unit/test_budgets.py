@@ -63,7 +63,7 @@ class Scene:
     def step(self):
         m = self.machine
         step = m.progress.committed
-        self.do(*(StepReported(w, step, 0.1, m.membership.generation) for w in m.membership.members))
+        self.do(*(StepReported((w,), step, 0.1, m.membership.generation) for w in m.membership.members))
         if step >= m.progress.emitted:
             self.do(StepJournalled(step), StepEmitted(step))
 

@@ -45,7 +45,7 @@ def policy(passes: int, workers: int = 2, **more) -> RunPolicy:
 def make_pass(machine: RunMachine, number: int) -> list:
     """All workers report the pass; returns what follows its emission."""
     answers = [
-        do(machine, ValidationReported(worker, DONE, machine.membership.generation)) for worker in machine.membership.members
+        do(machine, ValidationReported((worker,), DONE, machine.membership.generation)) for worker in machine.membership.members
     ]
     assert answers[-1] == [EmitValidation(DONE, number)]
     return do(machine, ValidationEmitted(DONE))
@@ -81,7 +81,7 @@ def test_after_a_loss_the_pass_is_made_again(stages: int, replicas: int):
     machine = RunMachine(policy(2, elastic=True, capacity_s=10), plan=plan, held_pieces=layout)
     begin(machine)
     make_pass(machine, 0)
-    do(machine, ValidationReported(1, DONE))
+    do(machine, ValidationReported((1,), DONE))
     assert do(machine, CallFailed("lost", WorkerLost("worker 0 was lost"), 0)) == [ClaimGeneration(2)]
     assert do(machine, GenerationClaimed(2, True)) == [FenceWorkers(2, (1,))]
     (order,) = do(machine, WorkerStatusReported(2, WorkerStatus(1, DONE, pieces=layout(plan)[1])))

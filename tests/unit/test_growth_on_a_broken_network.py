@@ -52,7 +52,7 @@ class Run:
         while self.now_s < until_s and not self.decided:
             step, self.now_s = self.open.pop(0).step, self.now_s + 0.1
             generation, members = self.machine.membership.generation, self.machine.membership.members
-            self.do(*(StepReported(worker, step, 0.1, generation) for worker in members), StepJournalled(step))
+            self.do(*(StepReported((worker,), step, 0.1, generation) for worker in members), StepJournalled(step))
             self.do(StepEmitted(step), Tick())
         return self.decided.pop(0) if self.decided else None
 

@@ -52,7 +52,7 @@ def trained(plan, steps=4, **policy):
     machine.policy = replace(machine.policy, job_steps=1000)
     do(machine, *first_generation(machine))
     for step in range(steps):
-        reports = [StepReported(worker, step, 0.1) for worker in range(plan.world)]
+        reports = [StepReported((worker,), step, 0.1) for worker in range(plan.world)]
         saved = [AllWorkersCopiedState(step + 1), CheckpointSaved(step + 1)] * bool(policy.get("save_every") == step + 1)
         do(machine, *reports, StepJournalled(step), StepEmitted(step), *saved)
     return machine
@@ -255,7 +255,7 @@ def test_a_step_that_was_waited_for_has_the_time_when_it_is_executed_again():
     do(machine, stand(machine, 0), now_s=28.0)
     do(machine, PlanAdopted(0, 2), now_s=28.0)
     assert do(machine, Tick(), now_s=28.0 + 40.0) == [], "it took 25 s before"
-    do(machine, StepReported(0, 4, 41.0, 2), StepJournalled(4), StepEmitted(4), now_s=69.0)
+    do(machine, StepReported((0,), 4, 41.0, 2), StepJournalled(4), StepEmitted(4), now_s=69.0)
     assert silent_deadline_s(machine) == 1.5, "who is silent is found as fast as ever"
 
 

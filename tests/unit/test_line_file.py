@@ -109,8 +109,7 @@ class Driver:
         for step in range(first, last):
             report = {"loss": 1 / (step + 1), "norm": 2.0 + step, "count": 8.0, "skipped": False, "seconds": 0.5}
             report |= {"busy_seconds": 0.4, "peak_rss_bytes": 9, "mirror_seconds": 0.0, "digest": None, "spans": []}
-            for worker in (0, 1):
-                self.reports.keep_step_report(worker, 1, step, report)
+            self.reports.keep_step_reports(1, step, dict.fromkeys((0, 1), report))
             self.reports.mark_committed(step)
             self.journal.commit(step, {"time": 1000.0 + step, **self.reports.merged_report(step)})
             self.recorder.record_step(step, self.reports.take_reports(step))

@@ -120,7 +120,7 @@ def test_nobody_is_killed_before_the_next_generation_is_claimed():
 def test_whose_state_is_lost_for_good_is_told_only_what_would_have_helped(replicas, die, mirror, more):
     machine = elastic(ParallelPlan.mesh(pp=3 - replicas, dp=replicas, layers=2), mirror_every=mirror, capacity_s=60.0)
     machine.policy = replace(machine.policy, job_steps=9)
-    do(machine, *first_generation(machine), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
+    do(machine, *first_generation(machine), *(StepReported((w,), 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
     machine.mirror.complete = True  # the way back to the beginning is too long
     actions = do(machine, *map(lost, die), GenerationClaimed(2, True), *(stood(machine, w, 1) for w in (0, 1) if w not in die))
     if len(die) == 1:
@@ -142,7 +142,7 @@ def test_who_joins_while_the_others_are_asked_where_they_stand_is_not_waited_for
 
 def finish(machine, workers):
     """The only step, up to the moment when it has been seen."""
-    *_, last = do(machine, *first_generation(machine), *(StepReported(w, 0, 0.1) for w in workers))
+    *_, last = do(machine, *first_generation(machine), *(StepReported((w,), 0, 0.1) for w in workers))
     assert last == WriteJournal(0)
     assert do(machine, StepJournalled(0)) == [EmitStep(0)]
     return do(machine, StepEmitted(0))
@@ -176,7 +176,7 @@ def test_a_worker_that_dies_after_ctrl_c_does_not_take_the_last_checkpoint_with_
     """Before Ctrl-C it would have cost nothing; after it the run failed and nothing was saved."""
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
     machine.policy = replace(machine.policy, job_steps=9)
-    do(machine, *first_generation(machine), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
+    do(machine, *first_generation(machine), *(StepReported((w,), 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
     ctrl_c = StopRequested("Ctrl-C", interrupt=True, grace_s=1.5)
     assert do(machine, ctrl_c, lost(0)) == [ClaimGeneration(2)]
     do(machine, GenerationClaimed(2, True), stood(machine, 1, 1))
@@ -189,7 +189,7 @@ def test_a_worker_that_dies_after_ctrl_c_does_not_take_the_last_checkpoint_with_
     do(
         machine,
         *first_generation(machine),
-        *(StepReported(w, 0, 0.1) for w in (0, 1)),
+        *(StepReported((w,), 0, 0.1) for w in (0, 1)),
         StepJournalled(0),
         StepEmitted(0),
         ctrl_c,
@@ -225,9 +225,9 @@ def test_a_worker_copies_the_state_of_the_step_and_generation_that_were_asked_fo
 def test_a_validation_whose_callbacks_outlast_a_recovery_is_still_seen():
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2), validates=True, validate_every=1)
     machine.policy = replace(machine.policy, job_steps=3)
-    do(machine, *first_generation(machine), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
+    do(machine, *first_generation(machine), *(StepReported((w,), 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
     assert machine.phase is Phase.VALIDATING
-    assert do(machine, *(ValidationReported(w, 1) for w in (0, 1))) == [EmitValidation(1)]
+    assert do(machine, *(ValidationReported((w,), 1) for w in (0, 1))) == [EmitValidation(1)]
     do(machine, lost(0), GenerationClaimed(2, True), stood(machine, 1, 1), PlanAdopted(1, 2))
     assert machine.phase in (Phase.RUNNING, Phase.FLUSHING)
     do(machine, ValidationEmitted(1, stop="good enough"))
@@ -277,8 +277,8 @@ def in_a_step(seconds):
     machine.policy = replace(machine.policy, job_steps=1000)
     do(machine, *first_generation(machine))
     for step, spent in enumerate(seconds):
-        do(machine, *(StepReported(w, step, spent) for w in (0, 1)), StepJournalled(step), StepEmitted(step))
-    assert do(machine, StepReported(0, len(seconds), 0.3)) == [], "worker 1 is awaited"
+        do(machine, *(StepReported((w,), step, spent) for w in (0, 1)), StepJournalled(step), StepEmitted(step))
+    assert do(machine, StepReported((0,), len(seconds), 0.3)) == [], "worker 1 is awaited"
     return machine
 
 
@@ -306,7 +306,7 @@ def test_a_seat_is_weighed_once_a_step_has_been_measured():
         isinstance(action, ChoosePlan)
         for action in do(machine, *first_generation(machine), WorkerJoined(1), Tick(), now_s=10.0)
     )
-    do(machine, StepReported(0, 0, 0.3), StepJournalled(0), StepEmitted(0), now_s=10.3)
+    do(machine, StepReported((0,), 0, 0.3), StepJournalled(0), StepEmitted(0), now_s=10.3)
     assert ChoosePlan(1, 2) in do(machine, Tick(), now_s=10.5)
 
 
@@ -314,7 +314,7 @@ def growing(members):
     """That many replicas after a step; four are wanted."""
     machine = elastic(ParallelPlan.mesh(dp=members, layers=2), max_workers=4, hires=True)
     machine.policy = replace(machine.policy, job_steps=1000)
-    reports = [StepReported(worker, 0, 0.3) for worker in range(members)]
+    reports = [StepReported((worker,), 0, 0.3) for worker in range(members)]
     actions = do(machine, *first_generation(machine), *reports, StepJournalled(0), StepEmitted(0), Tick())
     assert [action.workers for action in actions if isinstance(action, StartWorkers)] == [(n,) for n in range(members, 4)]
     return machine
@@ -351,7 +351,7 @@ def test_those_who_have_hung_are_told_in_the_right_number():
     told = {}
     for late in ({3}, {1, 3}):
         machine = elastic(ParallelPlan.mesh(dp=4, layers=2), step_deadline_s=3.0, start_deadline_s=3.0)
-        do(machine, *first_generation(machine), *(StepReported(worker, 0, 0.1) for worker in {0, 1, 2, 3} - late))
+        do(machine, *first_generation(machine), *(StepReported((worker,), 0, 0.1) for worker in {0, 1, 2, 3} - late))
         do(machine, Tick(unheard=frozenset(late)), now_s=50.0)
         told[len(late)] = machine.recovery.why
     assert told[1] == "step 1: worker 3 has not reported for 50.0 s and answers no pings"

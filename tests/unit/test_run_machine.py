@@ -57,9 +57,9 @@ from raypar.plan import ParallelPlan
 def test_two_steps_are_issued_ahead_and_the_next_when_one_has_been_seen():
     machine = RunMachine(RunPolicy(workers=2, job_steps=10))
     assert begin(machine) == [RunStep(0), RunStep(1)]
-    assert do(machine, StepReported(0, 0)) == []
-    assert do(machine, StepReported(0, 1)) == []
-    assert do(machine, StepReported(1, 0)) == [WriteJournal(0)]
+    assert do(machine, StepReported((0,), 0)) == []
+    assert do(machine, StepReported((0,), 1)) == []
+    assert do(machine, StepReported((1,), 0)) == [WriteJournal(0)]
     assert do(machine, StepJournalled(0)) == [EmitStep(0)]
     assert do(machine, StepEmitted(0)) == [RunStep(2)]
 
@@ -71,8 +71,8 @@ def test_no_step_is_issued_beyond_a_validation_and_both_follow_in_order():
     assert machine.phase is Phase.FLUSHING
     assert commit(machine, 1) == [StartCheckpoint(2)], "first: a validation may fail"
     assert do(machine, AllWorkersCopiedState(2)) == [Validate(2)]
-    assert do(machine, ValidationReported(1, 2)) == []
-    assert do(machine, ValidationReported(0, 2)) == [EmitValidation(2)]
+    assert do(machine, ValidationReported((1,), 2)) == []
+    assert do(machine, ValidationReported((0,), 2)) == [EmitValidation(2)]
     assert do(machine, ValidationEmitted(2)) == [RunStep(2), RunStep(3)], "training goes on while the files are written"
     assert do(machine, CheckpointSaved(2)) == []
 
@@ -83,8 +83,8 @@ def test_a_resumed_run_whose_rates_follow_a_validation_that_its_checkpoint_lacks
     assert begin(RunMachine(policy)) == [RunStep(2), RunStep(3)]
     machine = RunMachine(replace(policy, validates_first=True))
     assert begin(machine) == [Validate(2)]
-    do(machine, ValidationReported(1, 2))
-    assert do(machine, ValidationReported(0, 2)) == [EmitValidation(2)]
+    do(machine, ValidationReported((1,), 2))
+    assert do(machine, ValidationReported((0,), 2)) == [EmitValidation(2)]
     assert do(machine, ValidationEmitted(2)) == [RunStep(2), RunStep(3)]
 
 
@@ -101,13 +101,13 @@ def test_a_replay_runs_a_validation_in_doubt_again_before_the_steps_that_follow_
     p.issued = p.committed = trust.agreed = 3
     p.served_flush_point, p.validated, trust.doubted_steps, p.doubted_validations = 4, 4, range(3, 6), (4,)
     assert begin(machine) == [RunStep(3)]
-    assert do(machine, StepReported(0, 3)) == [CompareReplayedStep(3, True), Validate(4)]
-    assert do(machine, ValidationReported(0, 4)) == [EmitValidation(4, again=True)]
+    assert do(machine, StepReported((0,), 3)) == [CompareReplayedStep(3, True), Validate(4)]
+    assert do(machine, ValidationReported((0,), 4)) == [EmitValidation(4, again=True)]
     if stopped:
         assert do(machine, StopRequested("enough")) == []
     assert do(machine, ValidationEmitted(4)) == [RunStep(4), RunStep(5)]
-    assert do(machine, StepReported(0, 4))[:1] == [CompareReplayedStep(4, True)]
-    compared, *then = do(machine, StepReported(0, 5))
+    assert do(machine, StepReported((0,), 4))[:1] == [CompareReplayedStep(4, True)]
+    compared, *then = do(machine, StepReported((0,), 5))
     assert compared == CompareReplayedStep(5, True)
     assert then == ([StartCheckpoint(6)] if stopped else [RunStep(7)]) and p.validated == 4
 
@@ -175,7 +175,7 @@ def test_an_interrupted_step_that_outlasts_its_grace_is_aborted_and_never_happen
 def applied(machine: RunMachine, step: int) -> None:
     """Both workers report the step, and it is journalled; its callbacks have not returned."""
     for worker in (0, 1):
-        do(machine, StepReported(worker, step))
+        do(machine, StepReported((worker,), step))
     do(machine, StepJournalled(step))
 
 
@@ -208,8 +208,8 @@ def test_callbacks_of_a_validation_have_no_deadline_until_an_interrupt():
     machine = RunMachine(RunPolicy(workers=2, job_steps=100, validates=True, validate_every=1, elastic=True))
     begin(machine)
     assert commit(machine, 0) == [Validate(1)]
-    do(machine, ValidationReported(0, 1))
-    assert do(machine, ValidationReported(1, 1)) == [EmitValidation(1)]
+    do(machine, ValidationReported((0,), 1))
+    assert do(machine, ValidationReported((1,), 1)) == [EmitValidation(1)]
     assert do(machine, Tick(), 1000.0) == []
     do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 1000.0)
     assert do(machine, Tick(), 1002.1) == [] and do(machine, Tick(), 1012.0) == []
@@ -258,7 +258,7 @@ def test_a_hung_worker_is_named_and_its_stack_is_in_the_error():
     machine = RunMachine(RunPolicy(workers=2, job_steps=10))
     begin(machine, 0.0)
     commit(machine, 0)
-    do(machine, StepReported(0, 1, 0.1), 1.0)
+    do(machine, StepReported((0,), 1, 0.1), 1.0)
     assert do(machine, Tick(), 59.0) == []
     assert do(machine, Tick(), 61.0) == [RequestStacks((1,))]
     assert do(machine, Tick(), 61.3) == []
@@ -274,7 +274,7 @@ def test_a_callback_that_takes_long_makes_no_worker_late(elastic):
     begin(machine)
     for step in range(2):
         for rank in range(2):
-            do(machine, StepReported(rank, step, 0.1), now_s=0.1 * (step + 1))
+            do(machine, StepReported((rank,), step, 0.1), now_s=0.1 * (step + 1))
         do(machine, StepJournalled(step), now_s=0.1 * (step + 1))
     assert machine.progress.issued == machine.progress.committed == 2, "both steps are done, people look at the first"
     assert do(machine, Tick(), now_s=60.0) == []
@@ -446,7 +446,7 @@ class World:
             case RunStep(step):
                 for rank in workers:
                     if not (self.hangs_from is not None and step >= self.hangs_from and rank == workers[-1]):
-                        self.put(f"worker {rank}", StepReported(rank, step, 0.1))
+                        self.put(f"worker {rank}", StepReported((rank,), step, 0.1))
             case WriteJournal(step):
                 self.put("driver", StepJournalled(step))
             case EmitStep(step):
@@ -454,7 +454,7 @@ class World:
                 self.put("driver", StepEmitted(step, stop))
             case Validate(done):
                 for rank in workers:
-                    self.put(f"worker {rank}", ValidationReported(rank, done))
+                    self.put(f"worker {rank}", ValidationReported((rank,), done))
             case EmitValidation(done):
                 self.put("driver", ValidationEmitted(done))
             case StartCheckpoint(done):
@@ -485,11 +485,19 @@ class World:
                 if event is None:
                     continue
                 if isinstance(event, StepReported):
-                    self.applied[event.worker] = event.step + 1
+                    event = self.with_others(event)
+                    for worker in event.workers:
+                        self.applied[worker] = event.step + 1
             for decision in self.machine.handle(event, self.now_s):
                 assert decision.reason
                 self.carry_out(decision.action)
         pytest.fail(f"the run does not end: {list(self.machine.story)[-5:]}")
+
+    def with_others(self, event: StepReported) -> StepReported:
+        """A report, perhaps with other workers' reports of the same step."""
+        heads = [events for events in self.lines.values() if events and isinstance(events[0], StepReported)]
+        joined = [events.popleft() for events in heads if events[0].step == event.step and self.random.random() < 0.5]
+        return replace(event, workers=tuple(worker for one in (event, *joined) for worker in one.workers))
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -539,7 +547,7 @@ def cuts_of(policy, steps, seconds, mirror_seconds):
                     if cut:
                         taken.append(step)
                     spent = mirror_seconds if step - 1 in taken else 0.0
-                    pending.extend(StepReported(w, step, seconds, 1, spent * w) for w in range(policy.workers))
+                    pending.extend(StepReported((w,), step, seconds, 1, spent * w) for w in range(policy.workers))
                 case WriteJournal(step):
                     pending.append(StepJournalled(step))
                 case EmitStep(step):

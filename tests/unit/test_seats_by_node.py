@@ -165,13 +165,13 @@ def test_a_worker_on_a_spot_node_holds_the_seat_of_an_on_demand_worker_until_one
     joined = [WorkerJoined(4), LOST_0, GenerationClaimed(2, True)]
     assert orders(machine, *joined, *stands(2, {1: 0, 2: 0, 3: 0, 4: None})) == [(1, 4, 2, 3)]
     actions = [d.action for w in (1, 2, 3, 4) for d in machine.handle(PlanAdopted(w, 2), 0.0)]
-    reports = [StepReported(w, 0, 0.3, generation=2) for w in (1, 2, 3, 4)]
+    reports = [StepReported((w,), 0, 0.3, generation=2) for w in (1, 2, 3, 4)]
     actions += [d.action for event in (*reports, StepJournalled(0), StepEmitted(0), Tick()) for d in machine.handle(event, 1.0)]
     assert [(a.workers, a.on_demand) for a in actions if isinstance(a, StartWorkers)] == [((5,), True)]
     machine.handle(WorkerJoined(5), 2.0)
     machine.handle(Tick(), 2.1)
     assert machine.planned.reason == "worker 4 gives its seat to an on-demand worker: the stage has no other"
-    reports = [StepReported(w, step, 0.3, generation=2) for step in (1, 2) for w in (1, 2, 3, 4)]
+    reports = [StepReported((w,), step, 0.3, generation=2) for step in (1, 2) for w in (1, 2, 3, 4)]
     steps = [*reports[:4], StepJournalled(1), StepEmitted(1), *reports[4:], GenerationClaimed(3, True)]
     assert orders(machine, *steps, *stands(3, dict.fromkeys((1, 2, 3), 3) | {4: 3, 5: None}), now_s=3.0) == [(1, 5, 2, 3)]
     for w in (1, 2, 3, 5):

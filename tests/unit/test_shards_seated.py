@@ -100,7 +100,7 @@ def test_stragglers_are_compared_with_replicas_of_the_same_shard():
     actions = []
     for step in range(3):
         for worker, busy_s in enumerate((0.01, 0.05, 0.04, 0.05)):
-            event = StepReported(worker, step, 0.1, machine.membership.generation, busy_s=busy_s)
+            event = StepReported((worker,), step, 0.1, machine.membership.generation, busy_s={worker: busy_s})
             actions += [decision.action for decision in machine.handle(event, 0.1 * step)]
         for event in (StepJournalled(step), StepEmitted(step)):
             machine.handle(event, 0.1 * step)

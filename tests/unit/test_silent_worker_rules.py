@@ -66,7 +66,7 @@ def test_a_worker_that_is_only_silent_is_waited_for_with_a_line_and_training_goe
         and not machine.waits
     )
     for worker in (0, 1):
-        done = do(machine, StepReported(worker, 2, 50.0), 51.0)
+        done = do(machine, StepReported((worker,), 2, 50.0), 51.0)
     assert machine.progress.committed == 3 and done
 
 
@@ -89,8 +89,8 @@ def test_the_deadlines_of_a_pass_are_moved_by_the_wait(due):
     machine = RunMachine(RunPolicy(workers=2, job_steps=2 if due == "end" else 10, pass_deadline_s=30.0, **policy))
     begin(machine)
     for step in range(2):
-        do(machine, StepReported(0, step, 0.1))
-        do(machine, StepReported(1, step, 0.1))
+        do(machine, StepReported((0,), step, 0.1))
+        do(machine, StepReported((1,), step, 0.1))
         do(machine, StepJournalled(step))
         actions = do(machine, StepEmitted(step))
     assert actions == [Validate(2) if due == "validation" else StartCheckpoint(2)]
@@ -225,6 +225,6 @@ def test_nobody_is_waited_for_once_the_run_has_failed(end):
 def test_a_validation_that_was_waited_for_is_completed():
     machine = running(validates=True, validate_every=2)
     silent(machine)
-    do(machine, ValidationReported(0, 2), 11.0)
+    do(machine, ValidationReported((0,), 2), 11.0)
     do(machine, WorkerAnswered(1), 40.0)
-    assert do(machine, ValidationReported(1, 2), 41.0)
+    assert do(machine, ValidationReported((1,), 2), 41.0)

@@ -36,7 +36,7 @@ def test_a_worker_that_reads_one_slow_sample_is_not_replaced_and_has_the_whole_l
     assert ticks(machine, 27.75, since_s=25.25) == [], "it has read the sample and computes"
     limit_s = step_deadline_s(machine)
     for worker in (0, 1):
-        do(machine, StepReported(worker, 4, 26.0), now_s=27.8)
+        do(machine, StepReported((worker,), 4, 26.0), now_s=27.8)
     do(machine, StepJournalled(4), StepEmitted(4), now_s=27.8)
     assert machine.progress.committed == 5 and machine.membership.generation == 1
     assert step_deadline_s(machine) == limit_s, "the next steps are not allowed to take as long"
@@ -77,7 +77,7 @@ def test_another_worker_that_falls_silent_meanwhile_is_found_as_fast_as_ever():
 
 def test_a_worker_that_has_reported_and_reads_ahead_excuses_nobody():
     machine = trained(PAIR)
-    do(machine, StepReported(0, 4, 0.1))
+    do(machine, StepReported((0,), 4, 0.1))
     assert ClaimGeneration(2) in ticks(machine, 3.25, reading=READS)
 
 

@@ -34,16 +34,18 @@ def reports() -> StepReports:
 
 def see(reports: StepReports, step: int, loss: float) -> dict:
     for number in (3, 5):
-        reports.keep_step_report(number, 1, step, report(loss))
+        reports.keep_step_reports(1, step, {number: report(loss)})
     reports.mark_committed(step)
     return reports.take_reports(step)
 
 
 def test_reports_are_kept_by_rank_and_computing_is_counted_by_microbatch(reports):
-    assert reports.keep_step_report(5, 1, 0, report()).busy_s == pytest.approx(0.05)
-    assert reports.keep_step_report(3, 1, 0, report()).busy_s is None, "it has computed nothing"
+    assert reports.keep_step_reports(1, 0, {5: report()}).busy_s == pytest.approx({5: 0.05})
+    assert reports.keep_step_reports(1, 0, {3: report()}).busy_s == {}, "it has computed nothing"
     slow = report() | {"read_seconds": 0.04}
-    assert reports.keep_step_report(5, 1, 0, slow).busy_s == pytest.approx(0.06), "a worker that reads slowly is slow, too"
+    assert reports.keep_step_reports(1, 0, {5: slow}).busy_s == pytest.approx({5: 0.06}), (
+        "a worker that reads slowly is slow, too"
+    )
     reports.mark_committed(0)
     assert sorted(reports.take_reports(0)) == [0, 1]
     assert reports.outcomes == {0: (1.0, 2.0)}
@@ -90,14 +92,14 @@ def test_only_the_last_steps_are_kept_for_a_comparison(reports, monkeypatch):
         see(reports, step, 1.0)
     assert sorted(reports.outcomes) == [5, 6, 7]
     for number in (3, 5):
-        reports.keep_step_report(number, 1, 2, report(9.0))
+        reports.keep_step_reports(1, 2, {number: report(9.0)})
     assert reports.replay_difference(2) is None, "nobody knows any more what it was"
 
 
 def test_a_late_report_of_an_earlier_generation_is_an_event_and_nothing_else(reports):
     see(reports, 0, 1.0)
     reports.machine.membership.generation = 2
-    assert reports.keep_step_report(3, 1, 1, report()).generation == 1
+    assert reports.keep_step_reports(1, 1, {3: report()}).generation == 1
     with pytest.raises(KeyError):
         reports.mark_committed(1)
 
@@ -107,7 +109,7 @@ def test_what_is_executed_again_has_to_give_the_same_to_the_last_bit(reports, se
     see(reports, 0, seen)
     reports.drop_uncommitted()
     for number in (3, 5):
-        reports.keep_step_report(number, 1, 0, report(again))
+        reports.keep_step_reports(1, 0, {number: report(again)})
     changed = reports.replay_difference(0)
     assert (changed is None) if same else changed == ((seen, 2.0), (again, 2.0))
 

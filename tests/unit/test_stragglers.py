@@ -89,7 +89,7 @@ def run(machine, count, slow=(3,), first=0):
     found = []
     for step in range(first, first + count):
         events = [
-            StepReported(w, step, 0.1, machine.membership.generation, busy_s=0.02 if w in slow else 0.01)
+            StepReported((w,), step, 0.1, machine.membership.generation, busy_s={w: 0.02 if w in slow else 0.01})
             for w in machine.membership.members
         ]
         for event in (*events, StepJournalled(step), StepEmitted(step)):

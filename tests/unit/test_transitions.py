@@ -91,7 +91,10 @@ def run(steps=0, **policy):
 
 def reports(machine, step, digests=(None, None, None)):
     who = machine.membership
-    return [StepReported(w, step, 0.1, who.generation, digest=digest) for w, digest in zip(who.members, digests, strict=False)]
+    return [
+        StepReported((w,), step, 0.1, who.generation, digests={} if digest is None else {w: digest})
+        for w, digest in zip(who.members, digests, strict=False)
+    ]
 
 
 def arrive(phase, **policy):

@@ -58,7 +58,7 @@ def started(first, plan=FOUR, groups=((0, 1), (2, 3)), **policy):
     machine = made(plan, **policy)
     members = tuple(range(first.world))
     do(machine, *first_generation(machine, FirstWorkersPlaced(first, members, (), groups)))
-    do(machine, *(StepReported(worker, 0, 0.3) for worker in members), StepJournalled(0), StepEmitted(0))
+    do(machine, *(StepReported((worker,), 0, 0.3) for worker in members), StepJournalled(0), StepEmitted(0))
     return machine
 
 
@@ -74,7 +74,7 @@ def test_a_run_begins_with_the_first_plan_and_grows_when_the_others_have_joined(
 def test_half_a_replica_is_not_seated_before_its_other_half_has_joined_unless_a_seat_is_empty():
     machine = started(PAIR)
     do(machine, WorkerPlaced(2), WorkerPlaced(3), WorkerJoined(2), DrainRequested(1, "its machine is wanted"))
-    do(machine, StepReported(0, 1, 0.3), StepReported(1, 1, 0.3), StepReported(0, 2, 0.3), StepReported(1, 2, 0.3))
+    do(machine, StepReported((0,), 1, 0.3), StepReported((1,), 1, 0.3), StepReported((0,), 2, 0.3), StepReported((1,), 2, 0.3))
     stands = [WorkerStatusReported(2, WorkerStatus(worker, 3)) for worker in (0, 1, 2)]
     (order,) = [a for a in do(machine, GenerationClaimed(2, True), *stands) if isinstance(a, AdoptPlan)]
     assert order.members == (0, 2)
@@ -145,7 +145,7 @@ def test_a_worker_that_may_keep_the_only_mirror_snapshot_is_not_given_back():
     machine.membership.had_seat.add(2)
     assert [a for a in declined(machine, 2) if isinstance(a, ReleaseWorkers)] == []
     for step in (1, 2, 3, 4):
-        do(machine, *(StepReported(worker, step, 0.3) for worker in (0, 1)), StepJournalled(step), StepEmitted(step))
+        do(machine, *(StepReported((worker,), step, 0.3) for worker in (0, 1)), StepJournalled(step), StepEmitted(step))
     assert do(machine, Tick()) == [ReleaseWorkers((2,))], "two snapshots have been taken since"
 
 
@@ -178,8 +178,8 @@ def test_a_new_driver_is_told_what_the_planner_has_declined_and_asks_for_no_more
         status = [WorkerStatusReported(2, WorkerStatus(worker, 3)) for worker in (0, 1)]
         do(machine, GenerationClaimed(2, True), *status, PlanAdopted(0, 2), PlanAdopted(1, 2))
         steps = [
-            StepReported(0, 3, 0.3, generation=2),
-            StepReported(1, 3, 0.3, generation=2),
+            StepReported((0,), 3, 0.3, generation=2),
+            StepReported((1,), 3, 0.3, generation=2),
             StepJournalled(3),
             StepEmitted(3),
         ]
