@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import signal
@@ -82,11 +83,12 @@ class Dies(Noisy):
 
 
 class Leaves(Noisy):
-    """Writes its process id where the test finds it."""
+    """Writes its process id where the test finds it, and `unloads` if Python ends the process."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = folder
+        atexit.register(Path(folder, "unloads").touch)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         Path(self.folder, str(os.getpid())).touch()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -63,13 +65,13 @@ _process: DataProcess | None = None
 
 
 def serve_reads(requests: Connection, spec: DataConfig, seed: int) -> None:
-    """What a data process does: answer each `ReadRequest` with an `Answer` or an error, until nobody is there."""
+    """What a data process does: answer each `ReadRequest` with an `Answer` or an error, until nobody is there. Then it ends."""
     start_data_process(spec, seed)
     while True:
         try:
             request: ReadRequest = requests.recv()
         except EOFError:
-            return
+            _end_at_once()
         try:
             answer: Answer | Exception = read_in_data_process(*request)
         except Exception as error:
@@ -77,7 +79,14 @@ def serve_reads(requests: Connection, spec: DataConfig, seed: int) -> None:
         try:
             requests.send(answer)
         except BrokenPipeError:
-            return
+            _end_at_once()
+
+
+def _end_at_once() -> NoReturn:
+    """End this process, whose worker is gone, while other workers recover: Python's own end, with PyTorch imported, takes a
+    second of a processor."""
+    os.nice(19)
+    os._exit(0)
 
 
 def _is_picklable(error: Exception) -> bool:
