@@ -132,6 +132,7 @@ def train(job):
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [(parameter, parameter.data) for parameter in model.parameters() if not parameter.requires_grad]
     rounds = (job.get("precision") or {}).get("parameters") == "bf16"  # layers have copies, the optimizer has what is copied
+    in_bf16 = (job.get("precision") or {}).get("gradients") == "bf16"  # all sums of gradients of such copies
     masters = [torch.nn.Parameter(p.detach().clone()) if rounds else p for p in parameters]
     for part in model.modules() if rounds else ():
         for parameter in part.parameters(recurse=False) if getattr(part, "running_mean", None) is None else ():
@@ -169,10 +170,10 @@ def train(job):
                 total, count = found
                 model.zero_grad(set_to_none=True)
                 total.float().backward()
-                summed = add(summed, [p.grad.float() for p in parameters])
+                summed = add(summed, [p.grad if in_bf16 else p.grad.float() for p in parameters])
                 losses.append((total.item(), float(count)))
             sums.append(summed)
-        gradients = tree(sums)
+        gradients = [gradient.float() for gradient in tree(sums)]
         total, count = (math.fsum(column) for column in zip(*losses, strict=True))
         # Of a copy: what `dot` gives depends on the address, and a gradient may be a part of a larger tensor.
         pieces = [piece for g in gradients for piece in g.clone().flatten().split(32768)]

@@ -22,7 +22,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-a
 MEMORY_NOUNS: dict[str, str] = {**{str(k): noun for k, noun in STATE_KIND_NOUNS.items()}, **KEPT_NOUNS}
 """Kind of memory -> its name."""
 MEMORY_COLOURS = {
-    "parameter": "#2B7BBA", "gradient": "#7FB2DC", "master": "#1F5A8A", "optimizer": "#7A4FA3", "buffer": "#6B7480",
+    "parameter": "#2B7BBA", "gradient": "#7FB2DC", "widened": "#7FB2DC", "master": "#1F5A8A",
+    "optimizer": "#7A4FA3", "buffer": "#6B7480",
     "average": "#6B7480", "activations": "#2FA584", "kept inputs": "#8ACDB7", "stash": "#D9861A",
 }  # fmt: skip
 """Kind of memory -> its colour in bars."""

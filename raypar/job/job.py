@@ -140,12 +140,12 @@ class PrecisionConfig(Section):
     float32. None: everything is computed in `dtype`."""
     parameters: PrecisionName | None = None
     """`bf16`: layers compute with bfloat16 copies of the parameters, without any cast of their own; the parameters themselves
-    (`master`), the sums of gradients, the optimizer and checkpoints are float32. In place of `compute`. None: layers compute
-    with the parameters."""
+    (`master`), the optimizer and checkpoints are float32. In place of `compute`. None: layers compute with the parameters."""
     master: Literal["float32"] | None = None
     """Dtype of the parameters that the optimizer changes, of which layers have copies; `parameters` needs it."""
-    gradients: Literal["float32"] = "float32"
-    """Dtype in which gradients of `parameters` are added up and sent."""
+    gradients: Literal["float32", "bf16"] = "float32"
+    """Dtype in which gradients of `parameters` are added up and sent. `bf16`: half the memory and half the bytes between
+    replicas; each addition is rounded, so of what later microbatches of a block add less than 1/512 of the sum is lost."""
 
 
 class Job(Section):
@@ -347,6 +347,12 @@ class Job(Section):
             raise ConfigError(
                 f"precision.master is {found.master}, and precision.parameters, of which it is the master, is not set",
                 cure="set precision.parameters: bf16, or leave master out",
+            )
+        if found.gradients != "float32" and found.parameters is None:
+            raise ConfigError(
+                f"precision.gradients is {found.gradients}, and precision.parameters is not set: what layers compute with is "
+                f"{self.dtype}, and so are its gradients",
+                cure=f"set precision.parameters: {found.gradients} and precision.master: float32, or leave gradients out",
             )
         if found.compute is not None and self.dtype != "float32":
             raise ConfigError(
@@ -642,6 +648,8 @@ class Job(Section):
         found = self.precision if self.precision is not None else PrecisionConfig()
         if found.parameters is not None:
             copies = f"layers compute with {found.parameters} copies of the parameters"
+            if found.gradients != "float32":
+                return f"{copies}, and their gradients are added in it; the parameters are {found.master}"
             return f"{copies}; the parameters and the sums of their gradients are {found.master}"
         if found.compute is None:
             return None

@@ -123,6 +123,8 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "gradients are clipped by their norm (clip_norm); by value is not supported yet": "gradient_clip_algorithm clip_value "
     "clip_grad_value",
     _PRECISION: "bf16 fp32 amp autocast mixed_precision torch_dtype param_dtype compute_dtype use_amp",
+    "the dtype in which gradients of bfloat16 parameters are added and sent is precision.gradients": "reduce_dtype "
+    "communication_data_type grad_reduce_in_fp32 accumulate_allreduce_grads_in_fp32 grad_accum_dtype",
     "float16, which needs a scaled loss, is not supported yet; bfloat16 is precision.compute": "fp16 half grad_scaler scaler "
     "loss_scale initial_scale_power",
     "quantized training is not supported yet; bfloat16 is precision.compute": "quantization load_in_8bit load_in_4bit fp8",

@@ -228,10 +228,8 @@ class _Explainer:
         if path == ["plan"] and isinstance(got, str) and (advice := advice_for(got)) is not None:
             return f"; {advice}"
         half = f"; {NO_FLOAT16}" if name in _FLOAT16 else ""
-        if path == ["precision", "gradients"] and name in ("bf16", "bfloat16"):
-            return "; sums of gradients in bfloat16 lose what later microbatches add, and are not supported: leave it out"
         if here == "precision":
-            own = path[1:] in (["parameters"], ["master"])
+            own = path[1:] in (["parameters"], ["master"], ["gradients"])
             mixed = f"for mixed precision it is {COPIES_TEXT if own else precision_settings_text()}"
             return f"{half}; {mixed}, and without it everything is computed in `dtype`"
         if here == "dtype" and name in _HALF_PRECISION:

@@ -84,14 +84,16 @@ def consecutive_tensor_share(sizes: Sequence[int], owner: int, owners: int) -> s
     return slice(bisect_left(owner_of, owner), len(owner_of) if owner == owners - 1 else bisect_right(owner_of, owner))
 
 
-StateKind = Literal["parameter", "gradient", "master", "optimizer", "buffer", "average"]
+StateKind = Literal["parameter", "gradient", "widened", "master", "optimizer", "buffer", "average"]
 """`parameter`: what layers compute with. `gradient`: its gradient, reduced. `master`: the parameter in full precision, where
-layers use a copy in lower precision. `optimizer`: what the optimizer keeps for each element. `average`: a moving average
-of the parameter. `buffer`: a module's buffers."""
+layers use a copy in lower precision. `widened`: by how much the gradient is larger in the master's precision, as the optimizer
+gets it, where it is summed in that of the copy. `optimizer`: what the optimizer keeps for each element. `average`: a moving
+average of the parameter. `buffer`: a module's buffers."""
 
 STATE_KIND_NOUNS: Mapping[StateKind, str] = {
     "parameter": "parameters",
     "gradient": "gradients",
+    "widened": "float32 gradients for the optimizer",
     "master": "master parameters",
     "optimizer": "optimizer state",
     "buffer": "buffers",
@@ -104,6 +106,7 @@ SHARED_OUT_FROM: Mapping[StateKind, int] = {
     "master": 1,
     "average": 1,
     "gradient": 2,
+    "widened": 2,
     "parameter": 3,
     "buffer": 4,
 }

@@ -44,7 +44,11 @@ class MemorySheet:
         return sum(self.state.values()) + sum(self.kept.values())
 
     def __str__(self) -> str:
-        state = ", ".join(f"{format_mib(nbytes)} of {STATE_KIND_NOUNS[kind]}" for kind, nbytes in self.state.items())
+        state = ", ".join(
+            f"{format_mib(nbytes)} of {STATE_KIND_NOUNS[kind]}"
+            for kind, nbytes in self.state.items()
+            if nbytes or kind != "widened"
+        )
         parts = [(kind, nbytes) for kind, nbytes in self.kept.items() if nbytes or kind == ACTIVATIONS]
         kept = ", ".join(f"{format_mib(nbytes)} of {KEPT_NOUNS[kind]}" for kind, nbytes in parts)
         return f"{state} and at most {kept}: {format_mib(self.total)}"
@@ -56,11 +60,10 @@ def memory_sheets(
     """By rank, the predicted memory of a plan's workers under a schedule (its name, or its orders) and a ZeRO stage."""
     routing = MicrobatchRouting(plan, microbatches)
     orders = registry.build_schedule(schedule, routing) if isinstance(schedule, str) else schedule
-    sizes, state = kept_bytes_by_kind(profile, routing, orders), state_bytes(profile, routing, zero)
-    return tuple(
-        MemorySheet({kind: by_rank[rank] for kind, by_rank in state.items()}, peak_kept_bytes(order, sizes))
-        for rank, order in enumerate(orders)
-    )
+    sizes = kept_bytes_by_kind(profile, routing, orders)
+    kept = [peak_kept_bytes(order, sizes) for order in orders]
+    state = state_bytes(profile, routing, zero, [sum(peak.values()) for peak in kept])
+    return tuple(MemorySheet({kind: by_rank[rank] for kind, by_rank in state.items()}, peak) for rank, peak in enumerate(kept))
 
 
 def out_of_memory_advice(

@@ -86,7 +86,8 @@ class LayerProfile:
     Times in ms: forward; the whole backward; and the same backward split into input gradients and weight gradients.
     `optimizer_ms` is once a step. `activation_bytes` are kept from forward to backward, `output_bytes` go to the next layer.
     `parameter_bytes` (of the masters, where layers compute with copies) and `optimizer_bytes` are those of a stage that has
-    this layer alone: a tie counts in each of its layers.
+    this layer alone: a tie counts in each of its layers. `gradient_bytes` are those of its summed gradients, which replicas
+    send each other, where these are smaller than the parameters; None: as many as of the parameters.
     """
 
     name: str
@@ -99,6 +100,12 @@ class LayerProfile:
     parameter_bytes: int = 0
     optimizer_bytes: int = 0
     optimizer_ms: float = 0.0
+    gradient_bytes: int | None = None
+
+    @property
+    def reduced_bytes(self) -> int:
+        """What replicas reduce."""
+        return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +197,7 @@ class ModelProfile:
             parameter_bytes=sum(x.parameter_bytes for x in part),
             optimizer_bytes=sum(x.optimizer_bytes for x in part),
             optimizer_ms=sum(x.optimizer_ms for x in part),
+            gradient_bytes=None if part[0].gradient_bytes is None else sum(x.reduced_bytes for x in part),
         )
 
     def stage(self, place: StagePlan) -> LayerProfile:
@@ -218,6 +226,7 @@ class ModelProfile:
             parameter_bytes=parameters,
             optimizer_bytes=state.on_fullest_shard("optimizer", place),
             optimizer_ms=whole.optimizer_ms * (parameters / whole.parameter_bytes if whole.parameter_bytes else 1.0),
+            gradient_bytes=None if whole.gradient_bytes is None else state.on_fullest_shard("gradient", place),
         )
 
     def work_shares(self, shards: int) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
@@ -34,7 +34,7 @@ def predict_step(
             slower = simulation_costs(profile, plan, split=split, factor=needed_ms / timeline.makespan_ms)
             timeline = simulate_schedule(orders, routing, crossing, replace(slower, kept_bytes=costs.kept_bytes))
     activations = timeline.peak_bytes or (0,) * plan.world
-    memory = tuple(map(sum, zip(activations, *state_bytes(profile, routing).values(), strict=True)))
+    memory = tuple(map(sum, zip(activations, *state_bytes(profile, routing, kept=activations).values(), strict=True)))
     return timeline, memory
 
 
@@ -80,17 +80,25 @@ def reduction_ms(stage: LayerProfile, replicas: int, link: LinkProfile) -> float
     """
     if replicas == 1:
         return 0.0
-    return 2 * link.ms((replicas - 1) / replicas * stage.parameter_bytes)
+    return 2 * link.ms((replicas - 1) / replicas * stage.reduced_bytes)
 
 
-def state_bytes(profile: ModelProfile, routing: MicrobatchRouting, zero: int = 0) -> dict[StateKind, tuple[int, ...]]:
+def state_bytes(
+    profile: ModelProfile, routing: MicrobatchRouting, zero: int = 0, kept: Sequence[int] | None = None
+) -> dict[StateKind, tuple[int, ...]]:
     """Kind of state -> by rank, its bytes in memory, under a ZeRO stage.
 
     Gradients are the open sums of the canonical reduction: one for each open subtree of the replica's blocks, so
-    floor(log2 blocks) + 1 of them.
+    floor(log2 blocks) + 1 of them. `kept`: by rank, what is kept for backward passes when that is most; None: nothing. When
+    gradients are widened for the optimizer it is gone, so of these only what takes more memory counts.
     """
     plan = routing.plan
     state = profile.state_on_shards({stage.shards for stage in plan.stages}).of_plan(plan, zero)
     blocks = [len(routing.blocks_of_replica(plan.stages_of(rank)[0], seat.replica)) for rank, seat in enumerate(plan.seats)]
     gradients = (nbytes * max(1, count.bit_length()) for nbytes, count in zip(state["gradient"], blocks, strict=True))
-    return {**state, "gradient": tuple(gradients)}
+    found = {**state, "gradient": tuple(gradients)}
+    if "widened" in state:
+        found["widened"] = tuple(
+            max(0, nbytes - freed) for nbytes, freed in zip(state["widened"], kept or (0,) * plan.world, strict=True)
+        )
+    return found

@@ -74,6 +74,13 @@ def parameter_dtype_of(precision: PrecisionConfig | None) -> torch.dtype | None:
     return None if precision is None or precision.parameters is None else AUTOCAST_PRECISIONS[precision.parameters].dtype
 
 
+def gradient_dtype_of(precision: PrecisionConfig | None) -> torch.dtype | None:
+    """The dtype in which gradients of the copies of parameters are added up; None: in that of the parameters."""
+    if precision is None or precision.gradients == "float32":
+        return None
+    return AUTOCAST_PRECISIONS[precision.gradients].dtype
+
+
 def layer_precision_of(precision: PrecisionConfig | None) -> AutocastPrecision | None:
     """The precision in which layers compute, in either way; None: they compute in the job's `dtype`."""
     name = None if precision is None else precision.compute or precision.parameters

@@ -39,7 +39,7 @@ from raypar.worker.data.stream_loader import read_stream_microbatches
 from raypar.worker.data.trial_batches_of_padded_lengths import lengthened
 from raypar.worker.data.user_dataset import is_stream, make_dataset
 from raypar.worker.layer_graph_of_job import make_layer_graph
-from raypar.worker.layer_precisions import parameter_dtype_of
+from raypar.worker.layer_precisions import gradient_dtype_of, parameter_dtype_of
 from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, forward_first_microbatch, random_gradients
 from raypar.worker.process.thread_activity import thread_cpu_wait_s
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -206,6 +206,8 @@ def profile_layers(
     state: BytesByTensor = {"parameter": {}, "gradient": {}, "optimizer": {}}
     if parameter_dtype_of(spec.precision) is not None:
         state["master"] = {}
+    if gradient_dtype_of(spec.precision) is not None:
+        state["widened"] = {}
     for index, held in enumerate(initial_values_by_layer(graph, spec.seed, getattr(torch, spec.dtype))):
         profile, outputs, of_layer, may_recompute = _profile_layer(
             spec, graph, routing, index, held, chains, refuse=recompute is not None
@@ -268,6 +270,7 @@ def _profile_layer(
             activation_bytes=chains[0].activation_bytes(index),
             output_bytes=sum(map(tensor_nbytes, outputs.values())),
             parameter_bytes=sum(state.get("master", state["parameter"]).values()),
+            gradient_bytes=sum(state["gradient"].values()) if "widened" in state else None,
             optimizer_bytes=sum(state["optimizer"].values()),
             optimizer_ms=optimizer_ms,
         ),
@@ -286,7 +289,11 @@ def _state_bytes(spec: Job, stage: Stage, optimizer: dict[str, int]) -> BytesByT
     copies = {name: tensor_nbytes(copy) for name, copy in stage.weights.rounded.items()}
     masters = {name: nbytes for name, nbytes in trained.items() if name in copies}  # a frozen one is counted with its copy
     parameters = {name: nbytes + copies.get(name, 0) - masters.get(name, 0) for name, nbytes in parameters.items()}
-    return {"parameter": parameters, "master": masters, "gradient": trained, "optimizer": optimizer}
+    found: BytesByTensor = {"parameter": parameters, "master": masters, "gradient": trained, "optimizer": optimizer}
+    if gradient_dtype_of(spec.precision) is not None:
+        found["gradient"] = {name: copies.get(name, nbytes) for name, nbytes in trained.items()}
+        found["widened"] = {name: nbytes - copies[name] for name, nbytes in masters.items()}
+    return found
 
 
 def _may_recompute(

@@ -31,7 +31,7 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.torch_compat.autograd import can_forget_gradient_hooks
 from raypar.worker.kept_predictions import Prediction
-from raypar.worker.layer_precisions import parameter_dtype_of
+from raypar.worker.layer_precisions import gradient_dtype_of, parameter_dtype_of
 from raypar.worker.process.seed_generators import HostGenerators, make_seeder, make_torch_seeder
 from raypar.worker.process.seeded_calls import SeededCalls
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -81,7 +81,7 @@ def build_stage(
     if (passes := spec.forward_passes) is not None:
         coordinate.samples_of = SamplesOfPasses(whole_batching(passes.samples, spec.batch_size, spec.microbatches))
     modules = materialise_stage_modules(graph, plan, index, spec, values, shard, device)
-    weights = StageTensors(graph, layers, modules, parameter_dtype_of(spec.precision))
+    weights = StageTensors(graph, layers, modules, parameter_dtype_of(spec.precision), gradient_dtype_of(spec.precision))
     deferred = prepare_split_backward(modules, sharded=shard is not None) if split else DeferredGradients()
     gradients = build_gradient_accumulator(weights, routing, index, replica)
     completed = uses_completed_by_autograd(weights, deferred)

@@ -18,11 +18,12 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
 STEPS = 5
-Precision = Literal["bf16", "bf16 parameters"] | None
+Precision = Literal["bf16", "bf16 parameters", "bf16 gradients"] | None
 PRECISIONS: dict[Precision, PrecisionConfig] = {
     None: PrecisionConfig(),
     "bf16": PrecisionConfig(compute="bf16"),
     "bf16 parameters": PrecisionConfig(parameters="bf16", master="float32"),
+    "bf16 gradients": PrecisionConfig(parameters="bf16", master="float32", gradients="bf16"),
 }
 
 

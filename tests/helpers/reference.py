@@ -115,6 +115,11 @@ def rounds(spec: Job) -> bool:
     return spec.precision is not None and spec.precision.parameters == "bf16"
 
 
+def adds_in_float32(spec: Job) -> bool:
+    """Rule 13: whether the gradients of such copies are added in float32, not in bfloat16."""
+    return rounds(spec) and spec.precision is not None and spec.precision.gradients == "float32"
+
+
 def round_to_bfloat16(modules: Iterable[nn.Module]) -> None:
     """All floating point parameters, but those of norms with running statistics."""
     for module in modules:
@@ -268,12 +273,12 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
                 total.backward()
                 for buffer, value in counted.items():  # what checkpointing inside a layer has counted again
                     buffer.copy_(value)
-                for name, parameter in uses.items() if rounds(spec) else ():  # each gradient is added in float32
+                for name, parameter in uses.items() if adds_in_float32(spec) else ():  # each gradient is added in float32
                     if parameter.grad is not None:
                         sums[name] = sums[name] + parameter.grad.float() if name in sums else parameter.grad.float()
                     parameter.grad = None
                 losses.append((float(total.detach()), float(count)))
-            row = {n: sums.get(n) for n in uses} if rounds(spec) else {n: p.grad for n, p in uses.items()}
+            row = {n: sums.get(n) for n in uses} if adds_in_float32(spec) else {n: p.grad for n, p in uses.items()}
             block_sums.append(row if len(members) else None)
         gradients: dict[str, Tensor | None] = {}
         for name in trained:
@@ -281,6 +286,7 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
             for use in reversed(owners[name]):
                 summed = tree([None if b is None else b[use] for b in block_sums])
                 if summed is not None:
+                    summed = summed.float() if rounds(spec) else summed
                     total_gradient = summed if total_gradient is None else total_gradient + summed
             gradients[name] = total_gradient
         count = math.fsum(c for _, c in losses)

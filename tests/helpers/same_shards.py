@@ -94,9 +94,10 @@ def gpt_on_shards(
 
     `shards`: of all layers, or by layer. With `sequence` the norms' gradients are parts of a sum over shards; else all are
     whole, and those of what every shard holds whole are equal. `compute`: bf16 for PyTorch's autocast; sums over shards are in
-    bfloat16 then, but for the embedding's, which is not cast. `bf16 parameters`: layers have rounded copies of the slices.
+    bfloat16 then, but for the embedding's, which is not cast. `bf16 parameters`: layers have rounded copies of the slices;
+    `bf16 gradients`: their gradients stay in bfloat16.
     """
-    rounded = compute == "bf16 parameters"
+    rounded = compute in ("bf16 parameters", "bf16 gradients")
     mixed = torch.autocast("cpu", torch.bfloat16, enabled=compute == "bf16", cache_enabled=False)
 
     def cast(x: Tensor) -> Tensor:
@@ -185,7 +186,7 @@ def gpt_on_shards(
     assert sum(part.shape[1] for part in logits) == vocab
     loss.backward()
     gradients = [{name: leaf.grad for name, leaf in mine.items()} for mine in leaves]
-    return loss.detach(), [{n: g.float() if rounded else g for n, g in mine.items()} for mine in gradients]
+    return loss.detach(), [{n: g.float() if compute == "bf16 parameters" else g for n, g in mine.items()} for mine in gradients]
 
 
 def index_of(name: str, shape: Sequence[int], heads: int, count: int, i: int) -> Any:
@@ -290,6 +291,8 @@ def train(
                     whole = over_shards([gradients[i][name] for i in holders])
                     for i in holders:
                         gradients[i][name] = whole.clone()
+        if compute == "bf16 gradients":
+            gradients = [{name: gradient.float() for name, gradient in mine.items()} for mine in gradients]
         count = float(sum(targets.numel() for _, targets in microbatches))
         parts: list[Tensor] = []
         for name in slices[0]:

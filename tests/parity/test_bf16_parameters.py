@@ -1,7 +1,9 @@
-"""`precision: {parameters: bf16, master: float32}`: layers compute with bfloat16 copies of float32 parameters (rule 13)."""
+"""`precision: {parameters: bf16, master: float32}`: layers compute with bfloat16 copies of float32 parameters, whose gradients
+are added in float32, or, with `gradients: bf16`, in bfloat16 (rule 13)."""
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 from helpers import checkpoint_folders as checkpoint_files
 from helpers import reference, shard_grid, torch_flesh, ugly_models
 from helpers.generations import Generations
-from helpers.parity import PRECISIONS, STEPS, Layout, check_local, layouts
+from helpers.parity import PRECISIONS, STEPS, Layout, Precision, check_local, layouts
 from helpers.protocol import Fault, World
 from helpers.recomputed_layouts import RecomputedLayout, check_recomputed, recomputed_layouts
 from torch import Tensor, nn
@@ -22,6 +24,8 @@ from raypar.job.contract import contract_of_job
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.planner.memory_sheet import memory_sheets
+from raypar.planner.model_profile import LinkProfile
+from raypar.planner.predicted_step import predict_step, reduction_ms
 from raypar.schedule import registry
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.job_preflight import check_layer_shapes
@@ -31,28 +35,51 @@ from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
 from raypar.worker.stage.stage import Stage
 
-ROUNDED = "bf16 parameters"
+ROUNDED: Precision = "bf16 parameters"
+BF16_SUMS: Precision = "bf16 gradients"
 PRECISION = PRECISIONS[ROUNDED]
 
 # -- plans ---------------------------------------------------------------------------------------------------------------------
 
-CELLS = [replace(cell, compute=ROUNDED) for number, cell in enumerate(layouts()) if number % 3 == 1]
-SHARDED = [replace(cell, compute=ROUNDED, dtype="float32") for number, cell in enumerate(shard_grid.cells()) if number % 5 == 2]
-RECOMPUTED = [replace(cell, layout=replace(cell.layout, compute=ROUNDED)) for cell in recomputed_layouts()[::6]]
+COMPUTE: dict[int, Precision] = {0: ROUNDED, 1: BF16_SUMS}
+CELLS = [replace(cell, compute=COMPUTE[number % 3]) for number, cell in enumerate(layouts()) if number % 3 in COMPUTE]
+SHARDED = [
+    replace(cell, compute=COMPUTE[number % 5], dtype="float32")
+    for number, cell in enumerate(shard_grid.cells())
+    if number % 5 in COMPUTE
+]
+RECOMPUTED = [
+    replace(cell, layout=replace(cell.layout, compute=COMPUTE[number % 3]))
+    for number, cell in enumerate(recomputed_layouts())
+    if number % 6 in (0, 1)
+]
 SAMPLE = [
+    Layout("tangled", "1f1b", (3, 1, 2), 7, compute=BF16_SUMS),
+    Layout("tangled", "zb-v", (2, 2), 5, compute=BF16_SUMS),
+    Layout("plain", "gpipe", (2,), 5, blocks=2, compute=BF16_SUMS),
     Layout("plain", "interleaved", (2, 2), 5, blocks=5, compute=ROUNDED),
     Layout("tangled", "zb-h1", (1, 2), 3, compute=ROUNDED),
     Layout("relayed", "1f1b", (1, 1, 1), 3, compute=ROUNDED),
 ]
-SHARDED_SAMPLE = [shard_grid.Cell("gpt", "zb-h1", (2, 1), (2, 2), 4, True, "float32", compute=ROUNDED)]
-RECOMPUTED_SAMPLE = [RecomputedLayout(Layout("tangled", "1f1b", (2, 1), 5, compute=ROUNDED), "full")]
+SHARDED_SAMPLE = [
+    shard_grid.Cell("gpt", "zb-h1", (2, 1), (2, 2), 4, True, "float32", compute=ROUNDED),
+    shard_grid.Cell("gpt", "1f1b", (2, 2), (2, 2), 5, True, "float32", compute=BF16_SUMS),
+    shard_grid.Cell("llama", "1f1b", (2, 1), (2, 2), 4, False, "float32", compute=BF16_SUMS),
+]
+RECOMPUTED_SAMPLE = [
+    RecomputedLayout(Layout("tangled", "1f1b", (2, 1), 5, compute=ROUNDED), "full"),
+    RecomputedLayout(Layout("tangled", "gpipe", (1, 2), 4, compute=BF16_SUMS), "full"),
+]
 
 
-def test_the_grids_have_all_schedules_and_more_than_40_plans():
-    assert min(map(len, (CELLS, SHARDED))) >= 40 and len(RECOMPUTED) >= 8
-    for cells in (CELLS, SHARDED):
-        assert {cell.schedule for cell in cells} == set(registry.NAMES)
-    assert {cell.model for cell in SHARDED} == {"gpt", "llama", "dropped"}
+@pytest.mark.parametrize("compute", [ROUNDED, BF16_SUMS])
+def test_the_grids_have_all_schedules_and_more_than_40_plans(compute):
+    cells, sharded = ([cell for cell in grid if cell.compute == compute] for grid in (CELLS, SHARDED))
+    assert min(map(len, (cells, sharded))) >= 40
+    assert sum(cell.layout.compute == compute for cell in RECOMPUTED) >= 8
+    for grid in (cells, sharded):
+        assert {cell.schedule for cell in grid} == set(registry.NAMES)
+    assert {cell.model for cell in sharded} == {"gpt", "llama", "dropped"}
 
 
 @pytest.mark.parametrize("layout", [*SAMPLE, *(pytest.param(cell, marks=pytest.mark.full) for cell in CELLS)], ids=str)
@@ -88,17 +115,18 @@ CHANGES = {
 }
 
 
-def tangled(steps: int) -> tuple[Job, Graph]:
+def tangled(steps: int, compute: Precision) -> tuple[Job, Graph]:
     """The model with ties within a stage and across stages."""
-    spec = ugly_models.job("tangled", microbatches=4, steps=steps, precision=PRECISION)
+    spec = ugly_models.job("tangled", microbatches=4, steps=steps, precision=PRECISIONS[compute])
     return spec, make_layer_graph(spec)
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("compute", [ROUNDED, BF16_SUMS])
 @pytest.mark.parametrize("change", CHANGES)
-def test_workers_that_come_and_go_change_no_bit(change):
+def test_workers_that_come_and_go_change_no_bit(change, compute):
     plan, faults = CHANGES[change]
-    spec, graph = tangled(4)
+    spec, graph = tangled(4, compute)
     work = torch_flesh.TorchJob(spec, graph, ("1f1b",), mirror_every=2 if change == "all copies lost" else 0)
     want, sizes, points = reference.train(graph, spec).parameters, [], 0
     for events in ([], faults):
@@ -117,8 +145,9 @@ def test_workers_that_come_and_go_change_no_bit(change):
 
 
 @pytest.mark.ci
-def test_growing_and_shrinking_plans_change_no_bit():
-    spec, graph = tangled(4)
+@pytest.mark.parametrize("compute", [ROUNDED, BF16_SUMS])
+def test_growing_and_shrinking_plans_change_no_bit(compute):
+    spec, graph = tangled(4, compute)
     want = reference.train(graph, spec)
     live = Generations(torch_flesh.TorchJob(spec, graph))
     for done, (plan, members) in enumerate(
@@ -144,8 +173,9 @@ def assert_masters_and_copies(stage: Stage, want: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.ci
-def test_a_run_that_is_resumed_under_another_plan_has_the_bits_of_one_process(tmp_path: Path):
-    spec, graph = tangled(4)
+@pytest.mark.parametrize("compute", [ROUNDED, BF16_SUMS])
+def test_a_run_that_is_resumed_under_another_plan_has_the_bits_of_one_process(tmp_path: Path, compute):
+    spec, graph = tangled(4, compute)
     want = reference.train(graph, spec)
     half = reference.train(graph, spec.replace(steps=2))
     with OneProcessRun(spec, ParallelPlan.of((1, 2), layers=9), "1f1b", graph=graph) as run:
@@ -221,8 +251,10 @@ def job(**more: object) -> Job:
     return Job(**(given | more))
 
 
-def test_a_run_has_the_bits_of_a_plain_loop_with_a_bfloat16_module():
-    spec = job()
+@pytest.mark.parametrize("sums_in", ["float32", "bf16"])
+def test_a_run_has_the_bits_of_a_plain_loop_with_a_bfloat16_module(sums_in):
+    """With `gradients: bf16` PyTorch itself adds, to the module's own `.grad`."""
+    spec = job(precision=PRECISIONS[ROUNDED if sums_in == "float32" else BF16_SUMS])
     torch.set_num_threads(spec.threads)  # decides the order of a layer norm's sums
     torch.manual_seed(spec.seed)
     model = network()
@@ -239,9 +271,12 @@ def test_a_run_has_the_bits_of_a_plain_loop_with_a_bfloat16_module():
             loss = squares(model(x.bfloat16()).float(), y) * 4.0
             loss.backward()
             total.append(loss.item())
-            for gradient, p in zip(sums, model.parameters(), strict=True):
+            for gradient, p in zip(sums, model.parameters(), strict=True) if sums_in == "float32" else ():
                 gradient += p.grad.float()
                 p.grad = None
+        if sums_in == "bf16":
+            sums = [p.grad.float() for p in model.parameters()]
+            model.zero_grad()
         for p, gradient in zip(master, sums, strict=True):
             p.grad = gradient * (1 / 12)
         optimizer.step()
@@ -342,6 +377,77 @@ def test_the_memory_sheet_has_copies_masters_and_gradients():
     assert sheet.state["parameter"] == 4 * elements and "master" not in sheet.state
 
 
+def test_with_bf16_gradients_it_has_half_of_them_and_what_the_optimizers_float32_gradients_take_beyond_activations():
+    """When the optimizer runs no activation is left: of the two moments the larger one counts."""
+    spec = job(precision=PRECISIONS[BF16_SUMS], batch_size=4, microbatches=4, virtual_replicas=4)
+    for width, activations_are_larger in ((256, False), (1, True)):
+        layers = [nn.Linear(WIDTH, width), nn.Linear(width, 1), nn.Flatten(0)]
+        spec = spec.replace(model=ModelConfig(function=lambda layers=layers: nn.Sequential(*layers)))
+        graph = make_layer_graph(spec)
+        elements = WIDTH * width + width + width + 1
+        profile = profile_job(spec, workers=1, graph=graph)
+        routing = MicrobatchRouting(ParallelPlan.mesh(layers=len(layers)), spec.batching)
+        (sheet,) = memory_sheets(profile, routing.plan, "gpipe", spec.batching)
+        kept = sum(sheet.kept.values())
+        assert (kept > 2 * elements) is activations_are_larger
+        state = {kind: nbytes for kind, nbytes in sheet.state.items() if kind in ("parameter", "master", "gradient")}
+        assert state == {"parameter": 2 * elements, "master": 4 * elements, "gradient": 3 * 2 * elements}
+        assert sheet.state["widened"] == max(0, 2 * elements - kept)
+        assert ("float32 gradients" in str(sheet)) is not activations_are_larger
+        _, (memory,) = predict_step(profile, routing.plan, "gpipe", spec.batching)
+        assert memory == sheet.total
+
+
+def two_linears() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, 1, bias=False), nn.Flatten(0))
+
+
+def test_with_bf16_gradients_half_as_many_bytes_are_sent_and_a_prediction_says_so():
+    def of_replicas(compute: Precision) -> tuple[dict[str, int], float]:
+        spec = job(precision=PRECISIONS[compute], virtual_replicas=3, model=ModelConfig(function=two_linears))
+        graph, plan = make_layer_graph(spec), ParallelPlan.of((3,), layers=3)
+        with OneProcessRun(spec, plan, "1f1b", graph=graph) as run:
+            run.step(0)
+            ledger = run.mesh.transports[0].ledger
+            sent = {kind: ledger.sent[kind] for kind in ("all_to_all", "all_gather")}
+        profile = replace(profile_job(spec, workers=3, graph=graph), link=LinkProfile(bandwidth=1.0))
+        return sent, reduction_ms(profile.stages(plan)[0], 3, profile.link)
+
+    (sent, ms), (half, less_ms) = of_replicas(ROUNDED), of_replicas(BF16_SUMS)
+    assert half == {kind: nbytes // 2 for kind, nbytes in sent.items()} and all(half.values())
+    assert ms == 2 * less_ms > 0
+
+
+def test_when_the_optimizer_runs_the_bfloat16_sums_are_gone_and_its_gradients_are_float32():
+    """Two complete subtrees of blocks: both sums, and the total, are dropped as the float32 gradient is made of them."""
+    alive: list[int] = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure=None):
+            assert {p.grad.dtype for group in self.param_groups for p in group["params"]} == {torch.float32}
+            gc.collect()
+            found = {
+                tensor.untyped_storage().data_ptr()
+                for tensor in gc.get_objects()
+                if type(tensor) is Tensor and tensor.dtype == torch.bfloat16 and tensor.shape == (64, WIDTH)
+            }
+            alive.append(len(found))
+            return super().step(closure)
+
+    spec = job(
+        microbatches=4,
+        virtual_replicas=4,
+        precision=PRECISIONS[BF16_SUMS],
+        model=ModelConfig(function=two_linears),
+        optimizer=OptimizerConfig(function=Watching, args={"lr": 0.1}),
+    )
+    with OneProcessRun(spec, ParallelPlan.of((1,), layers=3), "1f1b", graph=make_layer_graph(spec)) as run:
+        run.step(0)
+        stage = run.cores[0].stages[0]
+        assert {use.dtype for use in stage.uses} == {torch.bfloat16} and not stage.gradients.rounded
+    assert alive[-1] == 0, "the copies of parameters are no plain tensors"
+
+
 class Positions(nn.Module):
     """Adds a float32 buffer, so that what it returns is float32."""
 
@@ -375,24 +481,26 @@ def test_a_gradient_that_comes_after_it_was_added_is_refused():
         sums.record_finished_halves(0, 2)
 
 
-def test_gradients_of_microbatches_are_added_in_float32():
+@pytest.mark.parametrize("dtype, wanted", [(torch.float32, 257.0), (torch.bfloat16, 256.0)])
+def test_gradients_of_microbatches_are_added_in_the_dtype_of_the_sum(dtype, wanted):
     """256 + 1 is 256 in bfloat16."""
     leaf = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    sums = GradientAccumulator([leaf], ["w"], [torch.float32], range(1), 1, {0: 2})
+    sums = GradientAccumulator([leaf], ["w"], [dtype], range(1), 1, {0: 2})
     sums.begin()
     for value in (256.0, 1.0):
         sums.switch_to_block(0)
-        leaf.grad = torch.full_like(leaf, value)
+        (leaf * value).sum().backward()
         found: dict[int, Tensor | None] = {}
         sums.on_ready = lambda uses, rows, found=found: found.update({u: rows[0, 1][u] for u in uses})
         sums.record_finished_halves(0, 2)
-    assert found[0] is not None and found[0].dtype == torch.float32 and found[0].tolist() == [257.0, 257.0]
+    assert found[0] is not None and found[0].dtype == dtype and found[0].tolist() == [wanted, wanted]
 
 
 def test_the_reference_rounds_too():
     """Else the grids would compare two runs in float32."""
     spec = ugly_models.job("tangled", microbatches=3, steps=STEPS)
     graph = make_layer_graph(spec)
-    losses = [reference.train(graph, spec.replace(precision=PRECISIONS[name])).losses for name in (None, "bf16", ROUNDED)]
-    assert losses[0] != losses[1] != losses[2] != losses[0]
-    assert all(math.isclose(a, b, rel_tol=0.05) for a, b in zip(losses[0], losses[2], strict=True))
+    losses = [reference.train(graph, spec.replace(precision=precision)).losses for precision in PRECISIONS.values()]
+    assert len(set(map(tuple, losses))) == len(PRECISIONS) == 4
+    for lower in losses[1:]:
+        assert all(math.isclose(a, b, rel_tol=0.05) for a, b in zip(losses[0], lower, strict=True))

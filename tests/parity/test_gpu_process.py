@@ -51,7 +51,9 @@ def test_the_other_layouts_on_a_device_have_the_bits_of_one_process(run, layout)
     run(device_calls.trains, layout)
 
 
-@pytest.mark.parametrize("recompute, precision", [(False, None), (True, None), (False, "bf16 parameters")])
+@pytest.mark.parametrize(
+    "recompute, precision", [(False, None), (True, None), (False, "bf16 parameters"), (False, "bf16 gradients")]
+)
 def test_what_the_forward_asks_of_a_batch_is_read_on_the_host_alone(run, recompute, precision):
     run(device_calls.decides, recompute, precision)
 

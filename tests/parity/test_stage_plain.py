@@ -20,7 +20,15 @@ SIZES = {"width": 16, "depth": 2, "heads": 2, "context": 16}
 
 @pytest.mark.parametrize(
     "microbatches, blocks, compute",
-    [(4, 4, None), (3, 7, None), (5, 2, None), (4, 0, None), (3, 2, "bf16"), (5, 3, "bf16 parameters")],
+    [
+        (4, 4, None),
+        (3, 7, None),
+        (5, 2, None),
+        (4, 0, None),
+        (3, 2, "bf16"),
+        (5, 3, "bf16 parameters"),
+        (5, 2, "bf16 gradients"),
+    ],
 )
 def test_plain_gpt_ends_with_the_weights_of_a_pipeline(microbatches, blocks, compute):
     model, data = {"function": "examples.gpt:layers", "args": SIZES}, {"function": "examples.gpt:text", "args": {"context": 16}}

@@ -7,7 +7,7 @@ from raypar.errors import ConfigError
 from raypar.job import PrecisionConfig
 from raypar.job.contract import contract_of_job
 from raypar.job.read_job import parse_job
-from raypar.worker.layer_precisions import autocast_of, layer_precision_of, parameter_dtype_of
+from raypar.worker.layer_precisions import autocast_of, gradient_dtype_of, layer_precision_of, parameter_dtype_of
 
 SMALL = """
 name: small
@@ -33,6 +33,15 @@ def test_it_is_in_the_contract_and_said_in_words_where_it_is_set_only():
     assert "bf16 copies of the parameters" in (on.precision_in_words or "") and plain.precision_in_words is None
 
 
+def test_so_is_that_gradients_are_added_in_bfloat16():
+    on = parse_job(SMALL, [*ON, "precision.gradients=bf16"])
+    added = {"precision": {"parameters": "bf16", "master": "float32", "gradients": "bf16"}}
+    assert contract_of_job(on) == contract_of_job(parse_job(SMALL)) | added
+    assert str(gradient_dtype_of(on.precision)) == "torch.bfloat16"
+    assert gradient_dtype_of(parse_job(SMALL, ON).precision) is None
+    assert "their gradients are added in it; the parameters are float32" in (on.precision_in_words or "")
+
+
 def test_it_is_no_autocast():
     on, mixed = parse_job(SMALL, ON).precision, parse_job(SMALL, ["precision.compute=bf16"]).precision
     assert autocast_of(on) is None and parameter_dtype_of(mixed) is None
@@ -51,10 +60,20 @@ REFUSED = {
         "precision.master is float32, but dtype, that of the parameters themselves, is float64",
         "set dtype: float32, or leave precision out",
     ),
-    (*ON, "precision.gradients=bf16"): (
-        "precision.gradients: expected 'float32', got 'bf16'",
-        "sums of gradients in bfloat16 lose what later microbatches add, and are not supported: leave it out",
+    ("precision.gradients=bf16",): (
+        "precision.gradients is bf16, and precision.parameters is not set: what layers compute with is float32, and so are its "
+        "gradients",
+        "set precision.parameters: bf16 and precision.master: float32, or leave gradients out",
     ),
+    ("precision.compute=bf16", "precision.gradients=bf16"): (
+        "precision.gradients is bf16, and precision.parameters is not",
+        "",
+    ),
+    (*ON, "precision.gradients=fp16"): (
+        "precision.gradients: expected 'float32' or 'bf16', got 'fp16'",
+        "float16, which needs a scaled loss, is not supported yet",
+    ),
+    (*ON, "precision.gradients=bfloat16"): ("precision.gradients: expected 'float32' or 'bf16', got 'bfloat16'", ""),
     ("precision.parameters=fp16", "precision.master=float32"): ("precision.parameters: expected 'bf16', got 'fp16'", "float16"),
     ("precision.parameters=bfloat16", "precision.master=float32"): (
         "precision.parameters: expected 'bf16', got 'bfloat16'",

@@ -152,6 +152,11 @@ class GradientAccumulator:
             self._add(block, (), [])
             self._completed(block)
 
+    def drop_sums(self) -> None:
+        """Drop all sums, which the reduction has taken: what refers to their rows has them no more."""
+        for row in self._sums.values():
+            row[:] = [None] * len(row)
+
     def settles_inside_backward(self, block: int) -> bool:
         """Whether `settle` should be called inside the next whole backward pass on the block.
 

@@ -96,7 +96,7 @@ class ParameterUse(NamedTuple):
     shape: torch.Size
     """Shape of the tensor that this worker holds."""
     dtype: torch.dtype
-    """Dtype of the parameter, and of its summed gradient; the leaf may be a copy in a lower precision."""
+    """Dtype of its summed gradient. The leaf may be a copy of the parameter in a lower precision, the sum too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,8 @@ class StageTensors:
     """By index of `uses`: the tensor to whose `.grad` autograd adds. Leaves of a tie share their memory."""
     rounded: dict[str, nn.Parameter]
     """Canonical name -> the copy in a lower precision that layers compute with, of parameters that have one."""
+    sums_in: torch.dtype | None
+    """The dtype in which gradients of these copies are added up; None: in that of the parameters, as all others."""
     buffers: dict[str, Tensor]
     """Qualified name -> buffer as it was given, whatever forward has put in its place since."""
     persistent: frozenset[str]
@@ -154,12 +156,18 @@ class StageTensors:
     """`id` of a leaf -> index of its use."""
 
     def __init__(
-        self, graph: Graph, layers: Sequence[Layer], modules: Mapping[str, nn.Module], rounded_to: torch.dtype | None = None
+        self,
+        graph: Graph,
+        layers: Sequence[Layer],
+        modules: Mapping[str, nn.Module],
+        rounded_to: torch.dtype | None = None,
+        sums_in: torch.dtype | None = None,
     ) -> None:
-        """`rounded_to`: the dtype of the copies of parameters that layers compute with; None: they compute with these."""
+        """`rounded_to`: the dtype of the copies of parameters that layers compute with; None: they compute with these.
+        `sums_in`: the dtype in which gradients of copies are added up; None: in that of the parameters."""
         canonical = canonical_names(graph)
         self.layer_names = tuple(layer.name for layer in layers)
-        self.modules, self.parameters, self.rounded = modules, {}, {}
+        self.modules, self.parameters, self.rounded, self.sums_in = modules, {}, {}, sums_in
         self.uses, self.leaves, self._layers = [], [], []
         for layer in layers:
             first, module = len(self.uses), modules[layer.name]
@@ -170,7 +178,8 @@ class StageTensors:
                 self._take(parameter, canonical.get(name, name), rounded_to if id(parameter) in copied else None)
                 if parameter.requires_grad:
                     home = self.parameters[canonical.get(name, name)]
-                    self.uses.append(ParameterUse(name, home.shape, home.dtype))
+                    dtype = sums_in if sums_in is not None and id(parameter) in copied else home.dtype
+                    self.uses.append(ParameterUse(name, home.shape, dtype))
                     self.leaves.append(parameter)
             self._layers.append(LayerTensors(module, layer_buffers(module), range(first, len(self.uses))))
         self._use_of = {id(leaf): use for use, leaf in enumerate(self.leaves)}

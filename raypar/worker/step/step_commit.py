@@ -228,8 +228,11 @@ class StepCommit:
         yield from self._exchange.run(self.step, lambda stage, name: [reduced[stage][i] for i in self._uses_of(stage, name)])
 
     def _settle(self) -> Routine[dict[int, dict[str, Tensor | None]]]:
-        """Stage -> canonical parameter name -> gradient, unscaled, uses added from the last layer to the first."""
+        """Stage -> canonical parameter name -> gradient, unscaled, uses added from the last layer to the first, in the
+        parameter's dtype. Sums in a lower one are dropped here."""
         reduced = yield from self._reduced()
+        for index, uses_here in reduced.items():
+            self._widen(self.stages[index], uses_here)
         tied = {tie.name: tie for tie in self.ties}
         settled: dict[int, dict[str, Tensor | None]] = {}
         for stage in sorted(self.stages):
@@ -241,9 +244,20 @@ class StepCommit:
                         uses += [reduced[src][i] for i in self._uses_of(src, name)]
                     else:
                         uses += self._exchange.received_gradients.get((name, src), ())
-                gradients[name] = fold_gradients(uses[::-1])
+                dtype = self.stages[stage].parameters[name].dtype
+                gradients[name] = fold_gradients([None if use is None else use.to(dtype) for use in uses[::-1]])
             settled[stage] = gradients
         return settled
+
+    def _widen(self, stage: Stage, uses: list[Tensor | None]) -> None:
+        """Convert reduced gradients that are summed in a lower precision than their parameters', in place, and drop the sums
+        one by one: the optimizer gets gradients in the parameters' dtype, and memory has room for one set of these."""
+        if stage.weights.sums_in is None:
+            return
+        stage.gradients.drop_sums()
+        for place, gradient in enumerate(uses):
+            if gradient is not None and gradient.dtype == stage.weights.sums_in:
+                uses[place] = gradient.float()
 
     # -- buffers that forward has written ------------------------------------------------------------------------------
 
