@@ -30,6 +30,12 @@ def test_a_layout_with_shards_gives_the_bits_of_the_same_shards_and_the_numbers_
     check(cell)
 
 
+@pytest.mark.parametrize("cell", [Cell("gpt", "1f1b", (3,), (2,), 2, True), Cell("gpt", "1f1b", (1, 2), (2, 2), 1)], ids=str)
+def test_so_does_one_with_a_replica_that_has_no_microbatch(cell):
+    """It tells the others at once, in the first step too, which gradients are parts of sums over shards."""
+    check(cell)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in SAMPLE], ids=str)
 def test_every_other_layout_with_shards_does_so_too(cell):

@@ -193,9 +193,10 @@ class StepCommit:
                 parameter.grad = None
         self._exchange.begin_step()
         for index, stage in self.stages.items():
+            # First what is marked: a replica without blocks posts its marks when it starts.
+            self.reductions[index].parameters_to_mark = stage.partial_uses if stage.shard is not None else None
             self.reductions[index].start()
             stage.on_ready = self.reductions[index].submit_gradients
-            self.reductions[index].parameters_to_mark = stage.partial_uses if stage.shard is not None else None
             if stage.gradients.has_only_empty_blocks:
                 self.reductions[index].submit_gradients(range(len(stage.uses)), {})
 
