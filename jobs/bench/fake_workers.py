@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import pickle
 import sys
 import tempfile
 import threading
@@ -55,17 +56,25 @@ STAGES = PER_NODE = 8
 MOST_DIRECT = node_agents.MOST_DIRECT
 STEP_S, STEPS, WARM_STEPS = 1.0, 13, 3
 LOOK_S = 0.1
-RAY_ACTORS, RAY_CALLS, RAY_ROUNDS, MANY_REPORTS = 4, 64, 8, 64
+RAY_ACTORS, RAY_CALLS, RAY_ROUNDS, MANY_REPORTS = 4, 64, 20, 256
 
 
 @dataclass(frozen=True)
 class RayCost:
     """Microseconds that Ray takes of the driver's processor."""
 
-    call: float
-    """For one call and an answer with one report."""
+    direct: float
+    """For one call of many that are made together, and its answer."""
+    by_agent: float
+    """For one call of an agent, and an answer with one report."""
     report: float
     """For each further report in an answer."""
+
+    def share(self, workers: int, by_agents: bool, calls: float) -> float:
+        """Share of a processor for so many calls a second."""
+        if not by_agents:
+            return calls * self.direct / 1e6
+        return (calls * self.by_agent + max(0.0, workers - calls) * self.report) / 1e6
 
 
 @dataclass(frozen=True)
@@ -181,11 +190,13 @@ class FakeWorkers:
 
 
 def report(rank: int, step: int) -> dict[str, Any]:
-    """What a worker says of a step that was not traced."""
+    """What a worker says of a step that was not traced; its times and memory are its own."""
+    own = 1 + rank * 1e-6
     return {
         "rank": rank, "step": step, "loss": 1.0 / (step + 1), "count": 8.0, "norm": 1.0, "skipped": False, "lr": 0.1,
-        "seconds": STEP_S, "busy_seconds": 0.9 * STEP_S, "read_seconds": 0.0, "started_ns": 0, "spans": [], "ledger": {},
-        "memory": {}, "peak_rss_bytes": 1 << 28, "mirror_seconds": 0.0, "digest": None, "streams": None, "warnings": (),
+        "seconds": own * STEP_S, "busy_seconds": 0.9 * own * STEP_S, "read_seconds": 1e-4 * own, "started_ns": rank << 20,
+        "spans": [], "ledger": {}, "memory": {}, "peak_rss_bytes": (1 << 28) + rank, "mirror_seconds": 0.0,
+        "digest": None, "streams": None, "warnings": (),
     }  # fmt: skip
 
 
@@ -302,21 +313,28 @@ class RayWorker:
     """A real actor, called as workers and agents are."""
 
     def step(self, call: bytes, reports: int) -> Any:
-        return report(0, 1) if reports == 1 else GatheredAnswers({rank: report(rank, 1) for rank in range(reports)})
+        if reports == 1:
+            return report(0, 1)
+        return GatheredAnswers({rank: pickle.loads(pickle.dumps(report(rank, 1))) for rank in range(reports)})  # as they come
 
 
 class RayCaller:
     """A real actor with an event loop, as the driver is; calls others and says what that takes of its processor time."""
 
-    async def us_a_call(self, workers: Sequence[Any], reports: int) -> float:
-        """Microseconds of all its threads a call, answer and all; calls are made and awaited as the driver does."""
+    async def us_a_call(self, workers: Sequence[Any], reports: int, by_agents: bool) -> float:
+        """Microseconds of all its threads a call, answer and all; calls are made and awaited as the driver does: many workers'
+        directly, or one of each of a few agents."""
         call, thread = StepCall(1, 1, False, False).to_bytes(), ThreadPoolExecutor(1)
+        calls = len(workers) if by_agents else RAY_CALLS
         for number in range(RAY_ROUNDS + 1):
             if number == 1:  # the first is the warm-up
                 start_s = time.process_time()
-            refs = [workers[index % len(workers)].step.remote(call, reports) for index in range(RAY_CALLS)]
-            await asyncio.get_running_loop().run_in_executor(thread, answer_batch.wait_for_answers, refs, 60.0)
-        return 1e6 * (time.process_time() - start_s) / RAY_ROUNDS / RAY_CALLS
+            refs = [workers[index % len(workers)].step.remote(call, reports) for index in range(calls)]
+            if by_agents:
+                await asyncio.gather(*(asyncio.wait_for(asyncio.wrap_future(ref.future()), 60.0) for ref in refs))
+            else:
+                await asyncio.get_running_loop().run_in_executor(thread, answer_batch.wait_for_answers, refs, 60.0)
+        return 1e6 * (time.process_time() - start_s) / RAY_ROUNDS / calls
 
 
 def ray_cost() -> RayCost:
@@ -326,8 +344,9 @@ def ray_cost() -> RayCost:
         actor: Callable[..., Any] = ray.remote(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": path}})
         workers = [actor(RayWorker).remote() for _ in range(RAY_ACTORS)]
         caller = actor(RayCaller).remote()
-        one, many = (ray.get(caller.us_a_call.remote(workers, reports), timeout=300.0) for reports in (1, MANY_REPORTS))
-    return RayCost(one, (many - one) / (MANY_REPORTS - 1))
+        ways = ((1, False), (1, True), (MANY_REPORTS, True))
+        direct, one, many = (ray.get(caller.us_a_call.remote(workers, *way), timeout=300.0) for way in ways)
+    return RayCost(direct, one, (many - one) / (MANY_REPORTS - 1))
 
 
 def measure() -> tuple[RayCost, list[DriverCost]]:
@@ -338,8 +357,7 @@ def measure() -> tuple[RayCost, list[DriverCost]]:
             for workers in WORKERS:
                 place = Path(folder) / f"{workers}-{by_agents}"
                 own, calls = asyncio.run(own_costs(workers, by_agents, place))
-                more_reports = max(0.0, workers - calls)
-                found.append(DriverCost(workers, by_agents, own, calls, (calls * cost.call + more_reports * cost.report) / 1e6))
+                found.append(DriverCost(workers, by_agents, own, calls, cost.share(workers, by_agents, calls)))
     return cost, found
 
 
@@ -373,8 +391,9 @@ def describe(ray_cost: RayCost, costs: Sequence[DriverCost]) -> str:
     most = large.share + (SLOPE_TO - large.workers) * each
     return (
         f"What workers cost their driver at steps of one second, {PER_NODE} workers a node. Its own code is measured with "
-        f"fake workers, which answer together. Ray takes {ray_cost.call:.0f} us of its processor time for a call with its "
-        f"answer, {ray_cost.report:.0f} us for each further report in it, measured with {RAY_ACTORS} actors and multiplied. "
+        f"fake workers, which answer together. Ray takes {ray_cost.direct:.0f} us of its processor time for a call of a "
+        f"worker with its answer, {ray_cost.by_agent:.0f} us for one of an agent, {ray_cost.report:.1f} us for each further "
+        f"report in it, measured with {RAY_ACTORS} actors and multiplied. "
         f"Wanted: {100 * WANTED_SHARE:.0f} % of a processor with {OF_WORKERS:,} workers. The driver calls more than "
         f"{MOST_DIRECT} workers by way of agents; {1e6 * each:.1f} us a second for each further worker: {100 * most:.0f} % "
         f"with {SLOPE_TO:,}."

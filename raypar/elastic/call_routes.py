@@ -6,8 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+MOST_AGENTS = 4
+"""How many agents the driver calls at most."""
 FANOUT = 16
-"""How many agents the driver calls, and an agent, at most."""
+"""How many agents are in a group at most, of which one calls the others."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,18 @@ class CallRoute:
         return CallRoute(workers, below) if workers or below else None
 
 
-def make_call_routes(workers_of_node: Mapping[str, Sequence[int]], fanout: int = FANOUT) -> dict[str, CallRoute]:
-    """Node of an agent -> its route, for those at most `fanout` agents that the driver itself calls.
+def make_call_routes(
+    workers_of_node: Mapping[str, Sequence[int]], most: int = MOST_AGENTS, fanout: int = FANOUT
+) -> dict[str, CallRoute]:
+    """Node of an agent -> its route, for those at most `most` agents that the driver itself calls.
 
-    Nodes are taken in their order. The first of each `fanout` nodes calls the others, beside its own workers; of several such
-    groups again the first one calls the others.
+    Nodes are taken in their order, in groups of one size, `fanout` at most. The first of a group calls the others, beside its
+    own workers; of too many groups again the first of each of several calls the others.
     """
     routes = {node: CallRoute(tuple(workers)) for node, workers in workers_of_node.items()}
-    while len(routes) > fanout:
-        nodes = list(routes)
-        groups = [nodes[start : start + fanout] for start in range(0, len(nodes), fanout)]
+    while len(routes) > most:
+        nodes, size = list(routes), min(fanout, -(-len(routes) // most))
+        groups = [nodes[start : start + size] for start in range(0, len(nodes), size)]
         routes = {
             first: CallRoute(routes[first].workers, {**routes[first].below, **{node: routes[node] for node in others}})
             for first, *others in groups

@@ -214,7 +214,7 @@ class World:
         monkeypatch.setattr(node_agents, "MOST_DIRECT", most_direct)
         monkeypatch.setattr(node_agents, "time", SimpleNamespace(monotonic=self.loop.time))
         made = node_agents.make_call_routes
-        monkeypatch.setattr(node_agents, "make_call_routes", lambda own: made(own, fanout))
+        monkeypatch.setattr(node_agents, "make_call_routes", lambda own: made(own, fanout, fanout))
         self.agents = NodeAgents(self.told.append)
         membership = SimpleNamespace(members=tuple(self.workers), plan=None, generation=GENERATION)
         self.machine = SimpleNamespace(membership=membership, policy=RunPolicy(workers=1, job_steps=9, elastic=True))

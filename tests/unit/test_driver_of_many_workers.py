@@ -16,7 +16,7 @@ from raypar.actors import (
     node_agents,
     run_state_in_ray_kv,
 )
-from raypar.elastic.call_routes import FANOUT
+from raypar.elastic.call_routes import MOST_AGENTS
 from raypar.elastic.events import StepReported, Tick
 from raypar.elastic.run_machine import RunMachine
 
@@ -74,6 +74,6 @@ def test_answers_that_come_together_are_one_event_and_few_calls_of_functions(fak
         threading.setprofile(None)
     events.update(event for event in running if event is not Tick)
     steps = fakes.STEPS - fakes.WARM_STEPS
-    assert 0 < events[StepReported] <= FANOUT * steps, events
-    assert sum(events.values()) <= (FANOUT + 4) * steps, events
+    assert 0 < events[StepReported] <= MOST_AGENTS * steps, events
+    assert sum(events.values()) <= (MOST_AGENTS + 4) * steps, events
     assert calls.total() <= CALLS_PER_WORKER * WORKERS * steps, calls.most_common(30)
