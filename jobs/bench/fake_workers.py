@@ -244,7 +244,7 @@ def request_of(count: int, steps: int, folder: Path) -> tuple[RunRequest, tuple[
     request = make_run_request(checked, chosen, options, contract_fields(options))(place, None)
     order = registry.build_schedule("1f1b", MicrobatchRouting(plan, spec.batching))
     lowered = assign_programs_to_ranks(order, plan, request.crossing, spec.batching)
-    return replace(request, plan=plan, policy=replace(request.policy, workers=count), assignments=()), lowered
+    return replace(request, plan=plan, policy=replace(request.policy, workers=count), assignments=b""), lowered
 
 
 def fake_driver(fakes: FakeWorkers, steps: int, folder: Path) -> DriverActor:

@@ -50,8 +50,8 @@ class RunRequest:
     """What the driver needs of the job (`Job.for_driver`)."""
     spec: bytes
     """What workers need of the job (`Job.for_workers`), pickled; the driver does not open it."""
-    assignments: tuple[bytes, ...]
-    """By rank: the worker's `ProgramAssignment`, pickled; the driver does not open it."""
+    assignments: bytes
+    """By rank: the workers' `ProgramAssignment`, pickled together, so that the plan, which all have, is pickled once."""
     callbacks: bytes
     """The `Callbacks`, pickled; they are called in the driver."""
     contract: Mapping[str, Json]

@@ -125,8 +125,7 @@ class PlanCache:
         found = self._assignments.get(plan)
         if found is None:
             given = plan == self.request.plan and self.schedule_name(plan) == self.request.schedule_name
-            found = tuple(map(pickle.loads, self.request.assignments)) if given else self._lowered(plan)
-            self._assignments[plan] = found
+            found = self._assignments[plan] = pickle.loads(self.request.assignments) if given else self._lowered(plan)
         return found
 
     def held_pieces(self, plan: ParallelPlan) -> tuple[tuple[Piece, ...], ...]:

@@ -107,23 +107,20 @@ def assign_buddies(nodes: Sequence[Hashable], first_rank_with_same_state: Sequen
     has ranks. So no rank has its keeper on its own node, and every rank keeps one copy. If one node has more than half of all
     ranks, its ranks take turns among all other ranks, some of which keep several copies.
     """
-    keepers = _keepers_elsewhere(nodes)
+    keepers, one_node = _keepers_elsewhere(nodes), len(set(nodes)) == 1
     for rank in keepers:
         if not first_rank_with_same_state or first_rank_with_same_state[keepers[rank]] != first_rank_with_same_state[rank]:
             continue
         for other in keepers:  # an exchange leaves every keeper with as many copies as before
             mine, theirs = keepers[other], keepers[rank]
-            apart = rank != mine and other != theirs and _apart(nodes, rank, mine) and _apart(nodes, other, theirs)
+            elsewhere = one_node or (nodes[rank] != nodes[mine] and nodes[other] != nodes[theirs])
+            apart = rank != mine and other != theirs and elsewhere
             key_of = first_rank_with_same_state
             worse = key_of[mine] == key_of[rank] or key_of[theirs] == key_of[other] != key_of[mine]
             if apart and not worse:
                 keepers[rank], keepers[other] = mine, theirs
                 break
     return keepers
-
-
-def _apart(nodes: Sequence[Hashable], rank: int, keeper: int) -> bool:
-    return nodes[rank] != nodes[keeper] or len(set(nodes)) == 1
 
 
 def _keepers_elsewhere(nodes: Sequence[Hashable]) -> dict[int, int]:

@@ -184,7 +184,8 @@ def seat_whole_replicas(shards: Sequence[Sequence[int]], nodes: Mapping[int, str
     found = []
     while all(left):
         fewest = min(left, key=len)
-        first = max(fewest, key=lambda w: sum(any(nodes.get(w) == nodes.get(o) for o in others) for others in left))
+        there = [{nodes.get(worker) for worker in workers} for workers in left]
+        first = max(fewest, key=lambda w: sum(nodes.get(w) in here for here in there))
         found.append([next((w for w in workers if nodes.get(w) == nodes.get(first)), workers[0]) for workers in left])
         for worker, workers in zip(found[-1], left, strict=True):
             workers.remove(worker)

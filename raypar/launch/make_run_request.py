@@ -73,7 +73,7 @@ def make_run_request(
             batching=spec.batching,
             job=spec.for_driver(),
             spec=pickled_spec,
-            assignments=tuple(cloudpickle.dumps(a) for a in lowered),
+            assignments=cloudpickle.dumps(lowered),
             callbacks=pickled_callbacks,
             outline=outline,
             profile=chosen.profile.with_outline(outline),

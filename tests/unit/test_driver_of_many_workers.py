@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import pickle
 import sys
 import threading
 from collections import Counter
@@ -77,3 +78,11 @@ def test_answers_that_come_together_are_one_event_and_few_calls_of_functions(fak
     assert 0 < events[StepReported] <= MOST_AGENTS * steps, events
     assert sum(events.values()) <= (MOST_AGENTS + 4) * steps, events
     assert calls.total() <= CALLS_PER_WORKER * WORKERS * steps, calls.most_common(30)
+
+
+def test_a_request_has_the_plan_once_and_not_for_each_worker(fakes, monkeypatch, tmp_path):
+    """To pickle the plan of 1,024 workers for each of them took 45 seconds."""
+    monkeypatch.setattr(fakes, "replace", lambda made, **changes: made)
+    request, _ = fakes.request_of(fakes.STAGES, 3, tmp_path)
+    found = pickle.loads(request.assignments)
+    assert len(found) == fakes.STAGES and len({id(one.plan) for one in found}) == 1

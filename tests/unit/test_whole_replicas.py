@@ -37,6 +37,7 @@ from raypar.elastic.events import (
 from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.seating import seat_whole_replicas
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
 
@@ -185,3 +186,20 @@ def test_a_new_driver_is_told_what_the_planner_has_declined_and_asks_for_no_more
         ]
         asked[useful] = [a.workers for a in do(machine, *steps, Tick()) if isinstance(a, StartWorkers)]
     assert asked == {2: [], None: [(2,)]}
+
+
+def test_many_replicas_are_seated_with_few_looks_at_where_workers_are():
+    """1,024 workers took a driver three seconds at the start of a run: each was compared with each, once for each replica."""
+
+    class Nodes(dict):
+        looks = 0
+
+        def get(self, worker, default=None):
+            self.looks += 1
+            return super().get(worker, default)
+
+    count = 64
+    nodes = Nodes({worker: f"node{worker // 8}" for worker in range(2 * count)})
+    found = seat_whole_replicas([range(0, 2 * count, 2), range(1, 2 * count, 2)], nodes)
+    assert found == [[worker, worker + 1] for worker in range(0, 2 * count, 2)]
+    assert nodes.looks <= 4 * count**2
