@@ -40,7 +40,8 @@ def training_facts(contract: Mapping[str, Any]) -> dict[str, Any]:
     job's."""
     optimizer, precision = contract.get("optimizer") or {}, contract.get("precision")
     groups = len(optimizer.get("groups") or ())
-    name = precision and (precision.get("compute") or f"{precision['parameters']} (parameters)")
+    of = "parameters, gradients" if precision and "gradients" in precision else "parameters"
+    name = precision and (precision.get("compute") or f"{precision['parameters']} ({of})")
     facts: dict[str, Json] = {"precision": name} if precision else {}
     if contract.get("reduction") == "fast":
         facts["reduction"] = "fast"

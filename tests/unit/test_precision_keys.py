@@ -37,6 +37,7 @@ def test_so_is_that_gradients_are_added_in_bfloat16():
     on = parse_job(SMALL, [*ON, "precision.gradients=bf16"])
     added = {"precision": {"parameters": "bf16", "master": "float32", "gradients": "bf16"}}
     assert contract_of_job(on) == contract_of_job(parse_job(SMALL)) | added
+    assert training_facts(contract_of_job(on))["precision"] == "bf16 (parameters, gradients)"
     assert str(gradient_dtype_of(on.precision)) == "torch.bfloat16"
     assert gradient_dtype_of(parse_job(SMALL, ON).precision) is None
     assert "their gradients are added in it; the parameters are float32" in (on.precision_in_words or "")
