@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from ray.util.metrics import Metric
 
 PUBLISH_S = 2.0
+"""Time between two publications. Ray exports metrics every 10 s, unless the cluster is configured otherwise."""
 PUBLISH_S_PER_WORKER = 0.01
 """With many workers, who have series of their own, the time between two publications is longer, by their number. Ray hands on
 what is published every 10 s."""
-"""Time between two publications. Ray exports metrics every 10 s, unless the cluster is configured otherwise."""
 
 
 class MetricsPublisher:

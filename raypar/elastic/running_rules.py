@@ -88,7 +88,8 @@ def count_step_report(m: RunState, event: StepReported) -> Phase | None:
         raise UnexpectedEvent(f"{event}: committed {p.committed}, issued {p.issued}")
     p.reports.setdefault(event.step, set()).update(event.workers)
     m.mirror.report(event.step, event.mirror_seconds)
-    p.digests.setdefault(event.step, {}).update(event.digests)
+    if event.digests:
+        p.digests.setdefault(event.step, {}).update(event.digests)
     p.busy_s.setdefault(event.step, {}).update(event.busy_s)
     while len(p.reports.get(p.committed, ())) == len(members):
         if p.committed == m.mirror.last and not compare_replica_digests(m, p.committed + 1, p.digests.pop(p.committed, {})):

@@ -16,6 +16,7 @@ from raypar.job.read_job import load_job_of_run
 from raypar.launch.launch_run import keep_callers_state
 from raypar.launch.trainer_arguments import function_section
 from raypar.storage.checkpoint_store import open_checkpoint
+from raypar.storage.filesystems import place_of_checkpoint_object
 from raypar.storage.find_best_checkpoint import find_best_step_of_run
 from raypar.storage.run_folder import (
     NoSuchRun,
@@ -30,12 +31,13 @@ from raypar.user_code.user_code_errors import make_importable
 if TYPE_CHECKING:
     from torch import nn
 
+    from raypar.launch.result import CheckpointArgument
     from raypar.storage.checkpoint_store import CheckpointRef
 
 
 @without_raypar_frames
 def load(
-    run: str | os.PathLike[str],
+    run: CheckpointArgument,
     *,
     step: int | None = None,
     best: str | None = None,
@@ -44,8 +46,9 @@ def load(
 ) -> nn.Module:
     """The module of a run with the weights of its last checkpoint, in evaluation mode: `raypar.load("runs/gpt")`.
 
-    `run`: the run's name under `run_dir`, or the path or URI of a run or of one checkpoint. `step`: take the checkpoint after
-    so many steps; `best`: the best one by this metric of the run's `checkpoint.best`, by its first one if the text is empty.
+    `run`: the run's name under `run_dir`, the path or URI of a run or of one checkpoint, or a result's checkpoint. `step`: take
+    the checkpoint after so many steps; `best`: the best one by this metric of the run's `checkpoint.best`, by its first one if
+    the text is empty.
     `model`: in the place of the job's model function, which a run that was started from Python with objects does
     not name: the function or class (or a pair of it and its arguments), or a module, which gets the weights in place.
 
@@ -58,12 +61,13 @@ def load(
     or for one of another model.
     """
     skipped: list[str] = []
+    place = place_of_checkpoint_object(run, "the run")
     if best is not None:
         if step is not None:
             raise ConfigError(f"step is {step}, and best is {best!r}", cure="give one of them")
-        step = find_best_step_of_run(os.fspath(run), os.fspath(run_dir), best)
+        step = find_best_step_of_run(os.fspath(place), os.fspath(run_dir), best)
     try:
-        return load_trained_module(run, run_dir, step, model, skipped.append)
+        return load_trained_module(place, run_dir, step, model, skipped.append)
     finally:
         for line in skipped:
             warnings.warn(line, stacklevel=3)

@@ -34,7 +34,7 @@ from raypar.record.document_fields import MembersDocument
 from raypar.record.events import EndOfRun, ResumeNotice, Resumption, RunWarning
 from raypar.record.fold import RunView
 from raypar.record.folder import ERROR
-from raypar.storage.filesystems import uri_of_filesystem_object
+from raypar.storage.filesystems import place_of_checkpoint_object
 from raypar.storage.list_and_remove_runs import has_run
 from raypar.storage.read_run_lines import jsonl_line_sort_key
 from raypar.storage.run_folder import NoSuchRun, RunFolder, SharedStoragePlace, parse_storage_location
@@ -264,10 +264,7 @@ def find_checkpoint(given: CheckpointArgument | None, tell: EventHandler, run_di
     from raypar.storage.checkpoint_store import open_checkpoint
     from raypar.worker.checkpoint.checkpoint_files import MANIFEST, verify_checkpoint
 
-    elsewhere = getattr(given, "filesystem", None)
-    place = given if given is None or isinstance(given, (str, os.PathLike)) else getattr(given, "path", given)
-    if elsewhere is not None and elsewhere.type_name != "local":
-        place = str(uri_of_filesystem_object(elsewhere, str(place), "resume_from_checkpoint"))
+    place = place_of_checkpoint_object(given, "resume_from_checkpoint")
     if not place or not isinstance(place, (str, os.PathLike)):
         raise ConfigError(
             f"resume_from_checkpoint is {repr_text(place)}",

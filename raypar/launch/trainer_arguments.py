@@ -33,6 +33,7 @@ from raypar.launch.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, Implied
 from raypar.launch.signature_in_help import BriefSignature
 from raypar.plan import ParallelPlan
 from raypar.plan.wording import count_noun
+from raypar.storage.filesystems import place_of_checkpoint_object
 
 T = TypeVar("T")
 
@@ -168,6 +169,8 @@ def _as_job_tree(given: Arguments) -> dict[str, Any]:
         if name == "validation" and (sets := _sets_in(value)):
             tree[name] = _sections_of_sets(value, sets)
             continue
+        if name == "init_from":
+            value = place_of_checkpoint_object(value, name)
         if name in ("data", "validation"):
             value = _with_data_loader_taken_apart(name, value, given.get("batch_size"))
         if name in FUNCTIONS:

@@ -44,6 +44,17 @@ _registered: dict[str, FileSystem] = {}
 T = TypeVar("T")
 
 
+def place_of_checkpoint_object(given: T, what: str) -> T | str:
+    """The path or URI of a `ray.train.Checkpoint`, and anything else as it is. `what`: the argument, for messages.
+
+    It is to be asked before `os.PathLike` is: these objects are that, too, but their `__fspath__` raises.
+    """
+    filesystem, path = getattr(given, "filesystem", None), getattr(given, "path", None)
+    if filesystem is None or not isinstance(path, str):
+        return given
+    return path if filesystem.type_name == "local" else str(uri_of_filesystem_object(filesystem, path, what))
+
+
 def uri_of_filesystem_object(
     filesystem: FileSystem, path: str, what: str = "run_config.storage_filesystem"
 ) -> StorageUri | Path:

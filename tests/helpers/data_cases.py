@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import random
 import signal
@@ -92,6 +93,21 @@ class Leaves(Noisy):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         Path(self.folder, str(os.getpid())).touch()
+        return super().__getitem__(index)
+
+
+class Managed(Noisy):
+    """Keeps samples in the dict of a manager, a process of its own, whose id it writes where the test finds it."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.manager = multiprocessing.Manager()
+        self.kept = self.manager.dict()
+        (process,) = multiprocessing.active_children()
+        Path(folder, str(process.pid)).touch()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.kept[index] = index
         return super().__getitem__(index)
 
 

@@ -265,6 +265,10 @@ class Endless(torch.utils.data.IterableDataset):
 
 WHOLE = Microbatches(1, 0, 7)
 BAD = {
+    "a misspelt field": (
+        lambda: loader(Of([{"change": 1.0, "series": 2.0}] * 7), fields=("chnge",)),
+        "has no field 'chnge', only change, series\n  cure: if 'change' is meant, correct 'chnge' where it is named",
+    ),
     "no such field": (lambda: loader(Of([(1, 2)] * 7), fields=("z",)), "has no field 'z', only x, y"),
     "a dict without the field": (lambda: loader(Of([{"a": 1}] * 7), fields=("x",)), "has no field 'x', only a"),
     "more values than names": (lambda: loader(Of([(1, 2, 3, 4)] * 7), fields=("x",)), "4 fields, but names for 3: x, y, z"),
@@ -400,6 +404,22 @@ if __name__ == "__main__":
     print("read", flush=True)
     time.sleep(60)
 """
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("ends", ["closed", "worker is gone"])
+def test_processes_that_a_data_set_has_started_end_with_its_data_process(ends: str, tmp_path: Path):
+    spec = DataConfig(function="helpers.data_cases:Managed", args={"folder": str(tmp_path)}, processes=1)
+    processes = DataProcesses(spec, 4)
+    loader(Noisy(), function="helpers.data_cases:Managed", processes=1, shared=processes).get(0, 0)
+    (started,) = [int(path.name) for path in tmp_path.iterdir()]
+    assert alive(started)
+    if ends == "worker is gone":
+        for one in processes._processes:
+            one._connection.close()
+        assert all_end([started], within_s=5)
+    processes.close()
+    assert all_end([started], within_s=5)
 
 
 @pytest.mark.ci

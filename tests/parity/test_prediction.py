@@ -30,6 +30,7 @@ from raypar.launch.forward_run import Cluster, make_forward_job
 from raypar.launch.parquet_writer import open_parquet_file
 from raypar.launch.predict_run import PredictionRequest, make_prediction_job, predict_with_checkpoint
 from raypar.launch.prediction_sinks import RowsInMemory, open_rows
+from raypar.launch.resume import find_checkpoint
 from raypar.plan import ParallelPlan
 from raypar.plan.forward_pass_batching import ForwardPasses, whole_batching
 from raypar.record.events import Event
@@ -411,6 +412,18 @@ Point = namedtuple("Point", "x y")
 class Boxes:
     corners: Tensor
     name: str
+
+
+def test_a_checkpoint_as_ray_has_it_is_taken_wherever_a_path_is(trained: Any):
+    """It is `os.PathLike`, too, but `os.fspath` of it raises."""
+    from ray.train import Checkpoint
+
+    path, _ = trained
+    given = Checkpoint.from_directory(str(path / "checkpoints" / "step_00000002"))
+    assert str(find_checkpoint(given, print, "runs")) == given.path
+    by_object, by_path = (raypar.load(place, model=Net).state_dict() for place in (given, given.path))
+    assert by_object.keys() == by_path.keys() and all(torch.equal(by_object[name], by_path[name]) for name in by_path)
+    assert job_of(Net, init_from=given).init_from == job_of(Net, init_from=given.path).init_from is not None
 
 
 def test_tensors_of_an_output_are_named_by_their_places():

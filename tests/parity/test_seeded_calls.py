@@ -1,5 +1,4 @@
-"""Layers and data sets that do not draw from Python's and NumPy's generators are not seeded for; the bits are those of always
-seeding.
+"""Layers that do not draw from Python's and NumPy's generators are not seeded for; the bits are those of always seeding.
 
 The layers here draw in ways that are hard to see, from the first call on or seldom. PyTorch's generator, which is always
 seeded, says in which microbatches: so it is the same ones on every plan.
@@ -67,6 +66,12 @@ def from_a_generator_of_its_own() -> float:
     return found
 
 
+def drawn_and_seeded() -> float:
+    found = random.random() + numpy.random.rand()
+    random.seed(0), numpy.random.seed(0)
+    return found
+
+
 DRAWS = {
     "python": lambda: random.random(),
     "bound": lambda: bound_at_import(),
@@ -78,6 +83,7 @@ DRAWS = {
     "624 of python": lambda: [random.getrandbits(32) for _ in range(624)][5] / 2**32,
     "624 of numpy": lambda: float(numpy.random.random_sample(312)[5]),
     "own": from_a_generator_of_its_own,
+    "seeded afterwards": drawn_and_seeded,
 }
 RESTORED = {"python restored": python_restored, "numpy restored": numpy_restored}
 WHEN = ("always", "seldom", "in training")
@@ -211,54 +217,37 @@ def test_layers_that_do_not_draw_are_seeded_for_in_their_first_call_only(monkeyp
 # -- samples -----------------------------------------------------------------------------------------------------------------
 
 
-class DrawnSamples:
-    """Each draws `what`, always or seldom; PyTorch's generator says when."""
+class KeptSamples:
+    """Keeps what it has drawn, in an attribute or on the disk, as data sets may; the first samples seldom draw."""
 
-    def __init__(self, what: str = "python", when: str = "always") -> None:
-        self.what, self.when, self.asked = what, when, 0
+    def __init__(self, what: str) -> None:
+        self.what, self.kept = what, dict[int, Tensor]()
 
     def __len__(self) -> int:
-        return 64
+        return 32
 
     def __getitem__(self, index: int) -> tuple[Tensor]:
-        self.asked += 1
-        first = torch.rand(3) + index
-        due = {"always": True, "seldom": torch.rand(()) < 0.1, "never": False}[self.when]
-        number = (DRAWS | RESTORED)[self.what]() if due else 0.0
-        return (torch.cat([first, torch.tensor([number]), torch.rand(1)]),)
+        if index not in self.kept:
+            number = (DRAWS | RESTORED)[self.what]() if index > 5 or torch.rand(()) < 0.1 else 0.0
+            self.kept[index] = torch.cat([torch.rand(2), torch.tensor([number])])
+        return (self.kept[index],)
 
 
-def read_samples(dataset: DrawnSamples, microbatches: list[list[tuple[int, int]]]) -> list[Tensor]:
-    guard = TorchStateGuard(1)
-    guard.establish("the data set")
-    reader = SampleReader(dataset, (), ("x",), 5, guard)
-    found = []
-    for places in microbatches:
-        random.seed(len(places)), numpy.random.seed(len(places))  # what others do meanwhile
-        found += list(reader.read(places)["x"])
-    return found
-
-
-@pytest.mark.parametrize(("what", "when"), [(what, when) for what in DRAWS for when in ("always", "seldom")] + [
-    (what, "always") for what in RESTORED
-])  # fmt: skip
-def test_samples_have_the_bits_of_always_seeding_in_any_order(what: str, when: str):
-    places, dataset, wanted = [(epoch, index) for epoch in range(2) for index in range(64)], DrawnSamples(what, when), {}
-    for place in places:
-        seed_host_generators(seed_of(5, "sample", *place))
-        (wanted[place],) = dataset[place[1]]
-    for order in (places, places[::-1]):
-        for size in (1, 8):
-            dataset.asked = 0
-            found = read_samples(dataset, [order[at : at + size] for at in range(0, len(order), size)])
-            assert all(torch.equal(one, wanted[place]) for one, place in zip(found, order, strict=True))
-            assert dataset.asked - len(places) <= (2 * size if when == "seldom" else 0)
-
-
-def test_for_samples_that_do_not_draw_generators_are_seeded_only_where_others_have_moved_them(monkeypatch):
-    numbers, dataset = seedings(monkeypatch), DrawnSamples(when="never")
-    read_samples(dataset, [[(0, index) for index in range(at, at + 8)] for at in range(0, 64, 8)])
-    assert (len(numbers), dataset.asked) == (8, 64), "once a microbatch, before its first sample"
+@pytest.mark.parametrize("what", DRAWS | RESTORED)
+def test_samples_that_a_data_set_keeps_are_the_same_in_any_order(what: str):
+    """So the generators are seeded before every sample: one that was drawn unseeded would stay, however often it is read."""
+    wanted, dataset = {}, KeptSamples(what)
+    for index in range(32):
+        seed_host_generators(seed_of(5, "sample", 0, index))
+        wanted[index] = dataset[index][0]
+    for order in (range(32), range(31, -1, -1)):
+        guard, dataset = TorchStateGuard(1), KeptSamples(what)
+        guard.establish("the data set")
+        for at in range(0, 32, 4):
+            reader = SampleReader(dataset, (), ("x",), 5, guard)  # as after a new plan
+            for _ in range(2):
+                found = reader.read([(0, index) for index in order[at : at + 4]])["x"]
+                assert all(torch.equal(one, wanted[index]) for one, index in zip(found, order[at : at + 4], strict=True))
 
 
 # -- one layer's calls -------------------------------------------------------------------------------------------------------
@@ -288,6 +277,16 @@ def test_a_call_that_begins_to_draw_is_made_again_and_later_ones_are_seeded(what
     random.gauss(0, 1), numpy.random.randn()  # others draw meanwhile, and leave a second number
     assert called(calls, 2, draw) == (drawn_by(draw, 2), 2) and calls.draws is True
     assert called(calls, 3, draw) == (drawn_by(draw, 3), 1)
+
+
+@pytest.mark.parametrize("what", DRAWS)
+def test_of_calls_that_are_asked_at_the_end_those_that_have_drawn_are_made_again(what):
+    guard, generators, made = TorchStateGuard(1), HostGenerators.of_process(), []
+    guard.establish("a layer")
+    for draw in (lambda: 0.0, lambda: 0.0, DRAWS[what]):
+        made.clear()
+        guard.compare_once(lambda: made.append(draw()), "a layer", "layers", generators=generators)  # noqa: B023
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("what", DRAWS | RESTORED)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import pickle
+import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -66,11 +70,12 @@ _process: DataProcess | None = None
 
 def serve_reads(requests: Connection, spec: DataConfig, seed: int) -> None:
     """What a data process does: answer each `ReadRequest` with an `Answer` or an error, until nobody is there. Then it ends."""
+    signal.signal(signal.SIGTERM, lambda number, frame: _end_at_once())
     start_data_process(spec, seed)
     while True:
         try:
             request: ReadRequest = requests.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             _end_at_once()
         try:
             answer: Answer | Exception = read_in_data_process(*request)
@@ -78,7 +83,7 @@ def serve_reads(requests: Connection, spec: DataConfig, seed: int) -> None:
             answer = error if _is_picklable(error) else UserCodeError(f"the data set raised {error_text(error)}")
         try:
             requests.send(answer)
-        except BrokenPipeError:
+        except ConnectionError:
             _end_at_once()
 
 
@@ -86,6 +91,11 @@ def _end_at_once() -> NoReturn:
     """End this process, whose worker is gone, while other workers recover: Python's own end, with PyTorch imported, takes a
     second of a processor."""
     os.nice(19)
+    for process in multiprocessing.active_children():  # of the data set: nobody else knows of them
+        process.kill()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(0)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +24,7 @@ from raypar.worker.data.packing import Packing
 from raypar.worker.data.padding import Padding
 from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.user_dataset import MapStyleDataset, reads_by_list
-from raypar.worker.process.seed_generators import HostGenerators, seed_host_generators
-from raypar.worker.process.seeded_calls import SeededCalls
+from raypar.worker.process.seed_generators import seed_host_generators
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 
 T = TypeVar("T")
@@ -55,10 +54,6 @@ def name_fields_cure(fields: Collection[str]) -> str:
     )
 
 
-def _calls_of_data_set() -> SeededCalls:
-    return SeededCalls(seed_host_generators, torch.default_generator.manual_seed, HostGenerators.of_process())
-
-
 @dataclass(frozen=True)
 class SampleReader:
     """Reads the samples of one microbatch and makes a batch of the fields asked for. Works in any process."""
@@ -79,8 +74,6 @@ class SampleReader:
     """How values of unequal length are stacked; None: they must be of one length."""
     packing: Packing | None = None
     """How samples are packed into rows; None: each has a row."""
-    calls: SeededCalls = field(default_factory=_calls_of_data_set)
-    """How the data set is asked for a sample, with the generators seeded."""
 
     @classmethod
     def of(
@@ -115,7 +108,10 @@ class SampleReader:
         return cls(dataset, spec.names, tuple(fields), seed, guard, collation, padding, packing)
 
     def read(self, places: Sequence[SamplePosition], at: MicrobatchPlace = (0, 0)) -> dict[str, Tensor]:
-        """Read samples: field -> [samples, ...], in fresh memory. `at`: the microbatch that they are."""
+        """Read samples: field -> [samples, ...], in fresh memory. `at`: the microbatch that they are.
+
+        Leaves python, numpy and torch seeded by the last sample, or by the collation.
+        """
         if self.collation is not None:
             ids = [index for _, index in places]
             return self.collation.tensors(self.collation.values(self.samples(places), ids, at), self.fields, ids, at)
@@ -143,11 +139,11 @@ class SampleReader:
         )
 
     def sample(self, index: int) -> object:
-        """A sample as it is in epoch 0."""
+        """A sample as it is in epoch 0. Leaves generators seeded by it."""
         return self._sample((0, index), seeded=self._seeded)
 
     def samples(self, places: Sequence[SamplePosition]) -> list[object]:
-        """The samples at these places, as the data set gives them."""
+        """The samples at these places, as the data set gives them. Leaves python, numpy and torch seeded by the last one."""
         return self._samples(places, lambda sample, _: sample)
 
     def _samples(self, places: Sequence[SamplePosition], take: Callable[[Any, int], T]) -> list[T]:
@@ -167,17 +163,14 @@ class SampleReader:
         def one_by_one() -> list[T]:
             return [take(self._sample(place, seeded=seeded), place[1]) for place in places]
 
-        if self.guard is None:
-            return one_by_one()
-        resting = self.calls.generators_that_rest if seeded else None
-        return self.guard.compare_once(one_by_one, GETITEM, id(self.dataset), generators=resting)
+        return self.guard.compare_once(one_by_one, GETITEM, id(self.dataset)) if self.guard is not None else one_by_one()
 
     def field_names(
         self, places: Sequence[SamplePosition], at: MicrobatchPlace = (0, 0), *, also: Collection[str] = ()
     ) -> tuple[str, ...]:
         """Names of the fields of the microbatch `at`, whose samples are at `places`; without a collation of its first sample.
 
-        `also`: names to add if they are other names of these, as `x` of a named tuple's first field.
+        `also`: names to add if they are other names of these, as `x` of a named tuple's first field. Leaves generators seeded.
         """
         if self.collation is not None:
             ids = [index for _, index in places]
@@ -209,12 +202,10 @@ class SampleReader:
     def _sample(self, place: SamplePosition, *, seeded: bool) -> Any:
         """One sample, as the data set gives it. `seeded`: seed the generators first."""
         epoch, index = place
+        if seeded:
+            seed_host_generators(seed_of(self.seed, "sample", epoch, index))
         try:
-            if seeded:
-                number = seed_of(self.seed, "sample", epoch, index) % 2**32
-                sample = self.calls.until_seeded(number, operator.getitem, self.dataset, index)
-            else:
-                sample = self.dataset[index]
+            sample = self.dataset[index]
         except RayparError:
             raise  # of a data set that comes with raypar: it names the file
         except BaseException as error:  # some classes of libraries are no Exception
@@ -256,9 +247,14 @@ class SampleReader:
             inside = [
                 each for each in flatten_fields(sample, self.names, f"sample {index}", is_one_tensor) if each not in found
             ]
+            there = [str(each) for each in (*found, *inside)]
+            cure = name_fields_cure([str(each) for each in found]) if isinstance(sample, Mapping) else WHERE_FIELDS_ARE_NAMED
+            if near := get_close_matches(name, there, 1):
+                cure = (
+                    f"if {near[0]!r} is meant, correct {name!r} where it is named: data.input, data.target, or a layer's input"
+                )
             raise DataError(
-                f"sample {index} has no field {name!r}, only {', '.join(map(str, (*found, *inside))) or 'none at all'}",
-                cure=name_fields_cure([str(each) for each in found]) if isinstance(sample, Mapping) else WHERE_FIELDS_ARE_NAMED,
+                f"sample {index} has no field {name!r}, only {', '.join(there) or 'none at all'}", cure=cure
             ) from None
         if isinstance(value, Tensor):
             return value.detach()

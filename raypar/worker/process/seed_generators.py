@@ -67,6 +67,9 @@ def make_seeder(device: torch.device) -> Callable[[int], None]:
     return seed
 
 
+_NOBODYS = 2654435769
+
+
 class HostGenerators:
     """Python's and NumPy's generators of this process, which tell whether anybody has drawn since they were seeded."""
 
@@ -92,10 +95,11 @@ class HostGenerators:
         seed_python_and_numpy(number % 2**32)
         self._seeded = self._python(), self._numpy()
 
-    def seed_if_moved(self) -> None:
-        """Seed both by any number, unless they are as they were last seeded here: for calls that are not to draw from them."""
+    def seed_if_moved(self, number: int = _NOBODYS) -> None:
+        """Seed both, unless they are as they were last seeded here: for calls that are not to draw from them. `number`: any by
+        which users' code does not seed them, for who draws, and then seeds them so, would not be seen."""
         if not self.are_as_seeded():
-            self.seed(0)
+            self.seed(number)
 
     def are_as_seeded(self) -> bool:
         """Whether nobody has drawn since they were last seeded here. A number that is kept for the next draw, the second of a

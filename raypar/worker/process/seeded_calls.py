@@ -1,4 +1,4 @@
-"""Calls of a layer, or a data set, each as if all generators had been seeded before it (rules 1 and 3 of raypar/NUMERICS.md).
+"""Calls of one layer, each as if all generators had been seeded before it (rule 3 of raypar/NUMERICS.md).
 
 To seed PyTorch's generator is cheap. Python's and NumPy's are 5 kB, which are out of the processor's caches by the next layer,
 and few layers draw from them. So they are seeded for layers that do: the first call of a layer is watched, and after each later
@@ -9,7 +9,6 @@ asked once, after all of them (`TorchStateGuard.compare_once`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -26,7 +25,7 @@ class UnseededDraw(BaseException):
 
 
 class SeededCalls:
-    """The calls of one layer in one mode, training or evaluation, or of a data set."""
+    """The calls of one layer in one mode, training or evaluation."""
 
     draws: bool | None
     """Whether all generators are seeded before each call; None: before the first call."""
@@ -57,7 +56,7 @@ class SeededCalls:
         self._seed_torch(number)
         if generators.asked_at_end:
             return function(*args)
-        generators.seed_if_moved()
+        generators.seed_if_moved(number)
         try:
             found = function(*args)
         except USER_CODE_ERRORS as error:
@@ -66,12 +65,6 @@ class SeededCalls:
             raise
         self._check_unmoved(generators)
         return found
-
-    def until_seeded(self, number: int, function: Callable[..., R], *args: object) -> R:
-        """As a call, made again until it is seeded for all that it draws."""
-        while True:
-            with contextlib.suppress(UnseededDraw):
-                return self(number, function, *args)
 
     def _first_call(self, generators: HostGenerators, number: int, function: Callable[..., R], *args: object) -> R:
         self._seed_torch(number)
