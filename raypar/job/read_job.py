@@ -16,7 +16,7 @@ from raypar.files.printable_text import repr_text, shorten
 from raypar.files.safe_yaml import parse_yaml
 from raypar.files.untrusted_files import read_limited_text
 from raypar.job.data_section import SET_NAME, ValidationConfig
-from raypar.job.function_section import FunctionConfig
+from raypar.job.function_section import FunctionConfig, ModelConfig
 from raypar.job.importable_name import is_importable_name
 from raypar.job.job import JOB_BYTES, RUN_NAME_CURE, Job, is_run_name
 from raypar.job.section import Section, Workers
@@ -163,6 +163,14 @@ def parse_data_section(given: object, argument: str) -> ValidationConfig:
         return ValidationConfig.model_validate(given)
     except ValidationError as error:
         raise config_error(error.errors(), ("validation",), Job, in_argument=argument) from None
+
+
+def parse_model_section(given: object) -> ModelConfig:
+    """A section `model` that was given by itself in the argument `model`, checked. Raises `ConfigError`."""
+    try:
+        return ModelConfig.model_validate(given)
+    except ValidationError as error:
+        raise config_error(error.errors(), ("model",), Job, in_argument="model") from None
 
 
 def check_run_arguments(given: Mapping[str, Any]) -> None:

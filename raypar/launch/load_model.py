@@ -12,7 +12,7 @@ from raypar.files.printable_text import repr_text
 from raypar.job import FunctionConfig
 from raypar.job.function_section import FROM_FOLDER
 from raypar.job.importable_name import is_importable_name
-from raypar.job.read_job import load_job_of_run
+from raypar.job.read_job import load_job_of_run, parse_model_section
 from raypar.launch.launch_run import keep_callers_state
 from raypar.launch.trainer_arguments import function_section
 from raypar.storage.checkpoint_store import open_checkpoint
@@ -41,7 +41,12 @@ def load(
     *,
     step: int | None = None,
     best: str | None = None,
-    model: str | Callable[..., Any] | tuple[Callable[..., Any], Mapping[str, Any]] | nn.Module | None = None,
+    model: str
+    | Callable[..., Any]
+    | tuple[Callable[..., Any], Mapping[str, Any]]
+    | Mapping[str, Any]
+    | nn.Module
+    | None = None,
     run_dir: str | os.PathLike[str] = "runs/",
 ) -> nn.Module:
     """The module of a run with the weights of its last checkpoint, in evaluation mode: `raypar.load("runs/gpt")`.
@@ -50,7 +55,8 @@ def load(
     the checkpoint after so many steps; `best`: the best one by this metric of the run's `checkpoint.best`, by its first one if
     the text is empty.
     `model`: in the place of the job's model function, which a run that was started from Python with objects does
-    not name: the function or class (or a pair of it and its arguments), or a module, which gets the weights in place.
+    not name: the function or class (or a pair of it and its arguments), `{"pretrained": FOLDER}` as in a job, or a module,
+    which gets the weights in place.
 
     The job's model function is called as for training, with its arguments and seed; all its parameters and buffers then get the
     checkpoint's values, in the dtype in which they were trained. Tied parameters stay tied, `requires_grad` is as the function
@@ -159,6 +165,8 @@ def model_argument(given: Any) -> FunctionConfig | nn.Module:
     function = found.get("function") if isinstance(found, Mapping) else None
     if isinstance(found, FunctionConfig):
         return found
+    if isinstance(found, Mapping) and "pretrained" in found:
+        return parse_model_section(found)
     if callable(function) or (isinstance(function, str) and is_importable_name(function)):
         return FunctionConfig.model_construct(function=function, args=dict(found.get("args", {})))
     raise ConfigError(

@@ -160,6 +160,11 @@ def test_the_line_of_an_export_opens_the_adapters_and_the_folder_has_the_cache_o
 
     monkeypatch.chdir(saved.room)
     loaded = raypar.load(saved.room / "small")
+    (saved.room / "small" / "job.yaml").rename(tmp_path / "job.yaml")  # as of a run from Python with objects
+    kind = "gpt2" if "gpt2" in str(saved.room) else "llama"
+    given = raypar.load(saved.room / "small", model={"pretrained": str(saved.base), "adapter": LORA[kind]}).state_dict()
+    assert all(torch.equal(given[name], value) for name, value in loaded.state_dict().items())
+    (tmp_path / "job.yaml").rename(saved.room / "small" / "job.yaml")
     request = ExportRequest(str(saved.room / "small"), ".", None, str(tmp_path / "adapters"))
     line = export_to_folder(request, FolderOptions(), print)[0]
     opens = line.partition("adapters alone: ")[2].partition(" opens it")[0]
