@@ -168,9 +168,11 @@ def _gathered(call: _Call, target: int | str) -> GatheredAnswers[Any]:
 
 
 def _tells_of_failure(answer: asyncio.Future[Any]) -> bool:
-    """Whether an answer that is there says that something has failed."""
+    """Whether an answer that is there says that something has failed; so does an agent that has none to hand on: it may have
+    been told meanwhile that others call those whom it was asked for."""
     if answer.cancelled() or answer.exception() is not None:
         return True
     found = answer.result()
-    answers = found.answers.values() if isinstance(found, GatheredAnswers) else (found,)
-    return bool(isinstance(found, GatheredAnswers) and found.unreached) or any(isinstance(one, CallFailure) for one in answers)
+    if not isinstance(found, GatheredAnswers):
+        return isinstance(found, CallFailure)
+    return not found.answers or bool(found.unreached) or any(isinstance(one, CallFailure) for one in found.answers.values())
