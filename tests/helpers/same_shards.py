@@ -93,9 +93,9 @@ def gpt_on_shards(
     """Loss, and by shard the gradients of its `slices` (as `gpt_slices` makes them; of layers with fewer shards, in the first).
 
     `shards`: of all layers, or by layer. With `sequence` the norms' gradients are parts of a sum over shards; else all are
-    whole, and those of what every shard holds whole are equal. `compute`: bf16 for PyTorch's autocast; sums over shards are in
-    bfloat16 then, but for the embedding's, which is not cast. `bf16 parameters`: layers have rounded copies of the slices;
-    `bf16 gradients`: their gradients stay in bfloat16.
+    whole, and those of what every shard holds whole are equal. `compute`: bf16 for PyTorch's autocast; results of sums over
+    shards are bfloat16 then (added in float32, rounded once), but for the embedding's, which is not cast. `bf16 parameters`:
+    layers have rounded copies of the slices; `bf16 gradients`: their gradients stay in bfloat16.
     """
     rounded = compute in ("bf16 parameters", "bf16 gradients")
     mixed = torch.autocast("cpu", torch.bfloat16, enabled=compute == "bf16", cache_enabled=False)

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from raypar.comm.buffer_pool import ALIGNED, ALIGNED_ON_CUDA
 from raypar.job.contract import CONTRACT_EDITION
+from raypar.plan.addition_tree import fold_tree
+from raypar.plan.microbatches import DEFAULT_MAX_BLOCKS
+from raypar.plan.ownership import CANONICAL_PIECE
+from raypar.worker.data.mixed_order import MixPattern
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "raypar/NUMERICS.md").read_text()
@@ -64,6 +69,20 @@ def test_every_rule_that_code_and_pages_name_is_there():
 def test_the_page_is_of_the_edition_that_checkpoints_name():
     words = {1: "first", 2: "second", 3: "third"}
     assert PAGE.startswith(f"# The numerics contract, {words[CONTRACT_EDITION]} edition\n")
+
+
+def test_the_words_come_before_the_rules_and_their_numbers_are_those_of_the_code():
+    words = PAGE[PAGE.index("\n## Words\n") : PAGE.index("\n## Rule 1.")]
+    order = fold_tree({(i, i + 1): str(i) for i in range(5)}, (0, 5), lambda left, right: f"({left} + {right})")
+    assert f"Of five: {order}" in words
+    assert f"without it min(M, {DEFAULT_MAX_BLOCKS})" in words
+    assert f"a multiple of {ALIGNED} bytes, on CUDA of {ALIGNED_ON_CUDA}" in words
+
+
+def test_the_numbers_in_rules_are_those_of_the_code():
+    pattern = MixPattern.of_ratios([2, 1])
+    assert f"(Ratios 2 and 1: sources {', '.join(str(pattern.source_at(q)) for q in range(3))}.)" in " ".join(RULES[1].split())
+    assert f"pieces of {CANONICAL_PIECE:,} elements" in " ".join(RULES[7].split())
 
 
 @pytest.mark.parametrize("page", ["README.md", "examples/guides/coming_from.md", "raypar/README.md"])
