@@ -392,7 +392,7 @@ def held(told: dict[str, Any]) -> dict[int, set[int]]:
     """worker -> layers, by members.json."""
     seats: dict[int, set[int]] = {}
     by_coordinate = {member["coordinate"]: member["worker"] for member in told["members"]}
-    plan = ParallelPlan(tuple(StagePlan(**stage) for stage in told["stages"]))
+    plan = ParallelPlan(tuple(StagePlan(**{**stage, "share": tuple(stage.get("share", ()))}) for stage in told["stages"]))
     for rank in range(plan.world):
         worker = by_coordinate[plan.coordinate(rank)]
         seats[worker] = {n for i in plan.stages_of(rank) for n in range(plan.stages[i].first, plan.stages[i].last)}

@@ -89,7 +89,7 @@ def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[in
     replicas = [
         seat_whole_replicas([at[place] for place in at if place[0] == p], m.membership.nodes) for p in range(plan.positions)
     ]
-    stages = tuple(replace(s, replicas=len(replicas[s.position])) for s in plan.stages)
+    stages = tuple(replace(s, replicas=len(replicas[s.position]), share=()) for s in plan.stages)
     return replace(plan, stages=stages), tuple(w for here in replicas for replica in here for w in replica)
 
 

@@ -30,6 +30,16 @@ class StagePlan:
     """Number of copies of the stage that compute different microbatches."""
     shards: int = 1
     """Number of workers that divide each replica (tensor parallelism)."""
+    share: tuple[int, ...] = ()
+    """Number of blocks of each replica: contiguous runs, in order of replicas. Empty: runs of nearly equal length."""
+
+    def check_share(self, index: int) -> None:
+        """Raise `PlanError` unless stage `index` gives every replica at least one block, or all even runs."""
+        if self.share and (len(self.share) != self.replicas or min(self.share) < 1):
+            raise PlanError(
+                f"stage {index} gives its {count_noun(self.replicas, 'replica')} the shares {list(self.share)} of the blocks",
+                cure=f"give {count_noun(self.replicas, 'number')} >= 1, one for each replica, or () for even runs",
+            )
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -74,15 +84,16 @@ class ParallelPlan:
                 raise PlanError(
                     f"stage {index} has {stage.replicas} replicas and {stage.shards} shards", cure="set both to 1 or more"
                 )
+            stage.check_share(index)
             before = stage.last
         if sorted({s.position for s in self.stages}) != list(range(self.positions)):
             raise PlanError("pipeline positions are not 0, 1, 2, ...", cure="number the positions without gaps")
         for position in range(self.positions):
-            shapes = {(s.replicas, s.shards) for s in self.stages if s.position == position}
+            shapes = {(s.replicas, s.shards, s.share) for s in self.stages if s.position == position}
             if len(shapes) > 1:
                 raise PlanError(
-                    f"the chunks of position {position} have different (replicas, shards): {sorted(shapes)}",
-                    cure="chunks of one worker share its replicas and shards; make them equal",
+                    f"the chunks of position {position} have different (replicas, shards, shares): {sorted(shapes)}",
+                    cure="chunks of one worker have the same replicas, shards and shares; make them equal",
                 )
         if self.recompute != tuple(sorted(set(self.recompute) & set(range(self.stages[-1].last)))):
             raise PlanError(
@@ -225,8 +236,10 @@ class ParallelPlan:
         return tuple(self.rank(stage, r, shard) for r in range(self.stages[stage].replicas))
 
     def describe(self) -> str:
-        """The plan's shape as text; see `describe_mesh`."""
-        return describe_mesh([stage.replicas for stage in self.stages], [stage.shards for stage in self.stages])
+        """The plan's shape as text (`describe_mesh`), and which stages give their replicas uneven shares."""
+        text = describe_mesh([stage.replicas for stage in self.stages], [stage.shards for stage in self.stages])
+        uneven = [f"stage {i} {':'.join(map(str, s.share))}" for i, s in enumerate(self.stages) if s.share]
+        return f"{text}, shares of blocks: {', '.join(uneven)}" if uneven else text
 
     def coordinate(self, rank: int) -> str:
         """A rank with its place as text: `worker 3 (stage 1, replica 1)`."""
@@ -259,10 +272,26 @@ class MicrobatchRouting:
     """The plan whose replicas run the microbatches."""
     microbatches: Microbatches
     """The microbatches of a step, with their blocks."""
+    forward_only: bool = False
+    """Whether these are the microbatches of a validation pass: its blocks are others, cut in proportion to the shares."""
+
+    def __post_init__(self) -> None:
+        blocks = self.microbatches.blocks
+        for index, stage in enumerate(self.plan.stages):
+            if stage.share and sum(stage.share) != blocks and not self.forward_only:
+                raise PlanError(
+                    f"stage {index} shares out {count_noun(sum(stage.share), 'block')} as {list(stage.share)}, and a step has "
+                    f"{blocks}",
+                    cure=f"give shares that add up to {blocks}, the job's virtual_replicas",
+                )
 
     def blocks_of_replica(self, stage: int, replica: int) -> range:
         """The blocks of a replica; it may be empty if there are more replicas than blocks."""
-        return contiguous_part(replica, self.plan.stages[stage].replicas, self.microbatches.blocks)
+        share, blocks = self.plan.stages[stage].share, self.microbatches.blocks
+        if not share:
+            return contiguous_part(replica, self.plan.stages[stage].replicas, blocks)
+        first, last = (sum(share[:end]) * blocks // sum(share) for end in (replica, replica + 1))
+        return range(first, last)
 
     @cached_property
     def _replica_of(self) -> tuple[tuple[int, ...], ...]:

@@ -8,7 +8,7 @@ from raypar.plan import MicrobatchRouting
 from raypar.plan.microbatches import contiguous_part
 from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
 from raypar.schedule.list_scheduling import OpenMicrobatchLimits, build_list_schedule, open_limits_per_replica
-from raypar.schedule.one_f_one_b import replicas_by_position, resolve_warmups
+from raypar.schedule.one_f_one_b import has_parallel_pipelines, replicas_by_position, resolve_warmups
 
 
 def interleaved_1f1b(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Schedule:
@@ -16,14 +16,14 @@ def interleaved_1f1b(routing: MicrobatchRouting, warmup: Sequence[int] | None = 
 
     Microbatches go round in groups of p; where m is no multiple of p the groups are larger, as even as can be (a smaller
     one would leave chunks waiting for a round that never fills), and where m < p there is one group of m. `warmup`:
-    forwards (of chunks) before the first backward, per position. Positions with different replica counts are
+    forwards (of chunks) before the first backward, per position. Positions with different replica counts or shares are
     list-scheduled.
     """
     plan = routing.plan
     pp, replicas = plan.positions, replicas_by_position(plan)
     chunks = len(plan.stages) // pp
     ahead = resolve_warmups(plan, warmup) if warmup is not None else None
-    if len(set(replicas)) > 1:
+    if not has_parallel_pipelines(plan):
         depth = ahead or open_limits_per_replica(replicas, [2 * (pp - s - 1) + (chunks - 1) * pp + 1 for s in range(pp)])
         return build_list_schedule(routing, OpenMicrobatchLimits(depth, depth, group=pp * max(replicas)), split=False)
     orders: list[tuple[Compute, ...]] = []

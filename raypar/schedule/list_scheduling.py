@@ -1,10 +1,11 @@
 """List scheduling (Graham 1966): orders found by simulating a step, for stages with different replica counts.
 
 No closed form of interleaved and zero-bubble schedules is known for such plans. All workers are simulated on one clock. F, I
-and W take one unit, B two, times the stage's replicas: a stage is taken to have more replicas because it is slower. An idle
-worker takes the most urgent instruction that could start now: input gradients first, because others wait for them; then a
-forward, if few enough microbatches are ahead and alive; then a weight gradient, which can wait and so fills what would be a
-bubble. Only instructions whose inputs exist are ever taken, so the orders cannot deadlock, whatever the limits are.
+and W take one unit, B two, times the stage's replicas: a stage is taken to have more replicas because it is slower, and a
+replica a smaller share of the blocks. An idle worker takes the most urgent instruction that could start now: input gradients
+first, because others wait for them; then a forward, if few enough microbatches are ahead and alive; then a weight gradient,
+which can wait and so fills what would be a bubble. Only instructions whose inputs exist are ever taken, so the orders cannot
+deadlock, whatever the limits are.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from raypar.plan import MicrobatchRouting
 from raypar.schedule.instructions import (
@@ -67,7 +69,7 @@ class _Player:
     """Rank -> the order so far; its last instruction is running unless the rank is idle."""
     idle: set[int]
     """Ranks that execute no instruction."""
-    events: list[tuple[int, int]]
+    events: list[tuple[Fraction, int]]
     """Heap of (time, rank): when the rank's instruction will be over."""
 
     def __init__(self, routing: MicrobatchRouting, limits: OpenMicrobatchLimits, split: bool) -> None:
@@ -87,11 +89,12 @@ class _Player:
         self.orders = {rank: [] for rank in self.speakers}
         self.idle = set(self.speakers)
         self.events = []
-        self.slowness = [stage.replicas for stage in plan.stages]
+        blocks = routing.microbatches.blocks
+        self.slowness = [[Fraction(blocks, n) for n in s.share] or [Fraction(s.replicas)] * s.replicas for s in plan.stages]
 
     def play(self) -> Schedule:
         """Simulate the step and return the orders of all workers."""
-        now, touched = 0, set(self.speakers)
+        now, touched = Fraction(0), set(self.speakers)
         while True:
             for rank in sorted(touched & self.idle):
                 self._start(rank, now)
@@ -111,12 +114,13 @@ class _Player:
         seats = self.routing.plan.seats
         return tuple(tuple(self.orders[rank - seat.shard]) for rank, seat in enumerate(seats))
 
-    def _start(self, rank: int, now: int) -> None:
+    def _start(self, rank: int, now: Fraction) -> None:
         instruction = self._choose(rank)
         if instruction is not None:
             self.orders[rank].append(instruction)
             self.idle.discard(rank)
-            heapq.heappush(self.events, (now + len(instruction.cost) * self.slowness[instruction.stage], rank))
+            slowness = self.slowness[instruction.stage][self.routing.plan.seats[rank].replica]
+            heapq.heappush(self.events, (now + len(instruction.cost) * slowness, rank))
 
     def _choose(self, rank: int) -> Compute | None:
         queues = self.queues[rank]

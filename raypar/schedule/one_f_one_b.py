@@ -17,6 +17,11 @@ def replicas_by_position(plan: ParallelPlan) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def has_parallel_pipelines(plan: ParallelPlan) -> bool:
+    """Whether replica r of every position runs the same microbatches, so that each replica is a pipeline by itself."""
+    return len({(stage.replicas, stage.share) for stage in plan.stages}) == 1
+
+
 def default_warmups(plan: ParallelPlan) -> tuple[int, ...]:
     """By position, the forwards of a replica before its first backward: enough to keep every later stage busy.
 
@@ -49,7 +54,7 @@ def one_f_one_b(routing: MicrobatchRouting, warmup: Sequence[int] | None = None)
     plan = routing.plan
     by_position = resolve_warmups(plan, warmup)
     depths = [by_position[seat.position] for seat in plan.seats]
-    if warmup is None and len(set(replicas_by_position(plan))) > 1:
+    if warmup is None and not has_parallel_pipelines(plan):
         depths = warmups_that_run(routing, depths)
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):

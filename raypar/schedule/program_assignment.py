@@ -60,7 +60,7 @@ def assign_programs_to_ranks(
     validate_schedule(programs, routing, crossing)
     forward: tuple[Program, ...] = ((),) * plan.world
     if validation_microbatches is not None:
-        forward = lower_validation_pass(MicrobatchRouting(plan, validation_microbatches), crossing)
+        forward = lower_validation_pass(MicrobatchRouting(plan, validation_microbatches, forward_only=True), crossing)
     return tuple(
         ProgramAssignment(
             plan,

@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from raypar.plan import MicrobatchRouting
 from raypar.schedule.instructions import BackwardInput, BackwardWeight, Compute, Forward, Schedule
 from raypar.schedule.list_scheduling import OpenMicrobatchLimits, build_list_schedule, open_limits_per_replica
-from raypar.schedule.one_f_one_b import replicas_by_position, resolve_warmups
+from raypar.schedule.one_f_one_b import has_parallel_pipelines, replicas_by_position, resolve_warmups
 
 
 def zb_h1(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Schedule:
     """ZB-H1 orders: bubble (p-1)(F + I - W) while W <= min(F, I), a third of that of 1F1B when all are equal.
 
     For larger W the bubble is (p-1) max(F, I). Every worker keeps as many activations as the first worker of 1F1B: min(p, m).
-    Positions with different replica counts are list-scheduled.
+    Positions with different replica counts or shares are list-scheduled.
     """
     plan = routing.plan
     depth, replicas = resolve_warmups(plan, warmup), replicas_by_position(plan)
-    if len(set(replicas)) > 1:
+    if not has_parallel_pipelines(plan):
         alive = tuple(max(own, -(-depth[0] * replicas[0] // r)) for own, r in zip(depth, replicas, strict=True))
         return build_list_schedule(routing, OpenMicrobatchLimits(depth, alive, group=1), split=True)
     orders: list[tuple[Compute, ...]] = []
@@ -46,11 +46,11 @@ def zb_v(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Sch
     """ZB-V orders: two chunks a worker in a V, so that the first worker also computes the loss.
 
     With F = I = W and m >= 2p - 1 the bubble is (p-1) F / 2, F of both chunks together; min(p, m) activations on every worker.
-    Positions with different replica counts, or with a given `warmup` (forwards of chunks), are list-scheduled.
+    Positions with different replica counts or shares, or a given `warmup` (forwards of chunks), are list-scheduled.
     """
     plan = routing.plan
     replicas = replicas_by_position(plan)
-    if warmup is not None or len(set(replicas)) > 1:
+    if warmup is not None or not has_parallel_pipelines(plan):
         given = resolve_warmups(plan, warmup) if warmup is not None else None
         depth = given or open_limits_per_replica(replicas, [2 * plan.positions] * plan.positions)
         return build_list_schedule(routing, OpenMicrobatchLimits(depth, depth, group=1), split=True)

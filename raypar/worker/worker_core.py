@@ -372,7 +372,7 @@ class WorkerCore:
         )
         self.validation_interpreter = None
         if self.assignment.validation_microbatches is not None and self.spec.validation is not None:
-            validation = MicrobatchRouting(plan, self.assignment.validation_microbatches)
+            validation = MicrobatchRouting(plan, self.assignment.validation_microbatches, forward_only=True)
             batching, passes = validation.microbatches, self.spec.forward_passes
             if passes is not None:
                 batching = whole_batching(passes.samples, self.spec.batch_size, self.spec.microbatches)
@@ -434,7 +434,8 @@ class WorkerCore:
     def _for_passes(self, prediction: Prediction) -> Prediction:
         """What is kept of outputs, which knows of how many microbatches of a pass."""
         of_pass = self.assignment.validation_microbatches
-        own = self._microbatches(MicrobatchRouting(self.assignment.plan, of_pass)) if of_pass is not None else ()
+        plan = self.assignment.plan
+        own = self._microbatches(MicrobatchRouting(plan, of_pass, forward_only=True)) if of_pass is not None else ()
         return replace(prediction, microbatches=len(own))
 
     def _untried_metrics(self) -> dict[str, int]:

@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import time
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,17 @@ def test_every_number_of_replicas_has_the_bits_of_one_process(replicas, blocks):
     for results in CooperativeScheduler(seed=blocks).run(routines, mesh):
         assert [same_bits(got, one) for got, one in zip(results, want, strict=True)] == [True] * len(SHAPES)
         assert all(t is None or t.data_ptr() % 64 == 0 or t.numel() == 0 for t in results)
+
+
+@pytest.mark.parametrize("share", [(1, 3, 12), (12, 3, 1), (15, 1), (7, 9), (5, 1, 1, 9), (2, 8, 6)], ids=str)
+def test_any_shares_of_the_blocks_have_the_bits_of_one_process(share):
+    gradients = block_gradients(16, seed=sum(n * n for n in share))
+    want = as_reduced(by_one_process(gradients))
+    mesh = LocalMesh(len(share))
+    runs = [range(stop - n, stop) for n, stop in zip(share, accumulate(share), strict=True)]
+    routines = [replica(t, CanonicalReduction, runs, gradients) for t in mesh.transports]
+    for results in CooperativeScheduler(seed=1).run(routines, mesh):
+        assert [same_bits(got, one) for got, one in zip(results, want, strict=True)] == [True] * len(SHAPES)
 
 
 @pytest.mark.parametrize("kind", [CanonicalReduction, FastReduction])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -49,6 +49,16 @@ def count_layers(model: str) -> int:
     return len(make_layer_graph(ugly_models.job(model)).layers)
 
 
+Shares = tuple[tuple[int, ...], ...]
+"""By position, the number of blocks of each replica; `()` there: even runs, and alone: everywhere."""
+
+
+def with_shares(plan: ParallelPlan, shares: Shares) -> ParallelPlan:
+    """The plan whose positions share out the blocks so."""
+    made = (replace(stage, share=shares[stage.position] if shares else ()) for stage in plan.stages)
+    return replace(plan, stages=tuple(made))
+
+
 @dataclass(frozen=True)
 class Layout:
     """One cell of the grid. `replicas`: one number per stage."""
@@ -60,11 +70,13 @@ class Layout:
     chunks: int | None = None
     blocks: int = 0
     compute: Precision = None
+    shares: Shares = ()
 
     def __str__(self) -> str:
         dims = "-".join(map(str, self.replicas))
         extra = (f" v={self.chunks}" if self.chunks else "") + (f" V={self.blocks}" if self.blocks else "")
         extra += f" {self.compute}" if self.compute else ""
+        extra += f" shares {self.shares}" if self.shares else ""
         return f"{self.model} {self.schedule} replicas {dims} m={self.microbatches}{extra}"
 
     @property
@@ -80,12 +92,13 @@ class Layout:
     @property
     def plan(self) -> ParallelPlan:
         """The plan of this cell for this model."""
-        return ParallelPlan.of(
+        plan = ParallelPlan.of(
             self.replicas,
             layers=count_layers(self.model),
             chunks=registry.resolve_chunks_per_worker(self.schedule, self.chunks),
             placement=registry.placement_of_schedule(self.schedule),
         )
+        return with_shares(plan, self.shares)
 
 
 def layouts() -> list[Layout]:

@@ -12,7 +12,7 @@ import torch
 from helpers import reference, same_shards
 from helpers import sharded_models as models
 from helpers.on_shards import SEED, error, graph_of
-from helpers.parity import PRECISIONS, Precision
+from helpers.parity import PRECISIONS, Precision, Shares, with_shares
 from helpers.recomputed_layouts import count_recomputations
 from torch import Tensor, nn
 
@@ -90,11 +90,13 @@ class Cell:
     compute: Precision = None
     recompute: tuple[int, ...] = ()
     """Indices of the layers that are recomputed."""
+    shares: Shares = ()
 
     def __str__(self) -> str:
         each = ["-".join(map(str, counts)) for counts in (self.replicas, self.shards)]
         extra = " sequence" * self.sequence + (f" V={self.blocks}" if self.blocks else "")
         extra += f" recompute {','.join(map(str, self.recompute))}" if self.recompute else ""
+        extra += f" shares {self.shares}" if self.shares else ""
         extra += f" {self.compute or self.dtype}"
         return f"{self.model} {self.schedule} replicas {each[0]} shards {each[1]} m={self.microbatches}{extra}"
 
@@ -126,7 +128,7 @@ class Cell:
     @property
     def plan(self) -> ParallelPlan:
         """The plan of this cell."""
-        return ParallelPlan.of(
+        plan = ParallelPlan.of(
             self.replicas,
             self.shards,
             layers=len(self.graph.layers),
@@ -134,6 +136,7 @@ class Cell:
             placement=registry.placement_of_schedule(self.schedule),
             recompute=self.recompute,
         )
+        return with_shares(plan, self.shares)
 
 
 def cells() -> list[Cell]:
@@ -188,7 +191,7 @@ def check(cell: Cell, order_seed: int = 0) -> None:
     assert len(set(got.losses)) == STEPS
     layers = graph(cell.model).layers
     shards = tuple(next(s.shards for s in plan.stages if s.first <= i < s.last) for i in range(len(layers)))
-    alike = one_process(replace(cell, schedule="gpipe", replicas=(1,), shards=(), recompute=()), shards)
+    alike = one_process(replace(cell, schedule="gpipe", replicas=(1,), shards=(), recompute=(), shares=()), shards)
     bad = list(different(got, alike))
     assert not bad, f"{cell}, against the same shards in one process: {bad[:8]} and {len(bad) - 8} more"
     if cell.dtype == "float64":

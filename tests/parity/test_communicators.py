@@ -35,6 +35,8 @@ CORNERS = [
     Layout("tangled", "1f1b", (3, 3), 7, blocks=5),
     Layout("tangled", "1f1b", (2, 2), 5, blocks=1),
     Layout("relayed", "1f1b", (1, 2, 1, 1), 4),
+    Layout("tangled", "1f1b", (2, 3), 8, blocks=8, shares=((7, 1), (4, 3, 1))),
+    Layout("tangled", "1f1b", (2, 2), 8, blocks=8, shares=((4, 4), (5, 3))),
 ]
 
 

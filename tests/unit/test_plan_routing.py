@@ -50,6 +50,70 @@ def test_the_entry_order_is_a_permutation_that_keeps_each_blocks_own(replicas: t
         assert inside == list(routing.microbatches.microbatches_of_block(block))
 
 
+SHARES = [((1, 3, 12),), ((7, 1, 8), (5, 11), ()), ((), (15, 1)), ((1,) * 16, (16,))]
+
+
+def shared_out(*shares: tuple[int, ...], shards: int = 1, chunks: int = 1) -> ParallelPlan:
+    """A plan whose positions give these shares; one of `()` has three replicas with even runs."""
+    plan = ParallelPlan.of([len(share) or 3 for share in shares], [shards] * len(shares), chunks=chunks)
+    return replace(plan, stages=tuple(replace(stage, share=shares[stage.position]) for stage in plan.stages))
+
+
+@pytest.mark.parametrize("shares", SHARES, ids=str)
+def test_shares_are_contiguous_runs_of_blocks_in_order_of_replicas(shares: tuple[tuple[int, ...], ...]):
+    for cut in (Microbatches(16), Microbatches(40, 16), Microbatches(5, 16)):
+        routing = MicrobatchRouting(shared_out(*shares, shards=2), cut)
+        for stage, share in enumerate(shares):
+            runs = [routing.blocks_of_replica(stage, r) for r in range(len(share) or 3)]
+            assert not share or tuple(map(len, runs)) == share
+            assert [b for run in runs for b in run] == list(range(16))
+            assert all(
+                routing.replica_for(stage, m) == r
+                for r, run in enumerate(runs)
+                for b in run
+                for m in cut.microbatches_of_block(b)
+            )
+        order = routing.entry_order
+        assert sorted(order) == list(range(cut.count))
+        assert all([m for m in order if cut.block_of(m) == b] == list(cut.microbatches_of_block(b)) for b in range(16))
+
+
+def test_a_validation_pass_is_shared_out_in_proportion():
+    routing = MicrobatchRouting(shared_out((5, 5, 2)), Microbatches(7, 7), forward_only=True)
+    assert [len(routing.blocks_of_replica(0, r)) for r in range(3)] == [2, 3, 2]
+    assert [b for r in range(3) for b in routing.blocks_of_replica(0, r)] == list(range(7))
+
+
+def test_a_plan_says_its_shares():
+    plan = shared_out((5, 5, 2), ())
+    assert plan.describe() == "2 stages x 3 replicas, shares of blocks: stage 0 5:5:2"
+    assert plan.with_even_stages().stages[0].share == (5, 5, 2)
+
+
+@pytest.mark.parametrize(
+    "shares, text",
+    [
+        (((1, 0, 15),), "stage 0 gives its 3 replicas the shares [1, 0, 15] of the blocks"),
+        (((), (-1, 17)), "stage 1 gives its 2 replicas the shares [-1, 17] of the blocks"),
+    ],
+)
+def test_a_replica_without_blocks_is_refused(shares: tuple[tuple[int, ...], ...], text: str):
+    with pytest.raises(PlanError) as refused:
+        shared_out(*shares)
+    assert refused.value.what == text and "numbers >= 1, one for each replica" in refused.value.cure
+
+
+def test_shares_are_one_for_each_replica_alike_for_chunks_and_add_up_to_the_blocks():
+    plan = ParallelPlan.mesh(dp=3, pp=2, chunks=2)
+    with pytest.raises(PlanError, match=r"stage 0 gives its 3 replicas the shares \[8, 8\]"):
+        replace(plan, stages=(replace(plan.stages[0], share=(8, 8)), *plan.stages[1:]))
+    with pytest.raises(PlanError, match=r"the chunks of position 0 have different"):
+        replace(plan, stages=(replace(plan.stages[0], share=(8, 4, 4)), *plan.stages[1:]))
+    with pytest.raises(PlanError, match=r"stage 0 shares out 16 blocks as \[1, 3, 12\], and a step has 12") as refused:
+        MicrobatchRouting(shared_out((1, 3, 12)), Microbatches(24, 12))
+    assert refused.value.cure == "give shares that add up to 12, the job's virtual_replicas"
+
+
 @pytest.mark.parametrize("cut", CUTS)
 def test_one_replica_everywhere_takes_microbatches_by_index(cut: tuple[int, int]):
     assert routing_of((1, 1, 1), cut).entry_order == tuple(range(cut[0]))

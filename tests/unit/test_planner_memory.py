@@ -1,8 +1,13 @@
 """Out of memory: what a worker holds under its plan, and what would fit, from a profile."""
 
+from dataclasses import replace
+
+import pytest
+
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.memory_sheet import memory_sheets, out_of_memory_advice
 from raypar.planner.model_profile import BATCH, KeptStorages, LayerProfile, LayerStorages, ModelProfile, ReadStorage
+from raypar.planner.predicted_step import predict_step
 from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH
 
 MIB = 1 << 20
@@ -22,6 +27,16 @@ def test_a_sheet_has_parameters_gradients_optimizer_state_and_the_peak_of_the_ac
     assert found.kept[ACTIVATIONS] == 2 * 4 * 8 * MIB, "1F1B keeps as many as there are stages from here on"
     gpipe = memory_sheets(profile(), ParallelPlan.mesh(pp=2, layers=8), "gpipe", CUT)[0]
     assert gpipe.kept == {ACTIVATIONS: 8 * 4 * 8 * MIB, KEPT_INPUTS: 0, STASH: 0}
+
+
+def test_a_replica_with_more_blocks_keeps_more_open_sums_and_more_activations():
+    even = ParallelPlan.mesh(dp=2, layers=8)
+    plan = replace(even, stages=(replace(even.stages[0], share=(15, 1)),))
+    many, few = memory_sheets(profile(), plan, "gpipe", Microbatches(16, 16, 64))
+    assert (many.state["gradient"], few.state["gradient"]) == (4 * 32 * MIB, 32 * MIB)
+    assert many.kept[ACTIVATIONS] == 15 * few.kept[ACTIVATIONS]
+    both = [predict_step(profile(), one, "1f1b", Microbatches(16, 16, 64))[0].makespan_ms for one in (even, plan)]
+    assert both[1] - both[0] == pytest.approx(7 * 8 * 3.0), "the step takes as long as 15 blocks instead of 8"
 
 
 def test_recomputation_keeps_one_microbatch_of_activations_and_the_inputs_of_the_others():

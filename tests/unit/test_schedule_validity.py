@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from helpers.brute_force import good
@@ -127,6 +127,34 @@ def test_a_schedule_runs_for_every_plan(name):
 @pytest.mark.parametrize("name", registry.NAMES)
 def test_a_schedule_runs_for_each_of_two_thousand_plans(name):
     check_plans_run(name, random_plans(2041))
+
+
+def random_shares(draw, plan, blocks):
+    """The plan in which some positions give their replicas random shares."""
+    shares = {s.position: random_cut(draw, s.replicas, blocks) for s in plan.stages}
+    return replace(plan, stages=tuple(replace(stage, share=shares[stage.position]) for stage in plan.stages))
+
+
+def random_cut(draw, parts, total):
+    """`total` in so many parts of at least 1; () in one of three cases, and where there are too few."""
+    if total < parts or not draw.randrange(3):
+        return ()
+    bounds = [0, *sorted(draw.sample(range(1, total), parts - 1)), total]
+    return tuple(b - a for a, b in pairwise(bounds))
+
+
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_a_schedule_runs_whatever_the_shares_of_the_replicas_are(name):
+    draw = random.Random(5)
+    for number, (replicas, microbatches, _) in enumerate(random_plans(30, seed=7)):
+        chunks = CHUNKS.get(name, (None,))[number % len(CHUNKS.get(name, (None,)))]
+        _, routing, crossing = case(name, len(replicas), microbatches, chunks, replicas, blocks=min(16, microbatches))
+        routing = replace(routing, plan=random_shares(draw, routing.plan, routing.microbatches.blocks))
+        schedule = registry.build_schedule(name, routing)
+        found = find_schedule_problems(schedule, routing, crossing)
+        assert not found, (name, [s.share for s in routing.plan.stages], microbatches, found[0])
+        if number % 5 == 0:
+            validate_schedule(lower_schedule(schedule, routing, crossing), routing, crossing)
 
 
 def check_warmups(plans):
