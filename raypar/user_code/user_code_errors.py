@@ -82,6 +82,11 @@ def cure_for_known_error(error: BaseException, model: object = None) -> str | No
             "cast the fields of the samples in the data set's __getitem__ to the dtype that the code takes: "
             "torch.as_tensor(value, dtype=torch.float32), or torch.int64 for ids and labels of classes; or set dtype in the job"
         )
+    if "does not have a deterministic implementation" in text:
+        return (
+            "compute this without that operation (the documentation of torch.use_deterministic_algorithms lists those without "
+            "a deterministic kernel on a GPU); or set device: cpu, or reduction: fast, whose results are not the same each time"
+        )
     if isinstance(error, NotImplementedError) and 'the required "forward"' in text:
         if hasattr(model, "training_step"):  # Lightning's, which raypar does not call
             return "give the network inside of it as the model, and as loss a function of the network's output and the target"

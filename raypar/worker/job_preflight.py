@@ -56,6 +56,7 @@ from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_cast_parameters import check_cast_parameters, line_about_cast_parameters
+from raypar.worker.check_deterministic_kernels import check_deterministic_kernels
 from raypar.worker.check_layers_with_numbers import check_layers_with_numbers, check_shards_with_numbers
 from raypar.worker.check_loss import (
     MOST_LOSS_NUMBERS,
@@ -221,6 +222,8 @@ def _try_optimizer(
 def _check_layers(spec: Job, graph: Graph, batch: Mapping[str, Tensor]) -> tuple[str | None, tuple[str, ...]]:
     """Send the first microbatch through the layers. Returns the line about mixed samples, and about what was not compared."""
     values = check_layer_shapes(spec, graph, batch)
+    if spec.device != "cpu" and spec.reduction == "canonical":
+        check_deterministic_kernels(spec, graph, batch)
     mixed = line_about_mixed_samples(spec, graph, values, batch.get(spec.loss_target_name)) if values else None
     check_cast_parameters(spec, graph)
     not_compared = (*check_capture_with_numbers(spec, graph), *check_layers_with_numbers(spec, graph))
