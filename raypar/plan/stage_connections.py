@@ -1,8 +1,9 @@
-"""The connections between a model's stages: values along edges, their gradients by relay, tied parameters; and their limits."""
+"""The connections between a model's stages: values along edges, gradients on the way back, tied parameters; their limits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raypar.errors import PlanError
@@ -41,6 +42,8 @@ class StageEdge:
     """Bytes of each value; empty: only their sum is known, and each is taken to have an even share of it."""
     without_gradient: tuple[str, ...] = ()
     """Those of the values that never have a gradient: fields of the batch."""
+    readers: tuple[int, ...] = ()
+    """How many layers of `dst` read each value, for the simulator; empty: one each."""
 
     @property
     def values_with_gradient(self) -> tuple[str, ...]:
@@ -53,23 +56,35 @@ class StageEdge:
             return sum(size for value, size in zip(self.values, self.value_bytes, strict=True) if value in values)
         return self.nbytes * len(values) // len(self.values)
 
+    def bytes_of_uses(self, values: Sequence[str]) -> int:
+        """Bytes of the gradients of some of the values, if each layer that reads one sends a gradient of its own."""
+        count = dict(zip(self.values, self.readers, strict=True)) if self.readers else {}
+        return sum(self.bytes_of((value,)) * count.get(value, 1) for value in values)
+
 
 @dataclass(frozen=True, slots=True)
 class GradientRelay:
     """Gradients that one stage hands to an earlier one: one message a microbatch.
 
-    A value's gradients are added on their way from its last consuming stage to its producer. Each consuming stage gets the sum
-    of those after it, adds its own, and hands the new sum to the consuming stage before it, the first one to the producer.
+    A value's gradients are added as autograd adds them, the newest use first, in whichever stages its consumers are. They go
+    by relay, from the last consuming stage to the one before it: each adds its own to the sum that it gets, and hands the new
+    sum on. That costs no time where a consumer needs the one before it, whose backward comes later anyway. From the first
+    consumer on whose successor does not need it, consumers do not wait for each other: the sum goes to the producer, and so
+    does, apart from it, the gradient of every older use, which the producer adds to the sum, newest first. Two branches A and B
+    of two stages each: ((gB2 + gB1) + gA2) + gA1.
     """
 
     src: int
-    """The stage that has the sums: a consumer of the values."""
+    """The stage that has the gradients: a consumer of the values."""
     dst: int
-    """The earlier stage that gets them: the consumer before `src`, or the producer if `src` is the first consumer."""
+    """The earlier stage that gets them: a consumer before `src`, or the producer."""
     values: tuple[str, ...] = ("x",)
     """Names of the values whose gradients travel."""
     nbytes: int = 0
     """Bytes of the gradients of one microbatch, for the simulator; 0 if unknown."""
+    apart: frozenset[str] = frozenset()
+    """Those of `values` of which the gradients of all uses in `src` travel apart, and not their sum: autograd adds each to the
+    sum of all newer ones, which `src` does not have, and (sum + g2) + g1 has other bits than sum + (g2 + g1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,20 +138,47 @@ class StageConnections:
 
 def _relays_of(edges: Sequence[StageEdge]) -> tuple[GradientRelay, ...]:
     """The relays of the gradients of all values that have some."""
+    needed = _needed_stages(edges)
     consumers: dict[tuple[int, str], list[int]] = {}
     for edge in edges:
         for value in edge.values_with_gradient:
             consumers.setdefault((edge.src, value), []).append(edge.dst)
-    found: dict[tuple[int, int], tuple[list[str], int]] = {}
+    ways = {place: _ways_back(place[0], stages, needed) for place, stages in consumers.items()}
+    found: dict[tuple[int, int], tuple[list[str], int, set[str]]] = {}
     for edge in edges:
-        takers: dict[int, list[str]] = {}
+        takers: dict[tuple[int, bool], list[str]] = {}
         for value in edge.values_with_gradient:
-            before = [stage for stage in consumers[edge.src, value] if stage < edge.dst]
-            takers.setdefault(max(before, default=edge.src), []).append(value)
-        for taker, values in takers.items():
-            names, nbytes = found.get((taker, edge.dst), ([], 0))
-            found[taker, edge.dst] = ([*names, *values], nbytes + edge.bytes_of(values))
-    return tuple(GradientRelay(src, dst, tuple(names), nbytes) for (dst, src), (names, nbytes) in sorted(found.items()))
+            takers.setdefault(ways[edge.src, value][edge.dst], []).append(value)
+        for (taker, apart), values in takers.items():
+            names, nbytes, alone = found.get((taker, edge.dst), ([], 0, set()))
+            nbytes += edge.bytes_of_uses(values) if apart else edge.bytes_of(values)
+            found[taker, edge.dst] = ([*names, *values], nbytes, alone.union(values) if apart else alone)
+    return tuple(
+        GradientRelay(src, dst, tuple(names), nbytes, frozenset(apart))
+        for (dst, src), (names, nbytes, apart) in sorted(found.items())
+    )
+
+
+def _needed_stages(edges: Sequence[StageEdge]) -> dict[int, int]:
+    """Stage -> the earlier stages that it needs, as bits: a path of values with gradients leads from each of them to it, so
+    their backward passes come after its own."""
+    needed: dict[int, int] = {}
+    for edge in sorted(edges, key=lambda edge: edge.dst):
+        if edge.values_with_gradient:
+            needed[edge.dst] = needed.get(edge.dst, 0) | needed.get(edge.src, 0) | 1 << edge.src
+    return needed
+
+
+def _ways_back(producer: int, consumers: Sequence[int], needed: Mapping[int, int]) -> dict[int, tuple[int, bool]]:
+    """Consuming stage -> (the stage that gets its gradients of a value, whether its uses travel apart). See `GradientRelay`."""
+    found: dict[int, tuple[int, bool]] = {}
+    apart = False
+    newest_first = [*sorted(consumers, reverse=True), producer]
+    for stage, before in itertools.pairwise(newest_first):
+        relays = not apart and bool(needed[stage] >> before & 1)
+        found[stage] = (before if relays else producer, apart)
+        apart = not relays
+    return found
 
 
 # Message tags number stages, microbatches and values in a fixed number of bits (`worker/step/message_tags.py`).

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -299,18 +299,20 @@ class ModelProfile:
     def crossing(self, plan: ParallelPlan) -> StageConnections:
         """What crosses between the plan's stages, with bytes of one microbatch."""
         stage_of = {i: s for s, stage in enumerate(plan.stages) for i in range(stage.first, stage.last)}
-        edges: dict[tuple[int, int], dict[str, int]] = {}
+        edges: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
         for producer, consumer, nbytes, value in self._values_between_layers:
-            src, dst = stage_of[producer], stage_of[consumer]
+            src, dst, name = stage_of[producer], stage_of[consumer], value or f"of layer {producer}"
             if src != dst:
                 # A value crosses once to each consuming stage, however many of its layers read it.
-                edges.setdefault((src, dst), {})[value or f"of layer {producer}"] = nbytes
-        return StageConnections(
-            tuple(
-                StageEdge(src, dst, tuple(values), sum(values.values()), value_bytes=tuple(values.values()))
-                for (src, dst), values in sorted(edges.items())
-            )
-        )
+                sizes = edges.setdefault((src, dst), {})
+                sizes[name] = nbytes, sizes.get(name, (0, 0))[1] + 1
+        return StageConnections(tuple(_edge_of(src, dst, sizes) for (src, dst), sizes in sorted(edges.items())))
+
+
+def _edge_of(src: int, dst: int, values: Mapping[str, tuple[int, int]]) -> StageEdge:
+    """`values`: value -> (bytes, number of layers of `dst` that read it)."""
+    sizes, readers = (tuple(numbers) for numbers in zip(*values.values(), strict=True))
+    return StageEdge(src, dst, tuple(values), sum(sizes), value_bytes=sizes, readers=readers if max(readers) > 1 else ())
 
 
 def largest_work_shares(outline: ModelOutline, shards: int) -> tuple[float, ...]:

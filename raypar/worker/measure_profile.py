@@ -44,7 +44,7 @@ from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, forward
 from raypar.worker.process.thread_activity import thread_cpu_wait_s
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.loss import make_loss_function
-from raypar.worker.stage.stage import Stage
+from raypar.worker.stage.stage import HandedBack, Stage
 from raypar.worker.stage_builder import build_stage
 from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer
 from raypar.worker.step.optimizer_state import read_optimizer_state
@@ -335,7 +335,7 @@ def _profile_optimizer(spec: Job, stage: Stage) -> tuple[float, dict[str, int]]:
     return took, {n: sum(tensor_nbytes(v) for v in entry.values() if isinstance(v, Tensor)) for n, entry in state.items()}
 
 
-def measure_median_ms(*calls: Callable[[], Mapping[str, Tensor] | Mapping[str, Tensor | None] | None]) -> tuple[float, ...]:
+def measure_median_ms(*calls: Callable[[], Mapping[str, Tensor] | Mapping[str, HandedBack] | None]) -> tuple[float, ...]:
     """Median time of each call in ms; the calls are made in turn, and the first round is not counted.
 
     Time in which this thread waited for a processor is not counted either, or layers would differ by what else runs here.

@@ -269,10 +269,12 @@ def stage_values(graph: Graph, plan: ParallelPlan, index: int, spec: Job) -> Sta
         if v not in written and v not in fields and any(here.first <= i < here.last for i in graph.reading_layers(v))
     ]
     read_later = {v for v in graph.values if any(i >= here.last for i in graph.reading_layers(v))}
+    crossing = graph.crossing(plan)
     return StageValues(
         batch_fields=tuple(dict.fromkeys([*read, *of_loss])),
         received=tuple(received),
-        relayed=frozenset(read_later.intersection(received)),
+        relayed=frozenset(v for relay in crossing.relays_to(index) for v in relay.values).intersection(received),
+        apart=frozenset(v for relay in crossing.relays_from(index) for v in relay.apart),
         outgoing=tuple(v for v in graph.values if v in written and v in read_later),
     )
 

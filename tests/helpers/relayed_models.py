@@ -1,10 +1,6 @@
 """Models whose gradients show in which order they are added; as layers, and as one plain module.
 
-`relayed`: values read by three stages and by the loss, a layer that uses a value several times, values that are transposed,
-sliced or expanded and then meet dropout, a value whose gradient one consumer leaves undefined, a reader that detaches, a
-parameter that three layers use, an output of several values. `drawn`: graphs by lot. `PlainModel` is the plain module: its
-values are Python variables.
-"""
+`branching` and `branched`: parallel branches, some of whose readers of a value do not need each other."""
 
 from __future__ import annotations
 
@@ -169,6 +165,70 @@ def drawn(seed: int) -> Graph:
         outputs=read,
         rebuild_output=lambda *found: {"out": found[0].mean((1, 2)), "first": found[1], "last": found[-1]},
         ties=(tuple(f"layer{index}.shared.weight" for index in tied),),
+    )
+
+
+class Blend(nn.Module):
+    """Reads each value once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        out = self.shared(x).tanh()
+        for other in others:
+            out = out + 0.7 * other
+        return out
+
+
+def branching() -> Graph:
+    """Ten layers; three branches read `e`, in one layer several times, and `a` is read by two that do not need each other."""
+    return Graph(
+        (
+            Layer("embed", Embed, ("x",), ("e",)),
+            Layer("several", Several, ("e",), ("a",)),
+            Layer("again", partial(Drawn, 2, 1, 1), ("a", "e"), ("a2",)),
+            Layer("drop", Drop, ("e",), ("b",)),
+            Layer("blend", Blend, ("b", "e"), ("b2",)),
+            Layer("twice", Blend, ("e", "e"), ("c",)),
+            Layer("ending", Ending, ("c", "e"), ("d",)),
+            Layer("inner", partial(Drawn, 1, 1, 2), ("a",), ("f",)),
+            Layer("join", partial(Drawn, 4, 1, 0), ("a2", "b2", "d", "f"), ("h",)),
+            Layer("head", Head, ("h",), ("out",)),
+        ),
+        outputs=("out", "e", "h"),
+        rebuild_output=rebuild,
+        ties=(("again.shared.weight", "blend.shared.weight", "inner.shared.weight"),),
+    )
+
+
+def branched(seed: int) -> Graph:
+    """Two to four branches of one to three layers, two times one after the other, which read what is before them; by lot."""
+    dice = random.Random(seed)
+    values, layers = ["v0"], [Layer("embed", Embed, ("x",), ("v0",))]
+
+    def add(reads: list[str]) -> str:
+        value = f"v{len(values)}"
+        kind = dice.randrange(4)
+        build = partial(Drawn, len(reads), 1, kind) if dice.random() < 0.6 else Blend
+        values.append(value)
+        layers.append(Layer(f"layer{len(layers)}", build, tuple(reads), (value,)))
+        return value
+
+    for _ in range(2):
+        before, ends = list(values[-3:]), []
+        for _ in range(dice.randint(2, 4)):
+            end = dice.choice(before)
+            for _ in range(dice.randint(1, 3)):
+                end = add([end, *(dice.choice(before) for _ in range(dice.randint(0, 2)))])
+            ends.append(end)
+        add(ends)
+    read = (values[-1], *dice.sample(values[:-1], dice.randint(1, 2)))
+    return Graph(
+        tuple(layers),
+        outputs=read,
+        rebuild_output=lambda *found: {"out": found[0].mean((1, 2)), "first": found[1], "last": found[-1]},
     )
 
 

@@ -3,7 +3,7 @@
 `tangled`: a parameter tied within a stage and across stages, a skip with three consumers, convolution and LayerNorm, a
 layer that returns a transposed (not contiguous) value, frozen parameters, dropout drawn from torch's generator, a
 token-weighted loss whose counts differ, an integer value that crosses stages. `plain`: a Sequential with a mean loss
-(sample-weighted). `relayed`: see `relayed_models.py`.
+(sample-weighted). `relayed`, `branching`: see `relayed_models.py`.
 """
 
 from __future__ import annotations
@@ -174,6 +174,7 @@ MODELS: dict[str, tuple[Any, Any, Any, str]] = {
     "plain": (plain, mean_loss, Numbers, "*.bias"),
     **norm_models.MODELS,
     "relayed": (relayed_models.relayed, relayed_models.loss, Numbers, "*.bias"),
+    "branching": (relayed_models.branching, relayed_models.loss, Numbers, "*.bias"),
 }
 """Name -> model, loss, data set, pattern of the parameters without weight decay."""
 

@@ -37,6 +37,7 @@ CORNERS = [
     Layout("relayed", "1f1b", (1, 2, 1, 1), 4),
     Layout("tangled", "1f1b", (2, 3), 8, blocks=8, shares=((7, 1), (4, 3, 1))),
     Layout("tangled", "1f1b", (2, 2), 8, blocks=8, shares=((4, 4), (5, 3))),
+    Layout("branching", "gpipe", (1, 2, 1, 1, 1), 3),
 ]
 
 

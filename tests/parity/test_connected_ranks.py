@@ -53,6 +53,7 @@ def check(job: Job, graph: Graph, plan: ParallelPlan, schedule: str) -> list[fro
         Layout("tangled", "zb-v", (2, 2), 7),
         Layout("tangled", "gpipe", (1, 2, 3, 1), 8),
         Layout("relayed", "1f1b", (1, 2, 1, 1), 4),
+        Layout("branching", "gpipe", (1, 2, 1, 1, 1), 3),
         Cell("gpt", "1f1b", (2, 1), (2, 2), 5),
         Cell("llama", "1f1b", (1, 1), (3, 2), 5, sequence=True),
     ],

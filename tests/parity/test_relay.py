@@ -1,8 +1,8 @@
-"""Gradients by relay, strides that travel: each microbatch's gradients are those of the plain module under plain autograd."""
+"""Gradients by relay or apart, strides that travel: each microbatch has the gradients of the plain module in plain autograd."""
 
 import random
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,19 +16,21 @@ from raypar.job import DataConfig, Job, LossConfig, ModelConfig, PlanConfig, Pre
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import canonical_names
 from raypar.plan import ParallelPlan
+from raypar.plan.stage_connections import MAX_VALUES_OF_MESSAGE
 from raypar.schedule import registry
 from raypar.worker.job_preflight import check_model_can_shard, preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
+from raypar.worker.step import message_tags
 
 pytestmark = pytest.mark.part(5)
 
 LAYERS = 10
 
 
-def job(compute: Any = None) -> Job:
-    return ugly_models.job("relayed", microbatches=3, virtual_replicas=3, steps=1, precision=PrecisionConfig(compute=compute))
+def job(compute: Any = None, model: str = "relayed") -> Job:
+    return ugly_models.job(model, microbatches=3, virtual_replicas=3, steps=1, precision=PrecisionConfig(compute=compute))
 
 
 def plan_of(schedule: str, cuts: Sequence[int], *, layers: int = LAYERS, recompute: Sequence[int] = ()) -> ParallelPlan:
@@ -125,15 +127,15 @@ def test_each_microbatch_has_the_gradients_of_the_plain_module_in_every_layout(m
     test_each_microbatch_has_the_gradients_of_the_plain_module(monkeypatch, schedule, cuts, recompute, compute)
 
 
-def check_drawn(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def check_drawn(monkeypatch: pytest.MonkeyPatch, seed: int, draw: Callable[[int], Graph] = relayed_models.drawn) -> None:
     """A graph drawn by lot, cut and scheduled by lot."""
-    dice, graph = random.Random(1000 + seed), relayed_models.drawn(seed)
+    dice, graph = random.Random(1000 + seed), draw(seed)
     schedule = dice.choice(["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
     chunks = registry.resolve_chunks_per_worker(schedule)
     count = len(graph.layers)
     cuts = sorted(dice.sample(range(1, count), chunks * dice.randint(1, (count - 1) // chunks) - 1))
     recompute = dice.choice([(), (), range(count), dice.sample(range(count), 3)])
-    spec = job(dice.choice([None, None, "bf16"])).replace(model=ModelConfig(function=partial(relayed_models.drawn, seed)))
+    spec = job(dice.choice([None, None, "bf16"])).replace(model=ModelConfig(function=partial(draw, seed)))
     plan = plan_of(schedule, cuts, layers=count, recompute=recompute)
     found = gradients_of_microbatches(monkeypatch, spec, plan, schedule)
     assert unequal(found, plain_gradients(spec)) == [], (schedule, cuts, recompute)
@@ -148,6 +150,99 @@ def test_a_graph_drawn_by_lot_has_the_gradients_of_the_plain_module(monkeypatch,
 @pytest.mark.parametrize("seed", range(12, 400))
 def test_any_graph_drawn_by_lot_has_the_gradients_of_the_plain_module(monkeypatch, seed):
     check_drawn(monkeypatch, seed)
+
+
+def uses_apart(graph: Graph, plan: ParallelPlan) -> list[tuple[int, int, str]]:
+    return [(relay.src, relay.dst, value) for relay in graph.crossing(plan).relays for value in sorted(relay.apart)]
+
+
+BRANCHES = [("1f1b", (2, 5, 7)), ("zb-h1", (3, 4, 5, 6, 7)), ("interleaved", (1, 2, 3, 5, 8)), ("gpipe", tuple(range(1, 10)))]
+
+
+@pytest.mark.parametrize("schedule, cuts", BRANCHES, ids=str)
+def test_parallel_branches_send_their_uses_apart_and_have_the_gradients_of_the_plain_module(monkeypatch, schedule, cuts):
+    """In a stage one layer has several uses of a value, several layers have some, one leaves its gradient undefined."""
+    spec, plan = job(model="branching"), plan_of(schedule, cuts)
+    assert any(value == "e" for *_, value in uses_apart(relayed_models.branching(), plan))
+    found = gradients_of_microbatches(monkeypatch, spec, plan, schedule)
+    assert unequal(found, plain_gradients(spec)) == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_branches_drawn_by_lot_have_the_gradients_of_the_plain_module(monkeypatch, seed):
+    check_drawn(monkeypatch, seed, relayed_models.branched)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6, 400))
+def test_any_branches_drawn_by_lot_have_the_gradients_of_the_plain_module(monkeypatch, seed):
+    check_drawn(monkeypatch, seed, relayed_models.branched)
+
+
+def test_the_messages_and_bytes_that_go_back_are_those_of_each_sum_and_of_each_use_by_itself():
+    """`e` has 4 uses in stage 1, 2 in stage 2, one in 3 and in 4; several follow their number, of 8 bytes. 5 sends the sum."""
+    spec, plan = job(model="branching"), plan_of("gpipe", tuple(range(1, 10)))
+    messages, nbytes = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+
+    def listened(rank: int, send: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Tensor, *, to: int, tag: int, **more: Any) -> Any:
+            if tag >> message_tags._KIND_SHIFT & 7 == message_tags._KINDS["gradient"]:
+                messages[rank, to] += 1
+                nbytes[rank, to] += tensor.nbytes
+            return send(tensor, to=to, tag=tag, **more)
+
+        return call
+
+    with OneProcessRun(spec, plan, "gpipe") as run:
+        for rank, core in enumerate(run.cores):
+            core.transport.send = listened(rank, core.transport.send)
+        run.step(0)
+    of_e, count = spec.batch_size * relayed_models.LENGTH * relayed_models.WIDTH * 4, spec.microbatches
+    for stage, uses in {1: 4, 2: 2, 3: 1, 4: 1, 5: 1}.items():
+        assert messages[stage, 0] == count * (uses + (uses > 1)), stage
+        assert nbytes[stage, 0] == uses * of_e + 8 * count * (uses > 1), stage
+    # `a`: 7 sends the sum, 2 its 2 uses. `e`: 6 leaves it undefined, and hands on to 5, beside that of `c`, that of the loss.
+    assert {pair for pair in messages if pair[1] in (0, 1)} == {*((s, 0) for s in range(1, 6)), (2, 1), (7, 1)}
+    assert messages[2, 1] == 3 * count and messages[7, 1] == count and (messages[9, 6], messages[6, 5]) == (count, 2 * count)
+
+
+class Often(nn.Module):
+    """Uses its input more often than a message tag can number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.sum(-1)
+        for number in range(MAX_VALUES_OF_MESSAGE + 200):
+            out = out + (x * (0.1 * number)).sum(-1).sin()
+        return out
+
+
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.inner((a.sum(1) + b.mean((1, 2))).unsqueeze(1)).squeeze(1)
+
+
+def often() -> Graph:
+    return Graph(
+        (
+            Layer("embed", relayed_models.Embed, ("x",), ("e",)),
+            Layer("often", Often, ("e",), ("a",)),
+            Layer("other", relayed_models.Several, ("e",), ("b",)),
+            Layer("join", Summed, ("a", "b"), ("out",)),
+        ),
+        outputs=("out", "e", "b"),
+        rebuild_output=relayed_models.rebuild,
+    )
+
+
+def test_more_uses_than_a_message_tag_can_number_are_sent_apart(monkeypatch):
+    spec = job().replace(model=ModelConfig(function=often), microbatches=1, virtual_replicas=1)
+    plan = plan_of("1f1b", (1, 2, 3), layers=4)
+    assert uses_apart(often(), plan) == [(1, 0, "e")]
+    assert unequal(gradients_of_microbatches(monkeypatch, spec, plan, "1f1b"), plain_gradients(spec)) == []
 
 
 class Block(nn.Module):
@@ -189,6 +284,21 @@ def on_shards() -> Graph:
     )
 
 
+def branches_on_shards() -> Graph:
+    """Three branches that read `e`, and what joins them."""
+    return Graph(
+        (
+            Layer("embed", lambda: nn.Embedding(IDS, WIDE), ("x",), ("e",)),
+            Layer("one", Block, ("e", "e"), ("a",)),
+            Layer("two", Block, ("e", "e"), ("b",)),
+            Layer("three", Block, ("b", "a"), ("c",)),
+            Layer("head", Vocabulary, ("c", "e"), ("logits",)),
+        ),
+        outputs=("logits", "e"),
+        rebuild_output=lambda logits, e: {"logits": logits, "first": e},
+    )
+
+
 def loss_of_ids(output: dict[str, Tensor], target: Tensor) -> tuple[Tensor, int]:
     total = nn.functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten(), reduction="sum")
     return total + output["first"].square().mean(), target.numel()
@@ -203,12 +313,14 @@ class Ids:
         return window[:-1], window[1:]
 
 
-def run_on_shards(cuts: Sequence[int], shards: Sequence[int], sequence: bool = False) -> dict[str, list[Tensor]]:
+def run_on_shards(
+    cuts: Sequence[int], shards: Sequence[int], sequence: bool = False, model: Callable[[], Graph] = on_shards
+) -> dict[str, list[Tensor]]:
     """Parameter -> every worker's part of it, after two steps in float64; checked on the meta device before."""
     spec = ugly_models.job("plain", microbatches=2, steps=2, batch_size=6, dtype="float64")
     styles = (("*.up", "column"), ("*.down", "row"), ("head.out", "vocabulary"))
     spec = spec.replace(
-        model=ModelConfig(function=on_shards),
+        model=ModelConfig(function=model),
         loss=LossConfig(function=loss_of_ids),
         data=DataConfig(function=Ids),
         plan=PlanConfig(styles=dict(styles), sequence_parallel=sequence),
@@ -231,11 +343,22 @@ def run_on_shards(cuts: Sequence[int], shards: Sequence[int], sequence: bool = F
     ],
     ids=str,
 )
-def test_on_shards_the_cut_into_stages_decides_nothing(cuts, shards, alike, as_shards, sequence):
-    found, want = run_on_shards(cuts, shards, sequence), run_on_shards(alike, as_shards, sequence)
-    whole = run_on_shards((), (1,))
+def test_on_shards_the_cut_into_stages_decides_nothing(cuts, shards, alike, as_shards, sequence, model=on_shards):
+    found, want = run_on_shards(cuts, shards, sequence, model), run_on_shards(alike, as_shards, sequence, model)
+    whole = run_on_shards((), (1,), model=model)
     assert found.keys() == want.keys() == whole.keys()
     for name, parts in want.items():
         assert {part.numpy().tobytes() for part in parts} == {part.numpy().tobytes() for part in found[name]}, name
         if parts[0].shape == whole[name][0].shape:
             assert torch.allclose(parts[0], whole[name][0], rtol=0, atol=1e-9), name
+
+
+@pytest.mark.parametrize(
+    "cuts, shards, alike, as_shards, sequence",
+    [((1, 2, 3, 4), (2, 2, 1, 2, 2), (2, 3), (2, 1, 2), False), ((1, 2, 3, 4), (2,) * 5, (), (2,), True)],
+    ids=str,
+)
+def test_on_shards_the_cut_of_branches_into_stages_decides_nothing(cuts, shards, alike, as_shards, sequence):
+    plan = ParallelPlan.of([1] * len(shards), shards, layers=5, cuts=cuts)
+    assert uses_apart(branches_on_shards(), plan) == [(1, 0, "e")]
+    test_on_shards_the_cut_into_stages_decides_nothing(cuts, shards, alike, as_shards, sequence, branches_on_shards)

@@ -33,7 +33,7 @@ LAYOUTS = [
     Layout("norms", "1f1b", (2, 1, 1), 4, compute="bf16"),
     Layout("relayed", "interleaved", (1, 2), 5),
 ]
-QUICK = [*LAYOUTS[:5], Layout("relayed", "1f1b", (1, 1, 1, 1), 3)]
+QUICK = [*LAYOUTS[:5], Layout("relayed", "1f1b", (1, 1, 1, 1), 3), Layout("branching", "1f1b", (1, 1, 1, 1), 3)]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Plans are consistent when built; routing sends every microbatch to one replica of every stage, in an order all share."""
 
+import random
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -211,27 +212,113 @@ def test_a_chain_connects_each_stage_to_the_next():
 
 def test_gradients_go_from_each_consumer_of_a_value_to_the_consumer_before_it():
     """`a` is read by the stages 1, 2 and 4, `b` by 2 and 4, `c` by 4 alone; an edge without gradients has no relay."""
-    crossing = StageConnections(
-        (
-            StageEdge(0, 1, ("a",), 10),
-            StageEdge(0, 2, ("a", "b"), 30, value_bytes=(10, 20)),
-            StageEdge(0, 4, ("a", "b", "c"), 70, value_bytes=(10, 20, 40)),
-            StageEdge(1, 4, ("ids",), 5, differentiable=False),
-            StageEdge(2, 3, ("d", "e"), 9),
-            StageEdge(3, 4, ("f",), 3),
-        )
+    edges = (
+        StageEdge(0, 1, ("a",), 10),
+        StageEdge(0, 2, ("a", "b"), 30, value_bytes=(10, 20)),
+        StageEdge(0, 4, ("a", "b", "c"), 70, value_bytes=(10, 20, 40)),
+        StageEdge(1, 2, ("g",), 7),
+        StageEdge(1, 4, ("ids",), 5, differentiable=False),
+        StageEdge(2, 3, ("d", "e"), 9),
+        StageEdge(3, 4, ("f",), 3),
     )
+    crossing = StageConnections(edges)
     assert [(r.src, r.dst, r.values, r.nbytes) for r in crossing.relays] == [
         (1, 0, ("a",), 10),
         (2, 0, ("b",), 20),
         (4, 0, ("c",), 40),
-        (2, 1, ("a",), 10),
+        (2, 1, ("a", "g"), 17),
         (3, 2, ("d", "e"), 9),
         (4, 2, ("a", "b"), 30),
         (4, 3, ("f",), 3),
     ]
     assert [r.src for r in crossing.relays_to(2)] == [3, 4] and [r.dst for r in crossing.relays_from(4)] == [0, 2, 3]
+    assert not any(relay.apart for relay in crossing.relays)
     assert replace(crossing, edges=crossing.edges[:1]).relays == crossing.relays[:1]
+
+
+def test_uses_older_than_a_consumer_that_needs_none_of_them_go_to_the_producer_apart():
+    """Stage 2 does not need stage 1, of which stage 4 has only indices: what is older than the sum of 4 and 2 goes apart."""
+    edges = (
+        StageEdge(0, 1, ("a", "b"), 30, value_bytes=(10, 20), readers=(3, 2)),
+        StageEdge(0, 2, ("a", "b"), 30, value_bytes=(10, 20), readers=(2, 1)),
+        StageEdge(0, 4, ("a",), 10),
+        StageEdge(1, 4, ("ids",), 5, differentiable=False),
+        StageEdge(1, 5, ("h",), 6),
+        StageEdge(2, 4, ("d",), 9),
+        StageEdge(4, 5, ("e",), 3),
+    )
+    assert [(r.src, r.dst, r.values, r.nbytes, set(r.apart)) for r in StageConnections(edges).relays] == [
+        (1, 0, ("a", "b"), 3 * 10 + 2 * 20, {"a", "b"}),
+        (2, 0, ("a", "b"), 30, set()),
+        (5, 1, ("h",), 6, set()),
+        (4, 2, ("a", "d"), 19, set()),
+        (5, 4, ("e",), 3, set()),
+    ]
+
+
+def test_two_branches_of_two_stages_hand_back_the_sum_of_one_and_the_uses_of_the_other():
+    """((gB2 + gB1) + gA2) + gA1, with the branches A (1, 2) and B (3, 4), and 5, which joins them."""
+    ways = [(0, s, "a") for s in (1, 2, 3, 4)] + [(1, 2, "p"), (2, 5, "q"), (3, 4, "r"), (4, 5, "s")]
+    crossing = StageConnections(tuple(StageEdge(src, dst, (value,)) for src, dst, value in ways))
+    of_a = [(r.src, r.dst, "a" in r.apart) for r in crossing.relays if "a" in r.values]
+    assert of_a == [(1, 0, True), (2, 0, True), (3, 0, False), (4, 3, False)]
+
+
+def drawn_edges(dice: random.Random) -> tuple[StageEdge, ...]:
+    """Values of 3 to 12 stages, each read by some later stages; some have no gradient."""
+    count = dice.randint(3, 12)
+    edges: dict[tuple[int, int], list[str]] = {}
+    bare = set()
+    for stage in range(count - 1):
+        for number in range(dice.randint(1, 2)):
+            value = f"v{stage}.{number}"
+            bare |= {value} if dice.random() < 0.2 else set()
+            later = range(stage + 1, count)
+            for reader in dice.sample(later, min(len(later), dice.randint(1, 5))):
+                edges.setdefault((stage, reader), []).append(value)
+    return tuple(
+        StageEdge(src, dst, tuple(values), without_gradient=tuple(v for v in values if v in bare))
+        for (src, dst), values in sorted(edges.items())
+    )
+
+
+@pytest.mark.parametrize("first", range(0, 1500, 500))
+def test_whatever_the_stages_the_gradients_of_a_value_are_added_newest_first_and_no_wait_is_for_nothing(first):
+    """Sums are written as text: each addition in its place."""
+    for seed in range(first, first + 500):
+        dice = random.Random(seed)
+        edges = drawn_edges(dice)
+        crossing, stages = StageConnections(edges), range(max(edge.dst for edge in edges) + 1)
+        uses = {(edge.dst, value): dice.randint(0, 3) for edge in edges for value in edge.values_with_gradient}
+        # Stage -> those whose backward passes its own one waits for, if every message but a relay's is sent to the producer.
+        after = {s: {e.dst for e in edges if e.src == s and e.values_with_gradient} for s in stages}
+        for s in reversed(stages):
+            after[s] |= {late for other in after[s] for late in after[other]}
+        sums: dict[tuple[int, str], str] = {}
+        alone: dict[tuple[int, str], list[str]] = {}
+        for s in reversed(stages):
+            came: dict[str, str] = {}
+            for relay in reversed(crossing.relays_to(s)):
+                assert relay.src in after[s], "a stage waits for another that it would not have to wait for"
+                for value in relay.values:
+                    new = alone[relay.src, value] if value in relay.apart else [sums[relay.src, value]]
+                    for text in filter(None, new):
+                        came[value] = f"({came[value]}+{text})" if came.get(value) else text
+            for edge in crossing.into(s):
+                for value in edge.values_with_gradient:
+                    own = [f"g{s}.{number}" for number in reversed(range(uses[s, value]))]
+                    apart = any(value in relay.apart for relay in crossing.relays_from(s))
+                    assert not (apart and value in came), "the relay begins again"
+                    alone[s, value], total = own, came.get(value, "")
+                    for text in own:
+                        total = f"({total}+{text})" if total else text
+                    sums[s, value] = total
+            for value in {v for e in crossing.out_of(s) for v in e.values_with_gradient}:
+                want = ""
+                readers = sorted((e.dst for e in crossing.out_of(s) if value in e.values), reverse=True)
+                for text in (f"g{r}.{number}" for r in readers for number in reversed(range(uses[r, value]))):
+                    want = f"({want}+{text})" if want else text
+                assert came.get(value, "") == want, (seed, value)
 
 
 # -- limits of messages ------------------------------------------------------------------------------------------------
@@ -265,8 +352,8 @@ def test_an_edge_with_too_many_values_is_named():
 def test_gradients_of_two_edges_that_go_back_together_count_together():
     half = MAX_VALUES_OF_MESSAGE // 2 + 1
     a, b = names(half, "a"), names(half, "b")
-    edges = StageEdge(0, 2, a), StageEdge(0, 3, a), StageEdge(1, 2, b), StageEdge(1, 3, b)
-    with pytest.raises(PlanError, match=f"gradients of {2 * half} values pass from stage 3 to stage 2"):
+    edges = StageEdge(0, 2, a), StageEdge(0, 3, a), StageEdge(1, 2, b), StageEdge(1, 3, b), StageEdge(2, 3, ("c",))
+    with pytest.raises(PlanError, match=f"gradients of {2 * half + 1} values pass from stage 3 to stage 2"):
         check_message_limits(StageConnections(edges), 4, 8)
 
 

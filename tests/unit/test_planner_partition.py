@@ -65,7 +65,7 @@ def test_a_chain_crosses_with_the_last_layers_output():
 def test_a_skip_crosses_once_to_each_consuming_stage():
     profile = ModelProfile(chain(4).layers, outputs=((0, 1, 8), (0, 2, 8), (0, 3, 8), (1, 2, 4), (2, 3, 2)))
     edges = profile.crossing(ParallelPlan.mesh(pp=2, layers=4)).edges
-    assert [(e.src, e.dst, e.nbytes) for e in edges] == [(0, 1, 12)]
+    assert [(e.src, e.dst, e.nbytes, e.readers) for e in edges] == [(0, 1, 12, (2, 1))]
     edges = profile.crossing(ParallelPlan.mesh(pp=4, layers=4)).edges
     assert [(e.src, e.dst, e.nbytes) for e in edges] == [(0, 1, 8), (0, 2, 8), (0, 3, 8), (1, 2, 4), (2, 3, 2)]
 

@@ -1,17 +1,20 @@
 """The simulator against hand-made orders and against a slow, obvious one."""
 
 import random
+from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
 from raypar.errors import ScheduleError
-from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge
-from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, ExchangeVotes, Forward, ReduceGradients
+from raypar.plan import GradientRelay, Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge, StagePlan
+from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, ExchangeVotes, Forward, ReduceGradients, Send
 from raypar.schedule.lower import lower_schedule
 from raypar.schedule.registry import NAMES, build_schedule, placement_of_schedule, resolve_chunks_per_worker
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.step_timeline import Timeline, TimelineSpan, parse_instruction
+from raypar.schedule.validate import validate_schedule
 
 
 def orders(*lines):
@@ -80,6 +83,41 @@ def test_latency_and_bandwidth_delay_messages_and_one_link_carries_them_in_order
     # 0F0 ends at 1: 4 ms on the link until 5, there at 15. 0F1 ends at 2 but the link is busy until 5: there at 19.
     assert [start for _, start, _ in timeline.spans[1]] == [15, 19, 20, 22]
     assert [start for _, start, _ in timeline.spans[0]] == [0, 1, 22 + 4 + 10, 26 + 4 + 10]
+
+
+BRANCHES = StageConnections(
+    (*(StageEdge(0, s, ("x",)) for s in range(1, 5)), *(StageEdge(s, 5, (f"y{s}",)) for s in range(1, 5)))
+)
+"""Stage 0, four branches that read its value, and stage 5, which joins them."""
+
+
+def test_four_branches_on_four_workers_take_9_ms_where_each_sends_its_gradients_straight_to_the_producer():
+    """15 if each waited for the sum of those after it, and 18 on one worker."""
+    four = ParallelPlan(tuple(StagePlan(s, s + 1, worker) for s, worker in enumerate((0, 0, 1, 2, 3, 0))))
+    on_four = orders("0F0 1F0 5F0 5B0 1B0 0B0", "2F0 2B0", "3F0 3B0", "4F0 4B0")
+    on_one = orders("0F0 1F0 2F0 3F0 4F0 5F0 5B0 4B0 3B0 2B0 1B0 0B0")
+    by_relay = replace(BRANCHES)
+    relays = [GradientRelay(s, s - 1) for s in range(1, 5)] + [GradientRelay(5, s) for s in range(1, 5)]
+    object.__setattr__(by_relay, "relays", tuple(relays))
+
+    def makespan(schedule, plan, crossing):
+        routing = MicrobatchRouting(plan, Microbatches(1))
+        validate_schedule(schedule, routing, crossing)
+        timeline = simulate_schedule(schedule, routing, crossing, SimulationCosts.uniform(6))
+        programs = lower_schedule(schedule, routing, crossing)
+        assert simulate_schedule(programs, routing, crossing, SimulationCosts.uniform(6)).makespan_ms == timeline.makespan_ms
+        return timeline.makespan_ms
+
+    assert makespan(on_four, four, BRANCHES) == 9
+    assert makespan(on_four, four, by_relay) == 15
+    assert makespan(on_one, ParallelPlan.mesh(pp=1, chunks=6), BRANCHES) == 18
+
+
+def test_branches_send_their_gradients_to_the_producer_and_to_nobody_else():
+    routing = MicrobatchRouting(ParallelPlan.mesh(pp=6), Microbatches(2))
+    programs = lower_schedule(build_schedule("gpipe", routing), routing, BRANCHES)
+    back = Counter((i.stage, i.to_stage) for p in programs for i in p if isinstance(i, Send) and i.kind == "gradient")
+    assert back == {**{(s, 0): 2 for s in range(1, 5)}, **{(5, s): 2 for s in range(1, 5)}}
 
 
 def test_weight_gradients_wait_for_nothing_and_hold_the_activation():

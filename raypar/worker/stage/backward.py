@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -160,6 +160,42 @@ def _is_plain(root: Tensor | GradientEdge, gradient: Tensor | None) -> bool:
             return root.numel() == 1
         shape = root.shape
     return type(gradient) is Tensor and list(gradient.shape) == list(shape) and gradient.is_floating_point()
+
+
+def take_uses_apart(roots: Sequence[Tensor | GradientEdge], values: Mapping[str, GradientEdge]) -> dict[str, list[Tensor]]:
+    """Value -> a list that the next backward pass from `roots` fills with the gradient of each use of the value, newest first.
+
+    `values`: where their gradients leave the graph; the pass adds none of them up. A use is an edge of the graph, so one layer
+    may have several. Autograd runs nodes newest first and adds each of a node's gradients in turn to what has come before: the
+    list has the order of its additions.
+    """
+    found: dict[str, list[Tensor]] = {name: [] for name in values}
+    of_node = {edge.node: found[name] for name, edge in values.items()}
+    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    seen = set(of_node)
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        users = [(place, of_node[other]) for place, (other, _) in enumerate(node.next_functions) if other in of_node]
+        if users:
+            node.register_hook(partial(_take_gradients, users))
+        nodes.extend(other for other, _ in node.next_functions)
+    return found
+
+
+def _take_gradients(
+    users: Sequence[tuple[int, list[Tensor]]], gradients: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """A node's hook: moves some of the gradients that the node has computed to lists. `users`: (which, list)."""
+    left = list(gradients)
+    for place, taken in users:
+        gradient = left[place]
+        if gradient is not None:
+            taken.append(gradient)
+            left[place] = None
+    return tuple(left)
 
 
 class DeferredGradients:

@@ -26,7 +26,13 @@ from raypar.worker.metrics.stage_metrics import StageMetrics
 from raypar.worker.process.seed_generators import HostGenerators
 from raypar.worker.process.seeded_calls import SeededCalls
 from raypar.worker.process.torch_state_guard import TorchStateGuard
-from raypar.worker.stage.backward import DeferredGradients, LayerBackwardHooks, run_autograd_backward, sum_deferred_gradients
+from raypar.worker.stage.backward import (
+    DeferredGradients,
+    LayerBackwardHooks,
+    run_autograd_backward,
+    sum_deferred_gradients,
+    take_uses_apart,
+)
 from raypar.worker.stage.buffer_updates import BufferUpdates, apply_buffer_updates
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator, Ready
 from raypar.worker.stage.layer_call import LayerFunction, PassContext, training_pass_context, validation_pass_context
@@ -47,6 +53,9 @@ from raypar.worker.stage.stage_shard import StageShard
 
 Batch = Mapping[str, Tensor]
 """The fields of one microbatch, collated."""
+HandedBack = Tensor | tuple[Tensor, ...] | None
+"""A received value's gradients: their sum from here on, None where there is none; of a value of `StageValues.apart` those of
+each use here, newest first."""
 
 
 def fold_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
@@ -103,7 +112,9 @@ class StageValues:
     received: tuple[str, ...]
     """Values from other stages that the stage's layers and the loss read."""
     relayed: frozenset[str]
-    """Those of `received` that later stages read too: their gradients come from there, and go on with this stage's added."""
+    """Those of `received` of which a later reader sends the sum of gradients here: it goes on with this stage's added."""
+    apart: frozenset[str]
+    """Those of `received` of which the gradient of each use here goes to the producer by itself (`GradientRelay.apart`)."""
     outgoing: tuple[str, ...]
     """Values written here that layers of other stages, or the loss there, read."""
 
@@ -114,6 +125,8 @@ class _Microbatch:
 
     entries: dict[str, GradientEdge] = field(default_factory=dict)
     """Outgoing or relayed value that has a graph -> where the gradient from later stages enters the graph."""
+    apart: dict[str, GradientEdge] = field(default_factory=dict)
+    """Received value that has a graph and whose uses' gradients go back apart -> where these gradients leave the graph."""
     loss: Tensor | None = None
     """The loss's sum with its graph, where the stage has the last layer."""
     stash: Stash = field(default_factory=list)
@@ -358,6 +371,8 @@ class Stage:
                 found[name] = alias = alias_received(value, self.hooks.of_received[name])
                 if name in self.values.relayed:
                     live.entries[name] = get_gradient_edge(alias)
+                elif name in self.values.apart:
+                    live.apart[name] = get_gradient_edge(alias)
         return found
 
     def _leave(self, live: _Microbatch, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -451,15 +466,15 @@ class Stage:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def backward(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def backward(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, HandedBack]:
         """Run the whole backward pass of a microbatch.
 
         `gradients`: outgoing or relayed value -> the sum of its gradients in later stages, None where there is none. Returns
-        for each received value the sum of its gradients from here on; None where there is none.
+        for each received value what is handed back.
         """
         return self._backward(microbatch, gradients, halves=2)
 
-    def backward_input(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def backward_input(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, HandedBack]:
         """As `backward`, but the weight gradients of split Linears are left to `backward_weight`."""
         return self._backward(microbatch, gradients, halves=1)
 
@@ -469,7 +484,7 @@ class Stage:
         self._add_deferred(microbatch, block)
         self.gradients.record_finished_halves(block, 1)
 
-    def _backward(self, microbatch: int, gradients: Mapping[str, Tensor | None], *, halves: int) -> dict[str, Tensor | None]:
+    def _backward(self, microbatch: int, gradients: Mapping[str, Tensor | None], *, halves: int) -> dict[str, HandedBack]:
         """`halves`: 2 for the whole backward pass, 1 for its input half."""
         self.gradient_reuse_policy.before_backward()
         live = self._live[microbatch]
@@ -477,13 +492,16 @@ class Stage:
         block = self.routing.microbatches.block_of(microbatch)
         self.gradients.switch_to_block(block, join=halves == 2 and not self.deferred.parameters)
         roots, starts = self._roots(live, gradients)
+        uses = take_uses_apart(roots, live.apart) if live.apart else {}
         self._run_autograd(
             microbatch, block if halves == 2 and self.gradients.settles_inside_backward(block) else None, roots, starts
         )
         if halves == 2 and live.stash:
             self._add_deferred(microbatch, block)
-        returned = {name: self.hooks.received_gradients.pop(name, None) for name in self.values.received}
+        sums = {name: self.hooks.received_gradients.pop(name, None) for name in self.values.received}
+        returned: dict[str, HandedBack] = {**sums, **{name: tuple(uses.get(name, ())) for name in self.values.apart}}
         live.entries.clear()
+        live.apart.clear()
         live.loss = None
         live.dropped.clear()
         self.gradients.record_finished_halves(block, halves)

@@ -12,17 +12,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from raypar.comm.routine import Routine, RoutineWait, RoutineWork
 from raypar.comm.transport import Handle, Transport
 from raypar.errors import RayparError
 from raypar.plan import GradientRelay, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge
+from raypar.plan.stage_connections import MAX_VALUES_OF_MESSAGE
 from raypar.schedule.instructions import (
     INPUT_GRADIENTS,
     VALUES,
@@ -48,7 +48,14 @@ from raypar.schedule.instructions import (
     Send,
 )
 from raypar.worker.data.microbatch_loader import BatchSource
-from raypar.worker.stage.stage import Batch, Stage
+from raypar.worker.stage.stage import Batch, HandedBack, Stage
+from raypar.worker.step.gradient_bundles import (
+    add_gradient,
+    bundle_of_gradients,
+    count_uses_apart,
+    gradients_of_bundle,
+    sums_of_gradients,
+)
 from raypar.worker.step.message_tags import bundle_tag
 from raypar.worker.step.step_commit import InstructionSpan, StepCommit
 
@@ -127,8 +134,8 @@ class Interpreter:
     """Bundles between stages of this worker that have been made and not yet used."""
     _outgoing: dict[Bundle, tuple[list[Tensor], int]] = field(default_factory=dict)
     """Bundle -> (its tensors, number of workers to which it is still to be sent)."""
-    _incoming: dict[Bundle, list[Handle]] = field(default_factory=dict)
-    """Bundle -> handles of its posted receives, one a tensor."""
+    _incoming: dict[Bundle, tuple[int, list[Handle]]] = field(default_factory=dict)
+    """Bundle -> (the rank that sends it, handles of its posted receives, one a value)."""
     _sending: deque[Handle] = field(default_factory=deque)
     """Posted sends, oldest first; each keeps its tensor."""
     spans: list[InstructionSpan] = field(default_factory=list)
@@ -138,6 +145,8 @@ class Interpreter:
     shards."""
     read_ns: int = 0
     """Time that compute instructions of the last step waited for their batch fields, or read them."""
+    _step: int = -1
+    """The step under way."""
     _validating: bool = False
     """Whether the pass under way is one of validation, whose messages have tags of their own."""
     _replica: int = field(init=False)
@@ -148,7 +157,7 @@ class Interpreter:
 
     def run(self, program: Program, step: int, *, trace: bool = False) -> Routine[None]:
         """Run one training step. Leaves the outcome in `self.step_commit`. Raises what stages, transports or the vote raise."""
-        self._begin_pass(validating=False)
+        self._begin_pass(step, validating=False)
         clock = time.perf_counter_ns
         for stage in self.stages.values():
             stage.begin_step(step)
@@ -181,7 +190,7 @@ class Interpreter:
 
     def run_validation_pass(self, program: Program, step: int) -> Routine[None]:
         """One validation pass, which leaves the losses in the stages."""
-        self._begin_pass(validating=True)
+        self._begin_pass(step, validating=True)
         for instruction in program:
             rule = VALIDATION_RULES.get(type(instruction))
             if rule is None:
@@ -205,8 +214,8 @@ class Interpreter:
             self.step_commit.stream_waits.raise_failure()
             raise
 
-    def _begin_pass(self, *, validating: bool) -> None:
-        self._validating = validating
+    def _begin_pass(self, step: int, *, validating: bool) -> None:
+        self._step, self._validating = step, validating
         for store in (self._local, self._outgoing, self._incoming, self._sending, self.spans):
             store.clear()
         self.busy_ns = self.read_ns = 0
@@ -219,23 +228,38 @@ class Interpreter:
         if receivers > 1:
             self._outgoing[key] = tensors, receivers - 1
         for index, tensor in enumerate(tensors):
-            tag = bundle_tag(step, *key, index, validation=self._validating)
-            handle = self.transport.send(tensor, to=instruction.peer, tag=tag, keep_layout=True)
+            handle = self.transport.send(tensor, to=instruction.peer, tag=self._tag(key, index), keep_layout=True)
             self._sending.append(handle)
         while self._sending and self._sending[0].done():
             self._sending.popleft()
 
     def _recv(self, instruction: Recv, step: int, received: Received) -> None:
         key = instruction.bundle
-        self._incoming[key] = [
-            self.transport.recv(None, source=instruction.peer, tag=bundle_tag(step, *key, i, validation=self._validating))
-            for i in range(len(self.links.bundle_values[key[:3]]))
-        ]
+        self._incoming[key] = (
+            instruction.peer,
+            self._post_receives(key, instruction.peer, len(self.links.bundle_values[key[:3]])),
+        )
+
+    def _post_receives(self, key: Bundle, source: int, count: int, first: int = 0) -> list[Handle]:
+        """Receives of `count` tensors of a bundle, from number `first` on."""
+        return [self.transport.recv(None, source=source, tag=self._tag(key, i)) for i in range(first, first + count)]
+
+    def _tag(self, key: Bundle, index: int) -> int:
+        """Tag of one tensor of a bundle. What comes behind the last number that a tag can have (only uses that travel apart may
+        be so many) has that number, too: equal tags match in order."""
+        return bundle_tag(self._step, *key, min(index, MAX_VALUES_OF_MESSAGE - 1), validation=self._validating)
 
     def _bundle(self, key: Bundle) -> Routine[list[Tensor]]:
         if key in self._local:
             return self._local.pop(key)
-        handles = self._incoming.pop(key)
+        source, handles = self._incoming.pop(key)
+        tensors = yield from self._wait(handles, key)
+        if key[0] == "gradient" and (uses := count_uses_apart(tensors)):
+            tensors += yield from self._wait(self._post_receives(key, source, uses, len(handles)), key)
+        return tensors
+
+    def _wait(self, handles: Sequence[Handle], key: Bundle) -> Routine[list[Tensor]]:
+        """Wait for receives of a bundle; returns what they have received."""
         kind, src, dst, microbatch = key
         tensors = []
         for handle in handles:
@@ -250,16 +274,18 @@ class Interpreter:
         return tensors
 
     def _inputs(self, instruction: Compute) -> Routine[Received]:
-        """Wait for the bundles that a compute instruction declares to need."""
+        """Wait for the bundles that a compute instruction declares to need; add up what several stages send of one value."""
         found: Received = {}
         if VALUES in instruction.needs:
             for edge in self.links.incoming_edges[instruction.stage]:
                 bundle: Bundle = ("activation", edge.src, edge.dst, instruction.microbatch)
                 found.update(zip(edge.values, (yield from self._bundle(bundle)), strict=True))
         if INPUT_GRADIENTS in instruction.needs:
-            for relay in self.links.incoming_relays[instruction.stage]:
+            # Newest first, whichever comes first: a value's sum of the newest uses, then the older uses, each by itself.
+            for relay in reversed(self.links.incoming_relays[instruction.stage]):
                 bundle = ("gradient", relay.dst, relay.src, instruction.microbatch)
-                found.update(zip(relay.values, (yield from self._bundle(bundle)), strict=True))
+                for value, gradient in gradients_of_bundle(relay.values, (yield from self._bundle(bundle))):
+                    found[value] = add_gradient(found.get(value), gradient)
         return found
 
     def _drain(self) -> Routine[None]:
@@ -303,11 +329,11 @@ class Interpreter:
 
     def _backward(self, instruction: Backward, step: int, received: Received) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
-        self._hand_back(stage, microbatch, self.stages[stage].backward(microbatch, _gradients(received)))
+        self._hand_back(stage, microbatch, self.stages[stage].backward(microbatch, sums_of_gradients(received)))
 
     def _backward_input(self, instruction: BackwardInput, step: int, received: Received) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
-        self._hand_back(stage, microbatch, self.stages[stage].backward_input(microbatch, _gradients(received)))
+        self._hand_back(stage, microbatch, self.stages[stage].backward_input(microbatch, sums_of_gradients(received)))
 
     def _backward_weight(self, instruction: BackwardWeight, step: int, received: Received) -> None:
         self.stages[instruction.stage].backward_weight(instruction.microbatch)
@@ -319,9 +345,9 @@ class Interpreter:
         for edge in self.links.outgoing_edges[stage]:
             self._route(("activation", stage, edge.dst, microbatch), stage, edge.dst, [outputs[v] for v in edge.values])
 
-    def _hand_back(self, stage: int, microbatch: int, gradients: Mapping[str, Tensor | None]) -> None:
+    def _hand_back(self, stage: int, microbatch: int, gradients: Mapping[str, HandedBack]) -> None:
         for relay in self.links.outgoing_relays[stage]:
-            tensors = [_sendable(gradients[value]) for value in relay.values]
+            tensors = bundle_of_gradients([gradients[value] for value in relay.values])
             self._route(("gradient", relay.dst, stage, microbatch), stage, relay.dst, tensors)
 
     def _route(self, key: Bundle, maker: int, user: int, tensors: list[Tensor]) -> None:
@@ -377,19 +403,3 @@ VALIDATION_RULES: dict[type[Instruction], InstructionRule] = {
     FreeActivations: Interpreter._free,
 }
 """Class of instructions -> what a worker does with it in a validation pass."""
-
-_UNDEFINED = torch.empty(0)
-
-
-def _sendable(gradient: Tensor | None) -> Tensor:
-    """An undefined gradient travels as an empty vector, so that the receiver skips it as autograd would."""
-    return _UNDEFINED if gradient is None else gradient
-
-
-def _defined(gradient: Tensor) -> Tensor | None:
-    return None if gradient.dim() == 1 and gradient.numel() == 0 else gradient
-
-
-def _gradients(received: Received) -> dict[str, Tensor | None]:
-    """Value -> the sum of its gradients in later stages, None where undefined."""
-    return {value: _defined(tensor) for value, tensor in received.items()}
