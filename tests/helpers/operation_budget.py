@@ -317,6 +317,9 @@ def mean_loss(output: Any, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1))
 
 
+FLOAT32 = PrecisionConfig()
+
+
 @dataclass(frozen=True)
 class Plan:
     """A column of the table."""
@@ -327,7 +330,7 @@ class Plan:
     recompute: bool = False
     """Of all layers, where a backward pass does not follow its forward pass at once."""
     schedule: str = "1f1b"
-    compute: str | None = None
+    precision: PrecisionConfig = FLOAT32
 
     @property
     def workers(self) -> int:
@@ -341,7 +344,9 @@ PLANS = {
     "2 shards": Plan(shards=2),
     "2 x 2 x 2": Plan(2, 2, 2),
     "recompute": Plan(recompute=True, schedule="gpipe"),
-    "bf16": Plan(compute="bf16"),
+    "bf16": Plan(precision=PrecisionConfig(compute="bf16")),
+    "bf16 parameters": Plan(precision=PrecisionConfig(parameters="bf16", master="float32")),
+    "bf16 gradients": Plan(precision=PrecisionConfig(parameters="bf16", master="float32", gradients="bf16")),
 }
 FOREACH = {"lr": 1e-3, "foreach": True}
 """Of AdamW, for both: the form that PyTorch takes by itself on a GPU, where it knows the tensors' type."""
@@ -349,7 +354,7 @@ CLIP_NORM = 0.5
 
 
 @functools.cache
-def job(model: str, microbatches: int, compute: Any = None) -> Job:
+def job(model: str, microbatches: int, precision: PrecisionConfig = FLOAT32) -> Job:
     """AdamW with clipping; two samples in each microbatch."""
     return Job(
         name="budget",
@@ -362,7 +367,7 @@ def job(model: str, microbatches: int, compute: Any = None) -> Job:
         data=DataConfig(function=Samples, args={"name": model}, target="y"),
         optimizer=OptimizerConfig(function="torch.optim:AdamW", args=FOREACH),
         clip_norm=CLIP_NORM,
-        precision=PrecisionConfig(compute=compute),
+        precision=precision,
     )
 
 
@@ -381,7 +386,7 @@ def mesh(model: str, plan: Plan) -> ParallelPlan:
 
 def ours(model: str, plan: Plan, microbatches: int) -> Counts:
     """A step of all of raypar's workers."""
-    spec, layers = job(model, microbatches, plan.compute), graph(model)
+    spec, layers = job(model, microbatches, plan.precision), graph(model)
     with OneProcessRun(spec, mesh(model, plan), plan.schedule, graph=layers, device=pretend.device()) as run:
         for step in range(WARM):
             run.step(step)
@@ -397,21 +402,56 @@ def ours(model: str, plan: Plan, microbatches: int) -> Counts:
 
 def loop(model: str, plan: Plan, microbatches: int) -> Counts:
     """The same step of one process that trains the whole model by itself."""
-    spec = job(model, microbatches, plan.compute)
+    spec = job(model, microbatches, plan.precision)
     network = spec.model.call().to(pretend.device()).train()
-    optimizer = torch.optim.AdamW(network.parameters(), **FOREACH)
+    masters = Masters(network, plan.precision) if plan.precision.parameters is not None else None
+    optimizer = torch.optim.AdamW(network.parameters() if masters is None else masters.parameters, **FOREACH)
     data = spec.data.call()
     batches = [{name: torch.stack([data[2 * m + i][name] for i in range(2)]) for name in data[0]} for m in range(microbatches)]
     again = count_recomputations(mesh(model, plan), plan.schedule, spec.batching) if plan.recompute else 0
     for _ in range(WARM):
-        _train(network, optimizer, batches, again, plan.compute)
+        _train(network, masters, optimizer, batches, again, plan.precision)
     with counting() as found:
-        _train(network, optimizer, batches, again, plan.compute)
+        _train(network, masters, optimizer, batches, again, plan.precision)
     return found
 
 
+class Masters:
+    """Float32 parameters of a network that computes in bfloat16, with list operations where PyTorch has them. What norms with
+    running statistics have stays float32, and is the optimizer's own."""
+
+    def __init__(self, network: nn.Module, precision: PrecisionConfig) -> None:
+        kept = {id(p) for part in network.modules() if isinstance(part, nn.BatchNorm2d) for p in part.parameters()}
+        self._in_bf16 = precision.gradients == "bf16"
+        self._own = [p for p in network.parameters() if id(p) not in kept]
+        self._masters = [nn.Parameter(p.detach().clone()) for p in self._own]
+        self._sums = [torch.zeros_like(p) for p in self._masters]
+        self.parameters = [*self._masters, *(p for p in network.parameters() if id(p) in kept)]
+        for own in self._own:
+            own.data = own.data.bfloat16()
+
+    def take_gradients(self, microbatch: int, microbatches: int) -> None:
+        """After a microbatch: its gradients are added in float32, or those of all are taken at the end, added in bfloat16."""
+        if self._in_bf16 and microbatch + 1 < microbatches:
+            return
+        gradients = [own.grad for own in self._own]
+        (torch._foreach_copy_ if self._in_bf16 or not microbatch else torch._foreach_add_)(self._sums, gradients)
+        for own, master, total in zip(self._own, self._masters, self._sums, strict=True):
+            own.grad, master.grad = None, total
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """After a step."""
+        torch._foreach_copy_(self._own, self._masters)
+
+
 def _train(
-    network: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[dict[str, Tensor]], again: int, compute: str | None
+    network: nn.Module,
+    masters: Masters | None,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[dict[str, Tensor]],
+    again: int,
+    precision: PrecisionConfig,
 ) -> None:
     """One step: gradients of the mean loss over all microbatches. `again`: how many of them compute their layers again."""
     device = pretend.device()
@@ -419,12 +459,19 @@ def _train(
     for number, batch in enumerate(batches):
         fields = _copied(batch, device)
         target = fields.pop("y")
-        with torch.autocast(device.type, torch.bfloat16, enabled=compute is not None):
-            loss = _loss(_called(network, fields, again=number < again), target, len(batches))
+        if masters is not None:
+            fields = {name: field.bfloat16() if field.is_floating_point() else field for name, field in fields.items()}
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision.compute is not None):
+            output = _called(network, fields, again=number < again)
+            loss = _loss(output if masters is None else _in_float32(output), target, len(batches))
         with torch.autograd.set_multithreading_enabled(False):  # a checkpoint inside it calls the device, which is Python
             loss.backward()
-    nn.utils.clip_grad_norm_(network.parameters(), CLIP_NORM, foreach=True)
+        if masters is not None:
+            masters.take_gradients(number, len(batches))
+    nn.utils.clip_grad_norm_(network.parameters() if masters is None else masters.parameters, CLIP_NORM, foreach=True)
     optimizer.step()
+    if masters is not None:
+        masters.round()
 
 
 def _copied(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -437,11 +484,17 @@ def _called(network: nn.Module, fields: dict[str, Tensor], *, again: bool) -> An
     return torch.utils.checkpoint.checkpoint(network, use_reentrant=False, **fields)
 
 
+def _in_float32(output: Any) -> Tensor:
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits.float()
+
+
 def _loss(output: Any, target: Tensor, microbatches: int) -> Tensor:
     return mean_loss(output, target) / microbatches
 
 
-OF_LOOP |= {_copied.__name__: COPIES, _called.__name__: LAYERS, _loss.__name__: LOSS}
+OF_LOOP |= {_copied.__name__: COPIES, _called.__name__: LAYERS, _loss.__name__: LOSS, _in_float32.__name__: LOSS}
+OF_LOOP |= {Masters.take_gradients.__name__: ADDITIONS, Masters.round.__name__: OPTIMIZER}
 
 
 class _VocabularyByHand(torch.autograd.Function):

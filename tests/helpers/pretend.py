@@ -62,6 +62,7 @@ class OnDevice(Tensor):
 
     @data.setter
     def data(self, other: OnDevice) -> None:
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # dtype, shape and strides
         self.raw, self.memory = other.raw, other.memory
 
     __torch_function__ = torch._C._disabled_torch_function_impl

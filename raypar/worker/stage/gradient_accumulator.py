@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raypar.errors import ModelError
 from raypar.plan.addition_tree import TreeNode, addition_tree_children, covering_nodes
-from raypar.torch_compat.multi_tensor import add_all
+from raypar.torch_compat.multi_tensor import add_all, copy_all
 
 Row = list[Tensor | None]
 """One tensor for each use of a parameter; None: no gradient."""
@@ -188,8 +188,7 @@ class GradientAccumulator:
     def add_rounded(self, uses: Iterable[int]) -> None:
         """Add the gradients of leaves in a lower precision to the sums of the present block, where they are complete: once in
         each backward pass."""
-        into: list[Tensor] = []
-        added: list[Tensor] = []
+        first, into, added = list[tuple[Tensor, Tensor]](), list[Tensor](), list[Tensor]()
         for use in self.rounded.keys() & uses:
             leaf, dtype = self.rounded[use]
             gradient, total, leaf.grad = leaf.grad, self.leaves[use].grad, None
@@ -199,10 +198,13 @@ class GradientAccumulator:
                 raise self._late_gradient(use)
             self._added.add(use)
             if total is None:
-                self.leaves[use].grad = gradient.to(dtype)
+                self.leaves[use].grad = wider = torch.empty_like(gradient, dtype=dtype)
+                first.append((wider, gradient))
             else:
                 into.append(total)
                 added.append(gradient)
+        if first:
+            copy_all(*zip(*first, strict=True))
         if into:
             add_all(into, added)
 
