@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from raypar.job import DataConfig, Job, LossConfig, ModelConfig, PlanConfig, PrecisionConfig
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import canonical_names
-from raypar.plan import ParallelPlan
+from raypar.plan import ParallelPlan, StagePlan
 from raypar.plan.stage_connections import MAX_VALUES_OF_MESSAGE
 from raypar.schedule import registry
+from raypar.schedule.instructions import Backward, Forward
 from raypar.worker.job_preflight import check_model_can_shard, preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -204,6 +205,38 @@ def test_the_messages_and_bytes_that_go_back_are_those_of_each_sum_and_of_each_u
     # `a`: 7 sends the sum, 2 its 2 uses. `e`: 6 leaves it undefined, and hands on to 5, beside that of `c`, that of the loss.
     assert {pair for pair in messages if pair[1] in (0, 1)} == {*((s, 0) for s in range(1, 6)), (2, 1), (7, 1)}
     assert messages[2, 1] == 3 * count and messages[7, 1] == count and (messages[9, 6], messages[6, 5]) == (count, 2 * count)
+
+
+def four_branches() -> Graph:
+    """A value, four layers that use it twice each, and one that joins them."""
+    return Graph(
+        (
+            Layer("embed", relayed_models.Embed, ("x",), ("e",)),
+            *(Layer(f"branch{n}", partial(relayed_models.Drawn, 1, 1, n), ("e",), (f"b{n}",)) for n in range(4)),
+            Layer("join", partial(relayed_models.Drawn, 4, 1, 0), tuple(f"b{n}" for n in range(4)), ("h",)),
+        ),
+        outputs=("h", "b0"),
+        rebuild_output=lambda h, b: {"out": h.mean((1, 2)), "first": b, "last": h},
+    )
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_workers_run_four_branches_backward_at_the_same_time(seed):
+    """9 ms on the virtual clock, as simulated; the bits are those of one worker, which takes 18."""
+    spec = job().replace(model=ModelConfig(function=four_branches), microbatches=1, virtual_replicas=1)
+    on_four = [["F0", "F1", "F5", "B5", "B1", "B0"], ["F2", "B2"], ["F3", "B3"], ["F4", "B4"]]
+    on_one = [[f"F{s}" for s in range(6)] + [f"B{s}" for s in reversed(range(6))]]
+    found = []
+    for plan, order, takes in [
+        (ParallelPlan(tuple(StagePlan(s, s + 1, at) for s, at in enumerate((0, 0, 1, 2, 3, 0)))), on_four, 9),
+        (ParallelPlan.mesh(pp=1, chunks=6), on_one, 18),
+    ]:
+        schedule = tuple(tuple({"F": Forward, "B": Backward}[what](int(s), 0) for what, s in worker) for worker in order)
+        with OneProcessRun(spec, plan, schedule, seed=seed, cost_ms=lambda i: {Forward: 1, Backward: 2}.get(type(i), 0)) as run:
+            run.step(0)
+            assert run.scheduler.makespan_ms == takes
+            found.append(run.gradients())
+    assert all(torch.equal(*both) for name in found[0] for both in zip(found[0][name], found[1][name], strict=True))
 
 
 class Often(nn.Module):

@@ -47,9 +47,11 @@ def gradients_of_bundle(values: Sequence[str], tensors: Sequence[Tensor]) -> Ite
 
 
 def add_gradient(newer: Tensor | None, gradient: Tensor) -> Tensor:
-    """The sum of the newer gradients of a value, as bundles have them, and the next one."""
+    """The sum of the newer gradients of a value, if there are any, and the next one. Undefined ones are as in bundles."""
+    if newer is None:
+        return gradient
     with torch.no_grad():
-        total = fold_gradients([None if newer is None else _defined(newer), _defined(gradient)])
+        total = fold_gradients([_defined(newer), _defined(gradient)])
     return _UNDEFINED if total is None else total
 
 
