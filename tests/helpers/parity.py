@@ -132,6 +132,13 @@ def layouts() -> list[Layout]:
         cells.append(Layout("relayed", schedule, replicas, 4))
     cells.append(Layout("relayed", "interleaved", (1, 1, 1), 5, chunks=3))
     cells.append(Layout("relayed", "1f1b", (1, 1, 1), 3, compute="bf16"))
+    for schedule, replicas in (
+        ("1f1b", (1, 2, 3, 1)),
+        ("zb-v", (1, 1, 1)),
+        ("interleaved", (1, 2)),
+        ("gpipe", (2, 1, 2, 1, 1)),
+    ):
+        cells.append(Layout("branching", schedule, replicas, 5))
     return cells
 
 
