@@ -12,7 +12,8 @@ from helpers import pretend
 from helpers.late_device import World
 from helpers.late_mutations import MUTATIONS
 from helpers.late_nccl import connected
-from helpers.late_runs import failure
+from helpers.late_runs import failure, runs_late
+from helpers.parity import Layout
 
 pytestmark = pytest.mark.skipif(not pretend.POSSIBLE, reason="this PyTorch has no backends in Python")
 SEEDS = 400
@@ -77,9 +78,16 @@ def test_gradients_are_reduced_right_also_where_some_replicas_have_none(seed):
     assert failure("reductions", seed, sanitize=seed % 2 == 1) is None
 
 
-@pytest.mark.parametrize("seed", [*in_default(range(20), 7), *(pytest.param(s, marks=pytest.mark.full) for s in range(20, 83))])
+@pytest.mark.parametrize("seed", [*in_default(range(20), 7), *(pytest.param(s, marks=pytest.mark.full) for s in range(20, 85))])
 def test_steps_of_all_workers_have_the_bits_of_a_device_that_computes_at_once(seed):
     assert failure("steps", seed, sanitize=seed % 4 == 3) is None
+
+
+@pytest.mark.parametrize("seed", in_default(range(24), 5))
+def test_gradients_of_uses_that_travel_apart_are_added_once_they_and_all_newer_ones_are_there(seed):
+    """Where a layer has several uses, how many is read by the host, and their receives are posted late."""
+    replicas, schedule = [((1, 1, 1, 1), "1f1b"), ((1, 2, 1), "gpipe"), ((1,) * 6, "gpipe")][seed % 3]
+    runs_late(Layout("branching", schedule, replicas, 3), seed, sanitize=seed % 4 == 3)
 
 
 @pytest.mark.parametrize("seed", in_default(range(12), 4))
