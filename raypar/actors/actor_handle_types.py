@@ -49,6 +49,7 @@ class WorkerHandle(Protocol):
 
     hello: RemoteMethod[[bool], WorkerHello | CallFailure]
     adopt: RemoteMethod[[int, bytes, str, Sequence[str], float], AdoptedStages | CallFailure | None]
+    share_out_anew: RemoteMethod[[int, bytes], bool | CallFailure]
     step: RemoteMethod[[bytes], Report | CallFailure]
     validate: RemoteMethod[[int, int, int], Report | CallFailure]
     report_status: RemoteMethod[[int], WorkerStatus | CallFailure]

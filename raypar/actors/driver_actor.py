@@ -97,6 +97,9 @@ def make_action_table(
         do.ApplyKeptGradients: generations.apply_kept_gradients,
         do.ChoosePlan: generations.choose_plan,
         do.AdoptPlan: generations.adopt_plan,
+        do.PrepareShares: generations.prepare_shares,
+        do.AdoptShares: generations.adopt_shares,
+        do.ReportShares: generations.report_shares,
         do.ReportFirstStepAfterRecovery: generations.report_first_step,
         do.Teardown: shutdown.tear_down,
     }

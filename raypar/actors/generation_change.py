@@ -30,11 +30,11 @@ from raypar.elastic.replica_digests import InitialDigestCheck
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.seating import plans_after_one_loss
 from raypar.elastic.user_messages import plain_failure_text
-from raypar.errors import PlanError, WorkerLost
+from raypar.errors import PlanError, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import first_rank_with_same_state
 from raypar.plan.pieces import AdoptedStages, AdoptPlanCommand, may_move_directly, moves_by_worker
-from raypar.record.events import GenerationStart, Recovery, RunWarning, StagesBuilt
+from raypar.record.events import GenerationStart, Recovery, RunWarning, ShareChange, StagesBuilt
 from raypar.schedule.program_assignment import ProgramAssignment
 
 
@@ -145,7 +145,8 @@ class GenerationChange:
         plans, found = self.plans, self.plans.find(workers)
         if isinstance(found, PlanError):
             return on.PlanChosen(generation, None, found.what)
-        now_s = plans.predicted_step_s(now) if now is not None else 0.0
+        # Predictions take all workers as equally fast, so the present plan is compared as it is with even shares.
+        now_s = plans.predicted_step_s(now.with_even_shares()) if now is not None else 0.0
         if now is not None and found.world > now.world:
             plans.assignments(found)
         return on.PlanChosen(generation, found, "", plans.predicted_step_s(found), now_s)
@@ -205,22 +206,32 @@ class GenerationChange:
 
         `assignments`: by rank. The state is initial, or comes from a checkpoint or from memory (`order.moves`).
         """
-        request, plan = self.request, order.plan
-        workers = (*order.members, *order.seatless_sources)
-        ranks = {number: rank for rank, number in enumerate(workers)}
+        plan, workers = order.plan, (*order.members, *order.seatless_sources)
         addresses = [self.registry.hellos[number].address for number in workers]
-        nodes = [self.registry.hellos[number].node for number in order.members]
-        keepers = assign_buddies(nodes, first_rank_with_same_state(self.machine.held_pieces(plan)))
-        samples = self.reports.samples
+        samples, deadline_s = self.reports.samples, self.request.start_deadline_s
         if samples is not None and order.from_checkpoint and order.done:
             line = samples.line_about_places(order.done, plan.stages[0].replicas)
             if line is not None:
                 self.side_effects.note(RunWarning(text=line))
+        command, ranks = self._part_of_every_worker(order, assignments), {number: rank for rank, number in enumerate(workers)}
+
+        def call(number: int, worker: WorkerHandle) -> PendingAnswer[AdoptedStages | CallFailure | None]:
+            coordinate = plan.coordinate(ranks[number]) if ranks[number] < plan.world else f"worker {number}"
+            return worker.adopt.remote(order.generation, command(number), coordinate, addresses, deadline_s)
+
+        return call
+
+    def _part_of_every_worker(self, order: do.AdoptPlan, assignments: Sequence[ProgramAssignment]) -> Callable[[int], bytes]:
+        """Makes each worker's pickled `AdoptPlanCommand`. `assignments`: by rank."""
+        request, plan = self.request, order.plan
+        ranks = {number: rank for rank, number in enumerate((*order.members, *order.seatless_sources))}
+        nodes = [self.registry.hellos[number].node for number in order.members]
+        keepers = assign_buddies(nodes, first_rank_with_same_state(self.machine.held_pieces(plan)))
         own_moves, direct = moves_by_worker(order.moves), may_move_directly(order.moves)
         load = None
         if order.from_checkpoint and (order.done or request.resume is not None):
             load = str(self.recorder.last_checkpoint or request.resume)
-
+        samples = self.reports.samples
         epochs = samples.known_epochs() if samples is not None else {}
         cursors = samples.known_cursors() if samples is not None else {}
         digests = samples.digests(order.done) if samples is not None else {}
@@ -228,17 +239,16 @@ class GenerationChange:
         of_plan = (assignments[0].plan, assignments[0].crossing, assignments[0].layouts)
         pickles = SharedPickles([*of_plan, ranks, keepers, epochs, cursors, digests, validated])
 
-        def call(number: int, worker: WorkerHandle) -> PendingAnswer[AdoptedStages | CallFailure | None]:
+        def command(number: int) -> bytes:
             rank = ranks[number]
-            seated = rank < plan.world
             part = AdoptPlanCommand(
-                assignments[rank] if seated else None,
+                assignments[rank] if rank < plan.world else None,
                 ranks,
                 order.done,
                 own_moves.get(number, ()),
                 load,
                 direct=direct,
-                only_weights=bool(self.request.policy.forward_passes),
+                only_weights=bool(request.policy.forward_passes),
                 run_begins=order.from_checkpoint and load is None,
                 from_mirror=order.from_mirror,
                 mirror_keepers=keepers,
@@ -247,10 +257,50 @@ class GenerationChange:
                 digests=digests,
                 validated=validated,
             )
-            coordinate = plan.coordinate(rank) if seated else f"worker {number}"
-            return worker.adopt.remote(order.generation, pickles.dumps(part), coordinate, addresses, request.start_deadline_s)
+            return pickles.dumps(part)
 
-        return call
+        return command
+
+    def prepare_shares(self, action: do.PrepareShares, reason: str) -> None:
+        """Lower the plan with other shares, while training goes on. Posts `SharesPrepared`."""
+        self.tasks.spawn(self._prepare_shares(action))
+
+    async def _prepare_shares(self, action: do.PrepareShares) -> None:
+        now, why = self.machine.membership.plan, ""
+        try:
+            await asyncio.to_thread(self.plans.lower_shares, action.plan, now)
+        except RayparError as error:
+            why = error.what
+        self.tasks.post(on.SharesPrepared(action.generation, action.plan, why))
+
+    def adopt_shares(self, action: do.AdoptShares, reason: str) -> None:
+        """Have every member take its blocks of the plan. Posts `SharesAdopted` of each."""
+        self.tasks.spawn(self._adopt_shares(action))
+
+    async def _adopt_shares(self, action: do.AdoptShares) -> None:
+        plan, members = action.plan, self.machine.membership.members
+        assignments, schedule = await asyncio.to_thread(self.plans.assignments, plan), self.plans.schedule_name(plan)
+        record = MembershipRecord(action.generation, plan, members, schedule)
+        await asyncio.to_thread(self.journal.record, record)
+        order = do.AdoptPlan(action.generation, plan, members, (), action.done, ())
+        command = self._part_of_every_worker(order, assignments)
+        for number in members:
+            if number not in self.pool.workers:
+                self.failures.post("lost", WorkerLost(f"worker {number} is gone"), number)
+                return
+            ref = self.pool.workers[number].share_out_anew.remote(action.generation, command(number))
+            self.calls.post_answer(
+                number, action.generation, ref, lambda number, fits: on.SharesAdopted(number, action.generation, fits)
+            )
+
+    def report_shares(self, done: do.ReportShares, reason: str) -> None:
+        """Report the new shares to the user; what the loss of a worker would need now is computed after the next step."""
+        self.reported_plan, self.prepared = done.plan, 0
+        text = f"{done.text}; the change took {done.seconds:.2f} s"
+        self.side_effects.note(ShareChange(text=text, plan=done.plan.describe(), pause_s=done.seconds, step=done.step))
+        nodes = [self.registry.hellos[number].node[:8] for number in self.machine.membership.members]
+        self.side_effects.aside(self.recorder.note_generation, done.plan, nodes)
+        self.side_effects.aside(self.recorder.write_plan_file, done.plan, self.plans.schedule_name(done.plan))
 
     def report_first_step(self, found: do.ReportFirstStepAfterRecovery, reason: str) -> None:
         """Report the new generation to the user: its first step is committed."""

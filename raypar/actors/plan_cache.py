@@ -128,6 +128,27 @@ class PlanCache:
             found = self._assignments[plan] = pickle.loads(self.request.assignments) if given else self._lowered(plan)
         return found
 
+    def lower_shares(self, plan: ParallelPlan, now: ParallelPlan | None) -> None:
+        """Compute the assignments of a plan that differs from the present one in its shares, under the same schedule.
+
+        Raises `PlanError` if some worker is predicted to have too little memory for more blocks.
+        """
+        if now is not None:
+            self.schedules.setdefault(plan, self.schedule_name(now))
+        request, limit = self.request, self.request.profile.memory_bytes
+        self.assignments(plan)
+        if limit is not None:
+            made = registry.build_schedule(self.schedule_name(plan), MicrobatchRouting(plan, request.batching))
+            _, memory = predict_step(request.profile, plan, made, request.batching)
+            most = max(memory)
+            if most > limit:
+                worker, needs, has = plan.coordinate(memory.index(most)), most / 2**20, limit / 2**20
+                raise PlanError(
+                    f"{worker} would need {needs:,.1f} MiB for its blocks, and a worker has {has:,.1f} MiB",
+                    cure="set plan.recompute, or use workers with more memory",
+                )
+        self.passes(plan)
+
     def held_pieces(self, plan: ParallelPlan) -> tuple[tuple[Piece, ...], ...]:
         """By rank: the pieces of state that a worker holds under the plan."""
         found = self._held.get(plan)

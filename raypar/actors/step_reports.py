@@ -13,6 +13,7 @@ from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import DataError, RayparError
 from raypar.job.lr_schedule_metric import FollowedMetric
+from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import Microbatches, mean_loss, mean_loss_by_set
 from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import after_steps
@@ -63,8 +64,8 @@ class StepReports:
         """Step -> its merged report, of those of these steps that were asked for."""
         self._seats: dict[int, tuple[int, int]] = {}
         """See `_seats_now`."""
-        self._seats_of: tuple[int, tuple[int, ...]] = (-1, ())
-        """Generation and members whose seats these are."""
+        self._seats_of: tuple[ParallelPlan | None, tuple[int, ...]] = (None, ())
+        """Plan and members whose seats these are."""
         self._warned: set[str] = set()
         """Keys of warnings that were shown: all workers run the same code, and each reports its warnings."""
 
@@ -88,12 +89,12 @@ class StepReports:
         return on.StepReported(tuple(reports), step, longest_s, generation, cost_s, digests, busy_s)
 
     def _seats_now(self) -> Mapping[int, tuple[int, int]]:
-        """Member -> (rank, its forward passes in a step); looked up once in a generation."""
+        """Member -> (rank, its forward passes in a step); looked up once for each plan of a generation."""
         who = self.machine.membership
-        if (who.generation, who.members) != self._seats_of:
+        if who.plan is not self._seats_of[0] or who.members != self._seats_of[1]:
             passes = self.plans.passes(who.plan) if who.plan is not None else (0,) * len(who.members)
             self._seats = {member: (rank, passes[rank]) for rank, member in enumerate(who.members)}
-            self._seats_of = (who.generation, who.members)
+            self._seats_of = (who.plan, who.members)
         return self._seats
 
     def keep_validation_reports(self, generation: int, done: int, reports: Mapping[int, Report]) -> on.RunEvent:

@@ -31,7 +31,7 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration, WorkerStatus
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
 from raypar.fences.private_api_fence import send_warnings_to
-from raypar.plan.pieces import AdoptedStages
+from raypar.plan.pieces import AdoptedStages, AdoptPlanCommand
 from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import after_steps
 from raypar.storage.filesystems import register_pickled_filesystems
@@ -39,7 +39,7 @@ from raypar.user_code.user_code_errors import error_text
 from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity, reads_samples, thread_cpu_wait_s
 
 if TYPE_CHECKING:  # torch is loaded by `hello`
-    from raypar.comm.transport import Transport, WorkerEndpoint
+    from raypar.comm.transport import CommunicatorKey, Transport, WorkerEndpoint
     from raypar.job import Job
     from raypar.worker.backend import DeviceBackend
     from raypar.worker.checkpoint.checkpoint_files import ShardRecord
@@ -90,6 +90,8 @@ class WorkerActor:
         """The `Job`, pickled; opened by `hello`."""
         self.filesystems = filesystems or {}
         """Id -> pickle of file systems that were given as objects, on which checkpoints lie."""
+        self.connections: tuple[frozenset[CommunicatorKey], frozenset[int]] = (frozenset(), frozenset())
+        """The communicators of the present generation, and the ranks that it connects this worker with."""
         self.coordinate = f"worker {number}"
         """The worker's seat in words, for messages."""
         self.working_dir = WorkingDirGuard()
@@ -200,7 +202,6 @@ class WorkerActor:
 
         def build() -> AdoptedStages | None:
             from raypar.comm.routine import run_routine
-            from raypar.worker.connected_ranks import connected_ranks
             from raypar.worker.process.allocator_and_garbage_collector import freeze_existing_objects, return_unused_memory
 
             self.generation_guard.enter_generation(generation, f"generation {generation} begins")
@@ -210,15 +211,16 @@ class WorkerActor:
             def connect() -> Transport:
                 self._end_if_stuck()  # the former transport has been closed meanwhile
                 rank = made.rank_of_worker[self.number]
-                assert self.endpoint is not None and self.core is not None, HELLO_FIRST
+                assert self.endpoint is not None, HELLO_FIRST
+                communicators, peers = self.connections = self._connections(made)
                 return self.endpoint.connect(
                     rank=rank,
                     size=len(addresses),
                     addresses=addresses,
                     generation=generation,
                     deadline_s=deadline_s,
-                    communicators=self.backend.communicators(made, rank, self.spec, self.core.layout),
-                    peers=connected_ranks(made, rank, self.spec, self.core.layout),
+                    communicators=communicators,
+                    peers=peers,
                 )
 
             run_routine(self.generation_guard.adopt(generation, (made, connect)), deadline_s)
@@ -230,6 +232,30 @@ class WorkerActor:
             return self.elastic_worker.adopt_description
 
         return self._run_call("building its stages", build)
+
+    @ray.method(concurrency_group="step")
+    def share_out_anew(self, generation: int, part: bytes) -> bool | CallFailure:
+        """Take other blocks from the next step on. False, and nothing has changed, if this worker would need connections that
+        it does not have, or other stages."""
+
+        def change() -> bool:
+            made = pickle.loads(part)
+            reaches = self._connections(made)
+            fits = all(needed <= there for needed, there in zip(reaches, self.connections, strict=True))
+            return fits and self.generation_guard.share_out_anew(generation, made)
+
+        return self._run_call("taking other blocks", change)
+
+    def _connections(self, part: AdoptPlanCommand) -> tuple[frozenset[CommunicatorKey], frozenset[int]]:
+        """The communicators that this worker needs for its part of a plan, and the ranks that it exchanges messages with."""
+        from raypar.worker.connected_ranks import connected_ranks
+
+        assert self.core is not None, HELLO_FIRST
+        rank = part.rank_of_worker[self.number]
+        return (
+            self.backend.communicators(part, rank, self.spec, self.core.layout),
+            connected_ranks(part, rank, self.spec, self.core.layout),
+        )
 
     @ray.method(concurrency_group="step")
     def step(self, call: bytes) -> dict[str, Any] | CallFailure:

@@ -204,6 +204,45 @@ class AdoptPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareShares:
+    """Lower the present plan with other shares of the blocks, while training goes on. Answer: `SharesPrepared`."""
+
+    generation: int
+    """The present generation."""
+    plan: ParallelPlan
+    """The plan with these shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptShares:
+    """Have the members run the blocks that a plan with other shares gives them, from the next step on. No step is in flight.
+
+    Answer: `SharesAdopted` of each member.
+    """
+
+    generation: int
+    """The present generation."""
+    plan: ParallelPlan
+    """The plan, which differs from the present one in the shares alone."""
+    done: int
+    """Number of steps that all members have applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportShares:
+    """Tell people that the replicas have other shares. No answer."""
+
+    text: str
+    """Why, and who has how many blocks now."""
+    plan: ParallelPlan
+    """The plan with these shares."""
+    seconds: float
+    """Time from the last committed step."""
+    step: int
+    """The first step with these shares."""
+
+
+@dataclass(frozen=True, slots=True)
 class StartWorkers:
     """Ask the cluster for a place for these workers, all on one node, and start them there once it is found.
 
@@ -302,6 +341,9 @@ Action = (
     | ApplyKeptGradients
     | ChoosePlan
     | AdoptPlan
+    | PrepareShares
+    | AdoptShares
+    | ReportShares
     | StartWorkers
     | ReleaseWorkers
     | StoreUsefulWorkers

@@ -285,6 +285,30 @@ class PlanAdopted:
 
 
 @dataclass(frozen=True, slots=True)
+class SharesPrepared:
+    """The programs of a plan with other shares are made (`PrepareShares`)."""
+
+    generation: int
+    """The generation in which they were asked for."""
+    plan: ParallelPlan
+    """The plan."""
+    why: str = ""
+    """Why they could not be made; empty: they could."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharesAdopted:
+    """A member runs its blocks of the plan with other shares from the next step on."""
+
+    worker: int
+    """The worker."""
+    generation: int
+    """The generation."""
+    fits: bool = True
+    """False: it would need other stages, or other connections, and goes on as before."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerPlaced:
     """The cluster has found room for a new worker: its process starts, which takes seconds."""
 
@@ -359,6 +383,8 @@ RunEvent = (
     | KeptGradientsApplied
     | PlanChosen
     | PlanAdopted
+    | SharesPrepared
+    | SharesAdopted
     | WorkerPlaced
     | WorkerJoined
     | WorkerStartFailed

@@ -170,6 +170,7 @@ def begin_recovery(m: RunState, why: str, *, counts: bool = True, symptom: bool 
     progress.forget_open_steps()
     health.probing = health.aborted_by_us = False
     m.planned.asking = False
+    m.sharing.forget()
     if health.disturbed_at_s is None:
         health.disturbed_at_s = m.timer.now_s
     health.attempts += counts

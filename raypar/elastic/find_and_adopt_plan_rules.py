@@ -15,7 +15,7 @@ from raypar.elastic.hire_and_release_workers import desired_capacity_of_run, spa
 from raypar.elastic.membership_rules import begin_straggler_watch
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
-from raypar.elastic.seating import assign_seats, refill_seats
+from raypar.elastic.seating import assign_seats, refill_seats, with_measured_shares
 from raypar.elastic.step_flow_rules import describe_last_checkpoint
 from raypar.errors import ClusterError, WorkerLost
 from raypar.plan import ParallelPlan
@@ -34,6 +34,11 @@ def find_plan(m: RunState) -> Phase:
         lost = state_sources.find_lost_pieces(m)
         return end_unrecoverable(m, lost) if lost else await_workers(m, wanted.reason, wanted.workers_lacking)
     grown, m.planned.plan = m.planned.plan, None
+    seated, m.planned.members = m.planned.members, ()
+    if grown is not None and seated and set(seated) <= set(usable):
+        return find_state_for_plan(m, grown, seated)
+    if seated:
+        grown = None  # someone has left since
     if grown is not None and m.planned.workers < wanted.seats:
         return Phase.PLANNING  # more workers have joined since the plan was chosen
     if grown is not None and grown.world <= len(usable):
@@ -74,7 +79,7 @@ def use_chosen_plan(m: RunState, event: PlanChosen) -> Phase | None:
 
 def find_state_for_plan(m: RunState, plan: ParallelPlan, members: tuple[int, ...]) -> Phase:
     """Find the source of the state that the workers need under the plan. Without one the run is over."""
-    r = m.recovery
+    r, plan = m.recovery, with_measured_shares(m, plan, members)
     need = dict(zip(members, m.held_pieces(plan), strict=True))
     source = state_sources.find_state_source(m, need)
     if source is None:

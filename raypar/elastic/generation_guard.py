@@ -72,6 +72,9 @@ class WorkerTrainingBackend(Protocol):
     def adopt(self, order: Any) -> Routine[None]:
         """Connect, exchange state, build the stages of the new plan. The old state is given up at the very end, all at once."""
 
+    def share_out_anew(self, order: Any) -> bool:
+        """Run other blocks of the same stages from the next step on; False, and nothing has changed, if that takes more."""
+
     def pieces(self) -> tuple[Piece, ...]:
         """All pieces held of the state after `applied()` steps, including pieces left over from a former plan."""
 
@@ -206,6 +209,13 @@ class GenerationGuard:
         self.generation, self.broken = generation, False
         self.seated = True
         self.outcomes.clear()
+
+    def share_out_anew(self, generation: int, order: Any) -> bool:
+        """Take other blocks of the same plan between two steps of `generation`; False if that needs a new generation."""
+        self.admit(generation)
+        if self.broken or generation != self.generation:
+            raise GroupAborted(f"worker {self.worker} has left generation {generation}", cure="see the first failure")
+        return self.backend.share_out_anew(order)
 
     def admit(self, generation: int) -> None:
         """Raise `StaleGeneration` for a generation older than the newest one that is known."""

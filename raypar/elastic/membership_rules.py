@@ -15,6 +15,7 @@ from raypar.elastic.hire_and_release_workers import (
     spares_of_complete_replicas,
 )
 from raypar.elastic.phases import Phase
+from raypar.elastic.rebalance_rules import reconsider_shares
 from raypar.elastic.run_state import RunState
 from raypar.elastic.seating import find_seats_for_on_demand_workers
 from raypar.elastic.step_flow_rules import issue_steps
@@ -205,7 +206,8 @@ def check_stragglers(m: RunState, busy_s: Mapping[int, float]) -> None:
     """
     watch, slow_nodes, nodes = m.health.stragglers, m.health.slow_nodes, m.membership.nodes
     found = watch.step(busy_s)
-    leaver = next(iter(watch.now()), None) if _can_replace(m) else None
+    reconsider_shares(m, found)
+    leaver = next((each for each in watch.now() if _is_to_leave(m, each.worker)), None) if _can_replace(m) else None
     if leaver is not None and nodes.get(leaver.worker, f"of worker {leaver.worker}") in slow_nodes:
         leaver = None
     for finding in found:
@@ -216,7 +218,8 @@ def check_stragglers(m: RunState, busy_s: Mapping[int, float]) -> None:
     if leaver is None:
         return
     slow_nodes.add(nodes.get(leaver.worker, f"of worker {leaver.worker}"))
-    m.decide(_report(leaver, leaves=True), "elastic.stragglers is replace")
+    wanted = "elastic.stragglers is replace" if m.policy.replace_stragglers else "no share of the blocks makes it useful"
+    m.decide(_report(leaver, leaves=True), wanted)
     m.membership.leaving.add(leaver.worker)
     m.planned.reason = f"worker {leaver.worker} leaves: it takes {leaver.slowdown:.1f} times as long as it should"
 
@@ -224,12 +227,17 @@ def check_stragglers(m: RunState, busy_s: Mapping[int, float]) -> None:
 def _can_replace(m: RunState) -> bool:
     """Whether one worker may leave now, and another can come."""
     policy, who = m.policy, m.membership
-    if not policy.elastic or not policy.replace_stragglers:
+    if not policy.elastic or not (policy.replace_stragglers or policy.rebalance_stragglers) or m.sharing.pending:
         return False
     if who.leaving or m.planned.reason is not None or m.stopping.request is not None:
         return False
     another = bool(who.spares) or policy.hires
     return another and len(who.members) + len(who.spares) - 1 >= policy.min_workers and len(who.members) > 1
+
+
+def _is_to_leave(m: RunState, worker: int) -> bool:
+    """Whether a straggler is to leave if another can come; where it could have fewer blocks, only if that does not help."""
+    return m.policy.replace_stragglers or worker in m.sharing.of_no_use
 
 
 def _report(finding: StragglerFinding, leaves: bool = False) -> ReportStraggler:

@@ -18,6 +18,8 @@ class Phase(enum.Enum):
     """The workers run a validation pass."""
     SAVING = "saving"
     """The workers copy their state for a checkpoint; it is written while training goes on."""
+    REBALANCING = "sharing out the blocks anew"
+    """The workers take other blocks of a step, because one is slow, or fast again; nothing else changes."""
     ENDING = "ending"
     """Training is over; the last checkpoint is being written."""
     ABORTING = "aborting"

@@ -114,6 +114,10 @@ class RunPolicy:
     """Number of slow steps in a row that make a straggler."""
     replace_stragglers: bool = False
     """Whether a straggler is asked to leave if another worker can replace it."""
+    rebalance_stragglers: bool = False
+    """Whether a straggler gets fewer blocks; it is asked to leave only if that does not help and another can replace it."""
+    block_work: tuple[int, ...] = ()
+    """Number of microbatches in each block of a step; empty: not known, and shares stay as they are."""
 
     @property
     def end_step(self) -> int:

@@ -18,6 +18,8 @@ from raypar.elastic.stragglers import StragglerWatch
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Digest, Piece
 
+MOST_DOUBLINGS = 4
+"""How often the least number of steps between two changes of shares doubles."""
 Due = Literal["save", "validate", "end"]
 """Work that can be due at a flush point, which is a moment without steps in flight."""
 KEPT_STEPS = 100
@@ -261,6 +263,8 @@ class PlannedChange:
     """The plan for the new generation, if it was chosen before; else None."""
     workers: int = 0
     """The number of workers for which that plan was chosen."""
+    members: tuple[int, ...] = ()
+    """By rank, who is to have that plan's seats; empty: whoever holds most of the state."""
     asking: bool = False
     """Whether the planner has been asked for a larger plan and has not answered."""
     asked_workers: int = 0
@@ -276,6 +280,44 @@ class PlannedChange:
     unreachable: dict[int, set[frozenset[int]]] = field(default_factory=dict)
     """Generation -> its pairs of a newcomer and another worker that could not reach each other. Emptied when newcomers get
     seats."""
+
+
+@dataclass(slots=True)
+class ShareChange:
+    """A change of the replicas' shares of the blocks, because a worker is slow, or fast again."""
+
+    asked: ParallelPlan | None = None
+    """The plan with other shares that is being lowered; None: none is."""
+    plan: ParallelPlan | None = None
+    """The plan that the members are to take on as soon as no step is in flight; None: none is ready."""
+    text: str = ""
+    """Why, and who gets how many blocks, for people."""
+    expected: set[int] = field(default_factory=set)
+    """Members that have not taken their blocks yet."""
+    fits: bool = True
+    """Whether all others could, with the stages and connections that they have."""
+    changes: int = 0
+    """Number of changes in this run."""
+    not_before: int = 0
+    """No change comes before so many steps are committed."""
+    of_no_use: set[int] = field(default_factory=set)
+    """Stragglers whom no share makes useful, when workers' times were last looked at."""
+    told_of_no_use: set[int] = field(default_factory=set)
+    """Those that people have been told of."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether a change is under way."""
+        return self.asked is not None or self.plan is not None
+
+    def forget(self) -> None:
+        """Drop a change that is under way, because a new generation begins."""
+        self.asked = self.plan = None
+
+    def note_change(self, done: int, steps: int) -> None:
+        """Note a change after `done` steps: the next one comes after `steps` more at the soonest, then after twice as many."""
+        self.not_before = done + (steps << min(self.changes, MOST_DOUBLINGS))
+        self.changes += 1
 
 
 @dataclass(slots=True)
@@ -427,6 +469,8 @@ class RunState:
         """Workers that are being started."""
         self.planned = PlannedChange()
         """The change of plan or members that is planned for the next moment between two steps."""
+        self.sharing = ShareChange()
+        """The change of shares that is under way, and what is known of earlier ones."""
         self.stopping = PendingStop()
         """The request to end early."""
         self.health = WorkerHealth(StragglerWatch(policy.straggler_times, policy.straggler_steps))

@@ -101,7 +101,8 @@ def count_step_report(m: RunState, event: StepReported) -> Phase | None:
         busy_s = p.busy_s.pop(p.committed, {})
         commit_step(m, p.committed)
         check_stragglers(m, busy_s)
-    return issue_steps(m) if p.committed <= p.emitted or m.planned.reason is not None else None
+    change = m.planned.reason is not None or m.sharing.plan is not None
+    return issue_steps(m) if p.committed <= p.emitted or change else None
 
 
 def emit_step(m: RunState, event: StepJournalled) -> None:

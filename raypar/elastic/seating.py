@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from raypar.elastic.block_shares import share_out_by_slowdowns
 from raypar.elastic.state_sources import find_live_holders
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan
@@ -16,6 +17,10 @@ from raypar.plan.pieces import Holdings, Piece, count_shared_elements, merge_pie
 
 if TYPE_CHECKING:
     from raypar.elastic.run_state import RunState
+
+
+MOST_PREPARED = 8
+"""With more replicas of a stage no plan is computed before one of them is lost, while some worker is known to be slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,14 @@ def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[in
     return replace(plan, stages=stages), tuple(w for here in replicas for replica in here for w in replica)
 
 
+def with_measured_shares(m: RunState, plan: ParallelPlan, members: Sequence[int]) -> ParallelPlan:
+    """The plan of a new generation: known stragglers get fewer blocks from its first step on, if the job wants that."""
+    watch = m.health.stragglers
+    if not (m.policy.rebalance_stragglers and m.policy.block_work) or watch.told.isdisjoint(members):
+        return plan
+    return share_out_by_slowdowns(plan, [watch.slowdown(worker) for worker in members], m.policy.block_work)
+
+
 def plans_after_one_loss(m: RunState) -> tuple[ParallelPlan, ...]:
     """The plans, each once, with which the run would go on after the loss of one member if no worker were in reserve.
 
@@ -105,8 +118,12 @@ def plans_after_one_loss(m: RunState) -> tuple[ParallelPlan, ...]:
     replicas = {stage.position: stage.replicas for stage in who.plan.stages}
     one_of_each_position = dict(zip((seat.position for seat in who.plan.seats), who.members, strict=True))
     losses = [worker for position, worker in one_of_each_position.items() if replicas[position] > 1]
+    if m.policy.rebalance_stragglers and not m.health.stragglers.told.isdisjoint(present):
+        # Which replicas are slow then, and so the shares, depends on who is lost.
+        by_worker = zip(who.plan.seats, who.members, strict=True)
+        losses = [w for seat, w in by_worker if not seat.shard and 1 < replicas[seat.position] <= MOST_PREPARED]
     found = (refill_seats(m, [w for w in present if w != lost]) for lost in losses)
-    return tuple(dict.fromkeys(plan for plan, _ in filter(None, found)))
+    return tuple(dict.fromkeys(with_measured_shares(m, *refilled) for refilled in filter(None, found)))
 
 
 def _members_by_place(

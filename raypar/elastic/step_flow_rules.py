@@ -39,6 +39,10 @@ def issue_steps(m: RunState) -> Phase | None:
     p = m.progress
     if m.planned.reason is not None:
         return begin_recovery(m, m.planned.reason, counts=False) if p.committed == p.issued else None
+    if m.sharing.plan is not None:
+        if m.stopping.request is None and p.issued < get_final_step_count(m):
+            return Phase.REBALANCING if p.committed == p.issued else None
+        m.sharing.forget()
     again = p.doubted_validations[:1]
     barrier = max(min([step_of_next_save_or_validation(m), *again]), p.committed)
     while p.issued < min(barrier, min(p.emitted, p.committed) + MAX_OPEN_STEPS):

@@ -41,6 +41,8 @@ class _Record:
     """Workers that compute the same, including this one; their records share this tuple."""
     ratios: deque[float]
     """Time of each of the last steps, divided by the expected time."""
+    seconds: deque[float]
+    """Time of each of the last steps, for a microbatch."""
     in_row: int = 0
     """How many of the last steps in a row were slow; below 0: how many were not."""
     first: list[float] = field(default_factory=list)
@@ -62,6 +64,8 @@ class StragglerWatch:
         """Number of slow steps in a row that make a straggler; as many in a row that are not slow end it."""
         self.told: set[int] = set()
         """Stragglers that have been reported."""
+        self._slowdowns: dict[int, float] = {}
+        """Straggler -> its slowdown when it was last found, or a generation ended."""
         self._records: dict[int, _Record] = {}
         """Worker -> its steps in this generation."""
         self._places: list[tuple[int, ...]] = []
@@ -69,10 +73,15 @@ class StragglerWatch:
 
     def begin(self, places: Sequence[Sequence[int]]) -> None:
         """Start a new generation. `places`: for each place of the plan, the workers that compute the same."""
+        for worker in self.told:
+            self._slowdowns[worker] = self.slowdown(worker)
         self._places = [tuple(place) for place in places]
-        self._records = {worker: _Record(place, deque(maxlen=self.steps)) for place in self._places for worker in place}
+        self._records = {worker: _Record(place, *self._no_steps()) for place in self._places for worker in place}
         # A worker that has lost its peers is measured anew.
         self.told = {worker for worker in self.told if worker in self._records and self._records[worker].has_peers}
+
+    def _no_steps(self) -> tuple[deque[float], deque[float]]:
+        return deque(maxlen=self.steps), deque(maxlen=self.steps)
 
     def step(self, busy: Mapping[int, float]) -> list[StragglerFinding]:
         """Take a committed step and return new stragglers and recovered ones.
@@ -91,6 +100,7 @@ class StragglerWatch:
                 if ratio is None:
                     continue
                 record.ratios.append(ratio)
+                record.seconds.append(busy[worker])
                 record.in_row = max(record.in_row, 0) + 1 if ratio > self.times else min(record.in_row, 0) - 1
                 if record.in_row >= self.steps and worker not in self.told:
                     self.told.add(worker)
@@ -118,6 +128,20 @@ class StragglerWatch:
             record.first.append(own_s)
             return None
         return statistics.median(record.first)
+
+    def usual_s(self, worker: int) -> float | None:
+        """The median of the worker's times in the last steps; None if this generation has had fewer than make a finding."""
+        record = self._records.get(worker)
+        return statistics.median(record.seconds) if record is not None and len(record.seconds) == self.steps else None
+
+    def slowdown(self, worker: int) -> float:
+        """A straggler's computing time divided by the expected one, as far as it is known; 1 of a worker that is none."""
+        record = self._records.get(worker)
+        if worker not in self.told:
+            return 1.0
+        if record is None or len(record.ratios) < self.steps:
+            return self._slowdowns.get(worker, 1.0)
+        return statistics.median(record.ratios)
 
     def _finding(self, worker: int, recovered: bool = False) -> StragglerFinding:
         record = self._records[worker]

@@ -15,7 +15,7 @@ from raypar.elastic.transition_table import ON_ENTER, RECOVERING, ROWS, TRAINING
 BEGIN, END = "<!-- run machine: generated -->", "<!-- run machine: end -->"
 """The lines in the page that enclose the diagram."""
 GROUPS: dict[str, tuple[str, tuple[Phase, ...]]] = {
-    "RUN": ("while all workers are well", (*TRAINING, Phase.VALIDATING, Phase.SAVING, Phase.ENDING)),
+    "RUN": ("while all workers are well", (*TRAINING, Phase.VALIDATING, Phase.SAVING, Phase.REBALANCING, Phase.ENDING)),
     "RECOVERY": ("from one generation to the next", RECOVERING),
 }
 """Name of a group -> (its title, its phases): an edge that all its phases share is drawn once."""

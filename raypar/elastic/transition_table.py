@@ -14,6 +14,7 @@ from raypar.elastic import (
     failures,
     find_and_adopt_plan_rules,
     membership_rules,
+    rebalance_rules,
     recovery_rules,
     running_rules,
     step_flow_rules,
@@ -33,6 +34,8 @@ from raypar.elastic.events import (
     PlanAdopted,
     PlanChosen,
     RunEvent,
+    SharesAdopted,
+    SharesPrepared,
     StacksReported,
     StepEmitted,
     StepJournalled,
@@ -115,10 +118,12 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(StopRequested, [P.STARTING], running_rules.stop_before_start, [P.OVER]),
     make_transition_row(Tick, [P.STARTING], running_rules.check_silent_workers_at_start, [P.OVER]),
     # Steps.
-    make_transition_row(StepReported, [P.RUNNING], running_rules.count_step_report, [P.FLUSHING, P.CLAIMING, P.OVER]),
-    make_transition_row(StepReported, [P.FLUSHING], running_rules.count_step_report, SERVED),
+    make_transition_row(
+        StepReported, [P.RUNNING], running_rules.count_step_report, [P.FLUSHING, P.REBALANCING, P.CLAIMING, P.OVER]
+    ),
+    make_transition_row(StepReported, [P.FLUSHING], running_rules.count_step_report, [*SERVED, P.REBALANCING]),
     make_transition_row(StepReported, [P.ABORTING], running_rules.count_step_report, [P.SAVING, P.ENDING, P.CLAIMING, P.OVER]),
-    make_transition_row(StepJournalled, [*TRAINING, P.ABORTING, *RECOVERING], running_rules.emit_step),
+    make_transition_row(StepJournalled, [*TRAINING, P.REBALANCING, P.ABORTING, *RECOVERING], running_rules.emit_step),
     make_transition_row(StepEmitted, [P.RUNNING], running_rules.count_emitted_step, [P.FLUSHING]),
     # To `RUNNING`: a new driver may find a checkpoint of a step that people have not seen yet; then nothing is due after it.
     make_transition_row(
@@ -128,7 +133,10 @@ ROWS: tuple[TransitionRow, ...] = (
         [P.RUNNING, P.VALIDATING, P.SAVING, P.ENDING, P.CLAIMING, P.OVER],
     ),
     make_transition_row(
-        CallFailed, [*TRAINING, P.VALIDATING, P.SAVING], failures.handle_failure, [P.CLAIMING, P.FAILING, P.OVER]
+        CallFailed,
+        [*TRAINING, P.VALIDATING, P.SAVING, P.REBALANCING],
+        failures.handle_failure,
+        [P.CLAIMING, P.FAILING, P.OVER],
     ),
     make_transition_row(StacksReported, TRAINING, running_rules.fail_run_on_hung_workers, [P.FAILING, P.OVER]),
     make_transition_row(StopRequested, TRAINING, running_rules.stop_after_open_steps, [P.FLUSHING]),
@@ -148,7 +156,9 @@ ROWS: tuple[TransitionRow, ...] = (
         CheckpointSaved, all_phases_except(P.STARTING, P.ENDING, P.FAILING, P.OVER), running_rules.record_checkpoint
     ),
     make_transition_row(CheckpointSaved, [P.ENDING, P.FAILING], running_rules.record_checkpoint, [P.OVER]),
-    make_transition_row(CheckpointFailed, [*TRAINING, P.VALIDATING, P.ABORTING], running_rules.report_failed_checkpoint),
+    make_transition_row(
+        CheckpointFailed, [*TRAINING, P.VALIDATING, P.REBALANCING, P.ABORTING], running_rules.report_failed_checkpoint
+    ),
     make_transition_row(
         CheckpointFailed,
         [P.SAVING],
@@ -166,6 +176,13 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(  # to `SAVING`: the last checkpoint, which could not be written, is tried again
         Tick, [P.ENDING], running_rules.check_save_or_validation_deadline, [P.SAVING, P.CLAIMING, P.FAILING, P.OVER]
     ),
+    # Other shares of the blocks.
+    make_transition_row(SharesPrepared, TRAINING, rebalance_rules.take_prepared_shares, [P.REBALANCING]),
+    make_transition_row(SharesAdopted, [P.REBALANCING], rebalance_rules.count_adopted_shares, SERVED),
+    make_transition_row(StopRequested, [P.REBALANCING], rebalance_rules.stop_after_rebalancing),
+    make_transition_row(StepEmitted, [P.REBALANCING], recovery_rules.note_emitted_step),
+    make_transition_row(ValidationEmitted, [P.REBALANCING], recovery_rules.note_validation_stop_request),
+    make_transition_row(Tick, [P.REBALANCING], rebalance_rules.check_rebalancing_deadline, [P.CLAIMING, P.OVER]),
     # Aborted steps, and failure.
     make_transition_row(GroupsAborted, [P.ABORTING], running_rules.note_applied_steps, [P.SAVING, P.ENDING, P.OVER]),
     make_transition_row(
@@ -211,18 +228,22 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(StacksReported, [P.STANDING, P.ADOPTING], recovery_rules.fail_start_on_hung_workers, [P.OVER]),
     # Workers that come, leave and fall silent.
     make_transition_row(WorkerPlaced, EVERYWHERE, membership_rules.note_placed_worker),
-    make_transition_row(WorkerJoined, [*TRAINING, P.VALIDATING, P.SAVING], membership_rules.add_spare_while_running),
+    make_transition_row(
+        WorkerJoined, [*TRAINING, P.VALIDATING, P.SAVING, P.REBALANCING], membership_rules.add_spare_while_running
+    ),
     make_transition_row(WorkerJoined, RECOVERING[:-1], membership_rules.add_spare_while_recovering),
     make_transition_row(WorkerJoined, [P.WAITING], membership_rules.add_spare_while_recovering, [P.CLAIMING]),
     make_transition_row(WorkerJoined, [P.STARTING, P.ENDING], membership_rules.add_spare_only),
     make_transition_row(
-        WorkerStartFailed, [P.STARTING, *TRAINING, P.VALIDATING, P.SAVING, *RECOVERING], membership_rules.retry_start_later
+        WorkerStartFailed,
+        [P.STARTING, *TRAINING, P.VALIDATING, P.SAVING, P.REBALANCING, *RECOVERING],
+        membership_rules.retry_start_later,
     ),
     make_transition_row(WorkerStartFailed, [P.ENDING], membership_rules.forget_failed_start),
     make_transition_row(PlanChosen, TRAINING, membership_rules.judge_larger_plan, [P.CLAIMING]),
-    make_transition_row(PlanChosen, [P.VALIDATING, P.SAVING], membership_rules.judge_larger_plan),
+    make_transition_row(PlanChosen, [P.VALIDATING, P.SAVING, P.REBALANCING], membership_rules.judge_larger_plan),
     make_transition_row(DrainRequested, TRAINING, membership_rules.drain_worker, [P.CLAIMING]),
-    make_transition_row(DrainRequested, [P.STARTING, P.VALIDATING, P.SAVING], membership_rules.drain_worker),
+    make_transition_row(DrainRequested, [P.STARTING, P.VALIDATING, P.SAVING, P.REBALANCING], membership_rules.drain_worker),
     make_transition_row(DrainRequested, [P.ENDING, *RECOVERING], membership_rules.drain_later),
     make_transition_row(WorkerSilent, EVERYWHERE, wait_for_last_copies.wait_for_silent_worker),
     make_transition_row(WorkerAnswered, EVERYWHERE, wait_for_last_copies.note_answer_of_silent_worker),
@@ -234,11 +255,17 @@ ROWS: tuple[TransitionRow, ...] = (
     *make_ignored_rows(
         [P.STARTING, P.CLAIMING, P.STANDING, P.SETTLING, P.ADOPTING, P.WAITING, P.ENDING, P.ABORTING], PlanChosen
     ),
-    *make_ignored_rows([P.VALIDATING, P.SAVING, P.ENDING, P.FAILING, P.OVER, *RECOVERING], StepReported),
-    *make_ignored_rows([P.SAVING, P.ENDING, P.ABORTING, P.FAILING, P.OVER, *TRAINING, *RECOVERING], ValidationReported),
+    make_transition_row(SharesPrepared, all_phases_except(*TRAINING), rebalance_rules.forget_prepared_shares),
+    *make_ignored_rows(all_phases_except(P.REBALANCING), SharesAdopted),
+    *make_ignored_rows([P.VALIDATING, P.SAVING, P.REBALANCING, P.ENDING, P.FAILING, P.OVER, *RECOVERING], StepReported),
+    *make_ignored_rows(
+        [P.SAVING, P.REBALANCING, P.ENDING, P.ABORTING, P.FAILING, P.OVER, *TRAINING, *RECOVERING], ValidationReported
+    ),
     *make_ignored_rows([P.SAVING, P.ENDING, P.ABORTING, P.FAILING, P.OVER], ValidationEmitted),
-    *make_ignored_rows([P.VALIDATING, P.ENDING, P.FAILING, P.OVER, *TRAINING, *RECOVERING], AllWorkersCopiedState),
-    *make_ignored_rows([P.SAVING, P.ENDING, P.FAILING, P.OVER, *RECOVERING], GroupsAborted),
+    *make_ignored_rows(
+        [P.VALIDATING, P.REBALANCING, P.ENDING, P.FAILING, P.OVER, *TRAINING, *RECOVERING], AllWorkersCopiedState
+    ),
+    *make_ignored_rows([P.SAVING, P.REBALANCING, P.ENDING, P.FAILING, P.OVER, *RECOVERING], GroupsAborted),
     *make_ignored_rows(all_phases_except(P.STARTING, *TRAINING, P.STANDING, P.ADOPTING), StacksReported),
     *make_ignored_rows([P.FAILING, P.OVER], StepJournalled, StepEmitted, StopRequested, PlanChosen),
     *make_ignored_rows([P.FAILING, P.OVER, *RECOVERING], WorkersReady),
@@ -267,6 +294,7 @@ ON_ENTER: Mapping[Phase, Callable[[RunState], Phase | None]] = {
     P.FLUSHING: step_flow_rules.let_open_steps_end,
     P.VALIDATING: step_flow_rules.begin_validation,
     P.SAVING: step_flow_rules.begin_due_checkpoint,
+    P.REBALANCING: rebalance_rules.adopt_shares,
     P.ENDING: step_flow_rules.wait_for_last_checkpoint,
     P.ABORTING: running_rules.abort_open_work,
     P.FAILING: failures.look_for_cause,

@@ -40,9 +40,10 @@ class ElasticConfig(Section):
     mirror: Annotated[Literal["auto", "off"] | PositiveInt, CLIENT] = "auto"
     """Every how many steps each worker copies its state into the memory of another one, for the case that the last worker with
     some state is lost. `auto`: as often as 2 % of the time allows. `off`: never."""
-    stragglers: Annotated[Literal["report", "replace"], CLIENT] = "report"
-    """What happens to a straggler (a slow worker): a line reports it, or it is replaced as soon as another worker can take its
-    place."""
+    stragglers: Annotated[Literal["report", "replace", "rebalance"], CLIENT] = "report"
+    """What happens to a straggler (a slow worker): a line reports it; or it is replaced as soon as another worker can take its
+    place; or it gets a smaller share of the blocks (`virtual_replicas`) until it is as fast as the others again, with the same
+    results, and is replaced only where a smaller share does not help."""
     straggler_times: Annotated[float, Field(gt=1), CLIENT] = 1.5
     """A worker is a straggler if it computes more than this many times as long as its replicas, 20 steps in a row; a worker
     without replicas is compared with its own first 20 steps."""
@@ -71,6 +72,7 @@ class ElasticConfig(Section):
             "capacity_s": wait_for_workers_s,
             "last_copy_wait_s": self.last_copy_wait_s,
             "replace_stragglers": self.stragglers == "replace",
+            "rebalance_stragglers": self.stragglers == "rebalance",
             "straggler_times": self.straggler_times,
             "mirror_every": self.mirror if isinstance(self.mirror, int) else 0,
             "mirror_cost": MIRROR_COST if self.mirror == "auto" else 0.0,

@@ -248,6 +248,7 @@ def build_run_machine_policy(plan: ParallelPlan, options: LaunchOptions, deadlin
         save_every=job.checkpoint.every,
         save_at_end=job.checkpoint.at_end,
         stop_at=options.stop_at_step,
+        block_work=tuple(len(job.batching.microbatches_of_block(block)) for block in range(job.batching.blocks)),
         **(job.elastic.to_policy_fields(job.wait_for_workers_s) if job.elastic is not None else {}),
         **deadlines,
     )

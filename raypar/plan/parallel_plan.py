@@ -177,6 +177,10 @@ class ParallelPlan:
         """The same plan with nearly equal numbers of layers in all stages."""
         return self.with_split_points(even_split_points(self.stages[-1].last, len(self.stages)))
 
+    def with_even_shares(self) -> ParallelPlan:
+        """The same plan with runs of blocks of nearly equal length."""
+        return replace(self, stages=tuple(replace(stage, share=()) for stage in self.stages))
+
     @property
     def has_movable_split_points(self) -> bool:
         """Whether some split point could move without changing the number of shards of a layer."""

@@ -628,6 +628,19 @@ class Straggler(_TextEvent, _WorkerEvent):
     """Whether it is asked to leave."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShareChange(_TextEvent):
+    """The replicas of a stage have other shares of the blocks, because a worker is slow, or fast again."""
+
+    kind = "shares"
+    plan: Text | None = None
+    """The plan with these shares, in words."""
+    pause_s: Seconds | None = None
+    """Time without a step, in seconds."""
+    step: StepNumber | None = None
+    """Steps done before it."""
+
+
 # -- generations -----------------------------------------------------------------------------------------------------------
 
 STATE_SOURCES = {

@@ -182,6 +182,18 @@ class ElasticWorker:
         self.mirror.rank, self.mirror.keeper_of = transport.rank, part.mirror_keepers
         self.mirror.compares_digests = self.core.ownership.has_copies(transport.rank)
 
+    def share_out_anew(self, part: AdoptPlanCommand) -> bool:
+        """Run other blocks from the next step on, between two steps; False, and nothing has changed, if the stages or the
+        connections that are here do not suffice for that."""
+        transport, assignment = self.core.transport, part.assignment
+        if transport is None or assignment is None or not self.core.can_share_out_anew(assignment):
+            return False
+        self.core.take_layouts_from_assignment(assignment)
+        self.core.data.learn_streams(part)
+        self.core.validated.update(part.validated)
+        self.core.share_out_anew(assignment)
+        return True
+
     # -- state here -----------------------------------------------------------------------------------------------------------
 
     def _take_mirror_snapshot(self, transport: Transport | None) -> None:

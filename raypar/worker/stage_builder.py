@@ -7,7 +7,7 @@ The parts of a stage: modules (of whole values or slices), parameter uses, split
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -160,10 +160,15 @@ def build_gradient_accumulator(
     weights: StageTensors, routing: MicrobatchRouting, index: int, replica: int
 ) -> GradientAccumulator:
     """The accumulator of gradients over the microbatches and blocks that this replica runs."""
+    names, dtypes = [use.name for use in weights.uses], [use.dtype for use in weights.uses]
+    return GradientAccumulator(weights.leaves, names, dtypes, *run_of_blocks(routing, index, replica))
+
+
+def run_of_blocks(routing: MicrobatchRouting, index: int, replica: int) -> tuple[range, int, dict[int, int]]:
+    """A replica's blocks of a stage, the number of all blocks, and the number of microbatches in each of its own."""
     run = routing.blocks_of_replica(index, replica)
     sizes = {block: len(routing.microbatches.microbatches_of_block(block)) for block in run}
-    names, dtypes = [use.name for use in weights.uses], [use.dtype for use in weights.uses]
-    return GradientAccumulator(weights.leaves, names, dtypes, run, routing.microbatches.blocks, sizes)
+    return run, routing.microbatches.blocks, sizes
 
 
 def uses_completed_by_autograd(weights: StageTensors, deferred: DeferredGradients) -> list[list[int]]:
@@ -405,6 +410,15 @@ class StageBuilder:
             )
             for index, stage in stages.items()
         }
+
+    def share_out_anew(self, stages: Mapping[int, Stage], step_commit: StepCommit) -> StepCommit:
+        """The step commit of the same stages, whose replicas have other blocks from the next step on. Tensors and optimizers
+        stay; the reductions, whose subtrees are others, are made anew."""
+        seat = self.assignment.plan.seats[self.transport.rank]
+        for index, stage in stages.items():
+            stage.routing = self.routing
+            stage.gradients.take_run(*run_of_blocks(self.routing, index, seat.replica))
+        return replace(step_commit, routing=self.routing, reductions=self.build_reductions(stages))
 
     def build_step_commit(self, stages: Mapping[int, Stage], rates: LearningRates) -> StepCommit:
         """The `StepCommit` that ends the steps of these stages. `rates`: the learning rates of all steps."""

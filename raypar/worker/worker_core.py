@@ -288,18 +288,7 @@ class WorkerCore:
         reductions = list(self.step_commit.reductions.values()) if self.stages else []
         self.assignment, self.transport, self.rank = assignment, transport, transport.rank
         self.ownership = self.ownership_of(assignment.plan)
-        builder = StageBuilder(
-            spec=self.spec,
-            graph=self.graph,
-            assignment=assignment,
-            routing=MicrobatchRouting(assignment.plan, self.spec.batching),
-            transport=transport,
-            layout=self.layout,
-            ownership=self.ownership,
-            device=self.device,
-            guard=self.guard,
-            shard_timeout_s=self.step_timeout_s,
-        )
+        builder = self._builder(assignment, transport)
         self.not_moved = None
         self.stages, digests = builder.build_stages(values, unfilled=load is not None)
         self.step_commit = builder.build_step_commit(self.stages, self.learning_rates)
@@ -323,6 +312,42 @@ class WorkerCore:
             "collated": {} if values is not None else self._first_batch_digests(),
             "not_kept": "",
         }
+
+    def _builder(self, assignment: ProgramAssignment, transport: Transport) -> StageBuilder:
+        return StageBuilder(
+            spec=self.spec,
+            graph=self.graph,
+            assignment=assignment,
+            routing=MicrobatchRouting(assignment.plan, self.spec.batching),
+            transport=transport,
+            layout=self.layout,
+            ownership=self.ownership,
+            device=self.device,
+            guard=self.guard,
+            shard_timeout_s=self.step_timeout_s,
+        )
+
+    def can_share_out_anew(self, assignment: ProgramAssignment) -> bool:
+        """Whether the stages that are here can run `assignment`: the plan is the present one but for the replicas' shares."""
+        now, then = self.assignment, assignment
+        same = [[replace(stage, share=()) for stage in one.plan.stages] for one in (now, then)]
+        return same[0] == same[1] and now.plan.recompute == then.plan.recompute and now.splits_backward == then.splits_backward
+
+    def share_out_anew(self, assignment: ProgramAssignment) -> None:
+        """Run other blocks from the next step on, under a plan with other shares (`can_share_out_anew`), between two steps.
+
+        Stages, their tensors and optimizers, and the connections stay.
+        """
+        assert self.transport is not None and self.can_share_out_anew(assignment)
+        self.guard.establish()
+        self.data.close_loaders()
+        reductions = list(self.step_commit.reductions.values())
+        self.assignment, self.ownership = assignment, self.ownership_of(assignment.plan)
+        builder = self._builder(assignment, self.transport)
+        self.step_commit = builder.share_out_anew(self.stages, replace(self.step_commit, ownership=self.ownership))
+        self._build_interpreters(builder.routing, self.transport, lambda instruction: 0.0, None)
+        for reduction in reductions:
+            vars(reduction).clear()
 
     def _users_code(self) -> set[str]:
         """Names for what the present plan has this worker run: layers, the reading of batch fields, the loss, metrics."""

@@ -95,3 +95,25 @@ def test_seeded_histories_leave_the_buffers_of_one_process(seed: int):
     world, found = simulate(job("norms"), GRID, random_faults(seed, 3, plain, workers=4, kinds=kinds), **QUICK)
     assert world.over is not None and (world.over.end == "done" or "the only copies" in world.over.why), world.tell("")
     assert found in (reference, None)
+
+
+@cache
+def of_six_blocks(model: str) -> TorchJob:
+    spec = ugly_models.job(model, microbatches=6, steps=14)
+    return TorchJob(spec, make_layer_graph(spec))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("model", ["norms", "tangled", "branching"])
+def test_replicas_with_other_shares_have_the_state_of_one_process(model):
+    """A straggler gets fewer blocks while its run goes on, and one is killed after that."""
+    work = of_six_blocks(model)
+    plan = ParallelPlan.of([3, 1], layers=len(work.graph.layers))
+    reference = simulate(work, ParallelPlan.mesh(layers=len(work.graph.layers)), **QUICK)[1]
+    more = {"rebalance_stragglers": True, "straggler_steps": 2, "block_work": (1,) * 6, "slow": {1: 2.0}}
+    plain, found = simulate(work, plan, **QUICK, **more)
+    assert found == reference and plain.driver.machine.membership.plan.stages[0].share[1] == 1
+    for at in range(plain.points // 2, plain.points, max(1, plain.points // 16)):
+        world, found = simulate(work, plan, [Fault(at, "kill")], **QUICK, **more)
+        gone = world.over.end == "failed" and "the only copies" in world.over.why
+        assert found == reference or gone, world.tell(f"a kill at {at}: {world.over.why}")

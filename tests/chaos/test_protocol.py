@@ -414,3 +414,37 @@ def test_stragglers_among_other_faults(whole: bool):
         world, found = simulate(work, plan, faults, **quiet, **more)
         gone = world.over.end == "failed" and "the only copies" in world.over.why
         assert found == reference or gone, world.tell(f"{faults}: {world.over.why}")
+
+
+SHARED_OUT = {"rebalance_stragglers": True, "straggler_steps": 4, "block_work": (1,) * 12}
+
+
+def of_twelve_blocks(**more) -> Job:
+    return job(steps=40, batching=Microbatches(12, 12, 24), **more)
+
+
+@pytest.mark.parametrize("misfits", [(), (1,)], ids=["in place", "by a new generation"])
+def test_a_straggler_gets_fewer_blocks_and_the_bits_stay_the_same(misfits):
+    work, plan, quiet = of_twelve_blocks(), ParallelPlan.of([3, 2], layers=4), QUICK | {"validates": False}
+    reference = simulate(work, plan, **quiet)[1]
+    for worker in range(plan.world):
+        world, found = simulate(work, plan, **quiet, **SHARED_OUT, slow={worker: 2.0}, misfits=misfits)
+        now = world.driver.machine.membership
+        assert found == reference, world.tell(f"worker {worker} is slow: {world.over.why}")
+        assert now.members == tuple(range(plan.world)) and now.generation == 1 + bool(misfits)
+        mine = now.plan.seats[worker]
+        for stage in now.plan.stages:
+            assert stage.share == () if stage.position != mine.position else stage.share[mine.replica] == min(stage.share)
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+def test_shares_change_among_other_faults(whole: bool):
+    work, plan, quiet = of_twelve_blocks(mirror_every=2), ParallelPlan.of([3, 2], layers=4), QUICK | {"validates": False}
+    plain, reference = simulate(work, plan, **quiet)
+    kinds: tuple[Kind, ...] = ("kill", "zombie", "stop", "delay", "late_answer", "kill_driver", "stop_driver", "drain")
+    for seed in range(300 if whole else 12):
+        faults = random_faults(seed, 3, plain, workers=4, kinds=kinds)
+        more = {"hires": True, "slow": {seed % 3: 2.0, 4: 3.0}, "misfits": (2,) if seed % 4 == 0 else ()}
+        world, found = simulate(work, plan, faults, **quiet, **SHARED_OUT, **more)
+        gone = world.over.end == "failed" and "the only copies" in world.over.why
+        assert found == reference or gone, world.tell(f"{faults}: {world.over.why}")

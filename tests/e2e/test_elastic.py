@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -602,6 +603,52 @@ def test_a_straggler_is_told_and_replaced(long_undisturbed, tmp_path):
     assert [event["worker"] for event in trainee.told("left")] == [found["worker"]]
     assert [event["worker"] for event in trainee.told("joined")] == [4], "another one has come"
     assert len(trainee.told("generation")[-1]["workers"]) == 4
+
+
+@pytest.mark.chaos
+def test_a_worker_at_half_speed_gets_fewer_blocks_until_it_is_fast_again(own_ray, tmp_path):
+    """Of three replicas: 5 of 12 blocks on a fast one take less than 4 on the slow one, and the step is within 5 % of that."""
+    words = (
+        "steps=180",
+        "microbatches=12",
+        "batch_size=24",
+        "validation=null",
+        "elastic={min_workers: 1, stragglers: rebalance}",
+    )
+    plain = Undisturbed.of(tmp_path, *words)
+    file = tmp_path / "slow"
+    args = f"model.args={{sleep_s: 0.02, half_speed: {file}}}"
+    trainee = Trainee(tmp_path, *words, "plan={stages: 1, replicas: 3}", args)
+    begin, end = 30, 110
+
+    def slow_down() -> None:
+        file.write_text(str(trainee.pids[2]))
+
+    result = trainee.run(then={begin: slow_down, end: file.unlink})
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == plain.weights_sha256 and trainee.losses == plain.losses
+    first, back = trainee.told("shares")
+    assert re.match(r"worker 2 takes \d\.\d times as long as the others: it gets 2 of 12 blocks, they 5; ", first["text"]), (
+        first
+    )
+    assert first["plan"] == "1 stage x 3 replicas, shares of blocks: stage 0 5:5:2"
+    assert back["text"].startswith("the replicas are equally fast again: they get 4 of 12 blocks each")
+    assert trainee.told("generation") == [], "nobody has a new seat"
+    times = {event["step"]: event["seconds"] for event in trainee.told("step")}
+    even, slow, shared, again = (
+        statistics.median(times[step] for step in range(*span))
+        for span in (
+            (10, begin),
+            (begin + 3, first["step"]),
+            (first["step"] + 3, end),
+            (back["step"] + 3, 180),
+        )
+    )
+    predicted = even + (slow - even) / 4  # one more block of a fast replica; the slow one had four at twice the time
+    told = f"even {even:.4f}, slow {slow:.4f}, shared {shared:.4f} (predicted {predicted:.4f}), again {again:.4f} s; pauses "
+    print(told, first["pause_s"], back["pause_s"])
+    assert shared < 1.05 * predicted and again < 1.05 * even, told
+    assert max(first["pause_s"], back["pause_s"]) < 1.0
 
 
 @pytest.mark.chaos

@@ -283,6 +283,15 @@ class HashBody:
         self.program = programs(self.plan, self.job.batching)[self.rank]
         self.pending = None
 
+    def share_out_anew(self, order: tuple[AdoptPlan, Mesh]) -> bool:
+        """Workers of `misfits` would need other connections."""
+        if self.worker in self.world.world.misfits:
+            return False
+        self.plan = order[0].plan
+        self.routing = MicrobatchRouting(self.plan, self.job.batching)
+        self.program = programs(self.plan, self.job.batching)[self.rank]
+        return True
+
     def validate(self) -> Generator[Any, Any, int]:
         """One message round, so that there is something to break off."""
         assert self.mesh is not None and self.plan is not None

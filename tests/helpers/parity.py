@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -12,9 +13,10 @@ from helpers import reference, ugly_models
 
 from raypar.job import DataConfig, Job, PrecisionConfig, ValidationConfig
 from raypar.model.graph import Graph
-from raypar.plan import ParallelPlan
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.schedule import registry
 from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.run_in_one_process import OneProcessRun
 
 STEPS = 5
@@ -167,11 +169,23 @@ def differences(want: reference.Result, name: str, got: Iterable[Any], wanted: A
     return bad
 
 
-def check_local(layout: Layout, order_seed: int = 0) -> None:
-    """Run the layout in one process and compare everything with the reference."""
+def share_out_anew(run: OneProcessRun, schedule: str, shares: Shares) -> None:
+    """Give the replicas of a run under way other shares, between two steps."""
+    plan = with_shares(run.plan, shares)
+    order = registry.build_schedule(schedule, MicrobatchRouting(plan, run.spec.batching))
+    for core, part in zip(run.cores, make_worker_assignments(run.spec, run.graph, plan, order), strict=True):
+        assert core.can_share_out_anew(part)
+        core.share_out_anew(part)
+    run.plan = plan
+
+
+def check_local(layout: Layout, order_seed: int = 0, *, later: Mapping[int, Shares] = MappingProxyType({})) -> None:
+    """Run the layout in one process and compare everything with the reference. `later`: step -> shares from there on."""
     job, want = layout.job, expected(layout.model, layout.microbatches, layout.blocks, layout.compute)
     with OneProcessRun(job, layout.plan, layout.schedule, graph=layout.graph, seed=order_seed) as run:
         for step in range(STEPS):
+            if step in later:
+                share_out_anew(run, layout.schedule, later[step])
             reports = run.step(step)
             assert {r.loss for r in reports} == {want.losses[step]}, f"{layout}, step {step}: loss"
             assert {r.norm for r in reports} == {want.norms[step]}, f"{layout}, step {step}: norm"

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -213,6 +213,10 @@ class Hashes:
     def part(self, order: do.AdoptPlan, mesh: Mesh, worker: int) -> Any:
         return order, mesh
 
+    def share(self, order: do.AdoptPlan, worker: int) -> Any:
+        """The part of a plan that differs from the present one in its shares."""
+        return order, None
+
     def outcome(self, answer: Any) -> Any:
         return answer
 
@@ -269,16 +273,18 @@ class World:
         tick_ms: float = TICK_MS,
         slow: Mapping[int, float] | None = None,
         nodes: Mapping[int, str] | None = None,
+        misfits: Collection[int] = (),
         first: ParallelPlan | None = None,
         room: int = EVERYBODY,
         **policy: Any,
     ) -> None:
         """`slow`: workers that say that they compute so many times as long as the others; `nodes`: where workers are.
 
+        `misfits`: workers whose connections suffice for no other shares.
         `first`: the plan that the run begins with, if it is smaller than `plan`; the other workers of `plan` have no place yet.
         `room`: so many workers find a place by themselves at most, for as long as they are there; further ones by `place`.
         """
-        self.slow, self.nodes = slow or {}, nodes or {}
+        self.slow, self.nodes, self.misfits = slow or {}, nodes or {}, misfits
         self.job, self.plan = job, plan
         self.changes = deque(sorted(changes, key=lambda change: change.after))
         """That have not come due."""
@@ -788,6 +794,10 @@ class Driver:
                 self.effect(lambda: on.PlanChosen(number, world.chosen(number, workers)))
             case do.AdoptPlan():
                 self.adopt(action)
+            case do.PrepareShares(number, plan):
+                self.effect(lambda: on.SharesPrepared(number, plan))
+            case do.AdoptShares():
+                self.share_out_anew(action)
             case do.StartWorkers(workers, on_demand):
                 if workers[0] < len(world.processes):  # another driver has given that name
                     for worker in workers:
@@ -818,7 +828,7 @@ class Driver:
                     world.at(STARVED_MS, world.starve)
             case do.AbortGroups(why):
                 self.abort(why)
-            case do.TellUser() | do.ReportFirstStepAfterRecovery() | do.ReportStraggler():
+            case do.TellUser() | do.ReportFirstStepAfterRecovery() | do.ReportStraggler() | do.ReportShares():
                 pass
             case _:
                 raise AssertionError(action)
@@ -895,6 +905,18 @@ class Driver:
                 lambda a, w=worker: self.answered(
                     a, order.generation, w, on.PlanAdopted(w, order.generation, self.not_kept(w))
                 ),
+            )
+
+    def share_out_anew(self, action: do.AdoptShares) -> None:
+        world, members = self.world, self.machine.membership.members
+        world.records[action.generation] = (action.plan, members)
+        order = do.AdoptPlan(action.generation, action.plan, members, (), action.done, ())
+        for worker in members:
+            part = world.flesh.share(order, worker)
+            self.ask(
+                worker,
+                lambda p, part=part: p.member.share_out_anew(action.generation, part),
+                lambda a, w=worker: self.answered(a, action.generation, w, on.SharesAdopted(w, action.generation, a is True)),
             )
 
     def not_kept(self, worker: int) -> str:

@@ -52,16 +52,23 @@ class Recorded(nn.Module):
 
     `flip`: from then on, on the first worker that can make the file, one weight is another one. `slow`: from then on, the first
     worker that can make the file sleeps three times as long as the others. `slow_while`: as long as this file is there, every
-    microbatch takes 0.3 s more.
+    microbatch takes 0.3 s more. `half_speed`: the process whose number is in this file sleeps twice as long.
     """
 
     def __init__(
-        self, fault: str = "", at: int = 0, sleep_s: float = 0.0, flip: str = "", slow: str = "", slow_while: str = ""
+        self,
+        fault: str = "",
+        at: int = 0,
+        sleep_s: float = 0.0,
+        flip: str = "",
+        slow: str = "",
+        slow_while: str = "",
+        half_speed: str = "",
     ) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.fault, self.at, self.sleep_s, self.flip, self.count = fault, at, sleep_s, flip, Count()
-        self.slow, self.slow_while = slow, slow_while
+        self.slow, self.slow_while, self.half_speed = slow, slow_while, half_speed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and not x.is_meta:
@@ -70,6 +77,8 @@ class Recorded(nn.Module):
                 with contextlib.suppress(FileExistsError), open(self.slow, "x") as file:
                     file.write(str(os.getpid()))
                 self.sleep_s *= 3 if Path(self.slow).read_text() == str(os.getpid()) else 1
+            if self.half_speed and Path(self.half_speed).exists() and Path(self.half_speed).read_text() == str(os.getpid()):
+                time.sleep(self.sleep_s)
             time.sleep(self.sleep_s + 0.3 * bool(self.slow_while and Path(self.slow_while).exists()))
             if calls == self.at + 1:
                 if self.flip:
@@ -103,11 +112,13 @@ def model(
     flip: str = "",
     slow: str = "",
     slow_while: str = "",
+    half_speed: str = "",
     build_s: float = 0.0,
 ) -> nn.Sequential:
     """`fault`, `sleep_s`, `build_s` (`SlowToBuild`) are the last layer's; a `width` other than the samples' does not fit."""
     layers = [
-        (f"layer{i}", Recorded(*((fault, at, sleep_s, flip, slow, slow_while) if i == depth - 1 else ()))) for i in range(depth)
+        (f"layer{i}", Recorded(*((fault, at, sleep_s, flip, slow, slow_while, half_speed) if i == depth - 1 else ())))
+        for i in range(depth)
     ]
     if build_s:
         layers[-1][1].linear.weight.build_s = build_s

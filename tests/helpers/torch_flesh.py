@@ -115,19 +115,27 @@ class TorchFlesh:
         return mesh
 
     def part(self, order: do.AdoptPlan, mesh: tuple[LocalMesh, tuple[int, ...]], worker: int) -> Any:
+        part = self.command(order, mesh[1], worker)
+        transport = mesh[0].transports[part.rank_of_worker[worker]]
+        transport.peers = connected_ranks(part, part.rank_of_worker[worker], self.job.spec, self.layout)
+        return part, lambda: transport
+
+    def share(self, order: do.AdoptPlan, worker: int) -> AdoptPlanCommand:
+        return self.command(order, order.members, worker)
+
+    def command(self, order: do.AdoptPlan, workers: tuple[int, ...], worker: int) -> AdoptPlanCommand:
         key = (order.plan, self.schedule(order))
         if key not in self.job.lowered:
             made = registry.build_schedule(key[1], MicrobatchRouting(order.plan, self.job.batching))
             self.job.lowered[key] = make_worker_assignments(self.job.spec, self.job.graph, order.plan, made)
         seat = order.members.index(worker) if worker in order.members else None
-        ranks = {w: rank for rank, w in enumerate(mesh[1])}
+        ranks = {w: rank for rank, w in enumerate(workers)}
         assignment = self.job.lowered[key][seat] if seat is not None else None
         path = self.checkpoints[order.done] if order.from_checkpoint else None
-        transport = mesh[0].transports[ranks[worker]]
         load = None if path is None else str(path)
         keepers = assign_buddies(order.members)  # every worker is a node of its own
         fresh = order.from_checkpoint and not path
-        part = AdoptPlanCommand(
+        return AdoptPlanCommand(
             assignment,
             ranks,
             order.done,
@@ -138,8 +146,6 @@ class TorchFlesh:
             from_mirror=order.from_mirror,
             mirror_keepers=keepers,
         )
-        transport.peers = connected_ranks(part, ranks[worker], self.job.spec, self.layout)
-        return part, lambda: transport
 
     def schedule(self, order: do.AdoptPlan) -> str:
         fitting = [name for name in self.job.schedules if registry.schedule_fits_plan(name, order.plan)]

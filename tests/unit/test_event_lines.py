@@ -54,6 +54,7 @@ STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_
             {"kind": "learning_rate", "text": "learning rate 0.1 -> 0.05 from step 7 on", "step": 7, "lr": 0.05, "before": 0.1},
             "learning rate 0.1 -> 0.05 from step 7 on",
         ),
+        ({"kind": "shares", "text": "worker 2 gets 2 of 12 blocks", "step": 40}, "worker 2 gets 2 of 12 blocks"),
         ({"kind": "joined", "worker": 6, "node": NODE, "pid": 78}, "joined: worker 6 (pid 78, node b09ad58f)"),
         (
             {"kind": "draining", "worker": 2, "node": NODE, "pid": 7, "why": "node b09ad58f is being drained"},

@@ -5,11 +5,26 @@ import statistics
 
 from helpers.machine_steps import begin
 
-from raypar.elastic.actions import ClaimGeneration, ReportStraggler
-from raypar.elastic.events import StepEmitted, StepJournalled, StepReported, StopRequested
+from raypar.elastic.actions import AdoptShares, ClaimGeneration, PrepareShares, ReportShares, ReportStraggler, TellUser
+from raypar.elastic.events import (
+    CallFailed,
+    GenerationClaimed,
+    PlanAdopted,
+    SharesAdopted,
+    SharesPrepared,
+    StepEmitted,
+    StepJournalled,
+    StepReported,
+    StopRequested,
+    WorkerStatusReported,
+)
+from raypar.elastic.generation_guard import WorkerStatus
+from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.seating import plans_after_one_loss
 from raypar.elastic.stragglers import StragglerWatch, median_of_others
+from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
 
 PAIRS = [(0, 1), (2, 3)]
@@ -150,3 +165,163 @@ def test_the_median_of_the_others_is_that_of_all_numbers_but_ones_own():
             others = numbers[:place] + numbers[place + 1 :]
             assert median_of_others(sorted(numbers), own) == statistics.median(others)
     assert median_of_others([1.0], 1.0) is None
+
+
+# -- other shares of the blocks --------------------------------------------------------------------------------------------
+
+
+def sharing(dp=3, pp=1, tp=1, blocks=12, **policy):
+    """A run whose stragglers get fewer blocks, after its first generation has begun."""
+    plan = ParallelPlan.mesh(dp=dp, pp=pp, tp=tp, layers=pp)
+    fixed = {"workers": plan.world, "job_steps": 5000, "elastic": True, "hires": True, "rebalance_stragglers": True}
+    made = RunMachine(RunPolicy(**(fixed | {"block_work": (1,) * blocks} | policy)), plan=plan)
+    begin(made)
+    return made
+
+
+def train(machine, count, speeds, fits=True, why=""):
+    """So many steps, with times of workers as `speeds` says; what is decided about stragglers, shares and generations.
+
+    `fits`: whether the workers can take other blocks with the connections that they have; `why`: why no plan can be made.
+    """
+    found = []
+
+    def handle(event):
+        now = 0.1 * machine.progress.committed
+        for action in [decision.action for decision in machine.handle(event, now)]:
+            if isinstance(action, PrepareShares):
+                later.append(SharesPrepared(action.generation, action.plan, why))
+            elif isinstance(action, AdoptShares):
+                later.extend(SharesAdopted(worker, action.generation, fits) for worker in machine.membership.members)
+            elif isinstance(action, (ReportStraggler, ClaimGeneration, ReportShares, TellUser)):
+                found.append(action)
+
+    end, later = machine.progress.committed + count, []
+    while machine.progress.committed < end and machine.phase in (Phase.RUNNING, Phase.FLUSHING, Phase.REBALANCING):
+        while later:
+            handle(later.pop(0))
+        who, step = machine.membership, machine.progress.committed
+        if machine.phase is not Phase.RUNNING or machine.progress.issued == step:
+            break
+        for worker in who.members:
+            busy = {worker: 0.01 * speeds.get(worker, 1.0)}
+            handle(StepReported((worker,), step, 0.1, who.generation, busy_s=busy))
+        handle(StepJournalled(step))
+        handle(StepEmitted(step))
+    while later:
+        handle(later.pop(0))
+    return found
+
+
+def shares(machine):
+    return [stage.share for stage in machine.membership.plan.stages]
+
+
+def texts(found):
+    return [action.text for action in found if isinstance(action, (ReportShares, TellUser))]
+
+
+def test_a_worker_that_takes_twice_as_long_gets_fewer_blocks_and_even_ones_again_when_it_is_fast():
+    made = sharing()
+    found = train(made, 30, {2: 2.0})
+    assert texts(found) == ["worker 2 takes 2.0 times as long as the others: it gets 2 of 12 blocks, they 5"]
+    assert found[0] == ReportStraggler(2, 2.0, 20) and found[1].step <= 23
+    assert shares(made) == [(5, 5, 2)] and made.membership.generation == 1
+    assert train(made, 200, {2: 2.0}) == [], "and that is all"
+    found = train(made, 30, {})
+    assert texts(found) == ["the replicas are equally fast again: they get 4 of 12 blocks each"]
+    assert shares(made) == [()] and made.membership.generation == 1
+
+
+def test_only_the_slow_workers_stage_has_other_shares_and_the_slowest_shard_decides():
+    made = sharing(dp=2, pp=2, tp=2, blocks=16)
+    slow = made.membership.plan.rank(1, 0, 1)
+    (text,) = texts(train(made, 60, {slow: 3.0}))
+    assert text == f"worker {slow} takes 3.0 times as long as the others: its replica gets 4 of 16 blocks, the others 12"
+    assert shares(made) == [(), (4, 12)]
+    made = sharing(dp=5, blocks=30)
+    (text,) = texts(train(made, 60, {1: 2.0, 3: 4.0}))
+    assert text == "workers 1, 3 take 2.0 and 4.0 times as long as the others: they get 2 to 4 of 30 blocks, the others 8"
+    assert shares(made) == [(8, 4, 8, 2, 8)]
+
+
+def test_shares_do_not_flap():
+    """A worker that is slow for 30 steps, then fast for 30, and so on: changes come further and further apart."""
+    made = sharing()
+    changes = []
+    for turn in range(60):
+        before = made.progress.committed
+        changes += [before] * len(texts(train(made, 30, {2: 2.0} if turn % 2 == 0 else {})))
+    assert 4 <= len(changes) <= 12, changes
+    assert texts(train(sharing(), 400, {2: 1.45})) == [], "no straggler, no change"
+
+
+def test_a_straggler_that_becomes_slower_gets_fewer_still():
+    made = sharing(blocks=24)
+    train(made, 40, {2: 2.0})
+    assert shares(made) == [(10, 10, 4)] or shares(made) == [(9, 10, 5)]
+    train(made, 100, {2: 6.0})
+    assert shares(made)[0][2] == 2
+
+
+def test_where_no_share_helps_one_line_says_so_and_it_is_replaced_as_today():
+    made = sharing(blocks=3)
+    found = train(made, 40, {2: 2.0})
+    assert texts(found) == [
+        "worker 2 takes 2.0 times as long as the others: whatever its share of the 3 blocks, a step takes as long as without it"
+    ]
+    assert [a for a in found if isinstance(a, ReportStraggler)] == [ReportStraggler(2, 2.0, 20, leaves=True)]
+    assert made.membership.leaving == {2}
+    alone = sharing(blocks=3, hires=False)
+    found = train(alone, 200, {2: 2.0})
+    assert len(texts(found)) == 1 and ReportStraggler(2, 2.0, 20) in found and not alone.membership.leaving
+
+
+def test_a_straggler_that_holds_the_others_up_with_one_block_gets_that_first_and_is_asked_to_leave_then():
+    made = sharing()
+    found = train(made, 100, {2: 10.0})
+    assert shares(made)[0][2] == 1
+    assert [type(a) for a in found][:2] == [ReportStraggler, ReportShares]
+    assert found[-2:] == [ReportStraggler(2, 10.0, 20, leaves=True), ClaimGeneration(2)]
+
+
+def test_workers_that_need_other_connections_begin_a_new_generation_with_the_same_seats():
+    made = sharing()
+    found = train(made, 30, {2: 2.0}, fits=False)
+    assert found[-1] == ClaimGeneration(2)
+    assert made.planned.members == (0, 1, 2) and made.planned.plan.stages[0].share == (5, 5, 2)
+
+
+def test_where_more_blocks_do_not_fit_into_memory_the_straggler_is_asked_to_leave():
+    made = sharing()
+    found = train(made, 40, {2: 2.0}, why="worker 0 (stage 0, replica 0) would need 9 MiB")
+    assert texts(found) == ["shares stay as they are: worker 0 (stage 0, replica 0) would need 9 MiB"]
+    assert shares(made) == [()] and made.membership.leaving == {2}
+
+
+def test_a_new_generation_begins_with_fewer_blocks_for_who_is_known_to_be_slow():
+    made = sharing(dp=4, hires=False)
+    train(made, 30, {3: 2.0})
+    assert shares(made) == [(3, 3, 4, 2)]
+    assert [plan.stages[0].share for plan in plans_after_one_loss(made)] == [(5, 5, 2), ()], "of another worker, of this one"
+    lose(made, 0)
+    assert made.membership.members == (1, 2, 3) and shares(made) == [(5, 5, 2)]
+    lose(made, 3)
+    assert made.membership.members == (1, 2) and shares(made) == [()]
+
+
+def lose(machine, worker):
+    """A worker dies, and the others go on."""
+    generation = machine.membership.generation + 1
+    machine.handle(CallFailed("lost", WorkerLost("it is gone", cure="none"), worker), 1.0)
+    left = [other for other in machine.membership.members if other != worker]
+    done = machine.progress.committed
+    stands = [WorkerStatusReported(generation, WorkerStatus(other, done)) for other in left]
+    for event in (GenerationClaimed(generation, True), *stands, *(PlanAdopted(other, generation) for other in left)):
+        machine.handle(event, 1.0)
+
+
+def test_a_job_that_reports_stragglers_keeps_its_shares():
+    assert texts(train(sharing(rebalance_stragglers=False), 100, {2: 2.0})) == []
+    assert texts(train(sharing(elastic=False), 100, {2: 2.0})) == []
+    assert texts(train(sharing(dp=1, pp=3), 100, {2: 2.0})) == [], "nobody else computes the same"

@@ -16,6 +16,7 @@ from raypar.elastic import (
     failures,
     find_and_adopt_plan_rules,
     membership_rules,
+    rebalance_rules,
     recovery_rules,
     running_rules,
     wait_for_last_copies,
@@ -31,6 +32,8 @@ from raypar.elastic.events import (
     KeptGradientsApplied,
     PlanAdopted,
     PlanChosen,
+    SharesAdopted,
+    SharesPrepared,
     StacksReported,
     StepEmitted,
     StepJournalled,
@@ -53,7 +56,7 @@ from raypar.elastic.transition_diagram import draw_diagram, insert_diagram
 from raypar.elastic.transition_table import ON_ENTER, RECOVERING, ROWS, TABLE, TransitionRow, make_transition_row
 from raypar.elastic.wait_for_last_copies import ENDED_GRACE_S
 from raypar.errors import GroupAborted, OutOfMemory, RayparError, WorkerLost
-from raypar.plan import ParallelPlan
+from raypar.plan import ParallelPlan, StagePlan
 
 PAGE = Path(__file__).parents[2] / "raypar/elastic/RUN_MACHINE.md"
 CTRL_C = StopRequested("Ctrl-C", interrupt=True)
@@ -64,6 +67,8 @@ FULL = CheckpointFailed(1, OSError("full"))
 LATE_S = 10_000.0
 ADOPTED = [PlanAdopted(0, 1), PlanAdopted(1, 1)]
 STACKS = StacksReported("worker 1 waits")
+SHARED = [SharesAdopted(0, 1), SharesAdopted(1, 1)]
+PREPARED = SharesPrepared(1, ParallelPlan((StagePlan(0, 2, 0, 2, share=(3, 1)),)))
 
 
 def broke(generation):
@@ -110,6 +115,8 @@ def arrive(phase, **policy):
             return run(1, **({"validates": True, "validate_every": 1} | policy))
         case P.SAVING:
             return run(1, **({"job_steps": 1} | policy))
+        case P.REBALANCING:
+            return reported(sharing(run(1, **policy)), 1, 2)
         case P.ENDING:
             return sent(arrive(P.SAVING, **policy), AllWorkersCopiedState(1))
         case P.ABORTING:
@@ -308,6 +315,54 @@ SCENES = {
     ),
     "a worker dies at the end once too often": (lambda: spent(arrive(P.ENDING)), [lost(1)], P.OVER),
     "the last checkpoint hangs after Ctrl-C": (lambda: sent(arrive(P.ENDING), CTRL_C), [Tick()], P.OVER),
+    # other shares of the blocks
+    "a worker gets fewer blocks": (lambda: reported(sharing(run(1)), 1), "reports of step 2", P.REBALANCING),
+    "a worker gets fewer blocks, and a checkpoint is due": (
+        lambda: sharing(run(1, save_every=2)),
+        "reports of step 1",
+        P.REBALANCING,
+    ),
+    "other shares are there when no step is in flight": (lambda: asked(idle(run())), [PREPARED], P.REBALANCING),
+    "other shares are there when a checkpoint is due": (
+        lambda: asked(seen(run(1, save_every=2))),
+        [PREPARED],
+        P.REBALANCING,
+    ),
+    "all workers have their blocks": (lambda: arrive(P.REBALANCING), SHARED, P.RUNNING),
+    "all workers have their blocks, and a checkpoint is due": (lambda: shared_at_flush_point(save_every=2), SHARED, P.SAVING),
+    "all workers have their blocks, and the last step is not seen": (
+        lambda: reported(sharing(run(1, save_every=2)), 1),
+        SHARED,
+        P.FLUSHING,
+    ),
+    "all workers have their blocks, and a validation is due": (
+        lambda: shared_at_flush_point(validates=True, validate_every=2),
+        SHARED,
+        P.VALIDATING,
+    ),
+    "a worker would need other connections": (
+        lambda: arrive(P.REBALANCING),
+        [SHARED[0], SharesAdopted(1, 1, False)],
+        P.CLAIMING,
+    ),
+    "a worker is drained while it gets other blocks": (
+        lambda: sent(arrive(P.REBALANCING), DrainRequested(1, "")),
+        SHARED,
+        P.CLAIMING,
+    ),
+    "Ctrl-C while workers get other blocks, and all is saved": (
+        lambda: sent(saved(shared_at_flush_point(save_every=2), 2), CTRL_C),
+        SHARED,
+        P.OVER,
+    ),
+    "Ctrl-C while workers get other blocks, and a checkpoint is written": (
+        lambda: sent(writing(shared_at_flush_point(save_every=2), 2), CTRL_C),
+        SHARED,
+        P.ENDING,
+    ),
+    "a worker does not take other blocks": (lambda: arrive(P.REBALANCING), [Tick()], P.CLAIMING),
+    "a worker does not take other blocks, once too often": (lambda: spent(arrive(P.REBALANCING)), [Tick()], P.OVER),
+    "a worker dies while it gets other blocks": (lambda: arrive(P.REBALANCING), [lost(1)], P.CLAIMING),
     # aborted steps
     "a mistake in an abort": (lambda: arrive(P.ABORTING), [MISTAKE], P.OVER),
     "a mistake in an abort while a checkpoint is written": (lambda: writing(arrive(P.ABORTING)), [MISTAKE], P.FAILING),
@@ -343,7 +398,7 @@ SCENES = {
     # recoveries
     **{
         f"a mistake while {phase.value}": (lambda phase=phase: arrive(phase), [MISTAKE], P.OVER)
-        for phase in (P.CLAIMING, P.STANDING, P.SETTLING, P.PLANNING, P.ADOPTING, P.WAITING)
+        for phase in (P.REBALANCING, P.CLAIMING, P.STANDING, P.SETTLING, P.PLANNING, P.ADOPTING, P.WAITING)
     },
     **{
         f"a mistake while {phase.value} and a checkpoint is written": (
@@ -351,7 +406,7 @@ SCENES = {
             [MISTAKE],
             P.FAILING,
         )
-        for phase in (P.CLAIMING, P.STANDING, P.SETTLING, P.PLANNING, P.ADOPTING, P.WAITING)
+        for phase in (P.REBALANCING, P.CLAIMING, P.STANDING, P.SETTLING, P.PLANNING, P.ADOPTING, P.WAITING)
     },
     **{
         f"a connection breaks while {phase.value}": (lambda phase=phase: arrive(phase), [broke(2)], P.CLAIMING)
@@ -553,6 +608,28 @@ def idle(machine):
     return sent(machine, *reports(machine, 0), *reports(machine, 1))
 
 
+def asked(machine):
+    """A plan with other shares is being lowered."""
+    machine.sharing.asked = PREPARED.plan
+    return machine
+
+
+def sharing(machine):
+    """That plan is there: the workers get it as soon as no step is in flight."""
+    return sent(asked(machine), PREPARED)
+
+
+def reported(machine, *steps):
+    for step in steps:
+        do(machine, *reports(machine, step))
+    return machine
+
+
+def shared_at_flush_point(**policy):
+    """The workers get other blocks where a save or a validation is due after two steps, which people have seen."""
+    return sent(reported(sharing(run(1, **policy)), 1), StepJournalled(1), StepEmitted(1))
+
+
 def asking(machine):
     """A worker has joined, and the planner has been asked for a plan with it."""
     machine.membership.spares.add(2)
@@ -630,7 +707,15 @@ def calls(function):
 
 def test_no_rule_calls_another_rule_and_none_starts_the_work_of_a_phase():
     """A rule returns the next phase; what that phase begins with is the table's. Steps are issued within a phase too."""
-    modules = (failures, membership_rules, find_and_adopt_plan_rules, recovery_rules, running_rules, wait_for_last_copies)
+    modules = (
+        failures,
+        membership_rules,
+        find_and_adopt_plan_rules,
+        rebalance_rules,
+        recovery_rules,
+        running_rules,
+        wait_for_last_copies,
+    )
     rules = {row.rule: next(vars(module)[row.rule] for module in modules if row.rule in vars(module)) for row in ROWS}
     works = {work.__name__: work for work in ON_ENTER.values()}
     tails = (rules.keys() | works.keys()) - {"issue_steps"}

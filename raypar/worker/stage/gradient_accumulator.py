@@ -120,22 +120,26 @@ class GradientAccumulator:
         uses = enumerate(zip(leaves, dtypes, strict=True))
         self.rounded = {use: (leaf, dtype) for use, (leaf, dtype) in uses if leaf.dtype != dtype}
         self.leaves = [WiderSum() if use in self.rounded else leaf for use, leaf in enumerate(leaves)]
-        self.names, self.sizes, self._added = list(names), sizes, set()
-        self.on_ready = None
+        self.names, self._added = list(names), set()
+        self.on_ready, self._once = None, None
+        self._all = range(len(self.leaves) - 1, -1, -1)
+        self.take_run(run, blocks, sizes)
+
+    def take_run(self, run: range, blocks: int, sizes: dict[int, int]) -> None:
+        """Add up the gradients of these blocks from the next step on."""
+        self.sizes = sizes
         subtrees = covering_nodes(run, blocks)
         self._joins = {
             node[1][0]: (parent, node[0])
             for parent in _inner(subtrees)
             if (node := addition_tree_children(parent))[1][1] - node[1][0] == 1 and sizes[node[1][0]] == 1
         }
-        self._once = None
         self._merges = {block: _path(block, subtrees) for block in run}
         self._roots = [
             n for root in subtrees for n in ((root, *addition_tree_children(root)) if root[1] - root[0] > 1 else (root,))
         ]
         self._empty = [block for block in run if not sizes[block]]
         self._total = 2 * sum(sizes.values())
-        self._all = range(len(self.leaves) - 1, -1, -1)
         self.has_only_empty_blocks = bool(run) and not self._total
 
     def begin(self) -> None:
