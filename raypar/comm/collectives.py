@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from raypar.comm.phased_operation import OperationMessage, OperationPhase, Phase
 from raypar.comm.sent_tensor_layout import layout_of, message_of
 from raypar.comm.transport import (
     CommunicationLedger,
+    Handle,
     check_collective_group,
     check_one_tensor_per_rank,
     check_peer_rank,
@@ -119,6 +120,10 @@ class MessageBasedTransport(ABC):
     @abstractmethod
     def close(self) -> None:
         """See `Transport.close`."""
+
+    def run_after(self, after: Handle, work: Callable[[], None], *, group: Sequence[int], channel: int = 0) -> None:
+        """See `Transport.run_after`: the host waits."""
+        return None
 
     # -- point to point
 

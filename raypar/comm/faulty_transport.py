@@ -154,6 +154,10 @@ class FaultyTransport:
         """See `Transport.can_share_memory`."""
         return self.inner.can_share_memory(rank)
 
+    def run_after(self, after: Handle, work: Callable[[], None], *, group: Sequence[int], channel: int = 0) -> Handle | None:
+        """See `Transport.run_after`: additions have no faults of their own."""
+        return self.inner.run_after(after, work, group=group, channel=channel)
+
     def send(self, tensor: Tensor, *, to: int, tag: int, keep_layout: bool = False) -> Handle:
         """See `Transport.send`."""
         return self._call("send", lambda: self.inner.send(tensor, to=to, tag=tag, keep_layout=keep_layout))

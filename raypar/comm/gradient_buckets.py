@@ -120,12 +120,26 @@ class GradientBucket(ABC):
     def post_first(self) -> Handle:
         """Start the first phase."""
 
-    @abstractmethod
     def post_second(self) -> Handle | None:
         """Combine what the first phase has brought, and start the second, if there is one.
 
         Called when the first phase is done, or the device's stream waits for it.
         """
+        self.add_up()
+        return self.gather()
+
+    def post_chained(self) -> Handle | None:
+        """As `post_second`, right after the first phase is posted, beside what is computed; None: nothing was done, because the
+        host has to wait for that phase (`Transport.run_after`)."""
+        return None
+
+    @abstractmethod
+    def add_up(self) -> None:
+        """Combine what the first phase has brought."""
+
+    def gather(self) -> Handle | None:
+        """Start the second phase; None: there is none."""
+        return None
 
 
 def _terms(rows: SubtreeSums, index: int, node: TreeNode) -> list[Tensor]:
@@ -232,12 +246,22 @@ class CanonicalBucket(GradientBucket):
         r = self.replicas
         return r.transport.all_to_all(self.parts, self.pieces, group=r.ranks, channel=r.channel)
 
-    def post_second(self) -> Handle:
-        """See `GradientBucket.post_second`."""
+    def post_chained(self) -> Handle | None:
+        """See `GradientBucket.post_chained`."""
+        assert self.first_phase is not None
+        r = self.replicas
+        added = r.transport.run_after(self.first_phase, self.add_up, group=r.ranks, channel=r.channel)
+        return None if added is None else self.gather()
+
+    def add_up(self) -> None:
+        """See `GradientBucket.add_up`."""
         for left, right, out in self._adds:
             torch.add(left, right, out=out)
         if self._total is not None and self._total.data_ptr() != self.own_total.data_ptr():
             self.own_total.copy_(self._total)
+
+    def gather(self) -> Handle:
+        """See `GradientBucket.gather`."""
         r = self.replicas
         return r.transport.all_gather(self.totals, self.own_total, group=r.ranks, channel=r.channel)
 
@@ -275,9 +299,8 @@ class FastBucket(GradientBucket):
         r = self.replicas
         return r.transport.all_reduce(self.result, group=r.ranks, channel=FAST_REDUCTION_CHANNELS + r.channel)
 
-    def post_second(self) -> Handle | None:
-        """See `GradientBucket.post_second`: nothing is left to do."""
-        return None
+    def add_up(self) -> None:
+        """See `GradientBucket.add_up`: nothing is left to do."""
 
 
 class PairBucket(FastBucket):
@@ -295,10 +318,15 @@ class PairBucket(FastBucket):
         r = self.replicas
         return r.transport.all_gather(self._pair, self.result, group=r.ranks, channel=r.channel)
 
-    def post_second(self) -> Handle | None:
-        """See `GradientBucket.post_second`: the root of the tree."""
+    def post_chained(self) -> Handle | None:
+        """See `GradientBucket.post_chained`."""
+        assert self.first_phase is not None
+        r = self.replicas
+        return r.transport.run_after(self.first_phase, self.add_up, group=r.ranks, channel=r.channel)
+
+    def add_up(self) -> None:
+        """See `GradientBucket.add_up`: the root of the tree."""
         torch.add(self._pair[0], self._pair[1], out=self.result)
-        return None
 
 
 class CombinedMessage:
@@ -385,8 +413,7 @@ class SharedMemoryPairBucket(GradientBucket):
         """See `GradientBucket.post_first`."""
         return self._together.add_filled_bucket()
 
-    def post_second(self) -> Handle | None:
-        """See `GradientBucket.post_second`: the root of the tree."""
+    def add_up(self) -> None:
+        """See `GradientBucket.add_up`: the root of the tree."""
         torch.add(self._left[self._turn], self._right[self._turn], out=self.result)
         self.replicas.transport.ledger.count("window", sent=self.result.nbytes, received=self.result.nbytes)
-        return None

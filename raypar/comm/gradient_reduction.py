@@ -5,6 +5,10 @@ owner of a slice receives all replicas' subtree sums of the slice (all-to-all), 
 the total to all (all-gather). The additions are those of one process, whatever the number of replicas. Where each run is one
 complete subtree, the bytes are those of a ring: 2 (R-1)/R N per replica. *Fast*: a plain all-reduce of each replica's own sum.
 
+On the host a bucket's additions and all-gather follow when somebody finds its all-to-all done. On a GPU nobody would before the
+backward pass is over, because the host is ahead of it: there all of it is enqueued when the bucket is complete
+(`Transport.run_after`), and runs beside that pass.
+
 An undefined gradient travels as -0.0, the one value x for which a + x == a bit for bit for every a (IEEE 754, round to
 nearest). So nobody needs to know which sums are defined before adding, and the result is -0.0 where no replica has a gradient:
 the votes tell (`GradientReduction.defined_here`). Where it is asked for, one small all-reduce a step tells which parameters a
@@ -173,6 +177,9 @@ class GradientReduction(ABC):
             with torch.no_grad():
                 bucket.fill([self._rows[i] or {} for i in bucket.layout.indices])
             bucket.first_phase = bucket.post_first()
+            if self._next_second == self._next_first:
+                bucket.second_phase = bucket.post_chained()
+                self._next_second += bucket.second_phase is not None
             self._next_first += 1
 
     def poll(self) -> None:

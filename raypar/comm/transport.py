@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -85,6 +85,13 @@ class Transport(Protocol):
 
     def can_share_memory(self, rank: int) -> bool:
         """Whether `rank` is on this machine and its memory can be read in place (`comm.shared_memory`)."""
+
+    def run_after(self, after: Handle, work: Callable[[], None], *, group: Sequence[int], channel: int = 0) -> Handle | None:
+        """Enqueue work on a device's memory that begins when a collective of this group is over, beside what is computed.
+
+        All-gathers of the group and channel that are posted later follow it. None, and nothing is enqueued, where the host has
+        to wait for the collective; then the caller does the work after that.
+        """
 
     def send(self, tensor: Tensor, *, to: int, tag: int, keep_layout: bool = False) -> Handle:
         """Post a send of a contiguous tensor; messages of one (source, destination) pair match by tag, tags may overtake.

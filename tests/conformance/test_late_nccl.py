@@ -15,6 +15,9 @@ from helpers.late_nccl import connected
 from helpers.late_runs import failure, runs_late
 from helpers.parity import Layout
 
+from raypar.comm.gradient_reduction import CanonicalReduction
+from raypar.comm.transport import CommunicatorKey
+
 pytestmark = pytest.mark.skipif(not pretend.POSSIBLE, reason="this PyTorch has no backends in Python")
 SEEDS = 400
 """Most seeds until a mutation is caught; nearly all are within twenty."""
@@ -76,6 +79,32 @@ def test_pytorchs_sanitizer_finds_no_two_accesses_that_nothing_orders(seed):
 @pytest.mark.parametrize("seed", in_default(range(30), 1))
 def test_gradients_are_reduced_right_also_where_some_replicas_have_none(seed):
     assert failure("reductions", seed, sanitize=seed % 2 == 1) is None
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_all_of_a_reduction_is_enqueued_when_its_gradients_are_ready(replicas):
+    """The host is ahead of the device: what is enqueued only when a first phase is done comes after the backward pass."""
+    everybody = tuple(range(replicas))
+    keys = [CommunicatorKey(everybody, name, 0) for name in ("all_to_all", "all_gather")]
+
+    def routine(end):
+        reduction = CanonicalReduction(
+            end, group=everybody, runs=[range(r, r + 1) for r in everybody], block_count=replicas,
+            parameters=[(torch.Size((600,)), torch.float32)] * 3, bucket_bytes=2400, device=pretend.device(),
+        )  # fmt: skip
+        reduction.start()
+        node = (end.rank, end.rank + 1)
+        for index in (2, 1, 0):
+            row = {index: torch.full((600,), 1.0 + end.rank, device=pretend.device())}
+            reduction.submit_gradients([index], {node: row})
+        enqueued = [bucket.second_phase is not None for bucket in reduction.buckets]
+        assert enqueued == [True] * 3 and not any(bucket.first_phase.done() for bucket in reduction.buckets)
+        for total in (yield from reduction.finish()):
+            assert bool((total == sum(range(1, replicas + 1))).all())
+        yield from reduction.stream_waits.finish()
+
+    with World(1, replicas) as world:
+        world.run([routine(end) for end in connected(world, keys)])
 
 
 @pytest.mark.parametrize("seed", [*in_default(range(20), 7), *(pytest.param(s, marks=pytest.mark.full) for s in range(20, 85))])

@@ -332,6 +332,18 @@ MUTATIONS = (
         ('yield RoutineWait(bucket.second_phase, f"{name}, totals", on_stream=True)', "yield from ()"),
         program=SUMS,
     ),
+    _transport(
+        "additions wait for what they add",
+        "NcclTransport.run_after",
+        ("stream.device_stream.wait_event(after.event)", "pass"),
+        program=SUMS,
+    ),
+    _transport(
+        "additions: the event behind them",
+        "NcclTransport.run_after",
+        ("handle.mark_launched(stream.device_stream.record_event())", "handle.mark_launched(after.event)"),
+        program=SUMS,
+    ),
     _reduction(
         "the marks of gradients are waited for",
         "GradientReduction.finish",

@@ -27,7 +27,7 @@ from helpers.standin import all_communicators
 from torch import Tensor
 
 from raypar.comm.blocking_code_as_routine import _RUNNING, _Fiber
-from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
+from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction, GradientReduction
 from raypar.comm.nccl import transport as nccl_transport
 from raypar.comm.nccl.transport import NcclTransport
 from raypar.comm.routine import Routine, RoutineWait, RoutineWork, StreamWaits
@@ -381,7 +381,7 @@ def conformance(seed: int, *, sanitize: bool = False) -> None:
 
 
 def reductions(seed: int, *, sanitize: bool = False) -> None:
-    """Gradients of replicas are reduced in two steps; some have none of some parameters, and mark some."""
+    """Gradients of replicas are reduced in two steps, which may be given up; some have none of a parameter, and mark some."""
     chosen = random.Random(seed)
     size, fast = 2 + seed % 2, chosen.random() < 0.25
     kind, channel = (FastReduction, FAST_REDUCTION_CHANNELS) if fast else (CanonicalReduction, 0)
@@ -394,13 +394,8 @@ def reductions(seed: int, *, sanitize: bool = False) -> None:
     defined = [[[chosen.random() < 0.5 for _ in shapes] for _ in range(blocks)] for _ in range(2)]
     marks = [[{i for i in range(5) if chosen.random() < 0.2} for _ in everybody] for _ in range(2)]
 
-    def routine(end: NcclTransport, device: LateDevice) -> Routine[None]:
+    def two_steps(reduction: GradientReduction, end: NcclTransport, device: LateDevice) -> Routine[None]:
         own = random.Random(f"{seed} {end.rank}")
-        parameters = [(torch.Size(shape), torch.float32) for shape in shapes]
-        reduction = kind(
-            end, group=everybody, runs=runs, block_count=blocks, parameters=parameters, bucket_bytes=1500,
-            device=pretend.device(),
-        )  # fmt: skip
         for step in range(2):
             reduction.parameters_to_mark = lambda step=step: marks[step][end.rank]
             reduction.start()
@@ -418,6 +413,8 @@ def reductions(seed: int, *, sanitize: bool = False) -> None:
                 if own.random() < 0.3:
                     yield RoutineWait(device.record_event(), "time to pass")
                 reduction.poll()
+            if step == gives_up:
+                return
             found = yield from reduction.finish()
             for index, total in enumerate(found):
                 there = [1 + b + step for b in range(blocks) if defined[step][b][index]]
@@ -427,6 +424,31 @@ def reductions(seed: int, *, sanitize: bool = False) -> None:
             assert reduction.marked_parameters == set().union(*marks[step]), step
             yield from reduction.stream_waits.finish()
 
-    with World(seed, size, sanitize=sanitize) as world:
+    def routine(end: NcclTransport, device: LateDevice) -> Routine[None]:
+        parameters = [(torch.Size(shape), torch.float32) for shape in shapes]
+        reduction = kind(
+            end, group=everybody, runs=runs, block_count=blocks, parameters=parameters, bucket_bytes=1500,
+            device=pretend.device(),
+        )  # fmt: skip
+        try:
+            yield from two_steps(reduction, end, device)
+        except CommError:
+            assert gives_up is not None
+        if gives_up is None:
+            return
+        lengths = [bucket.result.numel() for bucket in reduction.buckets for _ in everybody]
+        end.abort("the step is given up")
+        del reduction
+        end.close()
+        fresh = [torch.full((length,), 0.5, device=pretend.device()) for length in lengths]
+        for stream in world.streams:
+            if stream.device is device:
+                yield RoutineWait(stream.record_event(), "whatever is left to be done")
+        assert all(bool((one == 0.5).all()) for one in fresh), "a reduction writes to memory of others"
+
+    by_host = mock.patch.object(NcclTransport, "run_after", lambda *args, **kwargs: None)
+    in_streams = chosen.choice((by_host, contextlib.nullcontext()))
+    gives_up = chosen.choice((0, 1)) if chosen.random() < 0.3 else None
+    with World(seed, size, sanitize=sanitize) as world, ending_in_one_thread(world), in_streams:
         ends = connected(world, keys)
         world.run([routine(end, device) for end, device in zip(ends, world.devices, strict=True)])

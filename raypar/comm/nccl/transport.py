@@ -173,6 +173,24 @@ class NcclTransport(PendingOperations):
         sent, received = (tensor.nbytes * (len(key.members) - 1), 0) if me == index else (0, tensor.nbytes)
         return self._run(key, [tensor], sent, received, lambda: None, lambda stream: stream.broadcast(tensor, index))
 
+    def run_after(
+        self, after: Handle, work: Callable[[], None], *, group: Sequence[int], channel: int = 0
+    ) -> NcclHandle | None:
+        """See `Transport.run_after`. It has no stream of its own, which might share a hardware queue with a communicator's and
+        hold that up while it waits: it runs in the stream of the group's all-gathers."""
+        if not isinstance(after, NcclHandle) or after.event is None:
+            return None
+        self.check_alive()
+        stream = self.stream_of(CommunicatorKey(tuple(group), "all_gather", channel))
+        handle = NcclHandle(self, f"additions after {after.name}", after.peers)
+        handle.stream_name, handle.sequence_number = after.stream_name, after.sequence_number  # it fails when that fails
+        with self.hold_lock(stream.lock):
+            if self.track(handle):
+                stream.device_stream.wait_event(after.event)
+                stream.device_stream.run(work)
+                handle.mark_launched(stream.device_stream.record_event())
+        return handle
+
     def barrier(self, *, group: Sequence[int], channel: int = 0) -> Handle:
         """See `Transport.barrier`."""
         self.check_alive()
