@@ -215,9 +215,9 @@ def interpreter(microbatches: int, schedule: str, repeats: int = 30) -> dict[str
 def held(plan: ParallelPlan) -> dict[int, list[Piece]]:
     """Worker -> the pieces of the model that it holds under a plan, whose ranks are the workers' numbers."""
     found = {}
-    for rank, seat in enumerate(plan.seats):
+    for rank, (role,) in enumerate(plan.roles):
         stage = plan.stages[plan.stages_of(rank)[0]]
-        own = range(seat.shard * ELEMENTS, (seat.shard + 1) * ELEMENTS)
+        own = range(role.shard * ELEMENTS, (role.shard + 1) * ELEMENTS)
         names = [f"layers.{layer}.{tensor}" for layer in range(stage.first, stage.last + 1) for tensor in range(TENSORS)]
         found[rank] = [Piece(name, own.start, own.stop) for name in names]
     return found

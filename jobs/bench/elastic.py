@@ -39,7 +39,7 @@ from elastic_read import Answer, Story, percentile
 from harness import ROOT, BenchError, Contender, alternate, environment, page, ratio, table
 
 from cluster.fleet import Fleet, works
-from raypar.plan import ParallelPlan, StagePlan
+from raypar.record.stages_of_plan import plan_of_stages
 
 HERE = Path(__file__).parent
 SLOTS = 2
@@ -392,7 +392,8 @@ def held(told: dict[str, Any]) -> dict[int, set[int]]:
     """worker -> layers, by members.json."""
     seats: dict[int, set[int]] = {}
     by_coordinate = {member["coordinate"]: member["worker"] for member in told["members"]}
-    plan = ParallelPlan(tuple(StagePlan(**{**stage, "share": tuple(stage.get("share", ()))}) for stage in told["stages"]))
+    plan = plan_of_stages(told["stages"])
+    assert plan is not None, told
     for rank in range(plan.world):
         worker = by_coordinate[plan.coordinate(rank)]
         seats[worker] = {n for i in plan.stages_of(rank) for n in range(plan.stages[i].first, plan.stages[i].last)}

@@ -95,9 +95,9 @@ def rows(size: Workload, microbatches: int, shards: int) -> Iterator[tuple[str, 
     graph = make_layer_graph(spec)
     layout, shapes = compute_shard_layout(graph, t), parameter_shapes(graph)
     padded = 0
-    for seat in plan.seats:
+    for (role,) in plan.roles:
         for name, shape in shapes.items():
-            padded += -(-layout.elements_on_shard(name, shape.numel(), seat.shard) // PADDED) * PADDED
+            padded += -(-layout.elements_on_shard(name, shape.numel(), role.shard) // PADDED) * PADDED
     yield (
         "2 replicas, gradients of what each shard holds",
         "2 (R-1)/R, R = 2, each parameter padded to 16",

@@ -30,7 +30,7 @@ PlanFitsPlaced = Callable[[Mapping[int, str], Mapping[str, NodeResources]], bool
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """Workers that are asked for together: all shards of one replica of a stage."""
+    """Workers that are asked for together: all shards of one replica."""
 
     numbers: tuple[int, ...]
     """Their numbers."""
@@ -39,19 +39,16 @@ class WorkerGroup:
 
 
 def make_groups(plan: ParallelPlan, on_demand: int = 0) -> tuple[WorkerGroup, ...]:
-    """A group for each replica of each stage of a plan; worker numbers are the plan's ranks.
+    """A group for the workers that compute layers together (`ParallelPlan.shard_groups`); worker numbers are the plan's ranks.
 
     The first replicas are asked for on on-demand nodes, until `on_demand` workers are.
     """
-    ranks: dict[tuple[int, int], list[int]] = {}
-    for rank, seat in enumerate(plan.seats):
-        ranks.setdefault((seat.replica, seat.position), []).append(rank)
-    safe, asked = set[tuple[int, int]](), 0
-    for replica in sorted(ranks):
+    safe, asked = set[tuple[int, ...]](), 0
+    for group in sorted(plan.shard_groups, key=lambda ranks: (plan.roles[ranks[0]][0].replica, ranks)):
         if asked < on_demand:
-            safe.add(replica)
-            asked += len(ranks[replica])
-    return tuple(WorkerGroup(tuple(numbers), replica in safe) for replica, numbers in ranks.items())
+            safe.add(group)
+            asked += len(group)
+    return tuple(WorkerGroup(group, group in safe) for group in plan.shard_groups)
 
 
 class FirstPlacement:

@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import asdict
 from typing import Any
 
 from raypar.actors.messages import RunRequest
@@ -18,6 +17,7 @@ from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.plan import ParallelPlan
 from raypar.record.events import WorkerFacts
+from raypar.record.stages_of_plan import stages_as_data
 
 AGAIN_S = 2.0
 """How often the file is written while steps are replayed."""
@@ -67,7 +67,7 @@ class MembersFileText:
             "phase": phase,
             "generation": machine.membership.generation,
             "plan": plan.describe(),
-            "stages": [asdict(stage) for stage in plan.stages],
+            "stages": stages_as_data(plan),
             "schedule": schedule(plan),
             "members": [{"coordinate": plan.coordinate(machine.membership.members.index(n)), **worker_facts(n)} for n in there],
             "spares": [worker_facts(n) for n in sorted(machine.membership.spares)],

@@ -158,10 +158,11 @@ class PlanCache:
 
     def _lowered(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
         request = self.request
-        made = registry.build_schedule(self.schedule_name(plan), MicrobatchRouting(plan, request.batching))
-        outline = request.outline
+        outline, routing = request.outline, MicrobatchRouting(plan, request.batching)
+        crossing = outline.crossing(plan)
+        made = registry.build_schedule(self.schedule_name(plan), routing, connections=crossing)
         return assign_programs_to_ranks(
-            made, plan, outline.crossing(plan), request.batching, request.validation_batching, layouts=outline.layouts
+            made, plan, crossing, request.batching, request.validation_batching, layouts=outline.layouts
         )
 
     def memory(self, plan: ParallelPlan, rank: int) -> tuple[str, str]:
@@ -173,8 +174,8 @@ class PlanCache:
         if plan not in self._passes:
             routing = MicrobatchRouting(plan, self.request.batching)
             self._passes[plan] = tuple(
-                sum(len(routing.microbatches_of_replica(stage, seat.replica)) for stage in plan.stages_of(rank))
-                for rank, seat in enumerate(plan.seats)
+                sum(len(routing.microbatches_of_worker(stage, rank)) for stage in plan.stages_of(rank))
+                for rank in range(plan.world)
             )
         return self._passes[plan]
 
@@ -182,7 +183,6 @@ class PlanCache:
         """The predicted time of a step under the plan."""
         if plan not in self._step_s:
             request = self.request
-            made = registry.build_schedule(self.schedule_name(plan), MicrobatchRouting(plan, request.batching))
-            timeline, _ = predict_step(request.profile, plan, made, request.batching)
+            timeline, _ = predict_step(request.profile, plan, self.schedule_name(plan), request.batching)
             self._step_s[plan] = timeline.makespan_ms / 1000
         return self._step_s[plan]

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,6 +61,7 @@ from raypar.record.events import (
 from raypar.record.fold import RunView
 from raypar.record.folder import output_file
 from raypar.record.metric_names import LOST_NAME_CURE, MeasuredNames, name_in_validation
+from raypar.record.stages_of_plan import stages_as_data
 from raypar.record.totals import read_totals
 from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint_store
 from raypar.storage.read_run_lines import Line, jsonl_line_sort_key, step_of
@@ -566,7 +567,7 @@ class RunRecorder:
         """Replace plan.json: a generation with another plan has begun."""
         facts = {
             "schedule": schedule,
-            "stages": [asdict(stage) for stage in plan.stages],
+            "stages": stages_as_data(plan),
             "workers": [plan.coordinate(rank) for rank in range(plan.world)],
             "layers": layers_as_dicts(self.request.profile),
             **({"recompute": list(plan.recompute)} if plan.recompute else {}),

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from raypar.console.run_status import RunStatus, describe_arithmetic, format_loss
 from raypar.draw.line_chart import ChartSeries, line_chart_svg
 from raypar.draw.run_history_chart import throughput_svg
-from raypar.errors import PlanError
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
 from raypar.plan import ParallelPlan, StagePlan
@@ -30,6 +29,7 @@ from raypar.record.events import (
 )
 from raypar.record.fold import SHOWN_DATA_WAIT, RunView, StepStatistics, peak_sizes
 from raypar.record.metric_names import is_of_validation, split_name
+from raypar.record.stages_of_plan import plan_of_stages
 from raypar.record.story import StoryLine
 from raypar.record.totals import read_totals
 
@@ -43,8 +43,6 @@ FIRST_LINES, LAST_LINES = 60, 240
 """How many of the first and of the last lines of a story are told."""
 MOST_WORKERS, MOST_STAGES = 128, 256
 """Rows of the tables of workers and stages; they say how many more there are."""
-MOST_WORLD = 1 << 16
-"""Workers of a plan that is looked at; plan.json is not trusted."""
 TEXT_CHARACTERS = 1200
 """A text of an event is cut after so many characters."""
 
@@ -421,16 +419,7 @@ def draw_memory(view: RunView) -> str:
 
 def read_plan(plan: PlanDocument | None) -> ParallelPlan | None:
     """The plan of plan.json; None if the file does not give a whole one, or one of an absurd size."""
-    stages = (plan.get("stages") if plan is not None else None) or ()
-    if not stages or not all(isinstance(stage.get(key), int) for stage in stages for key in ("first", "last", "position")):
-        return None
-    made = [StagePlan(s["first"], s["last"], s["position"], s["replicas"], s.get("shards") or 1) for s in stages]
-    if len(made) > MOST_WORLD or sum(stage.replicas * stage.shards for stage in made) > MOST_WORLD:
-        return None
-    try:
-        return ParallelPlan(tuple(made))
-    except PlanError:
-        return None
+    return plan_of_stages((plan.get("stages") if plan is not None else None) or ())
 
 
 def stage_rows(plan: ParallelPlan | None, facts: PlanDocument | None, text: Callable[[str], str]) -> list[StageRow]:
@@ -439,13 +428,13 @@ def stage_rows(plan: ParallelPlan | None, facts: PlanDocument | None, text: Call
         return []
     layers = (facts.get("layers") if facts is not None else None) or ()
     rows = []
-    for number, stage in enumerate(plan.stages[:MOST_STAGES]):
+    for number, (stage, grid) in enumerate(zip(plan.stages[:MOST_STAGES], plan.grid_of_stage, strict=False)):
         here = layers[stage.first : stage.last]
         whole = len(here) == stage.last - stage.first and all(isinstance(x.get("parameters"), int) for x in here)
         parameters = sum(layer["parameters"] for layer in here) if whole else None
         names = layer_names(layers, stage, text)
         count = stage.last - stage.first
-        rows.append(StageRow(number, names, count, parameters, stage.replicas, stage.shards, stage.position))
+        rows.append(StageRow(number, names, count, parameters, stage.replicas, stage.shards, grid))
     return rows
 
 

@@ -34,12 +34,11 @@ def write_simulation(
 def simulation_facts(name: str, routing: MicrobatchRouting, timeline: Timeline) -> dict[str, Json]:
     """The step as data. `name`: of its schedule."""
     plan = routing.plan
-    firsts = [next(s for s in plan.stages if s.position == p) for p in range(plan.positions)]
     facts: dict[str, Json] = {
         "schedule": name,
-        "stages": plan.positions,
-        "replicas": [s.replicas for s in firsts],
-        "chunks": len(plan.stages) // plan.positions,
+        "stages": len(plan.grids),
+        "replicas": [len(grid) for grid in plan.grids],
+        "chunks": len(plan.stages) // len(plan.grids),
         "workers": plan.world,
         "microbatches": routing.microbatches.count,
         "makespan_ms": _tidy(timeline.makespan_ms),

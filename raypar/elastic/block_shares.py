@@ -7,7 +7,6 @@ slowest replica; of several such shares those are chosen whose bounds are neares
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from raypar.plan import ParallelPlan
@@ -61,9 +60,8 @@ def _least_time_per_microbatch(seconds: Sequence[float], blocks: int) -> float:
 
 
 def plan_with_shares(plan: ParallelPlan, chosen: Mapping[int, Shares], blocks: int) -> ParallelPlan:
-    """The plan with these shares, by position; even ones are those of a plan without shares."""
-    shares = {p: () if each == even_shares(len(each), blocks) else each for p, each in chosen.items()}
-    return replace(plan, stages=tuple(replace(s, share=shares.get(s.position, s.share)) for s in plan.stages))
+    """The plan with these shares, by grid; even ones are those of a plan without shares."""
+    return plan.with_shares({grid: () if each == even_shares(len(each), blocks) else each for grid, each in chosen.items()})
 
 
 def share_out_by_slowdowns(plan: ParallelPlan, slowdowns: Sequence[float], work: Sequence[int]) -> ParallelPlan:
@@ -72,12 +70,11 @@ def share_out_by_slowdowns(plan: ParallelPlan, slowdowns: Sequence[float], work:
     `slowdowns`: by rank, how many times as long as others it takes. The slowest shard decides for its replica.
     """
     chosen: dict[int, Shares] = {}
-    for index, stage in {s.position: (i, s) for i, s in enumerate(plan.stages)}.values():
-        shards = range(stage.shards)
-        seconds = [max(slowdowns[plan.rank(index, r, shard)] for shard in shards) for r in range(stage.replicas)]
-        if 1 < stage.replicas <= len(work) and max(seconds) > 1:
-            even = even_shares(stage.replicas, len(work))
+    for number, grid in enumerate(plan.grids):
+        seconds = [max(slowdowns[rank] for rank in replica) for replica in grid]
+        if 1 < len(grid) <= len(work) and max(seconds) > 1:
+            even = even_shares(len(grid), len(work))
             best = choose_shares(seconds, len(work), even)
             gains = slowest_replica_s(seconds, work, even) >= LEAST_GAIN * slowest_replica_s(seconds, work, best)
-            chosen[stage.position] = best if gains else even
+            chosen[number] = best if gains else even
     return plan_with_shares(plan, chosen, len(work))

@@ -51,7 +51,7 @@ def note_out_of_memory(m: RunState, event: CallFailed) -> bool:
     plan, members = (m.membership.plan, m.membership.members) if order is None else (order.plan, order.members)
     if not isinstance(event.error, OutOfMemory) or plan is None or event.worker not in members:
         return False
-    place = plan, plan.seats[members.index(event.worker)].position
+    place = plan, plan.stages_of(members.index(event.worker))
     again = place in m.health.out_of_memory_at
     m.health.out_of_memory_at.add(place)
     return again

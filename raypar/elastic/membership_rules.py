@@ -21,6 +21,7 @@ from raypar.elastic.seating import find_seats_for_on_demand_workers
 from raypar.elastic.step_flow_rules import issue_steps
 from raypar.elastic.stragglers import StragglerFinding
 from raypar.errors import error_first_line
+from raypar.plan.parallel_plan import ComputeKey
 from raypar.plan.wording import count_noun, format_worker_numbers, word_form
 
 
@@ -193,7 +194,7 @@ def begin_straggler_watch(m: RunState) -> None:
     """Begin to compare the workers of a new generation with those that compute the same."""
     if m.membership.plan is None:
         return
-    places: dict[tuple[int, int], list[int]] = {}
+    places: dict[ComputeKey, list[int]] = {}
     for worker, place in zip(m.membership.members, m.membership.plan.compute_keys, strict=True):
         places.setdefault(place, []).append(worker)
     m.health.stragglers.begin(list(places.values()))

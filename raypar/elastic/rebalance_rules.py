@@ -31,10 +31,10 @@ LOOKED_AT_EVERY = 5
 
 @dataclass(frozen=True, slots=True)
 class _Replicas:
-    """The replicas of the stages at one position, with what their workers have measured."""
+    """The replicas of the stages of one grid of workers, with what their workers have measured."""
 
-    position: int
-    """The position."""
+    grid: int
+    """Index of the grid."""
     workers: Sequence[Sequence[int]]
     """By replica, its workers, which are its shards."""
     seconds: Sequence[float]
@@ -56,7 +56,7 @@ def reconsider_shares(m: RunState, found: Sequence[StragglerFinding]) -> None:
     for each in _measured_replicas(m, plan):
         best = _best_shares(m, each)
         if best != each.now:
-            chosen[each.position] = best
+            chosen[each.grid] = best
             told.append(_describe_shares(m, plan, each, best))
         else:
             s.of_no_use |= _find_useless_workers(m, each)
@@ -78,15 +78,13 @@ def _may_share_anew(m: RunState) -> bool:
 
 
 def _measured_replicas(m: RunState, plan: ParallelPlan) -> list[_Replicas]:
-    """The positions with stragglers, or with uneven shares, whose workers have all been measured for long enough."""
+    """The grids with stragglers, or with uneven shares, whose workers have all been measured for long enough."""
     watch, found = m.health.stragglers, []
-    for index, stage in {s.position: (i, s) for i, s in enumerate(plan.stages)}.values():
+    for number, grid in enumerate(plan.grids):
+        stage = plan.stages[plan.stages_of_grid[number][0]]
         if stage.replicas == 1 or not (watch.told or stage.share):
             continue
-        workers = [
-            [m.membership.members[plan.rank(index, replica, shard)] for shard in range(stage.shards)]
-            for replica in range(stage.replicas)
-        ]
+        workers = [[m.membership.members[rank] for rank in replica] for replica in grid]
         usual_s = [[watch.usual_s(worker) for worker in replica] for replica in workers]
         slow = tuple(sorted(watch.told.intersection(*[[w for replica in workers for w in replica]])))
         known = [max(s for s in replica if s is not None) for replica in usual_s if None not in replica]
@@ -94,12 +92,12 @@ def _measured_replicas(m: RunState, plan: ParallelPlan) -> list[_Replicas]:
             continue  # perhaps it is fast again: the watch will say so
         if len(known) == stage.replicas and min(known) > 0 and (slow or stage.share):
             now = stage.share or even_shares(stage.replicas, len(m.policy.block_work))
-            found.append(_Replicas(stage.position, workers, known, now, slow))
+            found.append(_Replicas(number, workers, known, now, slow))
     return found
 
 
 def _best_shares(m: RunState, each: _Replicas) -> Shares:
-    """The shares that a position should have; the present ones if others gain too little."""
+    """The shares that a grid should have; the present ones if others gain too little."""
     work = m.policy.block_work
     if len(work) < len(each.seconds):
         return each.now
@@ -209,8 +207,7 @@ def _describe_shares(m: RunState, plan: ParallelPlan, each: _Replicas, best: Sha
     """`worker 2 takes 2.0 times as long as the others: it gets 2 of 12 blocks, they 5`."""
     blocks, watch, slow = count_noun(len(m.policy.block_work), "block"), m.health.stragglers, each.slow
     if not slow:
-        stages = ",".join(str(i) for i, stage in enumerate(plan.stages) if stage.position == each.position)
-        where = f" of stage {stages}" if plan.positions > 1 else ""
+        where = f" of stage {','.join(map(str, plan.stages_of_grid[each.grid]))}" if len(plan.grids) > 1 else ""
         return f"the replicas{where} are equally fast again: they get {_span(best)} of {blocks} each"
     fewer = [not set(workers).isdisjoint(slow) for workers in each.workers]
     own, theirs = ([n for n, few in zip(best, fewer, strict=True) if few is one] for one in (True, False))

@@ -382,8 +382,8 @@ class WorkerHealth:
     waited for."""
     waited_s: float = 0.0
     """Duration of the last wait in vain for silent workers that hold an only copy."""
-    out_of_memory_at: set[tuple[ParallelPlan, int]] = field(default_factory=set)
-    """(plan, position) at which a worker was killed because memory was short."""
+    out_of_memory_at: set[tuple[ParallelPlan, tuple[int, ...]]] = field(default_factory=set)
+    """(plan, stages of a worker) at which a worker was killed because memory was short."""
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from raypar.elastic.block_shares import share_out_by_slowdowns
 from raypar.elastic.state_sources import find_live_holders
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan
+from raypar.plan.parallel_plan import ComputeKey
 from raypar.plan.pieces import Holdings, Piece, count_shared_elements, merge_pieces
 
 if TYPE_CHECKING:
@@ -48,35 +49,35 @@ def spread_replicas_over_nodes(plan: ParallelPlan, places: WorkerPlaces, groups:
     """
     free = sorted(groups)
     left = Counter(places.nodes.get(group[0], "") for group in free)
-    node_copies, zone_copies = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
-    chosen: dict[tuple[int, int], tuple[int, ...]] = {}
-    replicas = [(seat.position, seat.replica) for seat in plan.seats if seat.shard == 0]
-    if places.on_demand:
-        replicas.sort(key=lambda each: each[1])  # a copy of every stage before the second copy of any
+    node_copies, zone_copies = Counter[tuple[ComputeKey, str]](), Counter[tuple[ComputeKey, str]]()
+    chosen: dict[int, int] = {}
+    replicas = list(plan.shard_groups)
+    if places.on_demand:  # a copy of every stage before the second copy of any
+        replicas.sort(key=lambda ranks: plan.roles[ranks[0]][0].replica)
 
-    def cost(position: int, replica: int, group: tuple[int, ...]) -> tuple[bool, int, int, int, tuple[int, ...]]:
+    def cost(ranks: tuple[int, ...], group: tuple[int, ...]) -> tuple[bool, int, int, int, tuple[int, ...]]:
         """What is minimised; among nodes with equally few copies, the node with the most free workers is best."""
-        node, zone = places.nodes.get(group[0], ""), places.zone(group[0])
-        unsafe = bool(places.on_demand) and (replica == 0) != (group[0] in places.on_demand)
-        return unsafe, zone_copies[position, zone], node_copies[position, node], -left[node], group
+        node, zone, key = places.nodes.get(group[0], ""), places.zone(group[0]), plan.compute_keys[ranks[0]]
+        first = plan.roles[ranks[0]][0].replica == 0
+        unsafe = bool(places.on_demand) and first != (group[0] in places.on_demand)
+        return unsafe, zone_copies[key, zone], node_copies[key, node], -left[node], group
 
-    shards = {stage.position: stage.shards for stage in plan.stages}
-    for position, replica in replicas:
-        group = min((g for g in free if len(g) == shards[position]), key=partial(cost, position, replica))
+    for ranks in replicas:
+        group = min((g for g in free if len(g) == len(ranks)), key=partial(cost, ranks))
         free.remove(group)
-        node = places.nodes.get(group[0], "")
+        node, key = places.nodes.get(group[0], ""), plan.compute_keys[ranks[0]]
         left[node] -= 1
-        node_copies[position, node] += 1
-        zone_copies[position, places.zone(group[0])] += 1
-        chosen[position, replica] = group
-    return tuple(chosen[seat.position, seat.replica][seat.shard] for seat in plan.seats)
+        node_copies[key, node] += 1
+        zone_copies[key, places.zone(group[0])] += 1
+        chosen.update(zip(ranks, group, strict=True))
+    return tuple(chosen[rank] for rank in range(plan.world))
 
 
 def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[int, ...]] | None:
     """The same stages with the workers that are left: (plan, members); None if a stage, or a shard of it, has no worker.
 
     Workers in reserve take the empty seats. On-demand workers among them also take seats in stages that have no on-demand
-    worker. If seats remain empty, stages get fewer replicas.
+    worker. If seats remain empty, stages get fewer replicas; not where workers have several roles, which needs a new plan.
     """
     assert m.membership.plan is not None
     plan, idle = m.membership.plan, [w for w in usable if w not in m.membership.members]
@@ -91,11 +92,22 @@ def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[in
         at[neediest].append(worker)
     if not all(at.values()):
         return None
+    if not plan.one_role_each:
+        return None if any(len(at[place]) < full[place] for place in at) else (plan, _in_their_seats(m, plan, at))
     replicas = [
-        seat_whole_replicas([at[place] for place in at if place[0] == p], m.membership.nodes) for p in range(plan.positions)
+        seat_whole_replicas([workers for ((of, _),), workers in at.items() if of == grid], m.membership.nodes)
+        for grid in range(len(plan.grids))
     ]
-    stages = tuple(replace(s, replicas=len(replicas[s.position]), share=()) for s in plan.stages)
-    return replace(plan, stages=stages), tuple(w for here in replicas for replica in here for w in replica)
+    members = tuple(w for here in replicas for replica in here for w in replica)
+    return plan.with_replicas([len(here) for here in replicas]), members
+
+
+def _in_their_seats(m: RunState, plan: ParallelPlan, at: Mapping[ComputeKey, list[int]]) -> tuple[int, ...]:
+    """By rank: the worker there, if all seats are taken. Members that remain keep theirs."""
+    left = {place: [w for w in workers if w not in m.membership.members] for place, workers in at.items()}
+    there = {worker for workers in at.values() for worker in workers}
+    members = zip(m.membership.members, plan.compute_keys, strict=True)
+    return tuple(member if member in there else left[place].pop(0) for member, place in members)
 
 
 def with_measured_shares(m: RunState, plan: ParallelPlan, members: Sequence[int]) -> ParallelPlan:
@@ -115,20 +127,18 @@ def plans_after_one_loss(m: RunState) -> tuple[ParallelPlan, ...]:
     if who.plan is None:
         return ()
     present = [worker for worker in who.members if worker not in who.gone | who.leaving]
-    replicas = {stage.position: stage.replicas for stage in who.plan.stages}
-    one_of_each_position = dict(zip((seat.position for seat in who.plan.seats), who.members, strict=True))
-    losses = [worker for position, worker in one_of_each_position.items() if replicas[position] > 1]
+    one_of_each = dict(zip((tuple(role.grid for role in roles) for roles in who.plan.roles), who.members, strict=True))
+    losses = [worker for grids, worker in one_of_each.items() if all(len(who.plan.grids[grid]) > 1 for grid in grids)]
     if m.policy.rebalance_stragglers and not m.health.stragglers.told.isdisjoint(present):
         # Which replicas are slow then, and so the shares, depends on who is lost.
-        by_worker = zip(who.plan.seats, who.members, strict=True)
-        losses = [w for seat, w in by_worker if not seat.shard and 1 < replicas[seat.position] <= MOST_PREPARED]
+        rows = [[len(who.plan.grids[role.grid]) for role in roles if not role.shard] for roles in who.plan.roles]
+        copies = [min(of_worker, default=1) for of_worker in rows]
+        losses = [worker for count, worker in zip(copies, who.members, strict=True) if 1 < count <= MOST_PREPARED]
     found = (refill_seats(m, [w for w in present if w != lost]) for lost in losses)
     return tuple(dict.fromkeys(with_measured_shares(m, *refilled) for refilled in filter(None, found)))
 
 
-def _members_by_place(
-    plan: ParallelPlan, members: tuple[int, ...], usable: Collection[int]
-) -> dict[tuple[int, int], list[int]]:
+def _members_by_place(plan: ParallelPlan, members: tuple[int, ...], usable: Collection[int]) -> dict[ComputeKey, list[int]]:
     """Key of `ParallelPlan.compute_keys` -> the members there that are `usable`, by rank."""
     at = {place: list[int]() for place in plan.compute_keys}
     for worker, place in zip(members, plan.compute_keys, strict=True):
@@ -147,28 +157,30 @@ def find_seats_for_on_demand_workers(m: RunState, spares: Collection[int]) -> tu
 
 
 def free_seats_for_on_demand_workers(
-    plan: ParallelPlan, at: Mapping[tuple[int, int], list[int]], idle: list[int], on_demand: Collection[int]
+    plan: ParallelPlan, at: Mapping[ComputeKey, list[int]], idle: list[int], on_demand: Collection[int]
 ) -> tuple[int, ...]:
     """Empty one replica's seats in each full stage with no on-demand worker, if `idle` has enough of them; returns who leaves.
 
     Moves the workers that lose their seats from `at` to `idle`. `at`: key of `ParallelPlan.compute_keys` -> workers there.
     """
     waiting, freed = sum(worker in on_demand for worker in idle), list[int]()
-    for stage in {stage.position: stage for stage in plan.stages}.values():
-        shards = [at[stage.position, shard] for shard in range(stage.shards)]
-        full = all(len(there) == stage.replicas for there in shards)
-        if not full or waiting < stage.shards or all(any(w in on_demand for w in there) for there in shards):
+    if not plan.one_role_each:
+        return ()  # a replica of one grid has workers of others
+    for number, grid in enumerate(plan.grids):
+        shards = [at[((number, shard),)] for shard in range(len(grid[0]))]
+        full = all(len(there) == len(grid) for there in shards)
+        if not full or waiting < len(shards) or all(any(w in on_demand for w in there) for there in shards):
             continue
-        replica = next((r for r in reversed(range(stage.replicas)) if not any(there[r] in on_demand for there in shards)), None)
+        replica = next((r for r in reversed(range(len(grid))) if not any(there[r] in on_demand for there in shards)), None)
         if replica is not None:
-            waiting -= stage.shards
+            waiting -= len(shards)
             freed += [there.pop(replica) for there in shards]
     idle += freed
     return tuple(freed)
 
 
 def choose_replacement_worker(
-    m: RunState, plan: ParallelPlan, place: tuple[int, int], at: Mapping[tuple[int, int], Sequence[int]], idle: list[int]
+    m: RunState, plan: ParallelPlan, place: ComputeKey, at: Mapping[ComputeKey, Sequence[int]], idle: list[int]
 ) -> int:
     """The idle worker that takes an empty seat at `place` (a key of `ParallelPlan.compute_keys`).
 
@@ -180,7 +192,8 @@ def choose_replacement_worker(
     places, on_demand = WorkerPlaces(m.membership.nodes, m.membership.zones), m.hiring.on_demand
     copies = Counter(m.membership.nodes.get(worker) for worker in at[place])
     zone_copies = Counter(map(places.zone, at[place]))
-    others = [Counter(m.membership.nodes.get(w) for w in at[other]) for other in at if other[0] == place[0] and other != place]
+    mates = [other for other in at if other != place and {grid for grid, _ in other} == {grid for grid, _ in place}]
+    others = [Counter(m.membership.nodes.get(w) for w in at[other]) for other in mates]
 
     def key(worker: int) -> tuple[bool, int, int, int, int, int]:
         node = m.membership.nodes.get(worker)
@@ -215,7 +228,8 @@ def assign_seats(m: RunState, plan: ParallelPlan, usable: list[int]) -> tuple[in
     In this order: where on-demand workers are asked for, each stage has one; as few elements as possible move; the shards of a
     replica sit on one node; copies of a stage sit in different zones and on different nodes.
     """
-    replicas = [(seat.position, seat.replica) for seat in plan.seats]
+    group_of = {rank: group for group in plan.shard_groups for rank in group}
+    replicas = [group_of[rank] for rank in range(plan.world)]
     have = find_live_holders(m, m.recovery.done)
     places = WorkerPlaces(m.membership.nodes, m.membership.zones, m.hiring.on_demand)
     return match_workers_to_seats(m.held_pieces(plan), have, usable, places, plan.compute_keys, replicas)

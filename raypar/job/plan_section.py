@@ -130,19 +130,18 @@ class PlanConfig(Section):
     @classmethod
     def of_plan(cls, plan: ParallelPlan, schedule: str, **more: Any) -> PlanConfig:
         """The section for a whole plan, with `more` keys. Raises `PlanError` if `schedule` has the stages elsewhere."""
-        shapes = {stage.position: (stage.replicas, stage.shards) for stage in plan.stages}
-        replicas, shards = zip(*(shapes[position] for position in range(plan.positions)), strict=True)
+        replicas, shards = zip(*((len(grid), len(grid[0])) for grid in plan.grids), strict=True)
         made = cls(
-            stages=plan.positions,
+            stages=len(plan.grids),
             replicas=replicas[0] if len(set(replicas)) == 1 else replicas,
             shards=shards[0] if len(set(shards)) == 1 else shards,
             schedule=schedule,
-            chunks=len(plan.stages) // plan.positions,
+            chunks=len(plan.stages) // len(plan.grids),
             cuts=tuple(stage.first for stage in plan.stages[1:]),
             recompute="full" if plan.recompute and len(plan.recompute) == plan.stages[-1].last else "none",
             **more,
         )
-        positions, theirs = ([stage.position for stage in one.stages] for one in (plan, made.to_plan(plan.stages[-1].last)))
+        positions, theirs = (list(one.grid_of_stage) for one in (plan, made.to_plan(plan.stages[-1].last)))
         if positions != theirs:
             raise PlanError(
                 f"the plan has its stages on positions {positions}, and schedule {schedule} on {theirs}",

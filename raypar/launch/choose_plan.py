@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +14,16 @@ from raypar.job import Job
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy, apply_recompute_policy
 from raypar.plan.wording import count_noun
+from raypar.record.stages_of_plan import stages_as_data
 
 if TYPE_CHECKING:
     from raypar.job import Job, PlanConfig
     from raypar.model.graph import Graph
-    from raypar.plan import Microbatches
+    from raypar.plan import Microbatches, StageConnections
     from raypar.planner.memory_sheet import MemorySheet
     from raypar.planner.model_profile import ModelProfile
     from raypar.planner.plan_search import PlanChoice
+    from raypar.planner.predicted_step import MakeSchedule
     from raypar.planner.stage_balance import StageBalance
     from raypar.schedule.instructions import Schedule
     from raypar.schedule.step_timeline import Timeline
@@ -73,7 +76,7 @@ def choose_plan(
     plan: Callable[[int], ParallelPlan] | None,
     schedule: str,
     workers: int,
-    make_schedule: Callable[[MicrobatchRouting], Schedule] | None = None,
+    make_schedule: MakeSchedule | None = None,
     recompute: RecomputePolicy = "none",
     *,
     balanced: bool = False,
@@ -109,7 +112,8 @@ def choose_plan(
     if fixed is None:
         choice = search_plans(profile, workers, spec.batching)
         timeline, _ = predict_step(profile, choice.plan, choice.schedule, spec.batching)
-        made = registry.build_schedule(choice.schedule, MicrobatchRouting(choice.plan, spec.batching))
+        routing, crossing = MicrobatchRouting(choice.plan, spec.batching), profile.crossing(choice.plan)
+        made = registry.build_schedule(choice.schedule, routing, connections=crossing)
         memory = predict_memory(profile, choice.plan, made, spec.batching)
         is_short = timeline.makespan_ms < SHORT_STEP_MS
         why = short_plan_report(choice) if is_short else plan_report(choice)
@@ -118,8 +122,11 @@ def choose_plan(
     if balanced and fixed.has_movable_split_points:
         balance = balance_stages(profile, fixed, make_schedule or schedule, spec.batching)
         fixed, why = balance.plan, stage_balance_text(balance)
-    routing = MicrobatchRouting(fixed, spec.batching)
-    made = registry.build_schedule(schedule, routing) if make_schedule is None else make_schedule(routing)
+    routing, crossing = MicrobatchRouting(fixed, spec.batching), checked.graph.crossing(fixed)
+    if make_schedule is None:
+        made = registry.build_schedule(schedule, routing, connections=crossing)
+    else:
+        made = make_schedule(routing, crossing)
     timeline, _ = predict_step(profile, fixed, made, spec.batching)
     memory = predict_memory(profile, fixed, made, spec.batching)
     return ChosenPlan(fixed, schedule, made, timeline, profile, why, balance, memory, warnings)
@@ -152,7 +159,7 @@ def make_plan_chooser(job: Job, workers: int | None = None) -> PlanChooser:
     )
 
 
-def make_custom_schedule_builder(job: Job) -> Callable[[MicrobatchRouting], Schedule] | None:
+def make_custom_schedule_builder(job: Job) -> MakeSchedule | None:
     """Makes the job's schedule, if its name alone does not determine it (a file, a warmup); else None."""
     from raypar.job import PlanConfig
 
@@ -161,10 +168,9 @@ def make_custom_schedule_builder(job: Job) -> Callable[[MicrobatchRouting], Sche
     return make_schedule_builder(job.plan)
 
 
-def make_schedule_builder(config: PlanConfig) -> Callable[[MicrobatchRouting], Schedule]:
+def make_schedule_builder(config: PlanConfig) -> MakeSchedule:
     """A function that makes the schedule of a plan section: from a file, which is read at once, or by name and warmup."""
     from raypar.files.untrusted_files import SCHEDULE_BYTES, read_limited_text
-    from raypar.schedule import registry
     from raypar.schedule.recomputation import insert_recomputation
     from raypar.schedule.schedule_csv import parse_schedule_csv
 
@@ -173,8 +179,14 @@ def make_schedule_builder(config: PlanConfig) -> Callable[[MicrobatchRouting], S
         schedule = parse_schedule_csv(
             read_limited_text(Path(config.schedule_file), follow=True, limit=SCHEDULE_BYTES, cure=cure)
         )
-        return lambda routing: insert_recomputation(schedule, routing.plan)
-    return lambda routing: registry.build_schedule(config.schedule, routing, warmup=config.warmup)
+        return lambda routing, crossing: insert_recomputation(schedule, routing.plan)
+    return partial(_build_by_name, config)
+
+
+def _build_by_name(config: PlanConfig, routing: MicrobatchRouting, crossing: StageConnections) -> Schedule:
+    from raypar.schedule import registry
+
+    return registry.build_schedule(config.schedule, routing, warmup=config.warmup, connections=crossing)
 
 
 def describe_chosen_plan(chosen: ChosenPlan) -> str:
@@ -232,7 +244,7 @@ def plan_json(chosen: ChosenPlan) -> str:
 
     facts: dict[str, Json] = {
         "schedule": chosen.schedule_name,
-        "stages": [asdict(stage) for stage in chosen.plan.stages],
+        "stages": stages_as_data(chosen.plan),
         "workers": [chosen.plan.coordinate(rank) for rank in range(chosen.plan.world)],
     }
     if chosen.plan.recompute:

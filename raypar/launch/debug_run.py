@@ -145,7 +145,7 @@ def open_debug_run(
     if place is not None:
         place.check_is_reached(steps, len(plan.stages), job.microbatches)
     build = make_custom_schedule_builder(job)
-    schedule = build(MicrobatchRouting(plan, job.batching)) if build is not None else job.schedule_name
+    schedule = build(MicrobatchRouting(plan, job.batching), graph.crossing(plan)) if build is not None else job.schedule_name
     sizes = f"{count_noun(plan.world, 'worker')}, {count_noun(len(plan.stages), 'stage')}"
     say(f"{sizes} in one process; schedule {job.schedule_name}")
     if (precision := job.precision_in_words) is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raypar.files.json_type import Json
-from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, Role, StageConnections
 from raypar.plan.recomputation import describe_recomputed_layers
 from raypar.plan.wording import count_noun
 
@@ -29,7 +29,7 @@ def shown_plan_as_dict(shown: ShownPlan, job: Job, graph: Graph) -> dict[str, Js
 
     plan, sizes = shown.plan, layer_sizes(graph, getattr(torch, job.dtype))
     held = layer_sizes_by_shard(graph, job, plan, sizes)
-    found = plan_as_dict(plan, shown.name, job.batching, sizes, shown.profile, shown.schedule, held)
+    found = plan_as_dict(plan, shown.name, job.batching, sizes, shown.profile, shown.schedule, held, graph.crossing(plan))
     found |= shards_as_dict(graph, job, plan, sizes)
     if shown.balance is not None:
         found["stage_balance"] = stage_balance_as_dict(shown.balance)
@@ -46,6 +46,7 @@ def plan_as_dict(
     profile: ModelProfile | None,
     schedule: Schedule | None = None,
     held: Mapping[tuple[int, int], tuple[LayerSize, ...]] | None = None,
+    connections: StageConnections | None = None,
 ) -> dict[str, Any]:
     """The plan as data, under the schedule called `name` or the user's own `schedule`.
 
@@ -55,7 +56,7 @@ def plan_as_dict(
     from raypar.schedule.recomputation import stages_not_worth_recomputing
 
     routing = MicrobatchRouting(plan, cut)
-    orders = registry.build_schedule(name, routing) if schedule is None else schedule
+    orders = registry.build_schedule(name, routing, connections=connections) if schedule is None else schedule
     workers = [worker_part_as_dict(plan, routing, rank, sizes, held) for rank in range(plan.world)]
     found: dict[str, Any] = {
         "plan": f"{count_noun(plan.world, 'worker')} = {plan.describe()}",
@@ -100,25 +101,36 @@ def worker_part_as_dict(
     sizes: tuple[LayerSize, ...],
     held: Mapping[tuple[int, int], tuple[LayerSize, ...]] | None,
 ) -> dict[str, Any]:
-    """One worker's part of the plan as data. `share`: its microbatches over the mean of its position's replicas."""
-    seat, stages = plan.seats[rank], plan.stages_of(rank)
-    mine_of = held[plan.stages[stages[0]].shards, seat.shard] if held is not None else sizes
-    chunks = [mine_of[plan.stages[s].first : plan.stages[s].last] for s in stages]
+    """One worker's part of the plan as data, with what it is in its first grid; `roles` has all."""
+    roles, stages = plan.roles[rank], plan.stages_of(rank)
+    chunks = []
+    for place, role in ((plan.stages[s], plan.role_in(rank, s)) for s in stages):
+        mine_of = held[place.shards, role.shard] if held is not None else sizes
+        chunks.append(mine_of[place.first : place.last])
     layers = [layer for chunk in chunks for layer in chunk]
-    mine = len(routing.microbatches_of_replica(stages[0], seat.replica))
     return {
         "rank": rank,
-        "position": seat.position,
-        "replica": seat.replica,
-        "shard": seat.shard,
-        "shards": plan.stages[stages[0]].shards,
+        "roles": [role_as_dict(plan, routing, role) for role in roles],
         "stages": list(stages),
         "layers": [[layer.name for layer in chunk] for chunk in chunks],
         "parameters": sum(layer.parameters for layer in layers),
         "parameter_bytes": sum(layer.nbytes for layer in layers),
-        "blocks": len(routing.blocks_of_replica(stages[0], seat.replica)),
+        **role_as_dict(plan, routing, roles[0]),
+    }
+
+
+def role_as_dict(plan: ParallelPlan, routing: MicrobatchRouting, role: Role) -> dict[str, Any]:
+    """What a worker is in one grid. `share`: its microbatches over the mean of the grid's replicas."""
+    stage, grid = plan.stages_of_grid[role.grid][0], plan.grids[role.grid]
+    mine = len(routing.microbatches_of_replica(stage, role.replica))
+    return {
+        "position": role.grid,
+        "replica": role.replica,
+        "shard": role.shard,
+        "shards": len(grid[0]),
+        "blocks": len(routing.blocks_of_replica(stage, role.replica)),
         "microbatches": mine,
-        "share": mine * plan.stages[stages[0]].replicas / routing.microbatches.count,
+        "share": mine * len(grid) / routing.microbatches.count,
     }
 
 

@@ -119,7 +119,7 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
     profile, counts = None, {stage.shards for stage in plan.stages}
     schedule, routing = None, MicrobatchRouting(plan, job.batching)
     if build is not None:
-        schedule = build(routing)
+        schedule = build(routing, graph.crossing(plan))
         validate_schedule(schedule, routing, graph.crossing(plan))
     if with_profile:
         if (trial := try_optimizer_of_job(job, graph)) is not None:
@@ -130,7 +130,8 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
         profile = profile_with_memory(profile, memory_mib)
         if job.leaves_cuts_open and plan.has_movable_split_points:
             balance = balance_stages(profile, plan, build or job.schedule_name, job.batching)
-            schedule = build(MicrobatchRouting(balance.plan, job.batching)) if build is not None else None
+            if build is not None:
+                schedule = build(MicrobatchRouting(balance.plan, job.batching), graph.crossing(balance.plan))
             return ShownPlan(balance.plan, job.schedule_name, profile, schedule, balance=balance)
     return ShownPlan(plan, job.schedule_name, profile, schedule)
 

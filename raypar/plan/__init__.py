@@ -2,7 +2,7 @@
 
 from raypar.plan.microbatches import Microbatches, MicrobatchesOfSets
 from raypar.plan.model_outline import ModelOutline
-from raypar.plan.parallel_plan import MicrobatchRouting, ParallelPlan, Seat, StagePlan
+from raypar.plan.parallel_plan import MicrobatchRouting, ParallelPlan, Role, StagePlan
 from raypar.plan.stage_connections import GradientRelay, StageConnections, StageEdge, TiedParameter
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "MicrobatchesOfSets",
     "ModelOutline",
     "ParallelPlan",
-    "Seat",
+    "Role",
     "StageConnections",
     "StageEdge",
     "StagePlan",

@@ -12,7 +12,7 @@ from typing import Literal
 
 from raypar.errors import PlanError
 from raypar.plan.model_outline import ModelOutline
-from raypar.plan.parallel_plan import ParallelPlan
+from raypar.plan.parallel_plan import ParallelPlan, Role
 from raypar.plan.pieces import Piece
 from raypar.plan.shard_ranges import IndexRanges, TensorCut, count_indices, indices_at_positions, intersect_ranges
 
@@ -131,7 +131,9 @@ class Ownership:
     _shares: dict[tuple[Hashable, ...], BalancedTensorShares] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """(position, shard, whether frozen) -> how the replicas divide these parameters."""
+    """(grid, shard, whether frozen) -> how the replicas divide these parameters."""
+    _sizes_of_grids: dict[tuple[int, ...], dict[str, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Grids -> name -> elements of the tensors of their stages."""
 
     def __post_init__(self) -> None:
         if type(self.zero_stage) is not int or not 0 <= self.zero_stage <= 3:
@@ -145,20 +147,24 @@ class Ownership:
         Only trained parameters have gradients, masters, optimizer state and averages. A tied parameter counts once.
         Raises `PlanError` for a number of shards that the outline does not know.
         """
-        seat = self.plan.seats[rank]
         shared_out = self.zero_stage >= SHARED_OUT_FROM[kind]
-        key = (kind, seat.position, seat.shard, seat.replica if shared_out else None)
+        key = (kind, self.plan.roles[rank] if shared_out else self.plan.compute_keys[rank])
         if key not in self._answers:
             if not shared_out:
                 names = self._names(rank, kind)
                 found = tuple(piece for name in names for piece in _pieces(name, self._on_shard(rank, name)))
             else:
-                found = self._share(rank, self._names(rank, "optimizer"), frozen=False)
-                if kind == "parameter":
-                    frozen = [name for name in self._names(rank, "parameter") if name in self.outline.frozen]
-                    found += self._share(rank, frozen, frozen=True)
+                found = tuple(piece for role in self.plan.roles[rank] for piece in self._share_of_role(rank, role, kind))
             self._answers[key] = found
         return self._answers[key]
+
+    def _share_of_role(self, rank: int, role: Role, kind: StateKind) -> tuple[Piece, ...]:
+        """What a rank keeps as one of the replicas of a grid that divide this kind of state."""
+        here = self._names(rank, "parameter", role.grid)
+        found = self._share(rank, role, [name for name in here if self._is_trained(name)], frozen=False)
+        if kind == "parameter":
+            found += self._share(rank, role, [name for name in here if name in self.outline.frozen], frozen=True)
+        return found
 
     def elements(self, rank: int, kind: StateKind) -> int:
         """How many elements of a kind a rank keeps."""
@@ -166,14 +172,25 @@ class Ownership:
 
     def sizes(self, rank: int) -> dict[str, int]:
         """Name -> elements when whole, of each parameter and buffer of a rank's stages that is not empty, in layer order."""
-        return self._sizes[self.plan.seats[rank].position]
+        return self._sizes(tuple(role.grid for role in self.plan.roles[rank]))
 
     def cut_of(self, rank: int, name: str) -> TensorCut | None:
         """How a tensor is cut over the shards of a rank's stages; None: each shard has the whole tensor."""
-        shards = self.plan.stages[self.plan.stages_of(rank)[0]].shards
+        shards = self.plan.stages[self._stage_with(rank, name)].shards
         if shards > 1 and shards not in self.outline.shardings:
             raise PlanError(f"it is not known how the model is cut over {shards} shards", cure="report this")
         return self.outline.shardings[shards].get(name) if shards > 1 else None
+
+    def shard_of(self, rank: int, name: str) -> int:
+        """Which shard of a tensor a rank has."""
+        return self.plan.role_in(rank, self._stage_with(rank, name)).shard
+
+    def _stage_with(self, rank: int, name: str) -> int:
+        """The first stage of a rank that has a tensor. Stages of one worker cut a tied parameter alike (`check_ties`)."""
+        stages = self.plan.stages_of(rank)
+        if len(self.plan.roles[rank]) == 1:
+            return stages[0]
+        return next(stage for stage in stages if name in self._tensors_of_stage(stage))
 
     # -- who holds the same --------------------------------------------------------------------------------------------
 
@@ -200,8 +217,7 @@ class Ownership:
         return bool(held) and any(self._held(other) == held for other in others)
 
     def _held(self, rank: int) -> tuple[Piece, ...]:
-        seat = self.plan.seats[rank]
-        key = ("held", seat.position, seat.shard, seat.replica if self.zero_stage else None)
+        key = ("held", self.plan.roles[rank] if self.zero_stage else self.plan.compute_keys[rank])
         if key not in self._answers:
             frozen = (piece for piece in self.pieces(rank, "parameter") if piece.name in self.outline.frozen)
             self._answers[key] = tuple(sorted([*self.pieces(rank, "optimizer"), *frozen, *self.pieces(rank, "buffer")]))
@@ -222,12 +238,13 @@ class Ownership:
         whole gradients (ZeRO stages 0 and 1).
         """
         assert self.zero_stage < SHARED_OUT_FROM["gradient"], "the norm of gradients that replicas share out is summed by piece"
-        seat, found = self.plan.seats[rank], {}
+        found = {}
         for stage in self.plan.stages_of(rank):
             here = [name for name in self._tensors_of_stage(stage) if self._first_stage[name] == stage]
             names = [name for name in here if self._is_trained(name)]
             sizes = [self._owned_elements(rank, name) for name in names]
-            found[stage] = tuple(names[consecutive_tensor_share(sizes, seat.replica, self.plan.stages[stage].replicas)])
+            replica, replicas = self.plan.role_in(rank, stage).replica, self.plan.stages[stage].replicas
+            found[stage] = tuple(names[consecutive_tensor_share(sizes, replica, replicas)])
         return found
 
     def checkpoint_pieces(self, rank: int) -> dict[int, dict[str, tuple[Piece, ...]]]:
@@ -237,23 +254,23 @@ class Ownership:
         parameter writes it. Ranks that hold the same tensor take turns, tensor by tensor; of a tensor that shards or replicas
         divide, each rank writes its own part.
         """
-        seat = self.plan.seats[rank]
         held: dict[str, list[tuple[int, int]]] = {}
         for piece in self._held(rank):
             held.setdefault(piece.name, []).append((piece.start, piece.stop))
         found: dict[int, dict[str, tuple[Piece, ...]]] = {}
         for stage in self.plan.stages_of(rank):
             replicas, shards = self.plan.stages[stage].replicas, self.plan.stages[stage].shards
+            role = self.plan.role_in(rank, stage)
             mine = found[stage] = {}
             for turn, (name, size) in enumerate(self._tensors_of_stage(stage).items()):
                 cut = self.cut_of(rank, name)
-                replica_writes = self._is_shared_out(name) or turn % replicas == seat.replica
-                shard_writes = cut is not None or turn // replicas % shards == seat.shard
+                replica_writes = self._is_shared_out(name) or turn % replicas == role.replica
+                shard_writes = cut is not None or turn // replicas % shards == role.shard
                 if self._first_stage[name] != stage or not (replica_writes and shard_writes):
                     continue
                 spans: IndexRanges = tuple(held.get(name, ()))
                 if cut is not None:
-                    spans = intersect_ranges(spans, cut.element_ranges(cut.owned(seat.shard), size))
+                    spans = intersect_ranges(spans, cut.element_ranges(cut.owned(role.shard), size))
                 if spans or not size:
                     mine[name] = _pieces(name, spans)
         return found
@@ -263,16 +280,18 @@ class Ownership:
         kind: StateKind = "parameter" if name in self.outline.frozen else "optimizer"
         return name not in self.outline.buffers and self.zero_stage >= SHARED_OUT_FROM[kind]
 
-    # -- tensors by position -------------------------------------------------------------------------------------------
+    # -- tensors by grid -----------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _sizes(self) -> tuple[dict[str, int], ...]:
-        """By position: name -> elements of each parameter and buffer that is not empty."""
-        found: list[dict[str, int]] = [{} for _ in range(self.plan.positions)]
-        for stage in self.plan.stages:
-            for layer in self.outline.elements[stage.first : stage.last]:
-                found[stage.position].update((name, size) for name, size in layer.items() if size)
-        return tuple(found)
+    def _sizes(self, grids: tuple[int, ...]) -> dict[str, int]:
+        """Name -> elements of each parameter and buffer of the stages of some grids that is not empty, in layer order."""
+        found = self._sizes_of_grids.get(grids)
+        if found is None:
+            stages = sorted(stage for grid in grids for stage in self.plan.stages_of_grid[grid])
+            places = [self.plan.stages[stage] for stage in stages]
+            layers = [layer for place in places for layer in self.outline.elements[place.first : place.last]]
+            found = {name: size for layer in layers for name, size in layer.items() if size}
+            self._sizes_of_grids[grids] = found
+        return found
 
     @cached_property
     def _first_stage(self) -> dict[str, int]:
@@ -289,9 +308,9 @@ class Ownership:
         sizes = {name: size for layer in self.outline.elements[place.first : place.last] for name, size in layer.items()}
         return dict(sorted(sizes.items(), key=lambda tensor: tensor[0] in self.outline.buffers))
 
-    def _names(self, rank: int, kind: StateKind) -> list[str]:
-        """Names of the tensors of a rank's stages that have this kind of state, in layer order."""
-        buffers, names = self.outline.buffers, self.sizes(rank)
+    def _names(self, rank: int, kind: StateKind, grid: int | None = None) -> list[str]:
+        """Names of the tensors of a rank's stages, or of those in one grid, that have this kind of state, in layer order."""
+        buffers, names = self.outline.buffers, self.sizes(rank) if grid is None else self._sizes((grid,))
         if kind == "buffer":
             return [name for name in names if name in buffers]
         return [name for name in names if self._is_trained(name) or (kind == "parameter" and name not in buffers)]
@@ -304,26 +323,25 @@ class Ownership:
     def _on_shard(self, rank: int, name: str) -> IndexRanges:
         """The elements of a tensor that the rank's shard has, all replicas together."""
         cut, size = self.cut_of(rank, name), self.sizes(rank)[name]
-        return ((0, size),) if cut is None else cut.element_ranges(cut.indices_by_shard[self.plan.seats[rank].shard], size)
+        return ((0, size),) if cut is None else cut.element_ranges(cut.indices_by_shard[self.shard_of(rank, name)], size)
 
     def _owned_elements(self, rank: int, name: str) -> int:
         """Number of elements of a tensor that the rank's shard has and no earlier shard has."""
-        cut, shard, size = self.cut_of(rank, name), self.plan.seats[rank].shard, self.sizes(rank).get(name, 0)
+        cut, shard, size = self.cut_of(rank, name), self.shard_of(rank, name), self.sizes(rank).get(name, 0)
         if cut is None:
             return size if shard == 0 else 0
         return count_indices(cut.element_ranges(cut.owned(shard), size))
 
-    def _share(self, rank: int, names: Sequence[str], *, frozen: bool) -> tuple[Piece, ...]:
-        """The rank's share of parameters that the replicas of its shard divide."""
-        seat = self.plan.seats[rank]
+    def _share(self, rank: int, role: Role, names: Sequence[str], *, frozen: bool) -> tuple[Piece, ...]:
+        """The rank's share of parameters that the replicas of its shard in a grid divide."""
         here = [self._on_shard(rank, name) for name in names]
-        key = (seat.position, seat.shard, frozen)
+        key = (role.grid, role.shard, frozen)
         if key not in self._shares:
-            replicas = self.plan.stages[self.plan.stages_of(rank)[0]].replicas
+            replicas = len(self.plan.grids[role.grid])
             self._shares[key] = BalancedTensorShares(tuple(count_indices(spans) for spans in here), replicas)
         return tuple(
             piece
-            for index, start, stop in self._shares[key].runs_of_owner(seat.replica)
+            for index, start, stop in self._shares[key].runs_of_owner(role.replica)
             for piece in _pieces(names[index], indices_at_positions(here[index], start, stop))
         )
 

@@ -1,9 +1,15 @@
-"""Parallel plans: the stages, replicas and shards of a run, and the seats of its workers."""
+"""Parallel plans: the stages of a run, the grid of workers of each, and so what each worker is.
+
+The work of a stage in a step is a grid: blocks of samples by shards of its layers. A plan gives every cell of it to a worker:
+replicas are rows on different workers, shards are columns. Stages may have one grid (chunks), grids of other workers (a
+pipeline), or grids that share workers (replicas of some layers and shards of others on the same workers).
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -14,24 +20,38 @@ from raypar.plan.microbatches import Microbatches, contiguous_part
 from raypar.plan.wording import count_noun
 
 Placement = Literal["loop", "v"]
+ComputeKey = tuple[tuple[int, int], ...]
+"""(grid, shard) of each of a worker's roles."""
+
+
+WorkerGrid = tuple[tuple[int, ...], ...]
+"""The ranks that compute a stage: `grid[replica][shard]`. Replicas compute different microbatches; the shards of a replica
+divide its layers (tensor parallelism)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Consecutive layers at one position of the pipeline."""
+    """Consecutive layers, and the workers that compute them."""
 
     first: int
     """Index of the first layer."""
     last: int
     """Index behind the last layer."""
-    position: int
-    """Position in the pipeline; several stages at one position are the chunks of its workers."""
-    replicas: int = 1
-    """Number of copies of the stage that compute different microbatches."""
-    shards: int = 1
-    """Number of workers that divide each replica (tensor parallelism)."""
+    workers: WorkerGrid = ((0,),)
+    """The stage's grid of workers."""
+
     share: tuple[int, ...] = ()
     """Number of blocks of each replica: contiguous runs, in order of replicas. Empty: runs of nearly equal length."""
+
+    @property
+    def replicas(self) -> int:
+        """Number of copies of the stage that compute different microbatches."""
+        return len(self.workers)
+
+    @property
+    def shards(self) -> int:
+        """Number of workers that divide each replica (tensor parallelism)."""
+        return len(self.workers[0])
 
     def check_share(self, index: int) -> None:
         """Raise `PlanError` unless stage `index` gives every replica at least one block, or all even runs."""
@@ -43,16 +63,13 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Seat:
-    """A worker's place in the plan: its position in the pipeline, its replica, its shard."""
+class Role:
+    """What a worker is in one grid of workers: which of its replicas, and which shard of that."""
 
-    position: int
+    grid: int
+    """Index of the grid in `ParallelPlan.grids`. In a pipeline it is the worker's position."""
     replica: int
     shard: int = 0
-
-    def __str__(self) -> str:
-        shard = f" shard {self.shard}" if self.shard else ""
-        return f"position {self.position} replica {self.replica}{shard}"
 
 
 def position_of_stage(stage: int, pp: int, placement: Placement) -> int:
@@ -80,21 +97,22 @@ class ParallelPlan:
                     f"stage {index} holds layers [{stage.first}, {stage.last}) but the stages before it end at {before}",
                     cure="give every stage at least one layer and leave no gap between stages",
                 )
-            if stage.replicas < 1 or stage.shards < 1:
-                raise PlanError(
-                    f"stage {index} has {stage.replicas} replicas and {stage.shards} shards", cure="set both to 1 or more"
-                )
+            _check_grid(index, stage.workers)
             stage.check_share(index)
             before = stage.last
-        if sorted({s.position for s in self.stages}) != list(range(self.positions)):
-            raise PlanError("pipeline positions are not 0, 1, 2, ...", cure="number the positions without gaps")
-        for position in range(self.positions):
-            shapes = {(s.replicas, s.shards, s.share) for s in self.stages if s.position == position}
-            if len(shapes) > 1:
+        for stages in self.stages_of_grid:
+            shares = sorted({self.stages[stage].share for stage in stages})
+            if len(shares) > 1:
                 raise PlanError(
-                    f"the chunks of position {position} have different (replicas, shards, shares): {sorted(shapes)}",
-                    cure="chunks of one worker have the same replicas, shards and shares; make them equal",
+                    f"stages {', '.join(map(str, stages))} have the same workers and different shares of the blocks: {shares}",
+                    cure="give the stages of one grid of workers the same shares",
                 )
+        missing = sorted(set(range(self.world)) - {rank for grid in self.grids for row in grid for rank in row})
+        if missing:
+            raise PlanError(
+                f"{self.world} workers, but no stage is computed by worker {', '.join(map(str, missing))}",
+                cure="number the workers 0, 1, 2, ... and give each of them a place in the grid of some stage",
+            )
         if self.recompute != tuple(sorted(set(self.recompute) & set(range(self.stages[-1].last)))):
             raise PlanError(
                 f"recompute names the layers {self.recompute}; the plan has layers 0 to {self.stages[-1].last - 1}",
@@ -141,6 +159,7 @@ class ParallelPlan:
         shards = list(shards) if shards is not None else [1] * pp
         if len(shards) != pp:
             raise PlanError(f"{pp} replica counts but {len(shards)} shard counts", cure="give one of each per stage")
+        grids = consecutive_grids(zip(replicas, shards, strict=True))
         count = pp * chunks
         total = count if layers is None else layers
         if total < count:
@@ -158,7 +177,7 @@ class ParallelPlan:
             )
         at = [position_of_stage(s, pp, placement) for s in range(count)]
         return ParallelPlan(
-            tuple(StagePlan(bounds[s], bounds[s + 1], at[s], replicas[at[s]], shards[at[s]]) for s in range(count)),
+            tuple(StagePlan(bounds[s], bounds[s + 1], grids[at[s]]) for s in range(count)),
             tuple(sorted(recompute)),
         )
 
@@ -181,50 +200,116 @@ class ParallelPlan:
         """The same plan with runs of blocks of nearly equal length."""
         return replace(self, stages=tuple(replace(stage, share=()) for stage in self.stages))
 
+    def with_shares(self, shares: Mapping[int, tuple[int, ...]]) -> ParallelPlan:
+        """The same plan with other shares of the blocks: grid -> `StagePlan.share` of its stages."""
+        stages = zip(self.stages, self.grid_of_stage, strict=True)
+        return replace(self, stages=tuple(replace(s, share=shares.get(grid, s.share)) for s, grid in stages))
+
+    def with_replicas(self, counts: Sequence[int]) -> ParallelPlan:
+        """A plan of workers with one role each, with other numbers of replicas, one for each grid, and even shares.
+
+        Ranks are numbered anew.
+        """
+        assert self.one_role_each, "replicas of one grid cannot go alone where workers stand in several"
+        grids = consecutive_grids((count, len(grid[0])) for count, grid in zip(counts, self.grids, strict=True))
+        stages = zip(self.stages, self.grid_of_stage, strict=True)
+        return replace(self, stages=tuple(replace(stage, workers=grids[grid], share=()) for stage, grid in stages))
+
     @property
     def has_movable_split_points(self) -> bool:
         """Whether some split point could move without changing the number of shards of a layer."""
         return any(a.shards == b.shards and b.last - a.first > 2 for a, b in itertools.pairwise(self.stages))
 
-    @cached_property
-    def positions(self) -> int:
-        """Number of pipeline positions."""
-        return max(s.position for s in self.stages) + 1
+    # -- grids and roles -------------------------------------------------------------------------------------------------
 
     @cached_property
-    def seats(self) -> tuple[Seat, ...]:
-        """The seats of all workers; the index of a seat is the worker's rank."""
-        shape = {s.position: (s.replicas, s.shards) for s in self.stages}
-        return tuple(Seat(p, r, t) for p in range(self.positions) for r in range(shape[p][0]) for t in range(shape[p][1]))
+    def grids(self) -> tuple[WorkerGrid, ...]:
+        """The grids of workers, each once, in order of their ranks; in a pipeline one for each position."""
+        return tuple(sorted({stage.workers for stage in self.stages}))
 
     @cached_property
-    def _rank_of_seat(self) -> dict[Seat, int]:
-        return {seat: rank for rank, seat in enumerate(self.seats)}
+    def grid_of_stage(self) -> tuple[int, ...]:
+        """By stage: the index of its grid in `grids`. Several stages of one grid are the chunks of its workers."""
+        number = {grid: index for index, grid in enumerate(self.grids)}
+        return tuple(number[stage.workers] for stage in self.stages)
 
     @cached_property
-    def _stages_at(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(i for i, s in enumerate(self.stages) if s.position == p) for p in range(self.positions))
+    def stages_of_grid(self) -> tuple[tuple[int, ...], ...]:
+        """By grid: the stages that it computes, ascending."""
+        return tuple(tuple(i for i, at in enumerate(self.grid_of_stage) if at == grid) for grid in range(len(self.grids)))
 
-    @property
+    @cached_property
+    def roles(self) -> tuple[tuple[Role, ...], ...]:
+        """By rank: what the worker is in each grid that it stands in, in order of the grids."""
+        found: list[list[Role]] = [[] for _ in range(self.world)]
+        for number, grid in enumerate(self.grids):
+            for replica, row in enumerate(grid):
+                for shard, rank in enumerate(row):
+                    found[rank].append(Role(number, replica, shard))
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def one_role_each(self) -> bool:
+        """Whether every worker stands in one grid, as in all pipelines; else some are replicas here and shards there."""
+        return all(len(roles) == 1 for roles in self.roles)
+
+    def only_role(self, rank: int) -> Role:
+        """The role of a worker that has one. Raises `PlanError` for one that stands in several grids."""
+        if len(self.roles[rank]) > 1:
+            raise PlanError(
+                f"{self.coordinate(rank)} stands in {len(self.roles[rank])} grids of workers",
+                cure="this needs a plan in which each worker stands in one; plan.schedule: list takes all plans",
+            )
+        return self.roles[rank][0]
+
+    @cached_property
+    def _role_in(self) -> tuple[dict[int, Role], ...]:
+        return tuple({stage: role for role in roles for stage in self.stages_of_grid[role.grid]} for roles in self.roles)
+
+    def role_in(self, rank: int, stage: int) -> Role:
+        """What a worker is in the grid of one of its stages."""
+        return self._role_in[rank][stage]
+
+    def shards_of_stages(self, rank: int) -> dict[int, int]:
+        """A worker's stages -> which shard of them it is."""
+        return {stage: role.shard for stage, role in self._role_in[rank].items()}
+
+    @cached_property
     def world(self) -> int:
         """Number of workers."""
-        return len(self.seats)
+        return max(rank for stage in self.stages for row in stage.workers for rank in row) + 1
 
     def rank(self, stage: int, replica: int, shard: int = 0) -> int:
         """Rank of the worker that holds this replica and shard of a stage."""
-        return self._rank_of_seat[Seat(self.stages[stage].position, replica, shard)]
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages (chunks) hosted by a worker, ascending."""
-        return self._stages_at[self.seats[rank].position]
+        return self.stages[stage].workers[replica][shard]
 
     @cached_property
-    def compute_keys(self) -> tuple[tuple[int, int], ...]:
-        """By rank: (position, shard). Ranks with the same key do the same work, on other microbatches.
+    def _stages_of(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted(stages)) for stages in self._role_in)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that a worker computes, ascending."""
+        return self._stages_of[rank]
+
+    @cached_property
+    def compute_keys(self) -> tuple[ComputeKey, ...]:
+        """By rank. Ranks with the same key do the same work, on other microbatches.
 
         Whether they also hold the same state is another question: see `plan.ownership.first_rank_with_same_state`.
         """
-        return tuple((seat.position, seat.shard) for seat in self.seats)
+        return tuple(tuple((role.grid, role.shard) for role in roles) for roles in self.roles)
+
+    @cached_property
+    def shard_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The workers that compute layers together, as shards of one replica, ascending; one that does so with none is alone.
+
+        In order of their first ranks. In a pipeline these are the replicas of its positions.
+        """
+        group_of = {rank: {rank} for rank in range(self.world)}
+        for row in (row for grid in self.grids for row in grid):
+            joined = set[int]().union(*(group_of[rank] for rank in row))
+            group_of.update(dict.fromkeys(joined, joined))
+        return tuple(dict.fromkeys(tuple(sorted(group_of[rank])) for rank in range(self.world)))
 
     @cached_property
     def shards_by_layer(self) -> tuple[int, ...]:
@@ -237,7 +322,7 @@ class ParallelPlan:
 
     def replica_ranks(self, stage: int, shard: int = 0) -> tuple[int, ...]:
         """Ranks of one shard of all replicas of a stage: the group that reduces the stage's gradients."""
-        return tuple(self.rank(stage, r, shard) for r in range(self.stages[stage].replicas))
+        return tuple(row[shard] for row in self.stages[stage].workers)
 
     def describe(self) -> str:
         """The plan's shape as text (`describe_mesh`), and which stages give their replicas uneven shares."""
@@ -247,10 +332,48 @@ class ParallelPlan:
 
     def coordinate(self, rank: int) -> str:
         """A rank with its place as text: `worker 3 (stage 1, replica 1)`."""
-        seat = self.seats[rank]
-        stages = ",".join(str(s) for s in self.stages_of(rank))
-        shard = f", shard {seat.shard}" if self.stages[self.stages_of(rank)[0]].shards > 1 else ""
-        return f"worker {rank} (stage {stages}, replica {seat.replica}{shard})"
+        places = []
+        for role in self.roles[rank]:
+            stages = ",".join(str(s) for s in self.stages_of_grid[role.grid])
+            shard = f", shard {role.shard}" if len(self.grids[role.grid][0]) > 1 else ""
+            places.append(f"stage {stages}, replica {role.replica}{shard}")
+        return f"worker {rank} ({'; '.join(places)})"
+
+
+def consecutive_grids(shapes: Iterable[tuple[int, int]]) -> list[WorkerGrid]:
+    """Grids of (replicas, shards) with ranks of their own, in order: those of a pipeline."""
+    found: list[WorkerGrid] = []
+    ranks = itertools.count()
+    for replicas, shards in shapes:
+        if replicas < 1 or shards < 1:
+            raise PlanError(f"a stage with {replicas} replicas and {shards} shards", cure="set both to 1 or more")
+        found.append(tuple(tuple(itertools.islice(ranks, shards)) for _ in range(replicas)))
+    return found
+
+
+def _check_grid(stage: int, grid: WorkerGrid) -> None:
+    """Raise `PlanError` for a grid without workers, with rows of different lengths, or with a worker twice."""
+    if not grid or not all(grid):
+        raise PlanError(f"stage {stage} has no workers", cure="give it at least one: a list with a list of shards per replica")
+    if len({len(row) for row in grid}) > 1:
+        raise PlanError(
+            f"the replicas of stage {stage} have {', '.join(str(len(row)) for row in grid)} shards",
+            cure="give every replica of a stage as many shards",
+        )
+    twice = [rank for rank, times in Counter(rank for row in grid for rank in row).items() if times > 1]
+    if twice:
+        raise PlanError(
+            f"stage {stage} has worker {twice[0]} twice in its grid",
+            cure="give each cell of a stage's grid to another worker; one worker may stand in the grids of several stages",
+        )
+    if min(rank for row in grid for rank in row) < 0:
+        raise PlanError(f"stage {stage} has a worker with a negative number", cure="number the workers 0, 1, 2, ...")
+    lines = (*grid, *zip(*grid, strict=True))
+    if any(list(line) != sorted(line) for line in lines):
+        raise PlanError(
+            f"the workers of stage {stage} do not ascend along its replicas and shards: {[list(row) for row in grid]}",
+            cure="give the lower number to the earlier shard and to the earlier replica; results do not depend on it",
+        )
 
 
 def even_split_points(layers: int, stages: int) -> tuple[int, ...]:
@@ -326,7 +449,7 @@ class MicrobatchRouting:
         """
         blocks = self.microbatches.blocks
         starts = {0}
-        for index in {s.position: i for i, s in enumerate(self.plan.stages)}.values():
+        for index in dict(zip(self.plan.grid_of_stage, range(len(self.plan.stages)), strict=True)).values():
             starts |= {self.blocks_of_replica(index, r).start for r in range(self.plan.stages[index].replicas)}
         bounds = [b for b in sorted(starts) if b < blocks] + [blocks]
         keyed: list[tuple[Fraction, int, int]] = []
@@ -338,3 +461,15 @@ class MicrobatchRouting:
     def microbatches_of_replica(self, stage: int, replica: int) -> tuple[int, ...]:
         """The microbatches of one replica of a stage, in the order in which they enter the pipeline."""
         return tuple(m for m in self.entry_order if self.replica_for(stage, m) == replica)
+
+    def microbatches_of_worker(self, stage: int, rank: int) -> tuple[int, ...]:
+        """The microbatches that a worker computes in one of its stages, in the order in which they enter the pipeline."""
+        return self.microbatches_of_replica(stage, self.plan.role_in(rank, stage).replica)
+
+    def blocks_of_worker(self, stage: int, rank: int) -> range:
+        """The blocks that a worker computes in one of its stages."""
+        return self.blocks_of_replica(stage, self.plan.role_in(rank, stage).replica)
+
+    def ranks(self, stage: int, microbatch: int) -> tuple[int, ...]:
+        """By shard: the ranks that run `stage` on `microbatch`."""
+        return self.plan.stages[stage].workers[self._replica_of[stage][microbatch]]

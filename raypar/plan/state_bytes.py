@@ -43,17 +43,23 @@ class StateBytes:
         return sum(max(sum(kept.values()) for kept in on_shards) for on_shards in layers)
 
     def _on_rank(self, ownership: Ownership, rank: int, kind: StateKind) -> int:
-        plan, seat = ownership.plan, ownership.plan.seats[rank]
+        plan = ownership.plan
         stages = [plan.stages[stage] for stage in plan.stages_of(rank)]
-        shards, shared_out = stages[0].shards, ownership.zero_stage >= SHARED_OUT_FROM[kind]
-        share = (seat.replica, stages[0].replicas) if shared_out else None
-        key = (kind, tuple((stage.first, stage.last) for stage in stages), seat.shard, shards, share)
+        roles = [plan.role_in(rank, stage) for stage in plan.stages_of(rank)]
+        shared_out = ownership.zero_stage >= SHARED_OUT_FROM[kind]
+        places = zip(stages, roles, strict=True)
+        key = (
+            kind,
+            *((s.first, s.last, s.shards, role.shard, (role.replica, s.replicas) if shared_out else ()) for s, role in places),
+        )
         if key not in self._on_ranks:
             if shared_out:
                 kept = self._kept(ownership, rank, kind)
             else:  # by layer, because plans with other stages have the same layers and share the cache
-                layers = [layer for stage in stages for layer in self._by_layer(kind, shards)[stage.first : stage.last]]
-                kept = {name: nbytes for on_shards in layers for name, nbytes in on_shards[seat.shard].items()}
+                kept = {}
+                for stage, role in zip(stages, roles, strict=True):
+                    for on_shards in self._by_layer(kind, stage.shards)[stage.first : stage.last]:
+                        kept.update(on_shards[role.shard])
             copies = self._copies(stages, kind)
             self._on_ranks[key] = sum(copies[name] * nbytes for name, nbytes in kept.items())
         return self._on_ranks[key]

@@ -112,7 +112,7 @@ def _candidate(
         recompute=recompute,
     )
     busiest = max(
-        sum(sums[s.last] - sums[s.first] for s in plan.stages if s.position == position) for position in range(stages)
+        sum(sums[plan.stages[s].last] - sums[plan.stages[s].first] for s in chunks_here) for chunks_here in plan.stages_of_grid
     )
     most = max(
         sum(len(cut.microbatches_of_block(b)) for b in contiguous_part(r, replicas, cut.blocks)) for r in range(replicas)

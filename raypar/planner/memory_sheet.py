@@ -59,7 +59,8 @@ def memory_sheets(
 ) -> tuple[MemorySheet, ...]:
     """By rank, the predicted memory of a plan's workers under a schedule (its name, or its orders) and a ZeRO stage."""
     routing = MicrobatchRouting(plan, microbatches)
-    orders = registry.build_schedule(schedule, routing) if isinstance(schedule, str) else schedule
+    crossing = profile.crossing(plan)
+    orders = registry.build_schedule(schedule, routing, connections=crossing) if isinstance(schedule, str) else schedule
     sizes = kept_bytes_by_kind(profile, routing, orders)
     kept = [peak_kept_bytes(order, sizes) for order in orders]
     state = state_bytes(profile, routing, zero, [sum(peak.values()) for peak in kept])
@@ -127,7 +128,7 @@ def _other_changes_that_fit(
     """
     layers, replicas = len(profile.layers), max(stage.replicas for stage in plan.stages)
     shards = max(stage.shards for stage in plan.stages)
-    for stages in range(plan.positions + 1, layers + 1):
+    for stages in range(len(plan.grids) + 1, layers + 1):
         cuts = balanced_cuts(profile.work_sums(plan.recompute), stages)
         deeper = ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=layers, cuts=cuts, recompute=plan.recompute)
         most = _largest_worker_bytes(profile, deeper, "1f1b", microbatches)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import partial
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StagePlan
+from raypar.plan.parallel_plan import consecutive_grids
 from raypar.plan.stage_connections import find_oversized_message
 from raypar.plan.wording import count_noun
 from raypar.planner.candidate_plans import PlanCandidate, enumerate_candidates
@@ -19,7 +19,7 @@ from raypar.planner.model_profile import ModelProfile
 from raypar.planner.predicted_step import MakeSchedule, predict_step, simulation_costs
 from raypar.planner.stage_balance import StageBalance, find_balanced_stages
 from raypar.schedule import registry
-from raypar.schedule.instructions import splits_backward
+from raypar.schedule.instructions import Schedule, splits_backward
 from raypar.schedule.step_timeline import Timeline
 
 BALANCED_CANDIDATES = 3
@@ -153,16 +153,23 @@ def balance_stages(
 
     If no cut fits into memory, the fastest one is the best.
     """
-    make = partial(registry.build_schedule, schedule) if isinstance(schedule, str) else schedule
-    orders = make(MicrobatchRouting(even, microbatches))
+
+    def make(plan: ParallelPlan) -> Schedule:
+        routing, crossing = MicrobatchRouting(plan, microbatches), profile.crossing(plan)
+        if isinstance(schedule, str):
+            return registry.build_schedule(schedule, routing, connections=crossing)
+        return schedule(routing, crossing)
+
+    orders = make(even)
     # Where workers share this machine's processors every cut takes equally long. But the run may join a larger cluster.
     alone = replace(profile, processors=None)
-    by_layer = tuple(StagePlan(i, i + 1, i, shards=shards) for i, shards in enumerate(even.shards_by_layer))
+    grids = consecutive_grids((1, shards) for shards in even.shards_by_layer)
+    by_layer = tuple(StagePlan(i, i + 1, grid) for i, grid in enumerate(grids))
     layer_costs = simulation_costs(alone, replace(even, stages=by_layer), split=any(map(splits_backward, orders)))
 
     def found(limit: int | None) -> StageBalance:
         def predict(plan: ParallelPlan) -> tuple[Timeline, int]:
-            step, memory = predict_step(alone, plan, make(MicrobatchRouting(plan, microbatches)), microbatches)
+            step, memory = predict_step(alone, plan, make(plan), microbatches)
             return step, max(0, max(memory) - limit) if limit is not None else 0
 
         return find_balanced_stages(even, orders, layer_costs, predict, is_chain=profile.is_chain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.plan.ownership import StateKind
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.schedule import registry
@@ -13,8 +13,8 @@ from raypar.schedule.instructions import KEPT_INPUTS, KEPT_SIZE, Schedule, split
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.step_timeline import KeptBytes, Timeline
 
-MakeSchedule = Callable[[MicrobatchRouting], Schedule]
-"""Makes the orders of a plan's workers."""
+MakeSchedule = Callable[[MicrobatchRouting, StageConnections], Schedule]
+"""Makes the orders of a plan's workers, of its routing and the connections between its stages."""
 
 
 def predict_step(
@@ -22,9 +22,9 @@ def predict_step(
 ) -> tuple[Timeline, tuple[int, ...]]:
     """The predicted step of a plan under a schedule (a name, or orders): its timeline, and bytes of memory by worker."""
     routing = MicrobatchRouting(plan, microbatches)
-    orders = registry.build_schedule(schedule, routing) if isinstance(schedule, str) else schedule
-    split = any(map(splits_backward, orders))
     crossing = profile.crossing(plan)
+    orders = registry.build_schedule(schedule, routing, connections=crossing) if isinstance(schedule, str) else schedule
+    split = any(map(splits_backward, orders))
     costs = replace(simulation_costs(profile, plan, split=split), kept_bytes=kept_bytes_by_kind(profile, routing, orders))
     timeline = simulate_schedule(orders, routing, crossing, costs)
     if profile.processors is not None:
@@ -94,7 +94,7 @@ def state_bytes(
     """
     plan = routing.plan
     state = profile.state_on_shards({stage.shards for stage in plan.stages}).of_plan(plan, zero)
-    blocks = [len(routing.blocks_of_replica(plan.stages_of(rank)[0], seat.replica)) for rank, seat in enumerate(plan.seats)]
+    blocks = [max(len(routing.blocks_of_worker(s, rank)) for s in plan.stages_of(rank)) for rank in range(plan.world)]
     gradients = (nbytes * max(1, count.bit_length()) for nbytes, count in zip(state["gradient"], blocks, strict=True))
     found = {**state, "gradient": tuple(gradients)}
     if "widened" in state:

@@ -130,9 +130,9 @@ class StepLowerBound:
         nothing = (0.0,) * (self.layers + 1)
         fills, drains = ([sums[k] for k in kinds if what in k.makes and is_chain] for what in (VALUES, INPUT_GRADIENTS))
         self.fill_ms, self.drain_ms = (min(ways, key=lambda ms: ms[-1], default=nothing) for ways in (fills, drains))
-        busiest: dict[int, Order] = {}
-        for rank, seat in enumerate(even.seats):
-            busiest[seat.position] = max(busiest.get(seat.position, ()), schedule[rank], key=len)
+        busiest: dict[tuple[int, ...], Order] = {}
+        for rank in range(even.world):
+            busiest[even.stages_of(rank)] = max(busiest.get(even.stages_of(rank), ()), schedule[rank], key=len)
         self.work = []
         for order in busiest.values():
             parts: dict[int, list[tuple[tuple[float, ...], int, bool]]] = {}

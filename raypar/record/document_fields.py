@@ -35,8 +35,13 @@ class StageFacts(TypedDict, total=False):
     first: int
     last: int
     position: int
+    """Number of its grid of workers."""
     replicas: int
     shards: int
+    workers: list[list[int]]
+    """Its grid of workers: by replica and shard, their ranks. Absent in files of older releases."""
+    share: list[int]
+    """Blocks of each replica; empty: even runs. Absent in files of older releases."""
 
 
 class LayerFacts(TypedDict, total=False):
@@ -106,7 +111,12 @@ def _records(fields: Mapping[str, Check], *required: str) -> Check:
 _BYTES = count_up_to(2**63)
 
 _STAGES = _records(
-    dict.fromkeys(("first", "last", "position", "replicas", "shards"), count_up_to(MAX_WORKER_NUMBER)), "replicas"
+    {
+        **dict.fromkeys(("first", "last", "position", "replicas", "shards"), count_up_to(MAX_WORKER_NUMBER)),
+        "workers": is_list_of(is_list_of(count_up_to(MAX_WORKER_NUMBER))),
+        "share": is_list_of(count_up_to(MAX_WORKER_NUMBER)),
+    },
+    "replicas",
 )
 
 _LAYERS = _records({"name": is_text, "parameters": _BYTES, "parameter_bytes": _BYTES}, "name")

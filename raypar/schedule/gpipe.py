@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypar.plan import MicrobatchRouting
-from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
+from raypar.schedule.instructions import Backward, Forward, Schedule
 
 
 def gpipe(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Schedule:
@@ -13,11 +13,9 @@ def gpipe(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Sc
 
     Backwards come in index order (rule 6 of the contract), not in reverse.
     """
-    orders: list[tuple[Compute, ...]] = []
-    for rank, seat in enumerate(routing.plan.seats):
-        stages = routing.plan.stages_of(rank)
-        mine = routing.microbatches_of_replica(stages[0], seat.replica)
-        orders.append(
-            tuple(Forward(s, m) for s in stages for m in mine) + tuple(Backward(s, m) for s in reversed(stages) for m in mine)
-        )
+    orders = []
+    for rank in range(routing.plan.world):
+        mine = [(stage, routing.microbatches_of_worker(stage, rank)) for stage in routing.plan.stages_of(rank)]
+        forwards = tuple(Forward(stage, m) for stage, microbatches in mine for m in microbatches)
+        orders.append(forwards + tuple(Backward(stage, m) for stage, microbatches in reversed(mine) for m in microbatches))
     return tuple(orders)

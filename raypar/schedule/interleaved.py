@@ -20,22 +20,22 @@ def interleaved_1f1b(routing: MicrobatchRouting, warmup: Sequence[int] | None = 
     list-scheduled.
     """
     plan = routing.plan
-    pp, replicas = plan.positions, replicas_by_position(plan)
+    pp, replicas = len(plan.grids), replicas_by_position(plan)
     chunks = len(plan.stages) // pp
     ahead = resolve_warmups(plan, warmup) if warmup is not None else None
     if not has_parallel_pipelines(plan):
         depth = ahead or open_limits_per_replica(replicas, [2 * (pp - s - 1) + (chunks - 1) * pp + 1 for s in range(pp)])
         return build_list_schedule(routing, OpenMicrobatchLimits(depth, depth, group=pp * max(replicas)), split=False)
     orders: list[tuple[Compute, ...]] = []
-    for rank, seat in enumerate(plan.seats):
-        stages = plan.stages_of(rank)
-        mine = routing.microbatches_of_replica(stages[0], seat.replica)
+    for rank in range(plan.world):
+        role, stages = plan.only_role(rank), plan.stages_of(rank)
+        mine = routing.microbatches_of_worker(stages[0], rank)
         rounds = max(1, len(mine) // pp)
         groups = [[mine[i] for i in contiguous_part(n, rounds, len(mine))] for n in range(rounds)]
         size = max(len(group) for group in groups)
         forwards: list[Compute] = [Forward(s, m) for group in groups for s in stages for m in group]
         backwards: list[Compute] = [Backward(s, m) for group in groups for s in reversed(stages) for m in group]
-        depth_here = 2 * (pp - seat.position - 1) + (len(stages) - 1) * size if ahead is None else ahead[seat.position] - 1
+        depth_here = 2 * (pp - role.grid - 1) + (len(stages) - 1) * size if ahead is None else ahead[role.grid] - 1
         first = min(depth_here, len(forwards))
         order = forwards[:first]
         for f, b in zip(forwards[first:], backwards, strict=False):

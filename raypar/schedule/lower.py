@@ -40,15 +40,16 @@ from raypar.schedule.instructions import (
 def lower_schedule(schedule: Schedule, routing: MicrobatchRouting, crossing: StageConnections) -> tuple[Program, ...]:
     """The programs of a training step, one per rank. Raises `ScheduleError` if the orders cannot be executed."""
     programs = _Replay(schedule, routing, crossing, training=True).run()
-    # A worker without microbatches takes part in reductions in the order of those replicas that have some.
+    # A worker without microbatches of a grid takes part in its reductions, in the order of those replicas that have some.
     in_turn: dict[int, list[Instruction]] = {}
-    for seat, program in zip(routing.plan.seats, programs, strict=True):
-        reductions = [i for i in program if i.role == "reduction"]
-        if reductions:
-            in_turn.setdefault(seat.position, reductions)
-    for seat, program in zip(routing.plan.seats, programs, strict=True):
-        if not program:
-            program += in_turn.get(seat.position, [])
+    for roles, program in zip(routing.plan.roles, programs, strict=True):
+        for role in roles:
+            of_grid: set[Instruction] = {ReduceGradients(stage) for stage in routing.plan.stages_of_grid[role.grid]}
+            if reductions := [i for i in program if i in of_grid]:
+                in_turn.setdefault(role.grid, reductions)
+    for roles, program in zip(routing.plan.roles, programs, strict=True):
+        there = set(program)
+        program += [i for role in roles for i in in_turn.get(role.grid, ()) if i not in there]
         program += [ExchangeTies()] if crossing.ties else []
         program += [ExchangeBuffers()] if crossing.exchanges_buffers else []
         program += [ExchangeVotes(), OptimizerStep()]
@@ -62,12 +63,12 @@ def lower_validation_pass(routing: MicrobatchRouting, crossing: StageConnections
     round the pipeline, and it bounds the number of bundles that wait.
     """
     plan = routing.plan
-    group = 2 * plan.positions * max(stage.replicas for stage in plan.stages)
+    group = 2 * len(plan.grids) * max(stage.replicas for stage in plan.stages)
     entry = {m: index for index, m in enumerate(routing.entry_order)}
     orders = []
-    for rank, seat in enumerate(plan.seats):
+    for rank in range(plan.world):
         stages = plan.stages_of(rank)
-        mine = [(entry[m] // group, s, entry[m], m) for s in stages for m in routing.microbatches_of_replica(s, seat.replica)]
+        mine = [(entry[m] // group, s, entry[m], m) for s in stages for m in routing.microbatches_of_worker(s, rank)]
         orders.append(tuple(Forward(stage, m) for _, stage, _, m in sorted(mine)))
     return tuple(tuple(program) for program in _Replay(tuple(orders), routing, crossing, training=False).run())
 
@@ -143,8 +144,10 @@ class _Replay:
 
     rule_of: list[dict[type[Compute], list[_Rule]]]
     """Rank -> class -> stage -> rule."""
-    first_shard: list[list[int]]
-    """Stage -> microbatch -> rank of the first shard that runs it; the others follow."""
+    ranks: list[list[tuple[int, ...]]]
+    """Stage -> microbatch -> by shard, the ranks that run it."""
+    shard_in: list[dict[int, int]]
+    """Rank -> stage -> which shard of it the rank is."""
     programs: list[list[Instruction]]
     """Rank -> its program so far."""
     place: list[int]
@@ -161,17 +164,28 @@ class _Replay:
     def __init__(self, schedule: Schedule, routing: MicrobatchRouting, crossing: StageConnections, *, training: bool) -> None:
         self.schedule, self.plan = schedule, routing.plan
         self.rules = _Rules(schedule, routing, crossing, training=training)
-        self.rule_of = [self.rules.of_shard[seat.shard] for seat in self.plan.seats]
-        self.shard = [seat.shard for seat in self.plan.seats]
+        self.rule_of = [self._rules_of(rank) for rank in range(self.plan.world)]
+        self.shard_in = [self.plan.shards_of_stages(rank) for rank in range(self.plan.world)]
         self.shards = [stage.shards for stage in self.plan.stages]
         count = range(routing.microbatches.count)
-        self.first_shard = [[routing.rank(s, m) for m in count] for s in range(len(self.plan.stages))]
+        self.ranks = [[routing.ranks(s, m) for m in count] for s in range(len(self.plan.stages))]
         self.programs = [[] for _ in schedule]
         self.place = [0] * len(schedule)
         self.done = bytearray(self.rules.total)
         self.waiting = {}
         self.gradients_left = [Counter([i.stage for i in order if WEIGHT_GRADIENTS in i.makes]) for order in schedule]
         self.events = []
+
+    def _rules_of(self, rank: int) -> dict[type[Compute], list[_Rule]]:
+        """The rules of one rank, which may be another shard in each of its grids."""
+        of_shard, roles = self.rules.of_shard, self.plan.roles[rank]
+        if len(roles) == 1:
+            return of_shard[roles[0].shard]
+        shards = self.plan.shards_of_stages(rank)
+        return {
+            kind: [of_shard[shards.get(stage, 0)][kind][stage] for stage in range(len(rules))]
+            for kind, rules in of_shard[0].items()
+        }
 
     def run(self) -> list[list[Instruction]]:
         """Replay the orders and return the programs of all ranks. Raises `ScheduleError` if some rank cannot finish."""
@@ -222,9 +236,7 @@ class _Replay:
 
     def _hand_on(self, rank: int, stage: int, microbatch: int, other: int, kind: MessageKind) -> None:
         """Add the sends and receives of one bundle, from a rank of `stage` to the shards of `other` that it serves."""
-        first = self.first_shard[other][microbatch]
-        for shard in range(self.shard[rank], self.shards[other], self.shards[stage]):
-            target = first + shard
+        for target in self.ranks[other][microbatch][self.shard_in[rank][stage] :: self.shards[stage]]:
             if target != rank:
                 self.programs[rank].append(Send(stage, microbatch, other, target, kind))
                 self.programs[target].append(Recv(other, microbatch, stage, rank, kind))
@@ -235,7 +247,7 @@ class _Replay:
             return
         rank = stuck[0]
         instruction = self.schedule[rank][self.place[rank]]
-        needs = self.rules.needs(instruction, self.shard[rank])
+        needs = self.rules.needs(instruction, self.shard_in[rank][instruction.stage])
         missing = ", ".join(name_of_producing_instruction(need) for number, need in needs if not self.done[number])
         raise ScheduleError(
             f"{len(stuck)} of {count_noun(len(self.schedule), 'worker')} cannot finish: {self.plan.coordinate(rank)} stands at "

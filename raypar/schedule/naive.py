@@ -13,10 +13,13 @@ def naive_schedule(routing: MicrobatchRouting, warmup: Sequence[int] | None = No
 
     Several stages of one worker run in ascending order in the forward pass and in descending order in the backward pass.
     """
-    orders: list[list[Compute]] = [[] for _ in routing.plan.seats]
-    for rank, seat in enumerate(routing.plan.seats):
-        stages = routing.plan.stages_of(rank)
-        for m in routing.microbatches_of_replica(stages[0], seat.replica):
-            orders[rank] += [Forward(s, m) for s in stages]
-            orders[rank] += [Backward(s, m) for s in reversed(stages)]
-    return tuple(tuple(order) for order in orders)
+    orders: list[tuple[Compute, ...]] = []
+    for rank in range(routing.plan.world):
+        mine = {stage: set(routing.microbatches_of_worker(stage, rank)) for stage in routing.plan.stages_of(rank)}
+        order: list[Compute] = []
+        for m in routing.entry_order:
+            stages = [stage for stage, microbatches in mine.items() if m in microbatches]
+            order += [Forward(stage, m) for stage in stages]
+            order += [Backward(stage, m) for stage in reversed(stages)]
+        orders.append(tuple(order))
+    return tuple(orders)

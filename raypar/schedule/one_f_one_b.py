@@ -11,10 +11,7 @@ from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
 
 def replicas_by_position(plan: ParallelPlan) -> tuple[int, ...]:
     """The number of replicas of each position."""
-    counts = [1] * plan.positions
-    for stage in plan.stages:
-        counts[stage.position] = stage.replicas
-    return tuple(counts)
+    return tuple(len(grid) for grid in plan.grids)
 
 
 def has_parallel_pipelines(plan: ParallelPlan) -> bool:
@@ -38,9 +35,9 @@ def resolve_warmups(plan: ParallelPlan, given: Sequence[int] | None) -> tuple[in
     """By position, the forwards before the first backward: `given` once checked, or `default_warmups` if it is None."""
     if given is None:
         return default_warmups(plan)
-    if len(given) != plan.positions or min(given) < 1:
+    if len(given) != len(plan.grids) or min(given) < 1:
         raise ScheduleError(
-            f"warmup {list(given)} for {plan.positions} stages",
+            f"warmup {list(given)} for {len(plan.grids)} stages",
             cure="give one number >= 1 per stage: forwards before the first B",
         )
     return tuple(given)
@@ -53,13 +50,13 @@ def one_f_one_b(routing: MicrobatchRouting, warmup: Sequence[int] | None = None)
     """
     plan = routing.plan
     by_position = resolve_warmups(plan, warmup)
-    depths = [by_position[seat.position] for seat in plan.seats]
+    depths = [by_position[plan.only_role(rank).grid] for rank in range(plan.world)]
     if warmup is None and not has_parallel_pipelines(plan):
         depths = warmups_that_run(routing, depths)
     orders: list[tuple[Compute, ...]] = []
-    for rank, seat in enumerate(plan.seats):
+    for rank in range(plan.world):
         (stage,) = plan.stages_of(rank)
-        mine = routing.microbatches_of_replica(stage, seat.replica)
+        mine = routing.microbatches_of_worker(stage, rank)
         ahead = min(depths[rank], len(mine)) - 1 if mine else 0
         order: list[Compute] = [Forward(stage, m) for m in mine[:ahead]]
         for m, behind in zip(mine[ahead:], mine, strict=False):
@@ -100,7 +97,7 @@ class _OrdersRun:
 
     def __init__(self, routing: MicrobatchRouting) -> None:
         plan = routing.plan
-        firsts = [(rank, seat.replica) for rank, seat in enumerate(plan.seats) if seat.shard == 0]
+        firsts = [(row[0], replica) for grid in plan.grids for replica, row in enumerate(grid)]
         self.stage = {rank: plan.stages_of(rank)[0] for rank, _ in firsts}
         self.mine = {rank: routing.microbatches_of_replica(self.stage[rank], replica) for rank, replica in firsts}
         self.entry = {m: turn for turn, m in enumerate(routing.entry_order)}

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import combinations, product, zip_longest
 from typing import NamedTuple
 
 from raypar.plan import MicrobatchRouting, StageConnections
@@ -76,29 +76,40 @@ class RuleCheckInput:
         """The compute instructions of a worker."""
         return self._computations[rank]
 
+    def computed_together(self, rank: int, other: int) -> list[Compute]:
+        """The compute instructions of a worker that another computes with it, as a shard of the same replica."""
+        plan = self.routing.plan
+        if plan.one_role_each:  # the shards of a seat have all their work in common
+            return self.compute(rank)
+        mine, theirs = ({role.grid: role.replica for role in plan.roles[each]} for each in (rank, other))
+        grids = {grid for grid, replica in mine.items() if theirs.get(grid) == replica}
+        return [i for i in self.compute(rank) if plan.grid_of_stage[i.stage] in grids]
+
     def routed_work(self, rank: int) -> Iterator[tuple[int, int]]:
         """Every (stage, microbatch) that is routed to a worker."""
         plan = self.routing.plan
         for stage in plan.stages_of(rank):
-            for microbatch in self.routing.microbatches_of_replica(stage, plan.seats[rank].replica):
+            for microbatch in self.routing.microbatches_of_worker(stage, rank):
                 yield stage, microbatch
 
     @cached_property
-    def _first_shards(self) -> list[list[int]]:
-        """By stage and microbatch: the rank of the first shard that runs it; the other shards have the next ranks."""
+    def _ranks(self) -> list[list[tuple[int, ...]]]:
+        """By stage, microbatch and shard: the rank that runs it."""
         count = range(self.routing.microbatches.count)
-        return [[self.routing.rank(stage, m) for m in count] for stage in range(len(self.routing.plan.stages))]
+        return [[self.routing.ranks(stage, m) for m in count] for stage in range(len(self.routing.plan.stages))]
 
     @cached_property
-    def _serving_shard(self) -> list[list[int]]:
-        """By rank and stage: the shard that serves the rank. Shard t is served by shard t mod (the stage's shards)."""
-        plan = self.routing.plan
-        rows = [[t % stage.shards for stage in plan.stages] for t in range(max(stage.shards for stage in plan.stages))]
-        return [rows[seat.shard] for seat in plan.seats]
+    def _shard_in(self) -> list[dict[int, int]]:
+        """By rank and its stages: which shard of the stage it is."""
+        return [self.routing.plan.shards_of_stages(rank) for rank in range(self.routing.plan.world)]
 
-    def source(self, stage: int, microbatch: int, like: int) -> int:
-        """The worker that gives results of (stage, microbatch) to worker `like`: one of the stage's shards."""
-        return self._first_shards[stage][microbatch] + self._serving_shard[like][stage]
+    def source(self, stage: int, microbatch: int, user: int, rank: int) -> int:
+        """The worker that gives results of (stage, microbatch) to the stage `user` of a worker.
+
+        Shard t is served by shard t mod (the stage's shards).
+        """
+        row = self._ranks[stage][microbatch]
+        return row[self._shard_in[rank][user] % len(row)]
 
 
 def describe_message(carried: Bundle) -> str:
@@ -223,7 +234,7 @@ def _check_causal_on(case: RuleCheckInput, rank: int) -> list[ScheduleProblem]:
                         ScheduleProblem("causal", rank, f"{instruction} stands before {holdings.name_missing(what, stage, m)}")
                     )
             for what, at, there, kind, src, dst in others:
-                if case.source(at, m, rank) == rank:
+                if case.source(at, m, stage, rank) == rank:
                     if m not in there:
                         found.append(
                             ScheduleProblem(
@@ -278,18 +289,22 @@ def check_gradient_order(case: RuleCheckInput) -> list[ScheduleProblem]:
 
 
 def check_shards_have_same_order(case: RuleCheckInput) -> list[ScheduleProblem]:
-    """Rule `together`: the shards of a stage's replica have one order, because they compute every instruction together."""
+    """Rule `together`: what two workers compute together, as shards of one replica, they compute in one order.
+
+    Other work of theirs, of grids in which they are replicas or that one of them is not in, may come between.
+    """
     found: list[ScheduleProblem] = []
-    plan = case.routing.plan
-    for rank, seat in enumerate(plan.seats):
-        if seat.shard == 0:
-            first = list(case.compute(rank)) if plan.stages[plan.stages_of(rank)[0]].shards > 1 else []
-            continue
-        mine = list(case.compute(rank))
-        if mine != first:
-            at = next(n for n, (a, b) in enumerate(zip(mine, first, strict=True)) if a != b)
-            text = f"{mine[at]} is instruction {at} here, {first[at]} on shard 0"
-            found.append(ScheduleProblem("together", rank, text))
+    for first, *others in case.routing.plan.shard_groups:
+        pairs = [(first, other) for other in others] if case.routing.plan.one_role_each else combinations((first, *others), 2)
+        for one, other in pairs:
+            theirs, mine = (case.computed_together(rank, with_rank) for rank, with_rank in ((one, other), (other, one)))
+            if mine != theirs:
+                at = next(n for n, (a, b) in enumerate(zip_longest(mine, theirs)) if a != b)
+                here, there = (each[at] if at < len(each) else "nothing" for each in (mine, theirs))
+                text = (
+                    f"{here} is instruction {at} here of those computed with {case.routing.plan.coordinate(one)}, {there} there"
+                )
+                found.append(ScheduleProblem("together", other, text))
     return found
 
 
@@ -313,7 +328,7 @@ def check_sends_match_receives(case: RuleCheckInput) -> list[ScheduleProblem]:
     for rank in range(len(case.lists)):
         for i in case.compute(rank):
             for need, carried in case.flow.awaits(i):
-                source = case.source(need[1], need[2], rank)
+                source = case.source(need[1], need[2], i.stage, rank)
                 if source != rank:
                     due[rank, source, False, carried] = due[source, rank, True, carried] = 1
     have: dict[_End, int] = {}

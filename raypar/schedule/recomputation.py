@@ -35,7 +35,8 @@ def insert_recomputation(schedule: Schedule, plan: ParallelPlan) -> Schedule:
     stages = {index for index in range(len(plan.stages)) if plan.recomputed_layers(index)}
     if not stages or any(map(has_recomputation, schedule)):
         return schedule
-    return tuple(_insert(order, stages) for order in schedule)
+    kept = _kept_activations(schedule, stages)
+    return tuple(_insert(order, stages, kept) for order in schedule)
 
 
 def has_recomputation(order: Iterable[Instruction]) -> bool:
@@ -70,13 +71,24 @@ def describe_stages_not_worth_recomputing(stages: Sequence[int]) -> str:
     return f"{named} activations: each backward follows its forward at once, so nothing would be gained"
 
 
-def _insert(order: Order, stages: set[int]) -> Order:
-    """One worker's order with recomputation on these stages."""
+def _kept_activations(schedule: Schedule, stages: set[int]) -> set[tuple[int, int]]:
+    """(stage, microbatch) of these stages whose backward follows its forward at once, on every shard that computes it."""
+    at_once: dict[tuple[int, int], bool] = {}
+    for order in schedule:
+        for place, i in enumerate(order):
+            if i.stage in stages and type(i) in _CHECKPOINTED:
+                key = (i.stage, i.microbatch)
+                at_once[key] = at_once.get(key, True) and _backward_follows_at_once(order, place)
+    return {key for key, so in at_once.items() if so}
+
+
+def _insert(order: Order, stages: set[int], kept: set[tuple[int, int]]) -> Order:
+    """One worker's order with recomputation on these stages. `kept`: (stage, microbatch) whose activations are not dropped."""
     found: list[Compute] = []
     dropped: set[tuple[int, int]] = set()  # (stage, microbatch) whose activations are dropped
-    for place, i in enumerate(order):
+    for i in order:
         key = (i.stage, i.microbatch)
-        if i.stage in stages and type(i) in _CHECKPOINTED and not _backward_follows_at_once(order, place):
+        if i.stage in stages and type(i) in _CHECKPOINTED and key not in kept:
             dropped.add(key)
             found.append(_CHECKPOINTED[type(i)](i.stage, i.microbatch))
             continue

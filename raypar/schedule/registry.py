@@ -7,25 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raypar.errors import ScheduleError
-from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.plan.parallel_plan import Placement, position_of_stage
 from raypar.schedule.gpipe import gpipe
 from raypar.schedule.instructions import Schedule
 from raypar.schedule.interleaved import interleaved_1f1b
+from raypar.schedule.list_scheduling import list_schedule
 from raypar.schedule.naive import naive_schedule
 from raypar.schedule.one_f_one_b import one_f_one_b
 from raypar.schedule.recomputation import insert_recomputation
 from raypar.schedule.zero_bubble import zb_h1, zb_v
-
-Builder = Callable[[MicrobatchRouting, Sequence[int] | None], Schedule]
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleEntry:
     """A schedule: its builder, and the plans and options that it takes."""
 
-    build: Builder
-    """Builds the orders from a routing and the numbers of warmup forwards."""
+    build: Callable[..., Schedule]
+    """Builds the orders from a routing and the numbers of warmup forwards; from `connections`, too, if it takes them."""
     placement: Placement = "loop"
     """The placement of stages on positions that it needs."""
     chunks: int = 1
@@ -34,15 +33,20 @@ class ScheduleEntry:
     """Whether it takes no other number of stages per worker."""
     takes_warmup: bool = False
     """Whether the numbers of forwards before the first backward can be set."""
+    takes_any_plan: bool = False
+    """Whether stages may lie on any grids of workers, and a worker stand in several."""
+    takes_connections: bool = False
+    """Whether its orders depend on the connections between stages."""
 
 
 _ENTRIES: dict[str, ScheduleEntry] = {
-    "naive": ScheduleEntry(naive_schedule, fixed=False),
-    "gpipe": ScheduleEntry(gpipe, fixed=False),
+    "naive": ScheduleEntry(naive_schedule, fixed=False, takes_any_plan=True),
+    "gpipe": ScheduleEntry(gpipe, fixed=False, takes_any_plan=True),
     "1f1b": ScheduleEntry(one_f_one_b, takes_warmup=True),
     "interleaved": ScheduleEntry(interleaved_1f1b, chunks=2, fixed=False, takes_warmup=True),
     "zb-h1": ScheduleEntry(zb_h1, takes_warmup=True),
     "zb-v": ScheduleEntry(zb_v, placement="v", chunks=2, takes_warmup=True),
+    "list": ScheduleEntry(list_schedule, fixed=False, takes_any_plan=True, takes_connections=True),
 }
 ALIASES = {"afab": "gpipe"}
 NAMES = tuple(_ENTRIES)
@@ -85,30 +89,54 @@ def schedule_fits_plan(name: str, plan: ParallelPlan) -> bool:
     if ALIASES.get(name, name) not in _ENTRIES:
         return False
     known = find_schedule(name)
-    chunks = len(plan.stages) // plan.positions
-    at = [position_of_stage(i, plan.positions, known.placement) for i in range(len(plan.stages))]
-    return (chunks == known.chunks or not known.fixed) and [stage.position for stage in plan.stages] == at
+    if known.takes_any_plan or not plan.one_role_each:
+        return known.takes_any_plan
+    chunks = len(plan.stages) // len(plan.grids)
+    at = [position_of_stage(i, len(plan.grids), known.placement) for i in range(len(plan.stages))]
+    return (chunks == known.chunks or not known.fixed) and list(plan.grid_of_stage) == at
 
 
-def build_schedule(name: str, routing: MicrobatchRouting, *, warmup: Sequence[int] | None = None) -> Schedule:
+def build_schedule(
+    name: str,
+    routing: MicrobatchRouting,
+    *,
+    warmup: Sequence[int] | None = None,
+    connections: StageConnections | None = None,
+) -> Schedule:
     """The orders of compute instructions, by rank of the routing's plan, with the plan's recomputation.
 
+    `connections`: those between the plan's stages, for schedules that follow them; None: they are a chain.
     Raises `ScheduleError` if the plan does not fit.
     """
     known = find_schedule(name)
     plan = routing.plan
-    if known.fixed and len(plan.stages) != plan.positions * known.chunks:
-        raise ScheduleError(
-            f"schedule {name} needs {known.chunks} stage(s) per worker; the plan has {len(plan.stages)} on {plan.positions}",
-            cure="build the plan with registry.resolve_chunks_per_worker and registry.placement_of_schedule",
-        )
-    if any(stage.position != position_of_stage(i, plan.positions, known.placement) for i, stage in enumerate(plan.stages)):
-        raise ScheduleError(
-            f"schedule {name} wants its stages on positions in {known.placement!r} order; the plan has them on "
-            f"{[stage.position for stage in plan.stages]}",
-            cure=f"build the plan with placement={known.placement!r} (registry.placement_of_schedule)",
-        )
+    _check_plan_fits(name, known, plan)
     if warmup is not None and not known.takes_warmup:
         takers = " or ".join(n for n, e in _ENTRIES.items() if e.takes_warmup)
         raise ScheduleError(f"schedule {name} has no warmup to set", cure=f"leave warmup out, or use {takers}")
-    return insert_recomputation(known.build(routing, warmup), plan)
+    more = {"connections": connections} if known.takes_connections else {}
+    return insert_recomputation(known.build(routing, warmup, **more), plan)
+
+
+def _check_plan_fits(name: str, known: ScheduleEntry, plan: ParallelPlan) -> None:
+    """Raise `ScheduleError` for a plan that the schedule cannot run."""
+    if known.takes_any_plan:
+        return
+    if not plan.one_role_each:
+        takers = ", ".join(n for n, e in _ENTRIES.items() if e.takes_any_plan)
+        raise ScheduleError(
+            f"schedule {name} is for plans in which each worker has one role, and some workers of this one compute layers of "
+            "several grids (plan.placements)",
+            cure=f"set plan.schedule to one that takes any plan: {takers}",
+        )
+    if known.fixed and len(plan.stages) != len(plan.grids) * known.chunks:
+        raise ScheduleError(
+            f"schedule {name} needs {known.chunks} stage(s) per worker; the plan has {len(plan.stages)} on {len(plan.grids)}",
+            cure="build the plan with registry.resolve_chunks_per_worker and registry.placement_of_schedule",
+        )
+    if any(at != position_of_stage(i, len(plan.grids), known.placement) for i, at in enumerate(plan.grid_of_stage)):
+        raise ScheduleError(
+            f"schedule {name} wants its stages on positions in {known.placement!r} order; the plan has them on "
+            f"{list(plan.grid_of_stage)}",
+            cure=f"build the plan with placement={known.placement!r} (registry.placement_of_schedule)",
+        )

@@ -105,7 +105,8 @@ def simulate_schedule(
     """The timeline of one step of a schedule, or of the programs it was lowered to.
 
     The bundles of a schedule leave as soon as they are made, those of a program at their `Send`; neither blocks compute.
-    The shards of a seat move in lockstep, so only the first one is simulated. Raises `ScheduleError` when the schedule does not
+    Where each worker has one role the shards of a replica move in lockstep, so only the first one is simulated; else each waits
+    for the others at what they compute together. Raises `ScheduleError` when the schedule does not
     fit the plan, or stops with workers waiting for each other.
     """
     plan = routing.plan
@@ -114,7 +115,9 @@ def simulate_schedule(
             f"the schedule has {count_noun(len(schedule), 'worker')}, the plan {plan.world}",
             cure="make one order per worker of the plan",
         )
-    speaker = [rank - seat.shard for rank, seat in enumerate(plan.seats)]
+    speaker = list(range(plan.world))
+    if plan.one_role_each:
+        speaker = [plan.grids[role.grid][role.replica][0] for (role,) in plan.roles]
     rows = _Simulation(schedule, sorted(set(speaker)), routing, crossing, costs).run()
     end = max((row[-1].end_ms for row in rows.values() if row), default=0)
     busy = {rank: sum(finish - start for _, start, finish in row) for rank, row in rows.items()}
@@ -146,18 +149,23 @@ def simulate_schedule(
 
 _Made = list[tuple[int, list[int], int]]
 """(slot of the bundle, rank of the consumer by microbatch, bytes)."""
+_StepsOfStages = list[tuple[list[int], _Made, float]]
+"""By stage, for a class of compute instructions: (slots that it waits for, bundles that it sends, ms)."""
 
 
 class _Slots:
-    """The numbers of bundles, called slots: (number of the edge, or that of edges + number of the relay) * microbatches +
-    microbatch."""
+    """The numbers of bundles, called slots: ((shard that gets it) * number of edges and relays + number of the edge, or that of
+    edges + number of the relay) * microbatches + microbatch."""
 
     def __init__(self, routing: MicrobatchRouting, crossing: StageConnections) -> None:
         plan, self.count, stages = routing.plan, routing.microbatches.count, range(len(routing.plan.stages))
-        self.total = (len(crossing.edges) + len(crossing.relays)) * self.count
+        self.of_shard = (len(crossing.edges) + len(crossing.relays)) * self.count
+        # In lockstep only the first shards are simulated.
+        self.shards = [1 if plan.one_role_each else stage.shards for stage in plan.stages]
+        self.total = self.of_shard * max(self.shards)
         self.flow = DataFlow(crossing, len(stages))
-        replica_ranks = [plan.replica_ranks(s) for s in stages]
-        self.rank_of = [[replica_ranks[s][routing.replica_for(s, m)] for m in range(self.count)] for s in stages]
+        self.ranks = [[routing.ranks(s, m) for m in range(self.count)] for s in stages]
+        self._of_shards: dict[tuple[int, int], list[int]] = {}
         self.first: dict[tuple[MessageKind, int, int], tuple[int, int]] = {}
         """(kind, earlier stage, later stage) -> (slot of microbatch 0, bytes)."""
         carried: list[tuple[str, StageEdge | GradientRelay]] = [(VALUES, edge) for edge in crossing.edges]
@@ -165,21 +173,33 @@ class _Slots:
         for number, (what, carrier) in enumerate(carried):
             self.first[message_ends(what, carrier)] = (number * self.count, carrier.nbytes)
 
-    def needs(self, kind: type[Compute], stage: int) -> list[int]:
+    def needs(self, kind: type[Compute], stage: int, shard: int) -> list[int]:
         """Slots (of microbatch 0) that an instruction of this class waits for."""
         return [
-            self.first[message_ends(what, carrier)][0]
+            shard * self.of_shard + self.first[message_ends(what, carrier)][0]
             for what in kind.needs
             for carrier in self.flow.connections_into(what, stage)
         ]
 
-    def makes(self, kind: type[Compute], stage: int) -> _Made:
-        """The bundles that an instruction of this class sends."""
+    def makes(self, kind: type[Compute], stage: int, shard: int) -> _Made:
+        """The bundles that an instruction of this class sends: shard t of S serves the shards t, t + S, ... of the consumer."""
         return [
-            (self.first[message_ends(what, carrier)][0], self.rank_of[carrier.dst], carrier.nbytes)
+            (
+                other * self.of_shard + self.first[message_ends(what, carrier)][0],
+                self._consumers(carrier.dst, other),
+                carrier.nbytes,
+            )
             for what in kind.makes
             for carrier in self.flow.connections_out_of(what, stage)
+            for other in range(shard, self.shards[carrier.dst], self.shards[stage])
         ]
+
+    def _consumers(self, stage: int, shard: int) -> list[int]:
+        """By microbatch: the rank of one shard of the stage."""
+        found = self._of_shards.get((stage, shard))
+        if found is None:
+            found = self._of_shards[stage, shard] = [row[shard] for row in self.ranks[stage]]
+        return found
 
 
 class _Simulation:
@@ -188,8 +208,10 @@ class _Simulation:
     `ranks` must contain every worker that sends bundles to one of them.
     """
 
-    compute: dict[type[Instruction], list[tuple[list[int], _Made, float]]]
-    """Class of compute instructions -> by stage: (slots that it waits for, bundles that it sends, ms)."""
+    compute: dict[int, dict[type[Instruction], _StepsOfStages]]
+    """Rank -> class of compute instructions -> by stage, what they wait for, send and take."""
+    met: dict[Instruction, dict[int, float]]
+    """Instruction that shards compute together -> rank that has come to it -> when. Empty in lockstep."""
     posts: set[type[Instruction]]
     """Classes of sends and receives."""
     lowered: bool
@@ -221,11 +243,19 @@ class _Simulation:
     ) -> None:
         self.schedule, self.ranks, self.plan, self.costs = schedule, ranks, routing.plan, costs
         self.free_links = not costs.latency_ms and costs.bandwidth_bytes_per_ms == inf
+        self.lockstep = routing.plan.one_role_each
         self.slots = _Slots(routing, crossing)
         kinds: set[type[Instruction]] = {kind for rank in ranks for kind in set(map(type, schedule[rank]))}
         self.posts = {kind for kind in kinds if kind.role == "communication"}
         self.lowered = bool(self.posts)
-        self.compute = {kind: self._by_stage(kind) for kind in kinds if issubclass(kind, Compute)}
+        computing = [kind for kind in kinds if issubclass(kind, Compute)]
+        self.compute, self.met = {}, {}
+        made: dict[tuple[int, ...], dict[type[Instruction], _StepsOfStages]] = {}
+        for rank in ranks:
+            shards = self._shards_of(rank)
+            if shards not in made:
+                made[shards] = {kind: self._by_stage(kind, shards) for kind in computing}
+            self.compute[rank] = made[shards]
         self.arrival = [None] * self.slots.total
         self.link_free, self.waiting = {}, {}
         self.rows = {rank: [] for rank in ranks}
@@ -234,12 +264,12 @@ class _Simulation:
 
     def run(self) -> dict[int, list[TimelineSpan]]:
         """Run the simulation and return the spans by rank. Raises `ScheduleError` if workers wait for each other for ever."""
-        arrival, waiting, runnable, compute, posts = self.arrival, self.waiting, self.runnable, self.compute, self.posts
+        arrival, waiting, runnable, posts = self.arrival, self.waiting, self.runnable, self.posts
         lowered, overhead_ms = self.lowered, self.costs.overhead_ms
         while runnable:
             rank = runnable.pop()
             order: Sequence[Any] = self.schedule[rank]
-            row, time = self.rows[rank], self.now[rank]
+            row, time, compute = self.rows[rank], self.now[rank], self.compute[rank]
             for index in range(self.position[rank], len(order)):
                 instruction = order[index]
                 by_stage = compute.get(type(instruction))
@@ -258,7 +288,11 @@ class _Simulation:
                     if there > time:
                         time = there
                 else:
-                    start = time + overhead_ms
+                    begin = time if self.lockstep else self._meet(rank, instruction, time)
+                    if begin is None:
+                        self.position[rank] = index
+                        break
+                    start = begin + overhead_ms
                     time = start + ms
                     row.append(TimelineSpan(instruction, start, time))
                     for slot, consumers, nbytes in makes:
@@ -284,19 +318,41 @@ class _Simulation:
             cure="let every forward come after the forwards of the stages before it, every backward after those behind it",
         )
 
-    def _by_stage(self, kind: type[Compute]) -> list[tuple[list[int], _Made, float]]:
-        """By stage, for a class of instructions: (slots that it waits for, bundles that it sends, ms)."""
+    def _shards_of(self, rank: int) -> tuple[int, ...]:
+        """By stage: which shard of it a rank is; 0 for stages of others, and in lockstep."""
+        if self.lockstep:
+            return (0,) * len(self.plan.stages)
+        shards = self.plan.shards_of_stages(rank)
+        return tuple(shards.get(stage, 0) for stage in range(len(self.plan.stages)))
+
+    def _by_stage(self, kind: type[Compute], shards: Sequence[int]) -> _StepsOfStages:
+        """What instructions of a class wait for, send and take. `shards`: by stage, which shard executes them."""
         return [
-            (self.slots.needs(kind, stage), self.slots.makes(kind, stage), ms)
+            (self.slots.needs(kind, stage, shards[stage]), self.slots.makes(kind, stage, shards[stage]), ms)
             for stage, ms in enumerate(self.costs.compute_ms(kind))
         ]
+
+    def _meet(self, rank: int, instruction: Compute, time: float) -> float | None:
+        """When shards begin what they compute together: once the last one has come to it; None before that."""
+        shards = self.plan.stages[instruction.stage].shards
+        if shards == 1:
+            return time
+        there = self.met.setdefault(instruction, {})
+        if len(there) < shards:
+            there[rank] = time
+            if len(there) < shards:
+                return None
+            self.runnable += [other for other in there if other != rank]
+        return max(there.values())
 
     def _post(self, rank: int, post: Communication, time: float) -> None:
         """Send what a program sends; other shards of the receiver are not simulated."""
         if post.sends and post.peer in self.rows:
             kind, src, dst, microbatch = post.bundle
             slot, nbytes = self.slots.first[kind, src, dst]
-            self._deliver(slot + microbatch, nbytes, rank, post.peer, time)
+            receiver = dst if kind == "activation" else src
+            shard = 0 if self.lockstep else self.plan.role_in(post.peer, receiver).shard
+            self._deliver(shard * self.slots.of_shard + slot + microbatch, nbytes, rank, post.peer, time)
 
     def _deliver(self, slot: int, nbytes: int, source: int, target: int, ready: float) -> None:
         """Deliver a bundle that leaves at `ready`, and wake the rank that waits for it."""
@@ -313,7 +369,7 @@ class _Simulation:
 def _reductions(
     rows: dict[int, list[TimelineSpan]], plan: ParallelPlan, costs: SimulationCosts
 ) -> list[tuple[TimelineSpan, tuple[int, ...]]]:
-    """(span, ranks that take part) of each stage's reduction; those of one position share links, so they follow each other."""
+    """(span, ranks that take part) of each stage's reduction; those of one grid share links, so they follow each other."""
     if not any(costs.reduce_ms):
         return []
     ready: dict[int, float] = {}
@@ -324,8 +380,9 @@ def _reductions(
     found: list[tuple[TimelineSpan, tuple[int, ...]]] = []
     link_free: dict[int, float] = {}
     for stage in sorted(ready, key=lambda s: (ready[s], s)):
-        place = plan.stages[stage].position
+        place = plan.grid_of_stage[stage]
         start = max(ready[stage], link_free.get(place, 0))
         link_free[place] = start + costs.reduce_ms[stage]
-        found.append((TimelineSpan(ReduceGradients(stage), start, link_free[place]), plan.replica_ranks(stage)))
+        ranks = tuple(rank for row in plan.stages[stage].workers for rank in row if rank in rows)
+        found.append((TimelineSpan(ReduceGradients(stage), start, link_free[place]), ranks))
     return found

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from raypar.errors import ConfigError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
+from raypar.plan.parallel_plan import consecutive_grids
 from raypar.plan.wording import count_noun
 from raypar.schedule import registry
 from raypar.schedule.data_flow import MessageRoute, message_routes
@@ -63,7 +64,7 @@ class SimulatedStep:
     def title(self) -> str:
         """The step in words: `1f1b: 4 stages, 4 workers, 8 microbatches`."""
         plan, microbatches = self.routing.plan, count_noun(self.routing.microbatches.count, "microbatch", "microbatches")
-        return f"{self.name}: {count_noun(plan.positions, 'stage')}, {count_noun(plan.world, 'worker')}, {microbatches}"
+        return f"{self.name}: {count_noun(len(plan.grids), 'stage')}, {count_noun(plan.world, 'worker')}, {microbatches}"
 
     @property
     def timed_routes(self) -> list[MessageRoute]:
@@ -143,12 +144,13 @@ def _plan_of(schedule: Schedule, replicas: Sequence[int]) -> ParallelPlan:
             f"the workers of the schedule file host stages {', '.join(map(str, hosted[:8]))}" + ", ..." * (len(hosted) > 8),
             cure="number the stages 0, 1, 2, ... without gaps, and give each to one worker, or to replicas in a row",
         )
-    return ParallelPlan(tuple(StagePlan(s, s + 1, place, replicas[place]) for s, place in sorted(position.items())))
+    grids = consecutive_grids((count, 1) for count in replicas)
+    return ParallelPlan(tuple(StagePlan(s, s + 1, grids[place]) for s, place in sorted(position.items())))
 
 
 def _costs(options: SimulationOptions, plan: ParallelPlan) -> tuple[SimulationCosts, StageConnections]:
     """Costs per stage from costs per worker: a worker's chunks share its times and memory equally."""
-    p = plan.positions
+    p = len(plan.grids)
     forward = _per_stage("--forward-ms", options.forward_ms, p, 1)
     backward = _per_stage("--backward-ms", options.backward_ms, p, 2)
     weight = _per_stage("--weight-ms", options.weight_ms, p, 0) if options.weight_ms else [b / 2 for b in backward]
@@ -162,7 +164,7 @@ def _costs(options: SimulationOptions, plan: ParallelPlan) -> tuple[SimulationCo
         raise ConfigError("--bandwidth-gbps 0 would never deliver anything", cure="leave it out for links without limit")
     sent = _per_stage("--activation-mb", options.activation_mb, p, 0)
     held = _per_stage("--held-mb", options.held_mb, p, 0) if options.held_mb else sent
-    at = [stage.position for stage in plan.stages]
+    at = plan.grid_of_stage
     chunks = [at.count(position) for position in at]
 
     def share(values: Sequence[float]) -> tuple[float, ...]:

@@ -99,8 +99,9 @@ def find_schedule_problems(
 
 Communicators = Literal["pair", "world"]
 """`pair`: one communicator for each two workers. `world`: one for all, so that a worker has a single queue."""
-Awaited = tuple[int, Bundle] | tuple[int, StageResult]
-"""(receiver, bundle) in a program, (worker, result) in a schedule that is not lowered."""
+Awaited = tuple[int, Bundle] | tuple[int, StageResult] | Compute
+"""(receiver, bundle) in a program, (worker, result) in a schedule that is not lowered; an instruction: that all shards of the
+replica stand at it."""
 
 
 def check_deadlock(case: RuleCheckInput, communicators: Communicators) -> list[ScheduleProblem]:
@@ -131,6 +132,8 @@ def check_deadlock(case: RuleCheckInput, communicators: Communicators) -> list[S
 
 
 def _words(awaited: Awaited) -> str:
+    if isinstance(awaited, Compute):
+        return "the other shards, which stand at other instructions"
     worker, what = awaited
     if len(what) == 4:
         return describe_message(what)
@@ -150,6 +153,9 @@ class _Run:
     """What is awaited -> ranks that wait for it."""
     runnable: deque[int]
     """Ranks that can go on."""
+    met: dict[Compute, set[int]]
+    """Instruction that shards compute together -> those that have come to it. Empty where each worker has one role: the shards
+    of a replica then have one order, and what one of them waits for all do."""
 
     def __init__(self, case: RuleCheckInput, communicators: Communicators) -> None:
         self.case = case
@@ -158,6 +164,7 @@ class _Run:
         self.queues = {}
         self.exists = set()
         self.sleepers = {}
+        self.met = {}
         self.runnable = deque(range(len(case.lists)))
 
     def to_the_end(self) -> None:
@@ -172,7 +179,7 @@ class _Run:
                     self._queue(rank, instruction.peer).append(post)
                     self._move(rank, instruction.peer)
                 elif isinstance(instruction, Compute):
-                    awaited = self._missing(rank, instruction)
+                    awaited = self._missing(rank, instruction) or self._met(rank, instruction)
                     if awaited is not None:
                         self.sleepers.setdefault(awaited, []).append(rank)
                         self.place[rank] = place
@@ -187,12 +194,24 @@ class _Run:
     def awaited(self, rank: int) -> Awaited | None:
         """The bundle or result that a stopped worker needs from another worker; None if its instruction computes nothing."""
         instruction = self.case.lists[rank][self.place[rank]]
-        return self._missing(rank, instruction) if isinstance(instruction, Compute) else None
+        return self._missing(rank, instruction) or instruction if isinstance(instruction, Compute) else None
+
+    def _met(self, rank: int, instruction: Compute) -> Compute | None:
+        """The instruction itself if other shards have not come to it yet, without which a shard cannot compute it."""
+        plan = self.case.routing.plan
+        if plan.one_role_each or plan.stages[instruction.stage].shards == 1:
+            return None
+        there = self.met.setdefault(instruction, set())
+        there.add(rank)
+        if len(there) < plan.stages[instruction.stage].shards:
+            return instruction
+        self._now_exists(instruction)
+        return None
 
     def _missing(self, rank: int, instruction: Compute) -> Awaited | None:
         m = instruction.microbatch
         for what, stage, kind, src, dst in self.case.flow.arrivals(type(instruction), instruction.stage):
-            home = self.case.source(stage, m, rank)
+            home = self.case.source(stage, m, instruction.stage, rank)
             if home != rank:
                 key: Awaited = (rank, (kind, src, dst, m)) if self.case.lowered else (home, (what, stage, m))
                 if key not in self.exists:

@@ -26,11 +26,12 @@ def zb_h1(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Sc
         alive = tuple(max(own, -(-depth[0] * replicas[0] // r)) for own, r in zip(depth, replicas, strict=True))
         return build_list_schedule(routing, OpenMicrobatchLimits(depth, alive, group=1), split=True)
     orders: list[tuple[Compute, ...]] = []
-    for rank, seat in enumerate(plan.seats):
+    for rank in range(plan.world):
+        role = plan.only_role(rank)
         (stage,) = plan.stages_of(rank)
-        mine = routing.microbatches_of_replica(stage, seat.replica)
-        late = max(depth) - depth[seat.position]  # W of a microbatch follows I of the `late`-th after it
-        ahead = min(depth[seat.position], len(mine)) - 1 if mine else 0
+        mine = routing.microbatches_of_worker(stage, rank)
+        late = max(depth) - depth[role.grid]  # W of a microbatch follows I of the `late`-th after it
+        ahead = min(depth[role.grid], len(mine)) - 1 if mine else 0
         order: list[Compute] = [Forward(stage, m) for m in mine[:ahead]]
         for at, m in enumerate(mine):
             order += [Forward(stage, f) for f in mine[ahead + at : ahead + at + 1]]
@@ -52,13 +53,14 @@ def zb_v(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Sch
     replicas = replicas_by_position(plan)
     if warmup is not None or not has_parallel_pipelines(plan):
         given = resolve_warmups(plan, warmup) if warmup is not None else None
-        depth = given or open_limits_per_replica(replicas, [2 * plan.positions] * plan.positions)
+        depth = given or open_limits_per_replica(replicas, [2 * len(plan.grids)] * len(plan.grids))
         return build_list_schedule(routing, OpenMicrobatchLimits(depth, depth, group=1), split=True)
     orders: list[tuple[Compute, ...]] = []
-    for rank, seat in enumerate(plan.seats):
+    for rank in range(plan.world):
+        role = plan.only_role(rank)
         down, up = plan.stages_of(rank)
-        mine = routing.microbatches_of_replica(down, seat.replica)
-        orders.append(tuple(_v_order(plan.positions, seat.position, down, up, mine)))
+        mine = routing.microbatches_of_replica(down, role.replica)
+        orders.append(tuple(_v_order(len(plan.grids), role.grid, down, up, mine)))
     return tuple(orders)
 
 

@@ -248,10 +248,10 @@ class RunTelemetry:
 
 
 def seat_labels(plan: ParallelPlan, rank: int) -> Labels:
-    """The labels of a seat. The stages of a worker with several are joined: `0+4`."""
-    seat = plan.seats[rank]
-    stages = "+".join(map(str, plan.stages_of(rank)))
-    return (("stage", stages), ("replica", str(seat.replica)), ("shard", str(seat.shard)))
+    """The labels of a seat. The stages of a worker with several are joined: `0+4`; so are the numbers of several roles."""
+    stages, roles = plan.stages_of(rank), plan.roles[rank]
+    numbers = map(tuple, (stages, (role.replica for role in roles), (role.shard for role in roles)))
+    return tuple((name, "+".join(map(str, each))) for name, each in zip(("stage", "replica", "shard"), numbers, strict=True))
 
 
 def count_workers(

@@ -32,7 +32,7 @@ def connected_ranks(
         found |= vote_tree.vote_neighbours(rank, plan.world)
         found |= {keeper if ward == rank else ward for ward, keeper in part.mirror_keepers.items() if rank in (ward, keeper)}
         for stage in plan.stages_of(rank):
-            found |= set(plan.replica_ranks(stage, plan.seats[rank].shard))
+            found |= set(plan.replica_ranks(stage, plan.role_in(rank, stage).shard))
         measuring = plan.replica_ranks(len(plan.stages) - 1, 0)
         if rank in measuring:
             found |= set(measuring if rank == measuring[0] else measuring[:1])

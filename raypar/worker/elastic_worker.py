@@ -228,7 +228,7 @@ class ElasticWorker:
         found: dict[str, StateByKey] = {}
         for name, size in ownership.sizes(rank).items():
             cut = ownership.cut_of(rank, name)
-            place = ParameterSlice() if cut is None else ParameterSlice(cut, plan.seats[rank].shard)
+            place = ParameterSlice() if cut is None else ParameterSlice(cut, ownership.shard_of(rank, name))
             shape, whole = partial(self._shape, name), partial(self._whole, name)
             made = assemble_parameter(base.get(name, ()), place, size, shape, whole, self.core.device)
             if made is None:

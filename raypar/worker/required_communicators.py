@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import product
 
 from raypar.comm.nccl.device import MAX_COMMUNICATORS
 from raypar.comm.transport import FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
@@ -22,7 +21,7 @@ from raypar.plan.pieces import MAX_DIRECT, AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Communication
 from raypar.schedule.program_assignment import ProgramAssignment
-from raypar.worker.step.tied_gradients import tied_gradient_senders
+from raypar.worker.step.tied_gradients import tied_gradient_transfers
 
 
 def required_communicators(
@@ -42,14 +41,15 @@ def required_communicators(
         found |= {key for key in _ties(plan, assignment.crossing.ties, layout) if rank in key.members}
         for stage in plan.stages_of(rank):
             fast, shards = spec.reduction == "fast", plan.stages[stage].shards
-            found |= set(_reduction(MicrobatchRouting(plan, spec.batching), stage, plan.seats[rank].shard, fast))
+            role = plan.role_in(rank, stage)
+            found |= set(_reduction(MicrobatchRouting(plan, spec.batching), stage, role.shard, fast))
             if stage in assignment.crossing.exchanges_buffers:
-                found.add(CommunicatorKey(plan.replica_ranks(stage, plan.seats[rank].shard), "all_gather", stage))
+                found.add(CommunicatorKey(plan.replica_ranks(stage, role.shard), "all_gather", stage))
             if shards > 1:
                 # A loss on cut logits gathers. So do layers of the gathered style; every stage is assumed to have one.
                 last = plan.stages[stage].last == max(other.last for other in plan.stages)
                 gathers = last or "all_gather" in layout(shards).operations(sequence=False)
-                found |= set(_shards(plan, stage, plan.seats[rank].replica, spec.sequence_parallel, gathers))
+                found |= set(_shards(plan, stage, role.replica, spec.sequence_parallel, gathers))
     return frozenset(found)
 
 
@@ -89,14 +89,8 @@ def _ties(
     """Messages by which workers with a tied parameter get its gradients of other stages, each from one replica
     (`worker.step.tied_gradients`)."""
     for tie in ties:
-        for source in tie.stages:
-            for stage in tie.stages:
-                if plan.stages[source].position == plan.stages[stage].position:
-                    continue
-                for replica, shard in product(range(plan.stages[stage].replicas), range(plan.stages[stage].shards)):
-                    sender, receiver = replica % plan.stages[source].replicas, plan.rank(stage, replica, shard)
-                    for giver, _ in tied_gradient_senders(plan, tie.name, source, stage, shard, layout):
-                        yield CommunicatorKey((plan.rank(source, sender, giver), receiver), "message")
+        for transfer in tied_gradient_transfers(plan, tie, layout):
+            yield CommunicatorKey((transfer.sender, transfer.receiver), "message")
 
 
 def _reduction(routing: MicrobatchRouting, stage: int, shard: int, fast: bool) -> Iterator[CommunicatorKey]:
@@ -120,7 +114,7 @@ def _shards(plan: ParallelPlan, stage: int, replica: int, sequence: bool, gather
 
     `gathers`: they gather also where they do not cut the sequence.
     """
-    group = tuple(plan.rank(stage, replica, shard) for shard in range(plan.stages[stage].shards))
+    group = plan.stages[stage].workers[replica]
     yield CommunicatorKey(group, "all_reduce", SHARD_CHANNELS + stage)
     if sequence or gathers:
         yield CommunicatorKey(group, "all_gather", SHARD_CHANNELS + stage)

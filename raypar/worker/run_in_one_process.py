@@ -123,9 +123,8 @@ class OneProcessRun:
             self.guard.establish("the process that made this run")
             graph = make_layer_graph(spec, self.guard.watching)
         self.graph = graph
-        order = (
-            registry.build_schedule(schedule, MicrobatchRouting(plan, spec.batching)) if isinstance(schedule, str) else schedule
-        )
+        routing, crossing = MicrobatchRouting(plan, spec.batching), graph.crossing(plan)
+        order = registry.build_schedule(schedule, routing, connections=crossing) if isinstance(schedule, str) else schedule
         self.warnings, self.metrics, self.followed = [], {}, spec.make_followed_metric({})
         self.mesh = LocalMesh(plan.world)
         self.scheduler = CooperativeScheduler(seed)

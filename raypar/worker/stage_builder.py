@@ -342,7 +342,7 @@ class StageBuilder:
                     index,
                     spec=spec,
                     routing=self.routing,
-                    replica=plan.seats[rank].replica,
+                    replica=plan.role_in(rank, index).replica,
                     loss_fn=loss,
                     split=self.assignment.splits_backward,
                     values=own,
@@ -374,13 +374,12 @@ class StageBuilder:
 
     def build_shard(self, index: int) -> StageShard | None:
         """This worker's shard of a stage; None if the stage is not cut."""
-        plan, seat = self.assignment.plan, self.assignment.plan.seats[self.transport.rank]
-        shards = plan.stages[index].shards
-        if shards == 1:
+        plan, stage = self.assignment.plan, self.assignment.plan.stages[index]
+        if stage.shards == 1:
             return None
         group = ShardGroup(
             self.transport,
-            [plan.rank(index, seat.replica, shard) for shard in range(shards)],
+            list(stage.workers[plan.role_in(self.transport.rank, index).replica]),
             channel=SHARD_CHANNELS + index,
             sequence_parallel=self.spec.sequence_parallel,
             timeout_s=self.shard_timeout_s,
@@ -396,12 +395,12 @@ class StageBuilder:
 
     def build_reductions(self, stages: Mapping[int, Stage]) -> dict[int, AnyGradientReduction]:
         """Stage -> reduction of gradients over the replicas."""
-        plan, shard = self.assignment.plan, self.assignment.plan.seats[self.transport.rank].shard
+        plan, rank = self.assignment.plan, self.transport.rank
         kind = CanonicalReduction if self.spec.reduction == "canonical" else FastReduction
         return {
             index: kind(
                 self.transport,
-                group=plan.replica_ranks(index, shard),
+                group=plan.replica_ranks(index, plan.role_in(rank, index).shard),
                 runs=[self.routing.blocks_of_replica(index, r) for r in range(plan.stages[index].replicas)],
                 block_count=self.spec.batching.blocks,
                 parameters=[(use.shape, use.dtype) for use in stage.uses],
@@ -414,10 +413,10 @@ class StageBuilder:
     def share_out_anew(self, stages: Mapping[int, Stage], step_commit: StepCommit) -> StepCommit:
         """The step commit of the same stages, whose replicas have other blocks from the next step on. Tensors and optimizers
         stay; the reductions, whose subtrees are others, are made anew."""
-        seat = self.assignment.plan.seats[self.transport.rank]
         for index, stage in stages.items():
             stage.routing = self.routing
-            stage.gradients.take_run(*run_of_blocks(self.routing, index, seat.replica))
+            replica = self.assignment.plan.role_in(self.transport.rank, index).replica
+            stage.gradients.take_run(*run_of_blocks(self.routing, index, replica))
         return replace(step_commit, routing=self.routing, reductions=self.build_reductions(stages))
 
     def build_step_commit(self, stages: Mapping[int, Stage], rates: LearningRates) -> StepCommit:

@@ -377,8 +377,8 @@ class WorkerCore:
         before_compute: Callable[[int, Instruction], None] | None,
     ) -> None:
         """Make loaders and interpreters, of training and of validation."""
-        plan, seat = self.assignment.plan, self.assignment.plan.seats[self.rank]
-        links = StageLinks.of(plan, self.assignment.crossing, shard=seat.shard)
+        plan = self.assignment.plan
+        links = StageLinks.of(plan, self.assignment.crossing)
         build = partial(
             Interpreter, rank=self.rank, links=links, stages=self.stages, transport=transport, step_commit=self.step_commit
         )
@@ -490,8 +490,7 @@ class WorkerCore:
 
     def _microbatches(self, routing: MicrobatchRouting) -> list[int]:
         """The microbatches that this worker runs, ascending."""
-        replica = routing.plan.seats[self.rank].replica
-        return sorted({m for index in self.stages for m in routing.microbatches_of_replica(index, replica)})
+        return sorted({m for index in self.stages for m in routing.microbatches_of_worker(index, self.rank)})
 
     def release_initial_values(self) -> None:
         """Free the initial values of the whole model, once this worker has its part of the state."""

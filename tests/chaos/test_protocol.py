@@ -432,9 +432,9 @@ def test_a_straggler_gets_fewer_blocks_and_the_bits_stay_the_same(misfits):
         now = world.driver.machine.membership
         assert found == reference, world.tell(f"worker {worker} is slow: {world.over.why}")
         assert now.members == tuple(range(plan.world)) and now.generation == 1 + bool(misfits)
-        mine = now.plan.seats[worker]
-        for stage in now.plan.stages:
-            assert stage.share == () if stage.position != mine.position else stage.share[mine.replica] == min(stage.share)
+        (mine,) = now.plan.roles[worker]
+        for stage, grid in zip(now.plan.stages, now.plan.grid_of_stage, strict=True):
+            assert stage.share == () if grid != mine.grid else stage.share[mine.replica] == min(stage.share)
 
 
 @pytest.mark.parametrize("whole", WHOLE)

@@ -42,7 +42,7 @@ def test_workers_in_one_process_have_the_bits_of_the_reference_of_a_job_file(sha
         held: list[dict[str, torch.Tensor]] = [{} for _ in range(shards)]
         for core in local.cores:
             for stage in core.stages.values():
-                held[local.plan.seats[core.rank].shard] |= {name: p.detach() for name, p in stage.parameters.items()}
+                held[local.plan.roles[core.rank][0].shard] |= {name: p.detach() for name, p in stage.parameters.items()}
         like = {name: torch.empty(shape) for name, shape in parameter_shapes(local.graph).items()}
         weights = weights_hash(gpt_whole(held, like, SMALL["heads"]))
     assert (losses, weights) == trained(job_of(3, **SMALL), shards, sequence=sequence)

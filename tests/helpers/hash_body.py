@@ -54,12 +54,12 @@ class Job:
 @cache
 def layout(plan: ParallelPlan, zero: bool, holders: int) -> tuple[tuple[Piece, ...], ...]:
     found = []
-    for seat in plan.seats:
+    for (role,) in plan.roles:
         pieces = []
         for stage in plan.stages:
-            if stage.position != seat.position:
+            if stage.workers != plan.grids[role.grid]:
                 continue
-            slices = {contiguous_part((seat.replica + i) % stage.replicas, stage.replicas, ELEMENTS) for i in range(holders)}
+            slices = {contiguous_part((role.replica + i) % stage.replicas, stage.replicas, ELEMENTS) for i in range(holders)}
             for run in slices if zero else {range(ELEMENTS)}:
                 if len(run):
                     pieces += [Piece(f"{k}{n}", run.start, run.stop) for k in "wo" for n in range(stage.first, stage.last)]
@@ -308,7 +308,7 @@ class HashBody:
     def step(self, step: int, into_mirror: bool) -> Generator[Any, Any, Any]:
         mesh, plan, rank, job = self.mesh, self.plan, self.rank, self.job
         assert mesh is not None and plan is not None
-        seat = plan.seats[rank]
+        role = plan.roles[rank][0]
         self.totals, self.snapshot_due = None, into_mirror
         weights: dict[int, int] = {}
         stage_index = plan.stages_of(rank)[0]
@@ -377,7 +377,7 @@ class HashBody:
                 if stage_index:
                     outgoing["gradient", m] = g
             elif kind is ReduceGradients:
-                nodes = covering_nodes(self.routing.blocks_of_replica(stage_index, seat.replica), job.batching.blocks)
+                nodes = covering_nodes(self.routing.blocks_of_replica(stage_index, role.replica), job.batching.blocks)
                 rows = {
                     n: {node: fold_tree({(b, b + 1): s for b, s in sums[n].items()}, node, add) for node in nodes}
                     for n in layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -57,8 +57,7 @@ Shares = tuple[tuple[int, ...], ...]
 
 def with_shares(plan: ParallelPlan, shares: Shares) -> ParallelPlan:
     """The plan whose positions share out the blocks so."""
-    made = (replace(stage, share=shares[stage.position] if shares else ()) for stage in plan.stages)
-    return replace(plan, stages=tuple(made))
+    return plan.with_shares(dict(enumerate(shares)))
 
 
 @dataclass(frozen=True)

@@ -349,8 +349,8 @@ class World:
     def first_groups(self) -> list[tuple[int, ...]]:
         """The workers of the job's plan, by placement group: the shards of each replica."""
         groups: dict[Any, list[int]] = {}
-        for rank, seat in enumerate(self.plan.seats):
-            groups.setdefault((seat.position, seat.replica), []).append(rank)
+        for rank, (role,) in enumerate(self.plan.roles):
+            groups.setdefault((role.grid, role.replica), []).append(rank)
         return [tuple(numbers) for numbers in groups.values()]
 
     def run(self) -> do.Teardown:

@@ -187,18 +187,22 @@ def recomputing_cells() -> list[Cell]:
 
 def check(cell: Cell, order_seed: int = 0) -> None:
     """Run the cell: the bits of the same shards in one process, and the numbers of no shards at all."""
-    plan, got = cell.plan, run(cell, cell.plan, order_seed)
+    check_plan(cell, cell.plan, order_seed)
+
+
+def check_plan(cell: Cell, plan: ParallelPlan, order_seed: int = 0) -> None:
+    """`check` of a plan that need not be that of the cell."""
+    got = run(cell, plan, order_seed)
     assert len(set(got.losses)) == STEPS
-    layers = graph(cell.model).layers
-    shards = tuple(next(s.shards for s in plan.stages if s.first <= i < s.last) for i in range(len(layers)))
+    shards = plan.shards_by_layer
     alike = one_process(replace(cell, schedule="gpipe", replicas=(1,), shards=(), recompute=(), shares=()), shards)
     bad = list(different(got, alike))
-    assert not bad, f"{cell}, against the same shards in one process: {bad[:8]} and {len(bad) - 8} more"
+    assert not bad, f"{cell} {plan}, against the same shards in one process: {bad[:8]} and {len(bad) - 8} more"
     if cell.dtype == "float64":
         job = cell.job.replace(plan=PlanConfig(sequence_parallel=False))
         worst = errors(got, whole(cell.model, job.microbatches, job.virtual_replicas), cell.model)
         wrong = {name: value for name, value in worst.items() if not value <= TOLERANCE}
-        assert not wrong, f"{cell}, against no shards: {wrong}"
+        assert not wrong, f"{cell} {plan}, against no shards: {wrong}"
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------------------
@@ -221,11 +225,11 @@ class Run:
 def held(local: OneProcessRun) -> Iterator[tuple[Key, Tensor, dict[str, Any]]]:
     """Every holder's (what it is, parameter, optimizer state)."""
     for core in local.cores:
-        seat = local.plan.seats[core.rank]
         for index, stage in core.stages.items():
+            role = local.plan.role_in(core.rank, index)
             for name, parameter in stage.parameters.items():
                 state = core.step_commit.optimizers[index].state[parameter]
-                yield (name, local.plan.stages[index].shards, seat.shard), parameter, state
+                yield (name, local.plan.stages[index].shards, role.shard), parameter, state
 
 
 def run(cell: Cell, plan: ParallelPlan, order_seed: int = 0, device: torch.device = CPU) -> Run:

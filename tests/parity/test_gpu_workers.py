@@ -220,7 +220,7 @@ class RunOnShards(Run):
     losses = property(lambda self: self.want.losses)
 
     def wanted(self, rank, name):
-        return self.want.parameters[name, 2, self.plan.seats[rank].shard][0]
+        return self.want.parameters[name, 2, self.plan.roles[rank][0].shard][0]
 
 
 def test_a_rank_killed_inside_an_all_reduce_of_shards_costs_no_bit(workers):

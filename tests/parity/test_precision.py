@@ -98,7 +98,7 @@ class Killed:
                 core = world.processes[worker].body.core
                 for stage in core.stages.values():
                     for name, parameter in stage.parameters.items():
-                        key = f"{name} {core.assignment.plan.seats[core.rank].shard}"
+                        key = f"{name} {core.assignment.plan.roles[core.rank][0].shard}"
                         found.setdefault(key, []).append(parameter.detach().clone())
             return world, found
         finally:

@@ -228,7 +228,7 @@ def test_workers_run_four_branches_backward_at_the_same_time(seed):
     on_one = [[f"F{s}" for s in range(6)] + [f"B{s}" for s in reversed(range(6))]]
     found = []
     for plan, order, takes in [
-        (ParallelPlan(tuple(StagePlan(s, s + 1, at) for s, at in enumerate((0, 0, 1, 2, 3, 0)))), on_four, 9),
+        (ParallelPlan(tuple(StagePlan(s, s + 1, ((at,),)) for s, at in enumerate((0, 0, 1, 2, 3, 0)))), on_four, 9),
         (ParallelPlan.mesh(pp=1, chunks=6), on_one, 18),
     ]:
         schedule = tuple(tuple({"F": Forward, "B": Backward}[what](int(s), 0) for what, s in worker) for worker in order)

@@ -85,7 +85,7 @@ def test_replicas_reduce_what_each_shard_holds_and_no_more(shards, sequence):
     layout = layout_for(SHALLOW, shards)
     shapes = parameter_shapes(graph(SHALLOW))
     for rank, ledger in enumerate(both):
-        shard = plan.seats[rank].shard
+        shard = plan.roles[rank][0].shard
         sizes = [
             (
                 layout.cuts[n].element_ranges(layout.cuts[n].indices_by_shard[shard], s.numel())

@@ -166,7 +166,7 @@ def test_state_moves_between_plans_of_other_shards_by_name_and_piece(before, aft
         """By rank: name -> (tensor, cut, shard)."""
         found = []
         for rank, pieces in enumerate(need(plan)):
-            shards, shard = plan.stages[plan.stages_of(rank)[0]].shards, plan.seats[rank].shard
+            shards, shard = plan.stages[plan.stages_of(rank)[0]].shards, plan.roles[rank][0].shard
             names = {piece.name for piece in pieces}
             found.append({n: (everything[shards][shard][n].clone(), layouts[shards].cuts.get(n), shard) for n in names})
         return found

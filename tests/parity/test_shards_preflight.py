@@ -239,7 +239,7 @@ def bytes_of_tied(plan: ParallelPlan) -> tuple[list[tuple[int, int]], list[tuple
     from raypar.worker.step.optimizer_state import read_optimizer_state
 
     spec = spec_of(ModelConfig(function=Tied), steps=1)
-    with OneProcessRun(spec, plan, "zb-v" if len(plan.stages) > plan.positions else "1f1b") as local:
+    with OneProcessRun(spec, plan, "zb-v" if len(plan.stages) > len(plan.grids) else "1f1b") as local:
         local.step(0)
         profile = profile_job(spec, workers=1, graph=local.graph, shards={stage.shards for stage in plan.stages})
         there = []

@@ -105,10 +105,10 @@ def check_shards(workers, cell, kind):
     addresses = workers.each(tcp_calls.listen, kind, on=on)
     found = workers.each(tcp_calls.train, cell, addresses, on=on, timeout_s=60.0)
     want = run(cell, cell.plan)
-    for seat, got in zip(cell.plan.seats, found, strict=True):
+    for (role,), got in zip(cell.plan.roles, found, strict=True):
         assert got["losses"] == want.losses and got["norms"] == want.norms
         for name, copy in got["parameters"].items():
-            key = (name, cell.shards[seat.position], seat.shard)
+            key = (name, cell.shards[role.grid], role.shard)
             assert torch.equal(torch.from_numpy(copy), want.parameters[key][0]), key
             for step, gradients in enumerate(got["gradients"]):
                 assert torch.equal(torch.from_numpy(gradients[name]), want.gradients[step][key][0]), (key, step)

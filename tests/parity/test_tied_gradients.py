@@ -35,7 +35,7 @@ def trained(spec, plan):
             for index, stage in core.stages.items():
                 for name, parameter in stage.parameters.items():
                     if name == "embed.token.weight":
-                        found.append((plan.stages[index].shards, plan.seats[core.rank].shard, parameter.detach().clone()))
+                        found.append((plan.stages[index].shards, plan.roles[core.rank][0].shard, parameter.detach().clone()))
         return losses, found
 
 

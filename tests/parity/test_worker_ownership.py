@@ -46,7 +46,7 @@ def test_squares_of_the_norm_are_counted_in_the_order_of_parameters(cores):
     for core in cores:
         plan, ties = core.assignment.plan, {tie.name: tie.stages[0] for tie in core.assignment.crossing.ties}
         for index, stage in core.stages.items():
-            replicas = plan.replica_ranks(index, plan.seats[core.rank].shard)
+            replicas = plan.replica_ranks(index, plan.roles[core.rank][0].shard)
             counted = [name for rank in replicas for name in core.ownership.norm_parameters(rank)[index]]
             trained = [name for name, parameter in stage.parameters.items() if parameter.requires_grad]
             assert counted == [name for name in trained if ties.get(name, index) == index]

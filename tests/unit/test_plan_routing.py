@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import pytest
 
 from raypar.errors import PlanError
-from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, Seat, StageConnections, StageEdge, StagePlan
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge, StagePlan
 from raypar.plan.parallel_plan import position_of_stage
 from raypar.plan.stage_connections import MAX_MICROBATCHES, MAX_STAGES, MAX_VALUES_OF_MESSAGE, check_message_limits
 from raypar.worker.step.message_tags import bundle_tag
@@ -57,7 +57,7 @@ SHARES = [((1, 3, 12),), ((7, 1, 8), (5, 11), ()), ((), (15, 1)), ((1,) * 16, (1
 def shared_out(*shares: tuple[int, ...], shards: int = 1, chunks: int = 1) -> ParallelPlan:
     """A plan whose positions give these shares; one of `()` has three replicas with even runs."""
     plan = ParallelPlan.of([len(share) or 3 for share in shares], [shards] * len(shares), chunks=chunks)
-    return replace(plan, stages=tuple(replace(stage, share=shares[stage.position]) for stage in plan.stages))
+    return plan.with_shares(dict(enumerate(shares)))
 
 
 @pytest.mark.parametrize("shares", SHARES, ids=str)
@@ -108,7 +108,7 @@ def test_shares_are_one_for_each_replica_alike_for_chunks_and_add_up_to_the_bloc
     plan = ParallelPlan.mesh(dp=3, pp=2, chunks=2)
     with pytest.raises(PlanError, match=r"stage 0 gives its 3 replicas the shares \[8, 8\]"):
         replace(plan, stages=(replace(plan.stages[0], share=(8, 8)), *plan.stages[1:]))
-    with pytest.raises(PlanError, match=r"the chunks of position 0 have different"):
+    with pytest.raises(PlanError, match="stages 0, 2 have the same workers and different shares"):
         replace(plan, stages=(replace(plan.stages[0], share=(8, 4, 4)), *plan.stages[1:]))
     with pytest.raises(PlanError, match=r"stage 0 shares out 16 blocks as \[1, 3, 12\], and a step has 12") as refused:
         MicrobatchRouting(shared_out((1, 3, 12)), Microbatches(24, 12))
@@ -157,10 +157,10 @@ def test_chunks_go_round_or_turn_at_the_end(pp: int, chunks: int):
 def test_ranks_and_seats_are_each_others_inverse(dp: int, pp: int, tp: int, chunks: int):
     plan = ParallelPlan.mesh(dp=dp, pp=pp, tp=tp, chunks=chunks)
     assert plan.world == dp * pp * tp
-    for rank, seat in enumerate(plan.seats):
+    for rank, (role,) in enumerate(plan.roles):
         for stage in plan.stages_of(rank):
-            assert plan.rank(stage, seat.replica, seat.shard) == rank
-            assert rank in plan.replica_ranks(stage, seat.shard)
+            assert plan.rank(stage, role.replica, role.shard) == rank
+            assert rank in plan.replica_ranks(stage, role.shard)
         assert len(plan.stages_of(rank)) == chunks
 
 
@@ -178,18 +178,25 @@ def test_cuts_say_where_stages_begin():
 def test_a_coordinate_names_stage_and_replica():
     plan = ParallelPlan.mesh(dp=2, pp=2, chunks=2)
     assert plan.coordinate(3) == "worker 3 (stage 1,3, replica 1)"
-    assert str(Seat(1, 2, 3)) == "position 1 replica 2 shard 3"
+    shared = ParallelPlan((StagePlan(0, 1, ((0,), (1,))), StagePlan(1, 2, ((0, 1),))))
+    assert shared.coordinate(1) == "worker 1 (stage 0, replica 1; stage 1, replica 0, shard 1)"
 
 
 @pytest.mark.parametrize(
     "build",
     [
         lambda: ParallelPlan(()),
-        lambda: ParallelPlan((StagePlan(0, 2, 0), StagePlan(3, 4, 1))),
-        lambda: ParallelPlan((StagePlan(0, 0, 0),)),
-        lambda: ParallelPlan((StagePlan(0, 1, 0, replicas=0),)),
-        lambda: ParallelPlan((StagePlan(0, 1, 1),)),
-        lambda: ParallelPlan((StagePlan(0, 1, 0, 2), StagePlan(1, 2, 0, 1))),
+        lambda: ParallelPlan((StagePlan(0, 2), StagePlan(3, 4, ((1,),)))),
+        lambda: ParallelPlan((StagePlan(0, 0),)),
+        lambda: ParallelPlan((StagePlan(0, 1, ()),)),
+        lambda: ParallelPlan((StagePlan(0, 1, ((),)),)),
+        lambda: ParallelPlan((StagePlan(0, 1, ((1,),)),)),
+        lambda: ParallelPlan((StagePlan(0, 1, ((-1,),)),)),
+        lambda: ParallelPlan((StagePlan(0, 1, ((0, 1), (2,))),)),
+        lambda: ParallelPlan((StagePlan(0, 1, ((0, 1), (1, 2))),)),
+        lambda: ParallelPlan((StagePlan(0, 1, ((1, 0),)),)),
+        lambda: ParallelPlan((StagePlan(0, 1, ((1,), (0,))),)),
+        lambda: ParallelPlan((StagePlan(0, 1, ((0,), (2,))), StagePlan(1, 2, ((0,),)))),
         lambda: ParallelPlan.mesh(dp=0),
         lambda: ParallelPlan.mesh(pp=4, layers=3),
         lambda: ParallelPlan.mesh(pp=2, chunks=2, layers=3),

@@ -101,11 +101,11 @@ def test_replicas_reduce_their_chunks_in_one_order_whatever_they_have_to_do(name
         plan = ParallelPlan.of(replicas, chunks=2, placement=registry.placement_of_schedule(name))
         routing, crossing = MicrobatchRouting(plan, Microbatches(microbatches)), StageConnections.chain(len(plan.stages))
         turns = {}
-        for seat, program in zip(
-            plan.seats, lower_schedule(registry.build_schedule(name, routing), routing, crossing), strict=True
+        for (role,), program in zip(
+            plan.roles, lower_schedule(registry.build_schedule(name, routing), routing, crossing), strict=True
         ):
             mine = [i for i in program if isinstance(i, ReduceGradients)]
-            assert turns.setdefault(seat.position, mine) == mine
+            assert turns.setdefault(role.grid, mine) == mine
 
 
 @pytest.mark.parametrize("shards", [[2, 2], [1, 2], [2, 1], [4, 2], [2, 3]])
@@ -113,10 +113,10 @@ def test_each_shard_is_served_once_by_a_shard_of_the_neighbour(shards):
     routing, crossing = case(shards=shards, microbatches=1)
     programs = lower_schedule(registry.build_schedule("1f1b", routing), routing, crossing)
     validate_schedule(programs, routing, crossing)
-    seats = routing.plan.seats
+    roles = [role for (role,) in routing.plan.roles]
     for rank, program in enumerate(programs):
         received = [i for i in program if isinstance(i, Recv)]
-        assert [seats[i.peer].shard for i in received] == [seats[rank].shard % shards[1 - seats[rank].position]]
+        assert [roles[i.peer].shard for i in received] == [roles[rank].shard % shards[1 - roles[rank].grid]]
 
 
 @pytest.mark.parametrize("name", registry.NAMES)

@@ -34,12 +34,12 @@ def grid(name, replicas, microbatches, chunks=None, warmup=None):
 def timeline(name, replicas, microbatches, forward=1, inputs=1, weights=1, chunks=None):
     """`forward` and the others: of one microbatch through one worker, one value or one per position."""
     schedule, routing = built(name, replicas, microbatches, chunks)
-    stages = routing.plan.stages
-    share = len(replicas) / len(stages)
+    at = routing.plan.grid_of_stage
+    share = len(replicas) / len(at)
     costs = SimulationCosts(
-        *(tuple((ms if isinstance(ms, int) else ms[s.position]) * share for s in stages) for ms in (forward, inputs, weights))
+        *(tuple((ms if isinstance(ms, int) else ms[position]) * share for position in at) for ms in (forward, inputs, weights))
     )
-    return simulate_schedule(schedule, routing, StageConnections.chain(len(stages)), costs)
+    return simulate_schedule(schedule, routing, StageConnections.chain(len(at)), costs)
 
 
 def test_naive_ends_a_microbatch_before_the_next():
@@ -112,9 +112,9 @@ def test_zero_bubble_schedules_keep_their_order_of_merit_when_slow_stages_have_m
 @pytest.mark.parametrize("name", registry.NAMES)
 def test_replicas_of_a_uniform_plan_run_the_schedule_of_one_pipeline(name):
     (alone, _), (both, routing) = built(name, [1, 1, 1], 5), built(name, [2, 2, 2], 10)
-    for rank, seat in enumerate(routing.plan.seats):
-        mine = routing.microbatches_of_replica(0, seat.replica)
-        assert both[rank] == tuple(type(i)(i.stage, mine[i.microbatch]) for i in alone[seat.position])
+    for rank, (role,) in enumerate(routing.plan.roles):
+        mine = routing.microbatches_of_replica(0, role.replica)
+        assert both[rank] == tuple(type(i)(i.stage, mine[i.microbatch]) for i in alone[role.grid])
 
 
 @pytest.mark.parametrize("name", registry.NAMES)
@@ -123,8 +123,8 @@ def test_all_shards_of_a_seat_have_one_order(name):
     plan = ParallelPlan.of([1, 2], [2, 3], chunks=chunks, placement=placement)
     schedule = registry.build_schedule(name, MicrobatchRouting(plan, Microbatches(6)))
     orders = {}
-    for seat, order in zip(plan.seats, schedule, strict=True):
-        assert orders.setdefault((seat.position, seat.replica), order) == order
+    for (role,), order in zip(plan.roles, schedule, strict=True):
+        assert orders.setdefault((role.grid, role.replica), order) == order
 
 
 def test_a_thousand_small_schedules_take_a_second():

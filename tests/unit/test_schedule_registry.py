@@ -32,6 +32,7 @@ def test_chunks_are_two_where_they_matter_and_one_elsewhere():
         "interleaved": 2,
         "zb-h1": 1,
         "zb-v": 2,
+        "list": 1,
     }
     assert registry.resolve_chunks_per_worker("interleaved", 5) == 5
     for name, chunks in [("zb-v", 3), ("1f1b", 2), ("interleaved", 0)]:

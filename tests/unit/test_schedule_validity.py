@@ -131,8 +131,7 @@ def test_a_schedule_runs_for_each_of_two_thousand_plans(name):
 
 def random_shares(draw, plan, blocks):
     """The plan in which some positions give their replicas random shares."""
-    shares = {s.position: random_cut(draw, s.replicas, blocks) for s in plan.stages}
-    return replace(plan, stages=tuple(replace(stage, share=shares[stage.position]) for stage in plan.stages))
+    return plan.with_shares({number: random_cut(draw, len(grid), blocks) for number, grid in enumerate(plan.grids)})
 
 
 def random_cut(draw, parts, total):
@@ -181,7 +180,7 @@ def test_1f1b_has_its_default_warmups_wherever_those_run_in_two_thousand_plans()
 
 def test_1f1b_gives_the_warmup_that_is_missing_to_the_replica_that_needs_it():
     routing = MicrobatchRouting(ParallelPlan.of([1, 3, 7]), Microbatches(64, 16))
-    default = [default_warmups(routing.plan)[seat.position] for seat in routing.plan.seats]
+    default = [default_warmups(routing.plan)[role.grid] for (role,) in routing.plan.roles]
     assert [a - b for a, b in zip(warmups_that_run(routing, default), default, strict=True)] == [2] + 10 * [0]
     with pytest.raises(ScheduleError, match="deadlock-free"):
         schedule = registry.build_schedule("1f1b", routing, warmup=default_warmups(routing.plan))
@@ -238,7 +237,9 @@ def test_shards_of_a_replica_compute_in_one_order():
     schedule = registry.build_schedule("gpipe", routing)
     validate_schedule(lower_schedule(schedule, routing, StageConnections.chain(2)), routing, StageConnections.chain(2))
     swapped = (schedule[0], (Forward(0, 1), Forward(0, 0), *schedule[1][2:]), schedule[2])
-    with pytest.raises(ScheduleError, match=r"together: worker 1 .*0F1 is instruction 0 here, 0F0 on shard 0"):
+    with pytest.raises(
+        ScheduleError, match=r"together: worker 1 .*0F1 is instruction 0 here of those computed with worker 0 .*, 0F0 there"
+    ):
         validate_schedule(swapped, routing, StageConnections.chain(2))
 
 

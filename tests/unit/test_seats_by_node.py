@@ -85,7 +85,7 @@ def test_moves_are_the_fewest_and_nodes_are_shared_no_more_than_those_allow(seed
 
 
 def layout(plan):
-    return tuple((A, B)[seat.position] for seat in plan.seats)
+    return tuple((A, B)[role.grid] for (role,) in plan.roles)
 
 
 def test_a_lost_worker_is_replaced_by_one_that_does_not_share_the_node_of_the_copy_that_is_left():
@@ -181,9 +181,10 @@ def test_a_worker_on_a_spot_node_holds_the_seat_of_an_on_demand_worker_until_one
 
 def test_shards_give_up_their_seats_together():
     plan = ParallelPlan.mesh(dp=2, tp=2, layers=2)
-    at = {(0, 0): [0, 2], (0, 1): [1, 3]}
+    first, second = plan.compute_keys[:2]
+    at = {first: [0, 2], second: [1, 3]}
     assert free_seats_for_on_demand_workers(plan, at, idle := [4, 5], {4, 5}) == (2, 3)
-    assert at == {(0, 0): [0], (0, 1): [1]} and idle == [4, 5, 2, 3]
-    at = {(0, 0): [0, 2], (0, 1): [1, 3]}
+    assert at == {first: [0], second: [1]} and idle == [4, 5, 2, 3]
+    at = {first: [0, 2], second: [1, 3]}
     assert free_seats_for_on_demand_workers(plan, at, [4, 5], {4}) == (), "half a replica"
     assert free_seats_for_on_demand_workers(plan, at, [4, 5], {0, 1, 4, 5}) == (), "there is one"

@@ -85,7 +85,7 @@ def test_those_on_one_node_are_put_together():
 
 def test_a_new_plan_puts_the_shards_of_a_replica_on_one_node_and_replicas_on_several():
     plan, nodes = ParallelPlan.mesh(dp=2, tp=2), {0: "x", 1: "y", 2: "x", 3: "y"}
-    seats = [(seat.position, seat.replica) for seat in plan.seats]
+    seats = [(role.grid, role.replica) for (role,) in plan.roles]
     members = match_workers_to_seats([()] * 4, {}, range(4), WorkerPlaces(nodes), plan.compute_keys, seats)
     assert [nodes[w] for w in members] in [list("xxyy"), list("yyxx")]
     found = match_workers_to_seats([()] * 2, {}, [0, 1, 2, 3], WorkerPlaces(nodes), plan.compute_keys[:2], seats[:2])

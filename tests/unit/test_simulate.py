@@ -93,7 +93,7 @@ BRANCHES = StageConnections(
 
 def test_four_branches_on_four_workers_take_9_ms_where_each_sends_its_gradients_straight_to_the_producer():
     """15 if each waited for the sum of those after it, and 18 on one worker."""
-    four = ParallelPlan(tuple(StagePlan(s, s + 1, worker) for s, worker in enumerate((0, 0, 1, 2, 3, 0))))
+    four = ParallelPlan(tuple(StagePlan(s, s + 1, ((worker,),)) for s, worker in enumerate((0, 0, 1, 2, 3, 0))))
     on_four = orders("0F0 1F0 5F0 5B0 1B0 0B0", "2F0 2B0", "3F0 3B0", "4F0 4B0")
     on_one = orders("0F0 1F0 2F0 3F0 4F0 5F0 5B0 4B0 3B0 2B0 1B0 0B0")
     by_relay = replace(BRANCHES)

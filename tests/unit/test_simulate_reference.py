@@ -14,7 +14,7 @@ def simulated(
     plan = ParallelPlan.of(replicas or [1] * stages, chunks=chunks, placement=registry.placement_of_schedule(name))
     routing = MicrobatchRouting(plan, Microbatches(microbatches, blocks=microbatches))
     forward, backward = forward_ms or [1] * stages, backward_ms or [2] * stages
-    at = [s.position for s in plan.stages]
+    at = plan.grid_of_stage
     costs = SimulationCosts(
         *(tuple(ms[p] / chunks for p in at) for ms in (forward, [b / 2 for b in backward], [b / 2 for b in backward]))
     )

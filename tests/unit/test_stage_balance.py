@@ -279,7 +279,7 @@ def test_a_schedule_that_does_not_fit_is_refused_before_anything_is_searched():
     even = plan_of("1f1b", 2, 6)
     made = registry.build_schedule("1f1b", MicrobatchRouting(even, Microbatches(4)))
     with pytest.raises(ScheduleError, match="the schedule has 1 worker, the plan 2"):
-        balance_stages(profile(*[1.0] * 6), even, lambda routing: made[:1], Microbatches(4))
+        balance_stages(profile(*[1.0] * 6), even, lambda routing, connections: made[:1], Microbatches(4))
 
 
 def test_the_planner_balances_its_fastest_candidates_too():

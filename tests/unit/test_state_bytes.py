@@ -118,7 +118,7 @@ def test_layers_without_tensors_count_by_their_bytes_and_are_cut_evenly():
 
 def test_the_fullest_shard_of_a_stage_is_told_layer_by_layer():
     def found(first: int, last: int, shards: int) -> int:
-        return STATE.on_fullest_shard("parameter", StagePlan(first, last, 0, 1, shards))
+        return STATE.on_fullest_shard("parameter", StagePlan(first, last, (tuple(range(shards)),)))
 
     assert [found(i, i + 1, 2) for i in range(4)] == [4 * n for n in (300, 1100, 100, 320)]
     assert found(0, 4, 2) == 4 * 1820 and found(0, 4, 1) == 4 * 2820, "a tie, in each of its layers"

@@ -68,7 +68,7 @@ LATE_S = 10_000.0
 ADOPTED = [PlanAdopted(0, 1), PlanAdopted(1, 1)]
 STACKS = StacksReported("worker 1 waits")
 SHARED = [SharesAdopted(0, 1), SharesAdopted(1, 1)]
-PREPARED = SharesPrepared(1, ParallelPlan((StagePlan(0, 2, 0, 2, share=(3, 1)),)))
+PREPARED = SharesPrepared(1, ParallelPlan((StagePlan(0, 2, ((0,), (1,)), (3, 1)),)))
 
 
 def broke(generation):
@@ -643,7 +643,7 @@ def saved(machine, done):
 
 
 def starved(machine):
-    machine.health.out_of_memory_at.add((machine.membership.plan, 0))
+    machine.health.out_of_memory_at.add((machine.membership.plan, (0,)))
     return machine
 
 

@@ -79,18 +79,11 @@ class StageLinks:
     """Stage -> relays by which it hands gradients on."""
     bundle_values: dict[tuple[MessageKind, int, int], tuple[str, ...]]
     """(kind of message, earlier stage, later stage) -> names of the values that its bundles carry, or whose gradients."""
-    receiving_shard_counts: dict[tuple[int, int], int]
-    """(sending stage, receiving stage) -> number of the receiver's shards to which this worker sends a bundle."""
 
     @staticmethod
-    def of(plan: ParallelPlan, crossing: StageConnections, *, shard: int = 0) -> StageLinks:
-        """The links of all stages, for a worker with this shard of its stages.
-
-        Values and gradients are whole on every shard of their sender, so shard t of S serves the shards t, t + S, ... of the
-        receiver.
-        """
+    def of(plan: ParallelPlan, crossing: StageConnections) -> StageLinks:
+        """The links of all stages."""
         stages = range(len(plan.stages))
-        carriers: list[StageEdge | GradientRelay] = [*crossing.edges, *crossing.relays]
         values: dict[tuple[MessageKind, int, int], tuple[str, ...]]
         values = {("activation", edge.src, edge.dst): edge.values for edge in crossing.edges}
         values |= {("gradient", relay.dst, relay.src): relay.values for relay in crossing.relays}
@@ -100,10 +93,6 @@ class StageLinks:
             {s: crossing.relays_to(s) for s in stages},
             {s: crossing.relays_from(s) for s in stages},
             values,
-            {
-                (carrier.src, carrier.dst): len(range(shard, plan.stages[carrier.dst].shards, plan.stages[carrier.src].shards))
-                for carrier in carriers
-            },
         )
 
 
@@ -149,11 +138,6 @@ class Interpreter:
     """The step under way."""
     _validating: bool = False
     """Whether the pass under way is one of validation, whose messages have tags of their own."""
-    _replica: int = field(init=False)
-    """Which replica of its stages this worker is."""
-
-    def __post_init__(self) -> None:
-        self._replica = self.routing.plan.seats[self.rank].replica
 
     def run(self, program: Program, step: int, *, trace: bool = False) -> Routine[None]:
         """Run one training step. Leaves the outcome in `self.step_commit`. Raises what stages, transports or the vote raise."""
@@ -351,11 +335,17 @@ class Interpreter:
             self._route(("gradient", relay.dst, stage, microbatch), stage, relay.dst, tensors)
 
     def _route(self, key: Bundle, maker: int, user: int, tensors: list[Tensor]) -> None:
-        """Keep a bundle for this worker's own stage `user`, or for its sends: other replicas of the stage are other workers."""
-        if user in self.stages and self.routing.replica_for(user, key[3]) == self._replica:
+        """Keep a bundle for this worker's own stage `user`, and for its sends to other workers.
+
+        Both are whole on every shard of their maker, so shard t of S serves the shards t, t + S, ... of the user.
+        """
+        plan = self.routing.plan
+        served = self.routing.ranks(user, key[3])[plan.role_in(self.rank, maker).shard :: plan.stages[maker].shards]
+        here = self.rank in served
+        if here:
             self._local[key] = tensors
-        elif receivers := self.links.receiving_shard_counts[maker, user]:
-            self._outgoing[key] = tensors, receivers
+        if len(served) > here:
+            self._outgoing[key] = tensors, len(served) - here
 
     # -- end of the step -------------------------------------------------------------------------------------------
 

@@ -168,8 +168,8 @@ class StepCommit:
         self._exchange = TiedGradientExchange(
             self.rank, self.graph, self.routing, self.ties, self.transport, self.layout, self.stream_waits
         )
-        plan, seat = self.routing.plan, self.routing.plan.seats[self.rank]
-        groups = {index: plan.replica_ranks(index, seat.shard) for index in self.stages}
+        plan = self.routing.plan
+        groups = {index: plan.replica_ranks(index, plan.role_in(self.rank, index).shard) for index in self.stages}
         self._buffers = BufferExchange(self.rank, self.stages, groups, self.transport, self.stream_waits)
         canonical = canonical_names(self.graph)
         self._counted = self.ownership.norm_parameters(self.rank)
@@ -303,8 +303,8 @@ class StepCommit:
         The replicas of a stage have the same gradients, so each squares a share of the parameters. Each shard squares the
         elements that it counts. All shards have the same losses, which the first one tells.
         """
-        tells_losses = self.routing.plan.seats[self.rank].shard == 0
-        pairs = [pair for stage in self.stages.values() for pair in stage.losses.values()] if tells_losses else []
+        tell = [s for index, s in self.stages.items() if self.routing.plan.role_in(self.rank, index).shard == 0]
+        pairs = [pair for stage in tell for pair in stage.losses.values()]
         counted: list[Tensor] = []
         for index, gradients in settled.items():
             shard = self.stages[index].shard

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +26,38 @@ Uses = Callable[[int, str], Sequence[Tensor | None]]
 """(stage, parameter) -> reduced gradients of the parameter's uses there, in layer order; empty if it is frozen."""
 Source = tuple[int, IndexRanges | None]
 """(shard that sends, indices of the cut dim that it sends; None for all that it has)."""
+
+
+class TiedGradientTransfer(NamedTuple):
+    """What one worker sends another of the gradient of a tied parameter."""
+
+    source: int
+    """The stage whose uses the gradient is of."""
+    stage: int
+    """The stage for which it is received: the receiver's first one with the parameter, whose others take it from there."""
+    sender: int
+    """Rank that sends."""
+    receiver: int
+    """Rank that receives: it does not have the stage `source`."""
+    spans: IndexRanges | None
+    """Indices of the cut dim that are sent; None for all that the sender has."""
+
+
+def tied_gradient_transfers(
+    plan: ParallelPlan, tie: TiedParameter, layout: Callable[[int], TensorParallelLayout]
+) -> Iterator[TiedGradientTransfer]:
+    """All that is sent of one tied parameter's gradients, in an order that all workers share."""
+    for source in tie.stages:
+        senders, asked = plan.stages[source], set[int]()
+        for stage in tie.stages:
+            for replica, row in enumerate(plan.stages[stage].workers):
+                for shard, receiver in enumerate(row):
+                    if receiver in asked or source in plan.stages_of(receiver):
+                        continue
+                    asked.add(receiver)
+                    for giver, spans in tied_gradient_senders(plan, tie.name, source, stage, shard, layout):
+                        sender = senders.workers[replica % senders.replicas][giver]
+                        yield TiedGradientTransfer(source, stage, sender, receiver, spans)
 
 
 def tied_gradient_senders(
@@ -69,6 +103,8 @@ class TiedGradientExchange:
     """(canonical name, stage of another worker) -> reduced gradients of the uses there, in layer order."""
     _sent: list[tuple[Handle, Tensor]] = field(default_factory=list)
     """The sends of this step, and their tensors."""
+    _transfers_of: dict[str, list[TiedGradientTransfer]] = field(default_factory=dict)
+    """Tie -> what this worker sends and receives of its gradients."""
 
     def begin_step(self) -> None:
         """Forget the last step."""
@@ -78,7 +114,7 @@ class TiedGradientExchange:
     def run(self, step: int, uses: Uses) -> Routine[None]:
         """Send the gradients of this worker's uses to the workers that need them, and fill `received_gradients`."""
         self.received_gradients.clear()
-        awaited: list[tuple[str, int, int, list[tuple[Source, Handle]]]] = []
+        awaited: list[tuple[str, int, int, list[tuple[IndexRanges | None, Handle]]]] = []
         for index, tie in enumerate(self.ties):
             if any(self._here(stage) for stage in tie.stages):
                 self._sent += self._send(step, index, tie, uses)
@@ -88,7 +124,7 @@ class TiedGradientExchange:
                 what = f"the gradient of tied parameter {name} from stage {src}"
                 yield RoutineWait(handle, what, on_stream=True)
                 self.stream_waits.add(handle, what)
-            parts = [(source, handle.tensor()) for source, handle in handles]
+            parts = [(spans, handle.tensor()) for spans, handle in handles]
             self.received_gradients.setdefault((name, src), []).append(self._joined(name, receiver, parts))
 
     def finish_sends(self) -> Routine[None]:
@@ -101,51 +137,48 @@ class TiedGradientExchange:
 
     def _here(self, stage: int) -> bool:
         """Whether this worker has the stage."""
-        plan = self.routing.plan
-        return plan.stages[stage].position == plan.seats[self.rank].position
-
-    def _receivers(self, tie: TiedParameter) -> Iterator[int]:
-        """One stage of each pipeline position that has the parameter: its workers receive for all their stages."""
-        plan = self.routing.plan
-        for position in sorted({plan.stages[s].position for s in tie.stages}):
-            yield next(s for s in tie.stages if plan.stages[s].position == position)
+        return stage in self.routing.plan.stages_of(self.rank)
 
     def _send(self, step: int, index: int, tie: TiedParameter, uses: Uses) -> Iterator[tuple[Handle, Tensor]]:
         """Post the sends of one tie: (handle, tensor that must stay alive until then)."""
-        plan = self.routing.plan
-        seat = plan.seats[self.rank]
-        for src in (stage for stage in tie.stages if self._here(stage)):
-            for stage in (stage for stage in self._receivers(tie) if not self._here(stage)):
-                replicas = range(seat.replica, plan.stages[stage].replicas, plan.stages[src].replicas)
-                for shard in range(plan.stages[stage].shards):
-                    givers = tied_gradient_senders(plan, tie.name, src, stage, shard, self.layout)
-                    for spans in (spans for giver, spans in givers if giver == seat.shard):
-                        for use, gradient in enumerate(uses(src, tie.name)):
-                            part = torch.empty(0) if gradient is None else self._part(tie.name, src, gradient, spans)
-                            tag = tie_tag(step, src, stage, index, use)
-                            for replica in replicas:
-                                yield self.transport.send(part, to=plan.rank(stage, replica, shard), tag=tag), part
+        parts: dict[tuple[int, int, IndexRanges | None], Tensor] = {}
+        for source, stage, sender, receiver, spans in self._transfers(tie):
+            if sender != self.rank:
+                continue
+            for use, gradient in enumerate(uses(source, tie.name)):
+                part = parts.get((source, use, spans))
+                if part is None:
+                    part = torch.empty(0) if gradient is None else self._part(tie.name, source, gradient, spans)
+                    parts[source, use, spans] = part
+                yield self.transport.send(part, to=receiver, tag=tie_tag(step, source, stage, index, use)), part
 
     def _receive(
         self, step: int, index: int, tie: TiedParameter, uses: Uses
-    ) -> Iterator[tuple[str, int, int, list[tuple[Source, Handle]]]]:
+    ) -> Iterator[tuple[str, int, int, list[tuple[IndexRanges | None, Handle]]]]:
         """Post the receives of one tie: for each use elsewhere (name, its stage, receiving stage, its parts)."""
-        plan = self.routing.plan
-        seat = plan.seats[self.rank]
         names = next(names for names in self.graph.ties if names[0] == tie.name)
         number = {layer.name: i for i, layer in enumerate(self.graph.layers)}
-        receiver = next(stage for stage in self._receivers(tie) if self._here(stage))
-        if not uses(receiver, tie.name):
+        if not uses(next(stage for stage in tie.stages if self._here(stage)), tie.name):
             return  # frozen: no worker has a gradient of it
-        for src in (stage for stage in tie.stages if not self._here(stage)):
-            there = plan.stages[src]
+        mine = [transfer for transfer in self._transfers(tie) if transfer.receiver == self.rank]
+        for (source, stage), transfers in groupby(mine, key=lambda each: (each.source, each.stage)):
+            there, parts = self.routing.plan.stages[source], list(transfers)
             for use in range(sum(there.first <= number[self.graph.layer_of(name)] < there.last for name in names)):
-                handles: list[tuple[Source, Handle]] = []
-                for source in tied_gradient_senders(plan, tie.name, src, receiver, seat.shard, self.layout):
-                    peer = plan.rank(src, seat.replica % there.replicas, source[0])
-                    tag = tie_tag(step, src, receiver, index, use)
-                    handles.append((source, self.transport.recv(None, source=peer, tag=tag)))
-                yield tie.name, src, receiver, handles
+                tag = tie_tag(step, source, stage, index, use)
+                yield (
+                    tie.name,
+                    source,
+                    stage,
+                    [(each.spans, self.transport.recv(None, source=each.sender, tag=tag)) for each in parts],
+                )
+
+    def _transfers(self, tie: TiedParameter) -> list[TiedGradientTransfer]:
+        """What this worker sends and receives of one tie's gradients. Worked out once for each plan."""
+        found = self._transfers_of.get(tie.name)
+        if found is None:
+            of_all = tied_gradient_transfers(self.routing.plan, tie, self.layout)
+            found = self._transfers_of[tie.name] = [each for each in of_all if self.rank in (each.sender, each.receiver)]
+        return found
 
     # -- pieces --------------------------------------------------------------------------------------------------------
 
@@ -154,10 +187,10 @@ class TiedGradientExchange:
         if spans is None:
             return gradient
         cut = self.layout(self.routing.plan.stages[src].shards).cuts[name]
-        held = cut.indices_by_shard[self.routing.plan.seats[self.rank].shard]
+        held = cut.indices_by_shard[self.routing.plan.role_in(self.rank, src).shard]
         return select_ranges(gradient, cut.dim, positions_of_indices(held, spans)).contiguous()
 
-    def _joined(self, name: str, receiver: int, parts: list[tuple[Source, Tensor]]) -> Tensor | None:
+    def _joined(self, name: str, receiver: int, parts: list[tuple[IndexRanges | None, Tensor]]) -> Tensor | None:
         """A gradient put together from the parts of several shards; None if it is undefined."""
         first = parts[0][1]
         if first.dim() == 1 and first.numel() == 0:
@@ -165,11 +198,11 @@ class TiedGradientExchange:
         if len(parts) == 1:
             return first
         cut = self.layout(self.routing.plan.stages[receiver].shards).cuts[name]
-        needed = cut.indices_by_shard[self.routing.plan.seats[self.rank].shard]
+        needed = cut.indices_by_shard[self.routing.plan.role_in(self.rank, receiver).shard]
         shape = list(first.shape)
         shape[cut.dim] = count_indices(needed)
         whole = first.new_empty(shape)
-        for (_, spans), part in parts:
+        for spans, part in parts:
             assert spans is not None
             at = 0
             for start, stop in positions_of_indices(needed, spans):

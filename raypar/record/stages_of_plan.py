@@ -1,0 +1,49 @@
+"""The stages of a plan as plan.json and members.json hold them, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raypar.errors import PlanError
+from raypar.plan import ParallelPlan, StagePlan
+from raypar.plan.parallel_plan import WorkerGrid, consecutive_grids
+from raypar.record.document_fields import StageFacts
+
+MOST_WORLD = 1 << 16
+"""The most workers, and the most stages, of a plan that is read from a file, which is not trusted."""
+
+
+def stages_as_data(plan: ParallelPlan) -> list[dict[str, int | list[int] | list[list[int]]]]:
+    """A plan's stages in layer order, as `StageFacts`."""
+    return [
+        {
+            "first": stage.first,
+            "last": stage.last,
+            "position": grid,
+            "replicas": stage.replicas,
+            "shards": stage.shards,
+            "workers": [list(row) for row in stage.workers],
+            "share": list(stage.share),
+        }
+        for stage, grid in zip(plan.stages, plan.grid_of_stage, strict=True)
+    ]
+
+
+def plan_of_stages(stages: Sequence[StageFacts]) -> ParallelPlan | None:
+    """The plan of these stages; None if they give no whole one, or one of an absurd size. Older files have no `workers`."""
+    whole = all(isinstance(stage.get(key), int) for stage in stages for key in ("first", "last", "position"))
+    if not stages or not whole or len(stages) > MOST_WORLD:
+        return None
+    shapes = {stage["position"]: (stage["replicas"], stage.get("shards") or 1) for stage in stages}
+    if sum(replicas * shards for replicas, shards in shapes.values()) > MOST_WORLD:
+        return None
+    try:
+        grids = dict(zip(sorted(shapes), consecutive_grids(shapes[position] for position in sorted(shapes)), strict=True))
+        made = (StagePlan(s["first"], s["last"], _grid(s, grids[s["position"]]), tuple(s.get("share", ()))) for s in stages)
+        return ParallelPlan(tuple(made))
+    except PlanError:
+        return None
+
+
+def _grid(stage: StageFacts, otherwise: WorkerGrid) -> WorkerGrid:
+    return tuple(map(tuple, stage["workers"])) if "workers" in stage else otherwise

@@ -1,0 +1,122 @@
+"""Plans whose stages have any grids of workers, so that a worker is a replica of some layers and a shard of others.
+
+The bits are those of the same shards in one process.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from helpers.shard_grid import Cell, check_plan
+
+from raypar.errors import ScheduleError
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
+from raypar.plan.parallel_plan import WorkerGrid
+from raypar.schedule import registry
+from raypar.schedule.program_assignment import assign_programs_to_ranks
+from raypar.schedule.simulate import SimulationCosts, simulate_schedule
+
+ANY_PLAN = [name for name in registry.NAMES if registry.find_schedule(name).takes_any_plan]
+"""Schedules that take all plans."""
+
+
+def plan_of(layers: int, *stages: tuple[int, WorkerGrid]) -> ParallelPlan:
+    """`stages`: the first layer of each and its workers."""
+    bounds = [first for first, _ in stages] + [layers]
+    return ParallelPlan(tuple(StagePlan(*bounds[i : i + 2], grid) for i, (_, grid) in enumerate(stages)))
+
+
+def random_plan(rng: random.Random, layers: int, most_workers: int = 4) -> ParallelPlan:
+    """Stages with any grids over few workers; of those that none has, the last stage gets some."""
+    count, world = rng.randint(2, min(4, layers)), rng.randint(2, most_workers)
+    cuts = [0, *sorted(rng.sample(range(1, layers), count - 1))]
+    grids = []
+    for _ in range(count):
+        shards = rng.choice([t for t in (1, 1, 2, 3) if t <= world])
+        replicas = rng.randint(1, world // shards)
+        ranks = iter(sorted(rng.sample(range(world), replicas * shards)))
+        grids.append(tuple(tuple(next(ranks) for _ in range(shards)) for _ in range(replicas)))
+    used = sorted({rank for grid in grids for row in grid for rank in row})
+    number = {rank: index for index, rank in enumerate(used)}
+    return plan_of(
+        layers, *((cut, tuple(tuple(number[r] for r in row) for row in grid)) for cut, grid in zip(cuts, grids, strict=True))
+    )
+
+
+SHARED = plan_of(4, (0, ((0,), (1,))), (2, ((0, 1),)))
+"""Two workers that are replicas of the first layers and shards of the last: the shape of an AlexNet hybrid (Krizhevsky 2014,
+arXiv:1404.5997, section 3)."""
+
+
+@pytest.mark.parametrize("schedule", ANY_PLAN)
+def test_the_same_workers_are_replicas_of_some_layers_and_shards_of_others(schedule: str):
+    cell = Cell("shallow gpt", schedule, (), (), 4, dtype="float32")
+    check_plan(cell, SHARED)
+    check_plan(replace(cell, microbatches=3, sequence=True), plan_of(4, (0, ((0, 1),)), (1, ((0,), (1,))), (3, ((0, 1),))))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_grids_of_workers_have_the_bits_of_the_same_shards(seed: int):
+    check_random(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seeds", [range(at, at + 20) for at in range(12, 512, 20)], ids=str)
+def test_five_hundred_plans_with_any_grids(seeds: range):
+    for seed in seeds:
+        check_random(seed)
+
+
+def check_random(seed: int) -> None:
+    rng = random.Random(seed)
+    model = rng.choice(["gpt", "shallow gpt", "shallow gpt", "dropped"])
+    cell = Cell(
+        model,
+        rng.choice(ANY_PLAN),
+        (),
+        (),
+        rng.choice((1, 2, 3, 4, 5, 7)),
+        rng.random() < 0.3,
+        rng.choice(("float64", "float32")),
+    )
+    plan = random_plan(rng, len(cell.graph.layers))
+    if rng.random() < 0.3:
+        plan = replace(plan, recompute=tuple(sorted(rng.sample(range(plan.stages[-1].last), 2))))
+    check_plan(cell, plan, order_seed=seed)
+
+
+def test_a_schedule_of_pipelines_refuses_a_worker_with_several_roles():
+    routing = MicrobatchRouting(SHARED, Microbatches(4))
+    for name in set(registry.NAMES) - set(ANY_PLAN):
+        with pytest.raises(ScheduleError, match="one that takes any plan: naive, gpipe, list"):
+            registry.build_schedule(name, routing)
+        assert not registry.schedule_fits_plan(name, SHARED)
+    assert all(registry.schedule_fits_plan(name, SHARED) for name in ANY_PLAN)
+
+
+def test_orders_in_which_shards_meet_at_different_places_are_refused():
+    routing, chain = MicrobatchRouting(SHARED, Microbatches(2, 2)), StageConnections.chain(2)
+    schedule = registry.build_schedule("gpipe", routing)
+    turned = list(schedule[1])
+    at = [n for n, i in enumerate(turned) if str(i) in ("1F0", "1F1")]
+    turned[at[0]], turned[at[1]] = turned[at[1]], turned[at[0]]
+    with pytest.raises(ScheduleError, match=r"together: worker 1 .*1F1 is instruction 0 here of those computed with worker 0"):
+        assign_programs_to_ranks((schedule[0], tuple(turned)), SHARED, chain, routing.microbatches)
+
+
+def test_the_simulator_lets_shards_wait_for_each_other():
+    """Worker 1 has twice the microbatches of the first stage, so the shards of the second begin when it has done them."""
+    plan = plan_of(2, (0, ((0,), (1,))), (1, ((0, 1),)))
+    routing = MicrobatchRouting(plan, Microbatches(3, 3))
+    schedule = registry.build_schedule("gpipe", routing)
+    costs = SimulationCosts.uniform(2)
+    for lists in (
+        schedule,
+        [part.program for part in assign_programs_to_ranks(schedule, plan, StageConnections.chain(2), routing.microbatches)],
+    ):
+        step = simulate_schedule(lists, routing, StageConnections.chain(2), costs)
+        starts = [[span.start_ms for span in row if str(span.instruction).startswith("1")] for row in step.spans]
+        assert starts[0] == starts[1] and starts[0][0] == 2
+        assert step.makespan_ms == 2 + 3 * 3 + 2 * 2
