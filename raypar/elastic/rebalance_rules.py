@@ -52,17 +52,18 @@ def reconsider_shares(m: RunState, found: Sequence[StragglerFinding]) -> None:
         return
     if not found and m.progress.committed % LOOKED_AT_EVERY:
         return
-    s.of_no_use, chosen, told = set(), dict[int, Shares](), list[str]()
+    chosen, told, helpless = dict[int, Shares](), list[str](), set[int]()
     for each in _measured_replicas(m, plan):
         best = _best_shares(m, each)
         if best != each.now:
             chosen[each.grid] = best
             told.append(_describe_shares(m, plan, each, best))
         else:
-            s.of_no_use |= _find_useless_workers(m, each)
-    for worker in sorted(s.of_no_use - s.told_of_no_use):
+            helpless |= _find_useless_workers(m, each)
+    for worker in sorted(helpless - s.told_of_no_use):
         m.decide(TellUser(_describe_no_use(m, worker)), "elastic.stragglers is rebalance")
-    s.told_of_no_use |= s.of_no_use
+    s.told_of_no_use |= helpless
+    s.of_no_use = helpless | _stragglers_without_other_shares(m, plan)
     if chosen:
         s.asked, s.text = plan_with_shares(plan, chosen, len(m.policy.block_work)), "; ".join(told)
         m.decide(PrepareShares(m.membership.generation, s.asked), s.text)
@@ -82,7 +83,7 @@ def _measured_replicas(m: RunState, plan: ParallelPlan) -> list[_Replicas]:
     watch, found = m.health.stragglers, []
     for number, grid in enumerate(plan.grids):
         stage = plan.stages[plan.stages_of_grid[number][0]]
-        if stage.replicas == 1 or not (watch.told or stage.share):
+        if not (_has_other_shares(m, plan, number) and (watch.told or stage.share)):
             continue
         workers = [[m.membership.members[rank] for rank in replica] for replica in grid]
         usual_s = [[watch.usual_s(worker) for worker in replica] for replica in workers]
@@ -96,11 +97,24 @@ def _measured_replicas(m: RunState, plan: ParallelPlan) -> list[_Replicas]:
     return found
 
 
+def _has_other_shares(m: RunState, plan: ParallelPlan, grid: int) -> bool:
+    """Whether a grid has replicas, all of them with blocks, whose workers have no other role.
+
+    The time for a microbatch of a worker with several roles depends on its share, so it says nothing about its speed.
+    """
+    return plan.one_role_each and 1 < len(plan.grids[grid]) <= len(m.policy.block_work)
+
+
+def _stragglers_without_other_shares(m: RunState, plan: ParallelPlan) -> set[int]:
+    """The stragglers none of whose grids could have other shares."""
+    roles = zip(plan.roles, m.membership.members, strict=True)
+    told = m.health.stragglers.told
+    return {w for of, w in roles if w in told and not any(_has_other_shares(m, plan, role.grid) for role in of)}
+
+
 def _best_shares(m: RunState, each: _Replicas) -> Shares:
     """The shares that a grid should have; the present ones if others gain too little."""
     work = m.policy.block_work
-    if len(work) < len(each.seconds):
-        return each.now
     even = even_shares(len(each.seconds), len(work))
     best = choose_shares(each.seconds, len(work), each.now)
     if not each.slow and slowest_replica_s(each.seconds, work, even) < LEAST_GAIN * slowest_replica_s(each.seconds, work, best):
@@ -116,7 +130,7 @@ def _find_useless_workers(m: RunState, each: _Replicas) -> set[int]:
     for replica, workers in enumerate(each.workers):
         slow = set(workers) & set(each.slow)
         others = [s for r, s in enumerate(each.seconds) if r != replica]
-        if not slow or len(work) < len(others):
+        if not slow:
             continue
         shares = choose_shares(others, len(work), even_shares(len(others), len(work)))
         if with_s >= AS_GOOD_AS_WITHOUT * slowest_replica_s(others, work, shares):

@@ -113,7 +113,8 @@ def _in_their_seats(m: RunState, plan: ParallelPlan, at: Mapping[ComputeKey, lis
 def with_measured_shares(m: RunState, plan: ParallelPlan, members: Sequence[int]) -> ParallelPlan:
     """The plan of a new generation: known stragglers get fewer blocks from its first step on, if the job wants that."""
     watch = m.health.stragglers
-    if not (m.policy.rebalance_stragglers and m.policy.block_work) or watch.told.isdisjoint(members):
+    wanted = m.policy.rebalance_stragglers and m.policy.block_work and plan.one_role_each
+    if not wanted or watch.told.isdisjoint(members):
         return plan
     return share_out_by_slowdowns(plan, [watch.slowdown(worker) for worker in members], m.policy.block_work)
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import gpu_calls, standin, ugly_models
-from helpers.parity import expected
+from helpers.parity import expected, with_shares
 from helpers.processes import Workers
 from helpers.shard_grid import DEPTH, Cell, one_process, seeded_gpt
 from helpers.shard_grid import graph as grid_graph
@@ -174,6 +174,29 @@ def test_a_run_makes_the_communicators_of_its_plan_and_uses_them(workers):
     made = run.workers.each(gpu_calls.communicator_calls, on=run.members)
     assert set(made[0]) == {"all_gather of 0,1 channel 0", "messages 0 -> 2", "messages 2 -> 0"}
     assert all(calls for own in made for calls in own.values())
+
+
+@pytest.mark.parametrize(
+    "replicas, shares, fits", [((3, 1), ((2, 1, 1), ()), True), pytest.param((2, 2), ((3, 1), ()), False, marks=pytest.mark.ci)]
+)
+def test_other_shares_keep_communicators_that_suffice_and_else_change_nothing(workers, replicas, shares, fits):
+    """Two replicas whose runs are no subtrees send each other more than one sum, and stages with other runs cross: then all
+    begin a new generation, also who has taken its blocks already."""
+    run = Run(workers, plan_of(*replicas))
+    run.step()
+    before = run.workers.each(gpu_calls.communicator_calls, on=run.members)
+    plan = with_shares(run.plan, shares)
+    parts, _ = run.parts(plan, run.members)
+    answers = []
+    for worker in run.members:
+        asked = ("share_out_anew", run.generation, pickle.dumps(parts[worker]))
+        answers += workers.each(gpu_calls.call, *asked, on=[worker], timeout_s=LIMIT_S)
+    assert all(answers) is fits, answers
+    if not fits:
+        run.recover(run.members, plan)
+    run.check()
+    after = run.workers.each(gpu_calls.communicator_calls, on=run.members)
+    assert fits is all(set(old) == set(new) for old, new in zip(before, after, strict=True))
 
 
 REROUTED, ANEW = (2, 1), (1, 1, 1)

@@ -1,5 +1,6 @@
 """What the loss of one worker needs is computed before the loss, so that a recovery looks it up."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,11 @@ from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.seating import plans_after_one_loss
-from raypar.errors import ScheduleError, WorkerLost
+from raypar.errors import PlanError, ScheduleError, WorkerLost
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.plan.model_outline import ModelOutline
 from raypar.planner.model_profile import LayerProfile, ModelProfile
+from raypar.planner.predicted_step import predict_step
 
 LAYERS = 4
 OUTLINE = ModelOutline(
@@ -106,3 +108,19 @@ def test_a_plan_that_cannot_be_lowered_is_left_to_the_recovery_that_needs_it(mon
     cache.prepare(plan, after)
     with pytest.raises(ScheduleError, match="would not run"):
         cache.assignments(after[0])
+
+
+def test_a_plan_with_other_shares_keeps_the_schedule_and_is_refused_where_memory_has_no_room():
+    now = ParallelPlan.mesh(dp=2, layers=LAYERS)
+    other = replace(now, stages=(replace(now.stages[0], share=(7, 1)),))
+    cache = plans(now)
+    cache.schedules[now] = "gpipe"
+    cache.lower_shares(other, now)
+    assert cache.schedule_name(other) == "gpipe" and cache.passes(other) == (7, 1)
+    request = cache.request
+    even, uneven = (max(predict_step(request.profile, plan, "gpipe", request.batching)[1]) for plan in (now, other))
+    assert even < uneven
+    request.profile = replace(request.profile, memory_bytes=(even + uneven) // 2)
+    cache.lower_shares(now, now)
+    with pytest.raises(PlanError, match=r"worker 0 \(stage 0, replica 0\) would need .* MiB for its blocks, and a worker has"):
+        cache.lower_shares(other, now)

@@ -25,7 +25,7 @@ from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.seating import plans_after_one_loss
 from raypar.elastic.stragglers import StragglerWatch, median_of_others
 from raypar.errors import WorkerLost
-from raypar.plan import ParallelPlan
+from raypar.plan import ParallelPlan, StagePlan
 
 PAIRS = [(0, 1), (2, 3)]
 
@@ -170,19 +170,20 @@ def test_the_median_of_the_others_is_that_of_all_numbers_but_ones_own():
 # -- other shares of the blocks --------------------------------------------------------------------------------------------
 
 
-def sharing(dp=3, pp=1, tp=1, blocks=12, **policy):
+def sharing(dp=3, pp=1, tp=1, blocks=12, plan=None, **policy):
     """A run whose stragglers get fewer blocks, after its first generation has begun."""
-    plan = ParallelPlan.mesh(dp=dp, pp=pp, tp=tp, layers=pp)
+    plan = plan or ParallelPlan.mesh(dp=dp, pp=pp, tp=tp, layers=pp)
     fixed = {"workers": plan.world, "job_steps": 5000, "elastic": True, "hires": True, "rebalance_stragglers": True}
     made = RunMachine(RunPolicy(**(fixed | {"block_work": (1,) * blocks} | policy)), plan=plan)
     begin(made)
     return made
 
 
-def train(machine, count, speeds, fits=True, why=""):
+def train(machine, count, speeds, fits=True, why="", idle=()):
     """So many steps, with times of workers as `speeds` says; what is decided about stragglers, shares and generations.
 
-    `fits`: whether the workers can take other blocks with the connections that they have; `why`: why no plan can be made.
+    `fits`: whether the workers can take other blocks with the connections that they have; `why`: why no plan can be made;
+    `idle`: workers without blocks.
     """
     found = []
 
@@ -204,7 +205,7 @@ def train(machine, count, speeds, fits=True, why=""):
         if machine.phase is not Phase.RUNNING or machine.progress.issued == step:
             break
         for worker in who.members:
-            busy = {worker: 0.01 * speeds.get(worker, 1.0)}
+            busy = {} if worker in idle else {worker: 0.01 * speeds.get(worker, 1.0)}
             handle(StepReported((worker,), step, 0.1, who.generation, busy_s=busy))
         handle(StepJournalled(step))
         handle(StepEmitted(step))
@@ -277,6 +278,21 @@ def test_where_no_share_helps_one_line_says_so_and_it_is_replaced_as_today():
     assert len(texts(found)) == 1 and ReportStraggler(2, 2.0, 20) in found and not alone.membership.leaving
 
 
+def test_where_there_is_no_other_share_a_straggler_is_replaced_as_today():
+    """It has no replicas, or there are more replicas than blocks, so that one has none."""
+    made = sharing(dp=1, pp=3)
+    assert train(made, 20, {}) == []
+    found = train(made, 40, {1: 2.0})
+    assert found[0] == ReportStraggler(1, 2.0, 20, alone=True, leaves=True) and made.membership.leaving == {1}
+    made = sharing(plan=ParallelPlan((StagePlan(0, 1, ((0,), (1,))), StagePlan(1, 2, ((0, 1),)))))
+    assert train(made, 20, {}) == []
+    found = train(made, 40, {1: 2.0})
+    assert found[0].leaves and shares(made) == [(), ()], "as a shard of the second stage it has all blocks"
+    made = sharing(dp=3, blocks=2)
+    found = train(made, 40, {2: 2.0}, idle={0})
+    assert found[0] == ReportStraggler(2, 2.0, 20, leaves=True) and made.membership.leaving == {2}
+
+
 def test_a_straggler_that_holds_the_others_up_with_one_block_gets_that_first_and_is_asked_to_leave_then():
     made = sharing()
     found = train(made, 100, {2: 10.0})
@@ -324,4 +340,3 @@ def lose(machine, worker):
 def test_a_job_that_reports_stragglers_keeps_its_shares():
     assert texts(train(sharing(rebalance_stragglers=False), 100, {2: 2.0})) == []
     assert texts(train(sharing(elastic=False), 100, {2: 2.0})) == []
-    assert texts(train(sharing(dp=1, pp=3), 100, {2: 2.0})) == [], "nobody else computes the same"
