@@ -151,6 +151,17 @@ def test_seeded_histories(count: int, whole: bool):
 
 
 @pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("together_ms", [1.0, 30.0])
+def test_seeded_histories_of_reports_that_come_together(together_ms: float, whole: bool):
+    """As of many workers, who are called by way of agents: of some of them one event, early or when others are lost already."""
+    for plan, work in ((GRID, job()), (LINE, job(mirror_every=2, steps=6)), (UNEVEN, job(mirror_every=1, steps=6))):
+        plain, alone = simulate(work, plan, together_ms=together_ms, **QUICK)[0], simulate(work, plan, **QUICK)[0]
+        assert plain.seen == alone.seen and plain.actions <= alone.actions
+        cases = [random_faults(seed, 2 + seed % 2, plain, workers=plan.world) for seed in range(600, 900)]
+        try_all(portions(cases, whole), plan, work, losable=True, save_every=2, together_ms=together_ms)
+
+
+@pytest.mark.parametrize("whole", WHOLE)
 @pytest.mark.parametrize("first", [None, "kill", "zombie", "kill_driver", "stop_driver", "drain", "join", "late_answer"])
 def test_ctrl_c_anywhere_saves_what_people_have_seen(first: Kind | None, whole: bool):
     """Before, during and after the answer to another fault: two replicas of everything, so nothing is lost, and the run ends

@@ -276,6 +276,7 @@ class World:
         misfits: Collection[int] = (),
         first: ParallelPlan | None = None,
         room: int = EVERYBODY,
+        together_ms: float = 0.0,
         **policy: Any,
     ) -> None:
         """`slow`: workers that say that they compute so many times as long as the others; `nodes`: where workers are.
@@ -283,7 +284,9 @@ class World:
         `misfits`: workers whose connections suffice for no other shares.
         `first`: the plan that the run begins with, if it is smaller than `plan`; the other workers of `plan` have no place yet.
         `room`: so many workers find a place by themselves at most, for as long as they are there; further ones by `place`.
+        `together_ms`: for so long reports of workers are gathered, which then come as one event, as by way of agents.
         """
+        self.together_ms = together_ms
         self.slow, self.nodes, self.misfits = slow or {}, nodes or {}, misfits
         self.job, self.plan = job, plan
         self.changes = deque(sorted(changes, key=lambda change: change.after))
@@ -617,6 +620,8 @@ class Driver:
         self.inbox: deque[Any] = deque()
         self.copying: tuple[int, set[int]] = (0, set())
         self.handling = False
+        self.gathered: dict[Any, list[Any]] = {}
+        """(kind, step, generation) -> reports that come together, once their time is over."""
 
     def begin(self) -> None:
         self._tick()
@@ -841,7 +846,30 @@ class Driver:
             digest = self.world.flesh.digest(answer, self.world.processes[worker].body, step)
             digests = {} if digest is None else {worker: digest}
             busy_s = 0.005 * self.world.slow.get(worker, 1.0)
-            self.post(on.StepReported((worker,), step, 0.01, generation, digests=digests, busy_s={worker: busy_s}))
+            self.report(on.StepReported((worker,), step, 0.01, generation, digests=digests, busy_s={worker: busy_s}))
+
+    def report(self, event: Any) -> None:
+        """Post a worker's report, with those of other workers where they come together."""
+        key = type(event), event.step if isinstance(event, on.StepReported) else event.done, event.generation
+        if key in self.gathered:
+            self.gathered[key].append(event)
+            return
+        gathered = self.gathered[key] = [event]
+
+        def arrive() -> None:
+            del self.gathered[key]
+            workers = tuple(worker for one in gathered for worker in one.workers)
+            if isinstance(event, on.StepReported):
+                digests = {worker: digest for one in gathered for worker, digest in one.digests.items()}
+                busy_s = {worker: busy_s for one in gathered for worker, busy_s in one.busy_s.items()}
+                self.post(replace(event, workers=workers, digests=digests, busy_s=busy_s))
+            else:
+                self.post(replace(event, workers=workers))
+
+        if self.world.together_ms:
+            self.world.at(self.world.together_ms, arrive)
+        else:
+            arrive()
 
     def answered(self, answer: Any, generation: int, worker: int, event: Any) -> None:
         if isinstance(answer, (CommError, StaleGeneration)):
@@ -850,6 +878,8 @@ class Driver:
             self.post(on.CallFailed("error", answer, worker, generation))
         elif isinstance(answer, Exception):
             raise answer
+        elif isinstance(event, on.ValidationReported):
+            self.report(event)
         else:
             self.post(event)
 

@@ -484,8 +484,9 @@ class World:
                 self.now_s += 0.01
                 if event is None:
                     continue
-                if isinstance(event, StepReported):
+                if isinstance(event, (StepReported, ValidationReported)):
                     event = self.with_others(event)
+                if isinstance(event, StepReported):
                     for worker in event.workers:
                         self.applied[worker] = event.step + 1
             for decision in self.machine.handle(event, self.now_s):
@@ -493,10 +494,14 @@ class World:
                 self.carry_out(decision.action)
         pytest.fail(f"the run does not end: {list(self.machine.story)[-5:]}")
 
-    def with_others(self, event: StepReported) -> StepReported:
-        """A report, perhaps with other workers' reports of the same step."""
-        heads = [events for events in self.lines.values() if events and isinstance(events[0], StepReported)]
-        joined = [events.popleft() for events in heads if events[0].step == event.step and self.random.random() < 0.5]
+    def with_others(self, event):
+        """A report, perhaps with other workers' reports of the same step or validation."""
+        alike = [
+            events
+            for events in self.lines.values()
+            if events and type(events[0]) is type(event) and replace(events[0], workers=event.workers) == event
+        ]
+        joined = [events.popleft() for events in alike if self.random.random() < 0.5]
         return replace(event, workers=tuple(worker for one in (event, *joined) for worker in one.workers))
 
 
