@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from harness import table
 
 QUESTION = "What does raypar do on a GPU?"
+RESULTS = Path(__file__).parent / "results"
 WORST = 1e-12
 """How far a piece's squares may be from a plain sum in float64, beside its size."""
 
@@ -152,8 +154,11 @@ SECTIONS: Mapping[str, Callable[[Any], str]] = {
 
 def not_run(why: str, command: str) -> str:
     """The page of a machine without a GPU."""
+    budget = max(RESULTS.glob("operation_budget_*.md")).name
     return (
-        f"# {QUESTION}\n\n**Not run.** {why}\n\nOn a machine with a GPU, from the root of a clone with raypar and CuPy "
+        f"# {QUESTION}\n\n**Not run.** {why}\n\nWhat is known without one: how many operations, reads and waits a step asks of a "
+        f"device beside a plain loop's, as integers (`jobs/bench/results/{budget}`). How long they take nobody has measured."
+        "\n\nOn a machine with a GPU, from the root of a clone with raypar and CuPy "
         f"installed (`pip install -e '.[test]'`):\n\n```\n{command}\n```\n"
     )
 

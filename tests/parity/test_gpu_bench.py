@@ -37,6 +37,7 @@ def test_a_machine_without_a_gpu_says_so_and_how_to_run_it_elsewhere(tmp_path, c
     assert said.err.startswith("error: this machine cannot run the GPU bench: ") and "sees no GPU here" in said.err
     text = page.read_text()
     assert "**Not run.** " in text and "python jobs/bench/gpu.py --page" in text and "--only parity --ranks 2" in text
+    assert "jobs/bench/results/operation_budget_" in text, "what a step asks of a device, counted without one"
 
 
 @pytest.mark.parametrize("words", [["--only", "speed"], ["--ranks", "3"], ["--rounds", "many"]])
