@@ -16,9 +16,11 @@ from raypar.errors import PlanError, RayparError
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Piece
+from raypar.plan.placements import plan_for_fewer_workers
 from raypar.plan.wording import count_noun
 from raypar.planner.memory_sheet import out_of_memory_advice
-from raypar.planner.plan_search import reachable_shard_counts, search_plans
+from raypar.planner.model_profile import ModelProfile
+from raypar.planner.plan_search import format_mib, reachable_shard_counts, search_plans
 from raypar.planner.predicted_step import predict_step
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
@@ -95,6 +97,8 @@ class PlanCache:
         """
         known = [limit for limit in (self.request.profile.memory_bytes, memory_bytes) if limit is not None]
         profile = replace(self.request.profile, memory_bytes=min(known, default=None))
+        if not self.request.plan.one_role_each:
+            return self._of_placements(profile, workers)
         most = max(stage.shards for stage in self.request.plan.stages)
         shards = next(n for n in reachable_shard_counts(self.request.plan) if most % n == 0 and n <= max(1, workers))
         try:
@@ -103,6 +107,18 @@ class PlanCache:
             return error
         self.schedules.setdefault(choice.plan, choice.schedule)
         return choice.plan
+
+    def _of_placements(self, profile: ModelProfile, workers: int) -> ParallelPlan | PlanError:
+        """What is left of the job's placements with fewer workers, if that fits into their memory."""
+        plan = plan_for_fewer_workers(self.request.plan, workers)
+        _, memory = predict_step(profile, plan, self.schedule_name(plan), self.request.batching)
+        if profile.memory_bytes is not None and max(memory) > profile.memory_bytes:
+            return PlanError(
+                f"on {count_noun(plan.world, 'worker')} the placements need {format_mib(max(memory))} of a worker, and it has "
+                f"{format_mib(profile.memory_bytes)}",
+                cure="add workers, or divide more layers in plan.placements",
+            )
+        return plan
 
     def schedule_name(self, plan: ParallelPlan) -> str:
         """The plan's schedule: the one it was chosen with, else the job's own if it can run on the plan's stages."""

@@ -34,17 +34,19 @@ def plan_as_text(found: dict[str, Any]) -> str:
         rows.append(
             (
                 str(worker["rank"]),
-                ",".join(map(str, worker["stages"])),
-                str(worker["replica"]),
-                f"{worker['shard']} of {worker['shards']}" if worker["shards"] > 1 else "",
+                " + ".join(",".join(map(str, role["stages"])) for role in worker["roles"]),
+                " + ".join(str(role["replica"]) for role in worker["roles"]),
+                " + ".join(f"{r['shard']} of {r['shards']}" if r["shards"] > 1 else "whole" for r in worker["roles"])
+                if any(role["shards"] > 1 for role in worker["roles"])
+                else "",
                 layers,
                 f"{worker['parameters']:,}",
                 f"{worker['parameter_bytes'] / 2**20:.1f}",
-                str(worker["microbatches"]),
+                " + ".join(str(role["microbatches"]) for role in worker["roles"]),
                 memory,
             )
         )
-    if all(worker["shards"] == 1 for worker in workers):
+    if all(role["shards"] == 1 for worker in workers for role in worker["roles"]):
         rows = [row[:3] + row[4:] for row in rows]
     lines += align_columns(rows)
     if found.get("cut"):
@@ -58,7 +60,7 @@ def plan_as_text(found: dict[str, Any]) -> str:
             f"the busiest worker has {100 * found['imbalance']:.0f} % more microbatches than its replicas have on average: "
             "let replicas divide microbatches and virtual_replicas"
         )
-    idle = sum(worker["microbatches"] == 0 for worker in workers)
+    idle = sum(all(role["microbatches"] == 0 for role in worker["roles"]) for worker in workers)
     if idle:
         lines.append(
             f"{idle} workers have no block: there are more replicas than virtual_replicas ({found['virtual_replicas']})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -483,10 +483,10 @@ class Job(Section):
     @property
     def leaves_cuts_open(self) -> bool:
         """Whether the job gives a plan without `cuts`, so that measured times decide them."""
-        return isinstance(self.plan, PlanConfig) and self.plan.cuts is None
+        return isinstance(self.plan, PlanConfig) and self.plan.cuts is None and not self.plan.placements
 
-    def to_plan(self, layers: int) -> ParallelPlan:
-        """The plan for a model with `layers` layers. Raises `PlanError`."""
+    def to_plan(self, layers: int | Sequence[str]) -> ParallelPlan:
+        """The plan for a model with these layers (names, or how many). Raises `PlanError`."""
         return self._given_plan().to_plan(layers)
 
     @property

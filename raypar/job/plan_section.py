@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -11,7 +12,8 @@ from raypar.errors import ConfigError, PlanError
 from raypar.files.printable_text import shorten
 from raypar.job.key import BITS_OF_SHARDS, CLIENT
 from raypar.job.section import MAX_WORKERS, Parts, PathText, Section, Workers
-from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
+from raypar.plan.parallel_plan import ParallelPlan, WorkerGrid, describe_mesh
+from raypar.plan.placements import LayerPlacement, check_placements, plan_of_placements
 
 T = TypeVar("T")
 
@@ -35,8 +37,39 @@ def _recompute_policy(value: T) -> T | tuple[str, ...]:
     return tuple(value)
 
 
+def _layer_patterns(value: T) -> T | tuple[str, ...]:
+    """`value`, a pattern or a list of patterns, as a tuple. Raises `ValueError`."""
+    each = (value,) if isinstance(value, str) else value
+    if not isinstance(each, (list, tuple)) or not each or not all(isinstance(pattern, str) and pattern for pattern in each):
+        raise ValueError('a pattern of layer names, or a list of patterns, for example "conv*"')
+    return tuple(each)
+
+
 Counts = Annotated[Any, BeforeValidator(_counts)]
 """One count (int), or one per stage (tuple of int)."""
+
+
+WorkerNumber = Annotated[int, Field(ge=0, le=MAX_WORKERS - 1)]
+Replica = Annotated[tuple[WorkerNumber, ...], Field(strict=False, min_length=1)]
+
+
+class LayersOnWorkers(Section):
+    """Consecutive layers, and the workers that compute them."""
+
+    layers: Annotated[Any, BeforeValidator(_layer_patterns), CLIENT]
+    """A pattern of layer names, or a list of patterns. A layer that no placement names joins the layer before it."""
+    workers: Annotated[tuple[Replica, ...], Field(strict=False, min_length=1), CLIENT]
+    """The numbers of the workers: a list for each replica, with a number for each of its shards. `[[0], [1]]`: two replicas,
+    `[[0, 1]]`: two shards. A worker may be in several placements."""
+    share: Annotated[tuple[PositiveInt, ...], Field(strict=False), CLIENT] = ()
+    """How many of the `virtual_replicas` blocks each replica computes; without it all nearly as many."""
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.layers)}: {[list(replica) for replica in self.workers]}"
+
+    def to_placement(self) -> LayerPlacement:
+        """The placement."""
+        return LayerPlacement(self.layers, self.workers, self.share)
 
 
 class PlanConfig(Section):
@@ -51,8 +84,12 @@ class PlanConfig(Section):
     shards: Annotated[Counts, CLIENT] = 1
     """Tensor parallel: over how many workers the tensors of each layer are cut (this is not ZeRO or FSDP); one number, or a
     list with one per stage."""
+    placements: Annotated[tuple[LayersOnWorkers, ...], Field(strict=False), CLIENT] = ()
+    """Which workers compute which layers, in place of `stages`, `replicas`, `shards` and `cuts`: a stage for each entry. So the
+    same workers may be replicas of some layers and shards of others, and branches of a model may run side by side."""
     schedule: Annotated[str, CLIENT] = "1f1b"
-    """The order in which a worker computes forwards and backwards; `afab` is another name of `gpipe`."""
+    """The order in which a worker computes forwards and backwards; `afab` is another name of `gpipe`. With `placements` the
+    default is `list`."""
     chunks: Annotated[Parts | None, CLIENT] = None
     """Stages of each worker (virtual pipeline stages); None: 2 with `interleaved` and `zb-v`, else 1."""
     cuts: Annotated[tuple[PositiveInt, ...] | None, Field(strict=False), CLIENT] = None
@@ -73,20 +110,40 @@ class PlanConfig(Section):
     """Activation checkpointing: layers whose activations are dropped after the forward and computed again for the backward, for
     less memory and more time, with the same results. `none`, `full`, or a list of patterns of layer names."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _schedule_of_placements(cls, tree: T) -> T | dict[str, Any]:
+        """`tree` with the default schedule of placements."""
+        return {"schedule": "list", **tree} if isinstance(tree, Mapping) and tree.get("placements") else tree
+
     @property
     def replicas_per_stage(self) -> tuple[int, ...]:
-        """Number of replicas of each worker position."""
+        """Number of replicas of each worker position; of each stage of `placements`."""
+        if (grids := self._grids) is not None:
+            return tuple(len(grid) for grid in grids)
         return self.replicas if isinstance(self.replicas, tuple) else (self.replicas,) * self.stages
 
     @property
     def shards_per_stage(self) -> tuple[int, ...]:
-        """Number of shards of each worker position."""
+        """Number of shards of each worker position; of each stage of `placements`."""
+        if (grids := self._grids) is not None:
+            return tuple(len(grid[0]) for grid in grids)
         return self.shards if isinstance(self.shards, tuple) else (self.shards,) * self.stages
 
     @property
     def workers(self) -> int:
         """Number of workers of the plan."""
+        if (grids := self._grids) is not None:
+            return 1 + max(worker for grid in grids for replica in grid for worker in replica)
         return sum(r * s for r, s in zip(self.replicas_per_stage, self.shards_per_stage, strict=True))
+
+    @property
+    def _grids(self) -> list[WorkerGrid] | None:
+        """By stage: its grid of workers, where the section gives them."""
+        plan = self._parallel_plan
+        if plan is not None and not plan.one_role_each:
+            return [stage.workers for stage in plan.stages]
+        return [each.workers for each in self.placements] or None
 
     _parallel_plan: ParallelPlan | None = PrivateAttr(default=None)
     """The `ParallelPlan` that the section was made from, if it was."""
@@ -95,9 +152,15 @@ class PlanConfig(Section):
     def unwritable_parts(self) -> list[str]:
         """A line for each part of the section that no job file can express."""
         plan = self._parallel_plan
-        if plan is None or not plan.recompute or self.recompute == "full":
+        if plan is None:
             return []
-        return [f"plan.recompute has numbers of layers, {list(plan.recompute)}: a job file has patterns of their names"]
+        found = []
+        if not plan.one_role_each:
+            found.append("plan has workers with several roles: a job file has plan.placements, with names of layers")
+        if plan.recompute and self.recompute != "full":
+            numbers = list(plan.recompute)
+            found.append(f"plan.recompute has numbers of layers, {numbers}: a job file has patterns of their names")
+        return found
 
     def describe(self) -> str:
         """The plan's shape as text: `2 stages x 2 replicas`."""
@@ -107,6 +170,9 @@ class PlanConfig(Section):
     def _fits(self) -> PlanConfig:
         from raypar.schedule.registry import resolve_chunks_per_worker
 
+        if self.placements:
+            self._check_placements()
+            return self
         for key in ("replicas", "shards", "warmup"):
             value = getattr(self, key)
             if isinstance(value, tuple) and len(value) != self.stages:
@@ -127,9 +193,29 @@ class PlanConfig(Section):
             )
         return self
 
+    def _check_placements(self) -> None:
+        """Raise `PlanError` for keys that placements are given in place of, and for grids that no model makes right."""
+        from raypar.schedule.registry import check_plan_fits
+
+        stood_for = [
+            key
+            for key in ("stages", "replicas", "shards", "cuts", "chunks", "warmup", "schedule_file")
+            if getattr(self, key) != type(self).model_fields[key].default
+        ]
+        if stood_for:
+            raise PlanError(
+                f"plan.placements and plan.{stood_for[0]} exclude each other",
+                cure=f"leave plan.{stood_for[0]} out: placements say which workers compute which layers",
+            )
+        check_plan_fits(self.schedule, check_placements([each.to_placement() for each in self.placements]))
+
     @classmethod
     def of_plan(cls, plan: ParallelPlan, schedule: str, **more: Any) -> PlanConfig:
         """The section for a whole plan, with `more` keys. Raises `PlanError` if `schedule` has the stages elsewhere."""
+        if not plan.one_role_each:
+            made = cls(schedule=schedule, **more)
+            made._parallel_plan = plan
+            return made
         replicas, shards = zip(*((len(grid), len(grid[0])) for grid in plan.grids), strict=True)
         made = cls(
             stages=len(plan.grids),
@@ -150,13 +236,17 @@ class PlanConfig(Section):
         made._parallel_plan = plan
         return made
 
-    def to_plan(self, layers: int) -> ParallelPlan:
-        """The plan for a model with `layers` layers; without cuts, stages have nearly equal numbers of layers.
+    def to_plan(self, layers: int | Sequence[str]) -> ParallelPlan:
+        """The plan for a model with these layers; without cuts, stages have nearly equal numbers of layers.
 
-        Raises `PlanError` if the layers do not fill the stages.
+        `layers`: their names, or how many there are, which does without placements. Raises `PlanError` if they do not fill the
+        stages.
         """
         from raypar.schedule.registry import placement_of_schedule, resolve_chunks_per_worker
 
+        if self.placements and not isinstance(layers, int):
+            return plan_of_placements([each.to_placement() for each in self.placements], layers)
+        layers = layers if isinstance(layers, int) else len(layers)
         if self._parallel_plan is not None:
             if self._parallel_plan.stages[-1].last != layers:
                 raise PlanError(

@@ -40,6 +40,7 @@ SCHEMA_OF_VALIDATOR: dict[Callable[..., Any], tuple[Schema, ...]] = {
     function_section._loss_function: (_FUNCTION, {"const": function_section.LOSS_OF_MODEL}),
     plan_section._counts: (_COUNT, {"type": "array", "items": _COUNT, "minItems": 1}),
     init_from_section._prefixes: ({"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}),
+    plan_section._layer_patterns: ({"type": "string", "minLength": 1}, _TEXTS),
     plan_section._recompute_policy: ({"enum": ["none", "full"]}, _TEXTS),
     typing.get_args(PathText)[1].func: ({"type": "string"},),
     typing.get_args(FileList)[1].func: ({"type": "string"}, {"type": "array", "items": {"type": "string"}}),
@@ -212,7 +213,7 @@ def _alternatives(key: str, annotation: Any, metadata: Sequence[Any] = ()) -> It
     elif origin is Literal:
         yield {"enum": list(args)}
     elif origin is tuple:
-        yield {"type": "array", "items": _any_of([*_alternatives(key, args[0])])}
+        yield {"type": "array", "items": _any_of([*_alternatives(key, args[0])]), **_least_length(metadata, "minItems")}
     elif origin is dict:
         kind: Schema | None = dict[type | types.UnionType, Schema](
             {str: {"type": "string"}, int | float: {"type": "number"}}
@@ -225,12 +226,16 @@ def _alternatives(key: str, annotation: Any, metadata: Sequence[Any] = ()) -> It
     elif annotation in (int, float):
         yield {"type": "integer" if annotation is int else "number", **_limits(metadata)}
     elif annotation is str:
-        least = next((one.min_length for one in _flat(metadata) if isinstance(one, MinLen)), 0)
-        yield {"type": "string", **({"minLength": least} if least else {})}
+        yield {"type": "string", **_least_length(metadata, "minLength")}
     elif annotation is bool:
         yield {"type": "boolean"}
     else:
         raise TypeError(f"{key}: no schema for the type {annotation}; add it to SCHEMA_OF_KEY")
+
+
+def _least_length(metadata: Sequence[Any], word: str) -> Schema:
+    """The least length of a text or a list, if it has one, in JSON schema's word for it."""
+    return next(({word: one.min_length} for one in _flat(metadata) if isinstance(one, MinLen)), {})
 
 
 def _limits(metadata: Sequence[Any]) -> Schema:

@@ -18,9 +18,10 @@ def section_types(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def short_key(section: type[BaseModel]) -> str | None:
-    """The key that a value in the section's place stands for: its first one, if that is required, or a function."""
-    first, info = next(iter(section.model_fields.items()), (None, None))
-    return first if info is not None and (info.is_required() or first == "function") else None
+    """The key that a value in the section's place stands for: its first one, if no other is required, or a function."""
+    first = next(iter(section.model_fields), None)
+    required = [name for name, info in section.model_fields.items() if info.is_required()]
+    return first if required == [first] or first == "function" else None
 
 
 def keys_of(model: type[BaseModel]) -> list[str]:

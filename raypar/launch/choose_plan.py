@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,13 +67,13 @@ PlanChooser = Callable[["PreflightResult"], ChosenPlan]
 def plan_of_job(job: Job, graph: Graph) -> ParallelPlan:
     """The plan that a job gives, with the layers that are recomputed."""
     names = [layer.name for layer in graph.layers]
-    return apply_recompute_policy(job.to_plan(len(names)), job.recompute, names)
+    return apply_recompute_policy(job.to_plan(names), job.recompute, names)
 
 
 def choose_plan(
     spec: Job,
     checked: PreflightResult,
-    plan: Callable[[int], ParallelPlan] | None,
+    plan: Callable[[Sequence[str]], ParallelPlan] | None,
     schedule: str,
     workers: int,
     make_schedule: MakeSchedule | None = None,
@@ -83,7 +83,7 @@ def choose_plan(
 ) -> ChosenPlan:
     """The given plan with its predicted step; without `plan`, the planner's choice for `workers` workers, with its reasons.
 
-    `plan`: makes the plan from the number of layers. `make_schedule`: makes the schedule, where
+    `plan`: makes the plan from the names of the layers. `make_schedule`: makes the schedule, where
     the name alone is not enough (a file, a warmup). `recompute`: layers of the given plan to recompute; `none`: those
     that the plan has itself. `balanced`: the plan gives no split points, so measured times decide them.
     """
@@ -95,7 +95,7 @@ def choose_plan(
     from raypar.worker.measure_profile import profile_job
 
     spec = checked.job
-    fixed = plan(len(checked.graph.layers)) if plan is not None else None
+    fixed = plan([layer.name for layer in checked.graph.layers]) if plan is not None else None
     warnings: tuple[str, ...] = ()
     if fixed is not None:
         fixed = apply_recompute_policy(fixed, recompute, [layer.name for layer in checked.graph.layers])
@@ -153,7 +153,7 @@ def make_plan_chooser(job: Job, workers: int | None = None) -> PlanChooser:
     if not isinstance(config, PlanConfig):
         return lambda checked: choose_plan(job, checked, None, "", workers or job.workers)
     name, make_schedule = config.schedule_file or config.schedule, make_schedule_builder(config)
-    balanced = config.cuts is None
+    balanced = config.cuts is None and not config.placements
     return lambda checked: choose_plan(
         job, checked, config.to_plan, name, job.workers, make_schedule, config.recompute, balanced=balanced
     )

@@ -68,7 +68,7 @@ def plan_as_dict(
         "recomputed": describe_recomputed_layers(plan.recompute, [layer.name for layer in sizes]),
         "stages_that_keep_activations": list(stages_not_worth_recomputing(orders, plan)),
         "workers": workers,
-        "imbalance": max(w["share"] for w in workers) - 1,
+        "imbalance": max(role["share"] for worker in workers for role in worker["roles"]) - 1,
     }
     if profile is not None:
         from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
@@ -111,11 +111,11 @@ def worker_part_as_dict(
     return {
         "rank": rank,
         "roles": [role_as_dict(plan, routing, role) for role in roles],
-        "stages": list(stages),
         "layers": [[layer.name for layer in chunk] for chunk in chunks],
         "parameters": sum(layer.parameters for layer in layers),
         "parameter_bytes": sum(layer.nbytes for layer in layers),
         **role_as_dict(plan, routing, roles[0]),
+        "stages": list(stages),
     }
 
 
@@ -124,6 +124,7 @@ def role_as_dict(plan: ParallelPlan, routing: MicrobatchRouting, role: Role) -> 
     stage, grid = plan.stages_of_grid[role.grid][0], plan.grids[role.grid]
     mine = len(routing.microbatches_of_replica(stage, role.replica))
     return {
+        "stages": list(plan.stages_of_grid[role.grid]),
         "position": role.grid,
         "replica": role.replica,
         "shard": role.shard,

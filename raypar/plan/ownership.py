@@ -186,7 +186,7 @@ class Ownership:
         return self.plan.role_in(rank, self._stage_with(rank, name)).shard
 
     def _stage_with(self, rank: int, name: str) -> int:
-        """The first stage of a rank that has a tensor. Stages of one worker cut a tied parameter alike (`check_ties`)."""
+        """The first stage of a rank that has a tensor. Others cut a tied parameter alike (`check_ties_are_cut_alike`)."""
         stages = self.plan.stages_of(rank)
         if len(self.plan.roles[rank]) == 1:
             return stages[0]

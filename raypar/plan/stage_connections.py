@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raypar.errors import PlanError
+from raypar.plan.parallel_plan import ParallelPlan
 
 LATER_USE = "@"
 """In the name of a parameter that a layer of a captured model uses after others: `<qualified name>@<layer name>`."""
@@ -219,3 +220,19 @@ def check_message_limits(connections: StageConnections, stages: int, microbatche
     found = find_oversized_message(connections)
     if found is not None:
         raise PlanError(f"{found} for each microbatch, and {MAX_VALUES_OF_MESSAGE} is the most", cure=_FEWER_VALUES)
+
+
+def check_ties_are_cut_alike(plan: ParallelPlan, ties: Sequence[TiedParameter]) -> None:
+    """Raise `PlanError` if a worker has several stages that use one parameter and are cut over different numbers of shards."""
+    if plan.one_role_each:
+        return
+    for tie in ties:
+        for rank in range(plan.world):
+            here = [stage for stage in tie.stages if stage in plan.stages_of(rank)]
+            counts = {plan.stages[stage].shards for stage in here}
+            if len(counts) > 1:
+                stages, shards = (" and ".join(map(str, numbers)) for numbers in (here, sorted(counts)))
+                raise PlanError(
+                    f"stages {stages} share the parameter {tie.name}, and worker {rank} would have it cut over {shards} shards",
+                    cure="give the layers that share a parameter as many shards, or workers of their own (plan.placements)",
+                )

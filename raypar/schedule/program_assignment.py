@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from raypar.errors import ScheduleError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
-from raypar.plan.stage_connections import check_message_limits
+from raypar.plan.stage_connections import check_message_limits, check_ties_are_cut_alike
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Program, Schedule, splits_backward
 from raypar.schedule.lower import lower_schedule, lower_validation_pass
@@ -46,10 +46,12 @@ def assign_programs_to_ranks(
 ) -> tuple[ProgramAssignment, ...]:
     """One assignment per rank, with the programs of a schedule.
 
-    Raises `ScheduleError` if they would not run, `PlanError` if a stage would send another more values than messages can have.
+    Raises `ScheduleError` if they would not run, `PlanError` if a stage would send another more values than messages can have,
+    or a worker would have a tied parameter cut in two ways.
     """
     counts = [cut.count for cut in (microbatches, validation_microbatches) if cut is not None]
     check_message_limits(crossing, len(plan.stages), max(counts))
+    check_ties_are_cut_alike(plan, crossing.ties)
     routing = MicrobatchRouting(plan, microbatches)
     check_recomputed_stages(schedule, plan)
     try:

@@ -110,7 +110,7 @@ def build_schedule(
     """
     known = find_schedule(name)
     plan = routing.plan
-    _check_plan_fits(name, known, plan)
+    check_plan_fits(name, plan)
     if warmup is not None and not known.takes_warmup:
         takers = " or ".join(n for n, e in _ENTRIES.items() if e.takes_warmup)
         raise ScheduleError(f"schedule {name} has no warmup to set", cure=f"leave warmup out, or use {takers}")
@@ -118,8 +118,9 @@ def build_schedule(
     return insert_recomputation(known.build(routing, warmup, **more), plan)
 
 
-def _check_plan_fits(name: str, known: ScheduleEntry, plan: ParallelPlan) -> None:
+def check_plan_fits(name: str, plan: ParallelPlan) -> None:
     """Raise `ScheduleError` for a plan that the schedule cannot run."""
+    known = find_schedule(name)
     if known.takes_any_plan:
         return
     if not plan.one_role_each:

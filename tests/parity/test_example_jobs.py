@@ -56,8 +56,22 @@ def test_the_first_steps_of_the_job_are_those_of_one_worker(name: str):
         assert [n for n, copies in found.items() for each in copies if not torch.equal(each, wanted[n][0])] == []
 
 
+def test_the_same_workers_in_two_roles_have_the_bits_of_stages_on_workers_of_their_own():
+    spec, job = spec_of("vgg_hybrid", batch_size=8), load_job(str(JOBS / "vgg_hybrid.yaml"))
+    graph = make_layer_graph(spec)
+    plan = job.to_plan([layer.name for layer in graph.layers])
+    assert [stage.workers for stage in plan.stages] == [((0,), (1,)), ((0, 1),)] and job.schedule_name == "list"
+    shared = OneProcessRun(spec, plan, "list", graph=graph)
+    apart = OneProcessRun(spec, ParallelPlan.of([1, 1], [1, 2], layers=7, cuts=[6]), "1f1b", graph=graph)
+    assert losses(shared, 2) == losses(apart, 2)
+    found, wanted = shared.parameters(), apart.parameters()
+    assert found.keys() == wanted.keys()
+    for name, copies in found.items():
+        assert all(any(torch.equal(copy, other) for other in wanted[name]) for copy in copies), name
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", UNMODIFIED)
+@pytest.mark.parametrize("name", [*UNMODIFIED, "vgg_hybrid"])
 def test_the_job_learns(name: str):
     spec = spec_of(name)
     graph = make_layer_graph(spec)

@@ -29,7 +29,8 @@ def spec_of(model: ModelConfig | None = None, styles=(), sequence_parallel=False
 def check(spec: Job, *shards: int) -> None:
     """As far as `raypar train` comes before it starts workers."""
     checked = preflight(spec)
-    choose_plan(spec, checked, lambda layers: ParallelPlan.of([1] * len(shards), shards, layers=layers), "1f1b", 1)
+    plan = ParallelPlan.of([1] * len(shards), shards, layers=len(checked.graph.layers))
+    choose_plan(spec, checked, lambda layers: plan, "1f1b", 1)
 
 
 class NoHeads(nn.Module):

@@ -9,11 +9,12 @@ import random
 from dataclasses import replace
 
 import pytest
-from helpers.shard_grid import Cell, check_plan
+from helpers.shard_grid import Cell, check_plan, run
 
-from raypar.errors import ScheduleError
+from raypar.errors import PlanError, ScheduleError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
 from raypar.plan.parallel_plan import WorkerGrid
+from raypar.plan.stage_connections import check_ties_are_cut_alike
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
@@ -71,7 +72,7 @@ def test_five_hundred_plans_with_any_grids(seeds: range):
 
 def check_random(seed: int) -> None:
     rng = random.Random(seed)
-    model = rng.choice(["gpt", "shallow gpt", "shallow gpt", "dropped"])
+    model = rng.choice(["gpt", "shallow gpt", "llama", "dropped"])
     cell = Cell(
         model,
         rng.choice(ANY_PLAN),
@@ -84,6 +85,12 @@ def check_random(seed: int) -> None:
     plan = random_plan(rng, len(cell.graph.layers))
     if rng.random() < 0.3:
         plan = replace(plan, recompute=tuple(sorted(rng.sample(range(plan.stages[-1].last), 2))))
+    try:
+        check_ties_are_cut_alike(plan, cell.graph.crossing(plan).ties)
+    except PlanError:
+        with pytest.raises(PlanError, match="would have it cut over"):
+            run(cell, plan)
+        return
     check_plan(cell, plan, order_seed=seed)
 
 

@@ -268,6 +268,35 @@ def test_too_few_layers_for_the_stages():
         parse_job(SMALL, ["plan.stages=4"]).to_plan(layers=3)
 
 
+PLACED = "[{layers: 'a*', workers: [[0], [1]]}, {layers: b, workers: [[0, 1]]}]"
+
+
+def test_placements_stand_in_place_of_stages_replicas_and_shards():
+    job = parse_job(SMALL, [f"plan={{placements: {PLACED}}}"])
+    plan = job.to_plan(["a0", "a1", "b", "c"])
+    assert [(s.last, s.workers) for s in plan.stages] == [(2, ((0,), (1,))), (4, ((0, 1),))]
+    assert (job.workers, job.schedule_name, job.leaves_cuts_open) == (2, "list", False)
+    assert job.plan.describe() == "2 stages x 2/1 replicas x 1/2 shards"
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (f"{{placements: {PLACED}, stages: 2}}", "plan.placements and plan.stages exclude each other"),
+        (f"{{placements: {PLACED}, schedule: 1f1b}}", "schedule 1f1b is for plans in which each worker has one role"),
+        ("{placements: [{layers: a, workers: [[0, 0]]}]}", "stage 0 has worker 0 twice in its grid"),
+        ("{placements: [{layers: a, workers: [[0], [2]]}]}", "3 workers, but no stage is computed by worker 1"),
+        ("{placements: [{layers: a, workers: [[0], [1]], share: [1]}]}", r"stage 0 gives its 2 replicas the shares \[1\]"),
+        ("{placements: [{layers: a, workers: [[0], [1]], share: [1, 0]}]}", "expected greater than 0, got 0"),
+        ("{placements: [{layers: a}]}", "plan.placements.0.workers"),
+        ("{placements: [{layers: [], workers: [[0]]}]}", "a pattern of layer names, or a list of patterns"),
+    ],
+)
+def test_placements_are_checked_before_there_is_a_model(given, text):
+    with pytest.raises((PlanError, ConfigError, ScheduleError), match=text):
+        parse_job(SMALL, [f"plan={given}"])
+
+
 @pytest.mark.parametrize("asked, most", [(None, 3), (8, 8)])
 def test_a_planner_gets_no_more_workers_than_there_are_processors_unless_they_are_asked_for(asked, most, monkeypatch):
     given = []

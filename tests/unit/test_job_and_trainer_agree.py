@@ -96,6 +96,7 @@ def paths(model: Any = Job, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]
         "metrics": ("accuracy",),
         "best": (0,),
         "mix": (0,),
+        "placements": (0,),
         "sets": ("accuracy",),
     }
     for name, info in model.model_fields.items():
@@ -117,6 +118,8 @@ def with_value(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
         tree["data"][path[1]] = {"function": "m:f"}
     if path[1:2] == ("mix",) and len(path) > 2:  # in the place of a function
         tree["data"] = {"mix": [{"function": "m:text", "ratio": 3}, {"function": "m:code", "ratio": 1}]}
+    if path[1:2] == ("placements",) and len(path) > 2:  # in the place of stages
+        tree["plan"] = {"placements": [{"layers": "a", "workers": [[0]], "share": [1]}]}
     if path[:2] == ("validation", "sets"):
         every = tree["validation"].pop("every")
         tree["validation"] = {"every": every, "sets": {"accuracy": tree["validation"]}}

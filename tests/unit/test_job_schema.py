@@ -116,6 +116,8 @@ def set_key(key: str, value: Any) -> dict[str, Any]:
         tree["data"][path[1]] = {"function": "m:f"}
     if path[1:] == ["mix"]:  # in the place of a function
         tree["data"] = {"mix": [{"function": "m:text", "ratio": 3}, {"function": "m:code", "ratio": 1}]}
+    if path[1:] == ["placements"]:  # in the place of stages
+        tree["plan"] = {"placements": [{"layers": "a", "workers": [[0]], "share": [1]}]}
     if key.startswith("validation.sets"):
         one = {name: part for name, part in tree["validation"].items() if name != "every"}
         tree["validation"] = {"every": 1, "sets": {"accuracy": one}}
