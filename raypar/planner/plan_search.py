@@ -140,10 +140,9 @@ def _balanced(profile: ModelProfile, verdict: EvaluatedCandidate, microbatches: 
 
 
 def reachable_shard_counts(plan: ParallelPlan) -> tuple[int, ...]:
-    """Numbers of shards that a run of this plan may come to have, most first: those of its stages, and divisors of the most."""
+    """Numbers of shards that a run of this plan may come to have, most first: those of its stages, and their divisors."""
     own = {stage.shards for stage in plan.stages}
-    most = max(own)
-    return tuple(sorted(own | {count for count in range(1, most + 1) if most % count == 0}, reverse=True))
+    return tuple(sorted({d for count in own for d in range(1, count + 1) if count % d == 0}, reverse=True))
 
 
 def balance_stages(
