@@ -22,6 +22,7 @@ class Convolution(nn.Module):
     def __init__(self, inputs: int, outputs: int, pools: bool) -> None:
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, 3, padding=1)
+        nn.init.kaiming_normal_(self.conv.weight)
         self.pools = pools
 
     def forward(self, x: Tensor) -> Tensor:
