@@ -1,6 +1,7 @@
 """Checkpoints of runs with shards: by name and slice, read under any other number of shards, and by one process."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from raypar.job import PlanConfig
 from raypar.job.contract import contract_of_job
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
-from raypar.plan import ParallelPlan
+from raypar.plan import ParallelPlan, StagePlan
 from raypar.worker.checkpoint import contract_comparison
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, StateKey, optimizer_key
 from raypar.worker.norm_and_weights_hash import weights_hash
@@ -43,9 +44,11 @@ def mesh(model: str, replicas: int, stages: int, shards: int) -> ParallelPlan:
     return ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=len(graph(model).layers))
 
 
-def trained(spec, plan, steps: range, root: Path, resume: Path | None = None, *, model: str = SHALLOW) -> Path:
+def trained(
+    spec, plan, steps: range, root: Path, resume: Path | None = None, *, model: str = SHALLOW, schedule: str = "1f1b"
+) -> Path:
     """The checkpoint after these steps."""
-    with OneProcessRun(spec, plan, "1f1b", graph=graph(model)) as local:
+    with OneProcessRun(spec, plan, schedule, graph=graph(model)) as local:
         for core in local.cores if resume is not None else ():
             core.load(resume)
         for step in steps:
@@ -97,6 +100,24 @@ def test_a_run_that_changes_its_shards_has_the_bits_of_a_reference_that_changes_
     ]
     end = steps_of(job, range(BEFORE, AFTER), second, same_shards.gpt_slices(whole, HEADS, second), state, model=SHALLOW)
     assert checkpoint_files.checkpoint_weights_hash(last) == weights_hash(same_shards.gpt_whole(end.slices, like, HEADS))
+
+
+@pytest.mark.parametrize("grids", [(((0,), (1,)), ((0, 1),)), (((0,), (1,)), ((0, 1),), ((1, 2),))], ids=len)
+def test_a_worker_reads_every_stage_as_the_shard_that_it_is_there(grids, tmp_path):
+    """Worker 1 has its first stage whole, and is the second shard of the next one; of the third it is the first shard."""
+    job = Cell(SHALLOW, "list", (1,), (1,), 4).job
+    apart = ParallelPlan.of((1, 1), (1, 2), layers=4, cuts=[2])
+    bounds = [0, *range(2, 1 + len(grids)), 4]
+    shared = ParallelPlan(tuple(StagePlan(a, b, grid) for (a, b), grid in zip(pairwise(bounds), grids, strict=True)))
+    plans = {"apart": apart, "shared": shared}
+    half = [trained(job, plan, range(BEFORE), tmp_path / name, schedule="list") for name, plan in plans.items()]
+    ends = [
+        trained(job, plan, range(BEFORE, AFTER), tmp_path / f"{number}-{name}", path, schedule="list")
+        for number, path in enumerate(half)
+        for name, plan in plans.items()
+    ]
+    assert len({checkpoint_files.checkpoint_weights_hash(path) for path in half}) == 1
+    assert len({checkpoint_files.checkpoint_weights_hash(path) for path in ends}) == 1
 
 
 @pytest.mark.ci

@@ -28,7 +28,7 @@ from raypar.worker.checkpoint.checkpoint_files import (
 )
 from raypar.worker.checkpoint.expected_optimizer_state import check_kept_state
 from raypar.worker.checkpoint.manifest import ALL_PARAMETERS, EncodedTensor
-from raypar.worker.checkpoint.state_key import ATTRIBUTE, BUFFER, CACHE, GROUP, OPTIMIZER, PARAMETER, optimizer_key
+from raypar.worker.checkpoint.state_key import ATTRIBUTE, BUFFER, CACHE, GROUP, OPTIMIZER, PARAMETER, StateKey, optimizer_key
 from raypar.worker.pretrained.frozen_values import read_frozen_values
 from raypar.worker.stage.stage import Stage
 from raypar.worker.state.parameter_state import tensor_in
@@ -123,14 +123,7 @@ def restore_from_checkpoint(
     """
     if optimizers:
         check_kept_state(load_manifest(checkpoint))
-    names = {name for stage in stages.values() for name in stage.parameters}
-    shards = [stage.shard for stage in stages.values()]  # those of one worker cut a parameter alike
-    take = shards[0].part if shards and shards[0] is not None else None
-    manifest = load_manifest(checkpoint)
-    left_out = names & (manifest.frozen.tensors.keys() if manifest.frozen is not None else set())
-    found = read_checkpoint_state(checkpoint, names - left_out, take, only_weights=not optimizers)
-    for name, value in read_frozen_values(manifest, sorted(left_out)):
-        found[name] = {PARAMETER: value if take is None else take(name, value)}
+    found = _read_parameters(checkpoint, stages, only_weights=not optimizers)
     shared = read_shared_state(checkpoint)
     wanted = {name: tensor.dtype for stage in stages.values() for name, tensor in stage.buffers.items()}
     buffers = read_checkpoint_buffers(checkpoint, wanted)
@@ -138,7 +131,7 @@ def restore_from_checkpoint(
     buffers |= {name: value.to(wanted[name]) for name, value in initial.stream(lacking, torch.float64)} if lacking else {}
     with torch.no_grad():
         for index, stage in stages.items():
-            values: dict[str, Tensor] = {name: tensor_in(kinds) for name, kinds in found.items() if name in stage.parameters}
+            values: dict[str, Tensor] = {name: tensor_in(found[index][name]) for name in stage.parameters}
             values |= {name: value for name, value in buffers.items() if name in stage.buffers}
             for name, tensor in {**stage.parameters, **stage.buffers}.items():
                 there = values[name]
@@ -151,12 +144,33 @@ def restore_from_checkpoint(
                 tensor.copy_(there)
             if index in optimizers:
                 of_optimizer = {
-                    name: {key.name: value for key, value in found[name].items() if key.kind == OPTIMIZER}
+                    name: {key.name: value for key, value in found[index][name].items() if key.kind == OPTIMIZER}
                     for name in stage.parameters
                 }
                 # No state at all is what an optimizer has before its first step; an empty dict is not the same for all of them.
                 kept = {name: state for name, state in of_optimizer.items() if state}
                 write_optimizer_state(optimizers[index], OptimizerState(kept, *shared))
+
+
+def _read_parameters(
+    checkpoint: CheckpointAt, stages: Mapping[int, Stage], *, only_weights: bool
+) -> dict[int, dict[str, dict[StateKey, Value]]]:
+    """By stage: the state of its parameters, each the part that the worker has there."""
+    manifest = load_manifest(checkpoint)
+    frozen = manifest.frozen.tensors.keys() if manifest.frozen is not None else set[str]()
+    alike: dict[tuple[int, int] | None, list[int]] = {}  # a worker may be another shard of another stage
+    for index, stage in stages.items():
+        group = stage.shard.group if stage.shard is not None else None
+        alike.setdefault((group.size, group.shard) if group is not None else None, []).append(index)
+    found: dict[int, dict[str, dict[StateKey, Value]]] = {}
+    for indices in alike.values():
+        names, shard = {name for index in indices for name in stages[index].parameters}, stages[indices[0]].shard
+        take = shard.part if shard is not None else None
+        state = read_checkpoint_state(checkpoint, names - frozen, take, only_weights=only_weights)
+        for name, value in read_frozen_values(manifest, sorted(names & frozen)):
+            state[name] = {PARAMETER: value if take is None else take(name, value)}
+        found |= dict.fromkeys(indices, state)
+    return found
 
 
 class CheckpointWriter:
