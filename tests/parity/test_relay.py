@@ -3,12 +3,14 @@
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from helpers import reference, relayed_models, ugly_models
+from helpers.random_grids import ANY_PLAN, random_plan
 from helpers.relayed_models import PlainModel
 from torch import Tensor, nn
 
@@ -151,6 +153,31 @@ def test_a_graph_drawn_by_lot_has_the_gradients_of_the_plain_module(monkeypatch,
 @pytest.mark.parametrize("seed", range(12, 400))
 def test_any_graph_drawn_by_lot_has_the_gradients_of_the_plain_module(monkeypatch, seed):
     check_drawn(monkeypatch, seed)
+
+
+def check_placed(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Branches drawn by lot on grids of workers drawn by lot, some of which are replicas of several stages."""
+    dice, draw = random.Random(2000 + seed), (relayed_models.drawn, relayed_models.branched)[seed % 2]
+    count = len(draw(seed).layers)
+    spec = job(dice.choice([None, None, "bf16"])).replace(model=ModelConfig(function=partial(draw, seed)))
+    plan = replace(
+        random_plan(dice, count, most_stages=7, shards=(1,)),
+        recompute=tuple(sorted(dice.choice([(), (), range(count), dice.sample(range(count), 3)]))),
+    )
+    schedule = dice.choice(ANY_PLAN)
+    found = gradients_of_microbatches(monkeypatch, spec, plan, schedule)
+    assert unequal(found, plain_gradients(spec)) == [], (schedule, plan)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_branches_on_any_workers_have_the_gradients_of_the_plain_module(monkeypatch, seed):
+    check_placed(monkeypatch, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(8, 500))
+def test_any_branches_on_any_workers_have_the_gradients_of_the_plain_module(monkeypatch, seed):
+    check_placed(monkeypatch, seed)
 
 
 def uses_apart(graph: Graph, plan: ParallelPlan) -> list[tuple[int, int, str]]:

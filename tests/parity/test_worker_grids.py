@@ -9,44 +9,17 @@ import random
 from dataclasses import replace
 
 import pytest
+from helpers.random_grids import ANY_PLAN, plan_of_grids, random_plan
 from helpers.shard_grid import Cell, check_plan, run
 
 from raypar.errors import PlanError, ScheduleError
-from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
-from raypar.plan.parallel_plan import WorkerGrid
+from raypar.plan import Microbatches, MicrobatchRouting, StageConnections
 from raypar.plan.stage_connections import check_ties_are_cut_alike
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 
-ANY_PLAN = [name for name in registry.NAMES if registry.find_schedule(name).takes_any_plan]
-"""Schedules that take all plans."""
-
-
-def plan_of(layers: int, *stages: tuple[int, WorkerGrid]) -> ParallelPlan:
-    """`stages`: the first layer of each and its workers."""
-    bounds = [first for first, _ in stages] + [layers]
-    return ParallelPlan(tuple(StagePlan(*bounds[i : i + 2], grid) for i, (_, grid) in enumerate(stages)))
-
-
-def random_plan(rng: random.Random, layers: int, most_workers: int = 4) -> ParallelPlan:
-    """Stages with any grids over few workers; of those that none has, the last stage gets some."""
-    count, world = rng.randint(2, min(4, layers)), rng.randint(2, most_workers)
-    cuts = [0, *sorted(rng.sample(range(1, layers), count - 1))]
-    grids = []
-    for _ in range(count):
-        shards = rng.choice([t for t in (1, 1, 2, 3) if t <= world])
-        replicas = rng.randint(1, world // shards)
-        ranks = iter(sorted(rng.sample(range(world), replicas * shards)))
-        grids.append(tuple(tuple(next(ranks) for _ in range(shards)) for _ in range(replicas)))
-    used = sorted({rank for grid in grids for row in grid for rank in row})
-    number = {rank: index for index, rank in enumerate(used)}
-    return plan_of(
-        layers, *((cut, tuple(tuple(number[r] for r in row) for row in grid)) for cut, grid in zip(cuts, grids, strict=True))
-    )
-
-
-SHARED = plan_of(4, (0, ((0,), (1,))), (2, ((0, 1),)))
+SHARED = plan_of_grids(4, (0, ((0,), (1,))), (2, ((0, 1),)))
 """Two workers that are replicas of the first layers and shards of the last: the shape of an AlexNet hybrid (Krizhevsky 2014,
 arXiv:1404.5997, section 3)."""
 
@@ -55,7 +28,9 @@ arXiv:1404.5997, section 3)."""
 def test_the_same_workers_are_replicas_of_some_layers_and_shards_of_others(schedule: str):
     cell = Cell("shallow gpt", schedule, (), (), 4, dtype="float32")
     check_plan(cell, SHARED)
-    check_plan(replace(cell, microbatches=3, sequence=True), plan_of(4, (0, ((0, 1),)), (1, ((0,), (1,))), (3, ((0, 1),))))
+    check_plan(
+        replace(cell, microbatches=3, sequence=True), plan_of_grids(4, (0, ((0, 1),)), (1, ((0,), (1,))), (3, ((0, 1),)))
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -115,7 +90,7 @@ def test_orders_in_which_shards_meet_at_different_places_are_refused():
 
 def test_the_simulator_lets_shards_wait_for_each_other():
     """Worker 1 has twice the microbatches of the first stage, so the shards of the second begin when it has done them."""
-    plan = plan_of(2, (0, ((0,), (1,))), (1, ((0, 1),)))
+    plan = plan_of_grids(2, (0, ((0,), (1,))), (1, ((0, 1),)))
     routing = MicrobatchRouting(plan, Microbatches(3, 3))
     schedule = registry.build_schedule("gpipe", routing)
     costs = SimulationCosts.uniform(2)

@@ -121,6 +121,8 @@ class Interpreter:
 
     _local: dict[Bundle, list[Tensor]] = field(default_factory=dict)
     """Bundles between stages of this worker that have been made and not yet used."""
+    _served: dict[tuple[int, int], list[tuple[bool, int]]] = field(default_factory=dict)
+    """(sending stage, receiving stage) -> `_served_by`."""
     _outgoing: dict[Bundle, tuple[list[Tensor], int]] = field(default_factory=dict)
     """Bundle -> (its tensors, number of workers to which it is still to be sent)."""
     _incoming: dict[Bundle, tuple[int, list[Handle]]] = field(default_factory=dict)
@@ -231,7 +233,9 @@ class Interpreter:
     def _tag(self, key: Bundle, index: int) -> int:
         """Tag of one tensor of a bundle. What comes behind the last number that a tag can have (only uses that travel apart may
         be so many) has that number, too: equal tags match in order."""
-        return bundle_tag(self._step, *key, min(index, MAX_VALUES_OF_MESSAGE - 1), validation=self._validating)
+        if index >= MAX_VALUES_OF_MESSAGE:
+            index = MAX_VALUES_OF_MESSAGE - 1
+        return bundle_tag(self._step, *key, index, validation=self._validating)
 
     def _bundle(self, key: Bundle) -> Routine[list[Tensor]]:
         if key in self._local:
@@ -247,8 +251,8 @@ class Interpreter:
         kind, src, dst, microbatch = key
         tensors = []
         for handle in handles:
-            what = f"the {kind} of microbatch {microbatch} between stage {src} and stage {dst}"
             if not handle.done():
+                what = f"the {kind} of microbatch {microbatch} between stage {src} and stage {dst}"
                 yield RoutineWait(handle, what, on_stream=True)
                 if handle.tensor().is_floating_point():
                     self.step_commit.stream_waits.add(handle, what)
@@ -268,7 +272,11 @@ class Interpreter:
             # Newest first, whichever comes first: a value's sum of the newest uses, then the older uses, each by itself.
             for relay in reversed(self.links.incoming_relays[instruction.stage]):
                 bundle = ("gradient", relay.dst, relay.src, instruction.microbatch)
-                for value, gradient in gradients_of_bundle(relay.values, (yield from self._bundle(bundle))):
+                tensors = yield from self._bundle(bundle)
+                if not found and len(tensors) == len(relay.values):
+                    found.update(zip(relay.values, tensors, strict=True))
+                    continue
+                for value, gradient in gradients_of_bundle(relay.values, tensors):
                     found[value] = add_gradient(found.get(value), gradient)
         return found
 
@@ -339,13 +347,22 @@ class Interpreter:
 
         Both are whole on every shard of their maker, so shard t of S serves the shards t, t + S, ... of the user.
         """
-        plan = self.routing.plan
-        served = self.routing.ranks(user, key[3])[plan.role_in(self.rank, maker).shard :: plan.stages[maker].shards]
-        here = self.rank in served
+        served = self._served.get((maker, user))
+        if served is None:
+            served = self._served[maker, user] = self._served_by(maker, user)
+        here, others = served[key[3]]
         if here:
             self._local[key] = tensors
-        if len(served) > here:
-            self._outgoing[key] = tensors, len(served) - here
+        if others:
+            self._outgoing[key] = tensors, others
+
+    def _served_by(self, maker: int, user: int) -> list[tuple[bool, int]]:
+        """By microbatch, for bundles from the stage `maker` to `user`: (whether this worker uses them itself, how many others it
+        serves)."""
+        plan, microbatches = self.routing.plan, range(self.routing.microbatches.count)
+        shard, shards = plan.role_in(self.rank, maker).shard, plan.stages[maker].shards
+        rows = [self.routing.ranks(user, m)[shard::shards] for m in microbatches]
+        return [(self.rank in row, len(row) - (self.rank in row)) for row in rows]
 
     # -- end of the step -------------------------------------------------------------------------------------------
 
