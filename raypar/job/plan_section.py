@@ -12,7 +12,7 @@ from raypar.errors import ConfigError, PlanError
 from raypar.files.printable_text import shorten
 from raypar.job.key import BITS_OF_SHARDS, CLIENT
 from raypar.job.section import MAX_WORKERS, Parts, PathText, Section, Workers
-from raypar.plan.parallel_plan import ParallelPlan, WorkerGrid, describe_mesh
+from raypar.plan.parallel_plan import ParallelPlan, WorkerGrid, describe_mesh, position_of_stage
 from raypar.plan.placements import LayerPlacement, check_placements, plan_of_placements
 
 T = TypeVar("T")
@@ -45,12 +45,28 @@ def _layer_patterns(value: T) -> T | tuple[str, ...]:
     return tuple(each)
 
 
+def _worker_grid(value: T) -> T | WorkerGrid:
+    """`value`, a list of lists of worker numbers, as tuples. Raises `ValueError`."""
+    rows = list(value) if isinstance(value, (list, tuple)) else []
+    cells = [cell for row in rows if isinstance(row, (list, tuple)) for cell in row]
+    whole = rows and all(isinstance(row, (list, tuple)) and row for row in rows)
+    if not whole or not all(type(cell) is int and 0 <= cell < MAX_WORKERS for cell in cells):
+        raise ValueError("a list for each replica, with the number of a worker for each of its shards: [[0], [1]], or [[0, 1]]")
+    return tuple(map(tuple, rows))
+
+
+def _is_said_by_counts(plan: ParallelPlan, schedule: str) -> bool:
+    """Whether replicas and shards by position, and the schedule's order of stages, say which worker has which layers."""
+    from raypar.schedule.registry import placement_of_schedule
+
+    if not plan.one_role_each or len(plan.stages) % len(plan.grids):
+        return False
+    count, placement = len(plan.grids), placement_of_schedule(schedule)
+    return all(at == position_of_stage(i, count, placement) for i, at in enumerate(plan.grid_of_stage))
+
+
 Counts = Annotated[Any, BeforeValidator(_counts)]
 """One count (int), or one per stage (tuple of int)."""
-
-
-WorkerNumber = Annotated[int, Field(ge=0, le=MAX_WORKERS - 1)]
-Replica = Annotated[tuple[WorkerNumber, ...], Field(strict=False, min_length=1)]
 
 
 class LayersOnWorkers(Section):
@@ -58,7 +74,7 @@ class LayersOnWorkers(Section):
 
     layers: Annotated[Any, BeforeValidator(_layer_patterns), CLIENT]
     """A pattern of layer names, or a list of patterns. A layer that no placement names joins the layer before it."""
-    workers: Annotated[tuple[Replica, ...], Field(strict=False, min_length=1), CLIENT]
+    workers: Annotated[Any, BeforeValidator(_worker_grid), CLIENT]
     """The numbers of the workers: a list for each replica, with a number for each of its shards. `[[0], [1]]`: two replicas,
     `[[0, 1]]`: two shards. A worker may be in several placements."""
     share: Annotated[tuple[PositiveInt, ...], Field(strict=False), CLIENT] = ()
@@ -141,7 +157,7 @@ class PlanConfig(Section):
     def _grids(self) -> list[WorkerGrid] | None:
         """By stage: its grid of workers, where the section gives them."""
         plan = self._parallel_plan
-        if plan is not None and not plan.one_role_each:
+        if plan is not None and not _is_said_by_counts(plan, self.schedule):
             return [stage.workers for stage in plan.stages]
         return [each.workers for each in self.placements] or None
 
@@ -155,8 +171,8 @@ class PlanConfig(Section):
         if plan is None:
             return []
         found = []
-        if not plan.one_role_each:
-            found.append("plan has workers with several roles: a job file has plan.placements, with names of layers")
+        if not _is_said_by_counts(plan, self.schedule):
+            found.append("plan says of each stage which workers it has: a job file has plan.placements, with names of layers")
         if plan.recompute and self.recompute != "full":
             numbers = list(plan.recompute)
             found.append(f"plan.recompute has numbers of layers, {numbers}: a job file has patterns of their names")
@@ -212,7 +228,10 @@ class PlanConfig(Section):
     @classmethod
     def of_plan(cls, plan: ParallelPlan, schedule: str, **more: Any) -> PlanConfig:
         """The section for a whole plan, with `more` keys. Raises `PlanError` if `schedule` has the stages elsewhere."""
-        if not plan.one_role_each:
+        from raypar.schedule.registry import check_plan_fits, find_schedule
+
+        if not plan.one_role_each or (find_schedule(schedule).takes_any_plan and not _is_said_by_counts(plan, schedule)):
+            check_plan_fits(schedule, plan)
             made = cls(schedule=schedule, **more)
             made._parallel_plan = plan
             return made

@@ -30,6 +30,7 @@ TYPE_OF_VALIDATOR: dict[Callable[..., Any], str] = {
     function_section._loss_function: "`module:name`, or `model`",
     plan_section._counts: "integer ≥ 1, or a list of them",
     init_from_section._prefixes: "text, or a list of them",
+    plan_section._worker_grid: "list of lists of integers ≥ 0",
     plan_section._layer_patterns: "a pattern, or a list of them",
     plan_section._recompute_policy: "`none`, `full`, or a list of patterns",
     typing.get_args(PathText)[1].func: "path",

@@ -33,6 +33,11 @@ DIALECT = "http://json-schema.org/draft-07/schema#"
 """What the YAML language server of editors reads."""
 _FUNCTION: Schema = {"type": "string", "pattern": r"^[^:\s]+:[^:\s]+$"}
 _COUNT: Schema = {"type": "integer", "minimum": 1, "maximum": MAX_WORKERS}
+_RANKS: Schema = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": MAX_WORKERS - 1},
+    "minItems": 1,
+}
 _TEXTS: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
 
 SCHEMA_OF_VALIDATOR: dict[Callable[..., Any], tuple[Schema, ...]] = {
@@ -40,6 +45,7 @@ SCHEMA_OF_VALIDATOR: dict[Callable[..., Any], tuple[Schema, ...]] = {
     function_section._loss_function: (_FUNCTION, {"const": function_section.LOSS_OF_MODEL}),
     plan_section._counts: (_COUNT, {"type": "array", "items": _COUNT, "minItems": 1}),
     init_from_section._prefixes: ({"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}),
+    plan_section._worker_grid: ({"type": "array", "items": _RANKS, "minItems": 1},),
     plan_section._layer_patterns: ({"type": "string", "minLength": 1}, _TEXTS),
     plan_section._recompute_policy: ({"enum": ["none", "full"]}, _TEXTS),
     typing.get_args(PathText)[1].func: ({"type": "string"},),

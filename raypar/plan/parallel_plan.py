@@ -109,8 +109,9 @@ class ParallelPlan:
                 )
         missing = sorted(set(range(self.world)) - {rank for grid in self.grids for row in grid for rank in row})
         if missing:
+            shown = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
             raise PlanError(
-                f"{self.world} workers, but no stage is computed by worker {', '.join(map(str, missing))}",
+                f"{self.world} workers, but no stage is computed by worker {shown}",
                 cure="number the workers 0, 1, 2, ... and give each of them a place in the grid of some stage",
             )
         if self.recompute != tuple(sorted(set(self.recompute) & set(range(self.stages[-1].last)))):

@@ -223,13 +223,20 @@ def check_message_limits(connections: StageConnections, stages: int, microbatche
 
 
 def check_ties_are_cut_alike(plan: ParallelPlan, ties: Sequence[TiedParameter]) -> None:
-    """Raise `PlanError` if a worker has several stages that use one parameter and are cut over different numbers of shards."""
+    """Raise `PlanError` if a worker has several stages that use one parameter and would have different parts of it there."""
     if plan.one_role_each:
         return
     for tie in ties:
         for rank in range(plan.world):
             here = [stage for stage in tie.stages if stage in plan.stages_of(rank)]
             counts = {plan.stages[stage].shards for stage in here}
+            parts = sorted({plan.role_in(rank, stage).shard for stage in here})
+            if len(counts) == 1 and len(parts) > 1:
+                raise PlanError(
+                    f"stages {' and '.join(map(str, here))} share the parameter {tie.name}, and worker {rank} would have it as "
+                    f"shards {' and '.join(map(str, parts))}",
+                    cure="let each worker be the same shard of the layers that share a parameter (plan.placements)",
+                )
             if len(counts) > 1:
                 stages, shards = (" and ".join(map(str, numbers)) for numbers in (here, sorted(counts)))
                 raise PlanError(

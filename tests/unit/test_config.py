@@ -16,10 +16,12 @@ from raypar.errors import ConfigError, DataError, InputError, PlanError, RayparE
 from raypar.job import FunctionConfig, Job, LrScheduleConfig, ModelConfig, OptimizerConfig, PrecisionConfig, ValidationConfig
 from raypar.job.contract import contract_of_job
 from raypar.job.keys_of_other_frameworks import ADVICE
+from raypar.job.plan_section import PlanConfig
 from raypar.job.read_job import load_job, parse_data_argument, parse_job
 from raypar.job.walk_sections import dotted_keys
 from raypar.launch import choose_plan
 from raypar.launch.forward_run import choose_data, naming_argument
+from raypar.plan import ParallelPlan, StagePlan
 from raypar.storage.run_folder import RunFolder, check_run_dir_is_writable
 from raypar.worker.layer_precisions import autocast_of
 
@@ -289,12 +291,26 @@ def test_placements_stand_in_place_of_stages_replicas_and_shards():
         ("{placements: [{layers: a, workers: [[0], [1]], share: [1]}]}", r"stage 0 gives its 2 replicas the shares \[1\]"),
         ("{placements: [{layers: a, workers: [[0], [1]], share: [1, 0]}]}", "expected greater than 0, got 0"),
         ("{placements: [{layers: a}]}", "plan.placements.0.workers"),
+        ("{placements: [{layers: a, workers: [0, 1]}]}", r"a list for each replica, with the number of a worker for each"),
+        ("{placements: [{layers: a, workers: [[0, true]]}]}", r"a list for each replica, with the number of a worker for each"),
+        ("{placements: [{layers: a, workers: [[]]}]}", r"a list for each replica, with the number of a worker for each"),
         ("{placements: [{layers: [], workers: [[0]]}]}", "a pattern of layer names, or a list of patterns"),
     ],
 )
 def test_placements_are_checked_before_there_is_a_model(given, text):
     with pytest.raises((PlanError, ConfigError, ScheduleError), match=text):
         parse_job(SMALL, [f"plan={given}"])
+
+
+def test_a_plan_from_python_may_have_any_workers_where_its_schedule_takes_any():
+    turned = ParallelPlan((StagePlan(0, 1, ((1,),)), StagePlan(1, 3, ((0,),))))
+    again = ParallelPlan((StagePlan(0, 1, ((0,),)), StagePlan(1, 2, ((1,),)), StagePlan(2, 3, ((0,),))))
+    shared = ParallelPlan((StagePlan(0, 1, ((0,), (1,))), StagePlan(1, 3, ((0, 1),))))
+    for plan in (turned, again, shared):
+        section = PlanConfig.of_plan(plan, "list")
+        assert section.to_plan(3) == plan and section.workers == 2 and len(section.unwritable_parts) == 1
+    with pytest.raises(ScheduleError, match="schedule 1f1b is for plans in which each worker has one role"):
+        PlanConfig.of_plan(shared, "1f1b")
 
 
 @pytest.mark.parametrize("asked, most", [(None, 3), (8, 8)])

@@ -357,8 +357,7 @@ class Interpreter:
             self._outgoing[key] = tensors, others
 
     def _served_by(self, maker: int, user: int) -> list[tuple[bool, int]]:
-        """By microbatch, for bundles from the stage `maker` to `user`: (whether this worker uses them itself, how many others it
-        serves)."""
+        """By microbatch, for bundles from `maker` to `user`: (whether this worker uses them, how many others it serves)."""
         plan, microbatches = self.routing.plan, range(self.routing.microbatches.count)
         shard, shards = plan.role_in(self.rank, maker).shard, plan.stages[maker].shards
         rows = [self.routing.ranks(user, m)[shard::shards] for m in microbatches]
