@@ -7,15 +7,20 @@ Which processor shows that differs: the calls are the same on all.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+from helpers.late_device import World
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raypar.comm.buffer_pool import ALIGNED_ON_CUDA
+
 ALIGNED = 64
-"""Bytes. PyTorch's allocator gives memory that begins at multiples."""
+"""Bytes. PyTorch's allocator for the CPU gives memory that begins at multiples."""
 
 _COMPUTE_NOTHING = (
     {"t", "view", "_unsafe_view", "detach", "alias", "expand", "unsqueeze", "squeeze", "squeeze_", "transpose", "permute"}
@@ -50,6 +55,20 @@ def calls_of(run: Callable[..., Any], *args: Any) -> tuple[Counter[str], Any]:
     return Counter(recorded.calls), result
 
 
+@contextmanager
+def calls_on_late_devices() -> Iterator[Counter[str]]:
+    """What all late devices are asked for inside, as `calls_of` has it, at addresses modulo those of new tensors on CUDA."""
+    calls, compute = Counter[str](), World.compute
+
+    def counted(world: World, op: Any, args: Any, kwargs: Any) -> Any:
+        described = [_described(value, ALIGNED_ON_CUDA) for value in (*args, *kwargs.values())]
+        calls[f"{op.overloadpacket.__name__}({', '.join(described)})"] += 1
+        return compute(world, op, args, kwargs)
+
+    with mock.patch.object(World, "compute", counted):
+        yield calls
+
+
 def products_in(calls: Counter[str]) -> Counter[str]:
     """The matrix products among calls."""
     return Counter({call: count for call, count in calls.items() if call.partition("(")[0] in PRODUCTS})
@@ -82,12 +101,12 @@ class AnotherProcessor(TorchDispatchMode):
         return x + noise * torch.finfo(x.dtype).eps * scale
 
 
-def _described(value: Any) -> str:
+def _described(value: Any, alignment: int = ALIGNED) -> str:
     if isinstance(value, Tensor):
-        dtype, place = str(value.dtype).removeprefix("torch."), value.data_ptr() % ALIGNED
+        dtype, place = str(value.dtype).removeprefix("torch."), value.data_ptr() % alignment
         return f"{dtype}{list(value.shape)} strides {list(value.stride())} at {place}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_described, value))}]"
+        return f"[{', '.join(_described(each, alignment) for each in value)}]"
     return repr(value)
 
 
