@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from helpers.standin import HostDevice
@@ -45,12 +45,15 @@ class Group:
         deadline_s: float = LIMIT_S,
         device: Callable[[int], Any] = lambda rank: HostDevice(f"device {rank}"),
         exact: bool = True,
+        peers: Callable[[int], Collection[int] | None] = lambda rank: None,
     ) -> None:
+        """`peers`: see `WorkerEndpoint.connect`."""
         self.meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(size)]
         addresses = [mesh.address for mesh in self.meshes]
 
         def end(rank: int) -> Any:
-            control = self.meshes[rank].connect(rank=rank, size=size, addresses=addresses, generation=1, deadline_s=LIMIT_S)
+            given: Any = {"rank": rank, "size": size, "addresses": addresses, "generation": 1, "deadline_s": LIMIT_S}
+            control = self.meshes[rank].connect(**given, peers=peers(rank))
             mine = keys(rank) if callable(keys) else keys
             return connect_nccl(control, device=device(rank), communicators=mine, deadline_s=deadline_s, exact=exact)
 
