@@ -17,10 +17,10 @@ from raypar.worker.squares_on_device import dots_of_pieces, squares_on_device
 
 @torch.no_grad()
 def square_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The squares of all pieces of unscaled gradients where these lie: of host memory each a tensor without dims, of a device's
-    all in few tensors."""
+    """The squares of all pieces of unscaled gradients, in few tensors where these lie: 124 M parameters have 3,900."""
     if all(gradient.device == CPU for gradient in gradients):
-        return dots_of_pieces([aligned_contiguous(gradient).view(-1) for gradient in gradients])
+        dots = dots_of_pieces([aligned_contiguous(gradient).view(-1) for gradient in gradients])
+        return [torch.stack(dots)] if dots else []
     return squares_on_device([aligned_contiguous(gradient) for gradient in gradients])
 
 

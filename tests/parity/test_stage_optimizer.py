@@ -165,7 +165,7 @@ def test_squares_of_pieces_of_32768_are_added_exactly(size):
     pieces = [gradient[start : start + 32768] for start in range(0, size, 32768)]
     want = math.fsum([2.0, *(torch.dot(piece, piece).item() for piece in pieces)])
     squares = square_gradients([gradient.view(-1, 1), torch.ones(2)])
-    assert ExactSum.of(read_together(squares)).rounded() == want
+    assert ExactSum.of(read_together(squares)).rounded() == want and len(squares) == 1  # not one by one: that takes longer
 
 
 def test_numbers_are_read_as_they_are_in_their_places():
