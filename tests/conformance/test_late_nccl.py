@@ -5,6 +5,7 @@ mutations: `python tests/helpers/late_device_seeds.py`.
 """
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from helpers import pretend
 from helpers.late_device import World
 from helpers.late_mutations import MUTATIONS
 from helpers.late_nccl import connected
+from helpers.late_programs import Launched, communicators, ending_in_one_thread
 from helpers.late_runs import failure, runs_late
 from helpers.parity import Layout
 
 from raypar.comm.gradient_reduction import CanonicalReduction
+from raypar.comm.routine import RoutineWait
 from raypar.comm.transport import CommunicatorKey
 
 pytestmark = pytest.mark.skipif(not pretend.POSSIBLE, reason="this PyTorch has no backends in Python")
@@ -59,6 +62,141 @@ def test_memory_of_a_message_to_itself_is_given_to_nobody_before_its_copy_even_i
             other = torch.full((5,), 7.0, device=pretend.device())
         world.drain()
         assert other.raw.tolist() == [7.0] * 5
+
+
+def on_gpu(value):
+    return torch.full((1000,), value, device=pretend.device())
+
+
+def runs(seed, *programs):
+    """Run a program of (end, device) for each rank to its end, and the devices to theirs."""
+    with World(seed, len(programs)) as world, ending_in_one_thread(world):
+        ends = connected(world, communicators(len(programs)))
+        world.run([program(end, device) for program, end, device in zip(programs, ends, world.devices, strict=True)])
+        world.drain()
+        assert not any(stream.queue for stream in world.streams)
+
+
+def sums(end):
+    """Post a sum of both ranks, behind which the rest of the current stream waits; its handle."""
+    handle = end.all_reduce(on_gpu(1.0), group=[0, 1])
+    handle.wait_on_stream()
+    return handle
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_receive_that_is_posted_late_waits_for_no_later_message(seed):
+    """The later one waits for a sum, which the receiver posts once it has the earlier one."""
+
+    def sends(end, device):
+        end.send(on_gpu(1.0), to=1, tag=1)
+        sums(end)
+        end.send(on_gpu(2.0), to=1, tag=2)
+        yield from ()
+
+    def receives(end, device):
+        later = end.recv(None, source=0, tag=2)
+        yield RoutineWait(Launched(later), "both to be on their way")
+        out = on_gpu(0.0)
+        yield RoutineWait(end.recv(out, source=0, tag=1), "the earlier one")
+        assert out.sum().item() == 1000
+        sums(end)
+        yield RoutineWait(later, "the later one")
+        assert later.tensor().sum().item() == 2000
+
+    runs(seed, sends, receives)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_message_waits_until_the_memory_of_another_receive_may_be_written(seed):
+    """It may be after a sum, which the sender posts once a later message has been taken."""
+
+    def sends(end, device):
+        end.send(on_gpu(1.0), to=1, tag=1)
+        yield RoutineWait(end.send(on_gpu(2.0), to=1, tag=2), "the later one to be taken")
+        sums(end)
+
+    def receives(end, device):
+        sums(end)
+        out = on_gpu(0.0)
+        earlier = end.recv(out, source=0, tag=1)
+        yield RoutineWait(earlier, "the earlier one", on_stream=True)
+        assert out.sum().item() == 1000
+
+    runs(seed, sends, receives)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_message_to_itself_makes_no_stream_wait_that_was_not_told_to(seed):
+    """The receive's memory may be written after a sum, which the other rank posts once it has what was sent last."""
+
+    def messages_itself(end, device):
+        side = device.stream()
+        with side.current():
+            sums(end)
+            out = on_gpu(0.0)
+            taken = end.recv(out, source=0, tag=1)
+        end.send(on_gpu(1.0), to=0, tag=1)
+        end.send(on_gpu(2.0), to=1, tag=2)
+        yield RoutineWait(taken, "the message")
+        assert out.sum().item() == 1000
+
+    def other(end, device):
+        yield RoutineWait(end.recv(None, source=0, tag=2), "what was sent behind the message")
+        sums(end)
+
+    runs(seed, messages_itself, other)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("to", [0, 1])
+def test_a_message_in_host_memory_waits_for_no_device(seed, to):
+    """Whoever receives it has given its device work that waits for what the other one posts after an answer."""
+
+    def sends(end, device):
+        if to == 1:
+            end.send(torch.ones(3), to=1, tag=1)
+        answer = end.recv(None, source=1, tag=2)
+        yield RoutineWait(answer, "the answer")
+        sums(end)
+
+    def receives(end, device):
+        sums(end)
+        yield RoutineWait(device.stream().record_event(), "time to pass")
+        if to == 0:
+            out = torch.zeros(3)
+            early = end.recv(out, source=1, tag=1)
+            sent = end.send(torch.ones(3), to=1, tag=1)
+            yield RoutineWait(sent, "a message to itself")
+            yield RoutineWait(early, "a message to itself")
+        else:
+            fresh = end.recv(None, source=0, tag=1)
+            yield RoutineWait(fresh, "the message")
+            out = fresh.tensor()
+        assert out.tolist() == [1.0] * 3
+        yield RoutineWait(end.send(torch.ones(3), to=0, tag=2), "the answer")
+
+    runs(seed, sends, receives)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_has_arrived_is_received_though_its_sender_is_lost(seed):
+    def leaves(end, device):
+        end.send(on_gpu(1.0), to=1, tag=1)
+        end.send(on_gpu(2.0), to=1, tag=2)
+        yield RoutineWait(end.recv(None, source=1, tag=3), "the word that both are there")
+        end.abort("this rank leaves")
+
+    def receives(end, device):
+        yield RoutineWait(end.recv(None, source=0, tag=2), "both to be there")
+        end.send(torch.ones(1), to=0, tag=3)
+        yield RoutineWait(SimpleNamespace(done=lambda: bool(end._gone)), "the other rank to leave")
+        out = on_gpu(0.0)
+        yield RoutineWait(end.recv(out, source=0, tag=1), "the earlier one")
+        assert out.sum().item() == 1000
+        end.abort("the other rank has left")
+
+    runs(seed, leaves, receives)
 
 
 @pytest.mark.parametrize("seed", in_default([*range(16), 32], 3, 32))

@@ -13,7 +13,7 @@ from typing import Any
 from helpers.late_runs import failure, prepare
 
 from raypar.comm import gradient_reduction, routine
-from raypar.comm.nccl import communicator_stream, operation_handle, pending_operations, tagged_messages, transport
+from raypar.comm.nccl import communicator_stream, late_message, operation_handle, pending_operations, tagged_messages, transport
 from raypar.worker.process import gpu_setup
 from raypar.worker.step import buffer_exchange, interpreter, tied_gradients
 
@@ -97,7 +97,7 @@ def of(module: Any) -> Callable[..., Mutation]:
 
 
 _handle, _pending, _messages = of(operation_handle), of(pending_operations), of(tagged_messages)
-_stream, _transport, _routine = of(communicator_stream), of(transport), of(routine)
+_stream, _transport, _routine, _late = of(communicator_stream), of(transport), of(routine), of(late_message)
 _reduction, _gpu, _interpreter, _ties = of(gradient_reduction), of(gpu_setup), of(interpreter), of(tied_gradients)
 _buffers = of(buffer_exchange)
 _SCRATCH = "the memory was allocated in the communicator's own stream, which gives it to nobody before it has done its work"
@@ -109,28 +109,29 @@ MUTATIONS = (
     _pending(
         "an operation waits for the poster's stream",
         "PendingOperations.launch",
-        ("self.device.record_event() if after_current", "None if after_current"),
+        ("stream.device_stream.wait_event(self.device.record_event())", "pass"),
     ),
-    _pending(
-        "a receive waits until its memory may be written",
-        "PendingOperations.launch",
-        ("else handle.writable_event", "else None"),
+    _messages(
+        "a message is received elsewhere until its memory may be written",
+        "Mailbox._launch_announced",
+        (" or (handle.writable_event is not None and not handle.writable_event.query())", ""),
     ),
     _messages("the point from which a receive may write", "Mailbox.recv", ("= self._owner.device.record_event()", "= ARRIVED")),
-    _messages(
-        "a late receive waits until its memory may be written",
-        "Mailbox._give",
-        ("stream.wait_event(handle.writable_event)", "pass"),
+    _late("a late message is copied once it has arrived", "LateMessage.copy_if_possible", ("self.arrived.query() and ", "")),
+    _late(
+        "a late message is copied once its memory may be written",
+        "LateMessage.copy_if_possible",
+        (" and self._writable.query()", ""),
     ),
-    _messages(
-        "a message to itself waits until its memory may be written",
-        "Mailbox._give",
-        ("handle.writable_event.make_stream_wait(self._owner.check_alive)", "pass"),
+    _late(
+        "a stream that copies a late message waits until it has arrived",
+        "LateMessage.copy_in_current_stream",
+        ("self.arrived.make_stream_wait(check)", "pass"),
     ),
-    _messages(
-        "a message to itself waits for its sender's stream",
-        "Mailbox._give",
-        ("    event.make_stream_wait(self._owner.check_alive)", "    pass"),
+    _late(
+        "a stream that copies a late message waits until its memory may be written",
+        "LateMessage.copy_in_current_stream",
+        ("self._writable.make_stream_wait(check)", "pass"),
     ),
     # what a caller waits for
     _handle(
@@ -157,20 +158,23 @@ MUTATIONS = (
         ("stream.operation_count += 1", "stream.operation_count += 1; early = stream.device_stream.record_event()"),
         ("    handle.mark_launched(stream.device_stream.record_event())\n", "    handle.mark_launched(early)\n"),
     ),
-    _messages("a late receive's event is behind its copy", "Mailbox._give", ("event = stream.record_event()", "pass")),
-    _messages(
-        "a message to itself: its receive's event",
-        "Mailbox._give",
-        ("event = self._owner.device.record_event()", "event = ARRIVED"),
+    _late(
+        "a late message's event is behind its copy",
+        "CopyStream.copy",
+        ("self._stream.run(", "early = self._stream.record_event(); self._stream.run("),
+        ("return self._stream.record_event()", "return early"),
+    ),
+    _late(
+        "a late message's event is behind its copy in a stream that waits",
+        "LateMessage.copy_in_current_stream",
+        ("self._copied = self._device.record_event()", "self._copied = self.arrived"),
     ),
     _messages(
         "a message to itself: its send's event",
         "Mailbox.send",
-        ("handle.mark_launched(self._owner.device.record_event())", "handle.mark_launched(ARRIVED)"),
+        ("handle.mark_launched(self._event_behind(tensor))", "handle.mark_launched(ARRIVED)"),
     ),
-    _messages(
-        "a message to itself: the event of its copy", "Mailbox._send_to_self", ("self._owner.device.record_event()", "ARRIVED")
-    ),
+    _messages("a message to itself: the event of its copy", "Mailbox._send_to_self", ("self._event_behind(copy)", "ARRIVED")),
     _transport(
         "a collective of one rank: its event",
         "NcclTransport._run",
@@ -209,10 +213,10 @@ MUTATIONS = (
             "add_over_tree(parts, self.own_index, out)",
         ),
     ),
-    _messages(
-        "a late receive is copied in the communicator's stream",
-        "Mailbox._give",
-        ("stream.run(lambda: out.copy_(came))", "out.copy_(came)"),
+    _late(
+        "a late message is copied in the stream of copies",
+        "CopyStream.copy",
+        ("self._stream.run(partial(target.copy_, source))", "target.copy_(source)"),
     ),
     _messages(
         "a layout is filled in the communicator's stream",
@@ -264,10 +268,11 @@ MUTATIONS = (
         ("handle.tracked = True\n            self._handles.append(handle)", "handle.tracked = True"),
     ),
     _pending("operations that are not over stay remembered", "PendingOperations.track", ("if not one.released:", "if False:")),
-    _messages(
-        "record_stream of a message to itself",
-        "Mailbox._give",
-        ("self._owner.device.record_stream(tensor)", "pass"),
+    _late(
+        "record_stream of a late message and its memory",
+        "LateMessage.copy_in_current_stream",
+        ("self._device.record_stream(tensor)", "pass"),
+        program=ENDS,
     ),
     _pending(
         "an operation keeps its scratch",
@@ -285,8 +290,21 @@ MUTATIONS = (
     _transport(
         "an ended communicator's stream has done its last work",
         "NcclTransport._end_stream",
-        ("while not last.query():", "while False:"),
+        ("self._finish_work(stream)", "self._ended.add(stream.name)"),
         program=ENDS,
+    ),
+    _transport(
+        "copies of late messages have been made when a transport has ended",
+        "NcclTransport._end_copies",
+        ("self._finish_work(self.copies)", "self._ended.add(self.copies.name)"),
+        program=ENDS,
+    ),
+    _late(
+        "no copies begin once a transport has ended",
+        "CopyStream.copy",
+        ("if self._over:", "if False:"),
+        program=ENDS,
+        stays="a receive that has failed is not copied; only another thread can have looked whether it has just before it did",
     ),
     _routine(
         "what streams have waited for is asked for failures",

@@ -62,6 +62,7 @@ class Rank:
     def __init__(self, end: NcclTransport, device: LateDevice, seed: int) -> None:
         self.end, self.device = end, device
         self.shared, self.own = random.Random(seed), random.Random(f"{seed} {end.rank}")
+        self.again = random.Random(f"{seed} {end.rank} again")
         self.everybody = list(range(end.size))
         self.side = device.stream()
         self.checks: list[tuple[str, Tensor]] = []
@@ -240,6 +241,12 @@ class Rank:
             yield RoutineWait(one.handle, f"{one.handle.describe()}")
         else:
             yield RoutineWait(Launched(one.handle), f"{one.handle.describe()} to be launched")  # type: ignore[arg-type]
+            if self.again.random() < 0.3:  # another stream has waited before, and does nothing else with it
+                with self.again.choice((self.device.default, self.side)).current():
+                    one.handle.wait_on_stream(1.0)
+                if self.again.random() < 0.3:
+                    self.waits.add(one.handle, one.handle.describe())
+                    return  # and nobody looks at it
             with stream.current():
                 one.handle.wait_on_stream(1.0)
             self.waits.add(one.handle, one.handle.describe())
@@ -288,10 +295,11 @@ class Rank:
     def compute_in_free_memory(self) -> Routine[None]:
         """Whoever still writes there is seen."""
         kept = []
-        for number in range(12):
+        for number in range(20):
             with self.device.default.current():
-                kept.append(self.made(number, self.own.choice(((3,), (300,), (2000,))), torch.float32))
-            yield RoutineWait(self.device.default.record_event(), "time to pass")
+                kept.append(self.made(number, self.own.choice(((3,), (300,), (600,), (2000,), (2800,))), torch.float32))
+            if self.own.random() < 0.3:  # else at once, before what uses the memory without having said so has been done
+                yield RoutineWait(self.device.default.record_event(), "time to pass")
         for stream in self.device.world.streams:
             if stream.device is self.device:
                 yield RoutineWait(stream.record_event(), f"stream {stream.cuda_stream}")
@@ -352,7 +360,10 @@ def messages_and_collectives(seed: int, *, sanitize: bool = False) -> None:
 
 
 def kills(seed: int, *, sanitize: bool = False) -> None:
-    """One of the ranks gives up in the middle."""
+    """One of the ranks gives up in the middle; or the only one, before its message to itself is there."""
+    if seed % 5 == 4:
+        ends_before_a_message_to_itself(seed, sanitize=sanitize)
+        return
     size = 2 + seed % 2
     with World(seed, size, sanitize=sanitize) as world, ending_in_one_thread(world):
         ends = connected(world, communicators(size))
@@ -369,6 +380,36 @@ def kills(seed: int, *, sanitize: bool = False) -> None:
         dies = world.random.randrange(size)
         at = world.random.randint(2, 7)
         world.run([rank.survive(7, at if rank.end.rank == dies else 0) for rank in ranks])
+
+
+def ends_before_a_message_to_itself(seed: int, *, sanitize: bool) -> None:
+    """Of any stream's memory to any other's, for which any stream waits, or none. Nobody writes to what is allocated then."""
+
+    def routine(end: NcclTransport, device: LateDevice) -> Routine[None]:
+        streams = [device.default, device.stream(), device.stream()]
+        home, sender, waiter = (world.random.choice(streams) for _ in range(3))
+        with home.current():
+            out = torch.zeros(5, device=pretend.device())
+            taken = end.recv(out, source=0, tag=1)
+        with sender.current():
+            end.send(torch.ones(5, device=pretend.device()), to=0, tag=1)
+        if world.random.random() < 0.8:
+            with waiter.current():
+                taken.wait_on_stream()
+        else:
+            yield RoutineWait(home.record_event(), "time to pass")
+            taken.done()
+        del taken, out
+        end.close()
+        with home.current():
+            other = torch.full((5,), 7.0, device=pretend.device())
+        for stream in streams:
+            yield RoutineWait(stream.record_event(), "what was begun")
+        assert (other == 7).all().item()
+
+    with World(seed, 1, sanitize=sanitize) as world, ending_in_one_thread(world):
+        (end,) = connected(world, [])
+        world.run([routine(end, world.devices[0])])
 
 
 def conformance(seed: int, *, sanitize: bool = False) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.device import Device, StreamEvent
+from raypar.comm.nccl.late_message import LateMessage
 from raypar.comm.transport import describe_operation
 from raypar.errors import CommError, CommTimeout
 
@@ -138,7 +139,9 @@ class NcclHandle(PolledHandle):
         self.requires_grad = False
         """Whether the message says that its tensor requires a gradient, which a fresh `out` then does too."""
         self.writable_event: StreamEvent | None = None
-        """Of a posted receive: the point in the caller's stream after which its memory may be written."""
+        """Of a receive into memory of the device: the point in the caller's stream after which that may be written."""
+        self.late_message: LateMessage | None = None
+        """Of such a receive: its message, if that is received elsewhere and copied."""
         self.stream_name = ""
         """Name of the communicator that carries the operation."""
         self.sequence_number = 0
@@ -164,10 +167,15 @@ class NcclHandle(PolledHandle):
     def launched(self) -> bool:
         """See `PolledHandle.launched`."""
         self._raise()
-        return self.done() if self.via_control_transport else self._event is not None
+        if self.via_control_transport:
+            return self.done()
+        return self._event is not None or self.late_message is not None
 
     def order_current_stream(self, check: Callable[[], None]) -> None:
         """See `PolledHandle.order_current_stream`."""
+        late = self.late_message
+        if self._event is None and late is not None:
+            self._event = late.copy_in_current_stream(check)
         if self._event is not None and not self._finished:
             self._event.make_stream_wait(check)
 
@@ -183,9 +191,12 @@ class NcclHandle(PolledHandle):
 
     def release_if_done(self) -> bool:
         """Release the memory if the device is done with it. Returns whether the operation has succeeded."""
+        late = self.late_message
+        if self._event is None and late is not None and self._error is None:
+            self._event = late.copy_if_possible()
         event = self._event
         if not self._finished and event is not None and event.query():
-            self.kept = ()
+            self.kept, self.late_message = (), None
             self._finished = self._error is None
         return self._finished
 
@@ -193,6 +204,12 @@ class NcclHandle(PolledHandle):
     def in_flight(self) -> bool:
         """Whether the device has the operation and has not finished it."""
         return self._event is not None and not self._finished and not self._event.query()
+
+    @property
+    def needs_peers(self) -> bool:
+        """Whether it may still need something of a peer; not once its message is on this device."""
+        late = self.late_message
+        return late is None or not late.arrived.query()
 
     @property
     def released(self) -> bool:

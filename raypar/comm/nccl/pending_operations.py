@@ -18,6 +18,7 @@ from torch import Tensor
 from raypar.comm.nccl.bindings import REASON_S, PeerEnded
 from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.device import Device
+from raypar.comm.nccl.late_message import CopyStream
 from raypar.comm.nccl.operation_handle import NcclHandle
 from raypar.comm.tcp.transport import TcpTransport
 from raypar.comm.transport import CommunicationLedger, CommunicatorKey, check_peer_rank, generation_over_error
@@ -46,6 +47,8 @@ class PendingOperations:
         self.device = device
         self._streams = dict(streams)
         """The communicators of this transport, each with its stream."""
+        self.copies = CopyStream(device)
+        """Copies messages that their receives could not take at once."""
         self._changed = threading.Condition()
         """Notified when a waiting thread should look at its handle again."""
         self._handles: deque[NcclHandle] = deque()
@@ -86,11 +89,10 @@ class PendingOperations:
     ) -> None:
         """Enqueue an operation of a communicator whose lock is held. `work` returns memory to keep until it is done.
 
-        The operation runs after what the caller's current stream has been given so far, or after `handle.start`.
+        With `after_current` the operation runs after what the caller's current stream has been given so far.
         """
-        start = self.device.record_event() if after_current else handle.writable_event
-        if start is not None:
-            stream.device_stream.wait_event(start)
+        if after_current:
+            stream.device_stream.wait_event(self.device.record_event())
         handle.assign_sequence_number(stream)
         stream.operation_count += 1
         try:
@@ -168,7 +170,7 @@ class PendingOperations:
         cure = "abort this group; the ranks that are left form the next generation"
         if self._broken is not None:
             return type(self._broken)(f"{handle.describe()}: {self._broken.what}", self._broken.cure or cure)
-        for peer in handle.peers:
+        for peer in handle.peers if handle.needs_peers else ():
             if peer not in self._gone:
                 continue
             posted = self._posted_by.get(peer)

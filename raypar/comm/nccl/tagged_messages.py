@@ -2,7 +2,8 @@
 
 NCCL knows no tags: what one rank sends another arrives in the order of the sends. So the sender enqueues at once, and
 announces tag, dtype, shape and layout over the control transport. The receiver enqueues the receives in the order of the
-announcements, each into the posted receive that it matches, or into fresh memory until one is posted.
+announcements, each into the memory of the posted receive that it matches, if that may be written already, or into fresh memory,
+from which it is copied later (`late_message`): so a receive stands in its communicator's stream and waits for its sender only.
 
 Therefore tags may overtake, a send never waits for others' receives, and shapes travel, as over TCP. Tensors in host memory
 travel among the announcements, so that they match alike.
@@ -27,6 +28,8 @@ from torch import Tensor
 
 from raypar.comm.buffer_pool import ALIGNED_ON_CUDA
 from raypar.comm.nccl.communicator_stream import CommunicatorStream
+from raypar.comm.nccl.device import StreamEvent
+from raypar.comm.nccl.late_message import LateMessage
 from raypar.comm.nccl.operation_handle import NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
 from raypar.comm.phased_operation import OperationPhase, PhasedOperation, Phases, take_oldest
@@ -150,7 +153,7 @@ class Mailbox:
         self._owner.ledger.count("send", sent=tensor.nbytes)
         if to == self._owner.rank:
             self._send_to_self(tensor, tag, requires_grad, layout)
-            handle.mark_launched(self._owner.device.record_event())
+            handle.mark_launched(self._event_behind(tensor))
             return handle
         if not self._owner.device.owns(tensor):
             frame = pack_announcement(ON_HOST, tensor, tag, requires_grad, layout)
@@ -178,7 +181,7 @@ class Mailbox:
                 copy = tensor_of_message(empty_message(layout, copy.dtype, allocate).copy_(copy), layout, allocate)
         arrived = NcclHandle(self._owner, f"message tag {tag}", (self._owner.rank,), (copy,), out=copy)
         arrived.requires_grad = requires_grad
-        arrived.mark_launched(self._owner.device.record_event())
+        arrived.mark_launched(self._event_behind(copy))
         with self._matching:
             handle = take_oldest(self._posted, (self._owner.rank, tag))
             if handle is None:
@@ -186,12 +189,16 @@ class Mailbox:
             else:
                 self._give(handle, arrived)
 
+    def _event_behind(self, tensor: Tensor) -> StreamEvent:
+        """Of what the caller has just done with a tensor: in the current stream, or, in host memory, by itself."""
+        return self._owner.device.record_event() if self._owner.device.owns(tensor) else ARRIVED
+
     def recv(self, given: Tensor | None, out: Tensor | None, source: int, tag: int) -> NcclHandle:
         """See `Transport.recv`. `given` is the caller's tensor, `out` the same memory without its history."""
         handle = NcclHandle(self._owner, f"recv tag {tag}", (source,), () if out is None else (out,), out=given)
-        if out is not None:
+        if out is not None and self._owner.device.owns(out):
             handle.writable_event = self._owner.device.record_event()
-            if source != self._owner.rank and self._owner.device.owns(out):
+            if source != self._owner.rank:
                 self._owner.stream_of(CommunicatorKey((source, self._owner.rank), "message"))
         with self._owner.hold_lock(
             self._matching
@@ -217,23 +224,16 @@ class Mailbox:
             return
         else:
             (out,) = handle.kept
-            assert handle.writable_event is not None
-            if handle.peers[0] == self._owner.rank or not self._owner.device.owns(came):
-                handle.writable_event.make_stream_wait(self._owner.check_alive)
-                event.make_stream_wait(self._owner.check_alive)
-                for tensor in (out, came):  # each is the memory of the stream in which it was posted
-                    if self._owner.device.owns(tensor):
-                        self._owner.device.record_stream(tensor)
+            if handle.writable_event is None:
                 with torch.no_grad():
                     out.copy_(came)
-                event = self._owner.device.record_event()
             else:
-                stream = self._owner.stream_of(CommunicatorKey((handle.peers[0], self._owner.rank), "message")).device_stream
-                stream.wait_event(handle.writable_event)  # and `event` is in this stream already
-                stream.run(lambda: out.copy_(came))
-                event = stream.record_event()
+                handle.late_message = LateMessage(
+                    self._owner.device, self._owner.copies, came, event, out, handle.writable_event
+                )
         self._owner.ledger.count("recv", received=came.nbytes if arrived.message_bytes is None else arrived.message_bytes)
-        handle.mark_launched(event)
+        if handle.late_message is None:
+            handle.mark_launched(event)
         self._owner.track(handle)
         self._owner.wake()
 
@@ -291,11 +291,11 @@ class Mailbox:
         self._owner.device.bind()
         with self._matching, self._owner.hold_lock(stream.lock):
             self._owner.check_alive()
-            handle, wanted = self._take_posted(source, tag, dtype, shape, on_device=True)
-            posted = handle is not None
-            if handle is None:
+            posted, wanted = self._take_posted(source, tag, dtype, shape, on_device=True)
+            handle = posted
+            if handle is None or (handle.writable_event is not None and not handle.writable_event.query()):
                 handle = NcclHandle(self._owner, f"message tag {tag}", (source,))
-                if wanted:
+                if posted is None and wanted:
                     self._arrived.setdefault((source, tag), deque()).append(handle)
                 self._owner.track(handle)
             if handle.out is None:
@@ -304,7 +304,9 @@ class Mailbox:
                 handle.requires_grad = requires_grad
             (into,) = handle.kept
             self._owner.launch(stream, handle, lambda: stream.send_or_receive(into), after_current=False)
-        if posted:
+            if posted is not None and posted is not handle:
+                self._give(posted, handle)
+        if posted is handle:
             self._owner.ledger.count("recv", received=into.nbytes)
         self._owner.wake()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from raypar.comm.collectives import ONE_PHASE_BYTES, even_slices
 from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.device import Device
+from raypar.comm.nccl.late_message import CopyStream
 from raypar.comm.nccl.operation_handle import NcclBatchHandle, NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
 from raypar.comm.nccl.tagged_messages import Mailbox
@@ -269,7 +270,7 @@ class NcclTransport(PendingOperations):
                 self._begin_to_end_streams(gently=gently)
             if not self.unended_communicators:
                 self._wait_until_streams_have_ended()
-            for stream in self._streams.values():
+            for stream in self._all_streams():
                 if stream.name not in self.unended_communicators:
                     stream.device_stream.close()
             self.mailbox.clear()
@@ -285,14 +286,20 @@ class NcclTransport(PendingOperations):
         self._ending_threads = [
             threading.Thread(target=self._end_stream, args=(stream, gently), daemon=True) for stream in self._streams.values()
         ]
+        if self.copies.end():
+            self._ending_threads.append(threading.Thread(target=self._end_copies, daemon=True))
         for thread in self._ending_threads:
             thread.start()
+
+    def _all_streams(self) -> list[CommunicatorStream | CopyStream]:
+        """All that may hold work: the communicators', and that of copies if there were any."""
+        return [*self._streams.values(), *([self.copies] if self.copies.used else [])]
 
     def _wait_for_streams(self, until: float) -> tuple[str, ...]:
         """Wait until the communicators have ended, or until a moment; the names of those that have not."""
         for thread in self._ending_threads:
             thread.join(max(0.0, until - time.monotonic()))
-        return tuple(stream.name for stream in self._streams.values() if stream.name not in self._ended)
+        return tuple(stream.name for stream in self._all_streams() if stream.name not in self._ended)
 
     def _wait_until_streams_have_ended(self) -> None:
         self.unended_communicators = self._wait_for_streams(self._end_deadline)
@@ -325,14 +332,25 @@ class NcclTransport(PendingOperations):
             if not stream.lock.acquire(timeout=max(0.0, self._end_deadline - time.monotonic())):
                 return  # a launch is still inside NCCL
             stream.lock.release()
-            last = stream.device_stream.record_event()
-            while not last.query():
-                if time.monotonic() > self._end_deadline:
-                    return
-                time.sleep(END_CHECK_S)
-            self._ended.add(stream.name)
+            self._finish_work(stream)
         except RuntimeError as error:  # PyTorch's, of a device that has failed
             log.warning("rank %d, generation %d, %s: %s", self.rank, self.generation, stream.name, error)
+
+    def _end_copies(self) -> None:
+        try:
+            self.device.bind()
+            self._finish_work(self.copies)
+        except RuntimeError as error:  # as above
+            log.warning("rank %d, generation %d, %s: %s", self.rank, self.generation, self.copies.name, error)
+
+    def _finish_work(self, of: CommunicatorStream | CopyStream) -> None:
+        """Wait until a stream has done its last work, then add its name to `_ended`."""
+        last = of.device_stream.record_event()
+        while not last.query():
+            if time.monotonic() > self._end_deadline:
+                return
+            time.sleep(END_CHECK_S)
+        self._ended.add(of.name)
 
 
 def copy_in_stream(source: Tensor, target: Tensor) -> None:
