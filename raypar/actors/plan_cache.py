@@ -17,6 +17,7 @@ from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Piece
 from raypar.plan.placements import plan_for_fewer_workers
+from raypar.plan.stage_connections import check_ties_are_cut_alike
 from raypar.plan.wording import count_noun
 from raypar.planner.memory_sheet import out_of_memory_advice
 from raypar.planner.model_profile import ModelProfile
@@ -110,7 +111,11 @@ class PlanCache:
 
     def _of_placements(self, profile: ModelProfile, workers: int) -> ParallelPlan | PlanError:
         """What is left of the job's placements with fewer workers, if that fits into their memory."""
-        plan = plan_for_fewer_workers(self.request.plan, workers)
+        try:
+            plan = plan_for_fewer_workers(self.request.plan, workers)
+            check_ties_are_cut_alike(plan, self.request.outline.crossing(plan).ties)
+        except PlanError as error:
+            return error
         _, memory = predict_step(profile, plan, self.schedule_name(plan), self.request.batching)
         if profile.memory_bytes is not None and max(memory) > profile.memory_bytes:
             return PlanError(

@@ -20,7 +20,7 @@ from raypar.storage.run_folder import RunFolder
 FIRST_BYTES = 8 << 20
 """How much of the end of a file the first read takes, some ten thousand steps. Later reads take only new lines."""
 SEAT_PATTERN = re.compile(r"stages? ([\d,]+), replica (\d+)(?:, shard (\d+))?")
-"""Finds the seat in a worker's coordinate."""
+"""Finds stages, replica and shard of each role in a worker's coordinate."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,12 @@ def live_workers(members: Sequence[SeatedWorker], done: Sequence[StepRecord]) ->
     rows = []
     for rank, member in enumerate(members):
         place = str(member.get("coordinate") or "")
-        seat = SEAT_PATTERN.search(place)
+        roles = SEAT_PATTERN.findall(place)  # a worker may have several
         rows.append(
             LiveWorker(
-                stage=seat[1] if seat else place,
-                replica=seat[2] if seat else "",
-                shard=(seat[3] or "") if seat else "",
+                stage="+".join(stages for stages, _, _ in roles) or place,
+                replica="+".join(replica for _, replica, _ in roles),
+                shard="+".join(shard for _, _, shard in roles if shard),
                 worker=str(member.get("worker", "?")),
                 node=str(member.get("node") or "?")[:8],
                 pid=str(member.get("pid", "?")),

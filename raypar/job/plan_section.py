@@ -227,7 +227,8 @@ class PlanConfig(Section):
 
     @classmethod
     def of_plan(cls, plan: ParallelPlan, schedule: str, **more: Any) -> PlanConfig:
-        """The section for a whole plan, with `more` keys. Raises `PlanError` if `schedule` has the stages elsewhere."""
+        """The section for a whole plan, with `more` keys. Raises `PlanError` if `schedule` has the stages elsewhere, and
+        `ScheduleError` if it is for workers with one role, and some have several."""
         from raypar.schedule.registry import check_plan_fits, find_schedule
 
         if not plan.one_role_each or (find_schedule(schedule).takes_any_plan and not _is_said_by_counts(plan, schedule)):
@@ -263,7 +264,11 @@ class PlanConfig(Section):
         """
         from raypar.schedule.registry import placement_of_schedule, resolve_chunks_per_worker
 
-        if self.placements and not isinstance(layers, int):
+        if self.placements:
+            if isinstance(layers, int):
+                raise PlanError(
+                    "plan.placements name layers, and only their number is known", cure="give the names of the layers"
+                )
             return plan_of_placements([each.to_placement() for each in self.placements], layers)
         layers = layers if isinstance(layers, int) else len(layers)
         if self._parallel_plan is not None:

@@ -53,11 +53,12 @@ class StagePlan:
         """Number of workers that divide each replica (tensor parallelism)."""
         return len(self.workers[0])
 
-    def check_share(self, index: int) -> None:
-        """Raise `PlanError` unless stage `index` gives every replica at least one block, or all even runs."""
+    def check(self, name: str) -> None:
+        """Raise `PlanError` for a grid or shares that no plan can have. `name`: of the stage, in messages."""
+        _check_grid(name, self.workers)
         if self.share and (len(self.share) != self.replicas or min(self.share) < 1):
             raise PlanError(
-                f"stage {index} gives its {count_noun(self.replicas, 'replica')} the shares {list(self.share)} of the blocks",
+                f"{name} gives its {count_noun(self.replicas, 'replica')} the shares {list(self.share)} of the blocks",
                 cure=f"give {count_noun(self.replicas, 'number')} >= 1, one for each replica, or () for even runs",
             )
 
@@ -97,8 +98,7 @@ class ParallelPlan:
                     f"stage {index} holds layers [{stage.first}, {stage.last}) but the stages before it end at {before}",
                     cure="give every stage at least one layer and leave no gap between stages",
                 )
-            _check_grid(index, stage.workers)
-            stage.check_share(index)
+            stage.check(f"stage {index}")
             before = stage.last
         for stages in self.stages_of_grid:
             shares = sorted({self.stages[stage].share for stage in stages})
@@ -254,6 +254,16 @@ class ParallelPlan:
         """Whether every worker stands in one grid, as in all pipelines; else some are replicas here and shards there."""
         return all(len(roles) == 1 for roles in self.roles)
 
+    @cached_property
+    def order_givers(self) -> tuple[int, ...]:
+        """By rank: the rank that stands for it where orders are made and simulated.
+
+        Where each worker has one role the shards of a replica move in lockstep, and the first one stands for all.
+        """
+        if not self.one_role_each:
+            return tuple(range(self.world))
+        return tuple(self.grids[role.grid][role.replica][0] for (role,) in self.roles)
+
     def only_role(self, rank: int) -> Role:
         """The role of a worker that has one. Raises `PlanError` for one that stands in several grids."""
         if len(self.roles[rank]) > 1:
@@ -352,27 +362,27 @@ def consecutive_grids(shapes: Iterable[tuple[int, int]]) -> list[WorkerGrid]:
     return found
 
 
-def _check_grid(stage: int, grid: WorkerGrid) -> None:
-    """Raise `PlanError` for a grid without workers, with rows of different lengths, or with a worker twice."""
+def _check_grid(name: str, grid: WorkerGrid) -> None:
+    """Raise `PlanError` for a grid without workers, with rows of different lengths, with a worker twice, or not ascending."""
     if not grid or not all(grid):
-        raise PlanError(f"stage {stage} has no workers", cure="give it at least one: a list with a list of shards per replica")
+        raise PlanError(f"{name} has no workers", cure="give it at least one: a list with a list of shards per replica")
     if len({len(row) for row in grid}) > 1:
         raise PlanError(
-            f"the replicas of stage {stage} have {', '.join(str(len(row)) for row in grid)} shards",
+            f"the replicas of {name} have {', '.join(str(len(row)) for row in grid)} shards",
             cure="give every replica of a stage as many shards",
         )
     twice = [rank for rank, times in Counter(rank for row in grid for rank in row).items() if times > 1]
     if twice:
         raise PlanError(
-            f"stage {stage} has worker {twice[0]} twice in its grid",
+            f"{name} has worker {twice[0]} twice in its grid",
             cure="give each cell of a stage's grid to another worker; one worker may stand in the grids of several stages",
         )
     if min(rank for row in grid for rank in row) < 0:
-        raise PlanError(f"stage {stage} has a worker with a negative number", cure="number the workers 0, 1, 2, ...")
+        raise PlanError(f"{name} has a worker with a negative number", cure="number the workers 0, 1, 2, ...")
     lines = (*grid, *zip(*grid, strict=True))
     if any(list(line) != sorted(line) for line in lines):
         raise PlanError(
-            f"the workers of stage {stage} do not ascend along its replicas and shards: {[list(row) for row in grid]}",
+            f"the workers of {name} do not ascend along its replicas and shards: {[list(row) for row in grid]}",
             cure="give the lower number to the earlier shard and to the earlier replica; results do not depend on it",
         )
 

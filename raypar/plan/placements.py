@@ -26,6 +26,8 @@ class LayerPlacement:
 
 def check_placements(placements: Sequence[LayerPlacement]) -> ParallelPlan:
     """The plan of a model with one layer for each placement. Raises `PlanError` for what no model could make right."""
+    for number, each in enumerate(placements):
+        StagePlan(0, 1, each.workers, each.share).check(f"plan.placements[{number}]")
     return ParallelPlan(tuple(StagePlan(i, i + 1, each.workers, each.share) for i, each in enumerate(placements)))
 
 

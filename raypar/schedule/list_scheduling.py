@@ -99,9 +99,7 @@ class _Player:
         self.has_forward = [bytearray(count) for _ in stages]
         self.has_gradient = [bytearray(count) for _ in stages]
         self.entry = {m: i for i, m in enumerate(routing.entry_order)}
-        self.speaker = list(range(plan.world))
-        if plan.one_role_each:
-            self.speaker = [plan.grids[role.grid][role.replica][0] for (role,) in plan.roles]
+        self.speaker = plan.order_givers
         self.rows = {rank: [] for rank in sorted(set(self.speaker))}
         for number, grid in enumerate(plan.grids):
             for replica, ranks in enumerate(grid):

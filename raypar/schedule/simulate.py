@@ -106,8 +106,8 @@ def simulate_schedule(
 
     The bundles of a schedule leave as soon as they are made, those of a program at their `Send`; neither blocks compute.
     Where each worker has one role the shards of a replica move in lockstep, so only the first one is simulated; else each waits
-    for the others at what they compute together. Raises `ScheduleError` when the schedule does not
-    fit the plan, or stops with workers waiting for each other.
+    for the others at what they compute together. Raises `ScheduleError` when the schedule does not fit the plan, or stops with
+    workers waiting for each other.
     """
     plan = routing.plan
     if len(schedule) != plan.world:
@@ -115,9 +115,7 @@ def simulate_schedule(
             f"the schedule has {count_noun(len(schedule), 'worker')}, the plan {plan.world}",
             cure="make one order per worker of the plan",
         )
-    speaker = list(range(plan.world))
-    if plan.one_role_each:
-        speaker = [plan.grids[role.grid][role.replica][0] for (role,) in plan.roles]
+    speaker = plan.order_givers
     rows = _Simulation(schedule, sorted(set(speaker)), routing, crossing, costs).run()
     end = max((row[-1].end_ms for row in rows.values() if row), default=0)
     busy = {rank: sum(finish - start for _, start, finish in row) for rank, row in rows.items()}

@@ -278,6 +278,8 @@ def test_placements_stand_in_place_of_stages_replicas_and_shards():
     plan = job.to_plan(["a0", "a1", "b", "c"])
     assert [(s.last, s.workers) for s in plan.stages] == [(2, ((0,), (1,))), (4, ((0, 1),))]
     assert (job.workers, job.schedule_name, job.leaves_cuts_open) == (2, "list", False)
+    with pytest.raises(PlanError, match="placements name layers, and only their number is known"):
+        job.to_plan(4)
     assert job.plan.describe() == "2 stages x 2/1 replicas x 1/2 shards"
 
 
@@ -286,9 +288,12 @@ def test_placements_stand_in_place_of_stages_replicas_and_shards():
     [
         (f"{{placements: {PLACED}, stages: 2}}", "plan.placements and plan.stages exclude each other"),
         (f"{{placements: {PLACED}, schedule: 1f1b}}", "schedule 1f1b is for plans in which each worker has one role"),
-        ("{placements: [{layers: a, workers: [[0, 0]]}]}", "stage 0 has worker 0 twice in its grid"),
+        ("{placements: [{layers: a, workers: [[0, 0]]}]}", r"plan.placements\[0\] has worker 0 twice in its grid"),
         ("{placements: [{layers: a, workers: [[0], [2]]}]}", "3 workers, but no stage is computed by worker 1"),
-        ("{placements: [{layers: a, workers: [[0], [1]], share: [1]}]}", r"stage 0 gives its 2 replicas the shares \[1\]"),
+        (
+            "{placements: [{layers: a, workers: [[0], [1]], share: [1]}]}",
+            r"plan.placements\[0\] gives its 2 replicas the shares \[1\]",
+        ),
         ("{placements: [{layers: a, workers: [[0], [1]], share: [1, 0]}]}", "expected greater than 0, got 0"),
         ("{placements: [{layers: a}]}", "plan.placements.0.workers"),
         ("{placements: [{layers: a, workers: [0, 1]}]}", r"a list for each replica, with the number of a worker for each"),

@@ -55,13 +55,13 @@ def test_the_nearest_names_are_told():
 @pytest.mark.parametrize(
     ("workers", "share", "text"),
     [
-        (((0, 0),), (), "stage 1 has worker 0 twice"),
-        (((0,), (1, 2)), (), "the replicas of stage 1 have 1, 2 shards"),
+        (((0, 0),), (), r"plan.placements\[1\] has worker 0 twice"),
+        (((0,), (1, 2)), (), r"the replicas of plan.placements\[1\] have 1, 2 shards"),
         (((0, 3),), (), "4 workers, but no stage is computed by worker 2"),
         (((1, 0),), (), "do not ascend"),
-        (((0,), (1,)), (4, 0), r"stage 1 gives its 2 replicas the shares \[4, 0\]"),
-        (((0,), (1,)), (4,), r"stage 1 gives its 2 replicas the shares \[4\]"),
-        ((), (), "stage 1 has no workers"),
+        (((0,), (1,)), (4, 0), r"plan.placements\[1\] gives its 2 replicas the shares \[4, 0\]"),
+        (((0,), (1,)), (4,), r"plan.placements\[1\] gives its 2 replicas the shares \[4\]"),
+        ((), (), r"plan.placements\[1\] has no workers"),
     ],
 )
 def test_grids_that_no_model_makes_right_are_refused_before_there_is_one(workers, share, text):

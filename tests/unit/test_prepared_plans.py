@@ -15,7 +15,7 @@ from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.seating import plans_after_one_loss
 from raypar.errors import PlanError, ScheduleError, WorkerLost
-from raypar.plan import Microbatches, ParallelPlan
+from raypar.plan import Microbatches, ParallelPlan, StagePlan
 from raypar.plan.model_outline import ModelOutline
 from raypar.planner.model_profile import LayerProfile, ModelProfile
 from raypar.planner.predicted_step import predict_step
@@ -124,3 +124,16 @@ def test_a_plan_with_other_shares_keeps_the_schedule_and_is_refused_where_memory
     cache.lower_shares(now, now)
     with pytest.raises(PlanError, match=r"worker 0 \(stage 0, replica 0\) would need .* MiB for its blocks, and a worker has"):
         cache.lower_shares(other, now)
+
+
+def test_of_workers_with_several_roles_there_is_a_plan_for_fewer_down_to_one():
+    whole = ParallelPlan((StagePlan(0, 2, ((0,), (1,), (2,))), StagePlan(2, 4, ((0,), (1,)))))
+    cache = plans(whole)
+    found = [cache.find(workers) for workers in (3, 2, 1)]
+    assert [[stage.workers for stage in plan.stages] for plan in found if isinstance(plan, ParallelPlan)] == [
+        [((0,), (1,), (2,)), ((0,), (1,))],
+        [((0,), (1,)), ((0,), (1,))],
+        [((0,),), ((0,),)],
+    ]
+    assert isinstance(cache.find(0), PlanError)
+    cache.prepare(found[2], ())  # for the loss of the last worker there is none

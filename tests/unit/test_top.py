@@ -211,6 +211,11 @@ def test_who_computes_is_known_only_from_steps_with_as_many_workers():
     assert (odd[0].stage, odd[0].replica, odd[0].node) == ("a spare", "", "?")
 
 
+def test_a_worker_is_shown_with_all_of_its_roles():
+    (found,) = live_workers([{"worker": 1, "coordinate": "worker 1 (stage 0, replica 1; stage 1,2, replica 0, shard 1)"}], [])
+    assert (found.stage, found.replica, found.shard) == ("0+1,2", "1+0", "1")
+
+
 # -- the command ---------------------------------------------------------------------------------------------------------
 
 
