@@ -12,7 +12,7 @@ from raypar.errors import ConfigError, PlanError
 from raypar.files.printable_text import shorten
 from raypar.job.key import BITS_OF_SHARDS, CLIENT
 from raypar.job.section import MAX_WORKERS, Parts, PathText, Section, Workers
-from raypar.plan.parallel_plan import ParallelPlan, WorkerGrid, describe_mesh, position_of_stage
+from raypar.plan.parallel_plan import ParallelPlan, WorkerGrid, describe_mesh
 from raypar.plan.placements import LayerPlacement, check_placements, plan_of_placements
 
 T = TypeVar("T")
@@ -59,10 +59,7 @@ def _is_said_by_counts(plan: ParallelPlan, schedule: str) -> bool:
     """Whether replicas and shards by position, and the schedule's order of stages, say which worker has which layers."""
     from raypar.schedule.registry import placement_of_schedule
 
-    if not plan.one_role_each or len(plan.stages) % len(plan.grids):
-        return False
-    count, placement = len(plan.grids), placement_of_schedule(schedule)
-    return all(at == position_of_stage(i, count, placement) for i, at in enumerate(plan.grid_of_stage))
+    return len(plan.stages) % len(plan.grids) == 0 and plan.lies_in(placement_of_schedule(schedule))
 
 
 Counts = Annotated[Any, BeforeValidator(_counts)]

@@ -254,6 +254,11 @@ class ParallelPlan:
         """Whether every worker stands in one grid, as in all pipelines; else some are replicas here and shards there."""
         return all(len(roles) == 1 for roles in self.roles)
 
+    def lies_in(self, placement: Placement) -> bool:
+        """Whether each worker has one role, and the stages go over the grids in this order, in as many laps as it takes."""
+        at = enumerate(self.grid_of_stage)
+        return self.one_role_each and all(grid == position_of_stage(i, len(self.grids), placement) for i, grid in at)
+
     @cached_property
     def order_givers(self) -> tuple[int, ...]:
         """By rank: the rank that stands for it where orders are made and simulated.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from raypar.errors import ScheduleError
 from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
-from raypar.plan.parallel_plan import Placement, position_of_stage
+from raypar.plan.parallel_plan import Placement
 from raypar.schedule.gpipe import gpipe
 from raypar.schedule.instructions import Schedule
 from raypar.schedule.interleaved import interleaved_1f1b
@@ -89,11 +89,9 @@ def schedule_fits_plan(name: str, plan: ParallelPlan) -> bool:
     if ALIASES.get(name, name) not in _ENTRIES:
         return False
     known = find_schedule(name)
-    if known.takes_any_plan or not plan.one_role_each:
-        return known.takes_any_plan
-    chunks = len(plan.stages) // len(plan.grids)
-    at = [position_of_stage(i, len(plan.grids), known.placement) for i in range(len(plan.stages))]
-    return (chunks == known.chunks or not known.fixed) and list(plan.grid_of_stage) == at
+    if known.takes_any_plan:
+        return True
+    return (not known.fixed or len(plan.stages) == len(plan.grids) * known.chunks) and plan.lies_in(known.placement)
 
 
 def build_schedule(
@@ -135,7 +133,7 @@ def check_plan_fits(name: str, plan: ParallelPlan) -> None:
             f"schedule {name} needs {known.chunks} stage(s) per worker; the plan has {len(plan.stages)} on {len(plan.grids)}",
             cure="build the plan with registry.resolve_chunks_per_worker and registry.placement_of_schedule",
         )
-    if any(at != position_of_stage(i, len(plan.grids), known.placement) for i, at in enumerate(plan.grid_of_stage)):
+    if not plan.lies_in(known.placement):
         raise ScheduleError(
             f"schedule {name} wants its stages on positions in {known.placement!r} order; the plan has them on "
             f"{list(plan.grid_of_stage)}",
