@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,9 +213,9 @@ class Interpreter:
         tensors, receivers = self._outgoing.pop(key)
         if receivers > 1:
             self._outgoing[key] = tensors, receivers - 1
+        send, to, sending = self.transport.send, instruction.peer, self._sending
         for index, tensor in enumerate(tensors):
-            handle = self.transport.send(tensor, to=instruction.peer, tag=self._tag(key, index), keep_layout=True)
-            self._sending.append(handle)
+            sending.append(send(tensor, to=to, tag=self._tag(key, index), keep_layout=True))
         while self._sending and self._sending[0].done():
             self._sending.popleft()
 
@@ -241,25 +241,27 @@ class Interpreter:
         if key in self._local:
             return self._local.pop(key)
         source, handles = self._incoming.pop(key)
-        tensors = yield from self._wait(handles, key)
-        if key[0] == "gradient" and (uses := count_uses_apart(tensors)):
-            tensors += yield from self._wait(self._post_receives(key, source, uses, len(handles)), key)
-        return tensors
-
-    def _wait(self, handles: Sequence[Handle], key: Bundle) -> Routine[list[Tensor]]:
-        """Wait for receives of a bundle; returns what they have received."""
-        kind, src, dst, microbatch = key
-        tensors = []
         for handle in handles:
             if not handle.done():
-                what = f"the {kind} of microbatch {microbatch} between stage {src} and stage {dst}"
-                yield RoutineWait(handle, what, on_stream=True)
-                if handle.tensor().is_floating_point():
-                    self.step_commit.stream_waits.add(handle, what)
-                elif not handle.done():  # an abort leaves indices without meaning, which fail an assertion on the device
-                    yield RoutineWait(handle, what)
-            tensors.append(handle.tensor())
+                yield from self._wait(handle, key)
+        tensors = [handle.tensor() for handle in handles]
+        if key[0] == "gradient" and (uses := count_uses_apart(tensors)):
+            for handle in self._post_receives(key, source, uses, len(handles)):
+                yield from self._wait(handle, key)
+                tensors.append(handle.tensor())
         return tensors
+
+    def _wait(self, handle: Handle, key: Bundle) -> Routine[None]:
+        """Wait for a receive of a bundle."""
+        if handle.done():
+            return
+        kind, src, dst, microbatch = key
+        what = f"the {kind} of microbatch {microbatch} between stage {src} and stage {dst}"
+        yield RoutineWait(handle, what, on_stream=True)
+        if handle.tensor().is_floating_point():
+            self.step_commit.stream_waits.add(handle, what)
+        elif not handle.done():  # an abort leaves indices without meaning, which fail an assertion on the device
+            yield RoutineWait(handle, what)
 
     def _inputs(self, instruction: Compute) -> Routine[Received]:
         """Wait for the bundles that a compute instruction declares to need; add up what several stages send of one value."""
