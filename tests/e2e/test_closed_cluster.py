@@ -1,5 +1,6 @@
 """A local Ray cluster listens on the loopback address only, and no port or file of its gives another user anything."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,6 +20,15 @@ from raypar.actors.local_cluster_token import TOKEN_FILE, find_local_token
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0
+
+
+def open_inodes(pid: int) -> set[int]:
+    """Of the files and sockets that this process has open."""
+    found: set[int] = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.add(os.stat(f"/proc/{pid}/fd/{fd}").st_ino)
+    return found
 
 
 @pytest.mark.chaos
@@ -58,7 +68,7 @@ def test_a_user_without_the_token_gets_nothing_from_a_run_and_its_user_drains_a_
         assert token not in output.read_text()
 
         sockets = [str(path) for path in folder.rglob("sockets/*")]
-        inodes = {os.stat(f"/proc/{one.pid}/fd/{fd}").st_ino for one in family for fd in os.listdir(f"/proc/{one.pid}/fd")}
+        inodes = {inode for one in family for inode in open_inodes(one.pid)}
         rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
         sockets += [row[7] for row in rows if len(row) > 7 and int(row[6]) in inodes and row[7].startswith("@")]
         shared = {region.path for one in family for region in one.memory_maps() if region.path.startswith("/dev/shm/")}

@@ -133,10 +133,24 @@ def _execute(state: dict[str, Any], code: str, words: tuple[str, ...]) -> str:
     return out.getvalue()
 
 
-def cpu_wait_s(*pids: int | None) -> float:
-    """Seconds in which threads of these processes could have run but had no processor, added up."""
-    stats = [path.read_text() for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-    return sum(int(stat.split()[1]) for stat in stats) / 1e9
+class CpuWait:
+    """How long threads of these processes could have run but had no processor, from when this was made."""
+
+    def __init__(self, *pids: int | None) -> None:
+        self._pids = pids
+        self._before_s = self._of_threads_s()
+
+    def seconds(self) -> float:
+        """Added up over threads that are alive; a thread that has ended counts no more."""
+        return sum(now_s - self._before_s.get(thread, 0.0) for thread, now_s in self._of_threads_s().items())
+
+    def _of_threads_s(self) -> dict[Path, float]:
+        waits_s: dict[Path, float] = {}
+        for path in (path for pid in self._pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")):
+            # A thread may end before its file is opened, or between that and reading.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                waits_s[path] = int(path.read_text().split()[1]) / 1e9
+        return waits_s
 
 
 class Workers:
@@ -150,9 +164,9 @@ class Workers:
     def __init__(self, count: int) -> None:
         self.workers = [Worker() for _ in range(count)]
 
-    def cpu_wait_s(self, on: list[int]) -> float:
-        """Seconds in which threads of workers `on`, and of this process, could have run but had no processor, added up."""
-        return cpu_wait_s(os.getpid(), *(self.workers[index].process.pid for index in on))
+    def cpu_wait(self, on: list[int]) -> CpuWait:
+        """Of workers `on`, and of this process, from now on."""
+        return CpuWait(os.getpid(), *(self.workers[index].process.pid for index in on))
 
     def each(self, function: Callable[..., Any], *args: Any, on: list[int] | None = None, timeout_s: float = 20.0) -> list[Any]:
         """`function(state, index, *args)` on workers `on` (all); their results in this order. All are awaited, also when one

@@ -489,7 +489,7 @@ def alive(pid: int) -> bool:
     """A zombie that nobody reaps counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
