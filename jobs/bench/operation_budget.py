@@ -27,13 +27,14 @@ in one call is one. *Loops* have the same layers, on the same device: forward, l
 and optimizer; beside shards layers of 1/n of the size, with what a cut vocabulary and biases after sums need by hand;
 beside recomputation `torch.utils.checkpoint`; beside bf16 autocast; beside bf16 parameters a bfloat16 module whose
 gradients are added to float32 parameters by lists, after each microbatch or (bf16 gradients) after all. *Messages*
-are sends and parts of collectives in memory of the device (of two ranks with their sum, which is NCCL's own); `most`
-is {WANTED} of the loops' operations and one for each message. *Reads* (of device values by the host) are beyond
-those that the model's own code makes in the loop. *Waits* are the host's, for messages, where these come late; those
-between which it asks the device for nothing and sends nothing are one, for all that they wait for. Both for all
-workers, in the step; then what each further microbatch adds, by steps of {FEWER} and {MORE} microbatches. Wanted: no
-more operations than `most`; no read or wait a microbatch; one read and one wait a step and worker, for the vote,
-which is both: a worker reads its own numbers, sends them as its vote, and waits for those of the others."""
+are sends and parts of collectives in memory of the device (of two ranks with their sum, which is NCCL's own; those of
+more ranks are one operation, as of the kernel on a GPU); `most` is {WANTED} of the loops' operations and one for each
+message. *Reads* (of device values by the host) are beyond those that the model's own code makes in the loop. *Waits*
+are the host's, for messages, where these come late; those between which it asks the device for nothing and sends
+nothing are one, for all that they wait for. Both for all workers, in the step; then what each further microbatch adds,
+by steps of {FEWER} and {MORE} microbatches. Wanted: no more operations than `most`; no read or wait a microbatch; one
+read and one wait a step and worker, for the vote, which is both: a worker reads its own numbers, sends them as its
+vote, and waits for those of the others."""
 
 
 def line(row: Row) -> list[str]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import pretend
+from helpers import late_device, pretend
 from helpers.late_device import World
 from helpers.late_mutations import MUTATIONS
 from helpers.late_nccl import connected
@@ -197,6 +197,32 @@ def test_what_has_arrived_is_received_though_its_sender_is_lost(seed):
         end.abort("the other rank has left")
 
     runs(seed, leaves, receives)
+
+
+def test_a_sum_of_more_than_two_ranks_is_one_operation_in_its_communicators_stream(monkeypatch):
+    everybody, given = (0, 1, 2), []
+    keys = [CommunicatorKey(everybody, name) for name in ("all_reduce", "reduce_scatter")]
+    launch = late_device.launch
+
+    def counted(device, name, *more):
+        given.append((name, device.current))
+        launch(device, name, *more)
+
+    monkeypatch.setattr(late_device, "launch", counted)
+
+    def program(end):
+        small, large, piece = on_gpu(1.0), torch.full((5000,), 1.0, device=pretend.device()), on_gpu(1.0)
+        pieces = [on_gpu(float(rank)) for rank in everybody]
+        given.clear()
+        end.all_reduce(small, group=everybody), end.all_reduce(large, group=everybody)
+        end.reduce_scatter(piece, pieces, group=everybody)
+        streams = [end.stream_of(key).device_stream for key in (keys[0], keys[0], keys[1])]
+        assert given == [("raypar.add_over_tree.default", stream) for stream in streams]
+        yield from ()
+
+    with World(1, len(everybody)) as world, ending_in_one_thread(world):
+        world.run([program(end) for end in connected(world, keys)])
+        world.drain()
 
 
 @pytest.mark.parametrize("seed", in_default([*range(16), 32], 3, 32))

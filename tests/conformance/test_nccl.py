@@ -640,7 +640,7 @@ def test_a_closed_transport_has_ended_when_nothing_writes_to_anybodys_memory_any
         time.sleep(takes_s)
         added.append(out.data_ptr())
 
-    monkeypatch.setattr(communicator_stream, "add_over_tree", slowly)
+    monkeypatch.setattr(communicator_stream, "add_over_tree_on_device", slowly)
     with Group(3, [CommunicatorKey((0, 1, 2), "all_reduce")]) as ends:
         flats = [torch.ones(10) for _ in ends]
         handles = [end.all_reduce(flat, group=[0, 1, 2]) for end, flat in zip(ends, flats, strict=True)]

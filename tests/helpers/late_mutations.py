@@ -193,24 +193,24 @@ MUTATIONS = (
         "small sums are added in the communicator's stream",
         "CommunicatorStream.all_reduce",
         (
-            "self.device_stream.run(partial(add_over_tree, parts, self.own_index, flat))",
-            "add_over_tree(parts, self.own_index, flat)",
+            "self.device_stream.run(partial(add_over_tree_on_device, parts, self.own_index, flat))",
+            "add_over_tree_on_device(parts, self.own_index, flat)",
         ),
     ),
     _stream(
         "slices are added in the communicator's stream",
         "CommunicatorStream.all_reduce",
         (
-            "self.device_stream.run(partial(add_over_tree, parts, self.own_index, cut[self.own_index]))",
-            "add_over_tree(parts, self.own_index, cut[self.own_index])",
+            "self.device_stream.run(partial(add_over_tree_on_device, parts, self.own_index, cut[self.own_index]))",
+            "add_over_tree_on_device(parts, self.own_index, cut[self.own_index])",
         ),
     ),
     _stream(
         "pieces are added in the communicator's stream",
         "CommunicatorStream.reduce_scatter",
         (
-            "self.device_stream.run(partial(add_over_tree, parts, self.own_index, out))",
-            "add_over_tree(parts, self.own_index, out)",
+            "self.device_stream.run(partial(add_over_tree_on_device, parts, self.own_index, out))",
+            "add_over_tree_on_device(parts, self.own_index, out)",
         ),
     ),
     _late(

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raypar.comm import collectives, local_transport
-from raypar.comm.collectives import add_over_tree
 from raypar.comm.cooperative_scheduler import CooperativeScheduler
+from raypar.comm.nccl.tree_sum import add_over_tree_on_device
 from raypar.comm.routine import Routine, RoutineWait
 from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PrecisionConfig
 from raypar.model.graph import Graph
@@ -123,6 +123,7 @@ CAUSES = {
     "gradient_reduction.py": "reduction over replicas",
     "gradient_buckets.py": "reduction over replicas",
     "collectives.py": "sums over shards",
+    "tree_sum.py": "sums over shards",
     "autograd_collectives.py": "sums over shards",
     "shard_group.py": "sums over shards",
     "sent_tensor_layout.py": MESSAGES,
@@ -181,10 +182,11 @@ def counting() -> Iterator[Counts]:
 
 
 def _add_over_tree_of_nccl(parts: Sequence[Tensor], own: int, out: Tensor) -> None:
-    """The sum that a collective of the transport makes. Two ranks' is NCCL's own, whose one operation is the message's."""
+    """The sum that a collective of the transport makes. Two ranks' is NCCL's own, whose one operation is the message's; more
+    ranks' parts are added in one."""
     watching, pretend.watchers[:] = pretend.watchers[:], [] if len(parts) == 2 else pretend.watchers
     try:
-        add_over_tree(parts, own, out)
+        add_over_tree_on_device(parts, own, out)
     finally:
         pretend.watchers[:] = watching
 
@@ -342,6 +344,7 @@ PLANS = {
     "2 stages": Plan(stages=2),
     "2 replicas": Plan(replicas=2),
     "2 shards": Plan(shards=2),
+    "4 shards": Plan(shards=4),
     "2 x 2 x 2": Plan(2, 2, 2),
     "recompute": Plan(recompute=True, schedule="gpipe"),
     "bf16": Plan(precision=PrecisionConfig(compute="bf16")),

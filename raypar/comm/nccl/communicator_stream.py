@@ -14,9 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from raypar.comm.collectives import ONE_PHASE_BYTES, add_over_tree, even_slices
+from raypar.comm.collectives import ONE_PHASE_BYTES, even_slices
 from raypar.comm.nccl.bindings import NCCL_DTYPES, NcclCommunicator
 from raypar.comm.nccl.device import Device, Stream
+from raypar.comm.nccl.tree_sum import add_over_tree_on_device
 from raypar.comm.transport import CommunicatorKey
 
 
@@ -88,12 +89,12 @@ class CommunicatorStream:
         if flat.nbytes <= ONE_PHASE_BYTES:
             parts = self._scratch(flat)
             self.exchange([flat] * self.size, parts)
-            self.device_stream.run(partial(add_over_tree, parts, self.own_index, flat))
+            self.device_stream.run(partial(add_over_tree_on_device, parts, self.own_index, flat))
             return parts
         cut = [flat.view(-1)[a:b] for a, b in even_slices(flat.numel(), self.size)]
         parts = self._scratch(cut[self.own_index])
         self.exchange(cut, parts)
-        self.device_stream.run(partial(add_over_tree, parts, self.own_index, cut[self.own_index]))
+        self.device_stream.run(partial(add_over_tree_on_device, parts, self.own_index, cut[self.own_index]))
         self.exchange([cut[self.own_index]] * self.size, cut)
         return parts
 
@@ -108,7 +109,7 @@ class CommunicatorStream:
         parts = self._scratch(out)
         parts[self.own_index] = pieces[self.own_index]
         self.exchange(pieces, parts)
-        self.device_stream.run(partial(add_over_tree, parts, self.own_index, out))
+        self.device_stream.run(partial(add_over_tree_on_device, parts, self.own_index, out))
         return parts
 
     def all_gather(self, pieces: Sequence[Tensor], mine: Tensor) -> list[Tensor]:

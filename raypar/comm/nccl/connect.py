@@ -24,6 +24,7 @@ from raypar.comm.nccl import bindings
 from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.device import WORKER_ENVIRONMENT, Device
 from raypar.comm.nccl.transport import NcclTransport
+from raypar.comm.nccl.tree_sum import compile_ahead
 from raypar.comm.tcp.transport import TcpTransport
 from raypar.comm.transport import COLLECTIVES, CommunicatorKey, Handle
 from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
@@ -223,6 +224,8 @@ class CommunicatorSetup(threading.Thread):
             self._device.bind()
             for key in self._keys:
                 self._under_way = str(key)
+                if self._exact and len(key.members) > 2 and key.operation in ("all_reduce", "reduce_scatter"):
+                    compile_ahead(self._device.device, len(key.members))
                 me = key.members.index(self._rank)
                 communicator = bindings.NcclCommunicator(len(key.members), self._ids[str(key)], me)
                 with self._deciding:
