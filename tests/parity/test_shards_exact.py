@@ -4,13 +4,16 @@ import pytest
 import torch
 from helpers import sharded_models as models
 from helpers.on_shards import SEED, graph_of, on_shards, sharded, train_once
-from helpers.same_shards import gpt_on_shards, gpt_slices, over_shards
+from helpers.same_shards import gpt_on_shards, gpt_slices, in_order, over_shards
 
 from examples import gpt
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, sharded_loss
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
+from raypar.model.tensor_parallel.linear import ColumnLinear
+from raypar.model.tensor_parallel.shard_group import ShardGroup
+from raypar.plan.shard_ranges import even_ranges_by_shard
 from raypar.worker.stage.sum_gradients_over_shards import sum_partial_gradients
 
 pytestmark = pytest.mark.part(4)
@@ -45,6 +48,38 @@ def test_loss_and_gradients_have_the_bits_of_the_same_shards_in_one_process(shar
         assert set(run.gradients) == set(want)
         different = [name for name, gradient in want.items() if not torch.equal(run.gradients[name], gradient)]
         assert not different
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one sum", "a sum each"])
+@pytest.mark.parametrize("shards", SHARDS)
+def test_the_gradients_of_what_q_k_and_v_read_are_added_latest_first_over_the_tree_of_shards(shards, together):
+    width, features = 64, 12
+    generator = torch.Generator().manual_seed(1)
+    weights, gradients = (
+        {name: torch.randn(shape, generator=generator) for name in "qkv"} for shape in [(features, width), (35, features)]
+    )
+    held = even_ranges_by_shard(features, shards)
+
+    def work(group: ShardGroup) -> torch.Tensor:
+        ((start, stop),) = held[group.shard]
+        x, made = torch.ones(35, width, requires_grad=True), []
+        for name in "qkv":
+            linear = torch.nn.Linear(width, stop - start, bias=False)
+            linear.weight = torch.nn.Parameter(weights[name][start:stop].clone())
+            made.append(ColumnLinear(linear, name, group, held[group.shard], shares_input=together)(x).local)
+        torch.autograd.backward(made, [gradients[name][:, start:stop].contiguous() for name in "qkv"])
+        return x.grad
+
+    def part(name: str, shard: int) -> torch.Tensor:
+        ((start, stop),) = held[shard]
+        return gradients[name][:, start:stop].contiguous() @ weights[name][start:stop]
+
+    by_shard = [[part(name, shard) for name in "vkq"] for shard in range(shards)]
+    if together:
+        want = over_shards([in_order(parts) for parts in by_shard])
+    else:
+        want = in_order([over_shards(parts) for parts in zip(*by_shard, strict=True)])
+    assert all(torch.equal(found, want) for found in on_shards(shards, work)[0])
 
 
 # -- the ledger --------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 f (`copy_to_shards`) passes a value on and sums its gradients over the shards. g (`reduce_from_shards`) sums a value and passes
 its gradient on (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Under sequence parallelism f gathers a value and scatters
-the sum of its gradients, and g the other way round (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). Sums are in shard
-order.
+the sum of its gradients, and g the other way round (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). Sums follow the
+addition tree over the shards (rule 11 of raypar/NUMERICS.md).
 """
 
 from __future__ import annotations
