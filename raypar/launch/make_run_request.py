@@ -58,6 +58,7 @@ def make_run_request(
     backend = make_backend(spec.device)
     policy = build_run_machine_policy(chosen.plan, options, backend.deadlines)
     backend.check_plan(spec, checked.graph, chosen.plan, lowered, elastic=spec.elastic is not None)
+    environment = backend.environment(spec, checked.graph, chosen.plan, lowered)
     pickled_spec = pickle_for_workers(spec.for_workers(), given_parts(spec))
     pickled_callbacks = pickle_for_workers(Callbacks(options.callbacks), {"callbacks": options.callbacks})
 
@@ -81,7 +82,7 @@ def make_run_request(
             listen_host=host,
             traced_steps=choose_traced_steps(policy.steps_before_run, policy.end_step, spec.trace_every),
             placement=replace(spec.placement.to_constraints(), gpus=backend.gpus_per_worker),
-            environment=backend.environment,
+            environment=environment,
             orphan_timeout_s=options.orphan_timeout_s,
             **contract,
             **resumption_fields(options),

@@ -23,20 +23,18 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.worker.layer_precisions import layer_precision_of
 from raypar.worker.process.gpu_setup import GPU_WORKER_ENVIRONMENT, configure_torch
-from raypar.worker.required_communicators import check_communicator_limit, required_communicators
+from raypar.worker.required_communicators import check_communicator_limit, nccl_environment, required_communicators
 
 
 class DeviceBackend(ABC):
     """One kind of device: what the launcher asks before a run, and how a worker opens its device and its endpoint.
 
-    The launcher uses the attributes and `check_plan`. A worker calls `open_device` and
+    The launcher uses the attributes, `check_plan` and `environment`. A worker calls `open_device` and
     `check_precision` once, then `listen` once, then `communicators` for every generation.
     """
 
     gpus_per_worker: int
     """GPUs that Ray has to reserve for each worker."""
-    environment: Mapping[str, str]
-    """Environment variables that a worker's process is started with."""
     deadlines: Mapping[str, float]
     """Fields of `elastic.run_policy.RunPolicy`, in seconds, for which this kind of device has values of its own."""
     plan_notes: tuple[str, ...]
@@ -47,6 +45,10 @@ class DeviceBackend(ABC):
         self, spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
     ) -> None:
         """Raise `PlanError` for a plan that workers on this kind of device cannot carry out. `parts`: assignments by rank."""
+
+    @abstractmethod
+    def environment(self, spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment]) -> Mapping[str, str]:
+        """Environment variables that the workers' processes are started with, for a run that begins with this plan."""
 
     @abstractmethod
     def open_device(self, *, exact: bool) -> torch.device:
@@ -77,7 +79,6 @@ class CpuBackend(DeviceBackend):
     """Workers compute on processors and talk over TCP."""
 
     gpus_per_worker = 0
-    environment: Mapping[str, str] = {}
     deadlines: Mapping[str, float] = {}
     plan_notes = ()
 
@@ -85,6 +86,10 @@ class CpuBackend(DeviceBackend):
         self, spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
     ) -> None:
         """See `DeviceBackend.check_plan`: sockets carry any plan."""
+
+    def environment(self, spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment]) -> Mapping[str, str]:
+        """See `DeviceBackend.environment`: none, so that Ray's own processes will do."""
+        return {}
 
     def open_device(self, *, exact: bool) -> torch.device:
         """See `DeviceBackend.open_device`. Products on a CPU have the same bits at all times."""
@@ -108,7 +113,6 @@ class GpuBackend(DeviceBackend):
     """Every worker computes on a GPU of its own; device memory moves by NCCL, host memory over TCP."""
 
     gpus_per_worker = 1
-    environment: Mapping[str, str] = {**nccl_device.WORKER_ENVIRONMENT, **GPU_WORKER_ENVIRONMENT}
     deadlines: Mapping[str, float] = {"adopt_s": 150.0, "status_s": 8.0, "abort_s": 8.0, "move_s": 10.0}
     """A generation's communicators have to be made (`comm.nccl.endpoint.MAKING_S`), and the last one's aborted
     (`comm.nccl.transport.ABORT_S`, and `END_S` before a plan is adopted). Nobody has measured how long that takes on a GPU."""
@@ -125,6 +129,10 @@ class GpuBackend(DeviceBackend):
     ) -> None:
         """See `DeviceBackend.check_plan`: a GPU works on a limited number of communicators at a time."""
         check_communicator_limit(spec, graph, plan, parts, elastic=elastic)
+
+    def environment(self, spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment]) -> Mapping[str, str]:
+        """See `DeviceBackend.environment`."""
+        return {**nccl_environment(spec, graph, plan, parts), **GPU_WORKER_ENVIRONMENT}
 
     def open_device(self, *, exact: bool) -> torch.device:
         """See `DeviceBackend.open_device`: the first GPU that this process sees; Ray shows it only its own."""

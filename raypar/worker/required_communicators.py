@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
-from raypar.comm.nccl.device import MAX_COMMUNICATORS
+from raypar.comm.nccl.device import COMMUNICATORS, MAX_COMMUNICATORS, WORKER_ENVIRONMENT
 from raypar.comm.transport import FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
 from raypar.errors import PlanError
 from raypar.job import Job
@@ -53,6 +53,27 @@ def required_communicators(
     return frozenset(found)
 
 
+def count_communicators(spec: Job, graph: Graph, parts: Sequence[ProgramAssignment]) -> list[int]:
+    """How many communicators each worker needs while a plan is carried out, without those that move state, by rank."""
+    layout = cache(lambda shards: compute_shard_layout(graph, shards, dict(spec.styles)))
+    return [len(required_communicators(AdoptPlanCommand(part, {}, 0), rank, spec, layout)) for rank, part in enumerate(parts)]
+
+
+def nccl_environment(spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment]) -> dict[str, str]:
+    """Variables with which the workers of a run are started, so that NCCL suits every plan that the job permits.
+
+    NCCL reads them once a process, and CuPy has no way to set blocks (NCCL_MAX_CTAS) for a communicator. Messages and gradients
+    travel beside computation, which needs the multiprocessors: few blocks are best. For a sum over shards a worker waits with
+    nothing to compute, and more are faster. All communicators must fit on a GPU together, so how many blocks they may have
+    follows from their number. That is known where the run has one plan: there each worker decides, by its GPU (`limit_blocks`).
+    An elastic run may come to any plan up to `MAX_COMMUNICATORS`, for which 4 are as many as fit on today's GPUs.
+    """
+    if spec.elastic is not None or all(stage.shards == 1 for stage in plan.stages):
+        return dict(WORKER_ENVIRONMENT)
+    settings = {name: value for name, value in WORKER_ENVIRONMENT.items() if name != "NCCL_MAX_CTAS"}
+    return {**settings, COMMUNICATORS: str(max(count_communicators(spec, graph, parts)))}
+
+
 def check_communicator_limit(
     spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
 ) -> None:
@@ -60,8 +81,7 @@ def check_communicator_limit(
 
     A GPU with few multiprocessors takes fewer, which its worker says before the first step (`check_communicator_keys`).
     """
-    layout = cache(lambda shards: compute_shard_layout(graph, shards, dict(spec.styles)))
-    counts = [len(required_communicators(AdoptPlanCommand(part, {}, 0), rank, spec, layout)) for rank, part in enumerate(parts)]
+    counts = count_communicators(spec, graph, parts)
     used, most = max(counts), MAX_COMMUNICATORS - MAX_DIRECT * elastic
     if used > most:
         kept = f", {MAX_DIRECT} more being kept for state that changes hands in an elastic run" * elastic

@@ -916,9 +916,11 @@ def test_more_communicators_than_a_device_can_serve_at_once_are_refused():
 
 
 def test_ranks_with_different_versions_of_nccl_are_refused():
-    hello = {"version": 22907, "device": "a", "shares": False, "communicators": [], "ids": {}}
+    hello = {"version": 22907, "device": "a", "blocks": 4, "shares": False, "communicators": [], "ids": {}}
     with pytest.raises(ClusterError, match=r"2\.28\.9: ranks \[1\]; 2\.29\.7: ranks \[0\]"):
         check_ranks_compatible({0: hello, 1: {**hello, "version": 22809, "device": "b"}}, [], 0)
+    with pytest.raises(ClusterError, match=r"(?s)NCCL_MAX_CTAS: 4: ranks \[0, 2\]; 16: ranks \[1\].*NCCL_MAX_CTAS=4 for all"):
+        check_ranks_compatible({0: hello, 1: {**hello, "blocks": 16, "device": "b"}, 2: {**hello, "device": "c"}}, [], 0)
 
 
 # -- what is here
@@ -1002,6 +1004,40 @@ def test_communicators_leave_a_queue_and_a_multiprocessor_to_the_computation(pro
         monkeypatch.setenv(name, value)
     assert nccl_device.max_concurrent_communicators(processors) == as_worker
     assert as_worker * 4 < processors and as_worker <= nccl_device.MAX_COMMUNICATORS
+
+
+@pytest.mark.parametrize(
+    "communicators, of_processors",
+    [
+        (2, {132: 16, 108: 16, 72: 16, 40: 16, 20: 8}),
+        (3, {132: 16, 108: 16, 72: 16, 58: 16, 40: 8}),
+        (6, {132: 16, 108: 16, 72: 8, 40: 4}),
+        (8, {132: 16, 108: 8, 72: 8, 40: 4}),
+        (9, {132: 8, 108: 8, 40: 4}),
+        (17, {132: 4, 160: 8, 108: 4}),
+        (31, {132: 4, 250: 8, 512: 16}),
+    ],
+)
+def test_kernels_have_as_many_blocks_as_all_communicators_at_once_leave_room_for(communicators, of_processors, monkeypatch):
+    for processors, blocks in of_processors.items():
+        assert nccl_device.blocks_that_fit(communicators, processors) == blocks
+        monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        monkeypatch.setenv(nccl_device.COMMUNICATORS, str(communicators))
+        nccl_device.limit_blocks(processors)
+        assert os.environ["NCCL_MAX_CTAS"] == str(blocks)
+        before = min(31, (processors - 1) // 4)  # what workers with 4 blocks for every job could use
+        assert nccl_device.max_concurrent_communicators(processors) >= min(communicators, before), "none is refused for it"
+
+
+@pytest.mark.parametrize("communicators, own, left", [("3", "24", "24"), (None, "24", "24"), (None, None, None)])
+def test_who_sets_the_blocks_of_nccls_kernels_keeps_that(communicators, own, left, monkeypatch):
+    for name, value in ((nccl_device.COMMUNICATORS, communicators), ("NCCL_MAX_CTAS", own)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    nccl_device.limit_blocks(132)
+    assert os.environ.get("NCCL_MAX_CTAS") == left
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", "4.5"])

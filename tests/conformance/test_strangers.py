@@ -728,6 +728,7 @@ def test_what_a_rank_says_of_its_nccl_is_checked_and_only_its_own_ids_are_believ
     good = {
         "version": 22907,
         "device": "GPU 1",
+        "blocks": 4,
         "shares": False,
         "communicators": [mine, theirs],
         "ids": {"all_reduce of 2,3 channel 0": "00" * 128},
@@ -737,6 +738,7 @@ def test_what_a_rank_says_of_its_nccl_is_checked_and_only_its_own_ids_are_believ
         *({key: value for key, value in good.items() if key != left_out} for left_out in good),
         good | {"version": "22907"},
         good | {"device": 1},
+        good | {"blocks": None},
         good | {"communicators": [[2, 3]]},
         good | {"communicators": [[["2", 3], "all_reduce", 0]]},
         good | {"ids": {}},

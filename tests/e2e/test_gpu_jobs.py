@@ -96,7 +96,7 @@ def test_the_request_says_what_each_worker_has_and_how_its_process_is_started(tm
         assert main(["train", str(write_job(tmp_path)), *(word for one in sets for word in ("--set", one))]) == 1
     on_gpu, on_cpu = seen
     assert on_gpu.placement.gpus == 1 and on_gpu.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-    assert on_gpu.environment["CUDA_MODULE_LOADING"] == "EAGER"
+    assert on_gpu.environment["CUDA_MODULE_LOADING"] == "EAGER" and on_gpu.environment["NCCL_MAX_CTAS"] == "4"
     assert on_gpu.environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "0", "each sees its own GPU only"
     assert on_gpu.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and on_gpu.contract["device"] == "gpu"
     assert {key: getattr(on_gpu.policy, key) for key in GpuBackend.deadlines} == GpuBackend.deadlines

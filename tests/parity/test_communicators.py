@@ -11,8 +11,10 @@ from helpers import ugly_models
 from helpers.parity import Layout, layouts, validation_on
 from helpers.shard_grid import Cell, cells
 
+from raypar.comm.nccl.device import COMMUNICATORS, WORKER_ENVIRONMENT
 from raypar.comm.transport import COLLECTIVES, FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
 from raypar.job import PlanConfig
+from raypar.job.elastic_section import ElasticConfig
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle
 from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
@@ -21,7 +23,7 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout as StyledLay
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.worker.layer_graph_of_job import make_layer_graph
-from raypar.worker.required_communicators import required_communicators
+from raypar.worker.required_communicators import nccl_environment, required_communicators
 from raypar.worker.run_in_one_process import OneProcessRun
 
 pytestmark = pytest.mark.part(5)
@@ -124,6 +126,24 @@ def test_a_step_with_shards_uses_exactly_the_communicators_of_its_plan(cell):
 @pytest.mark.parametrize("cell", SHARDED, ids=str)
 def test_a_step_of_each_layout_with_shards_uses_exactly_the_communicators_of_its_plan(cell):
     check(cell)
+
+
+@pytest.mark.parametrize("cell", SHARDED_CORNERS[:1], ids=str)
+def test_blocks_of_nccls_kernels_are_few_unless_the_runs_one_plan_waits_for_sums_over_shards(cell):
+    with OneProcessRun(cell.job, cell.plan, cell.schedule, graph=cell.graph) as run:
+        parts = [core.assignment for core in run.cores]
+        most = max(
+            len(required_communicators(AdoptPlanCommand(part, {}, 0), rank, cell.job, core.layout))
+            for rank, (part, core) in enumerate(zip(parts, run.cores, strict=True))
+        )
+    fixed = nccl_environment(cell.job, cell.graph, cell.plan, parts)
+    assert {**fixed, "NCCL_MAX_CTAS": "4"} == {**WORKER_ENVIRONMENT, COMMUNICATORS: str(most)} and "NCCL_MAX_CTAS" not in fixed
+    elastic = cell.job.replace(elastic=ElasticConfig())
+    assert nccl_environment(elastic, cell.graph, cell.plan, parts) == WORKER_ENVIRONMENT
+    whole = ParallelPlan.mesh(pp=2, dp=2, layers=len(cell.graph.layers))
+    assert (
+        nccl_environment(cell.job, cell.graph, whole, ()) == WORKER_ENVIRONMENT and WORKER_ENVIRONMENT["NCCL_MAX_CTAS"] == "4"
+    )
 
 
 def test_a_plain_all_reduce_of_gradients_has_other_communicators():

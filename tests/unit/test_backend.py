@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
+from helpers import ugly_models
 from helpers.sources import PACKAGE, nodes_of, source_files
 
 from raypar.comm.buffer_pool import CPU
@@ -19,15 +20,19 @@ from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ClusterError, ConfigError
 from raypar.job import Job, PrecisionConfig
 from raypar.job.precision_and_plan_names import PrecisionName
+from raypar.plan import ParallelPlan
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.worker import backend as backend_module
 from raypar.worker.backend import BACKENDS, make_backend
 from raypar.worker.layer_precisions import AUTOCAST_PRECISIONS
 
+JOB = ugly_models.job()
+
 
 def test_a_worker_on_processors_needs_nothing_but_sockets():
     backend = make_backend("cpu")
-    assert (backend.gpus_per_worker, dict(backend.environment), dict(backend.deadlines), backend.plan_notes) == (0, {}, {}, ())
+    assert (backend.gpus_per_worker, dict(backend.deadlines), backend.plan_notes) == (0, {}, ())
+    assert dict(backend.environment(JOB, None, ParallelPlan.mesh(layers=1), ())) == {}
     assert backend.open_device(exact=True) == CPU
     endpoint = backend.listen("127.0.0.1", RunCredential.fresh("a run"))
     try:
@@ -57,8 +62,9 @@ def test_every_endpoint_is_called_as_the_protocol_says(endpoint):
 def test_a_gpu_run_reserves_gpus_and_waits_longer_for_communicators():
     backend = make_backend("gpu")
     assert backend.gpus_per_worker == 1
-    assert backend.environment["CUDA_MODULE_LOADING"] == "EAGER"
-    assert backend.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    environment = backend.environment(JOB, None, ParallelPlan.mesh(layers=1), ())
+    assert environment["CUDA_MODULE_LOADING"] == "EAGER"
+    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     defaults = RunPolicy(workers=1, job_steps=1)
     assert all(seconds > getattr(defaults, name) for name, seconds in backend.deadlines.items())
 

@@ -22,7 +22,7 @@ import torch
 
 from raypar.comm.nccl import bindings
 from raypar.comm.nccl.communicator_stream import CommunicatorStream
-from raypar.comm.nccl.device import WORKER_ENVIRONMENT, Device
+from raypar.comm.nccl.device import BLOCKS, DEFAULT_BLOCKS, WORKER_ENVIRONMENT, Device, positive_setting
 from raypar.comm.nccl.transport import NcclTransport
 from raypar.comm.nccl.tree_sum import compile_ahead
 from raypar.comm.tcp.transport import TcpTransport
@@ -37,6 +37,8 @@ class Hello(TypedDict):
     """The number of its NCCL's release."""
     device: str
     """Tells its device from all others."""
+    blocks: int
+    """Most thread blocks of its kernels (NCCL_MAX_CTAS)."""
     shares: bool
     """Whether its NCCL may share a device with other ranks'."""
     communicators: Sequence[tuple[Sequence[int], str, int]]
@@ -139,6 +141,7 @@ def exchange_hellos(
     hello: Hello = {
         "version": bindings.nccl_version(),
         "device": device.identity,
+        "blocks": positive_setting("NCCL_MAX_CTAS", DEFAULT_BLOCKS),
         "shares": os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
         "communicators": [(list(key.members), key.operation, key.channel) for key in keys],
         "ids": {str(key): bindings.new_unique_id().hex() for key in keys if key.members[0] == control.rank},
@@ -152,23 +155,14 @@ def exchange_hellos(
 
 
 def check_ranks_compatible(hellos: Mapping[int, Hello], keys: Sequence[CommunicatorKey], rank: int) -> None:
-    """Raise an error if versions of NCCL, devices or communicators of the ranks do not fit together.
+    """Raise an error if versions and settings of NCCL, devices or communicators of the ranks do not fit together.
 
     All ranks that are connected with all others raise alike, except about communicators.
     """
-    versions: dict[int, list[int]] = {}
     devices: dict[str, list[int]] = {}
     for other, hello in hellos.items():
-        versions.setdefault(hello["version"], []).append(other)
         devices.setdefault(hello["device"], []).append(other)
-    if len(versions) > 1:
-        who = "; ".join(
-            f"{bindings.format_nccl_version(version)}: ranks {ranks}" for version, ranks in sorted(versions.items())
-        )
-        raise ClusterError(
-            f"the ranks have different versions of NCCL, which do not understand each other ({who})",
-            cure="install the same PyTorch, or the same nvidia-nccl package, on all nodes",
-        )
+    check_same_nccl(hellos)
     for name, ranks in devices.items():
         can_share = hellos[rank]["version"] >= SHARED_GPU_SINCE and all(hellos[r]["shares"] for r in ranks)
         if len(ranks) > 1 and not can_share:
@@ -192,6 +186,29 @@ def check_ranks_compatible(hellos: Mapping[int, Hello], keys: Sequence[Communica
                 f"{missing or 'nothing'}, only rank {other} {unknown or 'nothing'}",
                 cure="connect all ranks with the communicators of one plan",
             )
+
+
+def check_same_nccl(hellos: Mapping[int, Hello]) -> None:
+    """Raise `ClusterError` if ranks have different versions of NCCL, or number their kernels' blocks differently."""
+    versions: dict[int, list[int]] = {}
+    blocks: dict[int, list[int]] = {}
+    for other, hello in hellos.items():
+        versions.setdefault(hello["version"], []).append(other)
+        blocks.setdefault(hello["blocks"], []).append(other)
+    if len(versions) > 1:
+        who = "; ".join(
+            f"{bindings.format_nccl_version(version)}: ranks {ranks}" for version, ranks in sorted(versions.items())
+        )
+        raise ClusterError(
+            f"the ranks have different versions of NCCL, which do not understand each other ({who})",
+            cure="install the same PyTorch, or the same nvidia-nccl package, on all nodes",
+        )
+    if len(blocks) > 1:
+        who = "; ".join(f"{count}: ranks {ranks}" for count, ranks in sorted(blocks.items()))
+        raise ClusterError(
+            f"the ranks cut what NCCL sends in different numbers of parts, by NCCL_MAX_CTAS: {who}",
+            cure=f"set NCCL_MAX_CTAS={BLOCKS[-1]} for all workers: their GPUs are of different kinds, or only some set it",
+        )
 
 
 class CommunicatorSetup(threading.Thread):
@@ -311,7 +328,7 @@ def receive_hello(handle: Handle, rank: int) -> Hello:
         keys = [CommunicatorKey(tuple(members), operation, channel) for members, operation, channel in found["communicators"]]
         ids = {name: bytes.fromhex(text) for name, text in found["ids"].items()}
         good = (
-            [type(found[key]) for key in ("version", "device", "shares")] == [int, str, bool]
+            [type(found[key]) for key in ("version", "device", "blocks", "shares")] == [int, str, int, bool]
             and all(type(number) is int for key in keys for number in (*key.members, key.channel))
             and set(ids) == {str(key) for key in keys if key.members[0] == rank}
             and all(len(id_) == UNIQUE_ID_BYTES for id_ in ids.values())
@@ -320,11 +337,11 @@ def receive_hello(handle: Handle, rank: int) -> Hello:
         good = False
     if not good:
         raise CommError(f"what rank {rank} says of itself is damaged", cure="form the next generation without it")
-    version, device, shares = found["version"], found["device"], found["shares"]
     return {
-        "version": version,
-        "device": device,
-        "shares": shares,
+        "version": found["version"],
+        "device": found["device"],
+        "blocks": found["blocks"],
+        "shares": found["shares"],
         "communicators": found["communicators"],
         "ids": found["ids"],
     }

@@ -25,6 +25,14 @@ DEFAULT_BLOCKS = 32
 MAX_COMMUNICATORS = MAX_QUEUES - 1
 """Most communicators of a process, on any GPU: the computation has a queue of its own."""
 
+BLOCKS = (16, 8, 4)
+"""Most blocks of a kernel that raypar chooses, by preference. NCCL itself takes up to 32. Between GPUs that NVLink joins sums
+become faster with each block (others have measured 134 GB/s with 4 and 234 with 8, on eight H200), up to about 16 (for sums in
+NVLink's switches, says its source, more give nothing). NCCL makes the channels of messages a power of two."""
+
+COMMUNICATORS = "RAYPAR_NCCL_COMMUNICATORS"
+"""Variable with the most communicators that a worker of the run will ever have, set where `limit_blocks` is to decide."""
+
 WORKER_ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "NCCL_MAX_CTAS": "4",
@@ -169,6 +177,7 @@ class CudaDevice:
         # With NCCL_HOSTID NCCL takes two processes of a machine for two machines, and a GPU that they share for two.
         host = os.environ.get("NCCL_HOSTID")
         self.identity = f"GPU {properties.uuid}" + (f" of NCCL_HOSTID {host}" if host else "")
+        limit_blocks(properties.multi_processor_count)
         self.max_communicators = max_concurrent_communicators(properties.multi_processor_count)
 
     def bind(self) -> None:
@@ -206,6 +215,21 @@ def max_concurrent_communicators(processors: int) -> int:
     """
     queues = positive_setting("CUDA_DEVICE_MAX_CONNECTIONS", DEFAULT_QUEUES) - 1
     return min(MAX_COMMUNICATORS, queues, (processors - 1) // positive_setting("NCCL_MAX_CTAS", DEFAULT_BLOCKS))
+
+
+def blocks_that_fit(communicators: int, processors: int) -> int:
+    """How many blocks a kernel of NCCL may have when so many communicators are to make progress beside each other and the
+    computation on so many multiprocessors: the most of `BLOCKS` that fit, else the fewest."""
+    return next((blocks for blocks in BLOCKS if communicators * blocks < processors), BLOCKS[-1])
+
+
+def limit_blocks(processors: int) -> None:
+    """Set NCCL_MAX_CTAS for this process if `COMMUNICATORS` is set and nobody has set it.
+
+    To be called before NCCL's first communicator, with which it reads the variable, once for all.
+    """
+    if communicators := os.environ.get(COMMUNICATORS):
+        os.environ.setdefault("NCCL_MAX_CTAS", str(blocks_that_fit(int(communicators), processors)))
 
 
 def positive_setting(name: str, default: int) -> int:
