@@ -22,8 +22,10 @@ from raypar.schedule import registry
 from raypar.worker.job_preflight import check_layer_shapes
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_job
+from raypar.worker.process.torch_state_guard import ExpectedTorchState, TorchStateGuard
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.layer_call import LayerCall
+from raypar.worker.stage.precision import StagePrecision
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import build_stage
 
@@ -438,6 +440,31 @@ def test_workers_that_take_turns_inside_layers_expect_each_their_own_autocast():
         run.step(0)
         assert run.warnings == []
         assert run.guard.check("nobody", compare_everything=True) == ()
+
+
+def test_a_call_enters_autocast_without_making_anything_anew_unless_another_is_entered_or_expected(monkeypatch):
+    guard = TorchStateGuard(threads=1)
+    precision, other = (StagePrecision(BF16, torch.device("cpu"), guard) for _ in range(2))
+    made, expected = [], []
+    init, of = torch.autocast.__init__, ExpectedTorchState.of
+    monkeypatch.setattr(torch.autocast, "__init__", lambda self, *args, **more: made.append(1) or init(self, *args, **more))
+    monkeypatch.setattr(ExpectedTorchState, "of", lambda state: expected.append(state) or of(state))
+    for _ in range(3):
+        with precision._entered():
+            assert torch.is_autocast_enabled("cpu") and guard.check("nobody", compare_everything=True) == ()
+    assert (len(made), len(expected)) == (1, 1)
+    with other._entered(), precision._entered(), precision._entered():
+        assert guard.check("nobody", compare_everything=True) == ()
+        torch.set_autocast_enabled("cpu", False)
+        assert guard.check("somebody") == ("autocast",) and torch.is_autocast_enabled("cpu")
+    assert (len(made), len(expected)) == (3, 3), "one for each that is entered inside another, none for the outermost"
+    with pytest.raises(RuntimeError, match="of a layer"), precision._entered():
+        raise RuntimeError("of a layer")
+    guard.accept()
+    with precision._entered():
+        assert guard.check("nobody", compare_everything=True) == ()
+    assert not torch.is_autocast_enabled("cpu") and guard.check("nobody", compare_everything=True) == ()
+    assert torch.autocast_increment_nesting() == 1 and torch.autocast_decrement_nesting() == 0
 
 
 # -- errors --------------------------------------------------------------------------------------------------------------------

@@ -375,6 +375,9 @@ class TorchStateGuard(EnvironmentGuard):
     """What is expected where no contexts are accepted."""
     _of_thread: _OfThread
     """What is kept for the thread that asks."""
+    _with_autocast: tuple[ExpectedTorchState, AutocastState, ExpectedTorchState] | None
+    """What was expected outside of the last `torch.autocast` that was accepted, its state, and what was expected inside: most
+    are alike."""
 
     def __init__(self, threads: int, base: GlobalTorchState | None = None) -> None:
         """`threads`: the job's. `base`: the expected state; by default the present one, so make the guard before users' code is
@@ -383,7 +386,7 @@ class TorchStateGuard(EnvironmentGuard):
         off = DEFAULT_TORCH_STATE.autocast._replace(enabled=False, kinds=(), depth=0)
         self._expected = ExpectedTorchState.of((base or state_with_default_contexts())._replace(threads=threads, autocast=off))
         self.compare_everything, self._run_with_checks, self._changes = False, set(), 0
-        self._of_thread = _OfThread()
+        self._of_thread, self._with_autocast = _OfThread(), None
         self.enter_thread()
 
     def accept(self) -> None:
@@ -399,9 +402,21 @@ class TorchStateGuard(EnvironmentGuard):
         """Context in which the present state is expected, with the contexts that raypar itself has entered in this thread."""
         return self._expecting(read_global_torch_state())
 
-    def accepting_autocast(self) -> contextlib.AbstractContextManager[None]:
-        """As `accepting_contexts`, for `torch.autocast` alone; costs less."""
-        return self._expecting(self._expected_here().training._replace(autocast=read_autocast_state()))
+    def accept_autocast(self) -> ExpectedTorchState | None:
+        """Expect this thread's present autocast, in the place of the one expected so far, until `expect_again` gets what this
+        returns. As `accepting_contexts`, which is not called for every layer."""
+        before, state = self._of_thread.accepted, read_autocast_state()
+        outside = before or self._expected
+        known = self._with_autocast
+        if known is None or known[0] is not outside or known[1] != state:
+            inside = ExpectedTorchState.of(outside.training._replace(autocast=state))
+            self._with_autocast = known = outside, state, inside
+        self._of_thread.accepted = known[2]
+        return before
+
+    def expect_again(self, accepted: ExpectedTorchState | None) -> None:
+        """Expect what was expected before `accept_autocast`, which has returned it."""
+        self._of_thread.accepted = accepted
 
     @contextlib.contextmanager
     def _expecting(self, training: GlobalTorchState) -> Iterator[None]:
