@@ -241,6 +241,15 @@ class MessageBasedTransport(ABC):
 
         return self._run("barrier", group, key, phases())
 
+    def check_connected(self, *ranks: int) -> None:
+        """Raise `CommError` if one of these ranks is neither connected with this one nor this one: a wait would have no end."""
+        lacking = set(ranks) - self.peers - {self.rank}
+        if lacking:
+            raise CommError(
+                f"rank {self.rank} has a message for, or from, ranks {sorted(lacking)}, with which it has no connection",
+                cure="report this: the connections of the plan (worker/connected_ranks.py) leave them out",
+            )
+
     # -- parts of the above
 
     def _all_reduce_whole(self, flat: Tensor, group: Sequence[int], me: int, tag: int) -> Phases:
@@ -283,7 +292,7 @@ class MessageBasedTransport(ABC):
         key = self._channels.get((name, members, channel))
         if key is None:
             check_collective_group(name, members, self.rank, self.size)
-            self._check_connected(*members)
+            self.check_connected(*members)
             key = self._channels[(name, members, channel)] = _channel(name, members, channel)
         for tensor in tensors:
             self._check(tensor, self.rank)
@@ -295,20 +304,12 @@ class MessageBasedTransport(ABC):
 
     def _check(self, tensor: Tensor | None, peer: int) -> None:
         check_peer_rank(peer, self.size)
-        self._check_connected(peer)
+        self.check_connected(peer)
         if tensor is not None and (not tensor.is_contiguous() or (self.host_only and tensor.device != CPU)):
             strides, device = tuple(tensor.stride()), tensor.device
             raise CommError(
                 f"a tensor of shape {tuple(tensor.shape)} with strides {strides} on {device} cannot be moved",
                 cure="pass a contiguous CPU tensor (tensor.contiguous())",
-            )
-
-    def _check_connected(self, *ranks: int) -> None:
-        lacking = set(ranks) - self.peers - {self.rank}
-        if lacking:
-            raise CommError(
-                f"rank {self.rank} has a message for, or from, ranks {sorted(lacking)}, with which it has no connection",
-                cure="report this: the connections of the plan (worker/connected_ranks.py) leave them out",
             )
 
     def _scratch(self, like: Tensor) -> Tensor:

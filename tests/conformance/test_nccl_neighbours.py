@@ -75,14 +75,37 @@ def test_neighbours_exchange_and_add_and_there_are_sockets_between_them_alone():
     "call",
     [
         lambda end: end.send(torch.zeros(1), to=3, tag=0),
+        lambda end: end.send(torch.zeros(1, dtype=torch.float64), to=3, tag=0),
+        lambda end: end.recv(None, source=3, tag=0),
+        lambda end: end.recv(torch.zeros(1), source=3, tag=0),
+        lambda end: end.recv(torch.zeros(1, dtype=torch.float64), source=3, tag=0),
+        lambda end: end.batch([], [(None, 3, 0)]),
+        lambda end: end.batch([(torch.zeros(1), 1, 0)], [(None, 1, 0), (None, 3, 0)]),
         lambda end: end.barrier(group=(0, 3)),
+        lambda end: end.all_reduce(torch.zeros(1, dtype=torch.float64), group=(0, 3)),
         lambda end: end.all_reduce(torch.zeros(1), group=(0, 3)),
     ],
-    ids=["send", "barrier", "all_reduce"],
+    ids=["send", "send of the host", "recv", "recv into", "recv of the host", "batch", "part of a batch", "barrier",
+         "all_reduce of the host", "all_reduce"],
+)  # fmt: skip
+def test_what_is_asked_of_a_rank_that_is_no_neighbour_is_an_error_at_once_and_nothing_else_is(call):
+    """A wait would end at the step's deadline only."""
+    with ring(device=lambda rank: standin.HostDevice(f"{rank}", only=frozenset({torch.float32, torch.int32}))) as ends:
+        with pytest.raises(CommError, match=r"ranks \[3\], with which it has no connection"):
+            call(ends[0])
+        pass_on(ends)
+
+
+@pytest.mark.parametrize(
+    "key", [CommunicatorKey((0, 3), "message"), CommunicatorKey((3, 0), "message"), CommunicatorKey((0, 1, 2, 3), "all_reduce")]
 )
-def test_what_is_asked_of_a_rank_that_is_no_neighbour_is_an_error_at_once(call):
-    with ring() as ends, pytest.raises(CommError, match=r"no communicator was made for|\[3\], with which it has no connection"):
-        call(ends[0])
+def test_a_communicator_with_a_rank_that_is_no_neighbour_is_refused_before_nccl_is_asked(key):
+    failed = Group(SIZE, lambda rank: [*KEYS, *([key] if rank in key.members else [])], peers=neighbours)
+    assert isinstance(failed.ends[0], CommError)
+    assert f"{key} with ranks [3], with which rank 0 has no connection" in failed.ends[0].what
+    assert all(isinstance(end, CommError) for end in failed.ends)
+    assert not standin.count(standin.Count.ALIVE)
+    failed.__exit__()
 
 
 def test_a_lost_rank_ends_what_its_neighbours_wait_for_and_the_others_go_on():

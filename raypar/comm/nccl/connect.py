@@ -87,7 +87,7 @@ def connect_nccl(
     deadline = time.monotonic() + deadline_s
     try:
         mine = sorted({key for key in communicators if control.rank in key.members and len(key.members) > 1})
-        check_communicator_keys(mine, control.rank, control.size, device)
+        check_communicator_keys(mine, control, device)
         hellos = exchange_hellos(control, device, mine, deadline, deadline_s)
         check_ranks_compatible(hellos, mine, control.rank)
     except BaseException:
@@ -114,8 +114,10 @@ def connect_nccl(
     return NcclTransport(control, device, making.streams, report_unended)
 
 
-def check_communicator_keys(keys: Sequence[CommunicatorKey], rank: int, size: int, device: Device) -> None:
-    """Raise an error for a key that names no possible communicator, and for more keys than the device can serve at once."""
+def check_communicator_keys(keys: Sequence[CommunicatorKey], control: TcpTransport, device: Device) -> None:
+    """Raise an error for a key that names no possible communicator, or ranks that are not connected with this one, which would
+    get no hello from them; and for more keys than the device can serve at once."""
+    rank, size = control.rank, control.size
     for key in keys:
         ascending = list(key.members) == sorted(set(key.members) & set(range(size)))
         pair = len(set(key.members) & set(range(size))) == len(key.members) == 2
@@ -123,6 +125,12 @@ def check_communicator_keys(keys: Sequence[CommunicatorKey], rank: int, size: in
             raise CommError(
                 f"{key!r} names nothing that {size} ranks can do",
                 cure=f"messages have two ranks, (source, destination); collectives are {', '.join(COLLECTIVES)}, ranks ascend",
+            )
+        lacking = sorted(set(key.members) - control.peers - {rank})
+        if lacking:
+            raise CommError(
+                f"a communicator is named for {key} with ranks {lacking}, with which rank {rank} has no connection",
+                cure="report this: the connections of the plan (worker/connected_ranks.py) leave them out",
             )
     if len(keys) > device.max_communicators:
         settings = " ".join(f"{name}={value}" for name, value in WORKER_ENVIRONMENT.items())

@@ -115,9 +115,14 @@ class PendingOperations:
             )
         return stream
 
+    def check_peer(self, peer: int) -> None:
+        """Raise `CommError` for a rank that is not in the group, or with which this one is not connected."""
+        check_peer_rank(peer, self.size)
+        self.control.check_connected(peer)
+
     def check_and_detach(self, tensor: Tensor, peer: int) -> Tensor:
         """The tensor without its autograd history, if it can travel to or from `peer`; raises `CommError` if not."""
-        check_peer_rank(peer, self.size)
+        self.check_peer(peer)
         if not tensor.is_contiguous() or not (self.device.owns(tensor) or tensor.device.type == "cpu"):
             strides = tuple(tensor.stride())
             raise CommError(

@@ -24,7 +24,7 @@ from raypar.comm.nccl.pending_operations import PendingOperations
 from raypar.comm.nccl.tagged_messages import Mailbox
 from raypar.comm.sent_tensor_layout import layout_of, message_of
 from raypar.comm.tcp.transport import TcpTransport
-from raypar.comm.transport import CommunicatorKey, Handle, check_collective_group, check_one_tensor_per_rank, check_peer_rank
+from raypar.comm.transport import CommunicatorKey, Handle, check_collective_group, check_one_tensor_per_rank
 from raypar.errors import CommError
 
 log = logging.getLogger("raypar")
@@ -107,8 +107,10 @@ class NcclTransport(PendingOperations):
         return NcclBatchHandle(self, f"batch tags {tags}", peers, handles)
 
     def _out(self, out: Tensor | None, source: int) -> Tensor | None:
-        check_peer_rank(source, self.size)
-        return None if out is None else self.check_and_detach(out, source)
+        if out is not None:
+            return self.check_and_detach(out, source)
+        self.check_peer(source)
+        return None
 
     # -- collectives
 
@@ -209,6 +211,7 @@ class NcclTransport(PendingOperations):
         self.check_alive()
         members = tuple(group)
         check_collective_group(name, members, self.rank, self.size)
+        self.control.check_connected(*members)
         key = CommunicatorKey(members, name, channel)
         return key, members.index(self.rank), [self.check_and_detach(tensor, self.rank) for tensor in tensors]
 
