@@ -18,7 +18,7 @@ from raypar.job.stable_callable_text import stable_argument_text, without_addres
 from raypar.job.walk_sections import walk_sections
 from raypar.record.metric_names import split_name
 
-CONTRACT_EDITION = 3
+CONTRACT_EDITION = 4
 """Edition of the numerics contract (`raypar/NUMERICS.md`) of this release. Checkpoints of the first do not name theirs."""
 
 CODE = "code"

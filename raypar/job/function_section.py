@@ -133,7 +133,7 @@ class ModelConfig(FunctionConfig):
     are trained, and the folder's weights stay as they are."""
     units: Annotated[tuple[str, ...], Field(strict=False), BITS] = ()
     """Names of the modules, with `*` for any part, at which the model is divided into layers: each such module runs whole.
-    Empty: the elements of the model's lists of modules, and what stands beside them."""
+    Empty: the elements of the model's lists of modules, what stands beside them, and the modules of parallel branches."""
     buffers: Annotated[Literal["refuse", "last", "sum"], BITS] = "refuse"
     """What becomes of a buffer that the forward writes in training. `refuse`: it is an error. `last`: the value that the last
     microbatch has written. `sum`: what all microbatches have added. Each microbatch begins with the value from the beginning of

@@ -101,8 +101,9 @@ class _PlainModule(PlainMicrobatches):
         copies = {name: values[home].clone() for name, home in homes.items()}
         put_values(Graph((whole,), output="output"), whole, self.model, copies, dtype)
         super().__init__(spec, type(self.model).__name__, {"": self.model}, batches)
-        self._layers = [layer.name for layer in graph.layers]
-        """Names of the layers, in order."""
+        programs = cache.first_trace.layers
+        self._layers = [program.name for program in programs if program.unit is not None or program is programs[0]]
+        """Names of the layers that call units, in order; of a model without units that of its only layer."""
         self._started: list[str] = []
         """Units whose calls have begun in this microbatch's forward."""
         self._calls: dict[str, list[str]] = {}

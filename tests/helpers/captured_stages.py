@@ -184,7 +184,7 @@ def run_plain(
     """(loss, output, gradients) of the user's own module under plain autograd. Seeded: before each unit."""
     hooks = []
     if seeded:
-        names = iter([layer.name for layer in captured.layers][1:])
+        names = iter([program.name for program in captured.cache.first_trace.layers if program.unit is not None][1:])
         calls: list[nn.Module] = []  # units under way: one may be an argument of another
         started = [False]
 

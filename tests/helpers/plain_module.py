@@ -40,8 +40,9 @@ class _LayersOf(TorchFunctionMode):
     def __init__(self, model: nn.Module, graph: Graph, spec: Job) -> None:
         super().__init__()
         self.model, self.spec = model, spec
-        self.order = [layer.name for layer in graph.layers]
         cache = cache_of(graph.layers[0].build.skeleton)  # type: ignore[attr-defined]
+        programs = cache.first_trace.layers
+        self.order = [program.name for program in programs if program.unit is not None or program is programs[0]]
         self.places = [(m, k, p) for m in model.modules() for k, p in m._parameters.items() if p is not None]
         self.leaves: dict[Use, nn.Parameter] = {}
         self.name_of = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -180,7 +180,7 @@ def old(tmp_path: Path) -> RunFolder:
 
 def test_every_key_of_a_job_file_is_accepted_and_means_the_same_job():
     found = json.loads(json.dumps(contract_of_job(parse_job(JOB))))
-    assert found == {"edition": 3, **CONTRACT, "data": {**CONTRACT["data"], "input": "x", "target": "y", "names": ["x", "y"]}}
+    assert found == {"edition": 4, **CONTRACT, "data": {**CONTRACT["data"], "input": "x", "target": "y", "names": ["x", "y"]}}
     assert parse_job(parse_job(JOB).to_yaml()) == parse_job(JOB)
 
 
@@ -240,13 +240,13 @@ def test_a_run_folder_is_shown_and_resumed(old: RunFolder, capsys: pytest.Captur
     options, _ = prepare_resumed_run(path, LaunchOptions(job, lambda chosen: old), lambda checked: None, told.append)
     assert (options.resume, options.steps_done) == (path, 5)
     assert [event.kind for event in told] == ["warning", "resuming"]
-    assert "was computed by edition 1 of the numerics contract, and the run goes on by edition 3" in (told[0].line() or "")
+    assert "was computed by edition 1 of the numerics contract, and the run goes on by edition 4" in (told[0].line() or "")
 
 
 @pytest.mark.parametrize(
     "edition, differences, told",
-    [(None, [], True), (1, [], True), (2, [], True), (3, [], False)]
-    + [(other, [f"edition was {other}, is 3"], False) for other in (4, 0, -1)],
+    [(None, [], True), (1, [], True), (2, [], True), (3, [], True), (4, [], False)]
+    + [(other, [f"edition was {other}, is 4"], False) for other in (5, 0, -1)],
 )
 def test_a_checkpoint_of_an_earlier_edition_of_the_numerics_contract_goes_on_and_one_of_a_later_does_not(
     edition, differences, told, old: RunFolder

@@ -67,7 +67,7 @@ def test_every_rule_that_code_and_pages_name_is_there():
 
 
 def test_the_page_is_of_the_edition_that_checkpoints_name():
-    words = {1: "first", 2: "second", 3: "third"}
+    words = {1: "first", 2: "second", 3: "third", 4: "fourth"}
     assert PAGE.startswith(f"# The numerics contract, {words[CONTRACT_EDITION]} edition\n")
 
 

@@ -1,28 +1,27 @@
 """Splits a trace into layers: a layer is one call of a unit and the glue, the PyTorch calls, up to the next unit call.
 
-Glue before the first unit call belongs to the first layer. Glue is pure if it depends only on the batch, buffers and constants,
-draws no random numbers and carries no gradient; each layer that needs it recomputes it. Every other value is passed from the
-layer that computes it to the layers that read it.
+Glue before the first unit call belongs to the first layer; where parallel branches meet, a layer may be glue alone
+(`layer_drafts.py`). Glue is pure if it depends only on the batch, buffers and constants, draws no random numbers and carries no
+gradient; each layer that needs it recomputes it. Every other value is passed from the layer that computes it to the layers that
+read it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
 import torch
 
+from raypar.model.capture.layer_drafts import LayerDraft, draft_layers
 from raypar.model.capture.refusal import Refused
 from raypar.model.capture.trace_data import Event, TensorKey, Trace
 
 USES = "~"
 """Submodule of a layer that holds one leaf for each use of a parameter that the layer uses several times."""
-
-ONLY_LAYER = "model"
-"""Name of the layer of a model that calls no modules."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +87,8 @@ class CutTrace:
     """The layers, in order."""
     outputs: tuple[str, ...]
     """The tensors that the forward returned, as values that the last layer writes."""
+    joined: frozenset[int] = frozenset()
+    """As in `LayerDrafts`."""
 
     def is_fixed(self, index: int) -> bool:
         """Whether the layer's program is the same for every batch, so that it is not given the batch fields."""
@@ -141,42 +142,33 @@ def buffers_read_by(trace: Trace, event: int) -> set[str]:
     return {key.name for index in behind for key in trace.events[index].inputs if key.kind == "buffer"}
 
 
-@dataclass
-class _LayerDraft:
-    """A layer while it is cut."""
-
-    own: list[int] = field(default_factory=list)
-    """Indices of the events that run here alone."""
-    chosen: set[int] = field(default_factory=set)
-    """Indices of all events that run here."""
-    incoming: dict[TensorKey, None] = field(default_factory=dict)
-    """Values that other layers make."""
-    fields: dict[str, None] = field(default_factory=dict)
-    """Batch fields that are read."""
-    state: dict[TensorKey, None] = field(default_factory=dict)
-    """Parameters and buffers that are read."""
-
-
-def cut_into_layers(trace: Trace, parameters_of_module: Mapping[str, Collection[str]] = MappingProxyType({})) -> CutTrace:
+def cut_into_layers(
+    trace: Trace,
+    parameters_of_module: Mapping[str, Collection[str]] = MappingProxyType({}),
+    branching: Collection[str] = (),
+    first: CutTrace | None = None,
+) -> CutTrace:
     """The layers of a trace. Raises `Refused` where a write would have to be seen through a view in another layer.
 
-    `parameters_of_module`: unit, or module that a unit is given -> names of its parameters, as the trace has them.
+    `parameters_of_module`: unit, or module that a unit is given -> names of its parameters, as the trace has them. `branching`:
+    modules whose units form parallel branches. `first`: the first trace, if this is another.
     """
-    drafts, names, layer_of_event = _divide(trace)
+    drafted = draft_layers(trace, branching, first.joined if first is not None else None)
+    drafts = drafted.drafts
     live, makers = _live_tensors(trace), _makers(trace)
     for index, draft in enumerate(drafts):
         wanted = list(trace.output_keys) if index == len(drafts) - 1 else []
-        _complete(trace, draft, wanted, live, makers, layer_of_event)
+        _complete(trace, draft, wanted, live, makers)
     _refuse_late_views(trace, {key for draft in drafts for key in draft.incoming})
-    value_names, outputs = _name_values(trace, drafts, names)
+    value_names, outputs = _name_values(trace, drafts)
     shared = _shared_parameters(trace, drafts, parameters_of_module)
     layers = []
-    for index, (draft, name) in enumerate(zip(drafts, names, strict=True)):
+    for index, draft in enumerate(drafts):
         copied = _check_writes(trace, draft, live)
         events, state = _separate_uses(trace, draft, shared, parameters_of_module)
         layers.append(
             LayerProgram(
-                name=name,
+                name=draft.name,
                 events=events,
                 reads=tuple(sorted(((value_names[key], key) for key in draft.incoming), key=lambda pair: pair[0])),
                 fields=tuple(draft.fields),
@@ -188,27 +180,7 @@ def cut_into_layers(trace: Trace, parameters_of_module: Mapping[str, Collection[
     for draft in drafts:
         _refuse_distant_derivatives(trace, draft)
     final = {key: value for value, key in outputs[-1]}
-    return CutTrace(trace, tuple(layers), tuple(final[key] for key in trace.output_keys))
-
-
-def _divide(trace: Trace) -> tuple[list[_LayerDraft], list[str], dict[int, int]]:
-    """(layers with the events that run in them alone, their names, index of an event -> index of its layer)."""
-    drafts: list[_LayerDraft] = []
-    names: list[str] = []
-    layer_of_event: dict[int, int] = {}
-    calls: Counter[str] = Counter()
-    early: list[int] = []
-    for index, event in enumerate(trace.events):
-        if isinstance(event.call, str):
-            calls[event.call] += 1
-            names.append(event.call if calls[event.call] == 1 else f"{event.call}#{calls[event.call]}")
-            drafts.append(_LayerDraft(own=early if not drafts else []))
-        if not event.is_pure:
-            (drafts[-1].own if drafts else early).append(index)
-            layer_of_event[index] = max(len(drafts) - 1, 0)
-    if not drafts:
-        drafts, names = [_LayerDraft(own=early)], [ONLY_LAYER]
-    return drafts, names, layer_of_event
+    return CutTrace(trace, tuple(layers), tuple(final[key] for key in trace.output_keys), drafted.joined)
 
 
 def _makers(trace: Trace) -> dict[TensorKey, int]:
@@ -236,11 +208,10 @@ def _live_tensors(trace: Trace) -> set[TensorKey]:
 
 def _complete(
     trace: Trace,
-    draft: _LayerDraft,
+    draft: LayerDraft,
     wanted: list[TensorKey],
     live: set[TensorKey],
     makers: Mapping[TensorKey, int],
-    layer_of_event: Mapping[int, int],
 ) -> None:
     """Add to a layer the pure events that it needs, and what it reads from outside. `wanted`: tensors that it must return."""
     todo, keys = list(draft.own), list(wanted)
@@ -266,7 +237,7 @@ def _complete(
             keys += [*event.inputs, *(rewrite.before for rewrite in event.rewrites if rewrite.after in live)]
 
 
-def _refuse_distant_derivatives(trace: Trace, draft: _LayerDraft) -> None:
+def _refuse_distant_derivatives(trace: Trace, draft: LayerDraft) -> None:
     """Raises `Refused` for `torch.autograd.grad` by a tensor of another layer, unless the layer receives that alone: the graph
     ends at what a layer receives."""
     received = [key for key in draft.incoming if trace.facts[key].requires_grad]
@@ -280,15 +251,13 @@ def _refuse_distant_derivatives(trace: Trace, draft: _LayerDraft) -> None:
             )
 
 
-def _modules_of(trace: Trace, draft: _LayerDraft) -> list[str]:
+def _modules_of(trace: Trace, draft: LayerDraft) -> list[str]:
     """The unit that a layer calls, and the modules that it is given."""
     calls = [event for event in (trace.events[i] for i in draft.own) if event.is_unit]
     return [path for event in calls for path in (event.label, *event.modules)]
 
 
-def _shared_parameters(
-    trace: Trace, drafts: list[_LayerDraft], parameters_of_module: Mapping[str, Collection[str]]
-) -> set[str]:
+def _shared_parameters(trace: Trace, drafts: list[LayerDraft], parameters_of_module: Mapping[str, Collection[str]]) -> set[str]:
     """Names of the parameters that several layers use."""
     users: Counter[str] = Counter()
     for draft in drafts:
@@ -298,7 +267,7 @@ def _shared_parameters(
 
 
 def _separate_uses(
-    trace: Trace, draft: _LayerDraft, shared: set[str], parameters_of_module: Mapping[str, Collection[str]]
+    trace: Trace, draft: LayerDraft, shared: set[str], parameters_of_module: Mapping[str, Collection[str]]
 ) -> tuple[tuple[Event, ...], tuple[TensorKey, ...]]:
     """(the events of a layer, parameters and buffers that its glue reads).
 
@@ -338,14 +307,13 @@ def used_parameter(path: str) -> tuple[str, str] | None:
     return parameter.replace("/", "."), number
 
 
-def _name_values(
-    trace: Trace, drafts: list[_LayerDraft], names: list[str]
-) -> tuple[dict[TensorKey, str], list[list[tuple[str, TensorKey]]]]:
+def _name_values(trace: Trace, drafts: list[LayerDraft]) -> tuple[dict[TensorKey, str], list[list[tuple[str, TensorKey]]]]:
     """(key -> name of the value, by layer: (name, key) of its outputs). The last layer writes all that the forward returned."""
     crossing = {key for draft in drafts for key in draft.incoming}
     value_names: dict[TensorKey, str] = {}
     outputs: list[list[tuple[str, TensorKey]]] = []
-    for index, (draft, name) in enumerate(zip(drafts, names, strict=True)):
+    for index, draft in enumerate(drafts):
+        name = draft.name
         made = dict.fromkeys(key for i in sorted(draft.own) for key in trace.events[i].makes if key in crossing)
         mine = [key for key in made if key not in value_names]
         value_names |= {key: f"{name}.out{number}" for number, key in enumerate(mine)}
@@ -356,7 +324,7 @@ def _name_values(
     return value_names, outputs
 
 
-def _check_writes(trace: Trace, draft: _LayerDraft, live: set[TensorKey]) -> frozenset[TensorKey]:
+def _check_writes(trace: Trace, draft: LayerDraft, live: set[TensorKey]) -> frozenset[TensorKey]:
     """The tensors from outside of the layer that it writes into.
 
     Raises `Refused` if a write must be seen through a view that lies elsewhere once the layers are apart.
@@ -412,6 +380,6 @@ def _refuse_late_views(trace: Trace, crossing: Collection[TensorKey]) -> None:
 _WRITE_CURE = "use the operation that returns a new tensor; or make the module around both a unit (model.units)"
 
 
-def _is_from_outside(key: TensorKey, draft: _LayerDraft) -> bool:
+def _is_from_outside(key: TensorKey, draft: LayerDraft) -> bool:
     """Whether a layer is given this tensor."""
     return key.kind in ("field", "constant") or key in draft.incoming

@@ -17,7 +17,7 @@ from raypar.model.capture.forward_inputs import ForwardInputs, choose_forward_in
 from raypar.model.capture.memoryless_tensor import memoryless_like
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.capture.trace_data import TensorKey
-from raypar.model.capture.units import LARGE_PART, find_units, open_units, units_by_pattern
+from raypar.model.capture.units import LARGE_PART, divide_into_branches, find_units, open_units, units_by_pattern
 from raypar.model.graph import Graph, Layer, ModelOutput, join_names
 from raypar.model.initial_values_source_protocol import InitialValues
 from raypar.model.layer_skeletons import (
@@ -403,17 +403,43 @@ def trace_module(
     found = units_by_pattern(model, units) if units else find_units(model)
     opened = found if units else open_units(model, found)
 
-    def trace(chosen: Mapping[str, nn.Module]) -> TraceCache:
+    def trace(chosen: Mapping[str, nn.Module], branching: Collection[str] | None = None) -> TraceCache:
         _refuse_hooks_of_glue(model, chosen)
-        cache = TraceCache(model, chosen, inputs, autocast_dtype, rounded_to=rounded_to, units_are_named=bool(units))
+        cache = TraceCache(
+            model,
+            chosen,
+            inputs,
+            autocast_dtype,
+            rounded_to=rounded_to,
+            units_are_named=bool(units),
+            branching=branching,
+        )
         cache.trace_of(batch, training=True)
         _refuse_hooks_of_glue(model, cache.units)  # tracing may have divided some of those found
         return cache
 
+    made = None
     if opened.keys() != found.keys():
         with contextlib.suppress(ModelError):  # the code of a unit that was opened cannot be captured: it runs whole
-            return trace(opened)
-    return trace(found)
+            made = trace(opened)
+    made = made or trace(found)
+    first = made.first_trace.trace
+    if first.branches or first.branching:
+        with contextlib.suppress(ModelError):  # the code of a unit with branches cannot be captured
+            divided = trace(divide_into_branches(model, made.units, first.branches), {*first.branches, *first.branching})
+            make_layers(divided, skeleton)
+            if _can_evaluate(divided, batch) or not _can_evaluate(made, batch):
+                return divided
+    return made
+
+
+def _can_evaluate(cache: TraceCache, batch: Mapping[str, Tensor]) -> bool:
+    """Whether the model calls its units in evaluation as in training."""
+    try:
+        cache.trace_of(batch, training=False)
+    except ModelError:
+        return False
+    return True
 
 
 def make_layers(cache: TraceCache, skeleton: nn.Module) -> tuple[list[Layer], list[tuple[str, ...]]]:

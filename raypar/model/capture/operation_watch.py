@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ class OperationWatch(TorchDispatchMode):
         """The name of the unit whose call it is; None if it is the call of a function."""
         self._given: Collection[int] = ()
         """`memory_of` the tensors among its arguments."""
+        self.after: Callable[[str, Sequence[OperatorValue], OperatorValue], None] | None = None
+        """Called with name, arguments and result of each operation."""
         self._deadline, self._seconds = math.inf, math.inf
         """When the unit that runs must have ended, and how long it may take."""
         self._is_paused = False
@@ -123,6 +125,8 @@ class OperationWatch(TorchDispatchMode):
                 if varies:
                     self._maker[memory_of(value)] = self._event
         out = run_operation(func, args, kwargs)
+        if self.after is not None:
+            self.after(schema_of(func).name.rpartition("::")[2], args, out)
         for made in tree_flatten(out)[0]:
             if isinstance(made, Tensor) and not made.is_meta and memory_of(made) not in memories:  # neither view nor written
                 self._made.setdefault(memory_of(made), made)

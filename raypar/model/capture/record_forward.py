@@ -155,15 +155,18 @@ def record_forward(
     fields: Mapping[str, Tensor],
     call: Callable[[Mapping[str, Tensor]], R],
     like: Trace | None = None,
+    *,
+    finds_branches: bool = False,
 ) -> Trace:
     """The trace of `call(fields)`, which calls the model. The caller restores buffers and generators.
 
-    `like`: a trace in training mode, if the model is in evaluation mode now.
+    `like`: a trace in training mode, if the model is in evaluation mode now. `finds_branches`: whether to look for units whose
+    modules form parallel branches.
 
     Raises `Refused` for what cannot be captured, `InnerModuleUsed` where the units must be finer.
     """
     given = {name: value.clone() for name, value in fields.items()}  # the forward may write into them
-    recorder = Recorder(model, units, given, like)
+    recorder = Recorder(model, units, given, like, finds_branches=finds_branches)
     with recording(recorder):
         try:
             out = call(given)

@@ -22,6 +22,7 @@ from raypar.errors import with_article
 from raypar.model.capture.attributes_set_while_traced import UnitAttributes
 from raypar.model.capture.memoryless_tensor import MemorylessTensor, ValuesNeeded, memory_of
 from raypar.model.capture.operation_watch import OperationWatch
+from raypar.model.capture.parallel_branches import BranchFinder, modules_with_branches
 from raypar.model.capture.refusal import (
     DRAWS_MASKS,
     SKIPS_LAYERS,
@@ -130,7 +131,13 @@ class Recorder(TorchFunctionMode):
     """Records the calls that are made while it is entered. `record_forward.py` is the way to use it."""
 
     def __init__(
-        self, model: nn.Module, units: Mapping[str, nn.Module], fields: Mapping[str, Tensor], like: Trace | None = None
+        self,
+        model: nn.Module,
+        units: Mapping[str, nn.Module],
+        fields: Mapping[str, Tensor],
+        like: Trace | None = None,
+        *,
+        finds_branches: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -181,6 +188,10 @@ class Recorder(TorchFunctionMode):
         """Tensors that depend on batch fields, buffers and constants alone."""
         self.watch = OperationWatch(model, fields.values())
         """Notices what operations do, inside of units too."""
+        self.branches = BranchFinder(model, self.paths) if finds_branches else None
+        """Finds the units whose modules form parallel branches."""
+        if self.branches is not None:
+            self.watch.after = self.branches.note_operation
         self.attributes = UnitAttributes(units, self.watch.varies)
         """Notices attributes that another layer has set."""
         self._unit_calls = 0
@@ -285,6 +296,8 @@ class Recorder(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if self._inside_event:
             self._unit_has_asked |= getattr(func, "__name__", "") in _GIVE_ANSWERS
+            if self.branches is not None:
+                return self.branches.call(func, args, kwargs)
             return func(*args, **kwargs)
         func, args, kwargs = without_dtype_and_device_tensor(func, args, kwargs)
         if func is Tensor.__iter__:
@@ -331,6 +344,8 @@ class Recorder(TorchFunctionMode):
 
         def run() -> R:
             self._unit_has_asked = False
+            if self.branches is not None:
+                self.branches.begin(name, (args, kwargs))
             with self.watch.limited(MOST_UNIT_SECONDS):
                 try:
                     out = call(module, *args, **kwargs)
@@ -342,6 +357,8 @@ class Recorder(TorchFunctionMode):
                     self._on_random_numbers.has_fused = True
                     out = with_dtypes_of_fused(name, module, call, args, kwargs, out)
             self._unit_has_asked |= self.watch.gave_dynamic_shape
+            if self.branches is not None:
+                self.branches.end(is_divisible=not self._unit_has_asked)
             self._refuse_numbers_of_values(name, module, out)
             return out
 
@@ -483,6 +500,8 @@ class Recorder(TorchFunctionMode):
                 is_pure=is_pure,
                 location=user_location(),
                 result_form=form_of(out) if isinstance(call, str) and self._unit_has_asked else None,
+                home=self.running_module,
+                draws=self.watch.drew_random_numbers,
             )
         )
 
@@ -585,6 +604,8 @@ class Recorder(TorchFunctionMode):
     def note_inner_call(self, module: nn.Module) -> None:
         """Raises `InnerModuleUsed` for a module inside of a unit that code between units calls."""
         path = self.paths.get(id(module))
+        if self.branches is not None and self._inside_event and threading.get_ident() == self._thread:
+            self.branches.begin_module(module)
         if self._inside_event or threading.get_ident() != self._thread or path is None or path in self.units:
             return
         if any(path.startswith(unit + ".") for unit in self.units):
@@ -601,6 +622,8 @@ class Recorder(TorchFunctionMode):
         path = self.paths.get(id(module))
         if self.is_between_units and self._running and path == self._running[-1]:
             self._running.pop()
+        if self.branches is not None and self._inside_event and threading.get_ident() == self._thread:
+            self.branches.end_module(module)
         if not self._inside_event or threading.get_ident() != self._thread or path is None or path in self.units:
             return
         for value in tree_flatten(out)[0]:
@@ -648,6 +671,10 @@ class Recorder(TorchFunctionMode):
             call_log=(*self.call_log, ("return", "its end", described)),
             gradient_parts=self._on_random_numbers.gradient_parts(self.model, leaves),
             has_fused_units=self._on_random_numbers.has_fused,
+            branches=self.branches.found if self.branches is not None else {},
+            branching=frozenset()
+            if self.branches is None
+            else modules_with_branches(self.events, self.model, self.branches.work),
         )
 
 

@@ -8,7 +8,7 @@ import time
 import traceback
 import weakref
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,7 @@ class TraceCache:
         *,
         rounded_to: torch.dtype | None = None,
         units_are_named: bool = False,
+        branching: Collection[str] | None = None,
     ) -> None:
         self.model = model
         """The model, with memoryless parameters and real buffers."""
@@ -125,6 +126,8 @@ class TraceCache:
         """Qualified name -> unit, in `model`."""
         self.units_are_named = units_are_named
         """Whether the user has named them, so that no other module runs whole."""
+        self.branching = branching
+        """Modules whose units form parallel branches; None if nobody has looked for them yet."""
         self._opened = set[str]()
         """Former units without parameters, whose code is recorded like that between units."""
         self._divided: list[str] = []
@@ -265,7 +268,7 @@ class TraceCache:
                 try:
                     trace = self._record(given, training=training)
                     self._refuse_changed_state(before, trace)
-                    made = cut_into_layers(trace, self._parameters_of_modules(trace))
+                    made = cut_into_layers(trace, self._parameters_of_modules(trace), self.branching or (), self._first_trace)
                     if self._first_trace is None:
                         self.written_buffers = (before.written_buffers() | before.replaced_buffers()) - before.statistics
                     self._refuse_memory(before, trace, given, training=training)
@@ -295,6 +298,7 @@ class TraceCache:
             given,
             lambda fields: self.inputs.call(self.model, fields),
             like=None if self._first_trace is None or training else self._first_trace.trace,
+            finds_branches=self._first_trace is None and not self.units_are_named and self.branching is None,
         )
 
     def _refuse_memory(self, before: StateBefore, trace: Trace, given: Mapping[str, Tensor], *, training: bool) -> None:

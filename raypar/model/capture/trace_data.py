@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -96,6 +96,10 @@ class Event:
     """File and line of the user's code that made the call."""
     result_form: Hashable = None
     """Of a unit that has read values, what it returned as `form_of` says it: for other values it may be another."""
+    home: str = ""
+    """Qualified name of the module whose own code made the call; empty for the model's."""
+    draws: bool = False
+    """Whether it drew random numbers."""
 
     @property
     def is_unit(self) -> bool:
@@ -172,6 +176,10 @@ class Trace:
     has_fused_units: bool
     """Whether units have autocast's dtype because a fused operation computes them: on shards, where none does, they may have
     float32."""
+    branches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Unit whose modules form parallel branches -> the modules that its code calls; empty if nobody looked for them."""
+    branching: frozenset[str] = frozenset()
+    """Modules whose units form parallel branches; of the model itself the name is empty."""
 
     @cached_property
     def output_leaves_without_tensors(self) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
@@ -80,6 +80,29 @@ def open_units(model: nn.Module, units: Units) -> dict[str, nn.Module]:
 
     for path, module in units.items():
         add(path, module)
+    return found
+
+
+def divide_into_branches(model: nn.Module, units: Units, branches: Mapping[str, Collection[str]]) -> dict[str, nn.Module]:
+    """Units such that those whose modules form parallel branches are divided into these modules.
+
+    `branches`: such a unit -> the modules that its code calls.
+    """
+    found: dict[str, nn.Module] = {}
+
+    def add(path: str, module: nn.Module, called: Collection[str]) -> None:
+        for name, child in module.named_children():
+            where = f"{path}.{name}"
+            if any(other.startswith(where + ".") for other in called):
+                add(where, child, called)  # a container whose elements are called
+            else:
+                found[where] = child
+
+    for path, module in units.items():
+        if path in branches:
+            add(path, module, branches[path])
+        else:
+            found[path] = module
     return found
 
 

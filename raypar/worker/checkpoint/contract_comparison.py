@@ -130,6 +130,8 @@ _CHANGES_OF_EDITION = {
     3: "in the last digit of the gradient's norm, and so of the weights where clip_norm clips, in that of losses, and so of "
     "what follows validations, for stages of four shards and more (of three, where they compute in bf16), and on GPUs for "
     "views that are sent between stages",
+    4: "where a model that raypar captures draws random numbers (dropout) inside of blocks with parallel branches (Inception, "
+    "mixtures by sum), whose modules are layers of their own now",
 }
 """Edition of the contract -> where bits differ from the edition before."""
 
