@@ -107,6 +107,12 @@ class OnDevice:
         there = self._there(flat)
         return self._fetched(self._inner.all_reduce(there, group=group, channel=channel), [(there, flat)])
 
+    def halving_all_reduce(self, flat: Tensor, scratch: Tensor, *, group: Sequence[int], channel: int = 0) -> Handle:
+        """See `Transport.halving_all_reduce`."""
+        there = self._there(flat)
+        posted = self._inner.halving_all_reduce(there, self._there(scratch), group=group, channel=channel)
+        return self._fetched(posted, [(there, flat)])
+
     def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Handle:
         """See `Transport.reduce_scatter`."""
         there, parts = self._there(out), [self._there(piece) for piece in pieces]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU, BufferPool
 from raypar.comm.phased_operation import OperationMessage, OperationPhase, PhasedOperation, Phases
+from raypar.comm.recursive_halving import halving_partners, halving_steps
 from raypar.comm.sent_tensor_layout import layout_of, message_of
 from raypar.comm.transport import (
     CommunicationLedger,
@@ -23,6 +24,7 @@ from raypar.comm.transport import (
     check_collective_group,
     check_one_tensor_per_rank,
     check_peer_rank,
+    check_power_of_two,
     generation_over_error,
 )
 from raypar.errors import CommError
@@ -172,6 +174,15 @@ class MessageBasedTransport(ABC):
             return self._run("all_reduce", group, key, self._all_reduce_whole(flat, group, me, tag))
         return self._run("all_reduce", group, key, self._all_reduce_slices(flat, group, me, tag))
 
+    def halving_all_reduce(self, flat: Tensor, scratch: Tensor, *, group: Sequence[int], channel: int = 0) -> PhasedOperation:
+        """See `Transport.halving_all_reduce`."""
+        name = "halving_all_reduce"
+        check_power_of_two(name, group)
+        partners = [group[i] for i in halving_partners(group.index(self.rank), len(group))] if self.rank in group else ()
+        me, key, tag = self._enter(name, group, channel, flat, scratch, partners=partners)
+        phases = self._halve_and_double(flat.view(-1), scratch, group, me, tag)
+        return PhasedOperation(self, name, partners, key, phases).start()
+
     def reduce_scatter(
         self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0
     ) -> PhasedOperation:
@@ -270,6 +281,21 @@ class MessageBasedTransport(ABC):
         others = len(group) - 1
         self.ledger.add_payload("all_reduce", sent=cut[me].nbytes * others, received=sum(t.nbytes for t, _, _ in finished))
 
+    def _halve_and_double(self, flat: Tensor, scratch: Tensor, group: Sequence[int], me: int, tag: int) -> Phases:
+        steps = halving_steps(even_slices(flat.numel(), len(group)), me)
+        self.ledger.count("halving_all_reduce")
+
+        def exchange(to: int, tag: int, piece: Tensor, out: Tensor) -> OperationPhase:
+            self.ledger.add_payload("halving_all_reduce", sent=piece.nbytes, received=out.nbytes)
+            return OperationPhase([(piece, to, tag)] * bool(piece.numel()), [(out, to, tag)] * bool(out.numel()))
+
+        for step in steps:
+            received = scratch[: step.kept.stop - step.kept.start]
+            yield exchange(group[step.partner], tag, flat[step.given], received)
+            step.add(flat, received, me)
+        for step in reversed(steps):
+            yield exchange(group[step.partner], tag + 1, flat[step.kept], flat[step.given])
+
     def _exchange(
         self, name: str, group: Sequence[int], me: int, tag: int, pieces: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> OperationPhase:
@@ -285,14 +311,19 @@ class MessageBasedTransport(ABC):
             [(outs[i], r, tag) for i, r in others if keep or outs[i].numel()],
         )
 
-    def _enter(self, name: str, group: Sequence[int], channel: int, *tensors: Tensor) -> tuple[int, int, int]:
-        """Check a collective call. Returns this rank's index in the group, the channel and the first tag of its messages."""
+    def _enter(
+        self, name: str, group: Sequence[int], channel: int, *tensors: Tensor, partners: Sequence[int] | None = None
+    ) -> tuple[int, int, int]:
+        """Check a collective call. Returns this rank's index in the group, the channel and the first tag of its messages.
+
+        `partners`: the ranks of the group with which it exchanges messages; None: all.
+        """
         self._check_alive()
         members = tuple(group)
         key = self._channels.get((name, members, channel))
         if key is None:
             check_collective_group(name, members, self.rank, self.size)
-            self.check_connected(*members)
+            self.check_connected(*(members if partners is None else partners))
             key = self._channels[(name, members, channel)] = _channel(name, members, channel)
         for tensor in tensors:
             self._check(tensor, self.rank)

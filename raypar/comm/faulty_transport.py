@@ -174,6 +174,12 @@ class FaultyTransport:
         """See `Transport.all_reduce`."""
         return self._call("all_reduce", lambda: self.inner.all_reduce(flat, group=group, channel=channel))
 
+    def halving_all_reduce(self, flat: Tensor, scratch: Tensor, *, group: Sequence[int], channel: int = 0) -> Handle:
+        """See `Transport.halving_all_reduce`."""
+        return self._call(
+            "halving_all_reduce", lambda: self.inner.halving_all_reduce(flat, scratch, group=group, channel=channel)
+        )
+
     def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Handle:
         """See `Transport.reduce_scatter`."""
         return self._call("reduce_scatter", lambda: self.inner.reduce_scatter(out, pieces, group=group, channel=channel))

@@ -3,7 +3,9 @@
 *Canonical* (the default): every replica adds the complete subtrees of its run of blocks by itself. Between replicas, each
 owner of a slice receives all replicas' subtree sums of the slice (all-to-all), adds them in the order of the tree, and sends
 the total to all (all-gather). The additions are those of one process, whatever the number of replicas. Where each run is one
-complete subtree, the bytes are those of a ring: 2 (R-1)/R N per replica. *Fast*: a plain all-reduce of each replica's own sum.
+complete subtree, the bytes are those of a ring: 2 (R-1)/R N per replica; if there are 2^k of one size, small buckets, and all
+on a GPU, are exchanged by recursive halving and doubling between neighbours (`plan/gradient_exchange.py` chooses). *Fast*: a
+plain all-reduce of each replica's own sum.
 
 On the host a bucket's additions and all-gather follow when somebody finds its all-to-all done. On a GPU nobody would before the
 backward pass is over, because the host is ahead of it: there all of it is enqueued when the bucket is complete
@@ -30,6 +32,7 @@ from raypar.comm.gradient_buckets import (
     CombinedMessage,
     FastBucket,
     GradientBucket,
+    HalvingBucket,
     PairBucket,
     ReplicaGroup,
     ShapeAndDtype,
@@ -42,6 +45,7 @@ from raypar.comm.shared_memory import NO_ADDRESS, SharedMemoryBlock, open_shared
 from raypar.comm.transport import Handle, Transport
 from raypar.errors import CommError
 from raypar.plan.addition_tree import covering_nodes, fold_tree
+from raypar.plan.gradient_exchange import gradient_exchange
 from raypar.torch_compat.multi_tensor import add_all
 
 BUCKET_BYTES = 2 << 20
@@ -270,9 +274,9 @@ class CanonicalReduction(GradientReduction):
     """Reduction with the bits of one process, whatever the number of replicas (see the module's docstring)."""
 
     def _bucket(self, layout: BucketLayout) -> GradientBucket:
-        if [len(nodes) for nodes in self.subtrees_by_replica] == [1, 1]:
-            return PairBucket(self.replicas, layout)
-        return CanonicalBucket(self.replicas, layout)
+        host_bytes = layout.length * layout.dtype.itemsize if self.replicas.device == CPU else None
+        kinds = {"swap": PairBucket, "halving": HalvingBucket, "owners": CanonicalBucket}
+        return kinds[gradient_exchange(self.subtrees_by_replica, host_bytes)](self.replicas, layout)
 
     def _negotiate_buckets(self) -> Routine[list[GradientBucket] | None]:
         """Buckets in shared memory, for two replicas on one machine that both find that they can read each other's."""

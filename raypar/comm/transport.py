@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+COLLECTIVES = ("all_reduce", "halving_all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 """Operations of the transport protocol that move memory and have a group."""
 
 FAST_REDUCTION_CHANNELS, SHARD_CHANNELS = 1 << 32, 1 << 34
@@ -113,6 +113,14 @@ class Transport(Protocol):
     def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> Handle:
         """Sum `flat` [n] in place over `group`, added over the tree of ranks (`plan/addition_tree.py`)."""
 
+    def halving_all_reduce(self, flat: Tensor, scratch: Tensor, *, group: Sequence[int], channel: int = 0) -> Handle:
+        """Sum `flat` [n] in place over a group of 2^k ranks, by recursive halving and doubling (`comm.recursive_halving`).
+
+        The i-th rank exchanges messages with the ranks i ^ 1, i ^ 2, i ^ 4, ... of the group only. Adds over the tree of ranks,
+        and rounds each sum to the dtype of `flat`, also a short one. `scratch` has room for what one step receives
+        (`halving_scratch`).
+        """
+
     def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Handle:
         """`out` = sum over the group, over the tree of ranks, of everybody's `pieces[my index in group]` (may be ragged)."""
 
@@ -159,6 +167,12 @@ def check_collective_group(operation: str, group: Sequence[int], rank: int, size
             f"{operation} of rank {rank} (of {size}) over group {members}",
             cure="a group is an ascending list of ranks that contains the caller",
         )
+
+
+def check_power_of_two(operation: str, group: Sequence[int]) -> None:
+    """Raise `CommError` unless the group has 2^k ranks."""
+    if len(group).bit_count() != 1:
+        raise CommError(f"{operation} over {len(group)} ranks", cure="give it a group of 2, 4, 8, ... ranks")
 
 
 def check_one_tensor_per_rank(operation: str, tensors: Sequence[Tensor], group: Sequence[int]) -> None:

@@ -74,9 +74,10 @@ def kept_bytes_by_kind(profile: ModelProfile, routing: MicrobatchRouting, orders
 
 
 def reduction_ms(stage: LayerProfile, replicas: int, link: LinkProfile) -> float:
-    """Time of one reduction: all-to-all of subtree sums, then all-gather.
+    """Time of one reduction: all-to-all of subtree sums, then all-gather; or halving, then doubling.
 
-    It moves 2 (n-1)/n of the bytes, as a ring does (Patarasuk and Yuan 2009).
+    Each moves 2 (n-1)/n of the bytes, as a ring does (Patarasuk and Yuan 2009). Which one it is (`plan/gradient_exchange.py`),
+    and in how many messages, is left out.
     """
     if replicas == 1:
         return 0.0

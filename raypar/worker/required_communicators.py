@@ -17,6 +17,7 @@ from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import MicrobatchRouting, ParallelPlan, TiedParameter
 from raypar.plan.addition_tree import covering_nodes
+from raypar.plan.gradient_exchange import gradient_exchange
 from raypar.plan.pieces import MAX_DIRECT, AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Communication
@@ -121,12 +122,11 @@ def _reduction(routing: MicrobatchRouting, stage: int, shard: int, fast: bool) -
     if fast:
         yield CommunicatorKey(group, "all_reduce", FAST_REDUCTION_CHANNELS + stage)
         return
-    subtrees = [
-        len(covering_nodes(routing.blocks_of_replica(stage, r), routing.microbatches.blocks)) for r in range(len(group))
-    ]
-    if subtrees != [1, 1]:  # two with one subtree each swap them whole
-        yield CommunicatorKey(group, "all_to_all", stage)
-    yield CommunicatorKey(group, "all_gather", stage)
+    blocks = routing.microbatches.blocks
+    subtrees = [covering_nodes(routing.blocks_of_replica(stage, r), blocks) for r in range(len(group))]
+    collectives = {"swap": ("all_gather",), "halving": ("halving_all_reduce",), "owners": ("all_to_all", "all_gather")}
+    for name in collectives[gradient_exchange(subtrees, host_bytes=None)]:
+        yield CommunicatorKey(group, name, stage)
 
 
 def _shards(plan: ParallelPlan, stage: int, replica: int, sequence: bool, gathers: bool) -> Iterator[CommunicatorKey]:

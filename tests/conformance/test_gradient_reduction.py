@@ -1,5 +1,6 @@
 """The canonical reduction has the bits of one process; its bytes are those of a ring."""
 
+import contextlib
 import gc
 import os
 import threading
@@ -14,6 +15,7 @@ from helpers.transport_cases import CREDENTIAL, over_nccl
 
 from raypar.comm import gradient_reduction, shared_memory
 from raypar.comm.cooperative_scheduler import CooperativeScheduler
+from raypar.comm.gradient_buckets import CanonicalBucket, HalvingBucket, ReplicaGroup, bucket_layouts
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.local_transport import LocalMesh
 from raypar.comm.routine import RoutineWork, run_routine
@@ -304,10 +306,93 @@ def test_bytes_are_those_of_a_ring_where_runs_are_complete_subtrees(replicas, bl
     CooperativeScheduler().run([routine(t) for t in mesh.transports], mesh)
     for transport in mesh.transports:
         ledger = transport.ledger.as_dict()
-        moved = sum(ledger[phase]["sent"] for phase in ("all_to_all", "all_gather") if phase in ledger)
+        moved = sum(ledger[phase]["sent"] for phase in ("halving_all_reduce", "all_to_all", "all_gather") if phase in ledger)
         talk = 33 if replicas == 2 else 0  # once: where the memory is that both can read, and whether they can
         assert (moved - talk) * replicas == 2 * (replicas - 1) * numel * 4
         assert "all_reduce" not in ledger, "which gradients are defined is told with the votes"
+
+
+class ByOwners(CanonicalReduction):
+    """Replicas send each owner its slice, whatever their number."""
+
+    def _bucket(self, layout):
+        return CanonicalBucket(self.replicas, layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("replicas, blocks", [(4, 4), (4, 8), (8, 8), pytest.param(16, 16, marks=pytest.mark.ci)])
+def test_halving_has_the_bits_and_bytes_of_owners_in_twice_log2_r_messages_to_the_nearest_first(replicas, blocks, dtype):
+    gradients = block_gradients(blocks, dtype, seed=blocks)
+    runs = [contiguous_part(r, replicas, blocks) for r in range(replicas)]
+    found, meshes = [], []
+    for kind in (CanonicalReduction, ByOwners):
+        mesh = LocalMesh(replicas)
+        sent = [[] for _ in range(replicas)]
+        for transport, peers in zip(mesh.transports, sent, strict=True):
+            post = transport.post_send
+
+            def noted(message, post=post, peers=peers):
+                peers.append(message.peer)
+                post(message)
+
+            transport.post_send = noted
+        routines = [replica(t, kind, runs, gradients, steps=1, bucket_bytes=1 << 20) for t in mesh.transports]
+        found.append(CooperativeScheduler(seed=1).run(routines, mesh))
+        meshes.append((mesh, sent))
+    for mine, other in zip(*found, strict=True):
+        assert all(same_bits(a, b) for a, b in zip(mine, other, strict=True))
+    (halved, sent), (owned, _) = meshes
+    steps = [1 << step for step in range(replicas.bit_length() - 1)]
+    assert sent == [[rank ^ step for step in (*steps, *reversed(steps))] for rank in range(replicas)]
+    ledgers = [[t.ledger.as_dict() for t in mesh.transports] for mesh in (halved, owned)]
+    assert {name for one in ledgers[0] for name in one} == {"halving_all_reduce"}
+    moved = [sum(count["sent"] for one in of_all for count in one.values()) for of_all in ledgers]
+    assert moved[0] == moved[1]
+
+
+def test_halving_needs_no_more_memory_than_owners():
+    [layout] = bucket_layouts(parameters(), 1 << 20, torch.device("cpu"))
+    nodes = tuple(((r, r + 1),) for r in range(4))
+    replicas = ReplicaGroup(LocalMesh(4).transports[1], (0, 1, 2, 3), 1, 0, 4, nodes)
+    halving, owners = HalvingBucket(replicas, layout), CanonicalBucket(replicas, layout)
+    assert halving._scratch.numel() <= sum(part.numel() for r, part in enumerate(owners.parts) if r != 1)
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_a_rank_that_leaves_in_any_step_of_halving_ends_it_for_all_who_need_it(step):
+    """After `step` messages of its own: whoever waits for it fails, and those who wait for these once they leave."""
+    mesh, left = LocalMesh(4), mesh_leaver()
+    handles = []
+    leaving = mesh.transports[2]
+    post = leaving.post_send
+
+    def leaves(message):
+        if left(step):
+            leaving.abort("killed")
+        post(message)
+
+    leaving.post_send = leaves
+    flats = [torch.ones(100) for _ in range(4)]
+    for transport in mesh.transports:
+        with contextlib.suppress(CommError):
+            handles.append(transport.halving_all_reduce(flats[transport.rank], torch.empty(100), group=range(4)))
+    failed = []
+    for _ in range(4):  # each that fails leaves, too
+        for handle in handles:
+            try:
+                handle.done()
+            except CommError:
+                if handle.transport.rank not in failed:
+                    failed.append(handle.transport.rank)
+                    handle.transport.abort("after an error")
+    assert 2 in failed
+    assert all(handle.settled for handle in handles)
+
+
+def mesh_leaver():
+    """Returns a function that is true from the call on whose number it is given."""
+    calls = iter(range(100))
+    return lambda number: next(calls) == number
 
 
 def pair(transport, steps, undefined_in=(), numel=500):

@@ -213,6 +213,15 @@ MUTATIONS = (
             "add_over_tree_on_device(parts, self.own_index, out)",
         ),
     ),
+    _stream(
+        "halves are added in the communicator's stream",
+        "CommunicatorStream.halving_all_reduce",
+        (
+            "self.device_stream.run(partial(step.add, flat, received, self.own_index))",
+            "step.add(flat, received, self.own_index)",
+        ),
+        program=SUMS,
+    ),
     _late(
         "a late message is copied in the stream of copies",
         "CopyStream.copy",

@@ -347,7 +347,7 @@ def communicators(size: int) -> list[CommunicatorKey]:
     """Everything that the programs do together."""
     everybody = tuple(range(size))
     messages = [CommunicatorKey((a, b), "message") for a in everybody for b in everybody if a != b]
-    return messages + [CommunicatorKey(everybody, name) for name in COLLECTIVES]
+    return messages + [CommunicatorKey(everybody, name) for name in COLLECTIVES if name != "halving_all_reduce"]
 
 
 def messages_and_collectives(seed: int, *, sanitize: bool = False) -> None:
@@ -424,12 +424,16 @@ def conformance(seed: int, *, sanitize: bool = False) -> None:
 def reductions(seed: int, *, sanitize: bool = False) -> None:
     """Gradients of replicas are reduced in two steps, which may be given up; some have none of a parameter, and mark some."""
     chosen = random.Random(seed)
-    size, fast = 2 + seed % 2, chosen.random() < 0.25
+    size, fast = 4 if seed % 5 == 4 else 2 + seed % 2, chosen.random() < 0.25
+    halved = size == 4 and seed % 10 == 9
     kind, channel = (FastReduction, FAST_REDUCTION_CHANNELS) if fast else (CanonicalReduction, 0)
     everybody = tuple(range(size))
-    keys = [CommunicatorKey(everybody, name, channel) for name in ("all_reduce", "all_to_all", "all_gather")]
-    blocks = size + chosen.randrange(3)
+    names = ("all_reduce", "all_to_all", "all_gather", *(("halving_all_reduce",) if size == 4 else ()))
+    keys = [CommunicatorKey(everybody, name, channel) for name in names]
+    blocks = chosen.choice((4, 8)) if halved else size + chosen.randrange(3)
     cuts = [0, *sorted(chosen.sample(range(1, blocks), size - 1)), blocks]
+    if halved:
+        cuts = list(range(0, blocks + 1, blocks // 4))
     runs = [range(a, b) for a, b in pairwise(cuts)]
     shapes = [(chosen.choice((3, 70, 600)),) for _ in range(5)]
     defined = [[[chosen.random() < 0.5 for _ in shapes] for _ in range(blocks)] for _ in range(2)]

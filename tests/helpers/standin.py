@@ -317,6 +317,11 @@ def all_communicators(size: int) -> list[CommunicatorKey]:
     everybody = tuple(range(size))
     groups = {everybody, (0, size - 1), everybody[1:]}
     keys = [CommunicatorKey((a, b), "message") for a in everybody for b in everybody if a != b]
-    keys += [CommunicatorKey(group, name) for group in groups if len(group) > 1 for name in COLLECTIVES]
+    keys += [
+        CommunicatorKey(group, name)
+        for group in groups
+        for name in COLLECTIVES
+        if len(group) > 1 and (name != "halving_all_reduce" or len(group).bit_count() == 1)
+    ]
     keys += [CommunicatorKey(everybody, "all_reduce", channel) for channel in (1, 2)]
     return keys

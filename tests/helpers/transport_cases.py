@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from helpers import standin
 
+from raypar.comm.collectives import even_slices
 from raypar.comm.nccl.connect import connect_nccl as connect_nccl
+from raypar.comm.recursive_halving import halving_scratch, halving_steps
 from raypar.comm.routine import Routine, RoutineWait, RoutineWork, run_routine
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
@@ -263,6 +265,34 @@ def all_reduce_bytes(t: Transport) -> Routine[None]:
     assert moved == {"sent": 2 * (t.size - 1) * 6400, "received": 2 * (t.size - 1) * 6400, "messages": 1}
 
 
+def halving_group(size: int) -> tuple[int, ...]:
+    """All of 2^k ranks, of other numbers the first and the last."""
+    return tuple(range(size)) if size.bit_count() == 1 else (0, size - 1)
+
+
+def halving_all_reduces(t: Transport) -> Routine[None]:
+    """Sums over the tree of 2^k ranks, each rounded to the dtype."""
+    group = halving_group(t.size)
+    if t.rank not in group:
+        return
+    sent, ranks, me = 0, len(group), group.index(t.rank)
+    for seed, (numel, dtype) in enumerate(
+        [(n, torch.float32) for n in (0, 1, 17, 5000, 70_001)] + [(3000, d) for d in (torch.float64, torch.bfloat16)]
+    ):
+        slices = even_slices(numel, ranks)
+        flat = noise(t.rank, numel, seed).to(dtype)
+        scratch = torch.empty(halving_scratch(slices), dtype=dtype)
+        handle = t.halving_all_reduce(flat, scratch, group=group)
+        yield RoutineWait(handle, f"halving_all_reduce of {numel}")
+        sums = [noise(r, numel, seed).to(dtype) for r in group]
+        while len(sums) > 1:
+            sums = [lower + upper for lower, upper in zip(sums[::2], sums[1::2], strict=True)]
+        assert torch.equal(flat, sums[0]), (numel, dtype)
+        steps = halving_steps(slices, me)
+        sent += sum(flat[part].nbytes for step in steps for part in (step.kept, step.given))
+    assert t.ledger.as_dict()["halving_all_reduce"] == {"sent": sent, "received": sent, "messages": 7}
+
+
 def reduce_scatters(t: Transport) -> Routine[None]:
     """Ragged pieces, some empty; the output may be the own piece."""
     sizes = [37 * r % 50 * 100 for r in range(t.size)]
@@ -414,6 +444,7 @@ def bad_arguments_raise_at_once(t: Transport) -> Routine[None]:
         (lambda: t.send(torch.zeros(4), to=t.size, tag=0), f"rank {t.size}"),
         (lambda: t.all_reduce(torch.zeros(4), group=[r for r in everybody if r != t.rank]), "ascending"),
         (lambda: t.all_reduce(torch.zeros(4), group=[*everybody, 0]), "ascending"),
+        (lambda: t.halving_all_reduce(torch.zeros(4), torch.zeros(4), group=range(3)), "over 3 ranks"),
         (lambda: t.all_gather([torch.zeros(4)] * (t.size + 1), torch.zeros(4), group=everybody), "one for each"),
         (lambda: t.broadcast(torch.zeros(4), root=t.size, group=everybody), "not in group"),
     ):
@@ -438,6 +469,7 @@ CASES: dict[str, Callable[[Transport], Routine[None]]] = {
         batches,
         all_reduces,
         all_reduce_bytes,
+        halving_all_reduces,
         reduce_scatters,
         all_gathers,
         all_to_alls,
@@ -472,6 +504,12 @@ def _all_reduce(t: Transport, turn: int) -> Routine[None]:
     yield RoutineWait(t.all_reduce(torch.ones(BIG // 4), group=range(t.size)), "all_reduce")
 
 
+def _halving_all_reduce(t: Transport, turn: int) -> Routine[None]:
+    if t.rank in (group := halving_group(t.size)):
+        flat, scratch = torch.ones(BIG // 4), torch.empty(BIG // 8)
+        yield RoutineWait(t.halving_all_reduce(flat, scratch, group=group), "halving_all_reduce")
+
+
 def _reduce_scatter(t: Transport, turn: int) -> Routine[None]:
     pieces = [torch.ones(BIG // 8) for _ in range(t.size)]
     yield RoutineWait(t.reduce_scatter(torch.empty(BIG // 8), pieces, group=range(t.size)), "reduce_scatter")
@@ -499,6 +537,7 @@ FOREVER: dict[str, Callable[[Transport, int], Routine[None]]] = {
     "send and recv": _ring,
     "batch": _batch,
     "all_reduce": _all_reduce,
+    "halving_all_reduce": _halving_all_reduce,
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,

@@ -18,6 +18,7 @@ from raypar.comm.collectives import ONE_PHASE_BYTES, even_slices
 from raypar.comm.nccl.bindings import NCCL_DTYPES, NcclCommunicator
 from raypar.comm.nccl.device import Device, Stream
 from raypar.comm.nccl.tree_sum import add_over_tree_on_device
+from raypar.comm.recursive_halving import halving_partners, halving_steps
 from raypar.comm.transport import CommunicatorKey
 
 
@@ -56,6 +57,10 @@ class CommunicatorStream:
         if self.key.operation == "message":
             self.send_or_receive(self._token[:1])
             return
+        if self.key.operation == "halving_all_reduce":
+            for partner in halving_partners(self.own_index, self.size):
+                self._swap(partner, self._token[self.own_index :][:1], self._token[partner:][:1])
+            return
         token = [self._token[i : i + 1] for i in range(self.size)]
         self.exchange([token[self.own_index]] * self.size, token)
         self.communicator.all_reduce(self._token.data_ptr(), 1, self._token.dtype, self.device_stream.cuda_stream)
@@ -79,6 +84,12 @@ class CommunicatorStream:
                 if outs[i].nbytes:
                     self.communicator.recv(outs[i].data_ptr(), outs[i].nbytes, i, self.device_stream.cuda_stream)
 
+    def _swap(self, partner: int, sent: Tensor, out: Tensor) -> None:
+        """Send to one rank and receive from it."""
+        pieces, outs = [sent[:0]] * self.size, [out[:0]] * self.size
+        pieces[partner], outs[partner] = sent, out
+        self.exchange(pieces, outs)
+
     # -- collectives; each (like `message`) returns scratch memory, to be kept until the stream has done the work
 
     def all_reduce(self, flat: Tensor) -> list[Tensor]:
@@ -97,6 +108,17 @@ class CommunicatorStream:
         self.device_stream.run(partial(add_over_tree_on_device, parts, self.own_index, cut[self.own_index]))
         self.exchange([cut[self.own_index]] * self.size, cut)
         return parts
+
+    def halving_all_reduce(self, flat: Tensor, scratch: Tensor) -> list[Tensor]:
+        """Sum in place, by recursive halving and doubling: all in this stream, where each step follows the one before."""
+        steps = halving_steps(even_slices(flat.numel(), self.size), self.own_index)
+        for step in steps:
+            received = scratch[: step.kept.stop - step.kept.start]
+            self._swap(step.partner, flat[step.given], received)
+            self.device_stream.run(partial(step.add, flat, received, self.own_index))
+        for step in reversed(steps):
+            self._swap(step.partner, flat[step.kept], flat[step.given])
+        return []
 
     def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
         """`out` = the sum over all ranks of their `pieces[me]`, over the tree of ranks, or by NCCL (see `all_reduce`)."""

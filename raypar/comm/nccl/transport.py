@@ -22,9 +22,16 @@ from raypar.comm.nccl.late_message import CopyStream
 from raypar.comm.nccl.operation_handle import NcclBatchHandle, NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
 from raypar.comm.nccl.tagged_messages import Mailbox
+from raypar.comm.recursive_halving import halving_steps
 from raypar.comm.sent_tensor_layout import layout_of, message_of
 from raypar.comm.tcp.transport import TcpTransport
-from raypar.comm.transport import CommunicatorKey, Handle, check_collective_group, check_one_tensor_per_rank
+from raypar.comm.transport import (
+    CommunicatorKey,
+    Handle,
+    check_collective_group,
+    check_one_tensor_per_rank,
+    check_power_of_two,
+)
 from raypar.errors import CommError
 
 log = logging.getLogger("raypar")
@@ -121,6 +128,19 @@ class NcclTransport(PendingOperations):
         key, me, (flat,) = self._enter("all_reduce", group, channel, flat)
         sent, received = all_reduce_bytes(flat, len(key.members), me)
         return self._run(key, [flat], sent, received, lambda: None, lambda stream: stream.all_reduce(flat))
+
+    def halving_all_reduce(self, flat: Tensor, scratch: Tensor, *, group: Sequence[int], channel: int = 0) -> Handle:
+        """See `Transport.halving_all_reduce`."""
+        if self._on_host(flat):
+            return self.control.halving_all_reduce(flat, scratch, group=group, channel=channel)
+        check_power_of_two("halving_all_reduce", group)
+        key, me, (flat, scratch) = self._enter("halving_all_reduce", group, channel, flat, scratch)
+        flat = flat.view(-1)
+        steps = halving_steps(even_slices(flat.numel(), len(key.members)), me)
+        given = sum(flat[step.given].nbytes for step in steps)
+        kept = sum(flat[step.kept].nbytes for step in steps)
+        run = lambda stream: stream.halving_all_reduce(flat, scratch)  # noqa: E731
+        return self._run(key, [flat, scratch], given + kept, kept + given, lambda: None, run)
 
     def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Handle:
         """See `Transport.reduce_scatter`."""
