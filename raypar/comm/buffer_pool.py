@@ -34,7 +34,7 @@ def alignment_on(device: torch.device) -> int:
 
 def bytes_behind_alignment(tensor: Tensor) -> int:
     """How far the tensor begins behind an address at which new tensors of its device begin; 0: it lies as these."""
-    return tensor.data_ptr() % alignment_on(tensor.device)
+    return tensor.data_ptr() % (ALIGNED if tensor.is_cpu else alignment_on(tensor.device))  # `is_cpu` asks for no device
 
 
 def aligned_contiguous(tensor: Tensor) -> Tensor:

@@ -30,9 +30,11 @@ class ExactSum:
     def of(cls, values: Iterable[float]) -> ExactSum:
         """The sum of `values`, in any order the same."""
         values = list(values)
-        finite = values if all(map(math.isfinite, values)) else [value for value in values if math.isfinite(value)]
-        non_finite = sum(value for value in values if not math.isfinite(value)) if finite is not values else 0.0
-        return cls(_units_of(finite), non_finite)
+        try:
+            return cls(_units_of(values))
+        except (OverflowError, ValueError):  # a number that is not finite, or a sum on the way beyond the largest number
+            finite = [value for value in values if math.isfinite(value)]
+            return cls(sum(map(_in_units, finite)), sum((value for value in values if not math.isfinite(value)), 0.0))
 
     def __add__(self, other: ExactSum) -> ExactSum:
         return ExactSum(self.units + other.units, self.non_finite + other.non_finite)
@@ -68,15 +70,13 @@ class ExactSum:
 
 
 def _units_of(values: Sequence[float]) -> int:
-    """The sum of finite numbers, in units of 2**-1074."""
-    try:
-        left, units = list(values), 0
-        while part := math.fsum(left):  # what rounding leaves is added, until nothing is left: two or three times
-            left.append(-part)
-            units += _in_units(part)
-        return units
-    except OverflowError:  # a sum on the way is beyond the largest number
-        return sum(map(_in_units, values))
+    """The sum of numbers, in units of 2**-1074. Raises `OverflowError` or `ValueError` where one of them is not finite, and may
+    where they are huge."""
+    left, units = list(values), 0
+    while part := math.fsum(left):  # what rounding leaves is added, until nothing is left: two or three times
+        left.append(-part)
+        units += _in_units(part)
+    return units
 
 
 def _in_units(value: float) -> int:

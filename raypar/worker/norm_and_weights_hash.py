@@ -10,7 +10,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from raypar.comm.buffer_pool import CPU, aligned_contiguous
+from raypar.comm.buffer_pool import aligned_contiguous
 from raypar.plan.microbatches import is_divisor
 from raypar.worker.squares_on_device import dots_of_pieces, squares_on_device
 
@@ -18,8 +18,8 @@ from raypar.worker.squares_on_device import dots_of_pieces, squares_on_device
 @torch.no_grad()
 def square_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
     """The squares of all pieces of unscaled gradients, in few tensors where these lie: 124 M parameters have 3,900."""
-    if all(gradient.device == CPU for gradient in gradients):
-        dots = dots_of_pieces([aligned_contiguous(gradient).view(-1) for gradient in gradients])
+    if all(gradient.is_cpu for gradient in gradients):
+        dots = dots_of_pieces([aligned_contiguous(gradient) for gradient in gradients])
         return [torch.stack(dots)] if dots else []
     return squares_on_device([aligned_contiguous(gradient) for gradient in gradients])
 
@@ -33,9 +33,9 @@ def read_together(numbers: Sequence[Tensor | float]) -> list[float]:
             alike.setdefault(number.device, {}).setdefault((number.dtype, number.dim() > 0), {})[place] = number
     read: dict[int, list[float]] = {}
     for by_kind in alike.values():
-        joined = [torch.stack(list(some.values())).double() for (_, several), some in by_kind.items() if not several]
-        joined += [one.double() for (_, several), some in by_kind.items() if several for one in some.values()]
-        values = iter((torch.cat(joined) if len(joined) > 1 else joined[0]).tolist())
+        joined = [torch.stack(list(some.values())) for (_, several), some in by_kind.items() if not several]
+        joined += [one for (_, several), some in by_kind.items() if several for one in some.values()]
+        values = iter((torch.cat([one.double() for one in joined]) if len(joined) > 1 else joined[0].double()).tolist())
         for order in (False, True):
             for (_, several), some in by_kind.items():
                 for place, tensor in some.items() if several == order else ():

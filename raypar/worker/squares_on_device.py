@@ -139,13 +139,17 @@ def _on_cuda(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def dots_of_pieces(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The squares as CPUs make them: `dot` of each piece."""
-    pieces = [one.split(CANONICAL_PIECE) if len(one) > CANONICAL_PIECE else (one,) for one in gradients]
-    return [piece.dot(piece) for parts in pieces for piece in parts]
+    """The squares of contiguous gradients as CPUs make them: `dot` of each piece."""
+    found: list[Tensor] = []
+    for gradient in gradients:
+        flat = gradient if gradient.dim() == 1 else gradient.view(-1)
+        pieces = flat.split(CANONICAL_PIECE) if flat.numel() > CANONICAL_PIECE else (flat,)
+        found.extend(map(Tensor.dot, pieces, pieces))
+    return found
 
 
 def _as_cpus_do(gradients: Sequence[Tensor]) -> Tensor:
-    return torch.stack(dots_of_pieces([gradient.view(-1) for gradient in gradients])).double()
+    return torch.stack(dots_of_pieces(gradients)).double()
 
 
 _LIBRARY = torch.library.Library("raypar", "DEF")
