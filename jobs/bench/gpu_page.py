@@ -157,7 +157,8 @@ def not_run(why: str, command: str) -> str:
     budget = max(RESULTS.glob("operation_budget_*.md")).name
     return (
         f"# {QUESTION}\n\n**Not run.** {why}\n\nWhat is known without one: how many operations, reads and waits a step asks of "
-        f"a device beside a plain loop's, as integers (`jobs/bench/results/{budget}`). How long they take nobody has measured."
+        f"a device beside a plain loop's, as integers; and what steps of both would take on an H100, predicted by stated "
+        f"assumptions (`jobs/bench/results/{budget}`). How long they take nobody has measured."
         "\n\nOn a machine with a GPU, from the root of a clone with raypar and CuPy "
         f"installed (`pip install -e '.[test]'`):\n\n```\n{command}\n```\n"
     )

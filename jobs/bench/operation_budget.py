@@ -1,7 +1,8 @@
 """What a training step asks of a device beside a plain loop: operations that write memory, host reads, waits, as integers.
 
-`python jobs/bench/operation_budget.py [--models GPT-2 ...] [--plans "2 stages" ...] [--json] [--page FILE]`
-No GPU is needed: the device is the pretended one of the tests (`tests/helpers/pretend.py`), and numbers depend on no clock.
+`python jobs/bench/operation_budget.py [--models NAME ...] [--plans "2 stages" ...] [--predict NAME ...] [--json] [--page FILE]`
+No GPU is needed: the device is the pretended one of the tests (`tests/helpers/pretend.py`), and counts depend on no clock. What
+they would take on a GPU is predicted from them by stated assumptions (`predicted_gpu.py`; `--predict` alone: of no model).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 from harness import ROOT, environment, page, table
+from predicted_gpu import REAL, section
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -69,6 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--predict", nargs="*", choices=REAL, default=list(REAL), metavar="MODEL", help=f"of {', '.join(REAL)}")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--page", type=Path, help="also write a results page")
     given = parser.parse_args()
@@ -82,6 +85,8 @@ def main() -> None:
     why = ["model", "plan", "operations beyond the loops'", "reads, the model's own too", "waits"]
     text = f"{NOTE}\n\n{table(header, [line(row) for row in found])}\n\n## Where it comes from\n\n"
     text += f"Negative: fewer than the loops.\n\n{table(why, [causes(row) for row in found])}"
+    if given.predict:
+        text += f"\n\n{section(given.predict)}"
     numbers = [{"model": row.model, "plan": row.plan, "beyond": row.beyond, "surplus": row.surplus} for row in found]
     print(json.dumps({"environment": environment(), "rows": numbers}) if given.json else text)
     if given.page:

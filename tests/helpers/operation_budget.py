@@ -259,6 +259,9 @@ class LateScheduler(CooperativeScheduler):
 # -- the models, and raypar's step -------------------------------------------------------------------------------------------
 
 
+VOCABULARY = 99
+
+
 @dataclass(frozen=True)
 class Model:
     """A small model that people use."""
@@ -267,12 +270,21 @@ class Model:
     image: bool = False
     biases_after_sums: int = 0
     """Linears whose inputs are cut over shards and that have a bias."""
+    samples: int = 2
+    """Of a microbatch."""
+    size: int = 12
+    """Tokens of a sample, or the edge of an image."""
+    classes: int = 7
+    """Of images."""
+    image_field: str = "x"
+    vocabulary: int = VOCABULARY
 
 
-def _transformer(name: str, **sizes: int) -> nn.Module:
+def transformer(name: str, **sizes: int) -> nn.Module:
     """A causal model of transformers."""
     transformers = import_transformers()
-    config = getattr(transformers, f"{name}Config")(vocab_size=99, bos_token_id=1, eos_token_id=2, use_cache=False, **sizes)
+    sizes = {"vocab_size": VOCABULARY, **sizes}
+    config = getattr(transformers, f"{name}Config")(bos_token_id=1, eos_token_id=2, use_cache=False, **sizes)
     made: nn.Module = getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config)
     return made
 
@@ -285,31 +297,41 @@ _LLAMA = {
     "num_key_value_heads": 2,
 }
 MODELS = {
-    "GPT-2": Model(partial(_transformer, "GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=64), biases_after_sums=4),
-    "Llama": Model(partial(_transformer, "Llama", **_LLAMA)),
+    "GPT-2": Model(partial(transformer, "GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=64), biases_after_sums=4),
+    "Llama": Model(partial(transformer, "Llama", **_LLAMA)),
     "ResNet": Model(ResNet, image=True),
 }
 """Two blocks each, of transformers; four blocks with BatchNorm, written as torchvision's are. GPT-2 has its dropouts."""
 
 
+OTHERS: dict[str, Model] = {}
+"""Beyond those of the table (`real_models`)."""
+
+
+def model_of(name: str) -> Model:
+    """A model of the table, or another one."""
+    return MODELS[name] if name in MODELS else OTHERS[name]
+
+
 def make_model(name: str) -> nn.Module:
-    return MODELS[name].make()
+    return model_of(name).make()
 
 
 class Samples:
     """Images with a class each, or tokens that are their own labels."""
 
     def __init__(self, name: str, size: int = 64) -> None:
-        self.image, self.size = MODELS[name].image, size
+        self.model, self.size = model_of(name), max(size, 16 * model_of(name).samples)
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        if self.image:
-            return {"x": torch.randn(3, 12, 12, generator=generator), "y": torch.randint(0, 7, (), generator=generator)}
-        tokens = torch.randint(3, 99, (12,), generator=generator)
+        generator, model = torch.Generator().manual_seed(index), self.model
+        if model.image:
+            image = torch.randn(3, model.size, model.size, generator=generator)
+            return {model.image_field: image, "y": torch.randint(0, model.classes, (), generator=generator)}
+        tokens = torch.randint(3, model.vocabulary, (model.size,), generator=generator)
         return {"input_ids": tokens, "y": tokens}
 
 
@@ -363,7 +385,7 @@ def job(model: str, microbatches: int, precision: PrecisionConfig = FLOAT32) -> 
         name="budget",
         seed=11,
         steps=WARM + 1,
-        batch_size=2 * microbatches,
+        batch_size=model_of(model).samples * microbatches,
         microbatches=microbatches,
         model=ModelConfig(function=make_model, args={"name": model}),
         loss=LossConfig(function=mean_loss),
@@ -403,19 +425,26 @@ def ours(model: str, plan: Plan, microbatches: int) -> Counts:
 # -- the plain loop ----------------------------------------------------------------------------------------------------------
 
 
-def loop(model: str, plan: Plan, microbatches: int) -> Counts:
-    """The same step of one process that trains the whole model by itself."""
+def plain_step(model: str, plan: Plan, microbatches: int, device: torch.device) -> Callable[[], None]:
+    """A step of one process that trains the whole model by itself, to be called again and again."""
     spec = job(model, microbatches, plan.precision)
-    network = spec.model.call().to(pretend.device()).train()
+    network = spec.model.call().to(device).train()
     masters = Masters(network, plan.precision) if plan.precision.parameters is not None else None
     optimizer = torch.optim.AdamW(network.parameters() if masters is None else masters.parameters, **FOREACH)
-    data = spec.data.call()
-    batches = [{name: torch.stack([data[2 * m + i][name] for i in range(2)]) for name in data[0]} for m in range(microbatches)]
+    data, each = spec.data.call(), model_of(model).samples
+    samples = [[data[each * m + i] for i in range(each)] for m in range(microbatches)]
+    batches = [{name: torch.stack([one[name] for one in some]) for name in some[0]} for some in samples]
     again = count_recomputations(mesh(model, plan), plan.schedule, spec.batching) if plan.recompute else 0
+    return partial(_train, network, masters, optimizer, batches, again, plan.precision, device)
+
+
+def loop(model: str, plan: Plan, microbatches: int) -> Counts:
+    """The same step of a plain loop."""
+    step = plain_step(model, plan, microbatches, pretend.device())
     for _ in range(WARM):
-        _train(network, masters, optimizer, batches, again, plan.precision)
+        step()
     with counting() as found:
-        _train(network, masters, optimizer, batches, again, plan.precision)
+        step()
     return found
 
 
@@ -455,9 +484,9 @@ def _train(
     batches: Sequence[dict[str, Tensor]],
     again: int,
     precision: PrecisionConfig,
+    device: torch.device,
 ) -> None:
     """One step: gradients of the mean loss over all microbatches. `again`: how many of them compute their layers again."""
-    device = pretend.device()
     optimizer.zero_grad()
     for number, batch in enumerate(batches):
         fields = _copied(batch, device)

@@ -1,7 +1,7 @@
 """What one training step asks of a device: no more than today beyond what plain loops over the same layers ask for."""
 
 import pytest
-from helpers import operation_budget, pretend
+from helpers import operation_budget, pretend, shapes_device
 from helpers.processes import Worker
 
 TODAY = {
@@ -39,6 +39,7 @@ TODAY = {
 """(model, plan) -> beyond the loops: operations, host reads, waits; reads and waits that each further microbatch adds.
 
 An upper bound, so that nothing gets worse unseen. What it should be is in `jobs/bench/operation_budget.py`; all rows hold."""
+SHAPES = [("ResNet", "1 worker"), pytest.param("GPT-2", "bf16", marks=pytest.mark.ci)]
 QUICK = [("ResNet", "1 worker"), ("ResNet", "2 replicas"), ("GPT-2", "2 stages")]
 
 pytestmark = pytest.mark.skipif(not pretend.POSSIBLE, reason="this PyTorch has no devices written in Python")
@@ -48,8 +49,8 @@ pytestmark = pytest.mark.skipif(not pretend.POSSIBLE, reason="this PyTorch has n
 def measured():
     worker = Worker()
 
-    def measure(model, plan):
-        worker.call(operation_budget.measure, model, plan)
+    def measure(model, plan, how=operation_budget.measure):
+        worker.call(how, model, plan)
         return worker.result(120.0)
 
     yield measure
@@ -72,3 +73,14 @@ def test_a_step_asks_no_more_of_a_device_than_before(measured, model, plan):
 @pytest.mark.parametrize("model, plan", [cell for cell in TODAY if cell not in QUICK])
 def test_steps_of_other_plans_ask_no_more_of_a_device_than_before(measured, model, plan):
     holds(measured(model, plan))
+
+
+@pytest.mark.parametrize("model, plan", SHAPES)
+def test_a_device_without_numbers_is_asked_for_what_one_with_numbers_is(measured, model, plan):
+    row = measured(model, plan)
+    counted = row.found.operations.total(), row.loop.total(), row.found.reads.total(), row.loop_reads
+    ours, loop = measured(model, plan, shapes_device.asked_in_worker)
+    reads, loop_reads = (sum(one.read for one in asked) for asked in (ours, loop))
+    assert counted == (len(ours) - reads, len(loop) - loop_reads, reads, loop_reads)
+    assert 0 < sum(one.flops for one in ours) == sum(one.flops for one in loop)
+    assert sum(one.bytes for one in ours) == pytest.approx(sum(one.bytes for one in loop), rel=0.06)
