@@ -134,3 +134,16 @@ def tensor_of_message(message: Tensor, layout: TensorLayout, allocate: Allocate)
     tensor = tensor_for_message(message, layout, allocate)
     fill_from_message(tensor, message, layout)
     return tensor
+
+
+def copy_as_it_lies(tensor: Tensor) -> Tensor:
+    """The same values in memory of their own, with the same strides and place; it requires a gradient if `tensor` does."""
+
+    def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=tensor.device)
+
+    layout = layout_of(tensor)
+    if layout is None:
+        return message_of(tensor, None).detach().clone().requires_grad_(tensor.requires_grad)
+    message = empty_message(layout, tensor.dtype, allocate).copy_(message_of(tensor, layout).detach())
+    return tensor_of_message(message, layout, allocate).requires_grad_(tensor.requires_grad)

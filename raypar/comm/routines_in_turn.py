@@ -1,0 +1,57 @@
+"""Runs routines of one worker that wait for each other: one goes on while the others wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from raypar.comm.routine import Routine, RoutineWait, RoutineWork
+from raypar.comm.virtual_shards import VirtualShardHandle
+
+T = TypeVar("T")
+
+
+def run_in_turn(routines: Sequence[Routine[T]]) -> Routine[list[T]]:
+    """Run all to their ends, the first as far as it can, then the second, and so on; returns their results, in their order.
+
+    What one raises ends the others, and is raised. If they wait for each other for ever, because they make unequal calls, that
+    is the error of the first one's wait.
+    """
+    results: dict[int, T] = {}
+    waits: dict[int, RoutineWait | None] = dict.fromkeys(range(len(routines)))
+    try:
+        while waits:
+            ready = [place for place, wait in waits.items() if wait is None or wait.handle.done()]
+            failed: Exception | None = None
+            if not ready:
+                ready = [next((place for place, wait in waits.items() if wait and _is_posted(wait)), min(waits))]
+                failed = yield from _wait_outside(waits[ready[0]])
+            for place in ready:
+                try:
+                    operation = next(routines[place]) if failed is None else routines[place].throw(failed)
+                except StopIteration as end:
+                    results[place] = end.value
+                    del waits[place]
+                    continue
+                if isinstance(operation, RoutineWork):
+                    yield operation
+                waits[place] = operation if isinstance(operation, RoutineWait) else None
+    finally:
+        for place in waits:
+            routines[place].close()
+    return [results[place] for place in range(len(routines))]
+
+
+def _is_posted(wait: RoutineWait) -> bool:
+    """Whether what is waited for goes on by itself, and needs none of the other routines."""
+    return not isinstance(wait.handle, VirtualShardHandle) or wait.handle.is_posted
+
+
+def _wait_outside(wait: RoutineWait | None) -> Routine[Exception | None]:
+    """Have whoever runs all routines wait; returns the error with which that failed."""
+    assert wait is not None
+    try:
+        yield wait
+    except Exception as error:
+        return error
+    return None
