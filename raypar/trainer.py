@@ -62,7 +62,7 @@ class Trainer:
 
     Arguments (reference: examples/guides/reference.md); a function: itself, "module:name" or (function, {arguments}).
     - what is trained: model, loss, data, optimizer, lr_schedule, clip_norm, init, init_from, deferred_init, seed
-    - how it is computed: dtype, precision, reduction, non_finite, device, threads, scaling_config
+    - how it is computed: dtype, precision, virtual_shards, reduction, non_finite, device, threads, scaling_config
     - for how long: steps, epochs, batch_size, microbatches, virtual_replicas, max_time_s, early_stopping, stop_at_step
     - on which workers: plan, schedule, elastic, workers, placement, wait_for_workers_s, address, local_nodes
     - what is kept: name, run_dir, checkpoint, resume_from_checkpoint, run_config, checkpoint_config
@@ -86,6 +86,7 @@ class Trainer:
         steps: int | None = None,
         epochs: float | None = None,
         virtual_replicas: int = 0,
+        virtual_shards: int = 0,
         lr_schedule: FunctionArgument | None = None,
         clip_norm: float | None = None,
         validation: FunctionArgument | SampleSource | None = None,

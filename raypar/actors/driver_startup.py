@@ -123,7 +123,9 @@ class DriverStartup:
         """
         request, policy, pool = self.request, self.request.policy, self.pool
         wanted = request.plan.world
-        least = least_workers_at_start(request.plan, policy.min_workers) if policy.elastic else wanted
+        least = (
+            least_workers_at_start(request.plan, policy.min_workers, request.job.virtual_shards) if policy.elastic else wanted
+        )
         limits = StartLimits(wanted, least, policy.grow_after_s, request.job.wait_for_workers_s)
         groups = make_groups(request.plan, request.placement.on_demand)
         chosen = [request.plan]

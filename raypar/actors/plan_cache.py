@@ -102,8 +102,9 @@ class PlanCache:
             return self._of_placements(profile, workers)
         most = max(stage.shards for stage in self.request.plan.stages)
         shards = next(n for n in reachable_shard_counts(self.request.plan) if most % n == 0 and n <= max(1, workers))
+        batching, recompute = self.request.batching, self.request.plan.recompute
         try:
-            choice = search_plans(profile, workers, self.request.batching, shards, self.request.plan.recompute)
+            choice = search_plans(profile, workers, batching, shards, recompute, self.request.job.virtual_shards)
         except PlanError as error:
             return error
         self.schedules.setdefault(choice.plan, choice.schedule)
@@ -112,7 +113,7 @@ class PlanCache:
     def _of_placements(self, profile: ModelProfile, workers: int) -> ParallelPlan | PlanError:
         """What is left of the job's placements with fewer workers, if that fits into their memory."""
         try:
-            plan = plan_for_fewer_workers(self.request.plan, workers)
+            plan = plan_for_fewer_workers(self.request.plan, workers, self.request.job.virtual_shards)
             check_ties_are_cut_alike(plan, self.request.outline.crossing(plan).ties)
         except PlanError as error:
             return error

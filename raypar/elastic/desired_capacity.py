@@ -62,11 +62,14 @@ class StartDecision:
     """The sentence for the log."""
 
 
-def least_workers_at_start(plan: ParallelPlan, min_workers: int) -> int:
+def least_workers_at_start(plan: ParallelPlan, min_workers: int, virtual_shards: int) -> int:
     """The least number of workers with which a run of `plan` may begin: `min_workers`, in whole replicas.
 
-    Results depend on the number of shards, so a plan whose stages differ in it waits for all of its workers.
+    Results depend on the number of shards, so a plan whose stages differ in it waits for all of its workers. They do not where
+    the job gives `virtual_shards` (0: it gives none): then any number will do.
     """
+    if virtual_shards:
+        return min(plan.world, max(min_workers, 1))
     shards = {stage.shards for stage in plan.stages}
     if len(shards) > 1:
         return plan.world

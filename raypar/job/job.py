@@ -31,7 +31,7 @@ from raypar.job.data_section import DataConfig, PackConfig, ValidationConfig, Va
 from raypar.job.elastic_section import ElasticConfig, switch
 from raypar.job.function_section import FunctionConfig, LossConfig, LrScheduleConfig, ModelConfig, OptimizerConfig
 from raypar.job.init_from_section import InitFromConfig
-from raypar.job.key import BITS, BITS_FROM_A_STEP_ON, CLIENT, DRIVER, WORKERS, WORKERS_AND_DRIVER, project
+from raypar.job.key import BITS, BITS_FROM_A_STEP_ON, BITS_OF_CUT_LAYERS, CLIENT, DRIVER, WORKERS, WORKERS_AND_DRIVER, project
 from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.job.metrics_section import MetricConfig, check_metric_is_computed, check_metric_names, mode_of
 from raypar.job.placement_section import PlacementConfig
@@ -169,6 +169,11 @@ class Job(Section):
     """Blocks of consecutive microbatches. Gradients are summed inside each block first, then over the blocks in a fixed order,
     so results depend on this number, and not on how many replicas there are. A replica computes whole blocks: with more
     replicas than blocks some have no work. 0: one block for each microbatch, at most 16."""
+    virtual_shards: Annotated[NonNegativeInt, Field(le=MAX_PARTS), BITS_OF_CUT_LAYERS] = 0
+    """Into how many parts the tensors of layers are cut, whatever `plan.shards` is, which divides it: a worker computes several
+    of these, and results depend on this number, not on how many shards there are. So an elastic run may lose and gain shards
+    with the same results, and `plan: auto` may choose them. 0: as many as the plan has shards, so that other shards give other
+    results."""
     model: Annotated[ModelConfig, BITS]
     """The function that builds the model: it returns an `nn.Module`, a list of blocks or a `raypar.Graph`."""
     loss: Annotated[LossConfig, BITS]
@@ -487,7 +492,8 @@ class Job(Section):
 
     def to_plan(self, layers: int | Sequence[str]) -> ParallelPlan:
         """The plan for a model with these layers (names, or how many). Raises `PlanError`."""
-        return self._given_plan().to_plan(layers)
+        plan = self._given_plan().to_plan(layers)
+        return plan.with_virtual_shards(self.virtual_shards) if self.virtual_shards else plan
 
     @property
     def recompute(self) -> RecomputePolicy:

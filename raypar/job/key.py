@@ -41,6 +41,8 @@ BITS_FROM_A_STEP_ON = Key(decides_bits=True, may_change_at_resume=False, may_cha
 """What decides bits, and may be another when a run is resumed, from that step on, where the resume says so."""
 BITS_OF_SHARDS = Key(decides_bits=True, for_workers=True)
 """What decides bits only where a plan has shards. A run may go on with others, as it may with another number of shards."""
+BITS_OF_CUT_LAYERS = Key(decides_bits=True, for_workers=True, for_driver=True)
+"""The same, where the driver needs it too, which makes other plans."""
 WORKERS = Key(for_workers=True)
 """What workers need, and no bits depend on."""
 DRIVER = Key(for_driver=True)

@@ -170,6 +170,10 @@ class PlanConfig(Section):
         found = []
         if not _is_said_by_counts(plan, self.schedule):
             found.append("plan says of each stage which workers it has: a job file has plan.placements, with names of layers")
+        if any(stage.division and len(set(stage.division)) > 1 for stage in plan.stages):
+            found.append(
+                "plan gives shards unequal numbers of virtual shards: a job file has virtual_shards, which all share evenly"
+            )
         if plan.recompute and self.recompute != "full":
             numbers = list(plan.recompute)
             found.append(f"plan.recompute has numbers of layers, {numbers}: a job file has patterns of their names")

@@ -97,6 +97,9 @@ def choose_plan(
     spec = checked.job
     fixed = plan([layer.name for layer in checked.graph.layers]) if plan is not None else None
     warnings: tuple[str, ...] = ()
+    if fixed is None and spec.virtual_shards > 1:
+        any_plan = ParallelPlan.mesh(layers=len(checked.graph.layers)).with_virtual_shards(spec.virtual_shards)
+        warnings = check_model_can_shard(spec, checked, any_plan)
     if fixed is not None:
         fixed = apply_recompute_policy(fixed, recompute, [layer.name for layer in checked.graph.layers])
         warnings = check_model_can_shard(spec, checked, fixed)
@@ -104,13 +107,14 @@ def choose_plan(
         spec,
         workers=fixed.world if fixed is not None else workers,
         graph=checked.graph,
-        shards={stage.shards for stage in fixed.stages} if fixed is not None else (),
+        shards=fixed.virtual_shard_counts if fixed is not None else {spec.virtual_shards or 1},
         recompute=fixed.recompute if fixed is not None else None,
     )
     if checked.optimizer is not None:
         profile = replace(profile, most_stages=checked.optimizer.most_stages)
     if fixed is None:
-        choice = search_plans(profile, workers, spec.batching)
+        shards = 0 if spec.virtual_shards else 1  # any, or none
+        choice = search_plans(profile, workers, spec.batching, shards, virtual_shards=spec.virtual_shards)
         timeline, _ = predict_step(profile, choice.plan, choice.schedule, spec.batching)
         routing, crossing = MicrobatchRouting(choice.plan, spec.batching), profile.crossing(choice.plan)
         made = registry.build_schedule(choice.schedule, routing, connections=crossing)
@@ -155,7 +159,7 @@ def make_plan_chooser(job: Job, workers: int | None = None) -> PlanChooser:
     name, make_schedule = config.schedule_file or config.schedule, make_schedule_builder(config)
     balanced = config.cuts is None and not config.placements
     return lambda checked: choose_plan(
-        job, checked, config.to_plan, name, job.workers, make_schedule, config.recompute, balanced=balanced
+        job, checked, job.to_plan, name, job.workers, make_schedule, config.recompute, balanced=balanced
     )
 
 

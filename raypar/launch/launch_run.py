@@ -195,10 +195,10 @@ def _plan_notes(job: Job, chosen: ChosenPlan) -> list[str]:
     notes = list(make_backend(job.device).plan_notes)
     if (precision := job.precision_in_words) is not None:
         notes.append(precision)
-    if any(stage.shards > 1 for stage in chosen.plan.stages):
+    if max(chosen.plan.virtual_shard_counts) > 1:
         notes.append("shards are tensor parallel: each layer's tensors are cut over them (this is not ZeRO or FSDP)")
     if job.elastic is not None:
-        notes += fewer_shards_warnings(chosen.plan, job.elastic.min_workers)
+        notes += [] if job.virtual_shards else fewer_shards_warnings(chosen.plan, job.elastic.min_workers)
     return notes
 
 
@@ -316,8 +316,10 @@ def _least_workers(chosen: ChosenPlan, options: LaunchOptions) -> int:
     """With how many workers the run may begin where the others may come later."""
     from raypar.elastic.desired_capacity import least_workers_at_start
 
-    elastic = options.job.elastic
-    return chosen.plan.world if elastic is None else least_workers_at_start(chosen.plan, elastic.min_workers)
+    elastic, virtual_shards = options.job.elastic, options.job.virtual_shards
+    if elastic is None:
+        return chosen.plan.world
+    return least_workers_at_start(chosen.plan, elastic.min_workers, virtual_shards)
 
 
 def _most_workers(chosen: ChosenPlan, options: LaunchOptions) -> int:

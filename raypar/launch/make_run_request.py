@@ -42,12 +42,13 @@ def make_run_request(
     from raypar.actors.messages import RunRequest
     from raypar.callbacks import Callbacks
     from raypar.model.tensor_parallel.compute_shard_layout import make_model_outline_with_layouts
-    from raypar.planner.plan_search import reachable_shard_counts
+    from raypar.planner.plan_search import reachable_virtual_shard_counts
     from raypar.worker.backend import make_backend
     from raypar.worker.job_preflight import check_other_shard_counts
     from raypar.worker.make_worker_assignments import make_worker_assignments
 
-    spec, shards = options.job, reachable_shard_counts(chosen.plan)
+    spec = options.job
+    shards = reachable_virtual_shard_counts(chosen.plan, spec.virtual_shards)
     check_worker_limits(spec, chosen.plan.world)
     if spec.elastic is not None:
         check_other_shard_counts(spec, checked, chosen.plan, shards)

@@ -105,8 +105,8 @@ def worker_part_as_dict(
     roles, stages = plan.roles[rank], plan.stages_of(rank)
     chunks = []
     for place, role in ((plan.stages[s], plan.role_in(rank, s)) for s in stages):
-        mine_of = held[place.shards, role.shard] if held is not None else sizes
-        chunks.append(mine_of[place.first : place.last])
+        runs = [held[place.virtual_shards, v] for v in place.run_of(role.shard)] if held is not None else [sizes]
+        chunks.append(add_sizes([of_virtual_shard[place.first : place.last] for of_virtual_shard in runs]))
     layers = [layer for chunk in chunks for layer in chunk]
     return {
         "rank": rank,
@@ -117,6 +117,16 @@ def worker_part_as_dict(
         **role_as_dict(plan, routing, roles[0]),
         "stages": list(stages),
     }
+
+
+def add_sizes(parts: Sequence[Sequence[LayerSize]]) -> list[LayerSize]:
+    """By layer: what several virtual shards hold of it together."""
+    if len(parts) == 1:
+        return list(parts[0])
+    return [
+        replace(each[0], parameters=sum(one.parameters for one in each), nbytes=sum(one.nbytes for one in each))
+        for each in zip(*parts, strict=True)
+    ]
 
 
 def role_as_dict(plan: ParallelPlan, routing: MicrobatchRouting, role: Role) -> dict[str, Any]:
@@ -151,10 +161,10 @@ def shard_style_by_layer(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[st
     """Layer name -> style, for layers in stages with shards."""
     from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 
-    most = max(stage.shards for stage in plan.stages)
+    most = max(plan.virtual_shard_counts)
     if most == 1:
         return {}
-    sharded = {graph.layers[i].name for s in plan.stages if s.shards > 1 for i in range(s.first, s.last)}
+    sharded = {graph.layers[i].name for s in plan.stages if s.virtual_shards > 1 for i in range(s.first, s.last)}
     styles = compute_shard_layout(graph, most, dict(spec.styles)).styles
     return {name: str(style) for name, style in styles.items() if any(name == o or name.startswith(f"{o}.") for o in sharded)}
 
@@ -162,11 +172,12 @@ def shard_style_by_layer(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[st
 def layer_sizes_by_shard(
     graph: Graph, spec: Job, plan: ParallelPlan, sizes: tuple[LayerSize, ...]
 ) -> dict[tuple[int, int], tuple[LayerSize, ...]]:
-    """What a worker holds of each layer, by (number of shards, shard). Raises `PlanError` for styles that do not fit."""
+    """What is held of each layer, by (number of virtual shards, virtual shard). Raises `PlanError` for styles that do not
+    fit."""
     from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout, held_elements_by_layer
 
     found = {(1, 0): sizes}
-    for shards in {stage.shards for stage in plan.stages} - {1}:
+    for shards in plan.virtual_shard_counts - {1}:
         layout = compute_shard_layout(graph, shards, dict(spec.styles))
         for shard in range(shards):
             counts = held_elements_by_layer(graph, layout, shard)
@@ -188,7 +199,7 @@ def whole_bytes_on_shards(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[s
     from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
     from raypar.plan.stage_connections import owner_of
 
-    most = max(stage.shards for stage in plan.stages)
+    most = max(plan.virtual_shard_counts)
     if most == 1:
         return {}
     layout, itemsize = compute_shard_layout(graph, most, dict(spec.styles)), getattr(torch, spec.dtype).itemsize
@@ -196,7 +207,7 @@ def whole_bytes_on_shards(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[s
     found: dict[str, int] = {}
     seen: set[str] = set()
     for stage in plan.stages:
-        shapes = parameter_shapes(graph, stage.first, stage.last) if stage.shards > 1 else {}
+        shapes = parameter_shapes(graph, stage.first, stage.last) if stage.virtual_shards > 1 else {}
         for name in shapes.keys() - layout.cuts.keys() - seen:
             seen.add(name)
             owner = owner_of(name)

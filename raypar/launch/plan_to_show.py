@@ -85,16 +85,18 @@ def choose_plan_to_show(job: Job, graph: Graph, workers: int | None, memory_mib:
     from raypar.worker.measure_profile import profile_job
 
     workers, shards = workers or job.workers, _shards_of(job)
-    if workers < shards:
+    if workers < shards and not job.virtual_shards:
         raise ConfigError(
             f"{count_noun(workers, 'worker')} for a job whose layers are cut over {shards} shards",
             cure=f"give --workers {shards} or more",
         )
     recompute = resolve_recomputed_layers(job.recompute, [layer.name for layer in graph.layers])
-    profile = profile_job(job, workers=workers, graph=graph, shards={shards}, recompute=recompute or None)
+    cut_into = job.virtual_shards or shards
+    profile = profile_job(job, workers=workers, graph=graph, shards={cut_into}, recompute=recompute or None)
     trial = try_optimizer_of_job(job, graph)
     profile = replace(profile_with_memory(profile, memory_mib), most_stages=trial.most_stages if trial is not None else None)
-    choice = search_plans(profile, workers, job.batching, shards, recompute)
+    any_shards = 0 if job.virtual_shards else shards
+    choice = search_plans(profile, workers, job.batching, any_shards, recompute, job.virtual_shards)
     return ShownPlan(choice.plan, choice.schedule, profile, choice=choice)
 
 
@@ -116,7 +118,7 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
 
     plan = plan_of_job(job, graph)
     build = make_custom_schedule_builder(job)
-    profile, counts = None, {stage.shards for stage in plan.stages}
+    profile, counts = None, plan.virtual_shard_counts
     schedule, routing = None, MicrobatchRouting(plan, job.batching)
     if build is not None:
         schedule = build(routing, graph.crossing(plan))

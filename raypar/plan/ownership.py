@@ -132,6 +132,8 @@ class Ownership:
         default_factory=dict, init=False, repr=False, compare=False
     )
     """(grid, shard, whether frozen) -> how the replicas divide these parameters."""
+    _cuts: dict[tuple[Hashable, ...], TensorCut] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """(name, virtual shards, their division) -> how the tensor is cut over shards that hold several of these."""
     _sizes_of_grids: dict[tuple[int, ...], dict[str, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Grids -> name -> elements of the tensors of their stages."""
 
@@ -176,10 +178,18 @@ class Ownership:
 
     def cut_of(self, rank: int, name: str) -> TensorCut | None:
         """How a tensor is cut over the shards of a rank's stages; None: each shard has the whole tensor."""
-        shards = self.plan.stages[self._stage_with(rank, name)].shards
-        if shards > 1 and shards not in self.outline.shardings:
-            raise PlanError(f"it is not known how the model is cut over {shards} shards", cure="report this")
-        return self.outline.shardings[shards].get(name) if shards > 1 else None
+        stage = self.plan.stages[self._stage_with(rank, name)]
+        if stage.shards == 1:
+            return None
+        if stage.virtual_shards not in self.outline.shardings:
+            raise PlanError(f"it is not known how the model is cut over {stage.virtual_shards} shards", cure="report this")
+        cut = self.outline.shardings[stage.virtual_shards].get(name)
+        if cut is None or not stage.division:
+            return cut
+        key = name, stage.virtual_shards, stage.division
+        if key not in self._cuts:
+            self._cuts[key] = cut.over_runs(stage.runs)
+        return self._cuts[key]
 
     def shard_of(self, rank: int, name: str) -> int:
         """Which shard of a tensor a rank has."""

@@ -1,8 +1,9 @@
 """Parallel plans: the stages of a run, the grid of workers of each, and so what each worker is.
 
-The work of a stage in a step is a grid: blocks of samples by shards of its layers. A plan gives every cell of it to a worker:
-replicas are rows on different workers, shards are columns. Stages may have one grid (chunks), grids of other workers (a
-pipeline), or grids that share workers (replicas of some layers and shards of others on the same workers).
+The work of a stage in a step is a grid: blocks of samples by virtual shards of its layers. Results depend on that grid alone.
+A plan gives every cell of it to a worker: replicas are rows on different workers, shards are columns. Stages may have one grid
+of workers (chunks), grids of other workers (a pipeline), or grids that share workers (replicas of some layers and shards of
+others on the same workers).
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ class StagePlan:
 
     share: tuple[int, ...] = ()
     """Number of blocks of each replica: contiguous runs, in order of replicas. Empty: runs of nearly equal length."""
+    division: tuple[int, ...] = ()
+    """Number of virtual shards of each shard: contiguous runs, in order of shards. Empty: each is one virtual shard."""
+
+    def __post_init__(self) -> None:
+        if self.division and set(self.division) == {1}:
+            object.__setattr__(self, "division", ())
 
     @property
     def replicas(self) -> int:
@@ -53,6 +60,23 @@ class StagePlan:
         """Number of workers that divide each replica (tensor parallelism)."""
         return len(self.workers[0])
 
+    @property
+    def virtual_shards(self) -> int:
+        """Into how many parts the layers are cut. Results depend on it, and not on which workers compute these."""
+        return sum(self.division) or self.shards
+
+    def run_of(self, shard: int) -> range:
+        """The virtual shards that a shard computes."""
+        if not self.division:
+            return range(shard, shard + 1)
+        first = sum(self.division[:shard])
+        return range(first, first + self.division[shard])
+
+    @property
+    def runs(self) -> tuple[range, ...]:
+        """By shard: its virtual shards."""
+        return tuple(map(self.run_of, range(self.shards)))
+
     def check(self, name: str) -> None:
         """Raise `PlanError` for a grid or shares that no plan can have. `name`: of the stage, in messages."""
         _check_grid(name, self.workers)
@@ -60,6 +84,11 @@ class StagePlan:
             raise PlanError(
                 f"{name} gives its {count_noun(self.replicas, 'replica')} the shares {list(self.share)} of the blocks",
                 cure=f"give {count_noun(self.replicas, 'number')} >= 1, one for each replica, or () for even runs",
+            )
+        if self.division and (len(self.division) != self.shards or min(self.division) < 1):
+            raise PlanError(
+                f"{name} gives its {count_noun(self.shards, 'shard')} {list(self.division)} virtual shards",
+                cure=f"give {count_noun(self.shards, 'number')} >= 1, one for each shard, or () for one each",
             )
 
 
@@ -101,12 +130,13 @@ class ParallelPlan:
             stage.check(f"stage {index}")
             before = stage.last
         for stages in self.stages_of_grid:
-            shares = sorted({self.stages[stage].share for stage in stages})
-            if len(shares) > 1:
-                raise PlanError(
-                    f"stages {', '.join(map(str, stages))} have the same workers and different shares of the blocks: {shares}",
-                    cure="give the stages of one grid of workers the same shares",
-                )
+            for what, given in (("shares of the blocks", "share"), ("divisions of virtual shards", "division")):
+                unlike = sorted({getattr(self.stages[stage], given) for stage in stages})
+                if len(unlike) > 1:
+                    raise PlanError(
+                        f"stages {', '.join(map(str, stages))} have the same workers and different {what}: {unlike}",
+                        cure=f"give the stages of one grid of workers the same {given}",
+                    )
         missing = sorted(set(range(self.world)) - {rank for grid in self.grids for row in grid for rank in row})
         if missing:
             shown = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
@@ -206,6 +236,24 @@ class ParallelPlan:
         stages = zip(self.stages, self.grid_of_stage, strict=True)
         return replace(self, stages=tuple(replace(s, share=shares.get(grid, s.share)) for s, grid in stages))
 
+    def with_virtual_shards(self, count: int) -> ParallelPlan:
+        """The same plan with layers that are cut into `count` virtual shards, which shards divide evenly unless they divide as
+        many already.
+
+        Raises `PlanError` if some stage's number of shards does not divide `count`.
+        """
+        for index, stage in enumerate(self.stages):
+            if stage.virtual_shards != count and count % stage.shards:
+                raise PlanError(
+                    f"virtual_shards is {count}, and stage {index} has {count_noun(stage.shards, 'shard')}",
+                    cure=f"set virtual_shards to a multiple of {stage.shards}, or plan.shards to a divisor of {count}",
+                )
+
+        def cut(stage: StagePlan) -> StagePlan:
+            return stage if stage.virtual_shards == count else replace(stage, division=(count // stage.shards,) * stage.shards)
+
+        return replace(self, stages=tuple(map(cut, self.stages)))
+
     def with_replicas(self, counts: Sequence[int]) -> ParallelPlan:
         """A plan of workers with one role each, with other numbers of replicas, one for each grid, and even shares.
 
@@ -219,7 +267,7 @@ class ParallelPlan:
     @property
     def has_movable_split_points(self) -> bool:
         """Whether some split point could move without changing the number of shards of a layer."""
-        return any(a.shards == b.shards and b.last - a.first > 2 for a, b in itertools.pairwise(self.stages))
+        return any(a.virtual_shards == b.virtual_shards and b.last - a.first > 2 for a, b in itertools.pairwise(self.stages))
 
     # -- grids and roles -------------------------------------------------------------------------------------------------
 
@@ -329,8 +377,13 @@ class ParallelPlan:
 
     @cached_property
     def shards_by_layer(self) -> tuple[int, ...]:
-        """The number of shards of every layer: the only part of a plan on which results depend."""
-        return tuple(stage.shards for stage in self.stages for _ in range(stage.first, stage.last))
+        """The number of virtual shards of every layer: the only part of a plan on which results depend."""
+        return tuple(stage.virtual_shards for stage in self.stages for _ in range(stage.first, stage.last))
+
+    @property
+    def virtual_shard_counts(self) -> frozenset[int]:
+        """Into how many virtual shards the layers of some stage are cut."""
+        return frozenset(stage.virtual_shards for stage in self.stages)
 
     def recomputed_layers(self, stage: int) -> tuple[int, ...]:
         """Indices of the stage's recomputed layers."""
@@ -344,7 +397,10 @@ class ParallelPlan:
         """The plan's shape as text (`describe_mesh`), and which stages give their replicas uneven shares."""
         text = describe_mesh([stage.replicas for stage in self.stages], [stage.shards for stage in self.stages])
         uneven = [f"stage {i} {':'.join(map(str, s.share))}" for i, s in enumerate(self.stages) if s.share]
-        return f"{text}, shares of blocks: {', '.join(uneven)}" if uneven else text
+        if uneven:
+            text += f", shares of blocks: {', '.join(uneven)}"
+        divided = sorted(stage.virtual_shards for stage in self.stages if stage.division)
+        return f"{text}, {'/'.join(map(str, dict.fromkeys(divided)))} virtual shards" if divided else text
 
     def coordinate(self, rank: int) -> str:
         """A rank with its place as text: `worker 3 (stage 1, replica 1)`."""

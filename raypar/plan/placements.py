@@ -85,29 +85,31 @@ def _nearest(patterns: Iterable[str], names: Sequence[str]) -> str:
 # -- fewer workers -------------------------------------------------------------------------------------------------------------
 
 
-def plan_for_fewer_workers(plan: ParallelPlan, workers: int) -> ParallelPlan:
+def plan_for_fewer_workers(plan: ParallelPlan, workers: int, virtual_shards: int = 0) -> ParallelPlan:
     """What is left of a plan with fewer workers, numbered anew. They go one by one, each time the one with the least loss.
 
     Replicas go first, then shards (down to a divisor of their number), then stages, which join the one before them (the first
     the one behind it): by layers, the number of shards and of copies that are lost. It may take fewer workers than there are.
+    `virtual_shards`: the job's, of which shards are a divisor then; 0: none are given.
     """
     while plan.world > workers:
-        without = [_without(plan, rank) for rank in range(plan.world)]
+        without = [_without(plan, rank, virtual_shards) for rank in range(plan.world)]
         plan = min(reversed(without), key=lambda left: _loss(plan, left))
-    return plan
+    return plan.with_virtual_shards(virtual_shards) if virtual_shards else plan
 
 
-def _without(plan: ParallelPlan, gone: int) -> ParallelPlan:
+def _without(plan: ParallelPlan, gone: int, virtual_shards: int) -> ParallelPlan:
     """The plan without one of its workers; others that then have no work go, too."""
     stages: list[StagePlan | None] = []
     for stage in plan.stages:
         rows = tuple(row for row in stage.workers if gone not in row)
         if not rows:
             left = tuple(rank for rank in stage.workers[0] if rank != gone)
-            count = next((d for d in range(len(left), 0, -1) if stage.shards % d == 0), 0)
+            count = next((d for d in range(len(left), 0, -1) if (virtual_shards or stage.shards) % d == 0), 0)
             rows = (left[:count],) if count else ()
         same = len(rows) == stage.replicas
-        stages.append(replace(stage, workers=rows, share=stage.share if same else ()) if rows else None)
+        share = stage.share if same else ()
+        stages.append(replace(stage, workers=rows, share=share, division=()) if rows else None)
     joined: list[StagePlan] = []
     for stage, given in zip(plan.stages, stages, strict=True):
         if given is not None:
@@ -125,8 +127,8 @@ def _without(plan: ParallelPlan, gone: int) -> ParallelPlan:
 
 def _loss(plan: ParallelPlan, left: ParallelPlan) -> tuple[int, int, int]:
     """(stages, layers x shards, layers x replicas) that are lost."""
-    shards = sum(plan.shards_by_layer) - sum(left.shards_by_layer)
-    copies = sum((s.last - s.first) * s.replicas for s in plan.stages) - sum(
-        (s.last - s.first) * s.replicas for s in left.stages
+    (shards, copies), (shards_left, copies_left) = (
+        (sum((s.last - s.first) * s.shards for s in one.stages), sum((s.last - s.first) * s.replicas for s in one.stages))
+        for one in (plan, left)
     )
-    return len(plan.stages) - len(left.stages), shards, copies
+    return len(plan.stages) - len(left.stages), shards - shards_left, copies - copies_left

@@ -133,6 +133,11 @@ class TensorCut:
             self.indices_by_shard[shard], merge_ranges(s for spans in self.indices_by_shard[:shard] for s in spans)
         )
 
+    def over_runs(self, runs: Sequence[range]) -> TensorCut:
+        """The same cut for shards that hold a run of these shards each."""
+        held = (merge_ranges(s for shard in run for s in self.indices_by_shard[shard]) for run in runs)
+        return TensorCut(self.dim, self.whole_size, tuple(held))
+
     @property
     def shared(self) -> IndexRanges:
         """Indices that more than one shard holds; each of these shards has a partial sum of their gradient."""

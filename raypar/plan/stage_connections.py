@@ -229,12 +229,13 @@ def check_ties_are_cut_alike(plan: ParallelPlan, ties: Sequence[TiedParameter]) 
     for tie in ties:
         for rank in range(plan.world):
             here = [stage for stage in tie.stages if stage in plan.stages_of(rank)]
-            counts = {plan.stages[stage].shards for stage in here}
-            parts = sorted({plan.role_in(rank, stage).shard for stage in here})
+            counts = {plan.stages[stage].virtual_shards for stage in here}
+            runs = {plan.stages[stage].run_of(plan.role_in(rank, stage).shard) for stage in here}
+            parts = [f"{a} to {b}" if a < b else str(a) for a, b in sorted((run.start, run.stop - 1) for run in runs)]
             if len(counts) == 1 and len(parts) > 1:
                 raise PlanError(
                     f"stages {' and '.join(map(str, here))} share the parameter {tie.name}, and worker {rank} would have it as "
-                    f"shards {' and '.join(map(str, parts))}",
+                    f"shards {' and '.join(parts)}",
                     cure="let each worker be the same shard of the layers that share a parameter (plan.placements)",
                 )
             if len(counts) > 1:

@@ -39,8 +39,8 @@ class StateBytes:
 
         So a tied parameter counts in each of its layers, as in a reduction of gradients.
         """
-        layers = self._by_layer(kind, stage.shards)[stage.first : stage.last]
-        return sum(max(sum(kept.values()) for kept in on_shards) for on_shards in layers)
+        layers = self._by_layer(kind, stage.virtual_shards)[stage.first : stage.last]
+        return sum(max(sum(sum(on_shards[v].values()) for v in run) for run in stage.runs) for on_shards in layers)
 
     def _on_rank(self, ownership: Ownership, rank: int, kind: StateKind) -> int:
         plan = ownership.plan
@@ -50,18 +50,23 @@ class StateBytes:
         places = zip(stages, roles, strict=True)
         key = (
             kind,
-            *((s.first, s.last, s.shards, role.shard, (role.replica, s.replicas) if shared_out else ()) for s, role in places),
+            *(
+                (s.first, s.last, s.virtual_shards, s.run_of(role.shard), (role.replica, s.replicas) if shared_out else ())
+                for s, role in places
+            ),
         )
         if key not in self._on_ranks:
-            if shared_out:
-                kept = self._kept(ownership, rank, kind)
-            else:  # by layer, because plans with other stages have the same layers and share the cache
-                kept = {}
-                for stage, role in zip(stages, roles, strict=True):
-                    for on_shards in self._by_layer(kind, stage.shards)[stage.first : stage.last]:
-                        kept.update(on_shards[role.shard])
             copies = self._copies(stages, kind)
-            self._on_ranks[key] = sum(copies[name] * nbytes for name, nbytes in kept.items())
+            if shared_out:
+                of_virtual_shards = [self._kept(ownership, rank, kind)]
+            else:  # by layer, because plans with other stages have the same layers and share the cache
+                runs = [stage.run_of(role.shard) for stage, role in zip(stages, roles, strict=True)]
+                of_virtual_shards = [{} for _ in range(max(map(len, runs)))]
+                for stage, run in zip(stages, runs, strict=True):
+                    for on_shards in self._by_layer(kind, stage.virtual_shards)[stage.first : stage.last]:
+                        for kept, virtual_shard in zip(of_virtual_shards, run, strict=False):
+                            kept.update(on_shards[virtual_shard])
+            self._on_ranks[key] = sum(copies[name] * nbytes for kept in of_virtual_shards for name, nbytes in kept.items())
         return self._on_ranks[key]
 
     def _by_layer(self, kind: StateKind, shards: int) -> tuple[tuple[dict[str, int], ...], ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, ParallelPlan
@@ -65,28 +65,41 @@ class PlanCandidate:
     chunks: int
     plan: ParallelPlan
     bound_ms: float
+    shards: int = 1
 
     @property
     def is_yardstick(self) -> bool:
         """Whether this is one of the plans with which people compare others: one worker, or two replicas of all layers."""
-        return self.stages == 1 and self.replicas <= 2
+        return self.stages == 1 and self.replicas <= 2 and self.shards == 1
 
 
 def enumerate_candidates(
-    profile: ModelProfile, workers: int, cut: Microbatches, shards: int = 1, recompute: Collection[int] = ()
+    profile: ModelProfile,
+    workers: int,
+    cut: Microbatches,
+    shards: int = 1,
+    recompute: Collection[int] = (),
+    virtual_shards: int = 0,
 ) -> Iterator[PlanCandidate]:
-    """Every uniform plan on at most `workers` workers in which each worker has work.
+    """Every uniform plan on at most `workers` workers in which each worker has work. `shards`: how many each stage has; 0: any
+    divisor of `virtual_shards`, the job's, which is 0 where none are given.
 
     So there are no more replicas than blocks or microbatches, no more stages than layers, or than
     the optimizer allows. Layers are cut so that the slowest stage is as fast as possible.
     """
+    if not shards:
+        counts = [count for count in range(1, min(workers, virtual_shards) + 1) if virtual_shards % count == 0]
+        for count in counts:
+            yield from enumerate_candidates(profile, workers, cut, count, recompute, virtual_shards)
+        return
     layers, seats = len(profile.layers), workers // shards
     for stages in range(1, min(seats, layers, profile.most_stages or layers) + 1):
         for replicas in range(1, min(seats // stages, cut.blocks, cut.count) + 1):
             for schedule in SCHEDULES if stages > 1 else ("1f1b",):
                 for chunks in SCHEDULES[schedule]:
                     if stages * chunks <= layers:
-                        yield _candidate(profile, replicas, stages, shards, schedule, chunks, cut, recompute)
+                        made = _candidate(profile, replicas, stages, shards, schedule, chunks, cut, recompute)
+                        yield replace(made, plan=made.plan.with_virtual_shards(virtual_shards)) if virtual_shards else made
 
 
 def _candidate(
@@ -120,4 +133,4 @@ def _candidate(
     bound = busiest * most / shards
     if profile.processors is not None:
         bound = max(bound, sums[-1] * cut.count / profile.processors)
-    return PlanCandidate(replicas, stages, schedule, chunks, plan, bound)
+    return PlanCandidate(replicas, stages, schedule, chunks, plan, bound, shards)

@@ -208,13 +208,14 @@ class ModelProfile:
         2 (t-1)/t of the bytes; overlap is not counted.
         """
         whole, t = self.of(place.first, place.last), place.shards
-        if t == 1:
+        if place.virtual_shards == 1:
             return whole
         layers = self.layers[place.first : place.last]
-        shares = self.work_shares(t)[place.first : place.last]
+        shares = self.work_shares(place)[place.first : place.last]
         parts = list(zip(layers, shares, strict=True))
-        sums_ms = sum(2 * self.link.ms(2 * (t - 1) / t * layer.output_bytes) for layer, share in parts if share < 1)
-        state = self.state_on_shards({t})
+        whole_share = max(map(len, place.runs))
+        sums_ms = sum(2 * self.link.ms(2 * (t - 1) / t * layer.output_bytes) for layer, share in parts if share < whole_share)
+        state = self.state_on_shards({place.virtual_shards})
         parameters = state.on_fullest_shard("master" if "master" in state.by_tensor else "parameter", place)
         return replace(
             whole,
@@ -229,17 +230,19 @@ class ModelProfile:
             gradient_bytes=None if whole.gradient_bytes is None else state.on_fullest_shard("gradient", place),
         )
 
-    def work_shares(self, shards: int) -> tuple[float, ...]:
-        """By layer: the share of its work that the busiest shard computes; 1 / shards where styles are not known."""
+    def work_shares(self, place: StagePlan) -> tuple[float, ...]:
+        """By layer of the model: the share of its work that the busiest shard of such a stage computes. A layer that is whole
+        on virtual shards is computed once for each of them. Where styles are not known all layers are cut."""
         outline = self.state.outline if self.state is not None else None
-        if outline is None or shards not in outline.layouts:
-            return (1 / shards,) * len(self.layers)
-        if shards not in self._work_shares:
-            self._work_shares[shards] = largest_work_shares(outline, shards)
-        return self._work_shares[shards]
+        if outline is None or place.virtual_shards not in outline.layouts:
+            return (max(map(len, place.runs)) / place.virtual_shards,) * len(self.layers)
+        key = place.virtual_shards, place.division
+        if key not in self._work_shares:
+            self._work_shares[key] = largest_work_shares(outline, place)
+        return self._work_shares[key]
 
     @cached_property
-    def _work_shares(self) -> dict[int, tuple[float, ...]]:
+    def _work_shares(self) -> dict[tuple[int, tuple[int, ...]], tuple[float, ...]]:
         """Cache of `work_shares`."""
         return {}
 
@@ -315,11 +318,13 @@ def _edge_of(src: int, dst: int, values: Mapping[str, tuple[int, int]]) -> Stage
     return StageEdge(src, dst, tuple(values), sum(sizes), value_bytes=sizes, readers=readers if max(readers) > 1 else ())
 
 
-def largest_work_shares(outline: ModelOutline, shards: int) -> tuple[float, ...]:
-    """By layer: the share of its work that the busiest shard computes; 1 for a layer that is computed whole on every shard.
+def largest_work_shares(outline: ModelOutline, place: StagePlan) -> tuple[float, ...]:
+    """By layer of the model: the share of its work that the busiest shard of such a stage computes; 1 for a layer that is
+    computed whole on every shard, and more if a shard has several virtual shards.
 
     A module's work is assumed to be proportional to its number of elements, as for linear layers.
     """
+    shards = place.virtual_shards
     costs = outline.layouts[shards].costs
     aliases = {names[0]: names for names in outline.ties}
     found = []
@@ -333,7 +338,8 @@ def largest_work_shares(outline: ModelOutline, shards: int) -> tuple[float, ...]
             cost = costs.get(owner_of(here))
             on_shard = [work + size * (cost[t].compute if cost else 1.0) for t, work in enumerate(on_shard)]
             total += size
-        found.append(max(on_shard) / total if total else 1.0)
+        busiest = max(sum(on_shard[v] for v in run) for run in place.runs)
+        found.append(busiest / total if total else float(max(map(len, place.runs))))
     return tuple(found)
 
 

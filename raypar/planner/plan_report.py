@@ -42,9 +42,10 @@ def short_plan_report(choice: PlanChoice) -> str:
     shown: list[str] = []
     for verdict in choice.verdicts[1:]:
         candidate = verdict.candidate
-        differs = (candidate.replicas, candidate.stages) != (chosen.replicas, chosen.stages)
+        of_candidate, of_chosen = ((one.replicas, one.stages, one.shards) for one in (candidate, chosen))
+        differs = of_candidate != of_chosen
         if differs and verdict.predicted_ms is not None and (not shown or candidate.plan.world == 1):
-            replicas, shards = (candidate.replicas,) * candidate.stages, (1,) * candidate.stages
+            replicas, shards = ((count,) * candidate.stages for count in (candidate.replicas, candidate.shards))
             shown.append(f"{describe_mesh(replicas, shards)} {verdict.predicted_ms:.1f} ms")
     beside = f" (then {', '.join(shown[:2])})" if shown else ""
     cuts = f"; plan.cuts={list(choice.plan.split_points)}, by measured times" if len(choice.plan.stages) > 1 else ""
@@ -146,7 +147,7 @@ def _row(verdict: EvaluatedCandidate, why: str) -> tuple[str, ...]:
     candidate = verdict.candidate
     chunks = f", {candidate.chunks} chunks" if candidate.chunks > 1 else ""
     return (
-        f"{candidate.replicas} x {candidate.stages}",
+        f"{candidate.replicas} x {candidate.stages}" + f" x {candidate.shards} shards" * (candidate.shards > 1),
         f"{candidate.schedule}{chunks}{', recomputing' if candidate.plan.recompute else ''}",
         str(candidate.plan.world),
         "" if verdict.predicted_ms is None else f"{verdict.predicted_ms:.1f}",
@@ -166,6 +167,7 @@ def plan_report_as_dict(choice: PlanChoice) -> dict[str, Json]:
             {
                 "replicas": v.candidate.replicas,
                 "stages": v.candidate.stages,
+                "shards": v.candidate.shards,
                 "schedule": v.candidate.schedule,
                 "chunks": v.candidate.chunks,
                 "recompute": list(v.candidate.plan.recompute),

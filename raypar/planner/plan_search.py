@@ -70,20 +70,27 @@ class PlanChoice:
 
 
 def search_plans(
-    profile: ModelProfile, workers: int, microbatches: Microbatches, shards: int = 1, recompute: Collection[int] = ()
+    profile: ModelProfile,
+    workers: int,
+    microbatches: Microbatches,
+    shards: int = 1,
+    recompute: Collection[int] = (),
+    virtual_shards: int = 0,
 ) -> PlanChoice:
     """The best uniform plan on at most `workers` workers. Raises `PlanError` when none fits into memory.
 
-    All stages have `shards` shards; the bits depend on that number, so it is not chosen here. Every plan recomputes the layers
-    with the indices `recompute`; one that does not fit recomputes all layers that can be (`profile.recomputable`). Of the
-    plans that are about as fast as the fastest one (`ABOUT_AS_FAST`) the one with the fewest workers wins, then with the fewest
-    stages, then the faster. A candidate whose busiest worker alone computes longer than that is not simulated, unless it has
-    one stage and one or two replicas, which people compare others with.
+    All stages have `shards` shards. The bits depend on that number, so it is not chosen here, unless the job gives
+    `virtual_shards` on which they depend in its place: then with `shards` 0 any divisor of these is tried. Every plan
+    recomputes the layers with the indices `recompute`; one that does not fit recomputes all layers that can be
+    (`profile.recomputable`). Of the plans that are about as fast as the fastest one (`ABOUT_AS_FAST`) the one with the fewest
+    workers wins, then with the fewest stages, then the faster. A candidate whose busiest worker alone computes longer than that
+    is not simulated, unless it has one stage and one or two replicas, which people compare others with.
     """
     simulated: list[EvaluatedCandidate] = []
     ruled_out: list[EvaluatedCandidate] = []
     best_ms = float("inf")
-    for candidate in sorted(enumerate_candidates(profile, workers, microbatches, shards, recompute), key=lambda c: c.bound_ms):
+    candidates = enumerate_candidates(profile, workers, microbatches, shards, recompute, virtual_shards)
+    for candidate in sorted(candidates, key=lambda c: c.bound_ms):
         if candidate.bound_ms > (1 + ABOUT_AS_FAST) * best_ms and not candidate.is_yardstick:
             reason = f"its busiest worker computes {candidate.bound_ms:.4g} ms at least"
             ruled_out.append(EvaluatedCandidate(candidate, reason))
@@ -145,6 +152,11 @@ def reachable_shard_counts(plan: ParallelPlan) -> tuple[int, ...]:
     return tuple(sorted({d for count in own for d in range(1, count + 1) if count % d == 0}, reverse=True))
 
 
+def reachable_virtual_shard_counts(plan: ParallelPlan, virtual_shards: int) -> tuple[int, ...]:
+    """Numbers of virtual shards that the layers of a run of this plan may come to have: the job's, if it gives one."""
+    return (virtual_shards,) if virtual_shards else reachable_shard_counts(plan)
+
+
 def balance_stages(
     profile: ModelProfile, even: ParallelPlan, schedule: str | MakeSchedule, microbatches: Microbatches
 ) -> StageBalance:
@@ -162,8 +174,11 @@ def balance_stages(
     orders = make(even)
     # Where workers share this machine's processors every cut takes equally long. But the run may join a larger cluster.
     alone = replace(profile, processors=None)
-    grids = consecutive_grids((1, shards) for shards in even.shards_by_layer)
-    by_layer = tuple(StagePlan(i, i + 1, grid) for i, grid in enumerate(grids))
+    stages = [stage for stage in even.stages for _ in range(stage.first, stage.last)]
+    grids = consecutive_grids((1, stage.shards) for stage in stages)
+    by_layer = tuple(
+        StagePlan(i, i + 1, grid, division=stage.division) for i, (grid, stage) in enumerate(zip(grids, stages, strict=True))
+    )
     layer_costs = simulation_costs(alone, replace(even, stages=by_layer), split=any(map(splits_backward, orders)))
 
     def found(limit: int | None) -> StageBalance:

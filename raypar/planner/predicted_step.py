@@ -94,7 +94,7 @@ def state_bytes(
     gradients are widened for the optimizer it is gone, so of these only what takes more memory counts.
     """
     plan = routing.plan
-    state = profile.state_on_shards({stage.shards for stage in plan.stages}).of_plan(plan, zero)
+    state = profile.state_on_shards(plan.virtual_shard_counts).of_plan(plan, zero)
     blocks = [max(len(routing.blocks_of_worker(s, rank)) for s in plan.stages_of(rank)) for rank in range(plan.world)]
     gradients = (nbytes * max(1, count.bit_length()) for nbytes, count in zip(state["gradient"], blocks, strict=True))
     found = {**state, "gradient": tuple(gradients)}

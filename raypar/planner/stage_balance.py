@@ -296,7 +296,7 @@ class _SplitPointSearch:
 def _movable_split_points(plan: ParallelPlan) -> Iterator[tuple[tuple[int, int], range]]:
     """See `_SplitPointSearch.movable`: runs of stages with the same number of shards."""
     stages = list(enumerate(plan.stages))
-    for _, run in itertools.groupby(stages, key=lambda item: item[1].shards):
+    for _, run in itertools.groupby(stages, key=lambda item: (item[1].shards, item[1].division)):
         members = list(run)
         (first_index, first), (last_index, last) = members[0], members[-1]
         if first_index < last_index:

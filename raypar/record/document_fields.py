@@ -42,6 +42,8 @@ class StageFacts(TypedDict, total=False):
     """Its grid of workers: by replica and shard, their ranks. Absent in files of older releases."""
     share: list[int]
     """Blocks of each replica; empty: even runs. Absent in files of older releases."""
+    division: list[int]
+    """Virtual shards of each shard; empty: each is one. Absent in files of older releases."""
 
 
 class LayerFacts(TypedDict, total=False):
@@ -115,6 +117,7 @@ _STAGES = _records(
         **dict.fromkeys(("first", "last", "position", "replicas", "shards"), count_up_to(MAX_WORKER_NUMBER)),
         "workers": is_list_of(is_list_of(count_up_to(MAX_WORKER_NUMBER))),
         "share": is_list_of(count_up_to(MAX_WORKER_NUMBER)),
+        "division": is_list_of(count_up_to(MAX_WORKER_NUMBER)),
     },
     "replicas",
 )

@@ -24,6 +24,7 @@ def stages_as_data(plan: ParallelPlan) -> list[dict[str, int | list[int] | list[
             "shards": stage.shards,
             "workers": [list(row) for row in stage.workers],
             "share": list(stage.share),
+            "division": list(stage.division),
         }
         for stage, grid in zip(plan.stages, plan.grid_of_stage, strict=True)
     ]
@@ -39,10 +40,14 @@ def plan_of_stages(stages: Sequence[StageFacts]) -> ParallelPlan | None:
         return None
     try:
         grids = dict(zip(sorted(shapes), consecutive_grids(shapes[position] for position in sorted(shapes)), strict=True))
-        made = (StagePlan(s["first"], s["last"], _grid(s, grids[s["position"]]), tuple(s.get("share", ()))) for s in stages)
-        return ParallelPlan(tuple(made))
+        return ParallelPlan(tuple(_stage(stage, grids[stage["position"]]) for stage in stages))
     except PlanError:
         return None
+
+
+def _stage(stage: StageFacts, otherwise: WorkerGrid) -> StagePlan:
+    share, division = tuple(stage.get("share", ())), tuple(stage.get("division", ()))
+    return StagePlan(stage["first"], stage["last"], _grid(stage, otherwise), share, division)
 
 
 def _grid(stage: StageFacts, otherwise: WorkerGrid) -> WorkerGrid:

@@ -24,11 +24,14 @@ from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import after_steps
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.required_communicators import device_to_device_rank_pairs
+from raypar.worker.stage.stage_shards import ShardOfStage
 from raypar.worker.state.mirror import Mirror
 from raypar.worker.state.parameter_state import (
+    WHOLE,
     ParameterSlice,
     ParameterState,
     StateByKey,
+    StatePart,
     assemble_parameter,
     extract_elements,
     tensor_in,
@@ -161,17 +164,17 @@ class ElasticWorker:
             return
         for name, holdings in received.items():
             base.setdefault(name, []).extend(holdings)
-        values: dict[str, Tensor] | None = None
+        values: dict[ShardOfStage, dict[str, Tensor]] | None = None
         if not (part.run_begins or part.checkpoint_folder):
             state = self._assemble_state(part, transport.rank, base)
-            values = {name: tensor_in(kept) for name, kept in state.items()}
+            values = {key: {name: tensor_in(kept) for name, kept in of.items()} for key, of in state.items()}
         self.adopt_description = self.core.adopt(
             part.assignment, transport, values=values, load=part.checkpoint_folder or None, only_weights=part.only_weights
         )
         self.core.release_initial_values()
         if not (part.run_begins or part.checkpoint_folder):
             for index, optimizer in self.core.step_commit.optimizers.items():
-                mine = {name: state[name] for name in self.core.stages[index].parameters if name in state}
+                mine = {name: state[index][name] for name in self.core.stages[index].parameters if name in state[index]}
                 try:
                     write_optimizer_state(optimizer, OptimizerState.of_parameters(mine, names_with_patterns(optimizer)))
                 except StateNotKeptError as error:
@@ -200,11 +203,11 @@ class ElasticWorker:
         done = self.applied()
         self.mirror.take_snapshot(done, self._stages_state(), transport, self._slices())
 
-    def _slices(self) -> dict[str, ParameterSlice]:
-        """Parameter that is cut over shards -> the part of it that this worker holds."""
+    def _slices(self) -> dict[StatePart, ParameterSlice]:
+        """What is cut over shards -> the part of its parameter that it is."""
         return {
-            name: ParameterSlice(stage.shard.layout.cuts[name], stage.shard.group.shard)
-            for stage in self.core.stages.values()
+            (name, number): ParameterSlice(stage.shard.layout.cuts[name], number)
+            for (_, number), stage in self.core.stages.items()
             if stage.shard is not None
             for name in stage.parameters
             if name in stage.shard.layout.cuts
@@ -214,28 +217,39 @@ class ElasticWorker:
         """Parameter or buffer -> the parts of its state after `applied()` steps that this worker holds; not copies."""
         self.applied()
         found, slices = {name: list(holdings) for name, holdings in self._old.items()}, self._slices()
-        for name, kept in self._stages_state().items():
-            found.setdefault(name, []).insert(0, ParameterState(kept, slices.get(name, ParameterSlice())))
+        for at, kept in self._stages_state().items():
+            found.setdefault(at[0], []).insert(0, ParameterState(kept, slices.get(at, ParameterSlice())))
         return found
 
     def _assemble_state(
         self, part: AdoptPlanCommand, rank: int, base: Mapping[str, list[ParameterState]]
-    ) -> dict[str, StateByKey]:
-        """Name -> the state that the new plan needs here, in tensors that may be written to. Raises `RayparError` if some is
-        missing."""
+    ) -> dict[ShardOfStage, dict[str, StateByKey]]:
+        """The state that each stage of the new plan needs here, by virtual shard, in tensors that may be written to and that no
+        other has. Raises `RayparError` if some is missing."""
         plan = part.assignment.plan
-        ownership = self.core.ownership_of(plan)
-        found: dict[str, StateByKey] = {}
-        for name, size in ownership.sizes(rank).items():
-            cut = ownership.cut_of(rank, name)
-            place = ParameterSlice() if cut is None else ParameterSlice(cut, ownership.shard_of(rank, name))
-            shape, whole = partial(self._shape, name), partial(self._whole, name)
-            made = assemble_parameter(base.get(name, ()), place, size, shape, whole, self.core.device)
-            if made is None:
-                what = f"worker {self.worker} lacks elements of {name} of the state {after_steps(part.steps_done)}"
-                raise RayparError(what, cure="report this: the pieces that it holds and was sent do not cover them")
-            kept, writable = made
-            found[name] = kept if writable else {**kept, PARAMETER: tensor_in(kept).clone()}
+        sizes = self.core.ownership_of(plan).sizes(rank)
+        found: dict[ShardOfStage, dict[str, StateByKey]] = {}
+        taken = set[int]()
+        for index in plan.stages_of(rank):
+            stage, run = plan.stages[index], plan.stages[index].run_of(plan.role_in(rank, index).shard)
+            layout = self.core.layout(stage.virtual_shards) if stage.virtual_shards > 1 else None
+            for number in run if layout is not None else (0,):
+                here = found[index, number] = {}
+                for name in state_shapes(self.core.graph, stage.first, stage.last):
+                    if name not in sizes:
+                        continue
+                    cut = layout.cuts.get(name) if layout is not None else None
+                    place = ParameterSlice() if cut is None else ParameterSlice(cut, number)
+                    shape, whole = partial(self._shape, name), partial(self._whole, name)
+                    made = assemble_parameter(base.get(name, ()), place, sizes[name], shape, whole, self.core.device)
+                    if made is None:
+                        what = f"worker {self.worker} lacks elements of {name} of the state {after_steps(part.steps_done)}"
+                        raise RayparError(what, cure="report this: the pieces that it holds and was sent do not cover them")
+                    kept, writable = made
+                    tensor = tensor_in(kept)
+                    is_new = writable and id(tensor) not in taken
+                    taken.add(id(tensor))
+                    here[name] = kept if is_new else {**kept, PARAMETER: tensor.clone()}
         return found
 
     def _whole(self, name: str) -> TensorCut | None:
@@ -250,9 +264,10 @@ class ElasticWorker:
     def _shapes(self) -> dict[str, torch.Size]:
         return state_shapes(self.core.graph)
 
-    def _stages_state(self) -> dict[str, StateByKey]:
-        """Parameter or buffer of this worker's stages -> its state; not copies."""
-        found: dict[str, StateByKey] = {}
+    def _stages_state(self) -> dict[StatePart, StateByKey]:
+        """State of the parameters and buffers of this worker's stages, each once: of what is cut, that of each virtual shard;
+        not copies."""
+        found: dict[StatePart, StateByKey] = {}
         for index, stage in self.core.stages.items():
             optimizer = self.core.step_commit.optimizers.get(index)
             state: dict[str, StateByKey] = {}
@@ -262,10 +277,12 @@ class ElasticWorker:
                     state = self.core.optimizer_state(index).by_parameter(names)
                 except StateNotKeptError as error:
                     state = OptimizerState.not_kept(names, error)
+            cuts = stage.shard.layout.cuts if stage.shard is not None else {}
             for name, parameter in stage.parameters.items():
                 if parameter.numel():
-                    found.setdefault(name, {PARAMETER: parameter.detach(), **state.get(name, {})})
-            found |= {name: {PARAMETER: buffer} for name, buffer in stage.buffers.items() if buffer.numel()}
+                    at = name, index[1] if name in cuts else WHOLE
+                    found.setdefault(at, {PARAMETER: parameter.detach(), **state.get(name, {})})
+            found |= {(name, WHOLE): {PARAMETER: buffer} for name, buffer in stage.buffers.items() if buffer.numel()}
         return found
 
     def _exchange(

@@ -476,17 +476,18 @@ def check_model_can_shard(spec: Job, checked: PreflightResult, plan: ParallelPla
     Raises `PlanError` for styles and numbers that do not fit, `ModelError` for layers that need other shards' parts,
     `ConfigError` for an optimizer that would train otherwise than in one process (`OptimizerTrial.check_plan`).
     """
-    counts, lines = {stage.shards for stage in plan.stages}, []
+    lines: list[str] = []
     if checked.optimizer is not None:
         checked.optimizer.check_plan(plan)
-    for shards in sorted(counts):
+    for shards in sorted(plan.virtual_shard_counts):
         if shards > 1 or spec.styles:
             layout = compute_shard_layout(checked.graph, shards, dict(spec.styles))
         if shards > 1:
             if not layout.cuts:
                 raise PlanError(
-                    f"plan.shards is {shards}, but none of the model's layers has a style: every shard would compute all of it",
-                    cure="name layers in plan.styles (for example '*.up': column, '*.down': row), or set plan.shards: 1",
+                    f"{'virtual_shards' if spec.virtual_shards else 'plan.shards'} is {shards}, but none of the model's layers "
+                    "has a style: every shard would compute all of it",
+                    cure="name layers in plan.styles (for example '*.up': column, '*.down': row), or set it to 1",
                 )
             (target, *weights), loss = spec.loss_fields, make_loss_function(spec.loss)
             on_meta: dict[str, Any] = {"weights": weights, "sequence": spec.sequence_parallel, "dtype": _dtype(spec)}
@@ -506,7 +507,7 @@ def check_other_shard_counts(spec: Job, checked: PreflightResult, plan: Parallel
 
     Raises as `check_model_can_shard` does.
     """
-    for shards in set(possible) - {stage.shards for stage in plan.stages} - {1}:
+    for shards in set(possible) - plan.virtual_shard_counts - {1}:
         try:
             check_model_can_shard(spec, checked, ParallelPlan.mesh(tp=shards, layers=len(checked.graph.layers)))
         except InputError as error:

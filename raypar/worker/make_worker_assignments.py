@@ -48,7 +48,7 @@ def make_worker_assignments(
 
     Raises `ScheduleError` if the result would not run.
     """
-    counts = {stage.shards for stage in plan.stages}
+    counts = plan.virtual_shard_counts
     layouts = (
         {count: compute_shard_layout(graph, count, dict(spec.styles)) for count in counts | {1}} if max(counts) > 1 else {}
     )

@@ -11,6 +11,7 @@ from functools import cache
 
 from raypar.comm.nccl.device import COMMUNICATORS, MAX_COMMUNICATORS, WORKER_ENVIRONMENT
 from raypar.comm.transport import FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
+from raypar.comm.virtual_shards import workers_add_subtrees
 from raypar.errors import PlanError
 from raypar.job import Job
 from raypar.model.graph import Graph
@@ -22,6 +23,7 @@ from raypar.plan.pieces import MAX_DIRECT, AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Communication
 from raypar.schedule.program_assignment import ProgramAssignment
+from raypar.worker.stage.stage_shards import reduction_channel
 from raypar.worker.step.tied_gradients import tied_gradient_transfers
 
 
@@ -43,13 +45,16 @@ def required_communicators(
         for stage in plan.stages_of(rank):
             fast, shards = spec.reduction == "fast", plan.stages[stage].shards
             role = plan.role_in(rank, stage)
-            found |= set(_reduction(MicrobatchRouting(plan, spec.batching), stage, role.shard, fast))
-            if stage in assignment.crossing.exchanges_buffers:
-                found.add(CommunicatorKey(plan.replica_ranks(stage, role.shard), "all_gather", stage))
+            for number in plan.stages[stage].run_of(role.shard):
+                channel, routing = reduction_channel(plan, stage, number), MicrobatchRouting(plan, spec.batching)
+                found |= set(_reduction(routing, stage, role.shard, channel, fast))
+                if stage in assignment.crossing.exchanges_buffers:
+                    found.add(CommunicatorKey(plan.replica_ranks(stage, role.shard), "all_gather", channel))
             if shards > 1:
                 # A loss on cut logits gathers. So do layers of the gathered style; every stage is assumed to have one.
                 last = plan.stages[stage].last == max(other.last for other in plan.stages)
-                gathers = last or "all_gather" in layout(shards).operations(sequence=False)
+                gathers = last or "all_gather" in layout(plan.stages[stage].virtual_shards).operations(sequence=False)
+                gathers = gathers or not workers_add_subtrees(plan.stages[stage].runs)
                 found |= set(_shards(plan, stage, role.replica, spec.sequence_parallel, gathers))
     return frozenset(found)
 
@@ -114,19 +119,19 @@ def _ties(
             yield CommunicatorKey((transfer.sender, transfer.receiver), "message")
 
 
-def _reduction(routing: MicrobatchRouting, stage: int, shard: int, fast: bool) -> Iterator[CommunicatorKey]:
+def _reduction(routing: MicrobatchRouting, stage: int, shard: int, channel: int, fast: bool) -> Iterator[CommunicatorKey]:
     """Collectives that reduce gradients over the replicas of a stage (`comm.gradient_reduction`)."""
     group = routing.plan.replica_ranks(stage, shard)
     if len(group) == 1:
         return
     if fast:
-        yield CommunicatorKey(group, "all_reduce", FAST_REDUCTION_CHANNELS + stage)
+        yield CommunicatorKey(group, "all_reduce", FAST_REDUCTION_CHANNELS + channel)
         return
     blocks = routing.microbatches.blocks
     subtrees = [covering_nodes(routing.blocks_of_replica(stage, r), blocks) for r in range(len(group))]
     collectives = {"swap": ("all_gather",), "halving": ("halving_all_reduce",), "owners": ("all_to_all", "all_gather")}
     for name in collectives[gradient_exchange(subtrees, host_bytes=None)]:
-        yield CommunicatorKey(group, name, stage)
+        yield CommunicatorKey(group, name, channel)
 
 
 def _shards(plan: ParallelPlan, stage: int, replica: int, sequence: bool, gathers: bool) -> Iterator[CommunicatorKey]:

@@ -6,7 +6,7 @@ The parts of a stage: modules (of whole values or slices), parameter uses, split
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import SHARD_CHANNELS, Transport
+from raypar.comm.virtual_shards import VirtualShards
 from raypar.job import Job
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import buffers_of_several_layers
@@ -27,11 +28,14 @@ from raypar.model.tensor_parallel.weight_gradient_memory_reuse import GradientRe
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.forward_pass_batching import whole_batching
 from raypar.plan.ownership import Ownership
+from raypar.plan.pieces import Piece
+from raypar.plan.shard_ranges import intersect_ranges
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.torch_compat.autograd import can_forget_gradient_hooks
 from raypar.worker.kept_predictions import Prediction
 from raypar.worker.layer_precisions import gradient_dtype_of, parameter_dtype_of
+from raypar.worker.process.generators_in_turn import GeneratorsInTurn
 from raypar.worker.process.seed_generators import HostGenerators, make_seeder, make_torch_seeder
 from raypar.worker.process.seeded_calls import SeededCalls
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -47,6 +51,7 @@ from raypar.worker.stage.recomputation import StageRecomputation
 from raypar.worker.stage.stage import Stage, StageLayer, StageValues
 from raypar.worker.stage.stage_coordinate_in_errors import SamplesOfPasses, StageCoordinate
 from raypar.worker.stage.stage_shard import StageShard
+from raypar.worker.stage.stage_shards import ShardOfStage, reduction_channel
 from raypar.worker.step.learning_rates import LearningRates
 from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer, select_owned_parameters
 from raypar.worker.step.step_commit import AnyGradientReduction, StepCommit
@@ -68,12 +73,14 @@ def build_stage(
     shard: StageShard | None = None,
     device: torch.device = CPU,
     guard: TorchStateGuard | None = None,
+    in_turn: GeneratorsInTurn | None = None,
 ) -> Stage:
     """Stage `index` of the plan on one replica, ready for its first step.
 
     `split`: the schedule computes weight gradients apart. `values`: tensors of all parameters (canonical names) and buffers,
     on `device`, which the stage takes over without a copy; by default the initial ones. `shard`: which shard of the stage this
-    is, if the stage is cut; `values` are slices then. `guard`: of the worker's process; by default a new one.
+    is, if the stage is cut; `values` are slices then. `guard`: of the worker's process; by default a new one. `in_turn`: of a
+    worker with several virtual shards of the stage.
     """
     guard = guard if guard is not None else TorchStateGuard(spec.threads)
     layers = graph.layers[plan.stages[index].first : plan.stages[index].last]
@@ -91,7 +98,7 @@ def build_stage(
     updates = build_buffer_updates(graph, weights)
     linears = [part for part in list_all_modules(modules) if isinstance(part, ShardedLinear)]
     loss = build_stage_loss(graph, plan, index, spec, loss_fn, shard, coordinate, guard, precision)
-    seeded = seeded_calls_of_layers(layers, loss, device, sharded=shard is not None)
+    seeded = seeded_calls_of_layers(layers, loss, device, sharded=shard is not None, in_turn=in_turn)
     return Stage(
         graph=graph,
         index=index,
@@ -191,15 +198,21 @@ def build_buffer_updates(graph: Graph, weights: StageTensors) -> dict[str, Buffe
 
 
 def seeded_calls_of_layers(
-    layers: Sequence[Layer], loss: LossCall | None, device: torch.device, *, sharded: bool
+    layers: Sequence[Layer],
+    loss: LossCall | None,
+    device: torch.device,
+    *,
+    sharded: bool,
+    in_turn: GeneratorsInTurn | None,
 ) -> list[tuple[SeededCalls, SeededCalls]]:
     """By layer: its calls in evaluation, and in training.
 
     All generators are seeded before each call of layers on shards, of which one alone cannot call a layer again, of the layer
-    before a loss, which goes on with its random numbers, and in training where hooks of a dropped call would stay.
+    before a loss, which goes on with its random numbers, and in training where hooks of a dropped call would stay. `in_turn`:
+    the generators of virtual shards that take turns.
     """
     generators = None if sharded else HostGenerators.of_process()
-    seed_all, seed_torch = make_seeder(device), make_torch_seeder(device)
+    seed_all, seed_torch = make_seeder(device) if in_turn is None else in_turn.seed, make_torch_seeder(device)
 
     def calls(layer: Layer, *, training: bool) -> SeededCalls:
         before_loss = layer is layers[-1] and loss is not None and loss.is_called(training=training)
@@ -316,9 +329,13 @@ class StageBuilder:
     """Restores process state that users' code leaves changed."""
     shard_timeout_s: float
     """How long a layer waits for other shards."""
+    generators: GeneratorsInTurn
+    """Of virtual shards that take turns."""
 
-    def build_stages(self, values: Mapping[str, Tensor] | None, *, unfilled: bool) -> tuple[dict[int, Stage], dict[str, int]]:
-        """The worker's stages by index, and digests of the initial values that were made.
+    def build_stages(
+        self, values: Mapping[ShardOfStage, Mapping[str, Tensor]] | None, *, unfilled: bool
+    ) -> tuple[dict[ShardOfStage, Stage], dict[str, int]]:
+        """The worker's stages, each virtual shard of one by itself, and digests of the initial values that were made.
 
         `values`: the state to begin with, which the stages take over; None: the initial values. `unfilled`: leave parameters
         and buffers uninitialised, for the caller to fill.
@@ -326,17 +343,13 @@ class StageBuilder:
         plan, rank, spec = self.assignment.plan, self.transport.rank, self.spec
         with self.guard.watching(f"the module of the loss {spec.loss.label}"):
             loss = make_loss_function(spec.loss, self.device)
-        if values is not None:
-            values = {name: value.to(self.device) for name, value in values.items()}
-        stages: dict[int, Stage] = {}
+        stages: dict[ShardOfStage, Stage] = {}
         digests: dict[str, int] = {}
-        for index in plan.stages_of(rank):
-            taken = {name for stage in stages.values() for name in stage.parameters}
-            shard = self.build_shard(index)
-            own, made = self._state(index, values, taken, shard, unfilled=unfilled)
+        for (index, number), shard in self.build_shards().items():
+            own, made = self._state(index, None if values is None else values[index, number], shard, unfilled=unfilled)
             digests.update(made)
             with self.guard.watching(f"the modules of the layers of stage {index}, as they were made,"):
-                stages[index] = build_stage(
+                stages[index, number] = build_stage(
                     self.graph,
                     plan,
                     index,
@@ -349,77 +362,89 @@ class StageBuilder:
                     shard=shard,
                     device=self.device,
                     guard=self.guard,
+                    in_turn=self.generators if plan.stages[index].division else None,
                 )
         return stages, digests
 
     def _state(
-        self,
-        index: int,
-        values: Mapping[str, Tensor] | None,
-        taken: Collection[str],
-        shard: StageShard | None,
-        *,
-        unfilled: bool,
+        self, index: int, values: Mapping[str, Tensor] | None, shard: StageShard | None, *, unfilled: bool
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Tensors for the stage to take over, and digests of those that are initial values. `taken`: names that other stages
-        of the worker have taken over. A parameter tied over two stages of the worker has a tensor and an optimizer in each,
-        so its value is copied for the second."""
+        """Tensors for the stage to take over, and digests of those that are initial values."""
         here = self.assignment.plan.stages[index]
         if unfilled:
             return make_unfilled_stage_state(self.graph, here.first, here.last, self.spec, shard), {}
         if values is None:
             initial = make_initial_stage_state(self.graph, here.first, here.last, self.spec, shard)
             return initial.values, initial.digests
-        return {name: value.clone() if name in taken else value for name, value in values.items()}, {}
+        return {name: value.to(self.device) for name, value in values.items()}, {}
 
-    def build_shard(self, index: int) -> StageShard | None:
-        """This worker's shard of a stage; None if the stage is not cut."""
-        plan, stage = self.assignment.plan, self.assignment.plan.stages[index]
-        if stage.shards == 1:
-            return None
-        group = ShardGroup(
-            self.transport,
-            list(stage.workers[plan.role_in(self.transport.rank, index).replica]),
-            channel=SHARD_CHANNELS + index,
-            sequence_parallel=self.spec.sequence_parallel,
-            timeout_s=self.shard_timeout_s,
-        )
-        return StageShard(group, self.layout(group.size))
+    def build_shards(self) -> dict[ShardOfStage, StageShard | None]:
+        """The virtual shards of its stages that this worker computes, in order; None for a stage that is not cut."""
+        plan, found = self.assignment.plan, dict[ShardOfStage, StageShard | None]()
+        for index in plan.stages_of(self.transport.rank):
+            role, stage = plan.role_in(self.transport.rank, index), plan.stages[index]
+            if stage.virtual_shards == 1:
+                found[index, 0] = None
+                continue
+            ranks = list(stage.workers[role.replica])
+            together = VirtualShards(self.transport, ranks, stage.runs) if stage.division else None
+            for number in stage.run_of(role.shard):
+                group = ShardGroup(
+                    self.transport if together is None else together.member(number),
+                    ranks if together is None else range(stage.virtual_shards),
+                    channel=SHARD_CHANNELS + index,
+                    sequence_parallel=self.spec.sequence_parallel,
+                    timeout_s=self.shard_timeout_s,
+                )
+                found[index, number] = StageShard(group, self.layout(group.size))
+        return found
 
-    def build_optimizers(self, stages: Mapping[int, Stage]) -> dict[int, torch.optim.Optimizer]:
+    def build_optimizers(self, stages: Mapping[ShardOfStage, Stage]) -> dict[ShardOfStage, torch.optim.Optimizer]:
         """Stage -> optimizer of the parameters that this rank trains there; a stage without any has no optimizer."""
-        pieces = self.ownership.pieces(self.transport.rank, "optimizer")
-        trained = {index: select_owned_parameters(stage.parameters, pieces) for index, stage in stages.items()}
+        trained = {key: select_owned_parameters(s.parameters, self._optimizer_pieces(s.shard)) for key, s in stages.items()}
         with self.guard.watching(f"the optimizer {self.spec.optimizer.label}, as it was made,"):
             return {index: build_optimizer(self.spec.optimizer, mine) for index, mine in trained.items() if mine}
 
-    def build_reductions(self, stages: Mapping[int, Stage]) -> dict[int, AnyGradientReduction]:
+    def _optimizer_pieces(self, shard: StageShard | None) -> Iterator[Piece]:
+        """The pieces of optimizer state that this rank keeps, of what is cut those of one virtual shard."""
+        rank, cuts = self.transport.rank, {} if shard is None else shard.layout.cuts
+        sizes = self.ownership.sizes(rank)
+        for piece in self.ownership.pieces(rank, "optimizer"):
+            cut = cuts.get(piece.name)
+            if cut is None or shard is None:
+                yield piece
+                continue
+            here = cut.element_ranges(cut.indices_by_shard[shard.group.shard], sizes[piece.name])
+            for start, stop in intersect_ranges(here, ((piece.start, piece.stop),)):
+                yield Piece(piece.name, start, stop)
+
+    def build_reductions(self, stages: Mapping[ShardOfStage, Stage]) -> dict[ShardOfStage, AnyGradientReduction]:
         """Stage -> reduction of gradients over the replicas."""
         plan, rank = self.assignment.plan, self.transport.rank
         kind = CanonicalReduction if self.spec.reduction == "canonical" else FastReduction
         return {
-            index: kind(
+            (index, number): kind(
                 self.transport,
                 group=plan.replica_ranks(index, plan.role_in(rank, index).shard),
                 runs=[self.routing.blocks_of_replica(index, r) for r in range(plan.stages[index].replicas)],
                 block_count=self.spec.batching.blocks,
                 parameters=[(use.shape, use.dtype) for use in stage.uses],
-                channel=index,
+                channel=reduction_channel(plan, index, number),
                 device=self.device,
             )
-            for index, stage in stages.items()
+            for (index, number), stage in stages.items()
         }
 
-    def share_out_anew(self, stages: Mapping[int, Stage], step_commit: StepCommit) -> StepCommit:
+    def share_out_anew(self, stages: Mapping[ShardOfStage, Stage], step_commit: StepCommit) -> StepCommit:
         """The step commit of the same stages, whose replicas have other blocks from the next step on. Tensors and optimizers
         stay; the reductions, whose subtrees are others, are made anew."""
-        for index, stage in stages.items():
+        for (index, _), stage in stages.items():
             stage.routing = self.routing
             replica = self.assignment.plan.role_in(self.transport.rank, index).replica
             stage.gradients.take_run(*run_of_blocks(self.routing, index, replica))
         return replace(step_commit, routing=self.routing, reductions=self.build_reductions(stages))
 
-    def build_step_commit(self, stages: Mapping[int, Stage], rates: LearningRates) -> StepCommit:
+    def build_step_commit(self, stages: Mapping[ShardOfStage, Stage], rates: LearningRates) -> StepCommit:
         """The `StepCommit` that ends the steps of these stages. `rates`: the learning rates of all steps."""
         return StepCommit(
             rank=self.transport.rank,

@@ -28,6 +28,7 @@ from raypar.plan.forward_pass_batching import whole_batching
 from raypar.plan.microbatches import mean_loss
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import AdoptedStages, Digest
+from raypar.plan.shard_ranges import count_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.plan.wording import after_steps
 from raypar.schedule.instructions import Instruction
@@ -48,11 +49,13 @@ from raypar.worker.metrics.metric_state import State
 from raypar.worker.metrics.stage_metrics import StageMetrics, pack_states
 from raypar.worker.plain_microbatches import MICROBATCHES, NotCompared, refuse_large_models
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
+from raypar.worker.process.generators_in_turn import GeneratorsInTurn
 from raypar.worker.process.gpu_setup import DeviceBatchSource
 from raypar.worker.process.memory_in_use import memory_in_use
 from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage
+from raypar.worker.stage.stage_shards import ComputesMicrobatches, ShardOfStage, StageShards
 from raypar.worker.stage_builder import StageBuilder
 from raypar.worker.state.checkpoint_snapshot import CheckpointWriter, restore_from_checkpoint, take_snapshot
 from raypar.worker.step.interpreter import Interpreter, StageLinks
@@ -192,8 +195,8 @@ class WorkerCore:
     """Its data sets, streams and data processes, and the loaders of the present plan."""
     transport: Transport | None
     """Connects the workers of the present plan; None before the first plan and after `close`."""
-    stages: dict[int, Stage]
-    """Index -> stage, of this worker's stages in the present plan."""
+    stages: dict[ShardOfStage, Stage]
+    """This worker's stages in the present plan, each virtual shard of one by itself."""
     assignment: ProgramAssignment
     """The present plan and this worker's program. Set by `adopt`, as all attributes below."""
     rank: int
@@ -218,6 +221,8 @@ class WorkerCore:
     """Stage -> its source of batches in validation passes."""
     _own_validation_microbatches: list[int]
     """Microbatches of a validation pass that this worker runs, ascending."""
+    generators: GeneratorsInTurn
+    """Of the layers of virtual shards that take turns."""
     validated: dict[int, float]
     """Number of steps done -> value of the job's `followed_metric`, of the validations that this worker was told of."""
     _layouts: dict[int, TensorParallelLayout]
@@ -257,6 +262,7 @@ class WorkerCore:
         self._layouts, self._passes = {}, {}
         self._compared, self._to_compare = set(), set()
         self.data = WorkerData(spec, self.guard, batch_names=graph.batch_names, stream_process=stream_process)
+        self.generators = GeneratorsInTurn(device)
         self.validated = {}
         self._writer = CheckpointWriter()
         self._slow_data = SlowDataWatch(spec.data)
@@ -271,15 +277,15 @@ class WorkerCore:
         *,
         cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
         before_compute: Callable[[int, Instruction], None] | None = None,
-        values: Mapping[str, Tensor] | None = None,
+        values: Mapping[ShardOfStage, Mapping[str, Tensor]] | None = None,
         load: CheckpointAt | None = None,
         only_weights: bool = False,
     ) -> AdoptedStages:
         """Build this rank's stages, optimizers, reductions and loaders. Returns a description for the driver.
 
-        `values`: tensors of all parameters (canonical names) and buffers, which the stages make their own; `load`: a checkpoint
-        to read them from, with the optimizers' state unless `only_weights` is set. With neither, stages begin with the initial
-        values, and the description contains digests of these. `cost_ms`, `before_compute`: see `Interpreter`.
+        `values`: by stage, tensors of all parameters (canonical names) and buffers, which the stages make their own; `load`: a
+        checkpoint to read them from, with the optimizers' state unless `only_weights` is set. With neither, stages begin with
+        the initial values, and the description contains digests of these. `cost_ms`, `before_compute`: see `Interpreter`.
         """
         self.take_layouts_from_assignment(assignment)
         self.guard.establish()
@@ -306,12 +312,25 @@ class WorkerCore:
         self.trace_ladder(assignment.validation_microbatches)
         return {
             "rank": self.rank,
-            "parameters": {name: tuple(p.shape) for s in self.stages.values() for name, p in s.parameters.items()},
+            "parameters": self._shapes_here(),
             "bytes": sum(p.numel() * p.element_size() for s in self.stages.values() for p in s.parameters.values()),
             "initial": digests,
             "collated": {} if values is not None else self._first_batch_digests(),
             "not_kept": "",
         }
+
+    def _shapes_here(self) -> dict[str, tuple[int, ...]]:
+        """Parameter -> its shape here, that of all virtual shards of this worker together."""
+        plan, found = self.assignment.plan, dict[str, tuple[int, ...]]()
+        for (index, _), stage in self.stages.items():
+            run = plan.stages[index].run_of(plan.role_in(self.rank, index).shard)
+            for name, parameter in stage.parameters.items():
+                cut = stage.shard.layout.cuts.get(name) if stage.shard is not None else None
+                shape = list(parameter.shape)
+                if cut is not None:
+                    shape[cut.dim] = count_indices(cut.over_runs([run]).indices_by_shard[0])
+                found[name] = tuple(shape)
+        return found
 
     def _builder(self, assignment: ProgramAssignment, transport: Transport) -> StageBuilder:
         return StageBuilder(
@@ -325,6 +344,7 @@ class WorkerCore:
             device=self.device,
             guard=self.guard,
             shard_timeout_s=self.step_timeout_s,
+            generators=self.generators,
         )
 
     def can_share_out_anew(self, assignment: ProgramAssignment) -> bool:
@@ -380,7 +400,7 @@ class WorkerCore:
         plan = self.assignment.plan
         links = StageLinks.of(plan, self.assignment.crossing)
         build = partial(
-            Interpreter, rank=self.rank, links=links, stages=self.stages, transport=transport, step_commit=self.step_commit
+            Interpreter, rank=self.rank, links=links, stages=self._by_index(), transport=transport, step_commit=self.step_commit
         )
         for stage in self.stages.values():
             if stage.shard is not None:
@@ -411,6 +431,13 @@ class WorkerCore:
                 sources = {index: one if sources[index] is not None else None for index, one in self._passes.items()}
             self.validation_interpreter = build(routing=validation, batch_sources=sources)
 
+    def _by_index(self) -> dict[int, ComputesMicrobatches]:
+        """Index -> stage; the virtual shards of one, if there are several, together."""
+        found: dict[int, list[Stage]] = {}
+        for (index, _), stage in self.stages.items():
+            found.setdefault(index, []).append(stage)
+        return {i: of[0] if len(of) == 1 else StageShards(of, self.generators, self.step_timeout_s) for i, of in found.items()}
+
     def _make_validation_loader(
         self, batching: Microbatches, own: list[int], *, reads_all_fields: bool
     ) -> MicrobatchLoader | StreamLoader | LoaderOfSets | None:
@@ -427,9 +454,12 @@ class WorkerCore:
 
     def _add_metrics(self) -> bool:
         """Give the last stage the job's metrics, if it is here. True if they may read any field of this worker's batches."""
-        last = self._last_stage
+        found = [self._add_metrics_to(stage) for (index, _), stage in self.stages.items() if index == self._last_index]
+        return any(found)
+
+    def _add_metrics_to(self, last: Stage) -> bool:
         prediction = self.prediction
-        if last is None or not (self.spec.metrics or prediction):
+        if not (self.spec.metrics or prediction):
             return False
         with self.guard.watching("the modules of the metrics"):
             metrics: Mapping[str, Metric] = (
@@ -484,13 +514,18 @@ class WorkerCore:
         return self.spec.samples_of_metrics({name: part.batch_size for name, part in batching.of_each_set.items()})
 
     @property
+    def _last_index(self) -> int:
+        """Index of the stage with the last layer."""
+        return len(self.assignment.plan.stages) - 1
+
+    @property
     def _last_stage(self) -> Stage | None:
-        """The stage with the last layer, if it is here."""
-        return self.stages.get(len(self.assignment.plan.stages) - 1)
+        """The stage with the last layer, if it is here; its first virtual shard here."""
+        return next((stage for (index, _), stage in self.stages.items() if index == self._last_index), None)
 
     def _microbatches(self, routing: MicrobatchRouting) -> list[int]:
         """The microbatches that this worker runs, ascending."""
-        return sorted({m for index in self.stages for m in routing.microbatches_of_worker(index, self.rank)})
+        return sorted({m for index, _ in self.stages for m in routing.microbatches_of_worker(index, self.rank)})
 
     def release_initial_values(self) -> None:
         """Free the initial values of the whole model, once this worker has its part of the state."""
@@ -510,7 +545,7 @@ class WorkerCore:
 
     def ownership_of(self, plan: ParallelPlan) -> Ownership:
         """Which rank of a plan keeps which piece of the job's state."""
-        shards = {stage.shards for stage in plan.stages if stage.shards > 1}
+        shards = plan.virtual_shard_counts - {1}
         return Ownership(plan, replace(self._outline, shardings={count: self.layout(count).cuts for count in shards}))
 
     @cached_property
@@ -537,7 +572,7 @@ class WorkerCore:
         fields = tuple(dict.fromkeys([*(f for stage in self.stages.values() for f in stage.batch_fields), *more]))
         if not fields:
             return None
-        readers = sum(bool(stage.batch_fields) for stage in self.stages.values())
+        readers = len({index for (index, _), stage in self.stages.items() if stage.batch_fields})
         return self.data.make_loader(of_set, data, batching, fields=fields, readers=readers, own=own)
 
     def _first_batch_digests(self) -> dict[str, int]:
@@ -556,7 +591,9 @@ class WorkerCore:
         source: BatchSource | None = loader
         if loader is not None and self.device != CPU:
             source = DeviceBatchSource(loader, self.device, self.guard.pass_on)
-        reads = {index: stage.batch_fields or stage.metrics is not None for index, stage in self.stages.items()}
+        reads: dict[int, bool] = {}
+        for (index, _), stage in self.stages.items():
+            reads[index] = reads.get(index, False) or bool(stage.batch_fields) or stage.metrics is not None
         return {index: source if read else None for index, read in reads.items()}
 
     # -- running -------------------------------------------------------------------------------------------------------
@@ -605,7 +642,7 @@ class WorkerCore:
             metrics=metrics,
         )
 
-    def optimizer_state(self, index: int) -> OptimizerState:
+    def optimizer_state(self, index: ShardOfStage) -> OptimizerState:
         """The state of a stage's optimizer. Raises `StateNotKeptError` for what cannot be, or was not, moved or saved."""
         if self.not_moved is not None:
             raise self.not_moved

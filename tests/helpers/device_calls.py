@@ -141,7 +141,7 @@ def decides(state: State, recompute: bool, precision: Precision = None) -> None:
             for step in range(4):
                 run.step(step)
             hashes.add(weights_hash({name: copies[0] for name, copies in run.parameters().items()}))
-            cache = cache_of(next(iter(run.cores[0].stages[0].modules.values())))
+            cache = cache_of(next(iter(run.cores[0].stages[0, 0].modules.values())))
             assert sum(map(len, cache._traces.values())) == 4  # paths
     assert len(hashes) == 1 and set(found.reads) <= {NORM, "losses and counts for the vote"}, found.reads
 

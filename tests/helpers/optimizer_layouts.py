@@ -115,7 +115,7 @@ def _on_shards(spec: Job, graph: Graph, folder: Path) -> str:
     """Shards add in another order than one process, so one process is given the gradients that they had, joined."""
     shards = 2
     with OneProcessRun(spec, ParallelPlan.mesh(tp=shards, layers=LAYERS), "1f1b", graph=graph) as local:
-        stages = [core.stages[0] for core in local.cores]
+        stages = [next(iter(core.stages.values())) for core in local.cores]
 
         def joined(of: list[Tensor | None], name: str) -> Tensor | None:
             cut = stages[0].shard.layout.cuts.get(name)  # type: ignore[union-attr]
@@ -142,7 +142,7 @@ def _on_shards(spec: Job, graph: Graph, folder: Path) -> str:
             def keep(*_: Any, of: dict[str, Tensor | None] = of, stage: Any = stage) -> None:
                 of.update((n, None if p.grad is None else p.grad.clone()) for n, p in stage.parameters.items())
 
-            core.step_commit.optimizers[0].register_step_pre_hook(keep)
+            core.step_commit.optimizers[0, core.rank].register_step_pre_hook(keep)
         for step in range(STEPS):
             local.step(step)
             for name, parameter in whole.items():

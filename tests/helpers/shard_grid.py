@@ -225,11 +225,10 @@ class Run:
 def held(local: OneProcessRun) -> Iterator[tuple[Key, Tensor, dict[str, Any]]]:
     """Every holder's (what it is, parameter, optimizer state)."""
     for core in local.cores:
-        for index, stage in core.stages.items():
-            role = local.plan.role_in(core.rank, index)
+        for (index, number), stage in core.stages.items():
             for name, parameter in stage.parameters.items():
-                state = core.step_commit.optimizers[index].state[parameter]
-                yield (name, local.plan.stages[index].shards, role.shard), parameter, state
+                state = core.step_commit.optimizers[index, number].state[parameter]
+                yield (name, local.plan.stages[index].virtual_shards, number), parameter, state
 
 
 def run(cell: Cell, plan: ParallelPlan, order_seed: int = 0, device: torch.device = CPU) -> Run:

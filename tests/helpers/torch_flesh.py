@@ -188,8 +188,8 @@ class TorchFlesh:
         """Of parameters, buffers and optimizer state; every holder must have the same."""
         slices: dict[str, dict[Any, ParameterState]] = {}
         for body in bodies:
-            for name, kept in body._stages_state().items():
-                holding = ParameterState(kept, body._slices().get(name, ParameterSlice()))
+            for (name, number), kept in body._stages_state().items():
+                holding = ParameterState(kept, body._slices().get((name, number), ParameterSlice()))
                 same = slices.setdefault(name, {}).setdefault(holding.spans, holding)
                 assert PARAMETER in kept
                 assert _digest(same.state) == _digest(kept), self.world.tell(f"holders of {name} differ")

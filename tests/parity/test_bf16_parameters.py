@@ -327,7 +327,7 @@ def half_frozen() -> nn.Sequential:
 def test_a_step_rounds_the_parameters_that_it_has_changed_and_no_frozen_ones():
     spec = job(model=ModelConfig(function=half_frozen))
     with OneProcessRun(spec, ParallelPlan.of((1,), layers=5), "1f1b", graph=make_layer_graph(spec)) as run:
-        rounded = run.cores[0].stages[0].weights.rounded
+        rounded = run.cores[0].stages[0, 0].weights.rounded
         before = {name: copy._version for name, copy in rounded.items()}
         run.step(0)
         assert {name for name, copy in rounded.items() if copy._version == before[name]} == {"3.weight"}
@@ -443,7 +443,7 @@ def test_when_the_optimizer_runs_the_bfloat16_sums_are_gone_and_its_gradients_ar
     )
     with OneProcessRun(spec, ParallelPlan.of((1,), layers=3), "1f1b", graph=make_layer_graph(spec)) as run:
         run.step(0)
-        stage = run.cores[0].stages[0]
+        stage = run.cores[0].stages[0, 0]
         assert {use.dtype for use in stage.uses} == {torch.bfloat16} and not stage.gradients.rounded
     assert alive[-1] == 0, "the copies of parameters are no plain tensors"
 

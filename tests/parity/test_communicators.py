@@ -72,7 +72,8 @@ def overheard(transport, used, undefined):
 
 def check(layout, **changes):
     job = layout.job.replace(steps=1, **changes)
-    with OneProcessRun(job, layout.plan, layout.schedule, graph=layout.graph) as run, contextlib.ExitStack() as stack:
+    plan = layout.plan.with_virtual_shards(job.virtual_shards) if job.virtual_shards else layout.plan
+    with OneProcessRun(job, plan, layout.schedule, graph=layout.graph) as run, contextlib.ExitStack() as stack:
         wanted = {
             w
             for rank, core in enumerate(run.cores)
@@ -84,7 +85,7 @@ def check(layout, **changes):
         run.step(0)
         if job.validation is not None:
             run.validate(0)
-        untrained = {index for core in run.cores for index, stage in core.stages.items() if not stage.uses}
+        untrained = {index for core in run.cores for (index, _), stage in core.stages.items() if not stage.uses}
         spares = {rank for rank, core in enumerate(run.cores) if not core._own_microbatches}
     assert used <= wanted
     idle = wanted - used - undefined
@@ -120,6 +121,13 @@ def test_a_step_of_each_layout_uses_exactly_the_communicators_of_its_plan(layout
 @pytest.mark.parametrize("cell", SHARDED_CORNERS, ids=str)
 def test_a_step_with_shards_uses_exactly_the_communicators_of_its_plan(cell):
     check(cell)
+
+
+@pytest.mark.parametrize(
+    ("cell", "virtual_shards"), [(SHARDED_CORNERS[0], 4), (SHARDED_CORNERS[1], 3), (SHARDED_CORNERS[5], 6)], ids=str
+)
+def test_a_step_with_virtual_shards_uses_exactly_the_communicators_of_its_plan(cell, virtual_shards):
+    check(cell, virtual_shards=virtual_shards)
 
 
 @pytest.mark.full

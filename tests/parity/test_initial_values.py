@@ -43,6 +43,7 @@ from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.initial_state import make_initial_stage_state
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.state.mirror import StateCopy
+from raypar.worker.state.parameter_state import WHOLE
 
 pytestmark = pytest.mark.part(5)
 
@@ -342,8 +343,8 @@ def test_layers_with_complex_buffers_pass_the_check_of_shapes():
 def test_complex_buffers_are_mirrored_exported_and_read_by_init_from(tmp_path):
     spec, begun = job("complex_buffers"), one_process("complex_buffers", torch.float32)
     phase = begun["1.phase"]
-    copy = StateCopy.of({"1.phase": {PARAMETER: phase}, "0.ids": {PARAMETER: begun["0.ids"]}}, BufferPool())
-    assert torch.equal(copy.holdings()["1.phase"].state[PARAMETER], phase)
+    copy = StateCopy.of({("1.phase", WHOLE): {PARAMETER: phase}, ("0.ids", WHOLE): {PARAMETER: begun["0.ids"]}}, BufferPool())
+    assert torch.equal(copy.holdings()["1.phase", WHOLE].state[PARAMETER], phase)
     with OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
         folder = checkpoint_files.create_checkpoint(tmp_path / "checkpoints", 0)
         for core in run.cores:

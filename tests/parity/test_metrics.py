@@ -62,7 +62,7 @@ def outputs_of_one_process(job: Any, layout: Layout) -> list[tuple[Tensor, dict[
     """(output, fields) of each microbatch of the validation, before the first step, by the layers themselves in a row."""
     with OneProcessRun(job, Layout(layout.model, "1f1b", (1,), 4).plan, "1f1b", graph=layout.graph) as run:
         seen: list[tuple[Tensor, dict[str, Tensor]]] = []
-        stage = run.cores[0].stages[0]
+        stage = run.cores[0].stages[0, 0]
         loss = stage.loss
 
         def keep(forward_pass: Any, values: Any) -> Any:
@@ -205,7 +205,7 @@ def outputs_of_second_step(job: Any, layout: Layout) -> list[tuple[Tensor, Tenso
     seen: list[tuple[Tensor, Tensor]] = []
     with OneProcessRun(job, Layout(layout.model, "1f1b", (1,), 4).plan, "1f1b", graph=layout.graph) as run:
         run.step(0)
-        stage = run.cores[0].stages[0]
+        stage = run.cores[0].stages[0, 0]
         loss = stage.loss
 
         def keep(forward_pass: Any, values: Any) -> Any:

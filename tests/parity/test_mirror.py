@@ -8,19 +8,21 @@ from raypar.comm.routine import run_routine
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, optimizer_key
 from raypar.worker.state import mirror
 from raypar.worker.state.mirror import Mirror, StateCopy, split_into_chunks
-from raypar.worker.state.parameter_state import StateByKey
+from raypar.worker.state.parameter_state import WHOLE, StateByKey, StatePart
+
+A = ("a", WHOLE)
 
 
-def state(seed: int) -> dict[str, StateByKey]:
+def state(seed: int) -> dict[StatePart, StateByKey]:
     dice = torch.Generator().manual_seed(seed)
     return {
-        "a": {
+        A: {
             PARAMETER: torch.randn(300, 1001, generator=dice),
             optimizer_key("exp_avg"): torch.randn(300, 1001, generator=dice),
             optimizer_key("step"): 3,
         },
-        "b": {PARAMETER: torch.randn(7, generator=dice).double(), optimizer_key("step"): torch.tensor(2.0)},
-        "c": {PARAMETER: torch.randn(5, 3, generator=dice).half()},
+        ("b", WHOLE): {PARAMETER: torch.randn(7, generator=dice).double(), optimizer_key("step"): torch.tensor(2.0)},
+        ("c", WHOLE): {PARAMETER: torch.randn(5, 3, generator=dice).half()},
     }
 
 
@@ -90,13 +92,14 @@ def test_both_ends_cut_the_memory_into_the_same_chunks():
 def test_a_digest_depends_on_every_bit_and_its_place():
     kept = state(1)
     before = StateCopy.of(kept, BufferPool()).digest()
-    assert before == StateCopy.of({name: kept[name] for name in "cba"}, BufferPool()).digest(), "not on the order of names"
-    kept["a"][PARAMETER].view(torch.int32)[7, 9] ^= 1
+    turned = {(name, WHOLE): kept[name, WHOLE] for name in "cba"}
+    assert before == StateCopy.of(turned, BufferPool()).digest(), "not on the order of names"
+    kept[A][PARAMETER].view(torch.int32)[7, 9] ^= 1
     flipped = StateCopy.of(kept, BufferPool()).digest()
     assert flipped[0] == before[0] and flipped[1] != before[1]
-    kept["a"][PARAMETER].view(torch.int32)[7, 9] ^= 1
-    kept["a"][PARAMETER][[0, 1]] = kept["a"][PARAMETER][[1, 0]]
+    kept[A][PARAMETER].view(torch.int32)[7, 9] ^= 1
+    kept[A][PARAMETER][[0, 1]] = kept[A][PARAMETER][[1, 0]]
     assert StateCopy.of(kept, BufferPool()).digest()[1] != before[1], "two rows are exchanged"
-    kept["a"][PARAMETER][[0, 1]] = kept["a"][PARAMETER][[1, 0]]
-    kept["a"][optimizer_key("step")] = 4
+    kept[A][PARAMETER][[0, 1]] = kept[A][PARAMETER][[1, 0]]
+    kept[A][optimizer_key("step")] = 4
     assert StateCopy.of(kept, BufferPool()).digest()[1] != before[1], "a number is another one"

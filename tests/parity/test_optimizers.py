@@ -34,6 +34,7 @@ from raypar.worker.job_preflight import PreflightResult, preflight
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.state.mirror import StateCopy
+from raypar.worker.state.parameter_state import WHOLE
 from raypar.worker.step.optimizer_state import (
     OptimizerState,
     names_with_patterns,
@@ -331,7 +332,7 @@ def test_shared_state_is_in_a_checkpoint_once_by_the_group_s_pattern_and_by_attr
 
 def test_stages_that_disagree_on_what_they_share_make_no_checkpoint(tmp_path: Path):
     def disturb(run: OneProcessRun) -> None:
-        run.cores[1].step_commit.optimizers[1].param_groups[-1]["k"] = 7
+        run.cores[1].step_commit.optimizers[1, 0].param_groups[-1]["k"] = 7
 
     with pytest.raises(
         CheckpointError, match=r"stages disagree on 'k' of the optimizer group '\*'.*: 2 in stage 0, 7 in stage 1"
@@ -436,7 +437,7 @@ def test_a_checkpoint_before_an_optimizer_begins_its_state_is_resumed(what: str,
             if step:
                 resumed.step(step)
         want = whole.parameters()
-        assert whole.cores[0].step_commit.optimizers[0].state, "it has begun"
+        assert whole.cores[0].step_commit.optimizers[0, 0].state, "it has begun"
         for name, copies in resumed.parameters().items():
             assert all(torch.equal(copy, want[name][0]) for copy in copies), name
 
@@ -580,8 +581,8 @@ def test_state_that_cannot_be_moved_is_an_error_for_whoever_needs_it():
     """The mirror copies what stands for it, so that no worker waits; a recovery from that copy is refused."""
     error = StateNotKeptError("optimizer state 'factors' of w is a list", cure="")
     stands = OptimizerState.not_kept(["w"], error)
-    copy = StateCopy.of({"w": {PARAMETER: torch.ones(2), **stands["w"]}}, BufferPool())
-    held = {name: dict(holding.state) for name, holding in copy.holdings().items()}
+    copy = StateCopy.of({("w", WHOLE): {PARAMETER: torch.ones(2), **stands["w"]}}, BufferPool())
+    held = {name: dict(holding.state) for (name, _), holding in copy.holdings().items()}
     with pytest.raises(StateNotKeptError, match="'factors' of w is a list"):
         OptimizerState.of_parameters(held, {"w": "*"})
 
@@ -604,8 +605,10 @@ def test_the_mirror_has_what_parameters_share_and_keeps_names_apart():
             names = names_with_patterns(optimizer)
             state = read_optimizer_state(optimizer)
             by_name = state.by_parameter(names)
-            copy = StateCopy.of({n: {PARAMETER: p[0], **by_name[n]} for n, p in run.parameters().items()}, BufferPool())
-            held = {name: dict(holding.state) for name, holding in copy.holdings().items()}
+            copy = StateCopy.of(
+                {(n, WHOLE): {PARAMETER: p[0], **by_name[n]} for n, p in run.parameters().items()}, BufferPool()
+            )
+            held = {name: dict(holding.state) for (name, _), holding in copy.holdings().items()}
             assert all(torch.equal(held[name][PARAMETER], values[0]) for name, values in run.parameters().items())
             found = OptimizerState.of_parameters(held, names)
             pairs = [(found.parameters[n], state.parameters[n]) for n in names]

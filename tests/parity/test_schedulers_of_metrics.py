@@ -128,7 +128,7 @@ def test_the_rate_of_a_step_depends_on_the_validations_before_it_alone_also_when
     with OneProcessRun(job, PLANS["one worker"], "1f1b") as local:
         rates = run_steps(local, range(STEPS))
         core = local.cores[0]
-        optimizer = core.step_commit.optimizers[0]
+        optimizer = core.step_commit.optimizers[0, 0]
         for step in (3, 12, 0, 7, 8, 2, 11):
             assert core.learning_rates.set(optimizer, step) == rates[step], step
         assert rates[0] == 1.0 and rates[-1] == 0.25
@@ -139,7 +139,7 @@ def test_a_validation_that_finds_another_value_when_it_is_run_again_gives_the_ra
     job = following("loss")
     with OneProcessRun(job, PLANS["one worker"], "1f1b") as local:
         core = local.cores[0]
-        optimizer = core.step_commit.optimizers[0]
+        optimizer = core.step_commit.optimizers[0, 0]
         rates = []
         for first in (9.0, 1.0):
             core.validated.update({EVERY: first, 2 * EVERY: 5.0, 3 * EVERY: 5.0})

@@ -87,7 +87,7 @@ def test_waiting_for_a_slow_shard_is_not_computing(monkeypatch):
     monkeypatch.setattr(time, "perf_counter_ns", lambda: now[0])
     cell = Cell("gpt", "1f1b", (1,), (2,), 5)
     with OneProcessRun(cell.job, cell.plan, "1f1b", graph=cell.graph) as local:
-        block = local.cores[0].stages[0].modules["block0"]
+        block = local.cores[0].stages[0, 0].modules["block0"]
         quick = block.forward
 
         def slow(x):

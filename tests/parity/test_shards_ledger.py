@@ -131,7 +131,7 @@ def test_shards_hold_their_part_of_what_is_cut_and_all_of_the_rest():
             for core in local.cores:
                 want = sum(held_elements_by_layer(graph(SHALLOW), layout_for(SHALLOW, shards), core.rank))
                 (stage,) = core.stages.values()
-                state = core.step_commit.optimizers[0].state
+                state = core.step_commit.optimizers[0, core.rank].state
                 assert sum(p.numel() for p in stage.parameters.values()) == want
                 kept = [state[p][kind] for p in stage.parameters.values() for kind in ("exp_avg", "exp_avg_sq")]
                 assert sum(tensor.numel() for tensor in kept) == 2 * want

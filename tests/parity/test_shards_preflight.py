@@ -211,7 +211,7 @@ def test_a_profile_knows_what_shards_hold_and_that_they_talk():
 
     for plan, made in zip(plans[1:], planned[1:], strict=True):
         with OneProcessRun(spec, plan, "1f1b") as local:
-            held = [sum(p.nbytes for p in core.stages[0].parameters.values()) for core in local.cores]
+            held = [sum(p.nbytes for p in next(iter(core.stages.values())).parameters.values()) for core in local.cores]
         found = [sheet.state["parameter"] for sheet in memory_sheets(made.profile, plan, "1f1b", spec.batching)]
         assert found == held
         assert made.predicted.makespan_ms > 0 and len(made.schedule_instructions) == plan.world
@@ -282,6 +282,8 @@ def test_a_profile_knows_what_a_layer_takes_that_is_a_stage_of_its_own():
 
     spec, plan = spec_of(ModelConfig(function=Tied)), ParallelPlan.mesh(pp=4, tp=2, layers=4)
     with OneProcessRun(spec, plan, "1f1b") as local:
-        held = [sum(p.nbytes for p in core.stages[rank // 2].parameters.values()) for rank, core in enumerate(local.cores)]
+        held = [
+            sum(p.nbytes for p in core.stages[rank // 2, rank % 2].parameters.values()) for rank, core in enumerate(local.cores)
+        ]
         state = profile_job(spec, workers=1, graph=local.graph, shards={2}).state
         assert [state.on_fullest_shard("parameter", place) for place in plan.stages] == list(map(max, held[::2], held[1::2]))

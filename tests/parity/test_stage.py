@@ -349,7 +349,7 @@ def test_what_a_constructor_put_into_evaluation_mode_stays_in_it_after_validatio
     graph = chain(half)
     with OneProcessRun(spec, ParallelPlan.of((1,), layers=2), "1f1b", graph=graph) as run:
         reports = [(run.step(step)[0].loss, run.validate(step))[0] for step in range(3)]
-        part = run.cores[0].stages[0]
+        part = run.cores[0].stages[0, 0]
         assert [m.training for m in part.modules["l0"].modules()] == [False] * 3
         part.begin_step(3)
         assert [m.training for m in part.modules["l0"].modules()] == [True, True, False]

@@ -81,7 +81,7 @@ def test_a_worker_asks_ownership_what_its_optimizers_train(monkeypatch):
     plan = ParallelPlan.mesh(dp=2, layers=len(graph("gpt").layers))
     job = Cell("gpt", "1f1b", (1,), (1,), 5).job
     with OneProcessRun(job, plan, "1f1b", graph=graph("gpt")) as local:
-        assert [list(core.step_commit.optimizers) for core in local.cores] == [[0], [0]]
+        assert [list(core.step_commit.optimizers) for core in local.cores] == [[(0, 0)], [(0, 0)]]
     of = WorkerCore.ownership_of
     monkeypatch.setattr(WorkerCore, "ownership_of", lambda core, plan: replace(of(core, plan), zero_stage=1))
     with pytest.raises(PlanError, match="this rank keeps optimizer state of 0"):

@@ -32,7 +32,7 @@ def trained(spec, plan):
         losses = [local.step(step)[0].loss for step in range(STEPS)]
         found = []
         for core in local.cores:
-            for index, stage in core.stages.items():
+            for (index, _), stage in core.stages.items():
                 for name, parameter in stage.parameters.items():
                     if name == "embed.token.weight":
                         found.append((plan.stages[index].shards, plan.roles[core.rank][0].shard, parameter.detach().clone()))

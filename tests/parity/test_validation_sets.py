@@ -95,7 +95,7 @@ def test_a_pass_that_was_broken_off_anywhere_is_made_again_with_the_same_values(
     with OneProcessRun(job, layout.plan, layout.schedule, graph=layout.graph) as run:
         run.validate(0)
         wanted = run.metrics
-        stage = run.cores[-1].stages[1]
+        stage = run.cores[-1].stages[1, 0]
         evaluate, left = stage.evaluate, iter(range(after))
 
         def broken(microbatch: int, *given: Any) -> Any:
@@ -115,9 +115,10 @@ def test_a_pass_that_was_broken_off_anywhere_is_made_again_with_the_same_values(
         assert run.metrics == wanted
 
 
-def state_of(core: Any) -> dict[str, Tensor]:
+def state_of(core: Any) -> dict[Any, dict[str, Tensor]]:
     return {
-        name: p.detach().clone() for stage in core.stages.values() for name, p in (stage.parameters | stage.buffers).items()
+        key: {name: value.detach().clone() for name, value in (stage.parameters | stage.buffers).items()}
+        for key, stage in core.stages.items()
     }
 
 

@@ -45,7 +45,7 @@ def test_squares_of_the_norm_are_counted_in_the_order_of_parameters(cores):
     """In another order the norm would have other bits."""
     for core in cores:
         plan, ties = core.assignment.plan, {tie.name: tie.stages[0] for tie in core.assignment.crossing.ties}
-        for index, stage in core.stages.items():
+        for (index, _), stage in core.stages.items():
             replicas = plan.replica_ranks(index, plan.roles[core.rank][0].shard)
             counted = [name for rank in replicas for name in core.ownership.norm_parameters(rank)[index]]
             trained = [name for name, parameter in stage.parameters.items() if parameter.requires_grad]

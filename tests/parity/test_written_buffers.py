@@ -209,7 +209,7 @@ def held(bodies: Iterable[ElasticWorker]) -> dict[str, list[torch.Tensor]]:
     """Parameter or buffer -> the copy of every worker that has it."""
     found: dict[str, list[torch.Tensor]] = {}
     for body in bodies:
-        for name, kept in body._stages_state().items():
+        for (name, _), kept in body._stages_state().items():
             found.setdefault(name, []).append(kept[PARAMETER])
     return found
 

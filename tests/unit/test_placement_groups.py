@@ -383,7 +383,11 @@ def test_the_wait_ends_when_the_run_does(cluster):
 def plans(plan: ParallelPlan) -> PlanCache:
     sizes = {"activation_bytes": 1000, "output_bytes": 100, "parameter_bytes": 1000, "optimizer_bytes": 2000}
     profile = ModelProfile(tuple(LayerProfile(f"l{i}", 1.0, 2.0, 1.0, 1.0, **sizes) for i in range(4)))
-    return PlanCache(SimpleNamespace(plan=plan, schedule_name="1f1b", profile=profile, batching=Microbatches(8)))
+    return PlanCache(
+        SimpleNamespace(
+            plan=plan, schedule_name="1f1b", profile=profile, batching=Microbatches(8), job=SimpleNamespace(virtual_shards=0)
+        )
+    )
 
 
 def test_a_first_plan_fits_into_the_memory_of_the_nodes_and_keeps_the_jobs_shards():

@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from raypar.errors import PlanError
-from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
+from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan, StagePlan
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 from raypar.plan.stage_connections import MAX_VALUES_OF_MESSAGE
 from raypar.plan.state_bytes import StateBytes
@@ -215,7 +215,7 @@ def test_a_layer_that_no_style_cuts_is_computed_whole_by_every_shard_and_sums_no
         shardings={2: {}},
         layouts={2: layout},
     )
-    assert largest_work_shares(outline, 2) == ((600 * 0.5 + 200) / 800, 1.0, 0.5)
+    assert largest_work_shares(outline, StagePlan(0, 3, ((0, 1),))) == ((600 * 0.5 + 200) / 800, 1.0, 0.5)
     link = LinkProfile(0.5, 1000.0)
     bare = model(3, link=link)
     known = replace(bare, state=StateBytes(outline, {"parameter": {}, "gradient": {}, "optimizer": {}}))

@@ -39,7 +39,7 @@ def plans(plan: ParallelPlan) -> PlanCache:
     sizes = {"activation_bytes": 1000, "output_bytes": 100, "parameter_bytes": 1000, "optimizer_bytes": 2000}
     profile = ModelProfile(tuple(LayerProfile(f"l{i}", 1.0, 2.0, 1.0, 1.0, **sizes) for i in range(LAYERS)))
     given = {"profile": profile, "outline": OUTLINE, "batching": Microbatches(8), "validation_batching": None}
-    return PlanCache(SimpleNamespace(plan=plan, schedule_name="1f1b", **given))
+    return PlanCache(SimpleNamespace(plan=plan, schedule_name="1f1b", job=SimpleNamespace(virtual_shards=0), **given))
 
 
 def machine_of(plan: ParallelPlan) -> RunMachine:

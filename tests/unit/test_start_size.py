@@ -55,9 +55,10 @@ def test_workers_that_must_be_on_demand_are_waited_for():
 
 def test_the_least_number_is_one_of_whole_replicas_with_the_jobs_shards():
     plan = ParallelPlan.mesh(dp=2, pp=2, tp=2, layers=4)
-    assert [least_workers_at_start(plan, least) for least in (1, 2, 3, 8)] == [2, 2, 4, 8]
-    assert least_workers_at_start(ParallelPlan.mesh(pp=3, layers=3), 2) == 2
-    assert least_workers_at_start(ParallelPlan.of([1, 1], shards=[1, 2], layers=2), 1) == 3, "results depend on shards"
+    assert [least_workers_at_start(plan, least, 0) for least in (1, 2, 3, 8)] == [2, 2, 4, 8]
+    assert least_workers_at_start(ParallelPlan.mesh(pp=3, layers=3), 2, 0) == 2
+    assert least_workers_at_start(ParallelPlan.of([1, 1], shards=[1, 2], layers=2), 1, 0) == 3, "results depend on shards"
+    assert least_workers_at_start(plan.with_virtual_shards(4), 1, 4) == 1, "and here on virtual shards alone"
 
 
 # -- seats of a first plan ------------------------------------------------------------------------------------------------

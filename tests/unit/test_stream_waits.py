@@ -61,7 +61,7 @@ def test_no_step_is_committed_and_no_code_blamed_for_the_numbers_of_a_failed_ope
         core, handle = run.cores[0], Operation()
         core.step_commit.stream_waits.add(handle, "a sum")
         before = {name: copies[0].clone() for name, copies in run.parameters().items()}
-        layer = core.stages[0].layers[1]
+        layer = next(iter(core.stages.values())).layers[1]
         call = layer.call
 
         def fails(*given):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from raypar.comm import blocking_code_as_routine
 from raypar.comm.routine import StreamWaits
 from raypar.comm.transport import Handle, Transport
+from raypar.comm.virtual_shards import VirtualShardMember
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
@@ -19,12 +20,13 @@ from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 class ShardGroup:
     """The shards that compute one replica of a stage together, seen by one of them: collectives, and notes of running layers.
 
+    `transport`: of the ranks, or, where a worker has several virtual shards, of these: their numbers are the ranks then.
     `timeout_s`: how long a collective may wait for the other shards.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        transport: Transport | VirtualShardMember,
         ranks: Sequence[int],
         *,
         channel: int = 0,

@@ -91,7 +91,7 @@ def _record(spec: Job, graph: Graph, samples: int) -> dict[str, _Recorded]:
     tried = ValidationConfig.model_construct(**given, samples=min(samples, MICROBATCHES * size)).replace(processes=0)
     few = with_few_microbatches(spec, 1).replace(batch_size=size, validation=tried, metrics=spec.metrics)
     with OneProcessRun(few, ParallelPlan.mesh(layers=len(graph.layers)), "1f1b", graph=graph) as run:
-        measuring = run.cores[0].stages[0].metrics
+        measuring = run.cores[0].stages[0, 0].metrics
         assert measuring is not None
         recorded = {name: _Recorded(metric) for name, metric in measuring.metrics.items()}
         measuring.metrics.update(recorded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raypar.errors import CheckpointError
 from raypar.model.initial_values_source_protocol import InitialValues
+from raypar.plan.shard_ranges import count_indices, merge_ranges, positions_of_indices
 from raypar.worker.checkpoint.checkpoint_files import (
     CheckpointAt,
     KeptState,
@@ -31,6 +32,7 @@ from raypar.worker.checkpoint.manifest import ALL_PARAMETERS, EncodedTensor
 from raypar.worker.checkpoint.state_key import ATTRIBUTE, BUFFER, CACHE, GROUP, OPTIMIZER, PARAMETER, StateKey, optimizer_key
 from raypar.worker.pretrained.frozen_values import read_frozen_values
 from raypar.worker.stage.stage import Stage
+from raypar.worker.stage.stage_shards import ShardOfStage
 from raypar.worker.state.parameter_state import tensor_in
 from raypar.worker.step.optimizer_state import OptimizerState, Value, read_optimizer_state, write_optimizer_state
 
@@ -57,48 +59,71 @@ class StateSnapshot:
 
 
 def take_snapshot(
-    stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], names: Mapping[int, Iterable[str]]
+    stages: Mapping[ShardOfStage, Stage],
+    optimizers: Mapping[ShardOfStage, torch.optim.Optimizer],
+    names: Mapping[int, Iterable[str]],
 ) -> StateSnapshot:
-    """Copy the state of the named parameters and buffers to host memory. `names`: by stage, as `Ownership` gives them.
+    """Copy the state of the named parameters and buffers to host memory. `names`: by index of the stage, as `Ownership` gives
+    them; of what is cut, each virtual shard of the worker adds its slice.
 
     `optimizers`: by stage; a snapshot has no state of those that are left out. Raises `StateNotKeptError` for optimizer state
     that cannot be kept, by name.
     """
     tensors: dict[StateName, Tensor] = {}
     scalars: dict[StateName, Scalar] = {}
-    slices: dict[StateName, TensorSlices] = {}
+    parts: dict[StateName, list[tuple[Tensor, TensorSlices]]] = {}
     shared: list[tuple[int, SharedState]] = []
     kept: dict[str, list[str]] = {}
+    first = {index: min(number for at, number in stages if at == index) for index, _ in stages}
     with torch.no_grad():
-        for index, mine in names.items():
-            state = read_optimizer_state(optimizers[index]) if index in optimizers else OptimizerState()
-            if index in optimizers:
+        for (index, number), stage in stages.items():
+            optimizer, is_first = optimizers.get((index, number)), number == first[index]
+            state = read_optimizer_state(optimizer) if optimizer is not None else OptimizerState()
+            if optimizer is not None and is_first:
                 kept |= {name: sorted(of) for name, of in state.parameters.items()}
                 of_groups = {(pattern, GROUP): _encoded(entries) for pattern, entries in state.groups.items()}
                 shared.append((index, {**of_groups, (ALL_PARAMETERS, ATTRIBUTE): _encoded(state.attributes)}))
-            stage = stages[index]
-            for name in mine:
+            for name in names.get(index, ()):
                 if name in stage.buffers:
-                    tensors[name, BUFFER if name in stage.persistent else CACHE] = _copy(stage.buffers[name])
+                    if is_first:
+                        tensors[name, BUFFER if name in stage.persistent else CACHE] = _copy(stage.buffers[name])
                     continue
-                shard, parameter = stages[index].shard, stages[index].parameters[name]
-                cut = shard.layout.cuts.get(name) if shard is not None else None
+                shard, parameter = stage.shard, stage.parameters[name]
+                is_cut = shard is not None and name in shard.layout.cuts
                 of_optimizer = {optimizer_key(key): value for key, value in state.parameters.get(name, {}).items()}
                 for key, value in {PARAMETER: parameter, **of_optimizer}.items():
-                    if shard is not None and cut is not None:
-                        if isinstance(value, Tensor) and value.shape == parameter.shape:
-                            owned = shard.owned(name, value)
-                            if owned.numel():
-                                tensors[name, key], slices[name, key] = _copy(owned), shard.slices(name, value)
-                            continue
-                        if shard.group.shard > 0:
-                            continue  # a step count, which is every shard's
-                    if isinstance(value, Tensor):
-                        tensors[name, key] = _copy(value)
-                    else:
-                        scalars[name, key] = value
+                    if shard is not None and is_cut and isinstance(value, Tensor) and value.shape == parameter.shape:
+                        owned = shard.owned(name, value)
+                        if owned.numel():
+                            parts.setdefault((name, key), []).append((owned, shard.slices(name, value)))
+                    elif is_first and not (is_cut and shard is not None and shard.group.shard > 0):
+                        # A step count of what is cut, which is every shard's, is written by the first of all.
+                        if isinstance(value, Tensor):
+                            tensors[name, key] = _copy(value)
+                        else:
+                            scalars[name, key] = value
+        slices: dict[StateName, TensorSlices] = {}
+        for name_and_key, of_shards in parts.items():
+            tensors[name_and_key], slices[name_and_key] = _joined_slices(of_shards)
     ties = {others[0]: others[1:] for stage in stages.values() for others in stage.graph.shared_names}
     return StateSnapshot(tensors, scalars, slices, ties, tuple(shared), kept if optimizers else None)
+
+
+def _joined_slices(parts: Sequence[tuple[Tensor, TensorSlices]]) -> tuple[Tensor, TensorSlices]:
+    """(copy in host memory, where it lies) of the slices of one tensor that virtual shards of a worker own."""
+    (first, at), *others = parts
+    if not others:
+        return _copy(first), at
+    held = merge_ranges(span for _, each in parts for span in each.spans)
+    shape = list(first.shape)
+    shape[at.dim] = count_indices(held)
+    whole = torch.empty(shape, dtype=first.dtype)
+    for tensor, each in parts:
+        before = 0
+        for start, stop in positions_of_indices(held, each.spans):
+            whole.narrow(at.dim, start, stop - start).copy_(tensor.narrow(at.dim, before, stop - start))
+            before += stop - start
+    return whole, TensorSlices(at.shape, at.dim, held)
 
 
 def _encoded(state: Mapping[str, Value]) -> Mapping[str, Scalar | EncodedTensor]:
@@ -112,8 +137,8 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def restore_from_checkpoint(
     checkpoint: CheckpointAt,
-    stages: Mapping[int, Stage],
-    optimizers: Mapping[int, torch.optim.Optimizer],
+    stages: Mapping[ShardOfStage, Stage],
+    optimizers: Mapping[ShardOfStage, torch.optim.Optimizer],
     initial: InitialValues,
 ) -> None:
     """Read a checkpoint's state into these stages and optimizers, and only what they hold. Raises `CheckpointError`.
@@ -153,16 +178,16 @@ def restore_from_checkpoint(
 
 
 def _read_parameters(
-    checkpoint: CheckpointAt, stages: Mapping[int, Stage], *, only_weights: bool
-) -> dict[int, dict[str, dict[StateKey, Value]]]:
+    checkpoint: CheckpointAt, stages: Mapping[ShardOfStage, Stage], *, only_weights: bool
+) -> dict[ShardOfStage, dict[str, dict[StateKey, Value]]]:
     """By stage: the state of its parameters, each the part that the worker has there."""
     manifest = load_manifest(checkpoint)
     frozen = manifest.frozen.tensors.keys() if manifest.frozen is not None else set[str]()
-    alike: dict[tuple[int, int] | None, list[int]] = {}  # a worker may be another shard of another stage
+    alike: dict[tuple[int, int] | None, list[ShardOfStage]] = {}  # a worker may be another shard of another stage
     for index, stage in stages.items():
         group = stage.shard.group if stage.shard is not None else None
         alike.setdefault((group.size, group.shard) if group is not None else None, []).append(index)
-    found: dict[int, dict[str, dict[StateKey, Value]]] = {}
+    found: dict[ShardOfStage, dict[str, dict[StateKey, Value]]] = {}
     for indices in alike.values():
         names, shard = {name for index in indices for name in stages[index].parameters}, stages[indices[0]].shard
         take = shard.part if shard is not None else None

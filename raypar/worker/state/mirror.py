@@ -27,7 +27,7 @@ from raypar.comm.transport import Handle, Transport
 from raypar.errors import CommError
 from raypar.plan.pieces import Digest, Piece
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
-from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey
+from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey, StatePart
 from raypar.worker.step.message_tags import mirror_tag
 from raypar.worker.step.optimizer_state import Value
 
@@ -39,8 +39,6 @@ CHUNK_BYTES = (256 << 10, 8 << 20)
 """Fewest and most bytes of a message."""
 WINDOW = 2
 """Number of messages of a copy that are on their way at once."""
-WHOLE = ParameterSlice()
-"""A parameter that is not cut over shards."""
 OWN = -1
 """Key of the copy of this worker's own state, where copies are found by the ward's rank."""
 
@@ -59,19 +57,21 @@ class PackedTensorPlace:
 class StateCopy:
     """Copies of some parameters and buffers, with what the optimizer keeps for them, in one block of memory."""
 
-    entries: tuple[tuple[str, StateKey, PackedTensorPlace | Value], ...]
+    entries: tuple[tuple[StatePart, StateKey, PackedTensorPlace | Value], ...]
     """(parameter or buffer, key, place in `memory` or number) of all that is copied."""
     memory: Tensor
     """The bytes of all tensors, without gaps."""
-    slices: Mapping[str, ParameterSlice] = field(default_factory=dict)
-    """Parameter that is cut over shards -> the part of it that is copied."""
+    slices: Mapping[StatePart, ParameterSlice] = field(default_factory=dict)
+    """What is cut over shards -> the part of its parameter that it is."""
 
     @staticmethod
-    def of(state: Mapping[str, StateByKey], pool: BufferPool, slices: Mapping[str, ParameterSlice] | None = None) -> StateCopy:
+    def of(
+        state: Mapping[StatePart, StateByKey], pool: BufferPool, slices: Mapping[StatePart, ParameterSlice] | None = None
+    ) -> StateCopy:
         """Copy `state` into memory of `pool`. Tensors with the widest elements come first, so that all are aligned."""
         tensors = [(n, k, v) for n, kept in state.items() for k, v in kept.items() if isinstance(v, Tensor)]
         tensors.sort(key=lambda entry: (-entry[2].dtype.itemsize, *entry[:2]))
-        entries: list[tuple[str, StateKey, PackedTensorPlace | Value]] = []
+        entries: list[tuple[StatePart, StateKey, PackedTensorPlace | Value]] = []
         at = 0
         for name, key, tensor in tensors:
             entries.append((name, key, PackedTensorPlace(tensor.dtype, tuple(tensor.shape), at)))
@@ -84,7 +84,7 @@ class StateCopy:
                 view.copy_(tensor)
         return copy
 
-    def values(self) -> Iterator[tuple[str, StateKey, Value]]:
+    def values(self) -> Iterator[tuple[StatePart, StateKey, Value]]:
         """(parameter or buffer, key, tensor inside `memory` or number) of all that is copied."""
         for name, key, value in self.entries:
             if isinstance(value, PackedTensorPlace):
@@ -97,16 +97,17 @@ class StateCopy:
         """The elements of parameters and buffers that are copied."""
         for name, key, value in self.entries:
             if key == PARAMETER and isinstance(value, PackedTensorPlace):
-                place = self.slices.get(name, WHOLE)
+                place = self.slices.get(name, ParameterSlice())
                 for start, stop in place.spans(place.size(value.shape)):
-                    yield Piece(name, start, stop)
+                    yield Piece(name[0], start, stop)
 
-    def holdings(self) -> dict[str, ParameterState]:
-        """Parameter or buffer -> its state; the tensors lie inside `memory`."""
-        found: dict[str, StateByKey] = {}
-        for name, key, value in self.values():
-            found.setdefault(name, {})[key] = value
-        return {name: ParameterState(kept, self.slices.get(name, WHOLE), is_read_only=True) for name, kept in found.items()}
+    def holdings(self) -> dict[StatePart, ParameterState]:
+        """Parameter or buffer, or a slice of it -> its state; the tensors lie inside `memory`."""
+        found: dict[StatePart, StateByKey] = {}
+        for part, key, value in self.values():
+            found.setdefault(part, {})[key] = value
+        slices, whole = self.slices, ParameterSlice()
+        return {part: ParameterState(kept, slices.get(part, whole), is_read_only=True) for part, kept in found.items()}
 
     def digest(self) -> Digest:
         """Two digests of 32 bits: of the list of what is copied, and of the copied bits."""
@@ -181,13 +182,13 @@ class Mirror:
     def take_snapshot(
         self,
         done: int,
-        state: Mapping[str, StateByKey],
+        state: Mapping[StatePart, StateByKey],
         transport: Transport | None,
-        slices: Mapping[str, ParameterSlice] | None = None,
+        slices: Mapping[StatePart, ParameterSlice] | None = None,
     ) -> None:
         """Copy `state`, the state after `done` steps, and begin to exchange copies. Without a transport none are exchanged.
 
-        `slices`: parameter that is cut over shards -> the part of it in `state`. Older snapshots are dropped, except for the
+        `slices`: what is cut over shards -> the part of its parameter that it is. Older snapshots are dropped, except for the
         last complete one.
         """
         start = time.perf_counter()
@@ -274,6 +275,6 @@ class Mirror:
         self.poll()
         found: dict[str, list[ParameterState]] = {}
         for copy in self._snapshots.get(done, {}).values():
-            for name, holding in copy.holdings().items():
+            for (name, _), holding in copy.holdings().items():
                 found.setdefault(name, []).append(holding)
         return found

@@ -26,6 +26,9 @@ from raypar.plan.tensor_parallel_layout import shard_slice_shape
 from raypar.worker.checkpoint.state_key import PARAMETER, SHARED_KINDS, StateKey
 from raypar.worker.step.optimizer_state import Value
 
+StatePart = tuple[str, int]
+"""(parameter or buffer, which virtual shard's slice of it; `WHOLE` for all of it)."""
+WHOLE = -1
 StateByKey = dict[StateKey, Value]
 """State of one parameter: PARAMETER -> tensor; optimizer state, what it shares with others too -> tensor or number."""
 

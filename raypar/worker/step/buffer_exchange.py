@@ -22,6 +22,7 @@ from raypar.comm.transport import Handle, Transport
 from raypar.worker.stage.buffer_updates import BufferUpdate
 from raypar.worker.stage.running_statistics import NormCall
 from raypar.worker.stage.stage import Stage
+from raypar.worker.stage.stage_shards import ShardOfStage
 from raypar.worker.step.message_tags import buffers_tag
 
 _LENGTH_BYTES = 8
@@ -39,17 +40,19 @@ class BufferExchange:
 
     rank: int
     """This worker's rank."""
-    stages: Mapping[int, Stage]
-    """This worker's stages, by index."""
-    groups: Mapping[int, Sequence[int]]
+    stages: Mapping[ShardOfStage, Stage]
+    """This worker's stages, each virtual shard of one by itself."""
+    groups: Mapping[ShardOfStage, Sequence[int]]
     """Stage -> ranks of its replicas, ascending."""
+    channels: Mapping[ShardOfStage, int]
+    """Stage -> channel of its collectives over replicas."""
     transport: Transport
     """Connects the workers."""
     stream_waits: StreamWaits
     """What only the stream waits for."""
-    _layouts: dict[int, list[Lines]] = field(default_factory=dict)
+    _layouts: dict[ShardOfStage, list[Lines]] = field(default_factory=dict)
     """Stage -> by replica: what it has told last."""
-    _gathered: dict[int, list[Tensor]] = field(default_factory=dict)
+    _gathered: dict[ShardOfStage, list[Tensor]] = field(default_factory=dict)
     """Stage -> by replica: flag and bytes, in the step under way."""
     _flags: dict[torch.device, Tensor] = field(default_factory=dict)
     """Device -> a flag that is down."""
@@ -78,7 +81,7 @@ class BufferExchange:
         self._gathered = {}
         yield from self._tell(step, again)
 
-    def _gather(self, index: int) -> Routine[None]:
+    def _gather(self, index: ShardOfStage) -> Routine[None]:
         """Gather the bytes of all replicas of a stage, where everybody knows their layouts."""
         stage, group, layouts = self.stages[index], self.groups[index], self._layouts[index]
         mine, device = group.index(self.rank), stage.buffer_device
@@ -90,26 +93,26 @@ class BufferExchange:
             torch.cat([self._flags[device], *_bytes(tensors)], out=pieces[mine])
         else:
             pieces[mine].zero_()[:4].view(torch.float32).fill_(1.0)
-        handle = self.transport.all_gather(pieces, pieces[mine], group=group, channel=index)
-        what = f"what the replicas of stage {index} have written into buffers"
+        handle = self.transport.all_gather(pieces, pieces[mine], group=group, channel=self.channels[index])
+        what = f"what the replicas of stage {index[0]} have written into buffers"
         yield RoutineWait(handle, what, on_stream=True)
         self.stream_waits.add(handle, what)
         self._gathered[index] = pieces
 
-    def _tell(self, step: int, indices: Collection[int]) -> Routine[None]:
+    def _tell(self, step: int, indices: Collection[ShardOfStage]) -> Routine[None]:
         """Exchange layouts and bytes in host memory."""
         sent: list[Handle] = []
-        awaited: list[tuple[int, int, Handle]] = []
+        awaited: list[tuple[ShardOfStage, int, Handle]] = []
         for index in indices:
             others = [other for other in self.groups[index] if other != self.rank]
             lines, tensors = _described(self.stages[index])
             self._layouts[index] = [lines for _ in self.groups[index]]
-            message, tag = pack_updates(lines, tensors), buffers_tag(step, index)
+            message, tag = pack_updates(lines, tensors), buffers_tag(step, *index)
             awaited += [(index, other, self.transport.recv(None, source=other, tag=tag)) for other in others]
             sent += [self.transport.send(message, to=other, tag=tag) for other in others]
         for index, other, handle in awaited:
             if not handle.done():
-                yield RoutineWait(handle, f"what rank {other} has written into buffers of stage {index} in step {step}")
+                yield RoutineWait(handle, f"what rank {other} has written into buffers of stage {index[0]} in step {step}")
             lines, body = unpack_updates(handle.tensor(), self.stages[index].buffer_device)
             self._layouts[index][self.groups[index].index(other)] = lines
             self._take(index, lines, body)
@@ -117,7 +120,7 @@ class BufferExchange:
             if not handle.done():
                 yield RoutineWait(handle, "what forward has written into buffers to be taken")
 
-    def _take(self, index: int, lines: Lines, body: Tensor) -> None:
+    def _take(self, index: ShardOfStage, lines: Lines, body: Tensor) -> None:
         for name, by_microbatch in updates_of(lines, body).items():
             self.stages[index].buffer_updates[name].by_microbatch.update(by_microbatch)
 

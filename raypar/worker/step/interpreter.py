@@ -48,7 +48,8 @@ from raypar.schedule.instructions import (
     Send,
 )
 from raypar.worker.data.microbatch_loader import BatchSource
-from raypar.worker.stage.stage import Batch, HandedBack, Stage
+from raypar.worker.stage.stage import Batch, HandedBack
+from raypar.worker.stage.stage_shards import ComputesMicrobatches
 from raypar.worker.step.gradient_bundles import (
     add_gradient,
     bundle_of_gradients,
@@ -106,7 +107,7 @@ class Interpreter:
     """Which replica runs which microbatch."""
     links: StageLinks
     """The values that messages between stages carry."""
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, ComputesMicrobatches]
     """This worker's stages, by index."""
     transport: Transport
     """Moves tensors between this worker and the others."""

@@ -62,9 +62,9 @@ def vote_tag(step: int) -> int:
     return _tag(step, _KINDS["vote"], 0, 0, 0, 0)
 
 
-def buffers_tag(step: int, stage: int) -> int:
-    """Tag of what one replica of a stage has written into buffers in one step."""
-    return _tag(step, _KINDS["buffers"], stage, stage, 0, 0)
+def buffers_tag(step: int, stage: int, virtual_shard: int) -> int:
+    """Tag of what one replica of a virtual shard of a stage has written into buffers in one step."""
+    return _tag(step, _KINDS["buffers"], stage, stage, virtual_shard, 0)
 
 
 def metrics_tag(step: int, stage: int) -> int:

@@ -90,7 +90,7 @@ class OptimizerTrial:
                 cure="set plan.stages: 1 (plan.replicas may be any number), or use an optimizer that takes each parameter by "
                 f"itself (SGD, Adam, AdamW, ...)\n  measured: {self.difference}",
             )
-        if self.kind is not OptimizerKind.ELEMENTWISE and (shards := max(stage.shards for stage in plan.stages)) > 1:
+        if self.kind is not OptimizerKind.ELEMENTWISE and (shards := max(plan.virtual_shard_counts)) > 1:
             raise ConfigError(
                 f"{self.label} cannot be used with {shards} shards: its step of one element depends on other elements of the "
                 "parameter, and each shard has only a slice of it",

@@ -13,13 +13,15 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from raypar.comm.routine import Routine, StreamWaits
+from raypar.comm.routines_in_turn import run_in_turn
 from raypar.comm.transport import Transport
 from raypar.errors import DataError, NonFiniteError, RayparError, UserCodeError
 from raypar.job import Job
@@ -40,6 +42,7 @@ from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, read_together, square_gradients
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage, fold_gradients
+from raypar.worker.stage.stage_shards import ShardOfStage, reduction_channel
 from raypar.worker.step.buffer_exchange import BufferExchange
 from raypar.worker.step.learning_rates import LearningRates
 from raypar.worker.step.tied_gradients import TiedGradientExchange
@@ -101,11 +104,11 @@ class StepCommit:
     """The plan, and which replica runs a microbatch."""
     ties: tuple[TiedParameter, ...]
     """Tied parameters of several stages."""
-    stages: Mapping[int, Stage]
-    """This worker's stages, by index."""
-    reductions: Mapping[int, AnyGradientReduction]
+    stages: Mapping[ShardOfStage, Stage]
+    """This worker's stages, each virtual shard of one by itself."""
+    reductions: Mapping[ShardOfStage, AnyGradientReduction]
     """Stage -> reduction of its gradients over replicas."""
-    optimizers: Mapping[int, torch.optim.Optimizer]
+    optimizers: Mapping[ShardOfStage, torch.optim.Optimizer]
     """Stage -> optimizer; stages with nothing to train have none."""
     transport: Transport
     """Connects the workers; may connect some without a seat, too."""
@@ -149,19 +152,19 @@ class StepCommit:
 
     _has_buffer_updates: bool = False
     """Whether the stages have what all replicas have written into buffers in the step under way."""
-    _reduced_uses: dict[int, list[Tensor | None]] | None = None
+    _reduced_uses: dict[ShardOfStage, list[Tensor | None]] | None = None
     """Stage -> reduced gradient of each use; None until the reductions are finished."""
-    _settled: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)
+    _settled: dict[ShardOfStage, dict[str, Tensor | None]] = field(default_factory=dict)
     """Stage -> canonical parameter name -> gradient, unscaled, uses added up."""
     _exchange: TiedGradientExchange = field(init=False)
     """Exchanges gradients of tied parameters with workers of other stages."""
     _buffers: BufferExchange = field(init=False)
     """Exchanges with other replicas what forward has written into buffers."""
     _counted: dict[int, tuple[str, ...]] = field(init=False)
-    """Stage -> parameters of whose gradients this rank sums the squares, for the norm."""
+    """Index of a stage -> parameters of whose gradients this rank sums the squares, for the norm."""
     _bits: dict[str, int] = field(init=False)
     """Canonical parameter name -> its bit in `Ballot.defined`; empty where no stage has replicas."""
-    _places: dict[int, dict[str, list[int]]] = field(init=False)
+    _places: dict[ShardOfStage, dict[str, list[int]]] = field(init=False)
     """Stage -> canonical parameter name -> indices of its uses, in layer order."""
 
     def __post_init__(self) -> None:
@@ -169,8 +172,9 @@ class StepCommit:
             self.rank, self.graph, self.routing, self.ties, self.transport, self.layout, self.stream_waits
         )
         plan = self.routing.plan
-        groups = {index: plan.replica_ranks(index, plan.role_in(self.rank, index).shard) for index in self.stages}
-        self._buffers = BufferExchange(self.rank, self.stages, groups, self.transport, self.stream_waits)
+        groups = {key: plan.replica_ranks(key[0], plan.role_in(self.rank, key[0]).shard) for key in self.stages}
+        channels = {key: reduction_channel(plan, *key) for key in self.stages}
+        self._buffers = BufferExchange(self.rank, self.stages, groups, channels, self.transport, self.stream_waits)
         canonical = canonical_names(self.graph)
         self._counted = self.ownership.norm_parameters(self.rank)
         replicated = any(stage.replicas > 1 for stage in plan.stages)
@@ -202,24 +206,32 @@ class StepCommit:
 
     def reduce(self, stage: int) -> None:
         """Make progress with the reduction of a stage, all of whose gradients on this worker are final and posted."""
-        self.reductions[stage].poll()
+        for (index, _), reduction in self.reductions.items():
+            if index == stage:
+                reduction.poll()
 
-    def _reduced(self) -> Routine[dict[int, list[Tensor | None]]]:
+    def _reduced(self) -> Routine[dict[ShardOfStage, list[Tensor | None]]]:
         """Stage -> reduced gradient of each use, complete over replicas and shards; waits for the reductions."""
         if self._reduced_uses is None:
             found = {}
-            for index in sorted(self.stages):
-                found[index] = yield from self.reductions[index].finish()
-                shard = self.stages[index].shard
-                if shard is not None:
-                    names = [use.name for use in self.stages[index].uses]
-                    yield from shard.complete(names, found[index], self.reductions[index].marked_parameters)
+            for _, keys in groupby(sorted(self.stages), key=itemgetter(0)):
+                of_stage = list(keys)
+                for key in of_stage:
+                    found[key] = yield from self.reductions[key].finish()
+                # Virtual shards of this worker wait for each other.
+                yield from run_in_turn([self._complete_over_shards(key, found[key]) for key in of_stage])
             self._reduced_uses = found
         return self._reduced_uses
 
+    def _complete_over_shards(self, key: ShardOfStage, reduced: Sequence[Tensor | None]) -> Routine[None]:
+        shard = self.stages[key].shard
+        if shard is not None:
+            names = [use.name for use in self.stages[key].uses]
+            yield from shard.complete(names, reduced, self.reductions[key].marked_parameters)
+
     # -- ties --------------------------------------------------------------------------------------------------------
 
-    def _uses_of(self, stage: int, tie: str) -> list[int]:
+    def _uses_of(self, stage: ShardOfStage, tie: str) -> list[int]:
         """Indices of the stage's uses of a parameter, in layer order."""
         return self._places[stage].get(tie, [])
 
@@ -228,23 +240,25 @@ class StepCommit:
         reduced = yield from self._reduced()
         yield from self._exchange.run(self.step, lambda stage, name: [reduced[stage][i] for i in self._uses_of(stage, name)])
 
-    def _settle(self) -> Routine[dict[int, dict[str, Tensor | None]]]:
+    def _settle(self) -> Routine[dict[ShardOfStage, dict[str, Tensor | None]]]:
         """Stage -> canonical parameter name -> gradient, unscaled, uses added from the last layer to the first, in the
         parameter's dtype. Sums in a lower one are dropped here."""
         reduced = yield from self._reduced()
         for index, uses_here in reduced.items():
             self._widen(self.stages[index], uses_here)
         tied = {tie.name: tie for tie in self.ties}
-        settled: dict[int, dict[str, Tensor | None]] = {}
+        settled: dict[ShardOfStage, dict[str, Tensor | None]] = {}
         for stage in sorted(self.stages):
             gradients: dict[str, Tensor | None] = {}
             for name in self.stages[stage].parameters:
                 uses: list[Tensor | None] = []
-                for src in tied[name].stages if name in tied else (stage,):
+                stage_index, number = stage
+                for other in tied[name].stages if name in tied else (stage_index,):
+                    src = other, number
                     if src in self.stages:
                         uses += [reduced[src][i] for i in self._uses_of(src, name)]
                     else:
-                        uses += self._exchange.received_gradients.get((name, src), ())
+                        uses += self._exchange.received_gradients.get((name, *src), ())
                 dtype = self.stages[stage].parameters[name].dtype
                 gradients[name] = fold_gradients([None if use is None else use.to(dtype) for use in uses[::-1]])
             settled[stage] = gradients
@@ -276,7 +290,7 @@ class StepCommit:
         A worker's vote also says that it has its reduced gradients and is ready to apply them.
         """
         self.guard.check_all(f"a layer, the loss or the data set, up to step {self.step + 1},")
-        written = [index for index, stage in self.stages.items() if stage.buffer_updates]
+        written = [index for (index, _), stage in self.stages.items() if stage.buffer_updates]
         missing = [index for index in written if self.routing.plan.stages[index].replicas > 1 and not self._has_buffer_updates]
         assert not missing, f"the program has no exchange of the buffers that stages {missing} write"
         self._settled = yield from self._settle()
@@ -296,19 +310,19 @@ class StepCommit:
         self._count(total)
         yield from self._exchange.finish_sends()
 
-    def _ballot(self, settled: Mapping[int, Mapping[str, Tensor | None]]) -> tuple[Ballot, list[float]]:
+    def _ballot(self, settled: Mapping[ShardOfStage, Mapping[str, Tensor | None]]) -> tuple[Ballot, list[float]]:
         """This worker's vote, with the order of its samples where the job has a sampler and this worker reads any; and the
         flags of buffers, which are read at the same time.
 
         The replicas of a stage have the same gradients, so each squares a share of the parameters. Each shard squares the
         elements that it counts. All shards have the same losses, which the first one tells.
         """
-        tell = [s for index, s in self.stages.items() if self.routing.plan.role_in(self.rank, index).shard == 0]
+        tell = [stage for (_, number), stage in self.stages.items() if number == 0]
         pairs = [pair for stage in tell for pair in stage.losses.values()]
         counted: list[Tensor] = []
         for index, gradients in settled.items():
             shard = self.stages[index].shard
-            defined = [(name, g) for name in self._counted[index] if (g := gradients[name]) is not None]
+            defined = [(name, g) for name in self._counted[index[0]] if (g := gradients[name]) is not None]
             counted += [g if shard is None else shard.counted(name, g) for name, g in defined]
         losses, counts = ([pair[place] for pair in pairs] for place in range(2))
         flags = self._buffers.flags()

@@ -20,12 +20,17 @@ from raypar.model.tensor_parallel.autograd_collectives import select_ranges
 from raypar.plan import MicrobatchRouting, ParallelPlan, TiedParameter
 from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_ranges, positions_of_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.worker.stage.stage_shards import ShardOfStage
 from raypar.worker.step.message_tags import tie_tag
 
-Uses = Callable[[int, str], Sequence[Tensor | None]]
+Uses = Callable[[ShardOfStage, str], Sequence[Tensor | None]]
 """(stage, parameter) -> reduced gradients of the parameter's uses there, in layer order; empty if it is frozen."""
 Source = tuple[int, IndexRanges | None]
 """(shard that sends, indices of the cut dim that it sends; None for all that it has)."""
+
+
+_Awaited = tuple[str, int, int, int, list[tuple[IndexRanges | None, Handle]]]
+"""A use of a tied parameter elsewhere: (name, its stage, receiving stage and virtual shard, its parts)."""
 
 
 class TiedGradientTransfer(NamedTuple):
@@ -35,6 +40,10 @@ class TiedGradientTransfer(NamedTuple):
     """The stage whose uses the gradient is of."""
     stage: int
     """The stage for which it is received: the receiver's first one with the parameter, whose others take it from there."""
+    giver: int
+    """The virtual shard of `source` that has it."""
+    taker: int
+    """The virtual shard of `stage` that needs it."""
     sender: int
     """Rank that sends."""
     receiver: int
@@ -48,26 +57,28 @@ def tied_gradient_transfers(
 ) -> Iterator[TiedGradientTransfer]:
     """All that is sent of one tied parameter's gradients, in an order that all workers share."""
     for source in tie.stages:
-        senders, asked = plan.stages[source], set[int]()
+        asked = set[int]()
+        holder = [shard for shard, run in enumerate(plan.stages[source].runs) for _ in run]
         for stage in tie.stages:
             for replica, row in enumerate(plan.stages[stage].workers):
-                for shard, receiver in enumerate(row):
+                senders = plan.stages[source].workers[replica % plan.stages[source].replicas]
+                for run, receiver in zip(plan.stages[stage].runs, row, strict=True):
                     if receiver in asked or source in plan.stages_of(receiver):
                         continue
                     asked.add(receiver)
-                    for giver, spans in tied_gradient_senders(plan, tie.name, source, stage, shard, layout):
-                        sender = senders.workers[replica % senders.replicas][giver]
-                        yield TiedGradientTransfer(source, stage, sender, receiver, spans)
+                    for taker in run:
+                        for giver, spans in tied_gradient_senders(plan, tie.name, source, stage, taker, layout):
+                            yield TiedGradientTransfer(source, stage, giver, taker, senders[holder[giver]], receiver, spans)
 
 
 def tied_gradient_senders(
     plan: ParallelPlan, name: str, src: int, dst: int, shard: int, layout: Callable[[int], TensorParallelLayout]
 ) -> list[Source]:
-    """Which shards of stage `src` send which part of a parameter's gradient to one shard of stage `dst`.
+    """Which virtual shards of stage `src` send which part of a parameter's gradient to one of stage `dst`.
 
     A single shard sends if one has all that is needed. `layout`: number of shards -> how the model is cut.
     """
-    givers, takers = plan.stages[src].shards, plan.stages[dst].shards
+    givers, takers = plan.stages[src].virtual_shards, plan.stages[dst].virtual_shards
     near = shard % givers
     if givers == takers:
         return [(near, None)]
@@ -99,8 +110,8 @@ class TiedGradientExchange:
     """Number of shards -> how the model is cut over them; asked only where the stages of a tie differ in their number."""
     stream_waits: StreamWaits
     """What only the stream waits for."""
-    received_gradients: dict[tuple[str, int], list[Tensor | None]] = field(default_factory=dict)
-    """(canonical name, stage of another worker) -> reduced gradients of the uses there, in layer order."""
+    received_gradients: dict[tuple[str, int, int], list[Tensor | None]] = field(default_factory=dict)
+    """(canonical name, stage of another worker, virtual shard here) -> reduced gradients of the uses there, in layer order."""
     _sent: list[tuple[Handle, Tensor]] = field(default_factory=list)
     """The sends of this step, and their tensors."""
     _transfers_of: dict[str, list[TiedGradientTransfer]] = field(default_factory=dict)
@@ -114,18 +125,18 @@ class TiedGradientExchange:
     def run(self, step: int, uses: Uses) -> Routine[None]:
         """Send the gradients of this worker's uses to the workers that need them, and fill `received_gradients`."""
         self.received_gradients.clear()
-        awaited: list[tuple[str, int, int, list[tuple[IndexRanges | None, Handle]]]] = []
+        awaited: list[_Awaited] = []
         for index, tie in enumerate(self.ties):
             if any(self._here(stage) for stage in tie.stages):
                 self._sent += self._send(step, index, tie, uses)
                 awaited += self._receive(step, index, tie, uses)
-        for name, src, receiver, handles in awaited:
+        for name, src, receiver, taker, handles in awaited:
             for _, handle in handles:
                 what = f"the gradient of tied parameter {name} from stage {src}"
                 yield RoutineWait(handle, what, on_stream=True)
                 self.stream_waits.add(handle, what)
             parts = [(spans, handle.tensor()) for spans, handle in handles]
-            self.received_gradients.setdefault((name, src), []).append(self._joined(name, receiver, parts))
+            self.received_gradients.setdefault((name, src, taker), []).append(self._joined(name, receiver, taker, parts))
 
     def finish_sends(self) -> Routine[None]:
         """Wait until all that was sent is taken, before it may be written to: after the votes there is nothing to wait for."""
@@ -141,34 +152,35 @@ class TiedGradientExchange:
 
     def _send(self, step: int, index: int, tie: TiedParameter, uses: Uses) -> Iterator[tuple[Handle, Tensor]]:
         """Post the sends of one tie: (handle, tensor that must stay alive until then)."""
-        parts: dict[tuple[int, int, IndexRanges | None], Tensor] = {}
-        for source, stage, sender, receiver, spans in self._transfers(tie):
+        parts: dict[tuple[int, int, int, IndexRanges | None], Tensor] = {}
+        for source, stage, giver, _, sender, receiver, spans in self._transfers(tie):
             if sender != self.rank:
                 continue
-            for use, gradient in enumerate(uses(source, tie.name)):
-                part = parts.get((source, use, spans))
+            for use, gradient in enumerate(uses((source, giver), tie.name)):
+                part = parts.get((source, giver, use, spans))
                 if part is None:
-                    part = torch.empty(0) if gradient is None else self._part(tie.name, source, gradient, spans)
-                    parts[source, use, spans] = part
+                    part = torch.empty(0) if gradient is None else self._part(tie.name, source, giver, gradient, spans)
+                    parts[source, giver, use, spans] = part
+                # What goes to several virtual shards of one worker has one tag: equal tags match in order.
                 yield self.transport.send(part, to=receiver, tag=tie_tag(step, source, stage, index, use)), part
 
-    def _receive(
-        self, step: int, index: int, tie: TiedParameter, uses: Uses
-    ) -> Iterator[tuple[str, int, int, list[tuple[IndexRanges | None, Handle]]]]:
-        """Post the receives of one tie: for each use elsewhere (name, its stage, receiving stage, its parts)."""
+    def _receive(self, step: int, index: int, tie: TiedParameter, uses: Uses) -> Iterator[_Awaited]:
+        """Post the receives of one tie, for each use elsewhere."""
         names = next(names for names in self.graph.ties if names[0] == tie.name)
         number = {layer.name: i for i, layer in enumerate(self.graph.layers)}
-        if not uses(next(stage for stage in tie.stages if self._here(stage)), tie.name):
+        plan, first = self.routing.plan, next(stage for stage in tie.stages if self._here(stage))
+        if not uses((first, plan.stages[first].run_of(plan.role_in(self.rank, first).shard).start), tie.name):
             return  # frozen: no worker has a gradient of it
         mine = [transfer for transfer in self._transfers(tie) if transfer.receiver == self.rank]
-        for (source, stage), transfers in groupby(mine, key=lambda each: (each.source, each.stage)):
-            there, parts = self.routing.plan.stages[source], list(transfers)
+        for (source, stage, taker), transfers in groupby(mine, key=lambda each: (each.source, each.stage, each.taker)):
+            there, parts = plan.stages[source], list(transfers)
             for use in range(sum(there.first <= number[self.graph.layer_of(name)] < there.last for name in names)):
                 tag = tie_tag(step, source, stage, index, use)
                 yield (
                     tie.name,
                     source,
                     stage,
+                    taker,
                     [(each.spans, self.transport.recv(None, source=each.sender, tag=tag)) for each in parts],
                 )
 
@@ -182,23 +194,23 @@ class TiedGradientExchange:
 
     # -- pieces --------------------------------------------------------------------------------------------------------
 
-    def _part(self, name: str, src: int, gradient: Tensor, spans: IndexRanges | None) -> Tensor:
-        """The indices `spans` of a gradient that is cut as stage `src` cuts it; None: all of it."""
+    def _part(self, name: str, src: int, giver: int, gradient: Tensor, spans: IndexRanges | None) -> Tensor:
+        """The indices `spans` of the gradient of one virtual shard of stage `src`; None: all of it."""
         if spans is None:
             return gradient
-        cut = self.layout(self.routing.plan.stages[src].shards).cuts[name]
-        held = cut.indices_by_shard[self.routing.plan.role_in(self.rank, src).shard]
+        cut = self.layout(self.routing.plan.stages[src].virtual_shards).cuts[name]
+        held = cut.indices_by_shard[giver]
         return select_ranges(gradient, cut.dim, positions_of_indices(held, spans)).contiguous()
 
-    def _joined(self, name: str, receiver: int, parts: list[tuple[IndexRanges | None, Tensor]]) -> Tensor | None:
+    def _joined(self, name: str, receiver: int, taker: int, parts: list[tuple[IndexRanges | None, Tensor]]) -> Tensor | None:
         """A gradient put together from the parts of several shards; None if it is undefined."""
         first = parts[0][1]
         if first.dim() == 1 and first.numel() == 0:
             return None
         if len(parts) == 1:
             return first
-        cut = self.layout(self.routing.plan.stages[receiver].shards).cuts[name]
-        needed = cut.indices_by_shard[self.routing.plan.role_in(self.rank, receiver).shard]
+        cut = self.layout(self.routing.plan.stages[receiver].virtual_shards).cuts[name]
+        needed = cut.indices_by_shard[taker]
         shape = list(first.shape)
         shape[cut.dim] = count_indices(needed)
         whole = first.new_empty(shape)

@@ -1,0 +1,151 @@
+"""The virtual shards of a stage that one worker computes, as one stage: they run in turn, and wait for each other in layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from raypar.comm.blocking_code_as_routine import as_routine, run_or_yield
+from raypar.comm.routine import Routine
+from raypar.comm.routines_in_turn import run_in_turn
+from raypar.comm.sent_tensor_layout import copy_as_it_lies
+from raypar.plan import ParallelPlan
+from raypar.plan.stage_connections import MAX_STAGES
+from raypar.worker.process.generators_in_turn import GeneratorsInTurn
+from raypar.worker.stage.stage import Batch, HandedBack, Stage
+
+T = TypeVar("T")
+
+ShardOfStage = tuple[int, int]
+"""(index of a stage, one of its virtual shards); (index, 0) where the stage is not cut."""
+
+
+def reduction_channel(plan: ParallelPlan, index: int, virtual_shard: int) -> int:
+    """The channel of the collectives between the replicas of one virtual shard of a stage: those of the virtual shards of one
+    worker, which have the same workers, do not meet."""
+    shards = plan.stages[index]
+    first = next(run.start for run in shards.runs if virtual_shard in run)
+    return index + MAX_STAGES * (virtual_shard - first)
+
+
+class ComputesMicrobatches(Protocol):
+    """What a worker's program runs: a stage, or the virtual shards of one. See `Stage`."""
+
+    @property
+    def waited_ns(self) -> int:
+        """See `Stage`."""
+
+    def begin_step(self, step: int) -> None:
+        """See `Stage`."""
+
+    def forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """See `Stage`."""
+
+    def checkpointed_forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """See `Stage`."""
+
+    def recompute(self, microbatch: int) -> None:
+        """See `Stage`."""
+
+    def evaluate(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """See `Stage`."""
+
+    def backward(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, HandedBack]:
+        """See `Stage`."""
+
+    def backward_input(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, HandedBack]:
+        """See `Stage`."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        """See `Stage`."""
+
+    def free(self, microbatch: int) -> None:
+        """See `Stage`."""
+
+
+class StageShards:
+    """Several virtual shards of a stage, each a `Stage` with its own slices.
+
+    Values between stages are whole and equal on all of them, so they are taken from the first.
+    """
+
+    def __init__(self, shards: Sequence[Stage], generators: GeneratorsInTurn, timeout_s: float | None) -> None:
+        """`generators`: by which the layers are seeded; `timeout_s`: how long one of them may wait for other workers."""
+        self.shards, self._generators, self._timeout_s = tuple(shards), generators, timeout_s
+        self.waited_ns = 0
+        """How long layers have waited for other workers in this step, while none of them could go on."""
+
+    def begin_step(self, step: int) -> None:
+        """See `Stage.begin_step`."""
+        self.waited_ns = 0
+        for shard in self.shards:
+            shard.begin_step(step)
+
+    def free(self, microbatch: int) -> None:
+        """See `Stage.free`."""
+        for shard in self.shards:
+            shard.free(microbatch)
+
+    def forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """See `Stage.forward`."""
+        given = self._copies(received, batch)
+        return self._in_turn(partial(s.forward, microbatch, *each) for s, each in zip(self.shards, given, strict=True))
+
+    def checkpointed_forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """See `Stage.checkpointed_forward`."""
+        given = self._copies(received, batch)
+        return self._in_turn(partial(s.checkpointed_forward, microbatch, *g) for s, g in zip(self.shards, given, strict=True))
+
+    def recompute(self, microbatch: int) -> None:
+        """See `Stage.recompute`."""
+        self._in_turn(partial(shard.recompute, microbatch) for shard in self.shards)
+
+    def evaluate(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """See `Stage.evaluate`."""
+        given = self._copies(received, batch)
+        return self._in_turn(partial(s.evaluate, microbatch, *each) for s, each in zip(self.shards, given, strict=True))
+
+    def backward(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, HandedBack]:
+        """See `Stage.backward`."""
+        return self._in_turn(partial(shard.backward, microbatch, gradients) for shard in self.shards)
+
+    def backward_input(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, HandedBack]:
+        """See `Stage.backward_input`."""
+        return self._in_turn(partial(shard.backward_input, microbatch, gradients) for shard in self.shards)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """See `Stage.backward_weight`."""
+        self._in_turn(partial(shard.backward_weight, microbatch) for shard in self.shards)
+
+    def _in_turn(self, works: Iterable[Callable[[], T]]) -> T:
+        """Run one work for each virtual shard; returns the first one's result, which is that of all."""
+        routines = [as_routine(work, self._generators.keep) for work in works]
+        return run_or_yield(self._timed(run_in_turn(routines)), self._timeout_s)[0]
+
+    def _timed(self, routine: Routine[T]) -> Routine[T]:
+        """The same routine, whose waits count as waits for other workers."""
+        failed: Exception | None = None
+        while True:
+            try:
+                waiting = next(routine) if failed is None else routine.throw(failed)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            failed, start = None, time.perf_counter_ns()
+            try:
+                yield waiting
+            except Exception as error:
+                failed = error
+            self.waited_ns += time.perf_counter_ns() - start
+
+    def _copies(self, received: Mapping[str, Tensor], batch: Batch) -> list[tuple[Mapping[str, Tensor], Batch]]:
+        """What each virtual shard is given: the first one what came, each other one copies, which its layers may write to."""
+        copies = [(_copied(received), _copied(batch)) for _ in self.shards[1:]]
+        return [(received, batch), *copies]
+
+
+def _copied(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: copy_as_it_lies(value) for name, value in given.items()}

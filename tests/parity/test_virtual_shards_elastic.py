@@ -1,0 +1,124 @@
+"""Runs whose workers come and go have the bits of one with its first plan: the number of shards changes, that of virtual
+shards does not."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import checkpoint_folders as checkpoint_files
+from helpers import torch_flesh
+from helpers.generations import SHARDS, Generations, mesh
+from helpers.protocol import Fault, random_faults
+from helpers.shard_grid import SHALLOW, Cell, graph
+
+from raypar.plan import ParallelPlan
+from raypar.worker.run_in_one_process import OneProcessRun
+
+VIRTUAL = 4
+PATHS = [
+    [(1, 1, 4), (1, 1, 1), (1, 1, 2)],
+    [(1, 1, 1), (2, 1, 2), (1, 2, 4)],
+    [(2, 2, 2), (1, 2, 1), (1, 1, 4)],
+]
+"""replicas x stages x shards of one generation after the other."""
+QUICK = {
+    "validates": False,
+    "step_deadline_s": 0.5,
+    "start_deadline_s": 1.0,
+    "status_s": 0.5,
+    "adopt_s": 2.0,
+    "capacity_s": 5.0,
+}
+
+
+def virtual(model: str, replicas: int, stages: int, shards: int) -> ParallelPlan:
+    return mesh(model, replicas, stages, shards).with_virtual_shards(VIRTUAL)
+
+
+def read(folder: Path):
+    return checkpoint_files.read_checkpoint_state(folder)
+
+
+@pytest.mark.parametrize("model, path", [(SHALLOW, PATHS[0]), ("llama", PATHS[1]), ("dropped", PATHS[2])], ids=str)
+def test_workers_that_change_their_shards_have_the_bits_of_those_that_do_not(model, path, tmp_path):
+    """Two steps under each plan; state in memory, and a checkpoint of one plan read under the next."""
+    spec = Cell(model, "1f1b", (1,), (1,), 3, True).job.replace(steps=2 * len(path))
+    job = torch_flesh.TorchJob(spec, graph(model), shards=SHARDS)
+    live = Generations(job)
+    for number, shape in enumerate(path):
+        plan = virtual(model, *shape)
+        first = plan.world // 2 if number == 2 else 0  # new workers in half of the seats
+        live.adopt(plan, list(range(first, first + plan.world)), 2 * number)
+        live.step(2 * number)
+        live.step(2 * number + 1)
+    found = read(live.save(tmp_path / "live", 2 * len(path)))
+
+    there: Path | None = None
+    for number, shape in enumerate(path):
+        with OneProcessRun(spec, virtual(model, *shape), "1f1b", graph=graph(model)) as local:
+            for core in local.cores if there is not None else ():
+                core.load(there)
+            local.step(2 * number), local.step(2 * number + 1)
+            there = saved(local, tmp_path / "resumed", 2 * number + 2)
+
+    with OneProcessRun(spec, virtual(model, 1, 1, VIRTUAL), "1f1b", graph=graph(model)) as local:
+        for step in range(2 * len(path)):
+            local.step(step)
+        want = read(saved(local, tmp_path / "one plan", 2 * len(path)))
+    for other in (found, read(there)):
+        assert other.keys() == want.keys()
+        for name, kinds in want.items():
+            assert other[name].keys() == kinds.keys()
+            for kind, value in kinds.items():
+                assert torch.equal(torch.as_tensor(other[name][kind]), torch.as_tensor(value)), (name, kind)
+
+
+def saved(local: OneProcessRun, folder: Path, done: int) -> Path:
+    place = checkpoint_files.create_checkpoint(folder, done)
+    for core in local.cores:
+        core.start_save(place)
+    return checkpoint_files.commit_checkpoint(place, [core.save_result() for core in local.cores], steps_done=done, contract={})
+
+
+SHARDS_FIRST = {4: (1, 1, 4), 3: (1, 1, 2), 2: (1, 1, 2), 1: (1, 1, 1)}
+REPLICAS_OF_FEWER = {4: (2, 1, 2), 3: (3, 1, 1), 2: (1, 1, 2), 1: (1, 1, 1)}
+"""Workers -> replicas x stages x shards."""
+
+
+def planner(model: str, shapes: dict[int, tuple[int, int, int]]):
+    return lambda generation, workers: virtual(model, *shapes[min(workers, 4)])
+
+
+@pytest.mark.parametrize("shapes, mirror_every", [(SHARDS_FIRST, 1), (REPLICAS_OF_FEWER, 0)], ids=["mirror", "copies"])
+def test_kills_that_change_the_number_of_shards_change_no_bit(shapes, mirror_every):
+    """The real run machine and real bodies, killed at any moment; the state comes from the mirror, or from the other replica.
+    Where the number of shards decides the bits the result is another one (`test_shards_elastic`)."""
+    spec = Cell(SHALLOW, "1f1b", (1,), (1,), 2).job.replace(steps=5)
+    job = torch_flesh.TorchJob(spec, graph(SHALLOW), shards=SHARDS, mirror_every=mirror_every)
+    plan, plans = virtual(SHALLOW, *shapes[4]), planner(SHALLOW, shapes)
+    plain, reference = torch_flesh.simulate(job, plan, plans=plans, **QUICK)
+    assert reference is not None
+    for at in range(plain.points // 8, plain.points, plain.points // 5):
+        world, found = torch_flesh.simulate(job, plan, [Fault(at, "kill")], plans=plans, **QUICK)
+        assert world.over.end == "done", world.tell(f"{at}: {world.over.why}")
+        assert found == reference, world.tell(f"{at}: other bits")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seeds", [range(at, at + 10) for at in range(0, 100, 10)], ids=str)
+def test_a_hundred_histories(seeds):
+    spec = Cell("llama", "1f1b", (1,), (1,), 2, True).job.replace(steps=5)
+    job = torch_flesh.TorchJob(spec, graph("llama"), shards=SHARDS, mirror_every=1)
+    plan, plans = virtual("llama", 1, 1, 4), planner("llama", SHARDS_FIRST)
+    plain, reference = torch_flesh.simulate(job, plan, plans=plans, **QUICK)
+    for seed in seeds:
+        kinds = ("kill", "zombie", "stop", "late_answer", "kill_driver", "join", "drain")
+        faults = random_faults(seed, 2, plain, workers=4, kinds=kinds)
+        world, found = torch_flesh.simulate(job, plan, faults, plans=plans, **QUICK)
+        assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
+        assert found in (reference, None), world.tell(f"{faults}: other bits")
+
+
+def test_neighbouring_shapes_differ():
+    assert all(one != other for path in PATHS for one, other in pairwise(path))

@@ -1,0 +1,71 @@
+"""Layers are cut into so many virtual shards, and any number of workers computes these, with the bits of a worker for each."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from helpers.random_grids import ANY_PLAN, random_plan
+from helpers.shard_grid import Cell, check_plan, run
+from helpers.virtual_shards import divided
+
+from raypar.errors import PlanError
+from raypar.plan import ParallelPlan
+from raypar.plan.stage_connections import check_ties_are_cut_alike
+
+GPT = Cell("shallow gpt", "1f1b", (), (), 4, dtype="float32")
+
+
+@pytest.mark.parametrize("division", [(4,), (2, 2), (1, 3), (3, 1), (1, 2, 1)], ids=str)
+def test_four_virtual_shards_on_any_workers_have_the_bits_of_four_shards(division: tuple[int, ...]):
+    check_plan(GPT, divided(ParallelPlan.mesh(tp=len(division), layers=4), division))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+def test_with_stages_replicas_and_sequence_parallel_too(schedule: str):
+    cell = replace(GPT, model="gpt", schedule=schedule, replicas=(2, 1), shards=(2, 1), sequence=True, microbatches=3)
+    check_plan(cell, cell.plan.with_virtual_shards(4))
+
+
+def check_random(seed: int) -> None:
+    dice = random.Random(seed)
+    cell = replace(
+        GPT,
+        model=dice.choice(["gpt", "shallow gpt", "llama", "dropped"]),
+        schedule=dice.choice(ANY_PLAN),
+        microbatches=dice.choice((1, 2, 3, 4, 5, 7)),
+        sequence=dice.random() < 0.3,
+        dtype=dice.choice(("float64", "float32")),
+    )
+    plan = random_plan(dice, len(cell.graph.layers))
+    count = dice.choice((3, 4) if cell.model == "llama" else (2, 3, 4, 5))
+    sizes = {}
+    for stage in plan.stages:
+        if stage.workers not in sizes:
+            ends = sorted(dice.sample(range(1, count), stage.shards - 1)) if stage.shards <= count else []
+            sizes[stage.workers] = tuple(b - a for a, b in zip([0, *ends], [*ends, count], strict=True))
+    if any(stage.shards > count for stage in plan.stages):
+        return
+    plan = replace(plan, stages=tuple(replace(stage, division=sizes[stage.workers]) for stage in plan.stages))
+    if dice.random() < 0.3:
+        plan = replace(plan, recompute=tuple(sorted(dice.sample(range(plan.stages[-1].last), 2))))
+    try:
+        check_ties_are_cut_alike(plan, cell.graph.crossing(plan).ties)
+    except PlanError:
+        with pytest.raises(PlanError, match="would have it"):
+            run(cell, plan)
+        return
+    check_plan(cell, plan, order_seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_division_over_any_grids_has_the_bits_of_the_same_shards(seed: int):
+    check_random(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seeds", [range(at, at + 20) for at in range(8, 408, 20)], ids=str)
+def test_four_hundred_divisions(seeds: range):
+    for seed in seeds:
+        check_random(seed)
