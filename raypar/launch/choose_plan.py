@@ -87,8 +87,8 @@ def choose_plan(
     the name alone is not enough (a file, a warmup). `recompute`: layers of the given plan to recompute; `none`: those
     that the plan has itself. `balanced`: the plan gives no split points, so measured times decide them.
     """
-    from raypar.planner.plan_report import plan_report, short_plan_report, stage_balance_text
-    from raypar.planner.plan_search import balance_stages, search_plans
+    from raypar.planner.plan_report import stage_balance_text
+    from raypar.planner.plan_search import balance_stages
     from raypar.planner.predicted_step import predict_step
     from raypar.schedule import registry
     from raypar.worker.job_preflight import check_model_can_shard
@@ -113,15 +113,7 @@ def choose_plan(
     if checked.optimizer is not None:
         profile = replace(profile, most_stages=checked.optimizer.most_stages)
     if fixed is None:
-        shards = 0 if spec.virtual_shards else 1  # any, or none
-        choice = search_plans(profile, workers, spec.batching, shards, virtual_shards=spec.virtual_shards)
-        timeline, _ = predict_step(profile, choice.plan, choice.schedule, spec.batching)
-        routing, crossing = MicrobatchRouting(choice.plan, spec.batching), profile.crossing(choice.plan)
-        made = registry.build_schedule(choice.schedule, routing, connections=crossing)
-        memory = predict_memory(profile, choice.plan, made, spec.batching)
-        is_short = timeline.makespan_ms < SHORT_STEP_MS
-        why = short_plan_report(choice) if is_short else plan_report(choice)
-        return ChosenPlan(choice.plan, choice.schedule, made, timeline, profile, why, memory=memory, choice=choice)
+        return _planners_choice(spec, profile, workers, warnings)
     why, balance = "", None
     if balanced and fixed.has_movable_split_points:
         balance = balance_stages(profile, fixed, make_schedule or schedule, spec.batching)
@@ -134,6 +126,23 @@ def choose_plan(
     timeline, _ = predict_step(profile, fixed, made, spec.batching)
     memory = predict_memory(profile, fixed, made, spec.batching)
     return ChosenPlan(fixed, schedule, made, timeline, profile, why, balance, memory, warnings)
+
+
+def _planners_choice(spec: Job, profile: ModelProfile, workers: int, warnings: tuple[str, ...]) -> ChosenPlan:
+    """The planner's choice for `workers` workers, with its reasons."""
+    from raypar.planner.plan_report import plan_report, short_plan_report
+    from raypar.planner.plan_search import search_plans
+    from raypar.planner.predicted_step import predict_step
+    from raypar.schedule import registry
+
+    shards = 0 if spec.virtual_shards else 1  # any, or none
+    choice = search_plans(profile, workers, spec.batching, shards, virtual_shards=spec.virtual_shards)
+    timeline, _ = predict_step(profile, choice.plan, choice.schedule, spec.batching)
+    routing, crossing = MicrobatchRouting(choice.plan, spec.batching), profile.crossing(choice.plan)
+    made = registry.build_schedule(choice.schedule, routing, connections=crossing)
+    memory = predict_memory(profile, choice.plan, made, spec.batching)
+    why = short_plan_report(choice) if timeline.makespan_ms < SHORT_STEP_MS else plan_report(choice)
+    return ChosenPlan(choice.plan, choice.schedule, made, timeline, profile, why, None, memory, warnings, choice)
 
 
 def predict_memory(

@@ -47,19 +47,17 @@ def make_run_request(
     from raypar.worker.job_preflight import check_other_shard_counts
     from raypar.worker.make_worker_assignments import make_worker_assignments
 
-    spec = options.job
-    shards = reachable_virtual_shard_counts(chosen.plan, spec.virtual_shards)
-    check_worker_limits(spec, chosen.plan.world)
+    spec, graph, plan, orders = options.job, checked.graph, chosen.plan, chosen.schedule_instructions
+    shards = reachable_virtual_shard_counts(plan, spec.virtual_shards)
+    check_worker_limits(spec, plan.world)
     if spec.elastic is not None:
-        check_other_shard_counts(spec, checked, chosen.plan, shards)
-    outline = make_model_outline_with_layouts(checked.graph, shards, dict(spec.styles))
-    lowered = make_worker_assignments(
-        spec, checked.graph, chosen.plan, chosen.schedule_instructions, validation_samples=checked.samples_of_sets
-    )
+        check_other_shard_counts(spec, checked, plan, shards)
+    outline = make_model_outline_with_layouts(graph, shards, dict(spec.styles))
+    lowered = make_worker_assignments(spec, graph, plan, orders, validation_samples=checked.samples_of_sets)
     backend = make_backend(spec.device)
-    policy = build_run_machine_policy(chosen.plan, options, backend.deadlines)
-    backend.check_plan(spec, checked.graph, chosen.plan, lowered, elastic=spec.elastic is not None)
-    environment = backend.environment(spec, checked.graph, chosen.plan, lowered)
+    policy = build_run_machine_policy(plan, options, backend.deadlines)
+    backend.check_plan(spec, graph, plan, lowered, elastic=spec.elastic is not None)
+    environment = backend.environment(spec, graph, plan, lowered)
     pickled_spec = pickle_for_workers(spec.for_workers(), given_parts(spec))
     pickled_callbacks = pickle_for_workers(Callbacks(options.callbacks), {"callbacks": options.callbacks})
 
@@ -68,7 +66,7 @@ def make_run_request(
             run=folder.name,
             folder=str(folder.path.resolve()),
             policy=policy,
-            plan=chosen.plan,
+            plan=plan,
             schedule_name=chosen.schedule_name,
             predicted=chosen.predicted,
             crossing=lowered[0].crossing,

@@ -99,20 +99,11 @@ def search_plans(
         if oversized is not None:
             ruled_out.append(EvaluatedCandidate(candidate, f"{oversized}, too many for messages"))
             continue
-        verdict = evaluate_candidate(profile, candidate, microbatches)
-        if profile.memory_bytes is not None and verdict.memory_bytes is not None:
-            more = tuple(sorted({*candidate.plan.recompute, *profile.recomputable}))
-            if verdict.memory_bytes > profile.memory_bytes and more != candidate.plan.recompute:
-                candidate = replace(candidate, plan=replace(candidate.plan, recompute=more))
-                verdict = evaluate_candidate(profile, candidate, microbatches)
-            assert verdict.memory_bytes is not None
-            excess = verdict.memory_bytes - profile.memory_bytes
-            if excess > 0:
-                reason = f"needs {format_mib(verdict.memory_bytes)} a worker, {format_mib(excess)} more than there is"
-                ruled_out.append(
-                    EvaluatedCandidate(candidate, reason, verdict.predicted_ms, verdict.bubble, verdict.memory_bytes)
-                )
-                continue
+        verdict = _evaluated_within_memory(profile, candidate, microbatches)
+        if profile.memory_bytes is not None and (excess := (verdict.memory_bytes or 0) - profile.memory_bytes) > 0:
+            reason = f"needs {format_mib(verdict.memory_bytes or 0)} a worker, {format_mib(excess)} more than there is"
+            ruled_out.append(replace(verdict, reason=reason))
+            continue
         simulated.append(verdict)
         assert verdict.predicted_ms is not None
         best_ms = min(best_ms, verdict.predicted_ms)
@@ -132,6 +123,16 @@ def search_plans(
     told = [replace(chosen, reason=_why_chosen(chosen, fastest)), *others]
     ruled_out.sort(key=lambda v: (v.predicted_ms is None, v.predicted_ms or v.candidate.bound_ms))
     return PlanChoice((*told, *ruled_out), workers, microbatches)
+
+
+def _evaluated_within_memory(profile: ModelProfile, candidate: PlanCandidate, microbatches: Microbatches) -> EvaluatedCandidate:
+    """The candidate; one that does not fit into a worker's memory recomputes all layers that can be."""
+    verdict = evaluate_candidate(profile, candidate, microbatches)
+    more = tuple(sorted({*candidate.plan.recompute, *profile.recomputable}))
+    fits = profile.memory_bytes is None or (verdict.memory_bytes or 0) <= profile.memory_bytes
+    if fits or more == candidate.plan.recompute:
+        return verdict
+    return evaluate_candidate(profile, replace(candidate, plan=replace(candidate.plan, recompute=more)), microbatches)
 
 
 def _balanced(profile: ModelProfile, verdict: EvaluatedCandidate, microbatches: Microbatches) -> EvaluatedCandidate:

@@ -124,7 +124,7 @@ def test_a_step_with_shards_uses_exactly_the_communicators_of_its_plan(cell):
 
 
 @pytest.mark.parametrize(
-    ("cell", "virtual_shards"), [(SHARDED_CORNERS[0], 4), (SHARDED_CORNERS[1], 3), (SHARDED_CORNERS[5], 6)], ids=str
+    ("cell", "virtual_shards"), [(SHARDED_CORNERS[0], 4), (SHARDED_CORNERS[1], 3), (SHARDED_CORNERS[5], 4)], ids=str
 )
 def test_a_step_with_virtual_shards_uses_exactly_the_communicators_of_its_plan(cell, virtual_shards):
     check(cell, virtual_shards=virtual_shards)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypar.model.capture.operation_watch import OperationWatch
 from raypar.model.capture.tensors_in_values import flatten
 from raypar.model.capture.trace_data import Event, TensorKey
 from raypar.torch_compat.process_state import saved_tensors_hooks
@@ -52,8 +53,9 @@ class _Step:
 class BranchFinder:
     """Follows the values inside of units that run one after the other, and keeps those units whose modules form branches."""
 
-    def __init__(self, model: nn.Module, paths: Mapping[int, str]) -> None:
-        """`paths`: `id` of a module -> its qualified name."""
+    def __init__(self, model: nn.Module, paths: Mapping[int, str], watch: OperationWatch) -> None:
+        """`paths`: `id` of a module -> its qualified name; `watch` tells of each operation from now on."""
+        watch.after = self.note_operation
         self.found: dict[str, tuple[str, ...]] = {}
         """Unit with branches -> the modules that its code calls."""
         self.work: list[int] = []

@@ -130,13 +130,25 @@ _CURES_BY_OPERATION = {
 class Recorder(TorchFunctionMode):
     """Records the calls that are made while it is entered. `record_forward.py` is the way to use it."""
 
+    _inside_event = 0
+    """Above 0 while an event runs: what it calls is part of it."""
+    _sizes_are_read = False
+    """Whether the values that decide the shape of the result of the function to be called have been read."""
+    _event_number = 0
+    """Number of the event that runs, or of the last one."""
+    _unit_calls = 0
+    """Number of unit calls so far."""
+    _unit_has_asked = False
+    """Whether Python code inside of the unit that runs has read values."""
+    _numbers = 0
+    """Number of values and constants so far."""
+
     def __init__(
         self,
         model: nn.Module,
         units: Mapping[str, nn.Module],
         fields: Mapping[str, Tensor],
         like: Trace | None = None,
-        *,
         finds_branches: bool = False,
     ) -> None:
         super().__init__()
@@ -168,12 +180,6 @@ class Recorder(TorchFunctionMode):
         """`memory_of` of tensors whose values nothing has set (torch.empty)."""
         self._running: list[str] = []
         """Qualified names of the modules whose own code runs between units, the innermost last."""
-        self._inside_event = 0
-        """Above 0 while an event runs: what it calls is part of it."""
-        self._sizes_are_read = False
-        """Whether the values that decide the shape of the result of the function to be called have been read."""
-        self._event_number = 0
-        """Number of the event that runs, or of the last one."""
         self._thread = threading.get_ident()
         """The thread that traces."""
         self._keys: dict[int, TensorKey] = {}
@@ -188,22 +194,14 @@ class Recorder(TorchFunctionMode):
         """Tensors that depend on batch fields, buffers and constants alone."""
         self.watch = OperationWatch(model, fields.values())
         """Notices what operations do, inside of units too."""
-        self.branches = BranchFinder(model, self.paths) if finds_branches else None
+        self.branches = BranchFinder(model, self.paths, self.watch) if finds_branches else None
         """Finds the units whose modules form parallel branches."""
-        if self.branches is not None:
-            self.watch.after = self.branches.note_operation
         self.attributes = UnitAttributes(units, self.watch.varies)
         """Notices attributes that another layer has set."""
-        self._unit_calls = 0
-        """Number of unit calls so far."""
-        self._unit_has_asked = False
-        """Whether Python code inside of the unit that runs has read values."""
         self._calls: Counter[tuple[int, str]] = Counter()
         """(number of unit calls before, function) -> number of its calls."""
         self._on_random_numbers = UnitsOnRandomNumbers()
         """The units that ran on random numbers."""
-        self._numbers = 0
-        """Number of values and constants so far."""
         self._random_state = python_random_state()
         """Python's and numpy's generators when code between units began to run."""
         self._torch_random_state = torch.random.get_rng_state()

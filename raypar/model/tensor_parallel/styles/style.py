@@ -169,7 +169,8 @@ def share_evenly(name: str, what: str, total: int, shards: int) -> tuple[IndexRa
     if shards > total:
         raise PlanError(
             f"{name} has {total} {what} for {shards} shards: some would have none",
-            cure=f"set plan.shards <= {total}, or give it and the layers it works with the style whole (plan.styles)",
+            cure=f"set plan.shards <= {total} (or virtual_shards, if it is given), or give it and the layers it works with "
+            "the style whole (plan.styles)",
         )
     return even_ranges_by_shard(total, shards)
 
