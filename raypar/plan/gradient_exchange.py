@@ -19,11 +19,10 @@ GradientExchange = Literal["swap", "halving", "owners"]
 HALVING_HOST_BYTES = 256 << 10
 """Largest bucket in host memory that is halved.
 
-Of small buckets the number of messages counts. Large ones are slower where many are under way: presumably because a message of
-the next step often arrives before its receive is posted, and is copied. Time of `owners` / `halving`, four and eight processes
-on two cores, over TCP: 1.3 to 1.5 for one bucket of 4 to 64 KiB, 1.15 to 1.2 of 256 KiB, 1.0 of 2 MiB, 0.9 to 0.96 of 8 MiB,
-and 0.8 for 16 of 2 MiB together (over Unix sockets 1.1 to 1.4, 1.1 to 1.2, 1.1, 0.9 to 1.0, and 1.0). On a device all is
-enqueued at once, and nothing is copied; there it has not been measured."""
+Of small buckets the number of messages counts: with four and eight processes on two cores `owners` take 1.2 to 1.3 times as
+long as `halving` over TCP (1.1 over Unix sockets) for 4 to 256 KiB, 1.0 to 1.1 times for 2 MiB, and 0.8 to 0.95 times for 8
+MiB; many of 2 MiB together 0.8 to 1.2 times (jobs/bench/results/gradient_exchange_2core-epyc_202611.md). On a device all is
+enqueued at once; there it has not been measured."""
 
 
 def gradient_exchange(subtrees: Sequence[Sequence[TreeNode]], host_bytes: int | None) -> GradientExchange:

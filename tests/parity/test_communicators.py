@@ -40,6 +40,7 @@ CORNERS = [
     Layout("tangled", "1f1b", (2, 3), 8, blocks=8, shares=((7, 1), (4, 3, 1))),
     Layout("tangled", "1f1b", (2, 2), 8, blocks=8, shares=((4, 4), (5, 3))),
     Layout("branching", "gpipe", (1, 2, 1, 1, 1), 3),
+    Layout("tangled", "1f1b", (4,), 8, blocks=8),
 ]
 
 
@@ -205,6 +206,14 @@ def test_shards_have_communicators_of_their_own_and_reduce_with_the_same_shard_o
         part, 2, JOB.replace(plan=PlanConfig(sequence_parallel=True))
     )
     assert CommunicatorKey((0, 2, 4), "all_reduce", FAST_REDUCTION_CHANNELS) in needed(part, 2, JOB.replace(reduction="fast"))
+
+
+def test_four_replicas_with_a_subtree_each_halve_in_one_communicator():
+    job = JOB.replace(microbatches=8)
+    plan = ParallelPlan.of((4,), layers=2)
+    order = registry.build_schedule("1f1b", MicrobatchRouting(plan, job.batching))
+    part = AdoptPlanCommand(assign_programs_to_ranks(order, plan, StageConnections.chain(1), job.batching)[1], {}, 0)
+    assert needed(part, 1, job) == {CommunicatorKey((0, 1, 2, 3), "halving_all_reduce", 0)}
 
 
 def test_shards_that_gather_nothing_have_no_communicator_for_it():
