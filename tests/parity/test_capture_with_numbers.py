@@ -7,7 +7,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -801,10 +801,10 @@ class UsesBank(nn.Module):
 class SharesBank(nn.Module):
     """Blocks with one bank of parameters, as VB-LoRA's."""
 
-    def __init__(self, uses: int, asks: bool = False) -> None:
+    def __init__(self, uses: Sequence[int], asks: bool = False) -> None:
         super().__init__()
         bank = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.blocks = nn.ModuleList(UsesBank(bank, uses, asks=asks and number == 1) for number in range(3))
+        self.blocks = nn.ModuleList(UsesBank(bank, uses[number], asks=asks and number == 1) for number in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -822,6 +822,12 @@ def said_of_bank(**args: Any) -> list[str]:
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_gradients_that_are_not_added_in_the_order_of_autograd_are_said(asks: bool):
-    (line,) = said_of_bank(uses=2, asks=asks)
+    (line,) = said_of_bank(uses=[2, 2, 2], asks=asks)
     assert "several layers use blocks.0.bank, and one of them several times" in line and "with the same bits" in line
-    assert said_of_bank(uses=1, asks=asks) == []
+    assert said_of_bank(uses=[1, 1, 1], asks=asks) == []
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("uses, is_said", [([2, 0, 1], True), ([0, 2, 1], True), ([2, 0, 0], False)])
+def test_a_layer_that_has_a_shared_parameter_and_does_not_read_it_is_no_use(uses: list[int], is_said: bool, asks: bool):
+    assert bool(said_of_bank(uses=uses, asks=asks)) == is_said

@@ -269,9 +269,14 @@ def parameters_added_by_layer(cache: TraceCache, ties: Iterable[Sequence[str]]) 
     Their gradients are summed within each layer first, which is another order than autograd's in one process (rule 6 of the
     numerics contract).
     """
-    parts = cache.first_trace.trace.gradient_parts
+    trace = cache.first_trace.trace
     first_names = {id(parameter): name for name, parameter in cache.model.named_parameters()}
-    return [names[0] for names in ties if parts.get(first_names[id(cache.model.get_parameter(names[0]))], 0) > len(names)]
+    found = []
+    for first, *_ in ties:
+        name = first_names[id(cache.model.get_parameter(first))]
+        if 1 < trace.most_parts_of_call[name] < trace.gradient_parts.get(name, 0):
+            found.append(first)
+    return found
 
 
 def fields_without_target(graph: Graph, target: str) -> tuple[str, ...] | None:

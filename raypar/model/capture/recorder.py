@@ -54,6 +54,8 @@ from raypar.model.capture.trace_data import (
 )
 from raypar.model.capture.units_on_random_numbers import (
     UnitsOnRandomNumbers,
+    count_gradient_parts,
+    graph_nodes,
     is_fused_in_evaluation,
     run_with_random_values,
     with_dtypes_of_fused,
@@ -344,13 +346,18 @@ class Recorder(TorchFunctionMode):
             self._unit_has_asked = False
             if self.branches is not None:
                 self.branches.begin(name, (args, kwargs))
+            before, parts = graph_nodes(flatten((args, kwargs))[0]), Counter[int]()
             with self.watch.limited(MOST_UNIT_SECONDS):
                 try:
                     out = call(module, *args, **kwargs)
                 except (RuntimeError, NotImplementedError, ValuesNeeded, TypeError, ValueError):
-                    out = run_with_random_values(name, module, call, args, kwargs, self._on_random_numbers.parts)
+                    out = run_with_random_values(name, module, call, args, kwargs, parts)
+                    self._on_random_numbers.parts += parts
                     self._on_random_numbers.arguments += tree_flatten((args, kwargs))[0]
                     self._unit_has_asked = True
+                else:
+                    parts = count_gradient_parts(flatten(out)[0], before)
+                self._on_random_numbers.most_of_call |= parts
                 if self.like is not None and torch.is_autocast_enabled("cpu") and is_fused_in_evaluation(module):
                     self._on_random_numbers.has_fused = True
                     out = with_dtypes_of_fused(name, module, call, args, kwargs, out)
@@ -668,6 +675,7 @@ class Recorder(TorchFunctionMode):
             passed_through=frozenset(self.passed_through),
             call_log=(*self.call_log, ("return", "its end", described)),
             gradient_parts=self._on_random_numbers.gradient_parts(self.model, leaves),
+            most_parts_of_call=self._on_random_numbers.most_parts_of_call(self.model),
             has_fused_units=self._on_random_numbers.has_fused,
             branches=self.branches.found if self.branches is not None else {},
             branching=frozenset()

@@ -173,6 +173,8 @@ class Trace:
     """(call, location, what its arguments are) of the events that are not pure, and of the end."""
     gradient_parts: Mapping[str, int]
     """Parameter -> how many gradients autograd adds up for it: one for each use in an operation, inside of units too."""
+    most_parts_of_call: Mapping[str, int]
+    """Parameter -> the most of these that come from one call of a unit."""
     has_fused_units: bool
     """Whether units have autocast's dtype because a fused operation computes them: on shards, where none does, they may have
     float32."""

@@ -26,6 +26,8 @@ class UnitsOnRandomNumbers:
 
     parts: Counter[int] = field(default_factory=Counter)
     """`id` of a parameter -> number of gradients that autograd would sum for its uses in these units."""
+    most_of_call: Counter[int] = field(default_factory=Counter)
+    """`id` of a parameter -> the most of these gradients in one call of any unit, on random numbers or not."""
     arguments: list[Any] = field(default_factory=list)
     """All arguments of these units, at which the graph of what comes before them ends."""
     has_fused: bool = False
@@ -36,12 +38,22 @@ class UnitsOnRandomNumbers:
         parts = self.parts + count_gradient_parts((*outputs, *self.arguments))
         return {name: parts[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in parts}
 
+    def most_parts_of_call(self, model: nn.Module) -> dict[str, int]:
+        """Parameter's name -> the most gradients that autograd sums for it in one call of a unit."""
+        return {name: self.most_of_call[id(parameter)] for name, parameter in model.named_parameters()}
 
-def count_gradient_parts(roots: Iterable[Tensor | None]) -> Counter[int]:
-    """`id` of a leaf -> number of gradients that a backward pass from these tensors sums for it."""
+
+def graph_nodes(values: Iterable[object]) -> set[Any]:
+    """The nodes of autograd's graph that made the tensors among these values."""
+    return {value.grad_fn for value in values if isinstance(value, Tensor) and value.grad_fn is not None}
+
+
+def count_gradient_parts(roots: Iterable[object], before: Iterable[Any] = ()) -> Counter[int]:
+    """`id` of a leaf -> number of gradients that a backward pass from these tensors sums for it. `before`: nodes of the graph
+    at which the pass ends."""
     found = Counter[int]()
-    pending: list[Any] = [root.grad_fn for root in roots if isinstance(root, Tensor) and root.grad_fn is not None]
-    seen = set()
+    pending: list[Any] = [*graph_nodes(roots)]
+    seen = set(before)
     while pending:
         node = pending.pop()
         if node in seen:
