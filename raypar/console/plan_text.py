@@ -71,6 +71,7 @@ def plan_as_text(found: dict[str, Any]) -> str:
             f"(for {found['predicted_for']}; layers timed on this machine; {found['latency_ms']:.2f} ms and "
             f"{found['bandwidth_bytes_per_ms'] / 1e6:.2f} GB/s between workers)"
         )
+        lines += branch_lines(found)
         lines += ["", *memory_sheet_lines(found)]
     return "\n".join(lines)
 
@@ -81,6 +82,40 @@ def recomputation_lines(found: dict[str, Any]) -> list[str]:
         return []
     kept = describe_stages_not_worth_recomputing(found["stages_that_keep_activations"])
     return [f"plan.recompute names {found['recomputed']}{f'; {kept}' if kept else ''}"]
+
+
+MUCH_FASTER = 1.03
+"""Branches side by side are spoken of if they are so many times as fast as the plan."""
+
+
+def branch_lines(found: Mapping[str, Any]) -> list[str]:
+    """A line on parallel branches beside replicas, where the model has branches and one of them would be faster than the plan.
+
+    `found`: from `launch.plan_as_dict`.
+    """
+    advice = found.get("branches")
+    if advice is None:
+        return []
+    workers, count = advice["workers"], advice["microbatches"]
+    branches_ms, replicas_ms, plan_ms = advice["branches_ms"], advice["replicas_ms"], advice["plan_ms"]
+    few = f"there are fewer microbatches ({count}) than workers"
+    many = f"there are as many microbatches ({count}) as workers, or more" if count >= workers else few
+    if advice["is_placed"]:
+        side_by_side = "this plan computes parallel branches side by side"
+        because = f", for {many}" if advice["replicas_win"] == (count >= workers) else ""
+        line = f"{side_by_side}: {workers} replicas would take {replicas_ms:.1f} ms a step{because}"
+        if not advice["replicas_win"] and plan_ms >= MUCH_FASTER * branches_ms:
+            line += f"; placed otherwise (plan.placements; --json names them), branches would take {branches_ms:.1f} ms"
+        return [line]
+    side_by_side = f"parallel branches, computed side by side by {workers} workers"
+    if advice["replicas_win"]:
+        return [f"{side_by_side}, would take {branches_ms:.1f} ms a step, {workers} replicas take {replicas_ms:.1f}: {many}"]
+    if plan_ms < MUCH_FASTER * branches_ms:
+        return []
+    return [
+        f"{side_by_side} (plan.placements; --json names them), would take {branches_ms:.1f} ms a step in the place of "
+        f"{plan_ms:.1f}: {workers} replicas take {replicas_ms:.1f} ms, for {many}"
+    ]
 
 
 def memory_sheet_lines(found: dict[str, Any]) -> list[str]:

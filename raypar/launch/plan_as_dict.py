@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from raypar.launch.plan_to_show import ShownPlan
     from raypar.model.graph import Graph
     from raypar.model.layer_skeletons import LayerSize
+    from raypar.planner.branch_advice import BranchAdvice
     from raypar.planner.model_profile import ModelProfile
     from raypar.schedule.instructions import Schedule
 
@@ -25,6 +26,7 @@ def shown_plan_as_dict(shown: ShownPlan, job: Job, graph: Graph) -> dict[str, Js
     import torch
 
     from raypar.model.layer_skeletons import layer_sizes
+    from raypar.planner.branch_advice import advise_on_branches
     from raypar.planner.plan_report import plan_report_as_dict, stage_balance_as_dict
 
     plan, sizes = shown.plan, layer_sizes(graph, getattr(torch, job.dtype))
@@ -35,7 +37,30 @@ def shown_plan_as_dict(shown: ShownPlan, job: Job, graph: Graph) -> dict[str, Js
         found["stage_balance"] = stage_balance_as_dict(shown.balance)
     if shown.choice is not None:
         found["choice"] = plan_report_as_dict(shown.choice)
+    if shown.profile is not None:
+        workers = plan.world if shown.choice is None else shown.choice.workers
+        advice = advise_on_branches(shown.profile, plan, found["predicted_ms"], job.batching, workers)
+        if advice is not None:
+            found["branches"] = branch_advice_as_dict(advice, [layer.name for layer in graph.layers])
     return found
+
+
+def branch_advice_as_dict(advice: BranchAdvice, layers: Sequence[str]) -> dict[str, Json]:
+    """What is said of a model's parallel branches as data. `layers`: their names."""
+    placements: list[Json] = [
+        {"layers": list(layers[stage.first : stage.last]), "workers": [list(row) for row in stage.workers]}
+        for stage in advice.plan.stages
+    ]
+    return {
+        "branches_ms": advice.branches_ms,
+        "replicas_ms": advice.replicas_ms,
+        "plan_ms": advice.plan_ms,
+        "is_placed": advice.is_placed,
+        "replicas_win": advice.replicas_win,
+        "workers": advice.workers,
+        "microbatches": advice.microbatches,
+        "placements": placements,
+    }
 
 
 def plan_as_dict(

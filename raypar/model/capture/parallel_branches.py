@@ -89,6 +89,10 @@ class BranchFinder:
         self._sources = {id(value): -1 - number for number, value in enumerate(self._alive)}
         self._contexts = _contexts()
 
+    def leave_whole(self) -> None:
+        """The unit that runs needs values, so it is not divided: nothing of it is kept, which may be large."""
+        self._unit, self._alive, self._sources = "", [], {}
+
     def end(self, *, is_divisible: bool) -> None:
         """The unit has returned. `is_divisible`: whether it has read no values."""
         unit, self._unit, self._is_running = self._unit, "", False

@@ -351,6 +351,8 @@ class Recorder(TorchFunctionMode):
                 try:
                     out = call(module, *args, **kwargs)
                 except (RuntimeError, NotImplementedError, ValuesNeeded, TypeError, ValueError):
+                    if self.branches is not None:
+                        self.branches.leave_whole()
                     out = run_with_random_values(name, module, call, args, kwargs, parts)
                     self._on_random_numbers.parts += parts
                     self._on_random_numbers.arguments += tree_flatten((args, kwargs))[0]
