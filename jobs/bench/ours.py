@@ -14,7 +14,7 @@ from models import CLIP_NORM, OPTIMIZER, SEED, Workload
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PlanConfig
-from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan import MicrobatchRouting, ParallelPlan, StagePlan
 from raypar.plan.microbatches import MAX_STEPS
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.schedule import registry
@@ -70,6 +70,27 @@ def sleeping_job(
     )
 
 
+def block_job(name: str, batch: int) -> Job:
+    """One block with branches (`branch_blocks.py`), a step of one microbatch."""
+    return Job(
+        name="branches",
+        seed=SEED,
+        steps=MAX_STEPS,
+        batch_size=batch,
+        microbatches=1,
+        model=ModelConfig(function="branch_blocks:OneBlock", args={"name": name}),
+        loss=LossConfig(function="branch_blocks:loss"),
+        data=DataConfig(function="branch_blocks:Samples", args={"name": name}),
+        optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.01}),
+    )
+
+
+def block_and_plan(name: str, batch: int, stages: Sequence[Sequence[int]]) -> tuple[Job, ParallelPlan, str]:
+    """`block_job` under a plan of (first layer, last, worker) of each stage."""
+    plan = ParallelPlan(tuple(StagePlan(first, last, ((worker,),)) for first, last, worker in stages))
+    return block_job(name, batch), plan, "list"
+
+
 def plan_of(
     schedule: str, replicas: Sequence[int], layers: int, bounds: Any = None, chunks: int = 0, shards: int = 1
 ) -> ParallelPlan:
@@ -121,7 +142,8 @@ class Raypar:
         self.plan, self.rank, self.trace = plan, rank, trace
         keep_freed_memory()  # as worker_actor does
         self.core = WorkerCore(spec)
-        order = registry.build_schedule(schedule, MicrobatchRouting(plan, spec.batching))
+        routing, connections = MicrobatchRouting(plan, spec.batching), self.core.graph.crossing(plan)
+        order = registry.build_schedule(schedule, routing, connections=connections)
         self.assignment = make_worker_assignments(spec, self.core.graph, plan, order)[rank]
         self.mesh = TcpEndpoint.listen(credential=CREDENTIAL)
         self.hello = {"address": self.mesh.address, "rank": rank}

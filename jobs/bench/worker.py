@@ -271,7 +271,8 @@ def ray_train(address: str, work: dict[str, int], microbatches: int, workers: in
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["plain", "ddp", "pipelining", "dtensor", "ray-train", "raypar", "raypar-ray", "sleep"])
+    kinds = ["plain", "ddp", "pipelining", "dtensor", "ray-train", "raypar", "raypar-ray", "sleep", "block"]
+    parser.add_argument("kind", choices=kinds)
     parser.add_argument("--address", required=True)
     parser.add_argument("--rank", type=int, default=int(os.environ.get("RANK", "0")))
     parser.add_argument("--options", type=json.loads, default={})
@@ -294,6 +295,8 @@ def main() -> None:
 
         if given.kind == "raypar":
             serve(given.address, ours.Raypar(*ours.job_and_plan(**given.options), given.rank))
+        elif given.kind == "block":
+            serve(given.address, ours.Raypar(*ours.block_and_plan(**given.options), given.rank))
         elif given.kind == "sleep":
             serve(given.address, ours.Raypar(*ours.sleep_and_plan(**given.options), given.rank, trace=True))
         else:
