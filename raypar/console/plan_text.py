@@ -71,9 +71,19 @@ def plan_as_text(found: dict[str, Any]) -> str:
             f"(for {found['predicted_for']}; layers timed on this machine; {found['latency_ms']:.2f} ms and "
             f"{found['bandwidth_bytes_per_ms'] / 1e6:.2f} GB/s between workers)"
         )
-        lines += branch_lines(found)
+        lines += [*virtual_shards_lines(found), *branch_lines(found)]
         lines += ["", *memory_sheet_lines(found)]
     return "\n".join(lines)
+
+
+def virtual_shards_lines(found: dict[str, Any]) -> list[str]:
+    """The line on what virtual shards cost; none where that was not measured. `found`: from `launch.plan_as_dict`."""
+    if (price := found["price_of_virtual_shards"]) is None:
+        return []
+    return [
+        f"virtual shards: a worker that computes all {found['virtual_shards']} takes {price:.2f} times as long for a "
+        "microbatch as with whole layers (measured here)"
+    ]
 
 
 def recomputation_lines(found: dict[str, Any]) -> list[str]:

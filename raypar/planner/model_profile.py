@@ -87,7 +87,8 @@ class LayerProfile:
     `optimizer_ms` is once a step. `activation_bytes` are kept from forward to backward, `output_bytes` go to the next layer.
     `parameter_bytes` (of the masters, where layers compute with copies) and `optimizer_bytes` are those of a stage that has
     this layer alone: a tie counts in each of its layers. `gradient_bytes` are those of its summed gradients, which replicas
-    send each other, where these are smaller than the parameters; None: as many as of the parameters.
+    send each other, where these are smaller than the parameters; None: as many as of the parameters. `in_parts_ms`: forward and
+    backward of all virtual shards of the job on one worker; None: it has none.
     """
 
     name: str
@@ -101,6 +102,7 @@ class LayerProfile:
     optimizer_bytes: int = 0
     optimizer_ms: float = 0.0
     gradient_bytes: int | None = None
+    in_parts_ms: float | None = None
 
     @property
     def reduced_bytes(self) -> int:
@@ -203,7 +205,8 @@ class ModelProfile:
     def stage(self, place: StagePlan) -> LayerProfile:
         """The profile of the busiest shard of a stage.
 
-        A shard computes its part of each layer (`work_shares`); activations are divided evenly. A layer that is cut costs two
+        A shard computes its part of each layer (`work_shares`), or, if it has several virtual shards, so much of what all of
+        them were measured to take; activations are divided evenly. A layer that is cut costs two
         all-reduces of its output forward and two backward, as a transformer's does (Shoeybi et al. 2019, section 3), each
         2 (t-1)/t of the bytes; overlap is not counted.
         """
@@ -212,9 +215,15 @@ class ModelProfile:
             return whole
         layers = self.layers[place.first : place.last]
         shares = self.work_shares(place)[place.first : place.last]
+        most = max(map(len, place.runs))
+        sums_ms = sum(
+            2 * self.link.ms(2 * (t - 1) / t * layer.output_bytes)
+            for layer, share in zip(layers, shares, strict=True)
+            if share < most
+        )
+        if most > 1:
+            shares = tuple(_timed_share(*each, most / place.virtual_shards) for each in zip(layers, shares, strict=True))
         parts = list(zip(layers, shares, strict=True))
-        whole_share = max(map(len, place.runs))
-        sums_ms = sum(2 * self.link.ms(2 * (t - 1) / t * layer.output_bytes) for layer, share in parts if share < whole_share)
         state = self.state_on_shards({place.virtual_shards})
         parameters = state.on_fullest_shard("master" if "master" in state.by_tensor else "parameter", place)
         return replace(
@@ -229,6 +238,13 @@ class ModelProfile:
             optimizer_ms=whole.optimizer_ms * (parameters / whole.parameter_bytes if whole.parameter_bytes else 1.0),
             gradient_bytes=None if whole.gradient_bytes is None else state.on_fullest_shard("gradient", place),
         )
+
+    @property
+    def price_of_virtual_shards(self) -> float | None:
+        """What forward and backward of all virtual shards take on one worker, of what whole layers take; None: not timed."""
+        timed = [layer for layer in self.layers if layer.in_parts_ms is not None]
+        whole_ms = sum(layer.forward_ms + layer.backward_ms for layer in timed)
+        return sum(layer.in_parts_ms or 0.0 for layer in timed) / whole_ms if whole_ms else None
 
     def work_shares(self, place: StagePlan) -> tuple[float, ...]:
         """By layer of the model: the share of its work that the busiest shard of such a stage computes. A layer that is whole
@@ -310,6 +326,13 @@ class ModelProfile:
                 sizes = edges.setdefault((src, dst), {})
                 sizes[name] = nbytes, sizes.get(name, (0, 0))[1] + 1
         return StageConnections(tuple(_edge_of(src, dst, sizes) for (src, dst), sizes in sorted(edges.items())))
+
+
+def _timed_share(layer: LayerProfile, share: float, of_all: float) -> float:
+    """The share of a whole layer's time that a shard takes which computes `of_all` of its virtual shards; `share` of its work
+    where they were not timed."""
+    whole_ms = layer.forward_ms + layer.backward_ms
+    return of_all * layer.in_parts_ms / whole_ms if layer.in_parts_ms is not None and whole_ms else share
 
 
 def _edge_of(src: int, dst: int, values: Mapping[str, tuple[int, int]]) -> StageEdge:

@@ -13,9 +13,12 @@ from raypar.planner.model_profile import BATCH, KeptStorages, LayerStorages, Rea
 from raypar.schedule.instructions import ACTIVATIONS
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_coordinate_in_errors import refuses_saved_tensor_hooks
+from raypar.worker.stage.stage_shards import ComputesMicrobatches
 
 
-def forward_first_microbatch(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def forward_first_microbatch(
+    stage: ComputesMicrobatches, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """A forward of microbatch 0 in a new step; returns the values that other stages read."""
     stage.begin_step(0)
     return stage.forward(0, received, fields)

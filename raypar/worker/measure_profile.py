@@ -14,15 +14,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from raypar.comm.buffer_pool import CPU
+from raypar.comm.local_transport import LocalMesh
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.transport import Transport
+from raypar.comm.virtual_shards import VirtualShards
 from raypar.errors import ConfigError, ModelError, RayparError, UserCodeError
 from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_by_layer
 from raypar.model.layer_skeletons import layers_that_write_buffers
-from raypar.model.tensor_parallel.compute_shard_layout import make_model_outline_with_layouts
+from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout, make_model_outline_with_layouts
+from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import StateKind
 from raypar.plan.state_bytes import StateBytes
@@ -41,10 +46,13 @@ from raypar.worker.data.user_dataset import is_stream, make_dataset
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.layer_precisions import gradient_dtype_of, parameter_dtype_of
 from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, forward_first_microbatch, random_gradients
+from raypar.worker.process.generators_in_turn import GeneratorsInTurn
 from raypar.worker.process.thread_activity import thread_cpu_wait_s
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.loss import make_loss_function
 from raypar.worker.stage.stage import HandedBack, Stage
+from raypar.worker.stage.stage_shard import StageShard
+from raypar.worker.stage.stage_shards import StageShards
 from raypar.worker.stage_builder import build_stage
 from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer
 from raypar.worker.step.optimizer_state import read_optimizer_state
@@ -258,6 +266,12 @@ def _profile_layer(
         lambda: split.backward_input(0, gradients),
         lambda: split.backward_weight(0),
     )
+    in_parts_ms = None
+    if spec.virtual_shards > 1:
+        parts = layer_in_parts(spec, graph, routing, index, held)
+        in_parts_ms = sum(
+            measure_median_ms(lambda: forward_first_microbatch(parts, received, fields), lambda: parts.backward(0, gradients))
+        )
     optimizer_ms, optimizer_bytes = _profile_optimizer(spec, whole)
     state = _state_bytes(spec, whole, optimizer_bytes)
     return (
@@ -273,11 +287,40 @@ def _profile_layer(
             gradient_bytes=sum(state["gradient"].values()) if "widened" in state else None,
             optimizer_bytes=sum(state["optimizer"].values()),
             optimizer_ms=optimizer_ms,
+            in_parts_ms=in_parts_ms,
         ),
         outputs,
         state,
         may_recompute,
     )
+
+
+def layer_in_parts(spec: Job, graph: Graph, routing: MicrobatchRouting, index: int, held: Mapping[str, Tensor]) -> StageShards:
+    """All virtual shards of one layer, on one worker. `held`: its whole tensors."""
+    count, loss = spec.virtual_shards, make_loss_function(spec.loss)
+    layout = compute_shard_layout(graph, count, dict(spec.styles))
+    together = VirtualShards(LocalMesh(1).transports[0], [0], [range(count)])
+    generators = GeneratorsInTurn(CPU)
+    parts: list[Stage] = []
+    for number in range(count):
+        group = ShardGroup(together.member(number), range(count), sequence_parallel=spec.sequence_parallel)
+        slices = {name: shard_slice_of(layout, name, whole, number) for name, whole in held.items()}
+        parts.append(
+            build_stage(
+                graph,
+                routing.plan,
+                index,
+                spec=spec,
+                routing=routing,
+                replica=0,
+                loss_fn=loss,
+                values=slices,
+                shard=StageShard(group, layout),
+                in_turn=generators,
+            )
+        )
+        parts[-1].coordinate.is_profiling = True
+    return StageShards(parts, generators, None)
 
 
 def _state_bytes(spec: Job, stage: Stage, optimizer: dict[str, int]) -> BytesByTensor:

@@ -11,6 +11,7 @@ from raypar.plan.placements import plan_for_fewer_workers
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 from raypar.plan.stage_connections import TiedParameter, check_ties_are_cut_alike
 from raypar.planner.candidate_plans import enumerate_candidates
+from raypar.planner.model_profile import LayerProfile, ModelProfile
 from raypar.record.stages_of_plan import plan_of_stages, stages_as_data
 
 WHOLE = ((0, 1, 2),)
@@ -89,3 +90,16 @@ def test_the_planner_may_choose_shards_where_bits_do_not_depend_on_them():
 def test_a_job_file_cannot_say_an_uneven_division():
     plan = ParallelPlan((StagePlan(0, 2, ((0, 1),), division=(1, 3)),))
     assert "unequal numbers of virtual shards" in PlanConfig.of_plan(plan, "1f1b").unwritable_parts[0]
+
+
+def test_a_worker_of_several_virtual_shards_takes_its_share_of_what_all_were_measured_to_take():
+    layers = (LayerProfile("a", 2.0, 4.0, 2.0, 2.0, in_parts_ms=9.0), LayerProfile("b", 1.0, 1.0, 0.5, 0.5, in_parts_ms=4.0))
+    profile = ModelProfile(layers)
+    assert profile.price_of_virtual_shards == 13 / 8
+    plan = ParallelPlan.mesh(layers=2).with_virtual_shards(4)
+    assert profile.stage(plan.stages[0]).forward_ms == 2.0 * 1.5 + 1.0 * 2.0
+    two = ParallelPlan.mesh(tp=2, layers=2).with_virtual_shards(4)
+    assert profile.stage(two.stages[0]).backward_ms == (4.0 * 1.5 + 1.0 * 2.0) / 2
+    four = ParallelPlan.mesh(tp=4, layers=2).with_virtual_shards(4)
+    assert profile.stage(four.stages[0]).forward_ms == 3.0 / 4, "a worker for each: as without"
+    assert ModelProfile((LayerProfile("a", 2.0, 4.0, 2.0, 2.0),)).price_of_virtual_shards is None

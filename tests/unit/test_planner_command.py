@@ -194,3 +194,13 @@ def test_memory_needs_a_profile():
 def test_memory_that_no_worker_has_is_refused_before_the_job_is_read(mib, capfd):
     assert main(["plan", "no-such-job.yaml", f"--memory={mib}"]) == 2
     assert capfd.readouterr().err.splitlines()[-2:] == [f"error: --memory {mib}", "  cure: give what a worker has, in MiB"]
+
+
+def test_the_price_of_virtual_shards_is_told_where_it_was_measured():
+    timed = replace(PROFILE, layers=tuple(replace(layer, in_parts_ms=4.5) for layer in PROFILE.layers))
+    plan = ParallelPlan.mesh(pp=2, layers=4).with_virtual_shards(4)
+    found = plan_as_dict(plan, "1f1b", Microbatches(8), SIZES, timed)
+    assert found["virtual_shards"] == 4 and found["price_of_virtual_shards"] == 1.5
+    told = "virtual shards: a worker that computes all 4 takes 1.50 times as long for a microbatch as with whole layers"
+    assert told in plan_as_text(found | {"cut": {}, "whole_on_every_shard": {}})
+    assert "virtual shards" not in plan_as_text(plan_as_dict(plan, "1f1b", Microbatches(8), SIZES, PROFILE)).partition("\n")[2]
