@@ -193,7 +193,12 @@ def shard_style_by_layer(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[st
         return {}
     sharded = {graph.layers[i].name for s in plan.stages if s.virtual_shards > 1 for i in range(s.first, s.last)}
     styles = compute_shard_layout(graph, most, dict(spec.styles)).styles
-    return {name: str(style) for name, style in styles.items() if any(name == o or name.startswith(f"{o}.") for o in sharded)}
+    names = sorted((layer.name for layer in graph.layers), key=len, reverse=True)  # a block may hold layers, and be one
+    return {
+        name: str(style)
+        for name, style in styles.items()
+        if next((owner for owner in names if name == owner or name.startswith(f"{owner}.")), "") in sharded
+    }
 
 
 def layer_sizes_by_shard(

@@ -49,13 +49,13 @@ def advise_on_branches(
 
     `plan_ms`: the predicted step of `shown`.
     """
-    if workers < 2 or profile.is_chain or any(stage.shards > 1 for stage in shown.stages):
+    if workers < 2 or profile.is_chain or any(stage.virtual_shards > 1 for stage in shown.stages):
         return None
     work = _work(profile)
     if sum(work) < WORTH * max(_finish(profile, work, 2, with_transfers=False)[1]):
         return None
     found = []
-    for replicas in {1, max(1, min(microbatches.blocks, workers // 2))}:
+    for replicas in {1, max(1, min(microbatches.count, microbatches.blocks, workers // 2))}:
         plan = place_branches(profile, workers // replicas, replicas)
         if plan is not None and len(plan.stages) * microbatches.count <= MOST_STEPS:
             found.append((predict_step(profile, plan, "list", microbatches)[0].makespan_ms, replicas, plan))

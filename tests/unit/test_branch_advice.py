@@ -27,7 +27,7 @@ def model_of_branches(blocks: int = 2, link: LinkProfile | None = None) -> Model
 
 
 def advice(workers: int, microbatches: int, shown: ParallelPlan | None = None) -> BranchAdvice:
-    profile, cut = model_of_branches(), Microbatches(microbatches, 16)
+    profile, cut = model_of_branches(), Microbatches(microbatches)
     plan = shown or ParallelPlan.mesh(layers=len(profile.layers), dp=workers)
     plan_ms = predict_step(profile, plan, "list" if shown else "1f1b", cut)[0].makespan_ms
     found = advise_on_branches(profile, plan, plan_ms, cut, workers)
@@ -63,7 +63,9 @@ def test_a_chain_has_no_branches_and_slow_links_leave_all_to_one_worker():
     stages = ParallelPlan.mesh(layers=len(profile.layers), pp=2)
     assert not places_branches(stages, profile.crossing(stages))
     chain = ModelProfile(profile.layers)
-    assert advise_on_branches(chain, stages, 1.0, Microbatches(1, 4), 2) is None
+    assert advise_on_branches(chain, stages, 1.0, Microbatches(1), 2) is None
+    divided = ParallelPlan.mesh(layers=len(profile.layers)).with_virtual_shards(2)  # its bits are those of two shards
+    assert advise_on_branches(profile, divided, 1.0, Microbatches(1), 2) is None
     assert place_branches(model_of_branches(link=LinkProfile(latency_ms=100.0)), 2) is None
 
 

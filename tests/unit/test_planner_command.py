@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -16,9 +17,10 @@ from raypar.draw.text_grid import text_grid
 from raypar.errors import ConfigError
 from raypar.job import Job
 from raypar.launch.choose_plan import idle_replicas_text
-from raypar.launch.plan_as_dict import plan_as_dict, whole_bytes_on_shards
+from raypar.launch.plan_as_dict import plan_as_dict, shard_style_by_layer, whole_bytes_on_shards
 from raypar.launch.plan_to_show import refuse_no_profile
-from raypar.plan import Microbatches, ParallelPlan
+from raypar.model.graph import Graph, Layer
+from raypar.plan import Microbatches, ParallelPlan, StagePlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.predicted_step import predict_step
 from raypar.schedule.data_flow import message_routes
@@ -137,6 +139,19 @@ def test_what_every_shard_holds_whole_is_named_with_its_mib():
     assert whole_bytes_on_shards(graph, spec, ParallelPlan.of((1, 1), layers=4)) == {}
     reasons = {"block0.norm1": "norm of a part", "block1.norm1": "norm of a part", "block0.up": "is cut"}
     assert why_whole_lines(whole, reasons) == ["  block*.norm1 (2): norm of a part"]
+
+
+def test_a_layer_that_joins_branches_on_shards_says_nothing_of_those_that_are_whole(monkeypatch: pytest.MonkeyPatch):
+    """The layer in which branches meet has the name of the block that holds them."""
+    names = ["block.one", "block.two", "block", "head"]
+    graph = Graph(tuple(Layer(name, nn.Identity, inputs=("x",), outputs=(name,)) for name in names), output="head")
+    styles = {"block.one": "column", "block.two.inner": "row", "head": "column"}
+    layout = SimpleNamespace(styles=styles)
+    monkeypatch.setattr("raypar.model.tensor_parallel.compute_shard_layout.compute_shard_layout", lambda *args: layout)
+    spec = SimpleNamespace(styles=())
+    plan = ParallelPlan((StagePlan(0, 2, ((0,),)), StagePlan(2, 4, ((0, 1),))))
+    assert shard_style_by_layer(graph, spec, plan) == {"head": "column"}  # type: ignore[arg-type]
+    assert shard_style_by_layer(graph, spec, ParallelPlan.mesh(tp=2, layers=4)) == styles  # type: ignore[arg-type]
 
 
 class WithPositions(nn.Module):
