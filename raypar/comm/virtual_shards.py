@@ -51,11 +51,11 @@ def _workers_add_subtrees(runs: tuple[TreeNode, ...]) -> bool:
 
 
 def _add(sums: _Sums, node: TreeNode) -> Tensor:
-    """The sum of what is below a node; only new tensors are written to."""
+    """The sum of what is below a node, in the memory of the first summand: all are their callers' to be overwritten."""
     found = sums.get(node)
     if found is None:
         left, right = (_add(sums, child) for child in addition_tree_children(node))
-        found = left + right
+        found = left.add_(right)
     return found
 
 
@@ -210,7 +210,7 @@ class VirtualShards:
         operation.finish = give_all
 
     def _sums(self, given: dict[int, Tensor]) -> _Sums:
-        """The complete subtrees' sums of this worker's run; new tensors, or what was given where one alone is a subtree."""
+        """The complete subtrees' sums of this worker's run, in the memory of what was given unless they are wider."""
         leaves: _Sums = {(t, t + 1): x.float() if x.dtype in SHORT_DTYPES else x for t, x in given.items()}
         return {node: _add(leaves, node) for node in covering_nodes(self.own, self.count)}
 
@@ -222,7 +222,6 @@ class VirtualShards:
             return lambda: total
         if workers_add_subtrees(self.runs):
             (mine,) = sums.values()
-            mine = mine.clone(memory_format=torch.contiguous_format)  # summed in place, and what was given is somebody's
             operation.remote = self.transport.all_reduce(mine.view(-1), group=self.ranks, channel=channel)
             return lambda: mine
         nodes = [covering_nodes(run, self.count) for run in self.runs]
