@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm import blocking_code_as_routine
-from raypar.comm.blocking_code_as_routine import as_routine
+from raypar.comm.blocking_code_as_routine import as_routine, keep_all_generators
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.cooperative_scheduler import CooperativeScheduler
 from raypar.comm.local_transport import LocalMesh
@@ -173,13 +173,13 @@ class OneProcessRun:
     def _run(self, routines: list[Routine[T]]) -> list[T]:
         """Run one routine for each worker. Layers on shards wait for each other in the middle of a layer, so their workers run
         in threads that take turns."""
-        return self.scheduler.run(
-            [
-                as_routine(partial(blocking_code_as_routine.run_or_yield, routine)) if core.waits_inside_layers else routine
-                for core, routine in zip(self.cores, routines, strict=True)
-            ],
-            self.mesh,
-        )
+        keep = partial(self.guard.keep_in_turn, keep_all_generators)
+
+        def in_turn(core: WorkerCore, routine: Routine[T]) -> Routine[T]:
+            work = partial(blocking_code_as_routine.run_or_yield, routine)
+            return as_routine(work, keep) if core.waits_inside_layers else routine
+
+        return self.scheduler.run([in_turn(*each) for each in zip(self.cores, routines, strict=True)], self.mesh)
 
     def parameters(self) -> dict[str, list[Tensor]]:
         """Parameter -> the copy of every worker that has it; of a parameter that is cut over shards, each worker's slice."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from raypar.comm.blocking_code_as_routine import KeepGenerators
 from raypar.errors import UserCodeError
 from raypar.torch_compat import process_state
 from raypar.torch_compat.process_state import float32_precision, saved_tensors_hooks
@@ -114,22 +115,29 @@ class GlobalTorchState(NamedTuple):
 def read_global_torch_state() -> GlobalTorchState:
     """The present `GlobalTorchState` of this thread and process."""
     return GlobalTorchState(
-        torch.is_inference_mode_enabled(),
-        torch.is_grad_enabled(),
-        read_autocast_state(),
-        torch.get_default_dtype(),
-        torch.get_num_threads(),
-        process_state.count_function_modes(),
-        process_state.count_dispatch_modes(),
-        saved_tensors_hooks(True) is not None,
-        (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        process_state.deterministic_flags(),
-        _SMALLEST * 1.0 == 0.0,
-        tuple(["none" if (found := float32_precision(*place)) == "ieee" else found for place in _PRECISIONS]),
-        process_state.mkldnn_flags(),
-        process_state.cudnn_flags(),
-        process_state.attention_flags(),
+        inference=torch.is_inference_mode_enabled(),
+        grad=torch.is_grad_enabled(),
+        autocast=read_autocast_state(),
+        threads=torch.get_num_threads(),
+        function_modes=process_state.count_function_modes(),
+        dispatch_modes=process_state.count_dispatch_modes(),
+        saved_tensors_hooks=saved_tensors_hooks(True) is not None,
+        flush_denormal=_SMALLEST * 1.0 == 0.0,
+        **_read_settings_of_process(),
     )
+
+
+def _read_settings_of_process() -> dict[str, Any]:
+    """The fields of `GlobalTorchState` that all threads of a process share, as they are now."""
+    return {
+        "default_dtype": torch.get_default_dtype(),
+        "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        "deterministic": process_state.deterministic_flags(),
+        "precisions": tuple(["none" if (found := float32_precision(*place)) == "ieee" else found for place in _PRECISIONS]),
+        "mkldnn": process_state.mkldnn_flags(),
+        "cudnn": process_state.cudnn_flags(),
+        "attention": process_state.attention_flags(),
+    }
 
 
 PerCallState = tuple[Hashable, ...]
@@ -233,8 +241,13 @@ def _set_saved_tensors_hooks(value: bool) -> None:
     process_state.pop_all_saved_tensors_hooks()
 
 
+_OLDER_PRECISIONS = {"tf32": "high", "bf16": "medium"}
+"""Precision of a product of matrices -> what `torch.set_float32_matmul_precision` calls it; all others are "highest"."""
+
+
 def _set_precisions(value: tuple[str, ...]) -> None:
-    torch.set_float32_matmul_precision("highest")  # also behind the older API, which the setters below do not reach
+    older = _OLDER_PRECISIONS.get(value[_PRECISIONS.index(("mkldnn", "matmul"))], "highest")
+    torch.set_float32_matmul_precision(older)  # also behind the older API, which the setters below do not reach
     for place, precision in zip(_PRECISIONS, value, strict=True):
         process_state.set_float32_precision(*place, precision)
 
@@ -514,6 +527,21 @@ class TorchStateGuard(EnvironmentGuard):
             self._changes += 1
             self._tell(callers, left, names)
         return found
+
+    def keep_in_turn(self, keep_generators: KeepGenerators) -> Callable[[], None]:
+        """For code that lets other code run, in the middle of its call: keeps the generators by `keep_generators`, and sets the
+        settings of the process to the expected ones; returns what sets all of it as it is now, for the code to go on."""
+        base, set_generators = (self._of_thread.accepted or self._expected).training, keep_generators()
+        changed = [(name, value) for name, value in _read_settings_of_process().items() if value != getattr(base, name)]
+        for name, _ in changed:
+            SETTINGS[name].restore(getattr(base, name))
+
+        def set_again() -> None:
+            set_generators()
+            for name, value in changed:
+                SETTINGS[name].restore(value)
+
+        return set_again
 
     def check_all(self, callers: str) -> None:
         """Compare the whole state, once a step, before the step's results are used. `callers`: all users' code called since.

@@ -123,7 +123,8 @@ class StageShards:
 
     def _in_turn(self, works: Iterable[Callable[[], T]]) -> T:
         """Run one work for each virtual shard; returns the first one's result, which is that of all."""
-        routines = [as_routine(work, self._generators.keep) for work in works]
+        keep = partial(self.shards[0].guard.keep_in_turn, self._generators.keep)
+        routines = [as_routine(work, keep) for work in works]
         return run_or_yield(self._timed(run_in_turn(routines)), self._timeout_s)[0]
 
     def _timed(self, routine: Routine[T]) -> Routine[T]:
