@@ -1,9 +1,10 @@
 """raypar beside its peers: the same GPT, batch, optimizer and threads (one a process), alternating in one run.
 
-`python jobs/bench/peers.py [--json] [--page FILE] [--rounds 24] [--steps 4] [--microbatches 4 8] [--ray] [--only TEXT ...]`
+`python jobs/bench/peers.py [--json] [--page FILE] [--rounds 24] [--steps 4] [--microbatches 4 8] [--ray] [--only TEXT ...]
+[--old CHECKOUT]`
 Without `--ray`: plain loop, torchrun DDP, torch.distributed.pipelining, and raypar's workers over TCP. With `--ray`: Ray
 Train and raypar's actors, and some of the others beside them. Ray's own processes use some processor even when idle:
-each Ray is stopped (SIGSTOP) between its turns.
+each Ray is stopped (SIGSTOP) between its turns. `--old`: a checkout of an older commit, whose workers run beside all others.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Contender, Ratio, alternate, environment, page, ratio, spread, table, torchrun_command, worker_command
+from harness import ROOT, Contender, Ratio, alternate, environment, page, ratio, spread, table, torchrun_command, worker_command
 
 TOKENS = 32 * 128
 TORCH_SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 OURS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+OLD = "old raypar"
 SAME = {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved", "ZBVZeroBubble": "zb-v"}
 
 
@@ -43,11 +45,13 @@ def ray_train(microbatches: int, storage: str) -> Contender:
     return Contender("Ray Train", 2, lambda a: [worker_command("ray-train", a, 0, **options)], never_idle=True)
 
 
-def raypar(name: str, microbatches: int, *, replicas: int = 1, stages: int = 1, **more: Any) -> Contender:
-    """raypar's worker core in processes of its own, over the TCP transport."""
+def raypar(name: str, microbatches: int, *, replicas: int = 1, stages: int = 1, root: Path = ROOT, **more: Any) -> Contender:
+    """raypar's worker core in processes of its own, over the TCP transport. `root`: the checkout whose raypar it is."""
     options: dict[str, Any] = {"work": {}, "microbatches": microbatches, "replicas": replicas, "stages": stages, **more}
-    world = replicas * stages
-    return Contender(f"raypar {name}", world, lambda a: [worker_command("raypar", a, r, **options) for r in range(world)])
+    world, named = replicas * stages, f"raypar {name}" if root == ROOT else f"{OLD} {name}"
+    return Contender(
+        named, world, lambda a: [worker_command("raypar", a, r, root=root, **options) for r in range(world)], root=root
+    )
 
 
 def raypar_on_ray(name: str, microbatches: int, *, replicas: int = 1, stages: int = 1, **more: Any) -> Contender:
@@ -56,16 +60,18 @@ def raypar_on_ray(name: str, microbatches: int, *, replicas: int = 1, stages: in
     return Contender(f"raypar {name} on Ray", 1, lambda a: [worker_command("raypar-ray", a, 0, **options)], never_idle=True)
 
 
-def contenders(microbatches: int, storage: str | None) -> list[Contender]:
+def contenders(microbatches: int, storage: str | None, old: Path | None = None) -> list[Contender]:
     """All that run side by side; `storage` is a folder for Ray Train, None for the set without Ray."""
     make = raypar if storage is None else raypar_on_ray
     schedules = OURS if storage is None else ("1f1b", "zb-v")
-    ours = [
-        make("1 worker", microbatches),
-        make("2 replicas", microbatches, replicas=2),
-        make("2 replicas fast", microbatches, replicas=2, reduction="fast"),
-        *(make(f"2 stages {s}", microbatches, stages=2, schedule=s) for s in schedules),
-    ]
+    ours = []
+    for more in ({}, {"root": old}) if old is not None else ({},):
+        ours += [
+            make("1 worker", microbatches, **more),
+            make("2 replicas", microbatches, replicas=2, **more),
+            make("2 replicas fast", microbatches, replicas=2, reduction="fast", **more),
+            *(make(f"2 stages {s}", microbatches, stages=2, schedule=s, **more) for s in schedules),
+        ]
     if storage is None:
         return [plain(microbatches), ddp(microbatches), *(pipelining(s, microbatches) for s in TORCH_SCHEDULES), *ours]
     return [
@@ -98,6 +104,7 @@ def claims(seconds: dict[str, list[float]], on_ray: bool) -> list[Claim]:
         Claim("DDP", f"raypar 2 replicas{end}", 1.0),
         Claim("Ray Train", f"raypar 2 replicas{end}", 1.0),
         Claim(f"raypar 2 replicas fast{end}", f"raypar 2 replicas{end}", 0.97),
+        *(Claim(name, name.replace(OLD, "raypar", 1), 0.97) for name in medians if name.startswith(OLD)),
         *(Claim(f"torch {theirs}", f"raypar 2 stages {ours}{end}", 1.0) for theirs, ours in SAME.items()),
     ]
     if torch_runs and our_pipelines:
@@ -108,7 +115,7 @@ def claims(seconds: dict[str, list[float]], on_ray: bool) -> list[Claim]:
 
 def measure(given: argparse.Namespace, microbatches: int, storage: str | None) -> dict[str, Any]:
     """Run one set for one number of microbatches."""
-    chosen = contenders(microbatches, storage)
+    chosen = contenders(microbatches, storage, given.old)
     if given.only:
         chosen = [c for c in chosen if any(text in c.name for text in given.only)]
     started: list[Contender] = []
@@ -166,7 +173,10 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--ray", action="store_true", help="the set with Ray Train and raypar's actors")
     parser.add_argument("--only", nargs="+", help="contenders whose name contains one of these")
+    parser.add_argument("--old", type=Path, help="a checkout of an older commit; without --ray")
     given = parser.parse_args()
+    if given.old is not None and given.ray:
+        parser.error("--old compares workers without Ray")
     facts = environment()
     found = []
     for microbatches in given.microbatches:

@@ -1,10 +1,11 @@
 """Two shards beside PyTorch's own tensor parallelism: the same GPT, batch, optimizer and threads (one a process), alternating.
 
-`python jobs/bench/shards.py [--json] [--page FILE] [--rounds 20] [--steps 4] [--microbatches 4] [--width 128] [--depth 8]`
+`python jobs/bench/shards.py [--json] [--page FILE] [--rounds 20] [--steps 4] [--microbatches 4] [--width 128] [--depth 8]
+[--old CHECKOUT]`
 Time: raypar's workers over its own transport, `parallelize_module` (DTensor, `loss_parallel`) over gloo, and the plain loop.
 Memory: by how much the peak of a shard's process grows when the model gets more blocks, beside what a shard must hold of
 them; medians of three runs, because the C library's heap makes some MiB of difference from run to run.
-Exit code 1 when a limit is missed.
+Exit code 1 when a limit is missed. `--old`: a checkout of an older commit, whose workers run beside all others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness import Contender, alternate, environment, page, ratio, spread, table, torchrun_command, worker_command
+from harness import ROOT, Contender, alternate, environment, page, ratio, spread, table, torchrun_command, worker_command
 
 SHARDS, FASTER, MEMORY_WITHIN = 2, 1.0, 0.05
 THEIRS, OURS, SEQUENCE, PLAIN = (
@@ -26,6 +27,7 @@ THEIRS, OURS, SEQUENCE, PLAIN = (
     "raypar, 2 shards, sequence_parallel",
     "plain, 1 process",
 )
+OLD, OLD_LIMIT = "older commit: ", 0.97
 MODEL = "split_gpt:layers"
 LARGE = {"width": 512, "heads": 8, "context": 16, "batch_size": 2}
 """For memory: parameters and what belongs to them are nearly everything."""
@@ -37,10 +39,13 @@ COPIES = 4
 MEMORY_RUNS = 3
 
 
-def raypar(name: str, work: dict[str, int], microbatches: int, *, sequence: bool = False) -> Contender:
+def raypar(name: str, work: dict[str, int], microbatches: int, *, sequence: bool = False, root: Path = ROOT) -> Contender:
     options: dict[str, Any] = {"work": work, "microbatches": microbatches, "shards": SHARDS, "model": MODEL}
-    options |= {"sequence": sequence}
-    return Contender(name, SHARDS, lambda a: [worker_command("raypar", a, rank, **options) for rank in range(SHARDS)])
+    options |= {"sequence": sequence, "root": root}
+    named = name if root == ROOT else f"{OLD}{name}"
+    return Contender(
+        named, SHARDS, lambda a: [worker_command("raypar", a, rank, **options) for rank in range(SHARDS)], root=root
+    )
 
 
 def dtensor(work: dict[str, int], microbatches: int) -> Contender:
@@ -56,12 +61,15 @@ def time_steps(given: argparse.Namespace) -> dict[str, Any]:
     work = {"width": given.width, "depth": given.depth}
     started: list[Contender] = []
     try:
-        for contender in (
-            dtensor(work, given.microbatches),
-            raypar(OURS, work, given.microbatches),
-            raypar(SEQUENCE, work, given.microbatches, sequence=True),
-            plain(work, given.microbatches),
-        ):
+        ours = [
+            contender
+            for root in (ROOT, *([given.old] if given.old is not None else []))
+            for contender in (
+                raypar(OURS, work, given.microbatches, root=root),
+                raypar(SEQUENCE, work, given.microbatches, sequence=True, root=root),
+            )
+        ]
+        for contender in (dtensor(work, given.microbatches), *ours, plain(work, given.microbatches)):
             started.append(contender)
             contender.start()
         seconds = alternate(started, rounds=given.rounds, steps=given.steps, say=say)
@@ -69,7 +77,8 @@ def time_steps(given: argparse.Namespace) -> dict[str, Any]:
     finally:
         for contender in started:
             contender.stop()
-    return {"seconds": seconds, "loss": losses, "ratio": asdict(ratio(seconds[THEIRS], seconds[OURS]))}
+    old = {name: asdict(ratio(seconds[f"{OLD}{name}"], seconds[name])) for name in (OURS, SEQUENCE) if given.old is not None}
+    return {"seconds": seconds, "loss": losses, "ratio": asdict(ratio(seconds[THEIRS], seconds[OURS])), "old": old}
 
 
 def block_elements(width: int) -> int:
@@ -122,6 +131,12 @@ def time_table(given: argparse.Namespace, timed: dict[str, Any]) -> tuple[list[s
         "median. Each initialises in its own way, so losses are only alike.",
         table(["contender", "step ms", "quartiles", "last loss"], rows),
         f"raypar is {found['median']:.3f} times as fast as DTensor ({interval}); wanted {FASTER:.2f}: {verdict}.",
+        *(
+            f"{name}: {one['median']:.3f} times as fast as the older commit (95 % interval {one['lower']:.3f} to "
+            f"{one['upper']:.3f}); {OLD_LIMIT} is wanted of the lower end: "
+            f"{'holds' if one['lower'] >= OLD_LIMIT else 'DOES NOT HOLD'}."
+            for name, one in timed["old"].items()
+        ),
     ]
     return told, fast
 
@@ -164,6 +179,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--memory-only", action="store_true", help="leave the time out")
+    parser.add_argument("--old", type=Path, help="a checkout of an older commit")
     given = parser.parse_args()
     facts = environment()
     timed, held = None if given.memory_only else time_steps(given), memory()
