@@ -48,9 +48,9 @@ def check_run(trainer: raypar.Trainer) -> raypar.Result:
     """Train; parameters and buffers are those of one process."""
     result = trainer.fit()
     assert result.error is None
-    graph = make_layer_graph(trainer.spec)
-    one = OneProcessRun(trainer.spec, ParallelPlan.mesh(layers=len(graph.layers)), "1f1b", graph=graph)
-    for step in range(trainer.spec.steps):
+    graph = make_layer_graph(trainer.job)
+    one = OneProcessRun(trainer.job, ParallelPlan.mesh(layers=len(graph.layers)), "1f1b", graph=graph)
+    for step in range(trainer.job.steps):
         one.step(step)
     path = Path(result.checkpoint_path)
     parameters, buffers = read_checkpoint_state(path), read_checkpoint_buffers(path, one.buffers().keys())
