@@ -22,12 +22,16 @@ CELL = Cell("gpt", "1f1b", (), (), 2, dtype="float32")
 DIVISIONS = [(4,), (1, 3), (1, 1, 1, 1)]
 
 
-def run(make, division, steps=2):
-    """Steps of a job whose block is `make(WIDTH, HEADS, 1)`: losses, and lines about what was left changed."""
-    graph = graph_of(lambda: nn.Sequential(gpt.Embed(VOCAB, SEQ, WIDTH), make(WIDTH, HEADS, 1), gpt.Head(WIDTH, VOCAB)))
-    plan = divided(ParallelPlan.mesh(tp=len(division), layers=len(graph.layers)), division)
+def run(make, division, steps=2, stages=1):
+    """Steps of a job whose first block is `make(WIDTH, HEADS, 1)`: gradient norms, and lines about what was left changed."""
+    graph = graph_of(
+        lambda: nn.Sequential(
+            gpt.Embed(VOCAB, SEQ, WIDTH), make(WIDTH, HEADS, 1), gpt.Block(WIDTH, HEADS, 1), gpt.Head(WIDTH, VOCAB)
+        )
+    )
+    plan = divided(ParallelPlan.mesh(pp=stages, tp=len(division), layers=len(graph.layers)), division)
     with OneProcessRun(CELL.job, plan, "1f1b", graph=graph) as local:
-        return [local.step(step)[0].loss for step in range(steps)], local.warnings
+        return [local.step(step)[0].norm for step in range(steps)], local.warnings
 
 
 @contextlib.contextmanager
@@ -78,3 +82,25 @@ def test_settings_of_the_process_hold_in_the_code_that_made_them(name, division)
     _, warnings = run(Enters, division)
     assert found and all(found)
     assert not warnings
+
+
+class Doubles(torch.autograd.Function):
+    """Its backward pass writes into the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.mul_(2)
+
+
+class DoublesAtItsEnd(gpt.Block):
+    def forward(self, x):
+        return Doubles.apply(super().forward(x))
+
+
+@pytest.mark.parametrize("division", DIVISIONS[:-1], ids=str)
+def test_a_layer_may_write_into_the_gradient_that_came_from_another_stage(division):
+    assert run(DoublesAtItsEnd, division, stages=2) == run(DoublesAtItsEnd, (1,) * SHARDS, stages=2)

@@ -19,6 +19,7 @@ from raypar.worker.process.generators_in_turn import GeneratorsInTurn
 from raypar.worker.stage.stage import Batch, HandedBack, Stage
 
 T = TypeVar("T")
+V = TypeVar("V", Tensor, Tensor | None)
 
 ShardOfStage = tuple[int, int]
 """(index of a stage, one of its virtual shards); (index, 0) where the stage is not cut."""
@@ -111,11 +112,13 @@ class StageShards:
 
     def backward(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, HandedBack]:
         """See `Stage.backward`."""
-        return self._in_turn(partial(shard.backward, microbatch, gradients) for shard in self.shards)
+        given = self._copies(gradients)
+        return self._in_turn(partial(s.backward, microbatch, *each) for s, each in zip(self.shards, given, strict=True))
 
     def backward_input(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, HandedBack]:
         """See `Stage.backward_input`."""
-        return self._in_turn(partial(shard.backward_input, microbatch, gradients) for shard in self.shards)
+        given = self._copies(gradients)
+        return self._in_turn(partial(s.backward_input, microbatch, *each) for s, each in zip(self.shards, given, strict=True))
 
     def backward_weight(self, microbatch: int) -> None:
         """See `Stage.backward_weight`."""
@@ -142,11 +145,12 @@ class StageShards:
                 failed = error
             self.waited_ns += time.perf_counter_ns() - start
 
-    def _copies(self, received: Mapping[str, Tensor], batch: Batch) -> list[tuple[Mapping[str, Tensor], Batch]]:
-        """What each virtual shard is given: the first one what came, each other one copies, which its layers may write to."""
-        copies = [(_copied(received), _copied(batch)) for _ in self.shards[1:]]
-        return [(received, batch), *copies]
+    def _copies(self, *given: Mapping[str, V]) -> list[tuple[Mapping[str, V], ...]]:
+        """What each virtual shard is given: the first one what came, each other one copies, into which its layers may write."""
+        found: list[tuple[Mapping[str, V], ...]] = [given]
+        found += [tuple([_copied(each) for each in given]) for _ in self.shards[1:]]
+        return found
 
 
-def _copied(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: copy_as_it_lies(value) for name, value in given.items()}
+def _copied(given: Mapping[str, V]) -> Mapping[str, V]:
+    return {name: value if value is None else copy_as_it_lies(value) for name, value in given.items()}
