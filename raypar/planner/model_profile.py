@@ -88,7 +88,8 @@ class LayerProfile:
     `parameter_bytes` (of the masters, where layers compute with copies) and `optimizer_bytes` are those of a stage that has
     this layer alone: a tie counts in each of its layers. `gradient_bytes` are those of its summed gradients, which replicas
     send each other, where these are smaller than the parameters; None: as many as of the parameters. `in_parts_ms`: forward and
-    backward of all virtual shards of the job on one worker; None: it has none.
+    backward of all virtual shards of the job on one worker, `in_parts_keep`: what these keep, of what the whole layer keeps;
+    None: it has none.
     """
 
     name: str
@@ -103,6 +104,7 @@ class LayerProfile:
     optimizer_ms: float = 0.0
     gradient_bytes: int | None = None
     in_parts_ms: float | None = None
+    in_parts_keep: float | None = None
 
     @property
     def reduced_bytes(self) -> int:
@@ -232,7 +234,7 @@ class ModelProfile:
             backward_ms=sum(share * layer.backward_ms for layer, share in parts) + sums_ms,
             input_ms=sum(share * layer.input_ms for layer, share in parts) + sums_ms,
             weight_ms=sum(share * layer.weight_ms for layer, share in parts),
-            activation_bytes=whole.activation_bytes // t,
+            activation_bytes=self._on_fullest_shard(whole.activation_bytes, place),
             parameter_bytes=parameters,
             optimizer_bytes=state.on_fullest_shard("optimizer", place),
             optimizer_ms=whole.optimizer_ms * (parameters / whole.parameter_bytes if whole.parameter_bytes else 1.0),
@@ -282,7 +284,17 @@ class ModelProfile:
                 found = {kind: nbytes * samples // near.samples for kind, nbytes in found.items()}
         else:
             found = self._kept_bytes_of_layers(place, recomputed)
-        return {kind: nbytes // place.shards for kind, nbytes in found.items()}
+        return {kind: self._on_fullest_shard(nbytes, place) for kind, nbytes in found.items()}
+
+    def _on_fullest_shard(self, nbytes: int, place: StagePlan) -> int:
+        """Bytes that one shard keeps where whole layers keep `nbytes`: an even part, or, if a shard has several virtual shards,
+        its part of what all of these were measured to keep."""
+        most, layers = max(map(len, place.runs)), self.layers[place.first : place.last]
+        if most == 1 or any(layer.in_parts_keep is None for layer in layers):
+            return nbytes // place.shards
+        weights = [max(1, layer.activation_bytes) for layer in layers]
+        of_all = sum(w * (layer.in_parts_keep or 0.0) for w, layer in zip(weights, layers, strict=True)) / sum(weights)
+        return int(nbytes * of_all * most / place.virtual_shards)
 
     def _kept_bytes_of_layers(self, place: StagePlan, recomputed: tuple[int, ...]) -> dict[str, int]:
         """`kept_bytes` from `activation_bytes` alone; of adjacent recomputed layers only the first one's inputs are kept."""

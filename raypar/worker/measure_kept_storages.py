@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from raypar.planner.model_profile import BATCH, KeptStorages, LayerStorages, Rea
 from raypar.schedule.instructions import ACTIVATIONS
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_coordinate_in_errors import refuses_saved_tensor_hooks
-from raypar.worker.stage.stage_shards import ComputesMicrobatches
+from raypar.worker.stage.stage_shards import ComputesMicrobatches, StageShards
 
 
 def forward_first_microbatch(
@@ -27,6 +29,47 @@ def forward_first_microbatch(
 def random_gradients(outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     """A random gradient for each floating point value, as `Stage.backward` takes them."""
     return {name: torch.randn_like(v) if v.is_floating_point() else None for name, v in outputs.items()}
+
+
+def kept_in_parts(whole: Stage, parts: StageShards, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> float:
+    """What all virtual shards of a layer keep for the backward of a microbatch, of what the whole layer keeps: each keeps what
+    no style cuts. Their number is the answer where a layer's memory cannot be seen."""
+    try:
+        of_whole = _saved_bytes([whole], whole, received, fields)
+        of_parts = _saved_bytes(parts.shards, parts, received, fields)
+    except UserCodeError as error:
+        if not refuses_saved_tensor_hooks(error.__cause__):
+            raise
+        return float(len(parts.shards))
+    return of_parts / of_whole if of_whole else 1.0
+
+
+def _saved_bytes(
+    stages: Sequence[Stage], together: ComputesMicrobatches, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]
+) -> int:
+    """Bytes of the storages that `stages` save for the backward when `together` runs them, each in a thread of its own."""
+    found: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if _has_memory(tensor):
+            found[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        return tensor
+
+    def watched(stage: Stage, *given: Any) -> dict[str, Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), stage.guard.accepting_contexts():
+            return type(stage).forward(stage, *given)
+
+    try:
+        for stage in stages:
+            vars(stage)["forward"] = partial(watched, stage)
+        forward_first_microbatch(together, received, fields)
+    finally:
+        for stage in stages:
+            del vars(stage)["forward"]
+    for stage in stages:
+        for tensor in (*stage.parameters.values(), *stage.weights.rounded.values(), *stage.buffers.values()):
+            found.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 
 def _has_memory(tensor: Tensor) -> bool:

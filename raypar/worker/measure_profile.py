@@ -45,7 +45,12 @@ from raypar.worker.data.trial_batches_of_padded_lengths import lengthened
 from raypar.worker.data.user_dataset import is_stream, make_dataset
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.layer_precisions import gradient_dtype_of, parameter_dtype_of
-from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, forward_first_microbatch, random_gradients
+from raypar.worker.measure_kept_storages import (
+    KeptStoragesMeasurement,
+    forward_first_microbatch,
+    kept_in_parts,
+    random_gradients,
+)
 from raypar.worker.process.generators_in_turn import GeneratorsInTurn
 from raypar.worker.process.thread_activity import thread_cpu_wait_s
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -266,12 +271,13 @@ def _profile_layer(
         lambda: split.backward_input(0, gradients),
         lambda: split.backward_weight(0),
     )
-    in_parts_ms = None
+    in_parts_ms, in_parts_keep = None, None
     if spec.virtual_shards > 1:
         parts = layer_in_parts(spec, graph, routing, index, held)
         in_parts_ms = sum(
             measure_median_ms(lambda: forward_first_microbatch(parts, received, fields), lambda: parts.backward(0, gradients))
         )
+        in_parts_keep = kept_in_parts(whole, parts, received, fields)
     optimizer_ms, optimizer_bytes = _profile_optimizer(spec, whole)
     state = _state_bytes(spec, whole, optimizer_bytes)
     return (
@@ -288,6 +294,7 @@ def _profile_layer(
             optimizer_bytes=sum(state["optimizer"].values()),
             optimizer_ms=optimizer_ms,
             in_parts_ms=in_parts_ms,
+            in_parts_keep=in_parts_keep,
         ),
         outputs,
         state,

@@ -13,6 +13,7 @@ from helpers.virtual_shards import divided
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan
 from raypar.plan.stage_connections import check_ties_are_cut_alike
+from raypar.worker.measure_profile import profile_job
 
 GPT = Cell("shallow gpt", "1f1b", (), (), 4, dtype="float32")
 
@@ -69,3 +70,14 @@ def test_any_division_over_any_grids_has_the_bits_of_the_same_shards(seed: int):
 def test_four_hundred_divisions(seeds: range):
     for seed in seeds:
         check_random(seed)
+
+
+def test_the_planner_measures_what_all_virtual_shards_of_a_layer_take_and_keep():
+    spec = GPT.job.replace(virtual_shards=4)
+    profile = profile_job(spec, workers=1, graph=GPT.graph, shards={4})
+    assert all(layer.in_parts_ms for layer in profile.layers) and profile.price_of_virtual_shards
+    kept = {layer.name: layer.in_parts_keep for layer in profile.layers}
+    # Korthikanti et al. 2022, section 4: of 34 parts a block keeps 10 whole on each shard, without a mask of its own less.
+    assert 1.5 < kept["block0"] == kept["block1"] < (4 * 10 + 24) / 34
+    whole = profile_job(GPT.job, workers=1, graph=GPT.graph)
+    assert whole.price_of_virtual_shards is None and whole.layers[1].in_parts_keep is None

@@ -1,5 +1,6 @@
 """How the shards of a stage divide its virtual shards, in plans and in jobs."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -102,4 +103,7 @@ def test_a_worker_of_several_virtual_shards_takes_its_share_of_what_all_were_mea
     assert profile.stage(two.stages[0]).backward_ms == (4.0 * 1.5 + 1.0 * 2.0) / 2
     four = ParallelPlan.mesh(tp=4, layers=2).with_virtual_shards(4)
     assert profile.stage(four.stages[0]).forward_ms == 3.0 / 4, "a worker for each: as without"
+    keeps = tuple(replace(layer, activation_bytes=1000, in_parts_keep=2.0) for layer in layers)
+    kept = [ModelProfile(keeps).stage(each.stages[0]).activation_bytes for each in (plan, two, four)]
+    assert kept == [4000, 2000, 500], "all parts twice of what whole layers keep"
     assert ModelProfile((LayerProfile("a", 2.0, 4.0, 2.0, 2.0),)).price_of_virtual_shards is None
