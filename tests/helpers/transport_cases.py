@@ -6,6 +6,7 @@ A case is a routine of one rank; it checks its own results with `assert`. All ca
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +18,11 @@ from raypar.comm.collectives import even_slices
 from raypar.comm.nccl.connect import connect_nccl as connect_nccl
 from raypar.comm.recursive_halving import halving_scratch, halving_steps
 from raypar.comm.routine import Routine, RoutineWait, RoutineWork, run_routine
+from raypar.comm.routines_in_turn import run_in_turn
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.transport import Transport
+from raypar.comm.virtual_shards import VirtualShards
 from raypar.errors import CommError, GroupAborted
 
 BIG = 3 << 20
@@ -456,6 +459,30 @@ def bad_arguments_raise_at_once(t: Transport) -> Routine[None]:
             raise AssertionError(f"no error: {text}")
 
 
+def virtual_shards(t: Transport) -> Routine[None]:
+    """Ranks with several virtual shards: sums, gathers and scatters of a group with a rank for each."""
+    for sizes in ([2] * t.size, [1 + rank % 2 for rank in range(t.size)]):
+        ends = [0, *itertools.accumulate(sizes)]
+        together = VirtualShards(t, range(t.size), [range(a, b) for a, b in itertools.pairwise(ends)])
+        yield from run_in_turn([_virtual_shard(together, number) for number in together.own])
+
+
+def _virtual_shard(together: VirtualShards, number: int) -> Routine[None]:
+    member, count = together.member(number), together.count
+    group, values = range(count), [noise(v, 5000) for v in range(count)]
+    for dtype in (torch.float32, torch.bfloat16):
+        flat = values[number].to(dtype, copy=True)
+        yield RoutineWait(member.all_reduce(flat, group=group), f"the sum of {dtype}")
+        assert torch.equal(flat, over_tree([value.to(dtype) for value in values])), (number, dtype)
+    parts = [noise(1000 * number + v, 7 + v) for v in range(count)]
+    out = torch.empty_like(parts[number])
+    yield RoutineWait(member.reduce_scatter(out, parts, group=group), "the sum of a part")
+    assert torch.equal(out, over_tree([noise(1000 * v + number, 7 + number) for v in range(count)]))
+    mine, gathered = noise(number, 10 + number), [torch.empty(10 + v) for v in range(count)]
+    yield RoutineWait(member.all_gather(gathered, mine, group=group), "the parts")
+    assert all(torch.equal(gathered[v], noise(v, 10 + v)) for v in range(count))
+
+
 CASES: dict[str, Callable[[Transport], Routine[None]]] = {
     case.__name__: case
     for case in (
@@ -470,6 +497,7 @@ CASES: dict[str, Callable[[Transport], Routine[None]]] = {
         all_reduces,
         all_reduce_bytes,
         halving_all_reduces,
+        virtual_shards,
         reduce_scatters,
         all_gathers,
         all_to_alls,
