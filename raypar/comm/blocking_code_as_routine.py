@@ -23,6 +23,8 @@ T = TypeVar("T")
 KeepGenerators = Callable[[], Callable[[], None]]
 """Keeps the states of the generators that code draws from; returns what sets them back."""
 
+_MOST_TRIES = 100
+"""How many times code that is to end is told so: it may catch errors, and wait again."""
 _RUNNING = threading.local()
 
 
@@ -51,7 +53,9 @@ def as_routine(work: Callable[[], T], keep_generators: KeepGenerators | None = N
             yield waiting
             error = None
         except GeneratorExit:
-            fiber.resume(GroupAborted("the routine was closed"))
+            for _ in range(_MOST_TRIES):
+                if fiber.resume(GroupAborted("the routine was closed")) is None:
+                    break
             raise
         except Exception as failed:
             error = failed

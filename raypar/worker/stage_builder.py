@@ -84,7 +84,7 @@ def build_stage(
     """
     guard = guard if guard is not None else TorchStateGuard(spec.threads)
     layers = graph.layers[plan.stages[index].first : plan.stages[index].last]
-    coordinate = StageCoordinate(index, replica, None if shard is None else shard.group.shard, layers[0].name)
+    coordinate = stage_coordinate(plan, index, replica, shard, layers[0].name)
     if (passes := spec.forward_passes) is not None:
         coordinate.samples_of = SamplesOfPasses(whole_batching(passes.samples, spec.batch_size, spec.microbatches))
     modules = materialise_stage_modules(graph, plan, index, spec, values, shard, device)
@@ -169,6 +169,14 @@ def build_gradient_accumulator(
     """The accumulator of gradients over the microbatches and blocks that this replica runs."""
     names, dtypes = [use.name for use in weights.uses], [use.dtype for use in weights.uses]
     return GradientAccumulator(weights.leaves, names, dtypes, *run_of_blocks(routing, index, replica))
+
+
+def stage_coordinate(
+    plan: ParallelPlan, index: int, replica: int, shard: StageShard | None, first_layer: str
+) -> StageCoordinate:
+    """The place of a stage in the plan, for messages."""
+    number = None if shard is None else shard.group.shard
+    return StageCoordinate(index, replica, number, first_layer, bool(plan.stages[index].division))
 
 
 def run_of_blocks(routing: MicrobatchRouting, index: int, replica: int) -> tuple[range, int, dict[int, int]]:

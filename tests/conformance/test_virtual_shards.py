@@ -1,5 +1,6 @@
 """Virtual shards that share workers find the sums, gathers and scatters of a group with a rank for each, bit for bit."""
 
+import contextlib
 import itertools
 import threading
 from functools import partial
@@ -150,3 +151,21 @@ def test_what_one_raises_ends_the_others():
     with pytest.raises(ValueError, match="broken"):
         run_routine(run_in_turn([waits(), raises()]), 1.0)
     assert ended == ["waits"]
+
+
+def test_code_that_catches_errors_and_waits_again_ends_with_the_others():
+    member = VirtualShards(LocalMesh(1).transports[0], [0], [range(2)]).member(0)
+
+    def persists():
+        for _ in range(5):
+            with contextlib.suppress(Exception):
+                wait_for_handle(member.all_reduce(torch.zeros(1), group=range(2)), "a sum")
+
+    def raises():
+        yield RoutineWork("work")
+        raise ValueError("broken")
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="broken"):
+        run_routine(run_in_turn([as_routine(persists), raises()]), 1.0)
+    assert threading.active_count() == before

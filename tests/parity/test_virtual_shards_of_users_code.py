@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from examples import gpt
+from raypar.errors import ConfigError, UserCodeError
 from raypar.plan import ParallelPlan
 from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.step.optimizer_trial import OptimizerKind, OptimizerTrial
 
 HEADS, SHARDS = 5, 4
 CELL = Cell("gpt", "1f1b", (), (), 2, dtype="float32")
@@ -104,3 +106,24 @@ class DoublesAtItsEnd(gpt.Block):
 @pytest.mark.parametrize("division", DIVISIONS[:-1], ids=str)
 def test_a_layer_may_write_into_the_gradient_that_came_from_another_stage(division):
     assert run(DoublesAtItsEnd, division, stages=2) == run(DoublesAtItsEnd, (1,) * SHARDS, stages=2)
+
+
+@pytest.mark.parametrize("division, shard", [((4,), "virtual shard"), ((1,) * 4, "shard")], ids=str)
+def test_an_error_names_the_shard_whose_code_raised_it(division, shard):
+    calls = iter(range(100))
+
+    class Breaks(gpt.Block):
+        def forward(self, x):
+            x = x + self.down(self.up(x))
+            if x.device.type != "meta" and next(calls) == 2:
+                raise ValueError("broken")
+            return x
+
+    with pytest.raises(UserCodeError, match=f"stage 0, replica 0, {shard} [0-3], step 1, microbatch 0"):
+        run(Breaks, division)
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_told_of_virtual_shards():
+    trial = OptimizerTrial("Adafactor", OptimizerKind.PER_PARAMETER)
+    with pytest.raises(ConfigError, match=r"(?s)4 virtual shards: .*set plan.shards: 1 and leave virtual_shards out"):
+        trial.check_plan(divided(ParallelPlan.mesh(layers=3), (4,)))

@@ -38,7 +38,8 @@ def first_derivative_only(backward: Callable[P, Gradients]) -> Callable[P, Gradi
             raise ModelError(
                 "a gradient through layers that are cut over shards is taken with create_graph=True: they have no second "
                 "derivatives",
-                cure="give the layers it goes through the style whole (plan.styles), or set plan.shards: 1",
+                cure="give the layers it goes through the style whole (plan.styles), or set plan.shards: 1 and leave "
+                "virtual_shards out",
             )
         return backward(*given, **named)
 

@@ -38,6 +38,8 @@ class StageCoordinate:
     """Which shard of the replica this is; None if the stage is not cut over shards."""
     first_layer: str
     """Name of the stage's first layer."""
+    is_virtual: bool = False
+    """Whether `shard` is a virtual one, of which workers compute several."""
     samples_of: SamplesOfPasses | None = None
     """Of a run of forward passes, which has no steps."""
     is_profiling: bool = False
@@ -48,7 +50,7 @@ class StageCoordinate:
         name of the validation set, of several."""
         if self.is_profiling:
             return f"in layer {self.first_layer!r}, with the first microbatch, before the run"
-        shard = "" if self.shard is None else f", shard {self.shard}"
+        shard = "" if self.shard is None else f", {'virtual ' * self.is_virtual}shard {self.shard}"
         place = f"at stage {self.stage}, replica {self.replica}{shard}"
         if self.samples_of is not None:
             return f"{place}, {self.samples_of.describe(microbatch)}"

@@ -91,10 +91,12 @@ class OptimizerTrial:
                 f"itself (SGD, Adam, AdamW, ...)\n  measured: {self.difference}",
             )
         if self.kind is not OptimizerKind.ELEMENTWISE and (shards := max(plan.virtual_shard_counts)) > 1:
+            virtual = "virtual " * any(stage.division for stage in plan.stages)
             raise ConfigError(
-                f"{self.label} cannot be used with {shards} shards: its step of one element depends on other elements of the "
-                "parameter, and each shard has only a slice of it",
-                cure="set plan.shards: 1, or use an optimizer that takes each element by itself (SGD, Adam, AdamW, ...)",
+                f"{self.label} cannot be used with {shards} {virtual}shards: its step of one element depends on other elements "
+                "of the parameter, and each shard has only a slice of it",
+                cure="set plan.shards: 1 and leave virtual_shards out, or use an optimizer that takes each element by itself "
+                "(SGD, Adam, AdamW, ...)",
             )
 
 
