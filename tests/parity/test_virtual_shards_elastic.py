@@ -40,7 +40,15 @@ def read(folder: Path):
     return checkpoint_files.read_checkpoint_state(folder)
 
 
-@pytest.mark.parametrize("model, path", [(SHALLOW, PATHS[0]), ("llama", PATHS[1]), ("dropped", PATHS[2])], ids=str)
+@pytest.mark.parametrize(
+    "model, path",
+    [
+        (SHALLOW, PATHS[0]),
+        pytest.param("llama", PATHS[1], marks=pytest.mark.ci),
+        pytest.param("dropped", PATHS[2], marks=pytest.mark.ci),
+    ],
+    ids=str,
+)
 def test_workers_that_change_their_shards_have_the_bits_of_those_that_do_not(model, path, tmp_path):
     """Two steps under each plan; state in memory, and a checkpoint of one plan read under the next."""
     spec = Cell(model, "1f1b", (1,), (1,), 3, True).job.replace(steps=2 * len(path))
@@ -90,7 +98,10 @@ def planner(model: str, shapes: dict[int, tuple[int, int, int]]):
     return lambda generation, workers: virtual(model, *shapes[min(workers, 4)])
 
 
-@pytest.mark.parametrize("shapes, mirror_every", [(SHARDS_FIRST, 1), (REPLICAS_OF_FEWER, 0)], ids=["mirror", "copies"])
+@pytest.mark.parametrize(
+    "shapes, mirror_every",
+    [pytest.param(SHARDS_FIRST, 1, id="mirror", marks=pytest.mark.ci), pytest.param(REPLICAS_OF_FEWER, 0, id="copies")],
+)
 def test_kills_that_change_the_number_of_shards_change_no_bit(shapes, mirror_every):
     """The real run machine and real bodies, killed at any moment; the state comes from the mirror, or from the other replica.
     Where the number of shards decides the bits the result is another one (`test_shards_elastic`)."""

@@ -23,7 +23,9 @@ def test_four_virtual_shards_on_any_workers_have_the_bits_of_four_shards(divisio
     check_plan(GPT, divided(ParallelPlan.mesh(tp=len(division), layers=4), division))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize(
+    "schedule", ["zb-h1", *(pytest.param(s, marks=pytest.mark.ci) for s in ("gpipe", "1f1b", "interleaved"))]
+)
 def test_with_stages_replicas_and_sequence_parallel_too(schedule: str):
     cell = replace(GPT, model="gpt", schedule=schedule, replicas=(2, 1), shards=(2, 1), sequence=True, microbatches=3)
     check_plan(cell, cell.plan.with_virtual_shards(4))
@@ -60,7 +62,7 @@ def check_random(seed: int) -> None:
     check_plan(cell, plan, order_seed=seed)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.ci) for seed in range(4, 8))])
 def test_any_division_over_any_grids_has_the_bits_of_the_same_shards(seed: int):
     check_random(seed)
 
