@@ -280,14 +280,22 @@ def test_shards_have_whole_norms_that_agree_with_those_of_all_replicas():
     assert all(torch.allclose(first_step[name], value, rtol=1e-5, atol=1e-7) for name, value in whole.items())
 
 
-def test_a_norm_of_a_part_of_the_features_is_refused():
-    styles = (("3.up", "column"), ("3.down", "row"), ("*", "whole"))
+def test_shards_agree_on_the_statistics_of_a_norm_of_a_part_of_the_features():
+    styles = {"3.up": "column", "3.down": "row", "*": "whole"}
     spec = ugly_models.job("counters").replace(
-        model=ModelConfig(function=mlps, args={"inside": True}), plan=PlanConfig(styles=dict(styles))
+        model=ModelConfig(function=mlps, args={"inside": True}), plan=PlanConfig(styles=styles)
     )
-    with pytest.raises(ModelError) as error:
-        check_model_can_shard(spec, preflight(spec), ParallelPlan.mesh(tp=2, layers=8))
-    assert "norm" in str(error.value)
+    check_model_can_shard(spec, preflight(spec), ParallelPlan.mesh(tp=2, layers=8))
+    found: list[dict[str, list[torch.Tensor]]] = []
+    for shape in ({"tp": 2}, {"dp": 2, "tp": 2}):
+        with OneProcessRun(spec, ParallelPlan.mesh(**shape, layers=8), "1f1b") as run:
+            run.step(0)
+            found.append({name: [copy.clone() for copy in copies] for name, copies in run.buffers().items()})
+    for copies in found:
+        assert not [d for n, first in found[0].items() for d in differences(reference.Result(), n, copies[n], first[0])]
+    whole = reference.train(make_layer_graph(spec), spec.replace(steps=1)).buffers
+    assert "3.norm.running_var" in whole
+    assert all(torch.allclose(found[0][name][0], value, rtol=1e-5, atol=1e-7) for name, value in whole.items())
 
 
 def test_validation_reads_running_statistics_and_a_skipped_step_changes_none():

@@ -81,7 +81,7 @@ def run_event(event: Event, module: nn.Module, values: Values, device: torch.dev
 
 def _check_form(event: Event, out: Any) -> None:
     """Raises `ModelError` if a unit that reads values returns something of another form than in the record."""
-    tensors = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor)]
+    tensors = [value for value in tree_flatten(out)[0] if hasattr(type(value), "__torch_function__")]
     if all(type(value) is Tensor for value in tensors) and form_of(out) != event.result_form:  # no parts of shards
         raise ModelError(
             f"unit {event.label}, called at {event.location}, returns something of another form than in the record, for it "

@@ -24,7 +24,7 @@ from raypar.model.tensor_parallel.sharded_value import (
     take_part,
     unsupported_on_part_error,
 )
-from raypar.plan.shard_ranges import IndexRanges, count_indices, ranges_within, scale_ranges
+from raypar.plan.shard_ranges import IndexRanges, count_indices, merge_ranges, ranges_within, scale_ranges, shift_ranges
 
 Operand: TypeAlias = Tensor | ShardedValue | torch.dtype | torch.device | float | str | Sequence[int] | None
 """What torch functions are given besides their first tensor."""
@@ -334,7 +334,10 @@ def _as_slice(entry: Any) -> Any:
 
 @implements_on_parts("cat", "concat", "stack", any_place=True)
 def _cat(func: Callable[..., Tensor], tensors: Sequence[Tensor | ShardedValue], dim: int = 0) -> ShardedValue:
-    """Along a dim that is not cut."""
+    """Along a dim that is not cut; along the cut dim, where all are cut: this shard then has a part of each."""
+    first = next(each for each in tensors if isinstance(each, ShardedValue))
+    if func.__name__ != "stack" and dim % first.dim() == first.part_layout.dim:
+        return _cat_of_parts(func.__name__, first, tensors)
     parts, model = take_common_part_of_operands(func.__name__, tensors)
     if func.__name__ == "stack":
         at = dim % (model.dim() + 1)
@@ -343,9 +346,23 @@ def _cat(func: Callable[..., Tensor], tensors: Sequence[Tensor | ShardedValue], 
             model.part_layout.moved_to(model.part_layout.dim + (at <= model.part_layout.dim)),
             model.group,
         )
-    if dim % model.dim() == model.part_layout.dim:
-        raise unsupported_on_part_error(func.__name__, model)
     return model.like(torch.cat(parts, dim))
+
+
+def _cat_of_parts(name: str, first: ShardedValue, tensors: Sequence[Tensor | ShardedValue]) -> ShardedValue:
+    """Values that are all cut along the dim along which they are joined. Raises `ModelError` if one is not."""
+    parts: list[Tensor] = []
+    held: IndexRanges = ()
+    size = 0
+    for each in tensors:
+        if not isinstance(each, ShardedValue) or each.part_layout.dim != first.part_layout.dim:
+            raise unsupported_on_part_error(name, first, "meets one that is not cut along that dim")
+        parts.append(each.local)
+        held += shift_ranges(each.part_layout.ranges, size)
+        size += each.part_layout.size
+    part = LocalPartLayout(first.part_layout.dim, size, merge_ranges(held), first.part_layout.axis)
+    first.check_recorded()
+    return ShardedValue(torch.cat(parts, part.dim), part, first.group)
 
 
 # -- sums over other dims, products ------------------------------------------------------------------------------------

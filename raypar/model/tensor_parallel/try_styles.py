@@ -6,6 +6,7 @@ without an error compute what the whole layers do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -72,10 +73,10 @@ def find_split_values_between_layers(graph: Graph, layout: TensorParallelLayout)
     an error.
     """
     names = [
-        {layout.styles.get(layer.qualify(path), "") for path, _ in shared_skeleton(layer).named_modules()}
+        {re.split("[:/]", layout.styles.get(layer.qualify(path), ""))[0] for path, _ in shared_skeleton(layer).named_modules()}
         for layer in graph.layers
     ]
-    begins = [any(style.startswith("column") for style in each) and "row" not in each for each in names]
+    begins = [bool({"column", "groups"} & each) and "row" not in each for each in names]
     values = recorded_values(graph) if layout.shards > 1 and any(begins) else {}
     found: dict[str, int] = {}
     last = 0

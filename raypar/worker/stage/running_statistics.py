@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from raypar.errors import ModelError, UserCodeError, with_article
+from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.torch_compat.modules import BatchNorm, InstanceNorm, NormBase, dims_without_batch
 from raypar.torch_compat.multi_tensor import add_to_all, copy_all, zero_all
 
@@ -97,6 +98,7 @@ class NormCallRecorder:
             buffers.update(kept)
             norm.momentum = momentum
         if self.take is not None:
+            x = x.local.contiguous() if isinstance(x, ShardedValue) else x  # as the norm on a part has seen it
             self.take(self._call_of(x.detach(), mean, variance))
         return result
 

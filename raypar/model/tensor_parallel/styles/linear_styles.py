@@ -1,4 +1,4 @@
-"""Sharding styles of linear layers, embeddings and experts, cut by features or vocabulary, and of layers that are not cut.
+"""Sharding styles of linear layers, convolutions, embeddings and experts, cut by features, channels or vocabulary, and `whole`.
 
 `column`, `row` and `vocabulary` are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
 """
@@ -12,6 +12,13 @@ from typing import ClassVar, Self
 from torch import nn
 
 from raypar.errors import PlanError
+from raypar.model.tensor_parallel.convolution import (
+    CONVOLUTIONS,
+    ColumnConvolution,
+    GroupsConvolution,
+    RowConvolution,
+    is_transposed_convolution,
+)
 from raypar.model.tensor_parallel.experts import ExpertsCutByFeatures
 from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear
 from raypar.model.tensor_parallel.local_part_layout import FEATURES
@@ -19,12 +26,14 @@ from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.styles.style import (
     COLUMN_COLLECTIVES,
     ROW_COLLECTIVES,
-    LinearStyle,
     ShardingStyle,
-    cut_linear_by_input,
+    cut_by_input,
+    cut_by_output,
     cut_linear_by_output,
+    features_of,
     features_per_part,
     indices_on_shard,
+    is_plain_convolution,
     is_plain_embedding,
     is_plain_linear,
     is_replaceable,
@@ -33,94 +42,184 @@ from raypar.model.tensor_parallel.styles.style import (
 )
 from raypar.model.tensor_parallel.vocabulary_parallel import VocabularyEmbedding
 from raypar.model.transposed_linear import linear_features
-from raypar.plan.shard_ranges import TensorCut, repeat_ranges
+from raypar.plan.shard_ranges import IndexRanges, TensorCut, even_ranges_by_shard, repeat_ranges, scale_ranges
 from raypar.plan.tensor_parallel_layout import LayerCollective, LayerCollectives, ShardWorkShare, TensorParallelLayout
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnStyle(LinearStyle):
-    """Each shard makes its part of the output features; the gradient of the input is summed over shards."""
+class FeaturesStyle(ShardingStyle):
+    """A style of linear layers, which are cut by features, and of convolutions without groups, cut by channels."""
 
-    name: ClassVar[str] = "column"
-    summary: ClassVar[str] = "Linear: cut by output features (column/2: two equal parts, as gate and up in one matrix)"
-    input_group: ClassVar[str | None] = "features"
+    __slots__ = ()
+
+    def check_fits(self, name: str, module: nn.Module) -> None:
+        """See `ShardingStyle`."""
+        if not is_plain_linear(module) and not is_plain_convolution(module):
+            raise style_misfit_error(self, name, module)
+        if isinstance(module, CONVOLUTIONS) and module.groups > 1:
+            raise PlanError(
+                f"{name} has {module.groups} groups: a channel cut across groups would need the channels of other shards",
+                cure=f"the style groups cuts it by whole groups; {self} is for convolutions without groups",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PartsOrUnitsStyle(FeaturesStyle):
+    """A style that cuts features in equal parts of which each shard has a piece, or leaves units of them whole."""
 
     parts: int = 1
-    """Equal parts of the output of which each shard has a piece."""
+    """Equal parts of the features of which each shard has a piece (`/2`)."""
+    units: int = 0
+    """Equal units of the features that stay whole (`:8`); 0: single features."""
 
     @classmethod
     def parse(cls, options: str) -> Self:
-        """Reads `/parts` or nothing."""
+        """Reads `/parts`, `:units` or nothing."""
         if not options:
             return cls()
-        parts = int(options.removeprefix("/"))
-        if not options.startswith("/") or parts < 1:
+        count = int(options[1:])
+        if count < 1:
             raise ValueError(options)
-        return cls(parts)
+        return cls(parts=count) if options[0] == "/" else cls(units=count)
 
     @property
     def options(self) -> str:
         """See `ShardingStyle`."""
-        return f"/{self.parts}" if self.parts > 1 else ""
+        return f":{self.units}" if self.units else f"/{self.parts}" if self.parts > 1 else ""
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
-        part = features_per_part(name, self, linear_features(module)[1], self.parts, "output")
-        even = share_evenly(name, "output features", part, shards)
-        return cut_linear_by_output(module, tuple(repeat_ranges(ranges, part, self.parts) for ranges in even))
-
-    def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
-        """See `ShardingStyle`."""
-        held = indices_on_shard(name, layout, group)
-        return ColumnLinear(module, name, group, held, axis=FEATURES, shares_input=name in layout.shared_inputs)
-
-    def collectives(self, module: nn.Module) -> LayerCollectives:
-        """See `ShardingStyle`."""
-        return COLUMN_COLLECTIVES
+    def share(self, name: str, module: nn.Module, features: int, shards: int, which: str) -> tuple[IndexRanges, ...]:
+        """By shard: its features. Raises `PlanError` when a shard would have none, and for parts that are not equal."""
+        what = "channels" if isinstance(module, CONVOLUTIONS) else "features"
+        if self.units:
+            each = features_per_part(name, self, features, self.units, which)
+            held = share_evenly(name, f"units of {which} {what}", self.units, shards)
+            return tuple(scale_ranges(ranges, each) for ranges in held)
+        part = features_per_part(name, self, features, self.parts, which)
+        even = share_evenly(name, f"{which} {what}", part, shards)
+        return tuple(repeat_ranges(ranges, part, self.parts) for ranges in even)
 
 
 @dataclass(frozen=True, slots=True)
-class RowStyle(LinearStyle):
-    """Each shard reads its part of the input features; what the shards make of them is summed, then the whole bias added."""
+class ColumnStyle(PartsOrUnitsStyle):
+    """Each shard makes its part of the output features; the gradient of the input is summed over shards."""
 
-    name: ClassVar[str] = "row"
-    summary: ClassVar[str] = "Linear: cut by input features; the shards' contributions are summed"
-
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
-        return cut_linear_by_input(module, share_evenly(name, "input features", linear_features(module)[0], shards))
-
-    def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
-        """See `ShardingStyle`."""
-        return RowLinear(module, name, group, indices_on_shard(name, layout, group))
-
-    def collectives(self, module: nn.Module) -> LayerCollectives:
-        """See `ShardingStyle`."""
-        return ROW_COLLECTIVES
-
-
-@dataclass(frozen=True, slots=True)
-class GatheredStyle(LinearStyle):
-    """Each shard makes its part of the output features, which are then gathered."""
-
-    name: ClassVar[str] = "gathered"
-    summary: ClassVar[str] = "Linear: cut by output features, which are then gathered"
+    name: ClassVar[str] = "column"
+    summary: ClassVar[str] = (
+        "Linear, convolution: cut by output features or channels (column/2: two equal parts, as gate and up in one matrix; "
+        "column:8: by 8 equal units, as groups of channels)"
+    )
     input_group: ClassVar[str | None] = "features"
 
     def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
-        return cut_linear_by_output(module, share_evenly(name, "output features", linear_features(module)[1], shards))
+        return cut_by_output(module, self.share(name, module, features_of(module)[1], shards, "output"))
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         held = indices_on_shard(name, layout, group)
+        if isinstance(module, CONVOLUTIONS):
+            return ColumnConvolution(module, name, group, held)
+        return ColumnLinear(module, name, group, held, axis=FEATURES, shares_input=name in layout.shared_inputs)
+
+    def collectives(self, module: nn.Module) -> LayerCollectives:
+        """See `ShardingStyle`."""
+        return _as_plain(COLUMN_COLLECTIVES) if isinstance(module, CONVOLUTIONS) else COLUMN_COLLECTIVES
+
+
+@dataclass(frozen=True, slots=True)
+class RowStyle(PartsOrUnitsStyle):
+    """Each shard reads its part of the input features; what the shards make of them is summed, then the whole bias added."""
+
+    name: ClassVar[str] = "row"
+    summary: ClassVar[str] = (
+        "Linear, convolution: cut by input features or channels; the shards' contributions are summed (row/2, row:8: what it "
+        "reads is cut so)"
+    )
+
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
+        """See `ShardingStyle`."""
+        return cut_by_input(module, self.share(name, module, features_of(module)[0], shards, "input"))
+
+    def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
+        """See `ShardingStyle`."""
+        kind = RowConvolution if isinstance(module, CONVOLUTIONS) else RowLinear
+        return kind(module, name, group, indices_on_shard(name, layout, group))
+
+    def collectives(self, module: nn.Module) -> LayerCollectives:
+        """See `ShardingStyle`."""
+        return _as_plain(ROW_COLLECTIVES) if isinstance(module, CONVOLUTIONS) else ROW_COLLECTIVES
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredStyle(FeaturesStyle):
+    """Each shard makes its part of the output features, which are then gathered."""
+
+    name: ClassVar[str] = "gathered"
+    summary: ClassVar[str] = "Linear, convolution: cut by output features or channels, which are then gathered"
+    input_group: ClassVar[str | None] = "features"
+
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
+        """See `ShardingStyle`."""
+        what = "output channels" if isinstance(module, CONVOLUTIONS) else "output features"
+        return cut_by_output(module, share_evenly(name, what, features_of(module)[1], shards))
+
+    def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
+        """See `ShardingStyle`."""
+        held = indices_on_shard(name, layout, group)
+        if isinstance(module, CONVOLUTIONS):
+            return ColumnConvolution(module, name, group, held, gather_output=True)
         shares = name in layout.shared_inputs
         return ColumnLinear(module, name, group, held, axis=FEATURES, shares_input=shares, gather_output=True)
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""
         gather = LayerCollective("all_gather", "forward", "output")
-        return LayerCollectives((gather, *COLUMN_COLLECTIVES.plain), (gather, *COLUMN_COLLECTIVES.sequence))
+        found = LayerCollectives((gather, *COLUMN_COLLECTIVES.plain), (gather, *COLUMN_COLLECTIVES.sequence))
+        return _as_plain(found) if isinstance(module, CONVOLUTIONS) else found
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsStyle(ShardingStyle):
+    """Each shard computes whole groups of a grouped convolution: their input channels and their output channels."""
+
+    name: ClassVar[str] = "groups"
+    summary: ClassVar[str] = "convolution with groups, depthwise too: cut by whole groups, input and output alike"
+
+    def check_fits(self, name: str, module: nn.Module) -> None:
+        """See `ShardingStyle`."""
+        if not is_plain_convolution(module):
+            raise style_misfit_error(self, name, module)
+        assert isinstance(module, CONVOLUTIONS)
+        if module.groups == 1:
+            raise PlanError(
+                f"the style groups does not fit {name}, a {type(module).__name__} without groups",
+                cure="give it the style column, row, gathered or whole",
+            )
+
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
+        """See `ShardingStyle`."""
+        assert isinstance(module, CONVOLUTIONS)
+        held = share_evenly(name, "groups", module.groups, shards)
+
+        def cut(channels: int) -> TensorCut:
+            return TensorCut(0, channels, tuple(scale_ranges(ranges, channels // module.groups) for ranges in held))
+
+        first = module.in_channels if is_transposed_convolution(module) else module.out_channels
+        cuts = {"weight": cut(first), "bias": cut(module.out_channels)}
+        return {key: cuts[key] for key, parameter in module._parameters.items() if parameter is not None}
+
+    def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
+        """See `ShardingStyle`."""
+        assert isinstance(module, CONVOLUTIONS)
+        return GroupsConvolution(module, name, group, even_ranges_by_shard(module.groups, group.size)[group.shard])
+
+    def collectives(self, module: nn.Module) -> LayerCollectives:
+        """See `ShardingStyle`. None: the layer before it has cut its input."""
+        return LayerCollectives()
+
+
+def _as_plain(collectives: LayerCollectives) -> LayerCollectives:
+    """Those of a convolution, whose values sequence parallelism does not cut."""
+    return LayerCollectives(collectives.plain, collectives.plain)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from raypar.model.tensor_parallel.styles.linear_styles import (
     ColumnStyle,
     ExpertsStyle,
     GatheredStyle,
+    GroupsStyle,
     RowStyle,
     VocabularyStyle,
     WholeStyle,
@@ -30,6 +31,7 @@ STYLES: dict[str, type[ShardingStyle]] = {
     for style in (
         ColumnStyle,
         RowStyle,
+        GroupsStyle,
         HeadsStyle,
         KvHeadsStyle,
         FusedKvStyle,
@@ -60,5 +62,6 @@ def parse_style(text: str) -> ShardingStyle:
     near = difflib.get_close_matches(text.partition(":")[0], STYLES, n=1)
     raise PlanError(
         f"{text!r} is no style" + (f" (nearest: {near[0]})" if near else ""),
-        cure=f"use one of {', '.join(STYLES)}; heads:8, kv-heads:8/2, qkv:8/2 say how many heads, column/2 how many parts",
+        cure=f"use one of {', '.join(STYLES)}; heads:8, kv-heads:8/2, qkv:8/2 say how many heads, column/2 how many parts, "
+        "column:8 how many units",
     )

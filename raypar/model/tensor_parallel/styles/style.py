@@ -11,6 +11,7 @@ from typing import ClassVar, Self
 from torch import nn
 
 from raypar.errors import PlanError
+from raypar.model.tensor_parallel.convolution import CONVOLUTIONS, convolution_class, is_transposed_convolution
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.transposed_linear import is_linear, is_transposed_linear, linear_features
 from raypar.plan.shard_ranges import IndexRanges, TensorCut, even_ranges_by_shard
@@ -137,6 +138,11 @@ def _is_linear_in_other_words(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and (kind.__module__, kind.__qualname__) == _FALCON_LINEAR
 
 
+def is_plain_convolution(module: nn.Module) -> bool:
+    """Whether it is a convolution that a sharded layer can stand in for."""
+    return convolution_class(module) is not None and _has_weight(module) and is_replaceable(module)
+
+
 def is_plain_embedding(module: nn.Module) -> bool:
     """Whether it is an `nn.Embedding` that a sharded layer can stand in for."""
     own = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
@@ -155,12 +161,13 @@ def is_replaceable(module: nn.Module) -> bool:
 
 def style_misfit_error(style: ShardingStyle, name: str, module: nn.Module) -> PlanError:
     """The error for a module of another class than the style is for, or one that does more than its class."""
-    known = isinstance(module, (nn.Linear, nn.Embedding)) or is_transposed_linear(module)
+    known = isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS)) or is_transposed_linear(module)
     return PlanError(
         f"the style {style} does not fit {name}, a {type(module).__name__}"
         + " with a forward of its own, hooks or a computed weight" * known,
-        cure="vocabulary is for nn.Embedding and nn.Linear, whole for any layer, all others for nn.Linear "
-        "and Conv1D of transformers (subclasses that keep its forward)",
+        cure="vocabulary is for nn.Embedding and nn.Linear, groups for convolutions with groups, column, row and gathered for "
+        "convolutions, nn.Linear and Conv1D of transformers, whole for any layer, all others for the last two (subclasses that "
+        "keep its forward)",
     )
 
 
@@ -196,6 +203,29 @@ def cut_linear_by_output(module: nn.Module, held: tuple[IndexRanges, ...]) -> di
 def cut_linear_by_input(module: nn.Module, held: tuple[IndexRanges, ...]) -> dict[str, TensorCut]:
     """Slices of a linear layer of which shard t reads the input features `held[t]`; the bias is whole."""
     return {"weight": TensorCut(0 if is_transposed_linear(module) else 1, linear_features(module)[0], held)}
+
+
+def features_of(module: nn.Module) -> tuple[int, int]:
+    """(input features, output features) of a linear layer, or the channels of a convolution."""
+    if isinstance(module, CONVOLUTIONS):
+        return module.in_channels, module.out_channels
+    return linear_features(module)
+
+
+def cut_by_output(module: nn.Module, held: tuple[IndexRanges, ...]) -> dict[str, TensorCut]:
+    """Slices of a linear layer or convolution of which shard t makes the output features (channels) `held[t]`."""
+    if not isinstance(module, CONVOLUTIONS):
+        return cut_linear_by_output(module, held)
+    cut = TensorCut(0, module.out_channels, held)
+    cuts = {key: cut for key, parameter in module._parameters.items() if parameter is not None}
+    return cuts | {"weight": TensorCut(1, module.out_channels, held)} if is_transposed_convolution(module) else cuts
+
+
+def cut_by_input(module: nn.Module, held: tuple[IndexRanges, ...]) -> dict[str, TensorCut]:
+    """Slices of a linear layer or convolution of which shard t reads the input features (channels) `held[t]`."""
+    if not isinstance(module, CONVOLUTIONS):
+        return cut_linear_by_input(module, held)
+    return {"weight": TensorCut(0 if is_transposed_convolution(module) else 1, module.in_channels, held)}
 
 
 def indices_on_shard(name: str, layout: TensorParallelLayout, group: ShardGroup) -> IndexRanges:
