@@ -493,6 +493,13 @@ class Job(Section):
     def to_plan(self, layers: int | Sequence[str]) -> ParallelPlan:
         """The plan for a model with these layers (names, or how many). Raises `PlanError`."""
         plan = self._given_plan().to_plan(layers)
+        for index, stage in enumerate(plan.stages):
+            if stage.division and stage.virtual_shards != self.virtual_shards:
+                raise PlanError(
+                    f"the plan divides {stage.virtual_shards} virtual shards over the shards of stage {index}, and "
+                    f"virtual_shards is {self.virtual_shards}",
+                    cure=f"set virtual_shards to {stage.virtual_shards}, or leave the plan's divisions out",
+                )
         return plan.with_virtual_shards(self.virtual_shards) if self.virtual_shards else plan
 
     @property

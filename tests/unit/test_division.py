@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from raypar.errors import PlanError
-from raypar.job import PlanConfig
+from raypar.job import Job, PlanConfig
 from raypar.plan import ParallelPlan, StagePlan
 from raypar.plan.placements import plan_for_fewer_workers
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
@@ -107,3 +107,12 @@ def test_a_worker_of_several_virtual_shards_takes_its_share_of_what_all_were_mea
     kept = [ModelProfile(keeps).stage(each.stages[0]).activation_bytes for each in (plan, two, four)]
     assert kept == [4000, 2000, 500], "all parts twice of what whole layers keep"
     assert ModelProfile((LayerProfile("a", 2.0, 4.0, 2.0, 2.0),)).price_of_virtual_shards is None
+
+
+@pytest.mark.parametrize("virtual_shards", [0, 8])
+def test_a_plan_that_divides_other_virtual_shards_than_the_job_has_is_refused(virtual_shards: int):
+    plan = replace(ParallelPlan.mesh(tp=2, layers=1), stages=(StagePlan(0, 1, ((0, 1),), division=(1, 3)),))
+    job = Job.model_construct(plan=PlanConfig.of_plan(plan, "1f1b"))
+    assert job.replace(virtual_shards=4).to_plan(1) == plan
+    with pytest.raises(PlanError, match=f"divides 4 virtual shards .*, and virtual_shards is {virtual_shards}"):
+        job.replace(virtual_shards=virtual_shards).to_plan(1)
