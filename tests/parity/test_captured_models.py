@@ -11,6 +11,9 @@ from helpers.random_modules import WIDTH, RandomModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from raypar.model.capture import replay, trace_cache
+from raypar.model.capture.trace_data import Event
+
 pytestmark = pytest.mark.part(5)
 
 FEW = ("gpt2", "llama", "t5", "bert", "unet", "lstm", "mixtral")
@@ -224,6 +227,34 @@ def test_what_the_forward_reads_of_the_batch_is_a_guard_and_another_answer_anoth
         found = run_stages(captured, stages, batch, sum_of_squares, seeded=False)
         assert differences(found, run_plain(captured, model, batch, sum_of_squares, seeded=False)) == []
     assert [len(kept) for kept in captured.cache._traces.values()] == [2]
+
+
+class Placed(Masked):
+    """Reads, beside the mask, a number that it has of a batch's shape alone, as libraries make position ids."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        found = super().forward(x, mask)
+        return found * 2 if bool((torch.arange(x.shape[0]) > 2).any()) else found
+
+
+@pytest.mark.parametrize("model", [Masked, Placed])
+def test_what_the_forward_reads_of_shapes_alone_is_asked_once_for_each_shape(model, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    def run_event(event: Event, *given: Any) -> Any:
+        asked.append(event.label)
+        return replay.run_event(event, *given)
+
+    monkeypatch.setattr(trace_cache, "run_event", run_event)
+    plain, full = model(), torch.ones(3, 4)
+    batches = [{"x": numbers(rows, 4)["x"], "mask": full[:rows].clone()} for rows in (3, 2, 3, 2)]
+    captured = capture(plain, batches[0])
+    stages = make_stages(captured, plain, [1, 2])
+    for batch in batches:
+        found = run_stages(captured, stages, batch, sum_of_squares, seeded=False)
+        assert differences(found, run_plain(captured, plain, batch, sum_of_squares, seeded=False)) == []
+    assert [len(kept) for kept in captured.cache._traces.values()] == [1, 1]
+    assert asked == ["all", "__bool__"] * len(asked[::2])  # of the mask; where shapes repeat, nothing else
 
 
 def test_in_evaluation_mode_layers_do_what_the_plain_module_does():

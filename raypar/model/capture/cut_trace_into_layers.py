@@ -110,8 +110,13 @@ class CutTrace:
 
     @cached_property
     def guard_events(self) -> tuple[tuple[int, Event], ...]:
-        """(index, event) of the events that must run to know what the guards ask."""
-        chosen = _events_behind(self.trace, [guard.event for guard in self.trace.guards])
+        """(index, event) of the events that must run to know what the guards ask. Of guards behind which no event reads a
+        field, a buffer or a constant there are none: batches of one signature all have the answer."""
+        chosen = set[int]()
+        for guard in self.trace.guards:
+            behind = _events_behind(self.trace, [guard.event])
+            if any(_reads_what_is_given(self.trace.events[index]) for index in behind):
+                chosen |= behind
         return tuple((index, self.trace.events[index]) for index in sorted(chosen))
 
     @cached_property
@@ -120,6 +125,11 @@ class CutTrace:
         return {
             name: self.trace.facts[key].requires_grad for layer in self.layers for name, key in (*layer.reads, *layer.outputs)
         }
+
+
+def _reads_what_is_given(event: Event) -> bool:
+    """Whether an event reads tensors that no event makes, or modules."""
+    return event.is_unit or bool(event.modules) or any(key.kind != "value" for key in event.inputs)
 
 
 def _events_behind(trace: Trace, last: Collection[int]) -> set[int]:

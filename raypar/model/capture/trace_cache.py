@@ -245,16 +245,17 @@ class TraceCache:
 
     def _answers_as_before(self, cut: CutTrace, fields: Mapping[str, Tensor]) -> bool:
         """Whether every guard of the trace gives the same answer for this batch."""
-        if not cut.trace.guards:
+        if not cut.guard_events:
             return True
         answers = {guard.event: guard.answer for guard in cut.trace.guards}
-        written = {key for _, event in cut.guard_events for key in event.written}
-        values: Values = {key: value.clone() if written else value for key, value in cut.trace.constants.items()}
-        values.update((TensorKey("field", name), on_host(value).clone()) for name, value in fields.items())
-        buffers = dict(self.model.named_buffers())
+        written = any(event.written for _, event in cut.guard_events)
+        read = {key for _, event in cut.guard_events for key in event.inputs}
+        given: Values = {TensorKey("field", name): value for name, value in fields.items()}
+        given = {key: on_host(value) for key, value in given.items() if key in read} | dict(cut.trace.constants)
+        values = {key: value.clone() if written else value for key, value in given.items()}
         with torch.no_grad():
             for index, event in cut.guard_events:
-                values.update((key, buffers[key.name]) for key in event.inputs if key.kind == "buffer")
+                values.update((key, self.model.get_buffer(key.name)) for key in event.inputs if key.kind == "buffer")
                 out = run_event(event, self.model, values)
                 if index in answers and comparable(out) != answers[index]:
                     return False
