@@ -257,6 +257,58 @@ def test_what_the_forward_reads_of_shapes_alone_is_asked_once_for_each_shape(mod
     assert asked == ["all", "__bool__"] * len(asked[::2])  # of the mask; where shapes repeat, nothing else
 
 
+class Moved(nn.Module):
+    """Reads places, and writes into them once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.writes = nn.Linear(8, 8), False
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        found = self.linear(x) + places
+        return found if not self.writes else found + 0 * places.add_(1)
+
+
+class WithPlaces(nn.Module):
+    """Makes places of a batch's shape, as libraries make position ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Moved() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[-1])
+        for block in self.blocks:
+            x = block(x, places)
+        return x
+
+
+def test_what_glue_makes_of_shapes_alone_is_made_once_and_again_when_it_was_written(monkeypatch: pytest.MonkeyPatch):
+    ran: list[str] = []
+    own = replay.run_event
+
+    def run_event(event: Event, *given: Any) -> Any:
+        ran.append(event.label)
+        return own(event, *given)
+
+    monkeypatch.setattr(replay, "run_event", run_event)
+    batch, model = numbers(3, 8), WithPlaces()
+    layer = make_stages(capture(model, batch, ["blocks.0", "blocks.1"]), model, [1])[1].modules[0]
+
+    def run() -> Tensor:
+        ran.clear()
+        return layer(batch["x"], batch["x"])
+
+    first = run()
+    assert ran == ["arange", "blocks.1"]
+    assert torch.equal(run(), first) and ran == ["blocks.1"]
+    with torch.device("cpu"):  # a mode, as those of tensors without memory
+        assert torch.equal(run(), first) and ran == ["arange", "blocks.1"]
+    layer.get_submodule("blocks.1").writes = True
+    assert torch.equal(run(), first) and ran == ["blocks.1"]
+    assert torch.equal(run(), first) and ran == ["arange", "blocks.1"]
+
+
 def test_in_evaluation_mode_layers_do_what_the_plain_module_does():
     """Their dropout is off."""
     for name in ("gpt2", "unet", "lstm"):

@@ -15,6 +15,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 import torch
+from torch import Tensor
 
 from raypar.model.capture.layer_drafts import LayerDraft, draft_layers
 from raypar.model.capture.refusal import Refused
@@ -62,6 +63,35 @@ class LayerProgram:
     def output_keys(self) -> tuple[TensorKey, ...]:
         """Keys of the values that it writes."""
         return tuple(key for _, key in self.outputs)
+
+    @cached_property
+    def unvarying(self) -> tuple[Event, ...]:
+        """Events that make the same in every call, such as position ids: glue behind which nothing is read. None are where an
+        event writes in place, or where the layer returns what they make."""
+        made, found = set[TensorKey](), list[Event]()
+        for event in self.events:
+            if event.rewrites or event.written:
+                return ()
+            if event.is_pure and not event.modules and made.issuperset(event.inputs):
+                made.update(event.makes)
+                found.append(event)
+        return () if made.intersection(self.output_keys) else tuple(found)
+
+    @cached_property
+    def varying(self) -> tuple[Event, ...]:
+        """The other events."""
+        return tuple(event for event in self.events if event not in self.unvarying)
+
+    @cached_property
+    def unvarying_keys(self) -> tuple[TensorKey, ...]:
+        """What the other events read of that."""
+        made = {key for event in self.unvarying for key in event.makes}
+        return tuple(dict.fromkeys(key for event in self.varying for key in event.inputs if key in made))
+
+    @cached_property
+    def kept(self) -> dict[torch.device, list[tuple[TensorKey, Tensor, int]]]:
+        """Device -> (key, tensor, its version) of each of these, once a call there has made them."""
+        return {}
 
     @cached_property
     def is_bare_call(self) -> bool:

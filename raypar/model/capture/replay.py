@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from raypar.errors import ModelError
 from raypar.model.capture.cut_trace_into_layers import LayerProgram
 from raypar.model.capture.trace_data import Event, ModuleArgument, TensorKey, Trace, form_of
+from raypar.torch_compat.autograd import innermost_transform
+from raypar.torch_compat.process_state import count_dispatch_modes, count_function_modes
 from raypar.torch_compat.pytree import tree_flatten, tree_unflatten
 
 CPU = torch.device("cpu")
@@ -28,8 +30,35 @@ def run_layer(program: LayerProgram, module: nn.Module, values: Values, device: 
         values[key] = _attribute(module, key.name)
     for key in program.copied:
         values[key] = values[key].clone()  # the layer owns what it writes into
-    for event in program.events:
+    if program.unvarying:
+        _add_unvarying(program, module, values, device)
+    for event in program.varying:
         run_event(event, module, values, device)
+
+
+_MOST_KEPT_BYTES = 1 << 16
+"""Of one tensor: masks of long sequences are made anew."""
+
+
+def _add_unvarying(program: LayerProgram, module: nn.Module, values: Values, device: torch.device) -> None:
+    """Add what the program's unvarying events make. It is kept from call to call, on each device, until somebody writes into
+    it. Not inside modes and transforms, whose tensors are others."""
+    plain = not count_dispatch_modes() and not count_function_modes() and innermost_transform() is None
+    kept = program.kept.get(device) if plain else None
+    if kept is not None and all(tensor._version == version for _, tensor, version in kept):
+        for key, tensor, _ in kept:
+            values[key] = tensor
+        return
+    for event in program.unvarying:
+        run_event(event, module, values, device)
+    made = [(key, values[key]) for key in program.unvarying_keys]
+    if plain and all(_may_be_kept(tensor, device) for _, tensor in made):
+        program.kept[device] = [(key, tensor, tensor._version) for key, tensor in made]
+
+
+def _may_be_kept(tensor: Tensor, device: torch.device) -> bool:
+    is_plain = type(tensor) is Tensor and tensor.device == device and not tensor.is_inference()
+    return is_plain and tensor.untyped_storage().nbytes() <= _MOST_KEPT_BYTES
 
 
 def check_against_record(program: LayerProgram, values: Values, trace: Trace) -> None:
@@ -146,5 +175,6 @@ def _attribute(module: nn.Module, path: str) -> Any:
     """The submodule, parameter or buffer at a path."""
     found: Any = module
     for name in path.split("."):
-        found = getattr(found, name)
+        modules = vars(found).get("_modules", ())  # `getattr` finds modules last
+        found = modules[name] if name in modules else getattr(found, name)
     return found
