@@ -133,8 +133,8 @@ class LayerCall:
         changed = self._guard.check(self.label, evaluating=not training)
         if [tensor._version for tensor in inputs] != input_versions:
             _refuse_written_inputs(self.layer, inputs, input_versions)
-        for buffer, version in zip(weights.buffers, buffer_versions, strict=True):
-            _check_buffer(self.layer, buffer, version, training=training)
+        if weights.buffers:
+            _check_buffers(self.layer, weights.buffers, buffer_versions, training=training)
         for buffer, value in zip(compared, values, strict=True):
             if not same_bits(buffer.tensor, value):  # written by a kernel that counts no version
                 raise _written_buffer(self.layer, buffer, training=True)
@@ -239,16 +239,18 @@ def _refuse_written_inputs(
     ) from error
 
 
-def _check_buffer(layer: Layer, buffer: LayerBuffer, version: int, *, training: bool) -> None:
-    """Raises `UserCodeError` if forward has changed a buffer. `version`: of its tensor before the call."""
-    if buffer.persistent and buffer.owner._buffers.get(buffer.key) is not buffer.tensor:
-        raise UserCodeError(
-            f"layer {layer.name!r} replaces its buffer {buffer.path!r} in forward: replicas would no longer be equal",
-            cure=f"compute it from the inputs, {_policy_cure(training)}or register a buffer that is only a cache with "
-            "persistent=False",
-        )
-    if buffer.tensor._version != version:
-        raise _written_buffer(layer, buffer, training=training)
+def _check_buffers(layer: Layer, buffers: Sequence[LayerBuffer], versions: Sequence[int], *, training: bool) -> None:
+    """Raises `UserCodeError` if forward has changed a buffer. `versions`: of their tensors before the call."""
+    for buffer, version in zip(buffers, versions, strict=True):
+        tensor = buffer.tensor
+        if tensor._version != version:
+            raise _written_buffer(layer, buffer, training=training)
+        if buffer.persistent and buffer.owner._buffers.get(buffer.key) is not tensor:
+            raise UserCodeError(
+                f"layer {layer.name!r} replaces its buffer {buffer.path!r} in forward: replicas would no longer be equal",
+                cure=f"compute it from the inputs, {_policy_cure(training)}or register a buffer that is only a cache with "
+                "persistent=False",
+            )
 
 
 def _written_buffer(layer: Layer, buffer: LayerBuffer, *, training: bool) -> UserCodeError:

@@ -75,17 +75,18 @@ class NormCallRecorder:
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The norm's forward. Raises what that raises, and `UserCodeError` for a forward of its own that cannot be followed."""
-        norm = self.norm
         if not self.changes_averages:
             return self._forward(*args, **kwargs)
-        buffers, momentum = norm._buffers, norm.momentum
-        kept = [(name, buffers[name]) for name in STATISTICS]
-        mean, variance = self.stand_ins or map(torch.zeros_like, _running_averages(norm))
+        settings = vars(self.norm)  # to set an attribute of a module takes as long as to normalise
+        buffers, momentum = settings["_buffers"], settings["momentum"]
+        kept = {name: buffers[name] for name in STATISTICS}
+        mean, variance = self.stand_ins or map(torch.zeros_like, _running_averages(self.norm))
         self.stand_ins = None
         # PyTorch's own forward only counts with it, which the commit does for all calls at once.
-        count = torch.zeros_like(kept[2][1]) if self._has_own_forward and kept[2][1] is not None else None
+        counted = kept["num_batches_tracked"] if self._has_own_forward else None
+        count = None if counted is None else torch.zeros_like(counted)
         buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=count)
-        norm.momentum = 1.0
+        settings["momentum"] = 1.0
         try:
             if self._has_own_forward:
                 with _NormalisedInput(mean) as seen:
@@ -96,7 +97,7 @@ class NormCallRecorder:
                 x = args[0] if args else kwargs["input"]
         finally:
             buffers.update(kept)
-            norm.momentum = momentum
+            settings["momentum"] = momentum
         if self.take is not None:
             x = x.local.contiguous() if isinstance(x, ShardedValue) else x  # as the norm on a part has seen it
             self.take(self._call_of(x.detach(), mean, variance))
@@ -258,8 +259,9 @@ def _dims_in_memory_order(x: Tensor) -> list[int]:
 
 def _running_averages(norm: NormBase) -> tuple[Tensor, Tensor]:
     """The buffers of a norm that keeps statistics: mean and variance."""
-    assert norm.running_mean is not None and norm.running_var is not None
-    return norm.running_mean, norm.running_var
+    mean, variance = norm._buffers["running_mean"], norm._buffers["running_var"]
+    assert mean is not None and variance is not None
+    return mean, variance
 
 
 class _Rule(NamedTuple):
