@@ -258,12 +258,15 @@ class GradientReduction(ABC):
         into: list[Tensor] = []
         added: list[Tensor] = []
 
-        def add(left: Tensor, right: Tensor) -> Tensor:
-            into.append(left)
-            added.append(right)
-            return left
+        def add(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+            for x, y in zip(left, right, strict=True):
+                if x is not None and y is not None:
+                    into.append(x)
+                    added.append(y)
+            return [y if x is None else x for x, y in zip(left, right, strict=True)]
 
-        totals = [fold_tree({node: row[i] for node, row in rows.items()}, (0, self.block_count), add) for i in indices]
+        sums = {node: [row[index] for index in indices] for node, row in rows.items()}
+        totals = fold_tree(sums, (0, self.block_count), add) or [None] * len(indices)
         if into:
             add_all(into, added)
         for index, total in zip(indices, totals, strict=True):
