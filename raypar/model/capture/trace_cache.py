@@ -95,11 +95,13 @@ class _Answer:
 
     def is_for(self, fields: Mapping[str, Tensor], *, training: bool) -> bool:
         """Whether this is the answer for these very tensors."""
-        return (
-            training == self.training
-            and fields.keys() == self.batch.keys()
-            and all(self.batch[name][0]() is t and self.batch[name][1] == t._version for name, t in fields.items())
-        )
+        if training != self.training or fields.keys() != self.batch.keys():
+            return False
+        for name, value in fields.items():  # asked for every layer
+            tensor, version = self.batch[name]
+            if tensor() is not value or version != value._version:
+                return False
+        return True
 
 
 class TraceCache:
@@ -201,7 +203,8 @@ class TraceCache:
 
         Raises `ModelError` for a forward that cannot be captured, or whose layers do not fit those of the first trace.
         """
-        fields = {name: as_layers_read(value, self.rounded_to) for name, value in fields.items()}
+        if self.rounded_to is not None:
+            fields = {name: as_layers_read(value, self.rounded_to) for name, value in fields.items()}
         with self._lock:
             if self._last is not None and self._last.is_for(fields, training=training):
                 return self._last.found

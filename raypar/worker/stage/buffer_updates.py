@@ -129,13 +129,16 @@ class BufferUpdates:
                 del (found if other > microbatch else update.written)[path]
         return found
 
-    @contextlib.contextmanager
-    def refusing(self) -> Iterator[None]:
+    def refusing(self) -> contextlib.AbstractContextManager[None]:
         """Context of a backward pass, in which activation checkpointing may run forward again: it may write no buffer but
         running statistics.
 
         Raises `UserCodeError` if it does: what the first forward began with is not known for the parts that run again.
         """
+        return self._refusing() if self._written else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
         with self._copies([self._writable[path] for path in sorted(self._written)]) as found:
             yield
         if found:

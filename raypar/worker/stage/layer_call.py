@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor
@@ -163,10 +164,11 @@ class LayerCall:
 
     def _call(self, forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> object:
         seeded, number = self.calls[forward_pass.training], forward_pass.seeds[self.layer.name]
+        function = weights.module if forward_pass.saved is None else partial(forward_pass.call, weights.module)
         if self._updates is None or not forward_pass.training:
-            return seeded(number, forward_pass.call, weights.module, *inputs)
+            return seeded(number, function, *inputs)
         with self._updates.recording(forward_pass.microbatch, counts=forward_pass.is_first):
-            return seeded(number, forward_pass.call, weights.module, *inputs)
+            return seeded(number, function, *inputs)
 
     def _error(
         self, forward_pass: PassContext, inputs: Sequence[Tensor], versions: Sequence[int], error: BaseException

@@ -77,16 +77,16 @@ class NormCallRecorder:
         """The norm's forward. Raises what that raises, and `UserCodeError` for a forward of its own that cannot be followed."""
         if not self.changes_averages:
             return self._forward(*args, **kwargs)
-        settings = vars(self.norm)  # to set an attribute of a module takes as long as to normalise
-        buffers, momentum = settings["_buffers"], settings["momentum"]
+        norm = self.norm
+        buffers, momentum = norm._buffers, norm.momentum
         kept = {name: buffers[name] for name in STATISTICS}
-        mean, variance = self.stand_ins or map(torch.zeros_like, _running_averages(self.norm))
+        mean, variance = self.stand_ins or map(torch.zeros_like, _running_averages(norm))
         self.stand_ins = None
         # PyTorch's own forward only counts with it, which the commit does for all calls at once.
         counted = kept["num_batches_tracked"] if self._has_own_forward else None
         count = None if counted is None else torch.zeros_like(counted)
         buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=count)
-        settings["momentum"] = 1.0
+        object.__setattr__(norm, "momentum", 1.0)  # a module's own setter takes as long as it does to normalise
         try:
             if self._has_own_forward:
                 with _NormalisedInput(mean) as seen:
@@ -97,7 +97,7 @@ class NormCallRecorder:
                 x = args[0] if args else kwargs["input"]
         finally:
             buffers.update(kept)
-            settings["momentum"] = momentum
+            object.__setattr__(norm, "momentum", momentum)
         if self.take is not None:
             x = x.local.contiguous() if isinstance(x, ShardedValue) else x  # as the norm on a part has seen it
             self.take(self._call_of(x.detach(), mean, variance))

@@ -250,19 +250,29 @@ class StepCommit:
         settled: dict[ShardOfStage, dict[str, Tensor | None]] = {}
         for stage in sorted(self.stages):
             gradients: dict[str, Tensor | None] = {}
-            for name in self.stages[stage].parameters:
-                uses: list[Tensor | None] = []
-                stage_index, number = stage
-                for other in tied[name].stages if name in tied else (stage_index,):
-                    src = other, number
-                    if src in self.stages:
-                        uses += [reduced[src][i] for i in self._uses_of(src, name)]
-                    else:
-                        uses += self._exchange.received_gradients.get((name, *src), ())
-                dtype = self.stages[stage].parameters[name].dtype
+            own, places = reduced[stage], self._places[stage]
+            for name, parameter in self.stages[stage].parameters.items():
+                if name not in tied:
+                    uses = [own[place] for place in places.get(name, ())]
+                else:
+                    uses = self._uses_in_stages(tied[name].stages, stage[1], name, reduced)
+                dtype = parameter.dtype
                 gradients[name] = fold_gradients([None if use is None else use.to(dtype) for use in uses[::-1]])
             settled[stage] = gradients
         return settled
+
+    def _uses_in_stages(
+        self, stages: Sequence[int], number: int, tie: str, reduced: Mapping[ShardOfStage, Sequence[Tensor | None]]
+    ) -> list[Tensor | None]:
+        """The gradients of a tied parameter's uses in all its stages, here and elsewhere. `number`: of the virtual shard."""
+        uses: list[Tensor | None] = []
+        for stage in stages:
+            src = stage, number
+            if src in self.stages:
+                uses += [reduced[src][i] for i in self._uses_of(src, tie)]
+            else:
+                uses += self._exchange.received_gradients.get((tie, *src), ())
+        return uses
 
     def _widen(self, stage: Stage, uses: list[Tensor | None]) -> None:
         """Convert reduced gradients that are summed in a lower precision than their parameters', in place, and drop the sums
