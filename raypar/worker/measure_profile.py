@@ -43,6 +43,7 @@ from raypar.worker.data.sample_order import SampleOrder
 from raypar.worker.data.stream_loader import read_stream_microbatches
 from raypar.worker.data.trial_batches_of_padded_lengths import lengthened
 from raypar.worker.data.user_dataset import is_stream, make_dataset
+from raypar.worker.kept_predictions import Prediction
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.layer_precisions import gradient_dtype_of, parameter_dtype_of
 from raypar.worker.measure_kept_storages import (
@@ -272,7 +273,7 @@ def _profile_layer(
         lambda: split.backward_weight(0),
     )
     in_parts_ms, in_parts_keep = None, None
-    if spec.virtual_shards > 1:
+    if spec.virtual_shards > 1 and not isinstance(spec.loss.function, Prediction):  # that one reads whole outputs
         parts = layer_in_parts(spec, graph, routing, index, held)
         in_parts_ms = sum(
             measure_median_ms(lambda: forward_first_microbatch(parts, received, fields), lambda: parts.backward(0, gradients))

@@ -11,8 +11,10 @@ from helpers.shard_grid import Cell, check_plan, run
 from helpers.virtual_shards import divided
 
 from raypar.errors import PlanError
+from raypar.job import LossConfig
 from raypar.plan import ParallelPlan
 from raypar.plan.stage_connections import check_ties_are_cut_alike
+from raypar.worker.kept_predictions import Prediction
 from raypar.worker.measure_profile import profile_job
 
 GPT = Cell("shallow gpt", "1f1b", (), (), 4, dtype="float32")
@@ -83,3 +85,9 @@ def test_the_planner_measures_what_all_virtual_shards_of_a_layer_take_and_keep()
     assert 1.5 < kept["block0"] == kept["block1"] < (4 * 10 + 24) / 34
     whole = profile_job(GPT.job, workers=1, graph=GPT.graph)
     assert whole.price_of_virtual_shards is None and whole.layers[1].in_parts_keep is None
+
+
+def test_a_run_that_predicts_does_not_measure_parts():
+    spec = GPT.job.replace(virtual_shards=4, loss=LossConfig(function=Prediction()))
+    profile = profile_job(spec, workers=1, graph=GPT.graph, shards={4})
+    assert profile.layers[0].forward_ms and profile.price_of_virtual_shards is None
