@@ -1,0 +1,194 @@
+"""Which products of a convolution keep their bits when it is cut over shards.
+
+`python jobs/bench/convolution_bits.py [--page FILE]`, half a minute.
+Each of 20 shapes, contiguous and channels_last, is cut into 2, 3 and 4 parts: by output channels at multiples of 16, by output
+channels elsewhere, by input channels. Output, gradient of the input and gradient of the weight, in float32 on one thread, are
+compared with those of the whole layer: slices with its slices, a sum (over the tree) with the whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from harness import ROOT, page, table
+from torch import Tensor, nn
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from helpers.same_shards import over_shards
+
+SPLITS = ("output channels at multiples of 16", "output channels elsewhere", "input channels")
+PRODUCTS = ("output", "input gradient", "weight gradient")
+SUMMED = {SPLITS[0]: PRODUCTS[1], SPLITS[1]: PRODUCTS[1], SPLITS[2]: PRODUCTS[0]}
+"""Split -> the product that is a sum over shards."""
+PARTS = (2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A convolution and its input."""
+
+    given: int
+    made: int
+    kernel: int | tuple[int, int]
+    size: int
+    batch: int = 8
+    stride: int = 1
+    dilation: int = 1
+    transposed: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The kernel, as the table names it."""
+        height, width = (self.kernel, self.kernel) if isinstance(self.kernel, int) else self.kernel
+        more = f", stride {self.stride}" * (self.stride > 1) + f", dilation {self.dilation}" * (self.dilation > 1)
+        return f"{height}x{width}{more}" + ", transposed" * self.transposed
+
+    def layer(self) -> nn.Conv2d | nn.ConvTranspose2d:
+        """The whole layer, without a bias, padded so that a stride of 1 keeps the size."""
+        sizes = (self.kernel, self.kernel) if isinstance(self.kernel, int) else self.kernel
+        padding = tuple(self.dilation * (each - 1) // 2 for each in sizes)
+        kind = nn.ConvTranspose2d if self.transposed else nn.Conv2d
+        return kind(self.given, self.made, sizes, stride=self.stride, padding=padding, dilation=self.dilation, bias=False)  # type: ignore[arg-type]
+
+
+SHAPES = (
+    Shape(64, 64, 1, 16),
+    Shape(64, 256, 1, 14),
+    Shape(256, 64, 1, 14),
+    Shape(128, 512, 1, 7, stride=2),
+    Shape(64, 64, 3, 16),
+    Shape(64, 128, 3, 14),
+    Shape(128, 128, 3, 14),
+    Shape(256, 256, 3, 7),
+    Shape(512, 512, 3, 7, batch=2),
+    Shape(96, 96, 3, 13),
+    Shape(64, 128, 3, 15, stride=2),
+    Shape(128, 128, 3, 14, dilation=2),
+    Shape(64, 96, 5, 14),
+    Shape(64, 64, 5, 16, batch=1),
+    Shape(64, 64, 7, 16, stride=2),
+    Shape(128, 192, (1, 7), 17),
+    Shape(128, 192, (7, 1), 17),
+    Shape(96, 128, (3, 1), 17),
+    Shape(128, 64, 3, 14, transposed=True),
+    Shape(64, 64, 2, 8, stride=2, transposed=True),
+)
+
+
+def products(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, gradient of the input, gradient of the weight)."""
+    leaf = x.detach().requires_grad_()
+    made = layer(leaf)
+    made.backward(gradient)
+    assert leaf.grad is not None and isinstance(layer.weight, nn.Parameter) and layer.weight.grad is not None
+    return made.detach(), leaf.grad, layer.weight.grad
+
+
+def bounds(split: str, channels: int, parts: int) -> list[int] | None:
+    """Where the channels are cut; None where they cannot be cut so."""
+    if split == SPLITS[0]:
+        found = [16 * (i * (channels // 16) // parts) for i in range(parts)] + [channels]
+        return found if channels >= 16 * parts else None
+    if split == SPLITS[1]:
+        return [0, *(i * channels // parts + (5 if i * channels // parts % 16 == 0 else 0) for i in range(1, parts)), channels]
+    return [i * channels // parts for i in range(parts + 1)]
+
+
+def part_of(whole: nn.Conv2d | nn.ConvTranspose2d, shape: Shape, dim: int, start: int, stop: int) -> nn.Module:
+    """The layer with a slice of its weight, in memory of its own, as a shard has it."""
+    made = shape.layer()
+    part = whole.weight.detach().narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+    made.weight = nn.Parameter(part)
+    return made
+
+
+def compare(shape: Shape, split: str, parts: int, memory: torch.memory_format) -> Iterator[tuple[str, bool]]:
+    """(product, whether it has the bits of the whole layer); nothing where the shape cannot be cut so."""
+    by_input = split == SPLITS[2]
+    cut = bounds(split, shape.given if by_input else shape.made, parts)
+    if cut is None:
+        return
+    torch.manual_seed(0)
+    layer = shape.layer()
+    x = torch.randn(shape.batch, shape.given, shape.size, shape.size).to(memory_format=memory)
+    with torch.no_grad():
+        out = layer(x)
+    gradient = torch.randn(out.shape).to(memory_format=memory)
+    want = products(layer, x, gradient)
+    dim = int(by_input != shape.transposed)
+    found = []
+    for start, stop in itertools.pairwise(cut):
+        each = part_of(layer, shape, dim, start, stop)
+        own_x = x[:, start:stop].contiguous(memory_format=memory) if by_input else x
+        own_gradient = gradient if by_input else gradient[:, start:stop].contiguous(memory_format=memory)
+        found.append(products(each, own_x, own_gradient))
+    for number, product in enumerate(PRODUCTS):
+        pieces = [made[number] for made in found]
+        joined = over_shards(pieces) if product == SUMMED[split] else torch.cat(pieces, dim if number == 2 else 1)
+        yield product, torch.equal(joined, want[number])
+
+
+def count(shapes: Sequence[Shape], formats: Sequence[torch.memory_format]) -> Counter[tuple[str, str, str, str, bool]]:
+    """How often (split, kernel, memory format, product) had the bits of the whole layer, and how often not."""
+    found: Counter[tuple[str, str, str, str, bool]] = Counter()
+    for shape in shapes:
+        for memory in formats:
+            for split in SPLITS:
+                for parts in PARTS:
+                    for product, equal in compare(shape, split, parts, memory):
+                        found[split, shape.kind, str(memory).removeprefix("torch."), product, equal] += 1
+        print(".", end="", flush=True, file=sys.stderr)
+    return found
+
+
+def tables(found: Counter[tuple[str, str, str, str, bool]]) -> str:
+    """A table over all, then one by kernel: equal / compared."""
+
+    def cell(split: str, product: str, **only: str) -> str:
+        chosen = [
+            (equal, number)
+            for (s, kernel, memory, p, equal), number in found.items()
+            if (s, p) == (split, product) and only.get("kernel", kernel) == kernel and only.get("memory", memory) == memory
+        ]
+        tried = sum(number for _, number in chosen)
+        text = f"{sum(number for equal, number in chosen if equal)}/{tried}" if tried else ""
+        return f"sum: {text}" if text and SUMMED[split] == product else text
+
+    formats, kernels = (list(dict.fromkeys(key[place] for key in found)) for place in (2, 1))
+    overall = [[split, *(cell(split, product) for product in PRODUCTS)] for split in SPLITS]
+    by_format = [[f"{split}, {m}", *(cell(split, p, memory=m) for p in PRODUCTS)] for split in SPLITS for m in formats]
+    by_kernel = [[k, split, *(cell(split, p, kernel=k) for p in PRODUCTS)] for k in kernels for split in SPLITS]
+    head = ["cut by", *PRODUCTS]
+    return "\n\n".join((table(head, overall + by_format), table(["kernel", *head], by_kernel)))
+
+
+NOTE = """Equal / compared; *sum*: the product that is added over the shards, by the tree. The contract promises
+the pieces' bits only: a sharded run has those of the same shards in one process on the same kind of processor (rule
+11 of raypar/NUMERICS.md), not those of whole layers. What is equal here is so by the kernels that this processor and
+this build choose."""
+
+
+def main() -> None:
+    """Print the tables, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--page", type=Path, help="also write a results page")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    body = tables(count(SHAPES, (torch.contiguous_format, torch.channels_last)))
+    print(body)
+    if given.page:
+        command = f"python jobs/bench/convolution_bits.py --page {given.page}"
+        question = "Which products of a convolution keep their bits on shards by channels"
+        given.page.write_text(page(question, command, f"{NOTE}\n\n{body}"))
+
+
+if __name__ == "__main__":
+    main()
