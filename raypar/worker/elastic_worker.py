@@ -24,7 +24,7 @@ from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import after_steps
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.required_communicators import device_to_device_rank_pairs
-from raypar.worker.stage.stage_shards import ShardOfStage
+from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
 from raypar.worker.state.mirror import Mirror
 from raypar.worker.state.parameter_state import (
     WHOLE,

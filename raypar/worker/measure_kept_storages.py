@@ -15,7 +15,7 @@ from raypar.planner.model_profile import BATCH, KeptStorages, LayerStorages, Rea
 from raypar.schedule.instructions import ACTIVATIONS
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_coordinate_in_errors import refuses_saved_tensor_hooks
-from raypar.worker.stage.stage_shards import ComputesMicrobatches, StageShards
+from raypar.worker.stage.stage_in_virtual_shards import ComputesMicrobatches, StageInVirtualShards
 
 
 def forward_first_microbatch(
@@ -31,7 +31,9 @@ def random_gradients(outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     return {name: torch.randn_like(v) if v.is_floating_point() else None for name, v in outputs.items()}
 
 
-def kept_in_parts(whole: Stage, parts: StageShards, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> float:
+def kept_in_parts(
+    whole: Stage, parts: StageInVirtualShards, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]
+) -> float:
     """What all virtual shards of a layer keep for the backward of a microbatch, of what the whole layer keeps: each keeps what
     no style cuts. Their number is the answer where a layer's memory cannot be seen."""
     try:

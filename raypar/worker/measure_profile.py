@@ -57,8 +57,8 @@ from raypar.worker.process.thread_activity import thread_cpu_wait_s
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.loss import make_loss_function
 from raypar.worker.stage.stage import HandedBack, Stage
+from raypar.worker.stage.stage_in_virtual_shards import StageInVirtualShards
 from raypar.worker.stage.stage_shard import StageShard
-from raypar.worker.stage.stage_shards import StageShards
 from raypar.worker.stage_builder import build_stage
 from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer
 from raypar.worker.step.optimizer_state import read_optimizer_state
@@ -303,7 +303,9 @@ def _profile_layer(
     )
 
 
-def layer_in_parts(spec: Job, graph: Graph, routing: MicrobatchRouting, index: int, held: Mapping[str, Tensor]) -> StageShards:
+def layer_in_parts(
+    spec: Job, graph: Graph, routing: MicrobatchRouting, index: int, held: Mapping[str, Tensor]
+) -> StageInVirtualShards:
     """All virtual shards of one layer, on one worker. `held`: its whole tensors."""
     count, loss = spec.virtual_shards, make_loss_function(spec.loss)
     layout = compute_shard_layout(graph, count, dict(spec.styles))
@@ -328,7 +330,7 @@ def layer_in_parts(spec: Job, graph: Graph, routing: MicrobatchRouting, index: i
             )
         )
         parts[-1].coordinate.is_profiling = True
-    return StageShards(parts, generators, None)
+    return StageInVirtualShards(parts, generators, None)
 
 
 def _state_bytes(spec: Job, stage: Stage, optimizer: dict[str, int]) -> BytesByTensor:

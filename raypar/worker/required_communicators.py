@@ -23,7 +23,7 @@ from raypar.plan.pieces import MAX_DIRECT, AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Communication
 from raypar.schedule.program_assignment import ProgramAssignment
-from raypar.worker.stage.stage_shards import reduction_channel
+from raypar.worker.stage.stage_in_virtual_shards import reduction_channel
 from raypar.worker.step.tied_gradients import tied_gradient_transfers
 
 

@@ -50,8 +50,8 @@ from raypar.worker.stage.precision import StagePrecision
 from raypar.worker.stage.recomputation import StageRecomputation
 from raypar.worker.stage.stage import Stage, StageLayer, StageValues
 from raypar.worker.stage.stage_coordinate_in_errors import SamplesOfPasses, StageCoordinate
+from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage, reduction_channel
 from raypar.worker.stage.stage_shard import StageShard
-from raypar.worker.stage.stage_shards import ShardOfStage, reduction_channel
 from raypar.worker.step.learning_rates import LearningRates
 from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer, select_owned_parameters
 from raypar.worker.step.step_commit import AnyGradientReduction, StepCommit

@@ -55,7 +55,7 @@ from raypar.worker.process.memory_in_use import memory_in_use
 from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage
-from raypar.worker.stage.stage_shards import ComputesMicrobatches, ShardOfStage, StageShards
+from raypar.worker.stage.stage_in_virtual_shards import ComputesMicrobatches, ShardOfStage, StageInVirtualShards
 from raypar.worker.stage_builder import StageBuilder
 from raypar.worker.state.checkpoint_snapshot import CheckpointWriter, restore_from_checkpoint, take_snapshot
 from raypar.worker.step.interpreter import Interpreter, StageLinks
@@ -436,7 +436,10 @@ class WorkerCore:
         found: dict[int, list[Stage]] = {}
         for (index, _), stage in self.stages.items():
             found.setdefault(index, []).append(stage)
-        return {i: of[0] if len(of) == 1 else StageShards(of, self.generators, self.step_timeout_s) for i, of in found.items()}
+        return {
+            i: of[0] if len(of) == 1 else StageInVirtualShards(of, self.generators, self.step_timeout_s)
+            for i, of in found.items()
+        }
 
     def _make_validation_loader(
         self, batching: Microbatches, own: list[int], *, reads_all_fields: bool

@@ -32,7 +32,7 @@ from raypar.worker.checkpoint.manifest import ALL_PARAMETERS, EncodedTensor
 from raypar.worker.checkpoint.state_key import ATTRIBUTE, BUFFER, CACHE, GROUP, OPTIMIZER, PARAMETER, StateKey, optimizer_key
 from raypar.worker.pretrained.frozen_values import read_frozen_values
 from raypar.worker.stage.stage import Stage
-from raypar.worker.stage.stage_shards import ShardOfStage
+from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
 from raypar.worker.state.parameter_state import tensor_in
 from raypar.worker.step.optimizer_state import OptimizerState, Value, read_optimizer_state, write_optimizer_state
 

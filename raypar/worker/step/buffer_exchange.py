@@ -22,7 +22,7 @@ from raypar.comm.transport import Handle, Transport
 from raypar.worker.stage.buffer_updates import BufferUpdate
 from raypar.worker.stage.running_statistics import NormCall
 from raypar.worker.stage.stage import Stage
-from raypar.worker.stage.stage_shards import ShardOfStage
+from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
 from raypar.worker.step.message_tags import buffers_tag
 
 _LENGTH_BYTES = 8

@@ -49,7 +49,7 @@ from raypar.schedule.instructions import (
 )
 from raypar.worker.data.microbatch_loader import BatchSource
 from raypar.worker.stage.stage import Batch, HandedBack
-from raypar.worker.stage.stage_shards import ComputesMicrobatches
+from raypar.worker.stage.stage_in_virtual_shards import ComputesMicrobatches
 from raypar.worker.step.gradient_bundles import (
     add_gradient,
     bundle_of_gradients,

@@ -42,7 +42,7 @@ from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, read_together, square_gradients
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage, fold_gradients
-from raypar.worker.stage.stage_shards import ShardOfStage, reduction_channel
+from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage, reduction_channel
 from raypar.worker.step.buffer_exchange import BufferExchange
 from raypar.worker.step.learning_rates import LearningRates
 from raypar.worker.step.tied_gradients import TiedGradientExchange

@@ -20,7 +20,7 @@ from raypar.model.tensor_parallel.autograd_collectives import select_ranges
 from raypar.plan import MicrobatchRouting, ParallelPlan, TiedParameter
 from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_ranges, positions_of_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.worker.stage.stage_shards import ShardOfStage
+from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
 from raypar.worker.step.message_tags import tie_tag
 
 Uses = Callable[[ShardOfStage, str], Sequence[Tensor | None]]

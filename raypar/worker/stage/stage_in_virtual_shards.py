@@ -68,7 +68,7 @@ class ComputesMicrobatches(Protocol):
         """See `Stage`."""
 
 
-class StageShards:
+class StageInVirtualShards:
     """Several virtual shards of a stage, each a `Stage` with its own slices.
 
     Values between stages are whole and equal on all of them, so they are taken from the first.
