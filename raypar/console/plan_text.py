@@ -36,9 +36,7 @@ def plan_as_text(found: dict[str, Any]) -> str:
                 str(worker["rank"]),
                 " + ".join(",".join(map(str, role["stages"])) for role in worker["roles"]),
                 " + ".join(str(role["replica"]) for role in worker["roles"]),
-                " + ".join(f"{r['shard']} of {r['shards']}" if r["shards"] > 1 else "whole" for r in worker["roles"])
-                if any(role["shards"] > 1 for role in worker["roles"])
-                else "",
+                " + ".join(map(shard_text, worker["roles"])) if any(map(is_cut, worker["roles"])) else "",
                 layers,
                 f"{worker['parameters']:,}",
                 f"{worker['parameter_bytes'] / 2**20:.1f}",
@@ -46,7 +44,7 @@ def plan_as_text(found: dict[str, Any]) -> str:
                 memory,
             )
         )
-    if all(role["shards"] == 1 for worker in workers for role in worker["roles"]):
+    if not any(is_cut(role) for worker in workers for role in worker["roles"]):
         rows = [row[:3] + row[4:] for row in rows]
     lines += align_columns(rows)
     if found.get("cut"):
@@ -74,6 +72,18 @@ def plan_as_text(found: dict[str, Any]) -> str:
         lines += [*virtual_shards_lines(found), *branch_lines(found)]
         lines += ["", *memory_sheet_lines(found)]
     return "\n".join(lines)
+
+
+def is_cut(role: Mapping[str, Any]) -> bool:
+    """Whether the layers of a role are cut into parts."""
+    return role["shards"] > 1 or len(role["virtual_shards"]) > 1
+
+
+def shard_text(role: Mapping[str, Any]) -> str:
+    """Which shard a role is: `1 of 2`, with several virtual shards `1 of 2: 2 to 3`."""
+    parts = role["virtual_shards"]
+    shard = f"{role['shard']} of {role['shards']}" if is_cut(role) else "whole"
+    return f"{shard}: {parts[0]} to {parts[-1]}" if len(parts) > 1 else shard
 
 
 def virtual_shards_lines(found: dict[str, Any]) -> list[str]:

@@ -217,5 +217,7 @@ def test_the_price_of_virtual_shards_is_told_where_it_was_measured():
     found = plan_as_dict(plan, "1f1b", Microbatches(8), SIZES, timed)
     assert found["virtual_shards"] == 4 and found["price_of_virtual_shards"] == 1.5
     told = "virtual shards: a worker that computes all 4 takes 1.50 times as long for a microbatch as with whole layers"
-    assert told in plan_as_text(found | {"cut": {}, "whole_on_every_shard": {}})
+    text = plan_as_text(found | {"cut": {}, "whole_on_every_shard": {}})
+    (row,) = [line for line in text.splitlines() if line.startswith("0 ")]
+    assert told in text and "0 of 1: 0 to 3" in row and found["workers"][0]["virtual_shards"] == [0, 1, 2, 3]
     assert "virtual shards" not in plan_as_text(plan_as_dict(plan, "1f1b", Microbatches(8), SIZES, PROFILE)).partition("\n")[2]
