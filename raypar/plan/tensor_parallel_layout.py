@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from raypar.plan.shard_ranges import TensorCut, count_indices
+from raypar.plan.shard_ranges import IndexRanges, TensorCut, count_indices, even_ranges_by_shard, scale_ranges
 
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
@@ -71,8 +71,11 @@ class TensorParallelLayout:
     costs: Mapping[str, tuple[ShardWorkShare, ...]] = field(default_factory=dict)
     """Qualified module name -> by shard, its share of the layer."""
     values_in_parts: Mapping[str, int] | None = field(default_factory=dict)
-    """Value between layers that is split evenly over the shards -> the dim of the split. It holds for every plan, also if a
-    stage ends there and the value is sent whole. None: not yet known (`find_split_values_between_layers`)."""
+    """Value between layers that is split over the shards, evenly but for `uneven_values` -> the dim of the split. It holds for
+    every plan, also if a stage ends there and the value is sent whole. None: not yet known
+    (`find_split_values_between_layers`)."""
+    uneven_values: Mapping[str, TensorCut] = field(default_factory=dict)
+    """Those of `values_in_parts` that are split in other parts than even ones (flattened channels, units of a style) -> how."""
 
     def operations(self, *, sequence: bool) -> frozenset[CollectiveName]:
         """The kinds of collectives that the layers run over shards; `sequence`: under sequence parallelism."""
@@ -86,6 +89,23 @@ class TensorParallelLayout:
         """Number of elements that a shard holds of a parameter with so many `elements`."""
         cut = self.cuts.get(name)
         return elements if cut is None else elements // cut.whole_size * count_indices(cut.indices_by_shard[shard])
+
+    def parts_of_value(self, name: str, size: int) -> tuple[IndexRanges, ...]:
+        """By shard: its indices of the split dim, `size` long, of a value between layers."""
+        cut = self.uneven_values.get(name)
+        return even_ranges_by_shard(size, self.shards) if cut is None else cut.indices_by_shard
+
+    def parts_like(self, part: IndexRanges, size: int, shard: int) -> tuple[IndexRanges, ...] | None:
+        """By shard: the runs of a dim, `size` long, of which this shard has `part`: even ones, or those of a parameter's cut of
+        which each index has become several. None if there are none."""
+        even = even_ranges_by_shard(size, self.shards)
+        if part == even[shard]:
+            return even
+        for cut in self.cuts.values():
+            runs = tuple(scale_ranges(ranges, size // cut.whole_size) for ranges in cut.indices_by_shard)
+            if size % cut.whole_size == 0 and runs[shard] == part and all(len(ranges) == 1 for ranges in runs):
+                return runs
+        return None
 
 
 def shard_slice_shape(cut: TensorCut, shape: Sequence[int], shard: int) -> tuple[int, ...]:

@@ -324,6 +324,64 @@ def test_a_captured_network_has_the_numbers_of_the_whole_one(shards: int):
             assert error(got, shard_slice_of(layout, name, wanted[name][0], shard)) <= TOLERANCE, name
 
 
+class Uneven(nn.Module):
+    """Five groups of channels, which neither two nor three shards share evenly, and their flattened pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.grouped = nn.Conv2d(3, 20, 3), nn.Conv2d(20, 10, 3, groups=5)
+        self.norm, self.flat, self.dense = nn.BatchNorm2d(10), nn.Flatten(1), nn.Linear(160, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense(self.flat(self.norm(self.grouped(self.first(x)).relu())))
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("shards", SHARDS)
+def test_values_between_layers_may_be_in_uneven_parts(shards: int):
+    job = job_of(Uneven, {"first": "column:5", "grouped": "groups", "dense": "row:5"}, steps=1)
+    layers = len(make_layer_graph(job).layers)
+    wanted = by_slice(steps_of(job, ParallelPlan.mesh(tp=shards, layers=layers)))
+    check_same(steps_of(job, ParallelPlan.mesh(tp=shards, pp=4, layers=layers)), wanted)
+    whole = steps_of(job, ParallelPlan.mesh(layers=layers))
+    assert torch.allclose(wanted["norm.running_var"][0], whole.buffers()["norm.running_var"][0], rtol=1e-5)
+    for name, copies in wanted.items():
+        if name in whole.parameters() and len(copies) == shards:
+            layout = compute_shard_layout(make_layer_graph(job), shards, dict(job.styles))
+            for shard, got in enumerate(copies):
+                want = shard_slice_of(layout, name, whole.parameters()[name][0], shard)
+                assert torch.allclose(got, want, rtol=1e-4, atol=1e-6), name
+
+
+class Joined(nn.Module):
+    """Two convolutions side by side, joined; slopes, dropout and weights by channel (squeeze and excitation)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(4, 6, 1), nn.Conv2d(12, 4, 1)
+        self.act, self.drop = nn.PReLU(12), nn.Dropout2d(0.3)
+        self.squeeze, self.excite = nn.Conv2d(12, 5, 1), nn.Conv2d(5, 12, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.act(torch.cat([self.a(x), self.b(x)], 1)))
+        by_channel = torch.sigmoid(self.excite(torch.relu(self.squeeze(h.mean((2, 3), keepdim=True)))))
+        return x + self.c(nn.functional.interpolate(h * by_channel, scale_factor=2.0)[..., ::2, ::2])
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("shards", SHARDS)
+def test_joined_channels_and_weights_by_channel_have_the_numbers_of_the_whole_layers(shards: int):
+    styles = {"a": "column", "b": "column", "squeeze": "row/2", "excite": "column/2", "c": "row/2"}
+    check(
+        lambda: nn.Sequential(OrderedDict([("net", Joined())])),
+        squares,
+        numbers(3, 4, 6, 5),
+        torch.zeros(1),
+        shards,
+        styles={f"net.{name}": style for name, style in styles.items()},
+    )
+
+
 # -- what is refused -----------------------------------------------------------------------------------------------------------
 
 

@@ -125,8 +125,8 @@ class _SplitContext(AutogradContext):
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _SplitContext, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
-        ctx.dim, ctx.held, ctx.group = dim, even_ranges_by_shard(x.shape[dim], group.size), group
+    def forward(ctx: _SplitContext, x: Tensor, dim: int, group: ShardGroup, held: Sequence[IndexRanges]) -> Tensor:
+        ctx.dim, ctx.held, ctx.group = dim, held, group
         ctx.set_materialize_grads(False)
         return aligned_contiguous(select_ranges(x, dim, ctx.held[group.shard]))
 
@@ -135,8 +135,8 @@ class _Split(torch.autograd.Function):
     def backward(ctx: _SplitContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
-            return None, None, None
-        return ctx.group.gather_and_concat(gradient, ctx.dim, ctx.held, "the parts of a value's gradient"), None, None
+            return None, None, None, None
+        return ctx.group.gather_and_concat(gradient, ctx.dim, ctx.held, "the parts of a value's gradient"), None, None, None
 
 
 class _ScatterContext(AutogradContext):
@@ -185,9 +185,13 @@ def reduce_scatter_to_shards(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
     return _Scatter.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def scatter_to_shards(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
-    """This shard's even part, along `dim`, of a value that all shards hold whole; the gradients of the parts are gathered."""
-    return _Split.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+def scatter_to_shards(x: Tensor, dim: int, group: ShardGroup, held: Sequence[IndexRanges] | None = None) -> Tensor:
+    """This shard's part, along `dim`, of a value that all shards hold whole; the gradients of the parts are gathered.
+
+    `held`: by shard, its run of indices; None: even parts.
+    """
+    held = even_ranges_by_shard(x.shape[dim], group.size) if held is None else held
+    return _Split.apply(x, dim, group, held)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def as_contiguous_part(x: Tensor) -> Tensor:

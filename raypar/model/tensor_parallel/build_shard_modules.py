@@ -18,7 +18,7 @@ from raypar.model.tensor_parallel.local_part_layout import FEATURES, LocalPartLa
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, let_einops_take_parts
 from raypar.model.tensor_parallel.styles.registry import parse_style
-from raypar.plan.shard_ranges import even_ranges_by_shard
+from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
 
@@ -82,7 +82,7 @@ def build_shard_modules(
             if whole:
                 _cut_parameters(module, layer, canonical, layout, group.shard)
             module = _replace_layers(module, layer, layout, group)
-            module.forward = _LayerBoundary(module.forward, layer, group, edges, layout.values_in_parts)
+            module.forward = _LayerBoundary(module.forward, layer, group, edges, layout)
         modules[layer.name] = module
     return modules
 
@@ -152,10 +152,10 @@ class _LayerBoundary:
         layer: Layer,
         group: ShardGroup,
         edges: _StageEdges,
-        values_in_parts: Mapping[str, int] | None,
+        layout: TensorParallelLayout,
     ) -> None:
         self._forward, self._layer, self._group, self._edges = forward, layer, group, edges
-        self._values_in_parts = values_in_parts
+        self._layout, self._values_in_parts = layout, layout.values_in_parts
 
     def __call__(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         group = self._group
@@ -172,9 +172,9 @@ class _LayerBoundary:
             return ShardedValue(autograd_collectives.as_contiguous_part(x) if part.axis == FEATURES else x, part, group)
         dim = (self._values_in_parts or {}).get(name)
         if dim is not None and not group.sequence_parallel:
-            even = even_ranges_by_shard(x.shape[dim], group.size)[group.shard]
-            mine = autograd_collectives.scatter_to_shards(x, dim, group)
-            return ShardedValue(mine, LocalPartLayout(dim, x.shape[dim], even, FEATURES), group)
+            held = self._layout.parts_of_value(name, x.shape[dim])
+            mine = autograd_collectives.scatter_to_shards(x, dim, group, held)
+            return ShardedValue(mine, LocalPartLayout(dim, x.shape[dim], held[group.shard], FEATURES), group)
         if group.sequence_parallel and x.is_floating_point() and x.dim() == 3:
             return ShardedValue(
                 autograd_collectives.scatter_to_shards(x, 1, group),
@@ -194,22 +194,30 @@ class _LayerBoundary:
             group.output_layouts[name] = part
             return made.local
         if part.axis == FEATURES and self._layer.own_names is not None and not group.sequence_parallel:
-            even = even_ranges_by_shard(part.size, group.size)
-            known = self._values_in_parts is None or self._values_in_parts.get(name) == part.dim
-            if known and part.ranges == even[group.shard] and name not in self._edges.read_by_loss:
+            held = self._parts_of(name, part)
+            if held is not None and part.ranges == held[group.shard] and name not in self._edges.read_by_loss:
                 if name in self._edges.leaving:
-                    return autograd_collectives.gather_from_shards(made.local, part.dim, even, group)
+                    return autograd_collectives.gather_from_shards(made.local, part.dim, held, group)
                 group.value_layouts[name] = part
                 return made.local
         if not by_sequence:
             raise ModelError(
                 f"layer {self._layer.name!r} returns {name!r} {list(made.shape)} cut along dim {part.dim}",
-                cure="end what a column layer begins with a row layer, or give it the style gathered (plan.styles)",
+                cure="end what a column layer begins with a row layer, or give it the style gathered (plan.styles)"
+                + "; or set plan.sequence_parallel: false" * group.sequence_parallel,
             )
         if name in self._edges.leaving:
             return autograd_collectives.gather_from_shards(made.local, 1, even_ranges_by_shard(part.size, group.size), group)
         group.value_layouts[name] = part
         return made.local
+
+    def _parts_of(self, name: str, part: LocalPartLayout) -> tuple[IndexRanges, ...] | None:
+        """By shard, the indices that it has of a value that may stay split between layers; None if it may not."""
+        if self._values_in_parts is None:
+            return self._layout.parts_like(part.ranges, part.size, self._group.shard)
+        if self._values_in_parts.get(name) != part.dim:
+            return None
+        return self._layout.parts_of_value(name, part.size)
 
 
 def sharded_loss(

@@ -20,7 +20,7 @@ from raypar.model.tensor_parallel.library_plan import library_styles
 from raypar.model.tensor_parallel.styles.linear_styles import WholeStyle
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
-from raypar.model.tensor_parallel.try_styles import find_split_values_between_layers
+from raypar.model.tensor_parallel.try_styles import find_split_values_between_layers, with_values_in_parts
 from raypar.plan import ModelOutline
 from raypar.plan.stage_connections import LATER_USE, owner_of, parameter_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
@@ -53,7 +53,7 @@ def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, inf
         chosen |= add_styles_by_structure(graph, named, given)
     layout = layout_of_styles(graph.layers, modules, chosen, shards)
     _check_ties(graph, layout)
-    return replace(layout, values_in_parts=find_split_values_between_layers(graph, layout))
+    return with_values_in_parts(layout, find_split_values_between_layers(graph, layout))
 
 
 def make_model_outline_with_layouts(graph: Graph, shards: Iterable[int], styles: Mapping[str, str]) -> ModelOutline:

@@ -25,6 +25,7 @@ from raypar.model.tensor_parallel.meta_check import NoTransport
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
+from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
 from raypar.user_code.stop_signals import reraise_ctrl_c
@@ -55,9 +56,7 @@ def find_why_styles_fail(
             continue
         for shard in (0, shards - 1):
             try:
-                layout = replace(
-                    layout, values_in_parts=_run(graph, [(first, last)], mark_parts_unknown(layout), shard, values)
-                )
+                layout = with_values_in_parts(layout, _run(graph, [(first, last)], mark_parts_unknown(layout), shard, values))
                 if last - first > 1:  # each layer may be in a stage of its own
                     _run(graph, [(i, i + 1) for i in range(first, last)], layout, shard, values)
             except RayparError as error:
@@ -65,8 +64,8 @@ def find_why_styles_fail(
     return None
 
 
-def find_split_values_between_layers(graph: Graph, layout: TensorParallelLayout) -> dict[str, int]:
-    """Value between layers of a captured model that is split over the shards under this layout -> the dim of the split.
+def find_split_values_between_layers(graph: Graph, layout: TensorParallelLayout) -> dict[str, TensorCut]:
+    """Value between layers of a captured model that is split over the shards under this layout -> how it is split.
 
     Found by running layers on tensors without values: from each layer that has column styles and no row style, to the next one
     that has a row style. If users' code does not run that way, nothing is found, and a value that leaves its layer in parts is
@@ -78,14 +77,14 @@ def find_split_values_between_layers(graph: Graph, layout: TensorParallelLayout)
     ]
     begins = [bool({"column", "groups"} & each) and "row" not in each for each in names]
     values = recorded_values(graph) if layout.shards > 1 and any(begins) else {}
-    found: dict[str, int] = {}
-    last = 0
+    found: dict[str, TensorCut] = {}
+    last, shard = 0, layout.shards // 2  # both ends of its part say where parts end
     for first in (number for number, does in enumerate(begins) if does and values):
         if first < last:
             continue
         last = next((number + 1 for number in range(first, len(names)) if "row" in names[number]), len(names))
         try:
-            found |= _run(graph, [(first, last)], mark_parts_unknown(layout), 0, values)
+            found |= _run(graph, [(first, last)], mark_parts_unknown(layout), shard, values)
         except RayparError:
             continue  # `check_shards_on_meta` reports it
         except USER_CODE_ERRORS as error:
@@ -98,14 +97,22 @@ def mark_parts_unknown(layout: TensorParallelLayout) -> TensorParallelLayout:
     return replace(layout, values_in_parts=None)
 
 
+def with_values_in_parts(layout: TensorParallelLayout, values: Mapping[str, TensorCut]) -> TensorParallelLayout:
+    """The layout with these values split between layers."""
+    uneven = {
+        name: cut for name, cut in values.items() if cut.indices_by_shard != even_ranges_by_shard(cut.whole_size, layout.shards)
+    }
+    return replace(layout, values_in_parts={name: cut.dim for name, cut in values.items()}, uneven_values=uneven)
+
+
 def _run(
     graph: Graph, stages: Sequence[tuple[int, int]], layout: TensorParallelLayout, shard: int, values: Mapping[str, Tensor]
-) -> dict[str, int]:
-    """Run the layers as one shard does, without values. Returns: value that stays split between layers -> the dim of the split.
+) -> dict[str, TensorCut]:
+    """Run the layers as one shard does, without values. Returns: value that stays split between layers -> how it is split.
 
     Raises `ModelError` for an operation that is impossible or wrong on a part.
     """
-    found, in_parts = dict(values), dict[str, int]()
+    found, in_parts = dict(values), dict[str, TensorCut]()
     with torch.enable_grad(), meta_operations_without_dynamo(), preserve_random_state():
         for first, last in stages:
             group = ShardGroup(NoTransport(shard, layout.shards), range(layout.shards))
@@ -124,5 +131,8 @@ def _run(
                     made = modules[layer.name](*(found[name] for name in layer.inputs))
                     found.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
                 access.refuse_mixed_use()
-            in_parts |= {name: part.dim for name, part in group.value_layouts.items() if part.axis == FEATURES}
+            for name, part in group.value_layouts.items():
+                held = layout.parts_like(part.ranges, part.size, shard) if part.axis == FEATURES else None
+                if held is not None:
+                    in_parts[name] = TensorCut(part.dim, part.size, held)
     return in_parts
