@@ -77,9 +77,10 @@ messages take depends on a network. The loop has its batches ready and reads no 
 model does. A step is one of a long row; it takes what the longer of device and host takes. Ratios are the loop's step over
 raypar's; wanted is {WANTED}. *At peak*: the device reaches all of its data sheet, the host takes {HOST_US[1]:g} us. Models so
 small that the host sets the pace would be at 1 / *host*. In a loop recomputation stops at what the backward pass needs, and
-so leaves out the head's product, which raypar computes again. Sources: NVIDIA, *H100 Tensor Core GPU* data sheet; He,
-*Making Deep Learning Go Brrrr From First Principles* (2022), of times bound by compute, by memory and by the host. Shares,
-microseconds and latencies are assumptions, of which `jobs/bench/gpu.py` would tell the truth."""
+so leaves out the head's product. raypar computes it again: it drops what the loss has saved, too. Sources: NVIDIA, *H100
+Tensor Core GPU* data sheet; He, *Making Deep Learning Go Brrrr From First Principles* (2022), of times bound by compute, by
+memory and by the host. Shares, microseconds and latencies are assumptions, of which `jobs/bench/gpu.py` would tell the
+truth."""
 
 
 def step_s(asked: Sequence[Asked], gpu: Gpu, host_us: float, after_read_s: float = 0.0, steps: int = 3) -> float:
