@@ -304,6 +304,9 @@ def test_what_glue_makes_of_shapes_alone_is_made_once_and_again_when_it_was_writ
     assert torch.equal(run(), first) and ran == ["blocks.1"]
     with torch.device("cpu"):  # a mode, as those of tensors without memory
         assert torch.equal(run(), first) and ran == ["arange", "blocks.1"]
+    with torch.autocast("cpu", torch.bfloat16):  # which may give what glue makes another dtype
+        run()
+        assert ran == ["arange", "blocks.1"]
     layer.get_submodule("blocks.1").writes = True
     assert torch.equal(run(), first) and ran == ["blocks.1"]
     assert torch.equal(run(), first) and ran == ["arange", "blocks.1"]

@@ -89,8 +89,8 @@ class LayerProgram:
         return tuple(dict.fromkeys(key for event in self.varying for key in event.inputs if key in made))
 
     @cached_property
-    def kept(self) -> dict[torch.device, list[tuple[TensorKey, Tensor, int]]]:
-        """Device -> (key, tensor, its version) of each of these, once a call there has made them."""
+    def kept(self) -> dict[tuple[torch.device, bool], list[tuple[TensorKey, Tensor, int]]]:
+        """(device, whether under autocast) -> (key, tensor, its version) of each of these, once a call there has made them."""
         return {}
 
     @cached_property

@@ -15,7 +15,7 @@ from raypar.errors import ModelError
 from raypar.model.capture.cut_trace_into_layers import LayerProgram
 from raypar.model.capture.trace_data import Event, ModuleArgument, TensorKey, Trace, form_of
 from raypar.torch_compat.autograd import innermost_transform
-from raypar.torch_compat.process_state import count_dispatch_modes, count_function_modes
+from raypar.torch_compat.process_state import count_dispatch_modes, count_function_modes, is_any_autocast_enabled
 from raypar.torch_compat.pytree import tree_flatten, tree_unflatten
 
 CPU = torch.device("cpu")
@@ -41,10 +41,11 @@ _MOST_KEPT_BYTES = 1 << 16
 
 
 def _add_unvarying(program: LayerProgram, module: nn.Module, values: Values, device: torch.device) -> None:
-    """Add what the program's unvarying events make. It is kept from call to call, on each device, until somebody writes into
-    it. Not inside modes and transforms, whose tensors are others."""
+    """Add what the program's unvarying events make. It is kept from call to call, on each device, under autocast apart,
+    until somebody writes into it. Not inside modes and transforms, whose tensors are others."""
     plain = not count_dispatch_modes() and not count_function_modes() and innermost_transform() is None
-    kept = program.kept.get(device) if plain else None
+    place = device, is_any_autocast_enabled()
+    kept = program.kept.get(place) if plain else None
     if kept is not None and all(tensor._version == version for _, tensor, version in kept):
         for key, tensor, _ in kept:
             values[key] = tensor
@@ -53,7 +54,7 @@ def _add_unvarying(program: LayerProgram, module: nn.Module, values: Values, dev
         run_event(event, module, values, device)
     made = [(key, values[key]) for key in program.unvarying_keys]
     if plain and all(_may_be_kept(tensor, device) for _, tensor in made):
-        program.kept[device] = [(key, tensor, tensor._version) for key, tensor in made]
+        program.kept[place] = [(key, tensor, tensor._version) for key, tensor in made]
 
 
 def _may_be_kept(tensor: Tensor, device: torch.device) -> bool:
