@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -309,6 +310,20 @@ def test_a_captured_network_has_the_same_bits_in_every_layout(mesh: dict[str, in
     check_same(steps_of(job, divided(ParallelPlan.mesh(layers=layers, **mesh), (shards,))), wanted)
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "precision", [{"compute": "bf16"}, {"parameters": "bf16", "master": "float32"}], ids=["autocast", "bf16 parameters"]
+)
+def test_bf16_recomputation_and_zero_bubble_have_the_same_bits_in_every_layout(precision: dict[str, str]):
+    job = job_of(precision=precision)
+    layers = len(make_layer_graph(job).layers)
+    wanted = by_slice(steps_of(job, ParallelPlan.mesh(tp=2, layers=layers)))
+    plan = ParallelPlan.mesh(tp=2, pp=2, layers=layers)
+    check_same(steps_of(job, replace(plan, recompute=tuple(range(0, layers, 2)))), wanted)
+    check_same(steps_of(job, plan, "zb-h1"), wanted)
+    check_same(steps_of(job, divided(ParallelPlan.mesh(layers=layers), (2,))), wanted)
+
+
 @pytest.mark.part(2)
 @pytest.mark.parametrize("shards", SHARDS)
 def test_a_captured_network_has_the_numbers_of_the_whole_one(shards: int):
@@ -376,6 +391,36 @@ def test_joined_channels_and_weights_by_channel_have_the_numbers_of_the_whole_la
         lambda: nn.Sequential(OrderedDict([("net", Joined())])),
         squares,
         numbers(3, 4, 6, 5),
+        torch.zeros(1),
+        shards,
+        styles={f"net.{name}": style for name, style in styles.items()},
+    )
+
+
+class Alone(nn.Module):
+    """Cut layers that stand alone, a size that the caller gives, values without a batch dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered, self.row = nn.Conv2d(4, 7, 3, padding=1), nn.Conv2d(7, 6, 1)
+        self.groups, self.after = nn.Conv2d(6, 12, 3, padding=1, groups=3), nn.Conv2d(12, 5, 1)
+        self.up, self.down = nn.ConvTranspose2d(5, 7, 3, stride=2, padding=1), nn.Conv2d(7, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.after(self.groups(self.row(self.gathered(x).tanh())))
+        h = self.up(h, output_size=(12, 10)) if h.dim() == 4 else self.up(h)
+        return self.down(h.sin())
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("shape", [(3, 4, 6, 5), (4, 6, 5)], ids=str)
+@pytest.mark.parametrize("shards", SHARDS)
+def test_layers_that_stand_alone_have_the_numbers_of_the_whole_layers(shards: int, shape: tuple[int, ...]):
+    styles = {"gathered": "gathered", "row": "row", "groups": "groups", "after": "row:3", "up": "column", "down": "row"}
+    check(
+        lambda: nn.Sequential(OrderedDict([("net", Alone())])),
+        squares,
+        numbers(*shape),
         torch.zeros(1),
         shards,
         styles={f"net.{name}": style for name, style in styles.items()},
