@@ -34,7 +34,8 @@ PROFILE = ModelProfile(tuple(LayerProfile(f"block{i}", 1.0, 2.0, 1.0, 1.0) for i
 
 
 def plans_of(plan: ParallelPlan) -> PlanCache:
-    return PlanCache(SimpleNamespace(plan=plan, schedule_name="1f1b", profile=PROFILE, batching=Microbatches(8)))
+    job = SimpleNamespace(virtual_shards=0)
+    return PlanCache(SimpleNamespace(plan=plan, schedule_name="1f1b", profile=PROFILE, batching=Microbatches(8), job=job))
 
 
 def told(now: ParallelPlan, then: ParallelPlan) -> GenerationStart:

@@ -190,5 +190,7 @@ def test_gradients_are_kept_where_they_cost_nothing_or_activations_are_small(mon
 def test_what_is_allocated_is_told():
     before = weight_gradient_memory_reuse._allocated()
     held = torch.ones(1 << 20)
-    assert before is None or 4 << 20 <= weight_gradient_memory_reuse._allocated() - before < 5 << 20
+    after = weight_gradient_memory_reuse._allocated()
+    # In MiB: other code of the process frees some hundreds of bytes meanwhile.
+    assert before is None or round((after - before) / 2**20) == 4
     del held

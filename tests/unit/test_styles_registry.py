@@ -67,6 +67,7 @@ class Experts(nn.Module):
 FITTING = {
     "column": linear(WIDTH, 12),
     "row": linear(12, WIDTH),
+    "groups": nn.Conv1d(WIDTH, 12, 3, groups=4, dtype=torch.float64),
     "heads": linear(WIDTH, HEADS * 3),
     "kv-heads": linear(WIDTH, 2 * 3),
     "kv": linear(WIDTH, 2 * 2 * 3),
@@ -101,7 +102,8 @@ def test_a_style_says_what_it_fits_and_why_not(name):
     style = style_for(name)
     style.check_fits("a.layer", FITTING[name])
     if name != "whole":
-        for other in (nn.LayerNorm(4), nn.Conv2d(1, 1, 1)):
+        others = (nn.LayerNorm(4),) if name in ("column", "row", "gathered") else (nn.LayerNorm(4), nn.Conv2d(1, 1, 1))
+        for other in others:
             with pytest.raises(PlanError, match=f"the style {style} does not fit a.layer, a {type(other).__name__}"):
                 style.check_fits("a.layer", other)
 
