@@ -158,6 +158,7 @@ class Raypar:
             deadline_s=CONNECT_TIMEOUT_S,
         )
         self.core.adopt(self.assignment, transport)
+        self.core.release_initial_values()  # as workers do, which keep their part of the model alone
         freeze_existing_objects(collect=True)  # as worker_actor does
         return_unused_memory()
 
