@@ -130,6 +130,9 @@ class StepCall:
     validated: float | None = None
     """What the validation before the step has found for the metric that the learning rates follow; None if there was none
     directly before it, or they follow none."""
+    before: StepCall | None = None
+    """The call for the step before it in this generation; who has not got that one yet executes it first. Calls may overtake
+    one another: Ray keeps no order for asyncio actors, as agents are, and whose agent is lost is called directly."""
 
     def to_bytes(self) -> bytes:
         """It as one argument for all members: Ray would serialize every other argument anew for each of them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raypar.actors.background_tasks import BackgroundTasks
@@ -53,6 +53,8 @@ class StepActions:
     """Steps whose instructions are timed."""
     step_calls: int = 0
     """Calls to workers for steps, for the report at the end."""
+    _last_call: StepCall | None = None
+    """The last call for a step, which the next one carries."""
 
     def run_step(self, action: do.RunStep, reason: str) -> None:
         """Call every worker for a step."""
@@ -64,7 +66,10 @@ class StepActions:
         except RayparError as error:
             self.tasks.post(on.CallFailed("error", error))
             return
-        call = StepCall(generation, step, step in self.traced_steps, action.into_mirror, cursors, validated).to_bytes()
+        trace, before = step in self.traced_steps, self._last_call
+        self._last_call = StepCall(generation, step, trace, action.into_mirror, cursors, validated)
+        same = before is not None and (before.generation, before.step) == (generation, step - 1)
+        call = replace(self._last_call, before=before if same else None).to_bytes()
         self.step_calls += len(self.machine.membership.members)
         self.calls.call_all(
             lambda w: w.step.remote(call),

@@ -265,9 +265,14 @@ class WorkerActor:
 
         After a failure every later step of the generation fails too.
         """
+        asked = StepCall.from_bytes(call)
+        if asked.before is not None and asked.before.step >= self.generation_guard.backend.applied():
+            self._step(asked.before)  # the guard keeps its answer for its own call
+        return self._step(asked)
+
+    def _step(self, asked: StepCall) -> dict[str, Any] | CallFailure:
         from raypar.comm.routine import run_routine
 
-        asked = StepCall.from_bytes(call)
         core, elastic_worker = self._loaded
         core.data.streams.wants_cursors = asked.cursors
         elastic_worker.trace, self.step_thread_id = asked.trace, threading.get_native_id()

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
@@ -36,8 +35,6 @@ EventOfAnswers: TypeAlias = Callable[[Mapping[int, T]], on.RunEvent]
 STACKS_S = 5.0
 REPEAT_CALL_S = 0.5
 """Pause before a call is repeated whose connection broke before its answer came."""
-TURN_S = 0.02
-"""How often a worker is looked for that still owes the answer to an earlier call."""
 ABORTED_CALLS_S = 5.0
 """How long the calls in flight may take to return after an abort."""
 
@@ -47,27 +44,6 @@ class AnswerLost(CommError):
 
     Ray reports this after a network break of a few seconds, for an actor that it does not know to be dead.
     """
-
-
-@dataclass
-class OpenCall:
-    """A call of all members, for the order of the next one: a worker that is called two ways may get the later call first."""
-
-    owing: set[int] = field(default_factory=set)
-    """Workers that have not answered it."""
-    by_agent: set[int] = field(default_factory=set)
-    """Workers that were called by way of an agent."""
-    direct: set[int] = field(default_factory=set)
-    """Workers that were called directly. Those in neither set still wait for their turn."""
-
-    def noting(self, event: EventOfAnswers[T]) -> EventOfAnswers[T]:
-        """`event`, which also notes that workers have answered. After a failure nobody does: a generation follows."""
-
-        def noted(answers: Mapping[int, T]) -> on.RunEvent:
-            self.owing.difference_update(answers)
-            return event(answers)
-
-        return noted
 
 
 class WorkerCalls:
@@ -96,8 +72,6 @@ class WorkerCalls:
         """By way of which many workers are called."""
         self._asked: Counter[int] = Counter()
         """Worker -> number of its calls that are not answered yet."""
-        self._open = OpenCall()
-        """The last call that agents may have passed on."""
         self._pending: set[asyncio.Task[None]] = set()
         """The tasks that await answers."""
         self._batch_threads = ThreadPoolExecutor(MAX_OPEN_STEPS, "raypar-answers")
@@ -118,17 +92,11 @@ class WorkerCalls:
         generation, members = self.machine.membership.generation, self.machine.membership.members
         direct = dict.fromkeys(number for number in members if number in self.pool.workers)
         if by_agent is not None:
-            before, now = self._open, OpenCall(set(direct))
-            self._open, event = now, now.noting(event)
             routes = self.agents.routes(direct)
             reached = set[int]().union(*routes.values())
             direct = dict.fromkeys(number for number in direct if number not in reached)
             for node, route in routes.items():
-                self._await_in_background(self._answer_by_agent(node, route, generation, before, now, call, event, by_agent))
-            now.direct = {number for number in direct if number not in before.owing or number in before.direct}
-            for number in direct.keys() - now.direct:
-                self._await_in_background(self._answer_in_turn(number, generation, before, now, call, event))
-            direct = {number: None for number in direct if number in now.direct}
+                self._await_in_background(self._answer_by_agent(node, route, generation, call, event, by_agent))
         refs = {number: call(self.pool.workers[number]) for number in direct}
         if refs:  # `ray.wait` takes no empty list
             self._await_in_background(self._answer_batch(generation, refs, event))
@@ -138,8 +106,6 @@ class WorkerCalls:
         node: str,
         route: CallRoute,
         generation: int,
-        before: OpenCall,
-        now: OpenCall,
         call: Callable[[WorkerHandle], PendingAnswer[T | CallFailure]],
         event: EventOfAnswers[T],
         by_agent: CallOfAgent[T | CallFailure],
@@ -148,37 +114,27 @@ class WorkerCalls:
         left: CallRoute | None = route
         owed = {*route}
         self._asked.update(owed)
-        while not before.owing.isdisjoint(owed - before.by_agent) and self._lasts(generation):
-            await asyncio.sleep(TURN_S)
-        now.by_agent |= owed
         while left is not None and self._lasts(generation):
             found = await self.agents.gather(node, GATHER_S, functools.partial(by_agent, part=left, within_s=GATHER_S))
             answers = found.answers if found is not None else {}
             direct = owed if found is None else owed & {*found.unreached}
             heard = owed & answers.keys()
-            now.by_agent -= direct
             self._post_together({number: answers[number] for number in sorted(heard)}, generation, event)
             for number in sorted(direct):
-                self._await_in_background(self._answer_in_turn(number, generation, before, now, call, event))
+                self._await_in_background(self._answer_directly(number, generation, call, event))
             self._asked.subtract(heard | direct)
             owed = owed - heard - direct
             left = left.only(owed) if owed else None
         self._asked.subtract(owed)
 
-    async def _answer_in_turn(
+    async def _answer_directly(
         self,
         number: int,
         generation: int,
-        before: OpenCall,
-        now: OpenCall,
         call: Callable[[WorkerHandle], PendingAnswer[T | CallFailure]],
         event: EventOfAnswers[T],
     ) -> None:
-        """Call a worker directly once it has answered the call before, or has got it the same way."""
-        while number in before.owing and number not in before.direct and self._lasts(generation):
-            await asyncio.sleep(TURN_S)
         if number in self.pool.workers and self._lasts(generation):  # else it is lost, and the run machine has had an event
-            now.direct.add(number)
             await self._answer(number, generation, lambda: call(self.pool.workers[number]), _alone(event), repeats=True)
 
     def _lasts(self, generation: int) -> bool:

@@ -91,6 +91,9 @@ class Ref:
 class Actor:
     """A process that answers calls after a while on the network, until it is killed; a stopped one answers when it goes on."""
 
+    in_order = True
+    """Whether the calls of one caller arrive in their order."""
+
     def __init__(self, world: World) -> None:
         self.world, self.dead = world, world.loop.create_future()
         self.going = asyncio.Event()
@@ -98,9 +101,9 @@ class Actor:
         self.arrivals: dict[Any, float] = {}
 
     async def answer(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """The calls of one caller arrive in their order."""
         now_s, caller = self.world.loop.time(), CALLER.get()
-        arrives_s = max(self.arrivals.get(caller, 0.0) + 1e-6, now_s + self.world.chance.uniform(0.0005, 0.003))
+        after_s = self.arrivals.get(caller, 0.0) if self.in_order else 0.0
+        arrives_s = max(after_s + 1e-6, now_s + self.world.chance.uniform(0.0005, 0.003))
         self.arrivals[caller] = arrives_s
         await asyncio.sleep(arrives_s - now_s)
         if not self.dead.done():
@@ -123,7 +126,9 @@ class Actor:
 
 
 class Agent(Actor):
-    """A real `NodeAgent` in such a process."""
+    """A real `NodeAgent` in such a process. Ray keeps no order among the calls of an asyncio actor."""
+
+    in_order = False
 
     def __init__(self, world: World, node: str) -> None:
         super().__init__(world)
@@ -162,14 +167,19 @@ class Worker(Actor):
     async def _stepped(self, asked: StepCall) -> Any:
         async with self.serial:
             self.world.asked[self.number, asked.step] += 1
-            routine = self.guard.step(asked.generation, asked.step)
-            try:
-                while True:
-                    await next(routine)
-            except StopIteration as stop:
-                return stop.value
-            except CommError as error:
-                return CallFailure("aborted", error)
+            if asked.before is not None and asked.before.step >= self.done:
+                await self._step(asked.before)
+            return await self._step(asked)
+
+    async def _step(self, asked: StepCall) -> Any:
+        routine = self.guard.step(asked.generation, asked.step)
+        try:
+            while True:
+                await next(routine)
+        except StopIteration as stop:
+            return stop.value
+        except CommError as error:
+            return CallFailure("aborted", error)
 
     def applied(self) -> int:
         return self.done
@@ -257,7 +267,8 @@ class World:
             await asyncio.sleep(UPDATE_S)
 
     def call_for(self, step: int) -> None:
-        call = StepCall(GENERATION, step, False, False).to_bytes()
+        before = StepCall(GENERATION, step - 1, False, False) if step else None
+        call = StepCall(GENERATION, step, False, False, before=before).to_bytes()
         self.driver.call_all(
             lambda worker: worker.step.remote(call),
             lambda reports: [(number, report["step"]) for number, report in reports.items()],
