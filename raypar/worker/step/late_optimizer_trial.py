@@ -1,4 +1,4 @@
-"""Further trials of a job's optimizer with tiny parameters: over many steps, and with many parameters.
+"""Further trials of a job's optimizer with tiny parameters: over many steps, with many parameters, and with halves of them.
 
 They find behaviour that begins late or depends on the number of parameters. After `STEPS` steps the step counters in the state
 are set forward: to each step number that an option of the optimizer may name (`warmup_steps`), and to `FAR`. A few more steps
@@ -7,8 +7,10 @@ then show what begins there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch import Tensor
 from raypar.errors import UserCodeError
 from raypar.job import OptimizerConfig
 from raypar.worker.step.optimizer_and_parameter_groups import optimizer_group_of
-from raypar.worker.step.optimizer_state import state_outside_optimizer
+from raypar.worker.step.optimizer_state import Value, state_outside_optimizer
 from raypar.worker.step.optimizer_under_trial import Gradients, TriedOptimizer, describe_coupling, values_and_gradients
 
 STEPS = 100
@@ -39,7 +41,7 @@ MANY_PARAMETERS, STEPS_OF_MANY = 512, 2
 
 
 @dataclass(frozen=True)
-class _TrialSteps:
+class TrialSteps:
     """The steps of a late trial: some consecutive ones, then a few more after each time that the counters are set forward."""
 
     gradients: Gradients
@@ -54,24 +56,24 @@ class _TrialSteps:
             tried.fast_forward(steps - tried.steps)
             tried.run(self.gradients[:STEPS_AFTER_JUMP])
 
-    def until(self, steps: int) -> _TrialSteps:
+    def until(self, steps: int) -> TrialSteps:
         """The part of which all steps are done when `steps` are."""
         if steps < len(self.gradients):
-            return _TrialSteps(self.gradients[:steps], ())
+            return TrialSteps(self.gradients[:steps], ())
         return replace(self, jumps=[to for to in self.jumps if to + STEPS_AFTER_JUMP <= steps])
 
 
-def _jumps(spec: OptimizerConfig, values: Mapping[str, Tensor]) -> list[int]:
-    """Step numbers shortly before which to continue: those of options that may be step numbers, and `FAR`."""
+def step_numbers_of_options(spec: OptimizerConfig, values: Mapping[str, Tensor], after: int = STEPS) -> list[int]:
+    """Step numbers shortly before which to continue: those of options that may be step numbers above `after`, and `FAR`."""
     made = TriedOptimizer(spec, values).optimizer
     options = [value for each in (made.defaults, *made.param_groups, vars(made)) for value in each.values()]
-    found = {int(value) for value in options if isinstance(value, (int, float)) and STEPS < value < FAR}
-    return [number - STEPS_AFTER_JUMP + 1 for number in (*sorted(found)[:MOST_JUMPS], FAR)]
+    found = {int(value) for value in options if isinstance(value, (int, float)) and after < value < FAR}
+    return [max(after, number - STEPS_AFTER_JUMP + 1) for number in (*sorted(found)[:MOST_JUMPS], FAR)]
 
 
-def _longest_run(
-    spec: OptimizerConfig, values: Mapping[str, Tensor], steps: _TrialSteps
-) -> tuple[TriedOptimizer, _TrialSteps] | None:
+def longest_run(
+    spec: OptimizerConfig, values: Mapping[str, Tensor], steps: TrialSteps
+) -> tuple[TriedOptimizer, TrialSteps] | None:
     """(an optimizer that has done them, the `steps` before the first that raises); None if the first one raises.
 
     An optimizer may refuse to continue after some number of steps. Raises `ConfigError` for state that cannot be kept.
@@ -107,7 +109,7 @@ def find_late_coupling(
     # float64 shows couplings too weak for float32. Some optimizers do not accept float64, or such small parameters.
     for few, of_dtype in ((tiny, torch.float64), (tiny, dtype), (accepted, dtype)):
         values, gradients = values_and_gradients(few, of_dtype, STEPS)
-        if (found := _longest_run(spec, values, _TrialSteps(gradients, _jumps(spec, values)))) is None:
+        if (found := longest_run(spec, values, TrialSteps(gradients, step_numbers_of_options(spec, values)))) is None:
             continue
         whole, steps = found
         half = {name: values[name] for name in list(few)[len(few) // 2 :]}
@@ -146,14 +148,14 @@ def find_coupling_of_many(spec: OptimizerConfig, shapes: Mapping[str, Sequence[i
     return None
 
 
-def trains_halves_like_wholes(spec: OptimizerConfig, shapes: Sequence[tuple[int, ...]], *, late: bool) -> bool:
-    """Whether half of a parameter, alone, gets the values that it gets within the whole parameter. Tries every group's options.
+def find_difference_of_halves(spec: OptimizerConfig, shapes: Sequence[tuple[int, ...]], *, late: bool) -> str | None:
+    """How half of a parameter, alone, differs from what it is within the whole parameter, in words; None if it does not.
 
-    Parameters of these shapes are halved along each dimension. `late`: over many steps. Raises `UserCodeError` for parameters
-    that the optimizer does not accept.
+    Tries every group's options. Parameters of these shapes are halved along each dimension. `late`: over many steps. State is
+    compared too: of an element its own, anything else must be that of the whole parameter. Raises `UserCodeError` for
+    parameters that the optimizer does not accept.
     """
-    options = dict(enumerate([{}, *(given for _, given in spec.options_by_pattern)]))
-    of_options = spec.replace(groups=tuple({"match": f"{number}.*", **given} for number, given in options.items()))
+    of_options, options = spec_with_numbered_groups(spec)
     places: dict[str, tuple[str, tuple[slice, ...]]] = {}
     wholes: dict[str, tuple[int, ...]] = {}
     for number in options:
@@ -162,17 +164,63 @@ def trains_halves_like_wholes(spec: OptimizerConfig, shapes: Sequence[tuple[int,
             for dim, size in enumerate(shape):
                 places[f"{name}.{dim}"] = name, (slice(None),) * dim + (slice(0, size // 2),)
     values, gradients = values_and_gradients(wholes, torch.float64, STEPS if late else SAVED_AFTER)
-    found = _longest_run(of_options, values, _TrialSteps(gradients, _jumps(of_options, values) if late else ()))
+    jumps = step_numbers_of_options(of_options, values) if late else ()
+    found = longest_run(of_options, values, TrialSteps(gradients, jumps))
     if found is None:
-        return False
+        return "it does not step parameters that are tried by themselves"
     whole, steps = found
     halves = TriedOptimizer(of_options, {name: values[of][place] for name, (of, place) in places.items()})
     of_halves = [{name: step[of][place] for name, (of, place) in places.items()} for step in gradients[: len(steps.gradients)]]
     replace(steps, gradients=of_halves).run(halves)
-    return all(
-        torch.allclose(halves.parameters[name], whole.parameters[of][place], rtol=1e-9, atol=1e-9, equal_nan=True)
-        for name, (of, place) in places.items()
-    )
+    return _difference_of_halves(whole, halves, places)
+
+
+def _difference_of_halves(
+    whole: TriedOptimizer, halves: TriedOptimizer, places: Mapping[str, tuple[str, tuple[slice, ...]]]
+) -> str | None:
+    """What differs between halves of parameters and `places`, where they lie in the wholes; weights first, then state."""
+    there, here = whole.state().parameters, halves.state().parameters
+    shown = f"in a trial of {whole.steps:,} steps"
+    for name, (of, place) in places.items():
+        half, wanted = halves.values()[name], whole.values()[of][place]
+        if not _is_close(half, wanted):
+            shapes = f"half of a parameter of shape {list(whole.values()[of].shape)}"
+            difference = float((half - wanted).abs().max())
+            return f"{shown} the weights of {shapes} differ by {difference:.2g} between the parameter whole and that half alone"
+    for name, (of, place) in places.items():
+        shape, of_half = whole.values()[of].shape, halves.values()[name].shape
+        for key, value in here[name].items():
+            other = there[of].get(key)
+            if isinstance(value, Tensor) and isinstance(other, Tensor) and (value.shape, other.shape) == (of_half, shape):
+                other = other[place]
+            if not _is_close(value, other):
+                return (
+                    f"{shown} {key!r}, state that is {_shown(other)} for a parameter of shape {list(shape)}, is "
+                    f"{_shown(value)} for half of it: neither one number an element nor the same for each half"
+                )
+    return None
+
+
+def _is_close(one: Value, other: Value) -> bool:
+    """Whether two tensors have the same shape and about the same numbers; or two other values are about the same."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return torch.allclose(one.double(), other.double(), rtol=1e-9, atol=1e-9, equal_nan=True)
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9) or (math.isnan(one) and math.isnan(other))
+    return one is None and other is None
+
+
+def _shown(value: Value) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def spec_with_numbered_groups(spec: OptimizerConfig) -> tuple[OptimizerConfig, dict[int, dict[str, Any]]]:
+    """(the optimizer with a group `NUMBER.*` for the options of each of its groups, number -> options). 0: of no group."""
+    options = dict(enumerate([{}, *(given for _, given in spec.options_by_pattern)]))
+    groups = tuple({"match": f"{number}.*", **given} for number, given in options.items())
+    return spec.replace(groups=groups), options
 
 
 def _parameters_of_each_kind(spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]]) -> list[str]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,13 +22,14 @@ from raypar.job import OptimizerConfig
 from raypar.model.python_state import comparable_content
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
+from raypar.plan.state_division import StateDivision
 from raypar.worker.checkpoint.expected_optimizer_state import NUMBER, ExpectedOptimizerState, SharedEntry, describe_tensor_form
 from raypar.worker.checkpoint.state_key import StateKey
 from raypar.worker.step.late_optimizer_trial import (
     FAR,
     find_coupling_of_many,
+    find_difference_of_halves,
     find_late_coupling,
-    trains_halves_like_wholes,
 )
 from raypar.worker.step.optimizer_and_parameter_groups import optimizer_group_of
 from raypar.worker.step.optimizer_state import (
@@ -38,6 +40,7 @@ from raypar.worker.step.optimizer_state import (
     state_outside_optimizer,
 )
 from raypar.worker.step.optimizer_under_trial import Gradients, TriedOptimizer, describe_coupling, values_and_gradients
+from raypar.worker.step.state_division_trial import find_difference_of_runs
 
 SAVED_AFTER, STEPS = 6, 12
 """Steps after which the state is saved and loaded into a new optimizer, and all steps of the first trial."""
@@ -49,11 +52,28 @@ ELEMENTS = 8192
 
 
 class OptimizerKind(Enum):
-    """What a step of one element depends on."""
+    """What a step of one element depends on. What of it may be divided among owners: `OptimizerTrial.divisions`."""
 
     ELEMENTWISE = "takes each element by itself"
     PER_PARAMETER = "takes each parameter by itself"
     COUPLED = "couples parameters"
+
+
+@dataclass(frozen=True)
+class TriedJob:
+    """What an optimizer was tried for."""
+
+    spec: OptimizerConfig
+    """The optimizer of the job."""
+    shapes: Mapping[str, Sequence[int]]
+    """Trained parameter -> its shape, of all of the model that are not empty."""
+    dtype: torch.dtype
+    """Their dtype."""
+
+    def find_difference_of_runs(self) -> str:
+        """See `state_division_trial.find_difference_of_runs`; empty for none."""
+        with preserve_random_state():
+            return find_difference_of_runs(self.spec, self.shapes, self.dtype) or ""
 
 
 @dataclass(frozen=True)
@@ -70,6 +90,28 @@ class OptimizerTrial:
     """The measured difference that shows that it couples parameters; empty if it does not."""
     draws: bool = False
     """Whether a step draws random numbers."""
+    difference_of_elements: str = ""
+    """The measured difference that shows that an element depends on others of its parameter; empty if it does not."""
+    tried: TriedJob | None = None
+    """What was tried; None: nothing was."""
+
+    @cached_property
+    def why_not_by_runs(self) -> str:
+        """The measured difference between a parameter and its runs, each with state of its own; empty if there is none."""
+        if self.kind is OptimizerKind.COUPLED:
+            return self.difference
+        return self.tried.find_difference_of_runs() if self.tried is not None else ""
+
+    @property
+    def division(self) -> StateDivision:
+        """The parts into which the state may be divided. The first call makes a trial of its own: levels of ZeRO ask it."""
+        if self.kind is OptimizerKind.COUPLED:
+            return StateDivision.NOT_AT_ALL
+        return StateDivision.BY_PARAMETERS if self.why_not_by_runs else StateDivision.BY_RUNS
+
+    def divisions(self, names: Iterable[str]) -> dict[str, StateDivision]:
+        """Trained parameter -> the parts into which the optimizer's state of it may be divided."""
+        return dict.fromkeys(names, self.division)
 
     @property
     def most_stages(self) -> int | None:
@@ -92,11 +134,13 @@ class OptimizerTrial:
             )
         if self.kind is not OptimizerKind.ELEMENTWISE and (shards := max(plan.virtual_shard_counts)) > 1:
             virtual = "virtual " * any(stage.division for stage in plan.stages)
+            measured = self.difference_of_elements or self.difference
             raise ConfigError(
                 f"{self.label} cannot be used with {shards} {virtual}shards: its step of one element depends on other elements "
                 "of the parameter, and each shard has only a slice of it",
-                cure="set plan.shards: 1 and leave virtual_shards out, or use an optimizer that takes each element by itself "
-                "(SGD, Adam, AdamW, ...)",
+                cure="set plan.shards: 1 and leave virtual_shards out (stages and replicas may be any number), or use an "
+                "optimizer that takes each element by itself (SGD, Adam, AdamW, ...)"
+                + (f"\n  measured: {measured}" if measured else ""),
             )
 
 
@@ -131,10 +175,13 @@ def _try(
     if difference is None and len(all_shapes) > len(shapes):
         difference = find_coupling_of_many(spec, all_shapes, dtype)
     kind = OptimizerKind.COUPLED
+    of_elements: str | None = None
     if difference is None:
-        kind = OptimizerKind.ELEMENTWISE if _is_elementwise(spec) else OptimizerKind.PER_PARAMETER
+        of_elements = _find_difference_of_elements(spec)
+        kind = OptimizerKind.ELEMENTWISE if of_elements is None else OptimizerKind.PER_PARAMETER
     keeps = _expected_state(states, shapes_are_fixed=difference is None)
-    return OptimizerTrial(spec.label, kind, keeps, difference or "", whole.draws)
+    tried = TriedJob(spec, all_shapes, dtype)
+    return OptimizerTrial(spec.label, kind, keeps, difference or "", whole.draws, of_elements or "", tried)
 
 
 @dataclass(frozen=True)
@@ -328,14 +375,14 @@ def _find_coupling(
     return found
 
 
-def _is_elementwise(spec: OptimizerConfig) -> bool:
-    """Whether a step of each element is independent of all others, as shards need, with the options of every group.
+def _find_difference_of_elements(spec: OptimizerConfig) -> str | None:
+    """How a step of an element depends on others of its parameter, as shards may not have it, in words; None if it does not.
 
-    Compares small parameters with their halves over many steps, and a large matrix over a few: optimizers that factor or
-    quantise their state do so only for large parameters (Adafactor's `min_dim_size_to_factor`).
+    Compares small parameters with their halves over many steps, and a large matrix over a few, with the options of every group:
+    optimizers that factor or quantise their state do so only for large parameters (Adafactor's `min_dim_size_to_factor`).
     """
     try:
-        small = trains_halves_like_wholes(spec, ((24,), (4, 6)), late=True)
-        return small and trains_halves_like_wholes(spec, ((256, 256),), late=False)
-    except (UserCodeError, ConfigError):
-        return False  # the optimizer does not accept such parameters
+        found = find_difference_of_halves(spec, ((24,), (4, 6)), late=True)
+        return found if found is not None else find_difference_of_halves(spec, ((256, 256),), late=False)
+    except (UserCodeError, ConfigError) as error:
+        return f"it does not accept parameters that are tried by themselves: {error.what.splitlines()[0]}"
