@@ -25,6 +25,8 @@ class LayerCollective:
     """The pass in which it runs."""
     value: Literal["input", "output"]
     """The value that it moves: the layer's unsharded input or output; in the backward pass, the gradient of that value."""
+    formula: str = ""
+    """How many numbers this value has, by the layer's dimensions: `B C_in`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import ClassVar, Self
 
 from torch import nn
@@ -12,30 +13,31 @@ from raypar.errors import PlanError
 from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear
 from raypar.model.tensor_parallel.multihead_attention import ShardedMultiheadAttention
 from raypar.model.tensor_parallel.shard_group import ShardGroup
+from raypar.model.tensor_parallel.styles.layer_kinds import attention_dimensions, linear_dimensions
 from raypar.model.tensor_parallel.styles.style import (
-    COLUMN_COLLECTIVES,
-    ROW_COLLECTIVES,
-    LinearStyle,
+    DimensionStyle,
     ShardingStyle,
-    cut_linear_by_input,
-    cut_linear_by_output,
     features_per_part,
     indices_on_shard,
+    is_plain_linear,
     is_replaceable,
-    share_evenly,
+    style_misfit_error,
 )
-from raypar.model.transposed_linear import linear_features
-from raypar.plan.shard_ranges import IndexRanges, TensorCut, count_indices, merge_ranges, scale_ranges, shift_ranges
-from raypar.plan.tensor_parallel_layout import LayerCollective, LayerCollectives, ShardWorkShare, TensorParallelLayout
+from raypar.plan.layer_dimensions import LayerDimensions
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
 QUERY_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 
 
 @dataclass(frozen=True, slots=True)
-class HeadStyle(LinearStyle):
+class HeadStyle(DimensionStyle):
     """A style of linear layers that is cut by heads. 0 heads: they are not known yet."""
 
+    axis: ClassVar[str] = "out"
+    """Which features lie by heads: `in` or `out`."""
+    order: ClassVar[str] = "heads width"
+    """How they lie: head after head, the keys' after the queries'."""
     heads: int = 0
     """Query heads of the whole layer."""
     kv_heads: int = 0
@@ -72,20 +74,30 @@ class HeadStyle(LinearStyle):
             )
         return replace(self, heads=heads, kv_heads=kv_heads)
 
-    def query_heads(self, name: str, shards: int) -> tuple[IndexRanges, ...]:
-        """The query heads of each shard. Raises `PlanError`."""
+    def check_fits(self, name: str, module: nn.Module) -> None:
+        """See `ShardingStyle`."""
+        if not is_plain_linear(module):
+            raise style_misfit_error(self, name, module)
+
+    def dimensions(self, name: str, module: nn.Module) -> LayerDimensions:
+        """See `DimensionStyle`. A shard has the key heads that its query heads need; several may need the same one."""
         if self.heads % self.kv_heads:
             raise PlanError(
                 f"{name}: {self.heads} query heads cannot share {self.kv_heads} key heads evenly",
                 cure="the number of query heads is a multiple of that of key heads",
             )
-        return share_evenly(name, "heads", self.heads, shards)
-
-    def key_heads(self, name: str, shards: int) -> tuple[IndexRanges, ...]:
-        """The key heads of each shard: those that its query heads need. Several shards may need the same one."""
-        group = self.heads // self.kv_heads
-        queries = self.query_heads(name, shards)
-        return tuple(merge_ranges((a // group, -(-b // group)) for a, b in ranges) for ranges in queries)
+        layer, which = linear_dimensions(module), {"in": "input", "out": "output"}[self.axis]
+        sizes = {"heads": self.heads, "key_heads": self.kv_heads, "keys_and_values": 2}
+        of_one_width = sum(prod(sizes[each] for each in block.split()[:-1]) for block in self.order.split("+"))
+        width = features_per_part(name, self, dict(layer.sizes)[self.axis], of_one_width, which)
+        return replace(
+            layer,
+            sizes=(*layer.sizes, *sizes.items(), ("width", width)),
+            orders=((self.axis, self.order),),
+            divided="heads",
+            noun="heads",
+            followers=(("key_heads", "heads"),),
+        )
 
 
 class HeadColumnStyle(HeadStyle):
@@ -97,10 +109,6 @@ class HeadColumnStyle(HeadStyle):
         """See `ShardingStyle`."""
         held = indices_on_shard(name, layout, group)
         return ColumnLinear(module, name, group, held, axis="heads", shares_input=name in layout.shared_inputs)
-
-    def collectives(self, module: nn.Module) -> LayerCollectives:
-        """See `ShardingStyle`."""
-        return COLUMN_COLLECTIVES
 
 
 def find_head_counts(modules: Sequence[nn.Module]) -> tuple[int, int]:
@@ -127,12 +135,6 @@ class HeadsStyle(HeadColumnStyle):
     summary: ClassVar[str] = "Linear that makes queries: cut by heads (heads:8 when the module does not say how many)"
     input_group: ClassVar[str | None] = "heads"
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
-        queries = self.query_heads(name, shards)
-        unit = features_per_part(name, self, linear_features(module)[1], self.heads, "output")
-        return cut_linear_by_output(module, tuple(scale_ranges(ranges, unit) for ranges in queries))
-
 
 @dataclass(frozen=True, slots=True)
 class KvHeadsStyle(HeadColumnStyle):
@@ -141,12 +143,7 @@ class KvHeadsStyle(HeadColumnStyle):
     name: ClassVar[str] = "kv-heads"
     summary: ClassVar[str] = "Linear that makes keys or values: cut by heads (kv-heads:8/2 for 8 query heads and 2 key heads)"
     input_group: ClassVar[str | None] = "heads"
-
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
-        keys = self.key_heads(name, shards)
-        unit = features_per_part(name, self, linear_features(module)[1], self.kv_heads, "output")
-        return cut_linear_by_output(module, tuple(scale_ranges(ranges, unit) for ranges in keys))
+    order: ClassVar[str] = "key_heads width"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +153,7 @@ class FusedKvStyle(HeadColumnStyle):
     name: ClassVar[str] = "kv"
     summary: ClassVar[str] = "Linear that makes [keys, values]: each cut by heads (kv:8, or kv:8/2 for 2 key heads)"
     input_group: ClassVar[str | None] = "heads"
-
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
-        keys, count = self.key_heads(name, shards), self.kv_heads
-        unit = features_per_part(name, self, linear_features(module)[1], 2 * count, "output")
-        held = tuple(merge_ranges(scale_ranges((*own, *shift_ranges(own, count)), unit)) for own in keys)
-        return cut_linear_by_output(module, held)
+    order: ClassVar[str] = "keys_and_values key_heads width"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +162,7 @@ class QkvStyle(HeadColumnStyle):
 
     name: ClassVar[str] = "qkv"
     summary: ClassVar[str] = "Linear that makes [queries, keys, values]: each cut by heads (qkv:8 or qkv:8/2)"
-
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
-        queries, keys = self.query_heads(name, shards), self.key_heads(name, shards)
-        q, kv = self.heads, self.kv_heads
-        unit = features_per_part(name, self, linear_features(module)[1], q + 2 * kv, "output")
-        held = tuple(
-            merge_ranges(scale_ranges((*mine, *shift_ranges(own, q), *shift_ranges(own, q + kv)), unit))
-            for mine, own in zip(queries, keys, strict=True)
-        )
-        return cut_linear_by_output(module, held)
+    order: ClassVar[str] = "heads width + key_heads width + key_heads width"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,16 +172,14 @@ class QkvInterleavedStyle(HeadColumnStyle):
     name: ClassVar[str] = "qkv-interleaved"
     summary: ClassVar[str] = "Linear that makes [query, key, value] head after head: cut by heads"
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
-        queries = self.query_heads(name, shards)
+    def dimensions(self, name: str, module: nn.Module) -> LayerDimensions:
+        """See `DimensionStyle`."""
         if self.kv_heads != self.heads:
             raise PlanError(
                 f"{name} is interleaved with {self.heads} query heads and {self.kv_heads} key heads",
                 cure="qkv-interleaved needs as many key heads as query heads; give it the style whole",
             )
-        unit = features_per_part(name, self, linear_features(module)[1], self.heads, "output")
-        return cut_linear_by_output(module, tuple(scale_ranges(ranges, unit) for ranges in queries))
+        return HeadStyle.dimensions(self, name, module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,27 +188,15 @@ class HeadsRowStyle(HeadStyle):
 
     name: ClassVar[str] = "heads-row"
     summary: ClassVar[str] = "Linear that reads attention's output: cut by input features, by heads"
-
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
-        unit = features_per_part(name, self, linear_features(module)[0], self.heads, "input")
-        held = tuple(scale_ranges(ranges, unit) for ranges in self.query_heads(name, shards))
-        return cut_linear_by_input(module, held)
+    axis: ClassVar[str] = "in"
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         return RowLinear(module, name, group, indices_on_shard(name, layout, group))
 
-    def collectives(self, module: nn.Module) -> LayerCollectives:
-        """See `ShardingStyle`."""
-        return ROW_COLLECTIVES
-
-
-_OUTPUT = "out_proj.weight"
-
 
 @dataclass(frozen=True, slots=True)
-class AttentionStyle(ShardingStyle):
+class AttentionStyle(DimensionStyle):
     """Each shard computes its heads; what they contribute to the output is summed."""
 
     name: ClassVar[str] = "attention"
@@ -244,47 +211,15 @@ class AttentionStyle(ShardingStyle):
                 "other attention has heads, kv-heads and heads-row, or qkv",
             )
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
+    def dimensions(self, name: str, module: nn.Module) -> LayerDimensions:
+        """See `DimensionStyle`. Of attention to itself: other queries, keys and values have a sum each."""
         assert isinstance(module, nn.MultiheadAttention)
-        held, width = self._heads(name, module, shards), module.head_dim
-        each = TensorCut(0, module.embed_dim, tuple(scale_ranges(ranges, width) for ranges in held))
-        packed = TensorCut(
-            0,
-            3 * module.embed_dim,
-            tuple(
-                merge_ranges(scale_ranges(tuple(s for i in range(3) for s in shift_ranges(r, i * module.num_heads)), width))
-                for r in held
-            ),
-        )
-        cuts = {key: packed if key.startswith("in_proj") else each for key, p in module._parameters.items() if p is not None}
-        return cuts | {_OUTPUT: TensorCut(1, module.embed_dim, each.indices_by_shard)}
+        return replace(attention_dimensions(module), divided="heads", noun="heads")
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.MultiheadAttention)
-        return ShardedMultiheadAttention(module, name, group, self._heads(name, module, group.size)[group.shard])
-
-    def collectives(self, module: nn.Module) -> LayerCollectives:
-        """See `ShardingStyle`. Said of attention to itself: other queries, keys and values have a sum each."""
-        gathered = LayerCollective("all_gather", "forward", "input")
-        scattered = LayerCollective("reduce_scatter", "forward", "output")
-        summed = LayerCollective("all_reduce", "backward", "input")
-        return LayerCollectives(
-            plain=(LayerCollective("all_reduce", "forward", "output"), summed),
-            sequence=(gathered, scattered, summed, LayerCollective("all_gather", "backward", "output")),
-        )
-
-    def cost(self, name: str, module: nn.Module, shards: int) -> tuple[ShardWorkShare, ...]:
-        """See `ShardingStyle`."""
-        assert isinstance(module, nn.MultiheadAttention)
-        shares = [count_indices(ranges) / module.num_heads for ranges in self._heads(name, module, shards)]
-        sizes = {key: parameter.numel() for key, parameter in module.named_parameters()}
-        cut = sum(sizes[key] for key in self.slices(name, module, shards)) / sum(sizes.values())
-        return tuple(ShardWorkShare(share, 1 - cut + cut * share) for share in shares)
-
-    def _heads(self, name: str, module: nn.MultiheadAttention, shards: int) -> tuple[IndexRanges, ...]:
-        return share_evenly(name, "heads", module.num_heads, shards)
+        return ShardedMultiheadAttention(module, name, group, self.divide(name, module, group.size).indices[group.shard])
 
 
 def is_plain_attention(module: object) -> bool:

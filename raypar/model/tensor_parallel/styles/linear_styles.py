@@ -12,44 +12,51 @@ from typing import ClassVar, Self
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.tensor_parallel.convolution import (
-    CONVOLUTIONS,
-    ColumnConvolution,
-    GroupsConvolution,
-    RowConvolution,
-    is_transposed_convolution,
-)
+from raypar.model.tensor_parallel.convolution import CONVOLUTIONS, ColumnConvolution, GroupsConvolution, RowConvolution
 from raypar.model.tensor_parallel.experts import ExpertsCutByFeatures
 from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear
 from raypar.model.tensor_parallel.local_part_layout import FEATURES
 from raypar.model.tensor_parallel.shard_group import ShardGroup
+from raypar.model.tensor_parallel.styles.layer_kinds import convolution_dimensions, dimensions_of, experts_dimensions
 from raypar.model.tensor_parallel.styles.style import (
-    COLUMN_COLLECTIVES,
-    ROW_COLLECTIVES,
+    DimensionStyle,
     ShardingStyle,
-    cut_by_input,
-    cut_by_output,
-    cut_linear_by_output,
-    features_of,
     features_per_part,
     indices_on_shard,
     is_plain_convolution,
     is_plain_embedding,
     is_plain_linear,
     is_replaceable,
-    share_evenly,
     style_misfit_error,
 )
 from raypar.model.tensor_parallel.vocabulary_parallel import VocabularyEmbedding
-from raypar.model.transposed_linear import linear_features
-from raypar.plan.shard_ranges import IndexRanges, TensorCut, even_ranges_by_shard, repeat_ranges, scale_ranges
-from raypar.plan.tensor_parallel_layout import LayerCollective, LayerCollectives, ShardWorkShare, TensorParallelLayout
+from raypar.plan.layer_dimensions import LayerDimensions
+from raypar.plan.shard_ranges import TensorCut
+from raypar.plan.tensor_parallel_layout import LayerCollectives, TensorParallelLayout
 
 
-class FeaturesStyle(ShardingStyle):
+class FeaturesStyle(DimensionStyle):
     """A style of linear layers, which are cut by features, and of convolutions without groups, cut by channels."""
 
     __slots__ = ()
+
+    axis: ClassVar[str]
+    """Which features: `in` or `out`."""
+
+    def divided(self, name: str, module: nn.Module, *, parts: int = 1, units: int = 0) -> LayerDimensions:
+        """The dimensions of the module, of which `axis` is divided: it lies in equal parts, a shard having a piece of each, or
+        in units that stay whole. Raises `PlanError` for parts and units that are not equal."""
+        layer, which = dimensions_of(module), {"in": "input", "out": "output"}[self.axis]
+        what, features = "channels" if isinstance(module, CONVOLUTIONS) else "features", dict(layer.sizes)[self.axis]
+        each = features_per_part(name, self, features, parts * (units or 1), which)
+        sizes = {"parts": parts, what: units or each, "each": each if units else 1}
+        return replace(
+            layer,
+            sizes=(*layer.sizes, *sizes.items()),
+            orders=((self.axis, f"parts {what} each"),),
+            divided=what,
+            noun=f"{'units of ' if units else ''}{which} {what}",
+        )
 
     def check_fits(self, name: str, module: nn.Module) -> None:
         """See `ShardingStyle`."""
@@ -86,16 +93,9 @@ class PartsOrUnitsStyle(FeaturesStyle):
         """See `ShardingStyle`."""
         return f":{self.units}" if self.units else f"/{self.parts}" if self.parts > 1 else ""
 
-    def share(self, name: str, module: nn.Module, features: int, shards: int, which: str) -> tuple[IndexRanges, ...]:
-        """By shard: its features. Raises `PlanError` when a shard would have none, and for parts that are not equal."""
-        what = "channels" if isinstance(module, CONVOLUTIONS) else "features"
-        if self.units:
-            each = features_per_part(name, self, features, self.units, which)
-            held = share_evenly(name, f"units of {which} {what}", self.units, shards)
-            return tuple(scale_ranges(ranges, each) for ranges in held)
-        part = features_per_part(name, self, features, self.parts, which)
-        even = share_evenly(name, f"{which} {what}", part, shards)
-        return tuple(repeat_ranges(ranges, part, self.parts) for ranges in even)
+    def dimensions(self, name: str, module: nn.Module) -> LayerDimensions:
+        """See `DimensionStyle`."""
+        return self.divided(name, module, parts=self.parts, units=self.units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,7 @@ class ColumnStyle(PartsOrUnitsStyle):
         "column:8: by 8 equal units, as groups of channels)"
     )
     input_group: ClassVar[str | None] = "features"
-
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
-        return cut_by_output(module, self.share(name, module, features_of(module)[1], shards, "output"))
+    axis: ClassVar[str] = "out"
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
@@ -119,10 +116,6 @@ class ColumnStyle(PartsOrUnitsStyle):
         if isinstance(module, CONVOLUTIONS):
             return ColumnConvolution(module, name, group, held)
         return ColumnLinear(module, name, group, held, axis=FEATURES, shares_input=name in layout.shared_inputs)
-
-    def collectives(self, module: nn.Module) -> LayerCollectives:
-        """See `ShardingStyle`."""
-        return _as_plain(COLUMN_COLLECTIVES) if isinstance(module, CONVOLUTIONS) else COLUMN_COLLECTIVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +127,12 @@ class RowStyle(PartsOrUnitsStyle):
         "Linear, convolution: cut by input features or channels; the shards' contributions are summed (row/2, row:8: what it "
         "reads is cut so)"
     )
-
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
-        return cut_by_input(module, self.share(name, module, features_of(module)[0], shards, "input"))
+    axis: ClassVar[str] = "in"
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         kind = RowConvolution if isinstance(module, CONVOLUTIONS) else RowLinear
         return kind(module, name, group, indices_on_shard(name, layout, group))
-
-    def collectives(self, module: nn.Module) -> LayerCollectives:
-        """See `ShardingStyle`."""
-        return _as_plain(ROW_COLLECTIVES) if isinstance(module, CONVOLUTIONS) else ROW_COLLECTIVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +142,11 @@ class GatheredStyle(FeaturesStyle):
     name: ClassVar[str] = "gathered"
     summary: ClassVar[str] = "Linear, convolution: cut by output features or channels, which are then gathered"
     input_group: ClassVar[str | None] = "features"
+    axis: ClassVar[str] = "out"
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
-        what = "output channels" if isinstance(module, CONVOLUTIONS) else "output features"
-        return cut_by_output(module, share_evenly(name, what, features_of(module)[1], shards))
+    def dimensions(self, name: str, module: nn.Module) -> LayerDimensions:
+        """See `DimensionStyle`."""
+        return replace(self.divided(name, module), gathers_output=True)
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
@@ -170,15 +156,9 @@ class GatheredStyle(FeaturesStyle):
         shares = name in layout.shared_inputs
         return ColumnLinear(module, name, group, held, axis=FEATURES, shares_input=shares, gather_output=True)
 
-    def collectives(self, module: nn.Module) -> LayerCollectives:
-        """See `ShardingStyle`."""
-        gather = LayerCollective("all_gather", "forward", "output")
-        found = LayerCollectives((gather, *COLUMN_COLLECTIVES.plain), (gather, *COLUMN_COLLECTIVES.sequence))
-        return _as_plain(found) if isinstance(module, CONVOLUTIONS) else found
-
 
 @dataclass(frozen=True, slots=True)
-class GroupsStyle(ShardingStyle):
+class GroupsStyle(DimensionStyle):
     """Each shard computes whole groups of a grouped convolution: their input channels and their output channels."""
 
     name: ClassVar[str] = "groups"
@@ -195,35 +175,17 @@ class GroupsStyle(ShardingStyle):
                 cure="give it the style column, row, gathered or whole",
             )
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
-        assert isinstance(module, CONVOLUTIONS)
-        held = share_evenly(name, "groups", module.groups, shards)
-
-        def cut(channels: int) -> TensorCut:
-            return TensorCut(0, channels, tuple(scale_ranges(ranges, channels // module.groups) for ranges in held))
-
-        first = module.in_channels if is_transposed_convolution(module) else module.out_channels
-        cuts = {"weight": cut(first), "bias": cut(module.out_channels)}
-        return {key: cuts[key] for key, parameter in module._parameters.items() if parameter is not None}
+    def dimensions(self, name: str, module: nn.Module) -> LayerDimensions:
+        """See `DimensionStyle`."""
+        return replace(convolution_dimensions(module), divided="groups", noun="groups")
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
-        assert isinstance(module, CONVOLUTIONS)
-        return GroupsConvolution(module, name, group, even_ranges_by_shard(module.groups, group.size)[group.shard])
-
-    def collectives(self, module: nn.Module) -> LayerCollectives:
-        """See `ShardingStyle`. None: the layer before it has cut its input."""
-        return LayerCollectives()
-
-
-def _as_plain(collectives: LayerCollectives) -> LayerCollectives:
-    """Those of a convolution, whose values sequence parallelism does not cut."""
-    return LayerCollectives(collectives.plain, collectives.plain)
+        return GroupsConvolution(module, name, group, self.divide(name, module, group.size).indices[group.shard])
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyStyle(ShardingStyle):
+class VocabularyStyle(DimensionStyle):
     """Each shard has some ids: their rows of an embedding, whose outputs are summed over shards, or their logits."""
 
     name: ClassVar[str] = "vocabulary"
@@ -239,12 +201,13 @@ class VocabularyStyle(ShardingStyle):
                 cure="give it the style whole",
             )
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
+    def dimensions(self, name: str, module: nn.Module) -> LayerDimensions:
+        """See `DimensionStyle`. The cross-entropy of logits that are cut gathers three numbers a token besides."""
         if isinstance(module, nn.Embedding):
-            ids = module.num_embeddings
-            return {"weight": TensorCut(0, ids, share_evenly(name, "rows of vocabulary", ids, shards))}
-        return cut_linear_by_output(module, share_evenly(name, "output features", linear_features(module)[1], shards))
+            return replace(dimensions_of(module), divided="vocabulary", noun="rows of vocabulary")
+        layer = dimensions_of(module)
+        sizes = (*layer.sizes, ("vocabulary", dict(layer.sizes)["out"]))
+        return replace(layer, sizes=sizes, orders=(("out", "vocabulary"),), divided="vocabulary", noun="output features")
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
@@ -253,21 +216,12 @@ class VocabularyStyle(ShardingStyle):
             return VocabularyEmbedding(module, name, group, held)
         return ColumnLinear(module, name, group, held, axis="vocabulary")
 
-    def collectives(self, module: nn.Module) -> LayerCollectives:
-        """See `ShardingStyle`. The cross-entropy of logits that are cut gathers three numbers a token besides."""
-        return ROW_COLLECTIVES if isinstance(module, nn.Embedding) else COLUMN_COLLECTIVES
-
-    def cost(self, name: str, module: nn.Module, shards: int) -> tuple[ShardWorkShare, ...]:
-        """See `ShardingStyle`. Every shard of an embedding looks up a row for each id of the batch, and masks the others'."""
-        shares = ShardingStyle.cost(self, name, module, shards)
-        return tuple(replace(share, compute=1.0) for share in shares) if isinstance(module, nn.Embedding) else shares
-
 
 _UP, _DOWN = "gate_up_proj", "down_proj"
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsStyle(ShardingStyle):
+class ExpertsStyle(DimensionStyle):
     """Each shard computes some inner features of every expert; what the shards make of them is summed."""
 
     name: ClassVar[str] = "experts"
@@ -278,30 +232,13 @@ class ExpertsStyle(ShardingStyle):
         if not are_cuttable_experts(module):
             raise style_misfit_error(self, name, module)
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`."""
-        inner = module._parameters[_DOWN].shape[2]  # type: ignore[union-attr]
-        held = share_evenly(name, "inner features", inner, shards)
-        return {
-            _UP: TensorCut(1, 2 * inner, tuple(repeat_ranges(ranges, inner, 2) for ranges in held)),
-            _DOWN: TensorCut(2, inner, held),
-        }
+    def dimensions(self, name: str, module: nn.Module) -> LayerDimensions:
+        """See `DimensionStyle`. The gradients of the chosen experts' weights, a few numbers a token, are summed besides."""
+        return replace(experts_dimensions(module), divided="features", noun="inner features")
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         return ExpertsCutByFeatures(module, name, group)
-
-    def collectives(self, module: nn.Module) -> LayerCollectives:
-        """See `ShardingStyle`. The gradients of the chosen experts' weights, a few numbers a token, are summed besides."""
-        return LayerCollectives(
-            plain=(LayerCollective("all_reduce", "forward", "output"), LayerCollective("all_reduce", "backward", "input"))
-        )
-
-    def cost(self, name: str, module: nn.Module, shards: int) -> tuple[ShardWorkShare, ...]:
-        """See `ShardingStyle`."""
-        down = self.slices(name, module, shards)[_DOWN]
-        shares = [sum(b - a for a, b in ranges) / down.whole_size for ranges in down.indices_by_shard]
-        return tuple(ShardWorkShare(share, share) for share in shares)
 
 
 def are_cuttable_experts(module: nn.Module) -> bool:

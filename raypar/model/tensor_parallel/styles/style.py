@@ -11,18 +11,13 @@ from typing import ClassVar, Self
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.tensor_parallel.convolution import CONVOLUTIONS, convolution_class, is_transposed_convolution
+from raypar.model.tensor_parallel.convolution import CONVOLUTIONS, convolution_class
 from raypar.model.tensor_parallel.shard_group import ShardGroup
-from raypar.model.transposed_linear import is_linear, is_transposed_linear, linear_features
+from raypar.model.transposed_linear import is_linear, is_transposed_linear
+from raypar.plan.layer_dimensions import LayerDimensions, LayerDivision, divide
 from raypar.plan.shard_ranges import IndexRanges, TensorCut, even_ranges_by_shard
 from raypar.plan.stage_connections import parameter_of
-from raypar.plan.tensor_parallel_layout import (
-    LayerCollective,
-    LayerCollectives,
-    ShardWorkShare,
-    TensorParallelLayout,
-    shard_slice_shape,
-)
+from raypar.plan.tensor_parallel_layout import LayerCollectives, ShardWorkShare, TensorParallelLayout, shard_slice_shape
 from raypar.torch_compat.modules import has_hooks
 
 
@@ -32,7 +27,8 @@ class ShardingStyle(ABC):
 
     A style answers five questions: does it fit a module (`check_fits`), which slice of each parameter does each shard hold
     (`slices`), which module does a shard run (`build`), what does that send over shards (`collectives`), and which share of the
-    work and memory has each shard (`cost`). A style holds its options alone: equal text is an equal style.
+    work and memory has each shard (`cost`). Of a `DimensionStyle`, which says what dimension it divides, three answers follow.
+    A style holds its options alone: equal text is an equal style.
     """
 
     name: ClassVar[str]
@@ -96,30 +92,35 @@ class ShardingStyle(ABC):
         return tuple(ShardWorkShare(share(shard, ["weight"]), share(shard, [*parameters])) for shard in range(shards))
 
 
-class LinearStyle(ShardingStyle):
-    """A style of linear layers alone: `nn.Linear`, and those whose weight is transposed."""
+class DimensionStyle(ShardingStyle):
+    """A style that divides a named dimension of a layer: what each shard holds, sends and computes follows from that."""
 
     __slots__ = ()
 
-    def check_fits(self, name: str, module: nn.Module) -> None:
+    @abstractmethod
+    def dimensions(self, name: str, module: nn.Module) -> LayerDimensions:
+        """The dimensions of the module, and which of them is divided. Raises `PlanError` for numbers that do not fit."""
+
+    def divide(self, name: str, module: nn.Module, shards: int) -> LayerDivision:
+        """What follows for these shards. Raises `PlanError` when a shard would have none of the divided dimension."""
+        layer = self.dimensions(name, module)
+        check_enough(name, layer.noun, dict(layer.sizes)[layer.divided], shards)
+        return divide(layer, shards)
+
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
-        if not is_plain_linear(module):
-            raise style_misfit_error(self, name, module)
+        return self.divide(name, module, shards).cuts
+
+    def collectives(self, module: nn.Module) -> LayerCollectives:
+        """See `ShardingStyle`."""
+        return self.divide("", module, 1).collectives
+
+    def cost(self, name: str, module: nn.Module, shards: int) -> tuple[ShardWorkShare, ...]:
+        """See `ShardingStyle`."""
+        return self.divide(name, module, shards).shares
 
 
 _FALCON_LINEAR = ("transformers.models.falcon.modeling_falcon", "FalconLinear")
-
-COLUMN_COLLECTIVES = LayerCollectives(
-    plain=(LayerCollective("all_reduce", "backward", "input"),),
-    sequence=(LayerCollective("all_gather", "forward", "input"), LayerCollective("reduce_scatter", "backward", "input")),
-)
-"""A layer that needs all of its input and makes a part of its output (Megatron's f)."""
-
-ROW_COLLECTIVES = LayerCollectives(
-    plain=(LayerCollective("all_reduce", "forward", "output"),),
-    sequence=(LayerCollective("reduce_scatter", "forward", "output"), LayerCollective("all_gather", "backward", "output")),
-)
-"""A layer that needs a part of its input and makes a part of a sum (Megatron's g)."""
 
 
 def is_plain_linear(module: object) -> bool:
@@ -173,13 +174,18 @@ def style_misfit_error(style: ShardingStyle, name: str, module: nn.Module) -> Pl
 
 def share_evenly(name: str, what: str, total: int, shards: int) -> tuple[IndexRanges, ...]:
     """`total` indices over shards, as even as possible. Raises `PlanError` when a shard would have none."""
+    check_enough(name, what, total, shards)
+    return even_ranges_by_shard(total, shards)
+
+
+def check_enough(name: str, what: str, total: int, shards: int) -> None:
+    """Raises `PlanError` for more shards than there are indices to share out."""
     if shards > total:
         raise PlanError(
             f"{name} has {total} {what} for {shards} shards: some would have none",
             cure=f"set plan.shards <= {total} (or virtual_shards, if it is given), or give it and the layers it works with "
             "the style whole (plan.styles)",
         )
-    return even_ranges_by_shard(total, shards)
 
 
 def features_per_part(name: str, style: ShardingStyle, features: int, parts: int, which: str) -> int:
@@ -190,42 +196,6 @@ def features_per_part(name: str, style: ShardingStyle, features: int, parts: int
             cure="check the numbers of heads or parts in plan.styles",
         )
     return features // parts
-
-
-def cut_linear_by_output(module: nn.Module, held: tuple[IndexRanges, ...]) -> dict[str, TensorCut]:
-    """Slices of a linear layer of which shard t makes the output features `held[t]`: of the weight and the bias."""
-    features = linear_features(module)[1]
-    cut = TensorCut(0, features, held)
-    cuts = {key: cut for key, parameter in module._parameters.items() if parameter is not None}
-    return cuts | {"weight": TensorCut(1, features, held)} if is_transposed_linear(module) else cuts
-
-
-def cut_linear_by_input(module: nn.Module, held: tuple[IndexRanges, ...]) -> dict[str, TensorCut]:
-    """Slices of a linear layer of which shard t reads the input features `held[t]`; the bias is whole."""
-    return {"weight": TensorCut(0 if is_transposed_linear(module) else 1, linear_features(module)[0], held)}
-
-
-def features_of(module: nn.Module) -> tuple[int, int]:
-    """(input features, output features) of a linear layer, or the channels of a convolution."""
-    if isinstance(module, CONVOLUTIONS):
-        return module.in_channels, module.out_channels
-    return linear_features(module)
-
-
-def cut_by_output(module: nn.Module, held: tuple[IndexRanges, ...]) -> dict[str, TensorCut]:
-    """Slices of a linear layer or convolution of which shard t makes the output features (channels) `held[t]`."""
-    if not isinstance(module, CONVOLUTIONS):
-        return cut_linear_by_output(module, held)
-    cut = TensorCut(0, module.out_channels, held)
-    cuts = {key: cut for key, parameter in module._parameters.items() if parameter is not None}
-    return cuts | {"weight": TensorCut(1, module.out_channels, held)} if is_transposed_convolution(module) else cuts
-
-
-def cut_by_input(module: nn.Module, held: tuple[IndexRanges, ...]) -> dict[str, TensorCut]:
-    """Slices of a linear layer or convolution of which shard t reads the input features (channels) `held[t]`."""
-    if not isinstance(module, CONVOLUTIONS):
-        return cut_linear_by_input(module, held)
-    return {"weight": TensorCut(0 if is_transposed_convolution(module) else 1, module.in_channels, held)}
 
 
 def indices_on_shard(name: str, layout: TensorParallelLayout, group: ShardGroup) -> IndexRanges:
