@@ -8,13 +8,20 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from raypar.errors import PlanError
 from raypar.plan.model_outline import ModelOutline
-from raypar.plan.parallel_plan import ParallelPlan, Role
+from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.pieces import Piece
-from raypar.plan.shard_ranges import IndexRanges, TensorCut, count_indices, indices_at_positions, intersect_ranges
+from raypar.plan.shard_ranges import (
+    IndexRanges,
+    TensorCut,
+    count_indices,
+    indices_at_positions,
+    intersect_ranges,
+    merge_ranges,
+)
 
 CANONICAL_PIECE = 32_768
 """Elements of a flattened tensor whose squares are summed in its own dtype, before float64 takes over (rule 7 of the numerics
@@ -37,11 +44,13 @@ class BalancedTensorShares:
     """Elements of each tensor."""
     owners: int
     """Number of owners."""
+    undivided: frozenset[int] = frozenset()
+    """Indices of tensors that go to one owner each, whole: given out like the shorter pieces."""
 
     def runs_of_owner(self, owner: int) -> Iterator[tuple[int, int, int]]:
         """The runs of one owner, ascending: (index of the tensor, first element, element behind the last)."""
         for index, size in enumerate(self.sizes):
-            full = size // CANONICAL_PIECE
+            full = self._full[index]
             each, more = divmod(full, self.owners)
             place = (owner - self._next_owner[index]) % self.owners
             first = place * each + min(place, more)
@@ -56,18 +65,24 @@ class BalancedTensorShares:
                 yield index, full * CANONICAL_PIECE, size
 
     @cached_property
+    def _full(self) -> tuple[int, ...]:
+        """By tensor: its full pieces that are given out one by one."""
+        return tuple(0 if i in self.undivided else size // CANONICAL_PIECE for i, size in enumerate(self.sizes))
+
+    @cached_property
     def _next_owner(self) -> tuple[int, ...]:
         """By tensor: the owner whose turn it is when the tensor's full pieces are given out."""
-        counts = accumulate((size // CANONICAL_PIECE for size in self.sizes), initial=0)
+        counts = accumulate(self._full, initial=0)
         return tuple(count % self.owners for count in counts)
 
     @cached_property
     def _owner_of_end(self) -> dict[int, int]:
-        """Tensor -> owner of the shorter piece at its end."""
-        each, more = divmod(sum(size // CANONICAL_PIECE for size in self.sizes), self.owners)
+        """Tensor -> owner of the shorter piece at its end, or of all of it."""
+        each, more = divmod(sum(self._full), self.owners)
         loads = [((each + (owner < more)) * CANONICAL_PIECE, owner) for owner in range(self.owners)]
         heapq.heapify(loads)
-        ends = [(-(size % CANONICAL_PIECE), index) for index, size in enumerate(self.sizes) if size % CANONICAL_PIECE]
+        left = [size - full * CANONICAL_PIECE for size, full in zip(self.sizes, self._full, strict=True)]
+        ends = [(-size, index) for index, size in enumerate(left) if size]
         found = {}
         for size, index in sorted(ends):
             load, owner = loads[0]
@@ -116,30 +131,48 @@ The stages are those of Rajbhandari et al. 2020 (arXiv:1910.02054), section 5; n
 """
 
 
+class OwnedRun(NamedTuple):
+    """Elements [start, stop) of a tensor as it lies in memory, flattened: of a virtual shard's slice, or of a whole one."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class _LocalTensor(NamedTuple):
+    """A parameter as a worker has it, or a virtual shard's slice of one, which replicas may divide."""
+
+    name: str
+    number: int | None
+    """The virtual shard; None: all virtual shards of the worker have all of it."""
+    spans: IndexRanges
+    """Its elements, numbered as in `Piece`."""
+
+
 @dataclass(frozen=True)
 class Ownership:
-    """The state that each rank of a plan keeps. Elements are numbered as in `Piece`, alike under every plan of a model."""
+    """The state that each rank of a plan keeps. Elements are numbered as in `Piece`, alike under every plan of a model.
+
+    Which kinds of state the replicas of a stage divide says `StagePlan.zero` (`SHARED_OUT_FROM`). They divide tensors as they
+    lie in memory, each virtual shard's slice by itself, so that an owner's runs are views of them and hold whole terms of the
+    norm. Two kinds of slices go to one owner each, whole: those along another dim than the first, of which a run in memory is
+    no run of `Piece`, and those of which the shard counts only a part in the norm.
+    """
 
     plan: ParallelPlan
     """The plan whose ranks keep the state."""
     outline: ModelOutline
     """The model's parameters and buffers, which of them are frozen, and how they are cut over shards."""
-    zero_stage: int = 0
-    """The ZeRO stage, 0 to 3: which kinds of state replicas divide (`SHARED_OUT_FROM`). Runs of today use 0."""
     _answers: dict[tuple[Hashable, ...], tuple[Piece, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of pieces; ranks that keep the same pieces share one tuple."""
-    _shares: dict[tuple[Hashable, ...], BalancedTensorShares] = field(
+    _shares: dict[tuple[int, int, bool], tuple[list[_LocalTensor], BalancedTensorShares]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """(grid, shard, whether frozen) -> how the replicas divide these parameters."""
+    """(grid, shard, whether frozen) -> these parameters, and how the replicas divide them."""
     _cuts: dict[tuple[Hashable, ...], TensorCut] = field(default_factory=dict, init=False, repr=False, compare=False)
     """(name, virtual shards, their division) -> how the tensor is cut over shards that hold several of these."""
     _sizes_of_grids: dict[tuple[int, ...], dict[str, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Grids -> name -> elements of the tensors of their stages."""
-
-    def __post_init__(self) -> None:
-        if type(self.zero_stage) is not int or not 0 <= self.zero_stage <= 3:
-            raise PlanError(f"there is no ZeRO stage {self.zero_stage!r}", cure="use 0, 1, 2 or 3")
 
     # -- who keeps what ------------------------------------------------------------------------------------------------
 
@@ -149,24 +182,55 @@ class Ownership:
         Only trained parameters have gradients, masters, optimizer state and averages. A tied parameter counts once.
         Raises `PlanError` for a number of shards that the outline does not know.
         """
-        shared_out = self.zero_stage >= SHARED_OUT_FROM[kind]
-        key = (kind, self.plan.roles[rank] if shared_out else self.plan.compute_keys[rank])
+        roles = self.plan.roles[rank]
+        divided = {role.grid for role in roles if self._is_divided(role.grid, kind)}
+        key = (kind, tuple(role if role.grid in divided else (role.grid, role.shard) for role in roles))
         if key not in self._answers:
-            if not shared_out:
-                names = self._names(rank, kind)
-                found = tuple(piece for name in names for piece in _pieces(name, self._on_shard(rank, name)))
-            else:
-                found = tuple(piece for role in self.plan.roles[rank] for piece in self._share_of_role(rank, role, kind))
-            self._answers[key] = found
+            found: dict[str, list[tuple[int, int]]] = {}
+            if not divided:
+                found = {name: list(self._on_shard(rank, name)) for name in self._names(rank, kind)}
+            for role in roles if divided else ():
+                if role.grid in divided:
+                    for name, spans in self._divided(role.grid, role.shard, role.replica, kind):
+                        found.setdefault(name, []).extend(spans)
+                    continue
+                for name in self._names(rank, kind, role.grid):
+                    found.setdefault(name, []).extend(self._on_shard(rank, name))
+            self._answers[key] = tuple(piece for name, spans in found.items() for piece in _pieces(name, merge_ranges(spans)))
         return self._answers[key]
 
-    def _share_of_role(self, rank: int, role: Role, kind: StateKind) -> tuple[Piece, ...]:
-        """What a rank keeps as one of the replicas of a grid that divide this kind of state."""
-        here = self._names(rank, "parameter", role.grid)
-        found = self._share(rank, role, [name for name in here if self._is_trained(name)], frozen=False)
-        if kind == "parameter":
-            found += self._share(rank, role, [name for name in here if name in self.outline.frozen], frozen=True)
-        return found
+    def _is_divided(self, grid: int, kind: StateKind) -> bool:
+        """Whether the replicas of a grid of workers divide a kind of state."""
+        return self._level(self.plan.stages_of_grid[grid][0]) >= SHARED_OUT_FROM[kind]
+
+    def _level(self, stage: int) -> int:
+        """A stage's ZeRO stage; 0 for one replica, which has nobody to divide with."""
+        place = self.plan.stages[stage]
+        return place.zero if place.replicas > 1 else 0
+
+    def _divided(self, grid: int, shard: int, replica: int, kind: StateKind) -> Iterator[tuple[str, IndexRanges]]:
+        """(parameter, elements) of a kind of state that replicas divide, of one of them."""
+        for frozen in (False, True) if kind == "parameter" else (False,):
+            tensors, shares = self._share(grid, shard, frozen=frozen)
+            for index, start, stop in shares.runs_of_owner(replica):
+                yield tensors[index].name, indices_at_positions(tensors[index].spans, start, stop)
+
+    def divides(self, stage: int, kind: StateKind) -> bool:
+        """Whether the replicas of a stage divide a kind of state."""
+        return self._level(stage) >= SHARED_OUT_FROM[kind]
+
+    def runs(self, stage: int, number: int, replica: int) -> tuple[OwnedRun, ...]:
+        """The runs of trained parameters that one replica of a virtual shard of a stage owns where replicas divide state, in
+        layer order; none of empty parameters."""
+        place, grid = self.plan.stages[stage], self.plan.grid_of_stage[stage]
+        shard = next(index for index, run in enumerate(place.runs) if number in run)
+        tensors, shares = self._share(grid, shard, frozen=False)
+        here = self._tensors_of_stage(stage)
+        return tuple(
+            OwnedRun(tensors[index].name, start, stop)
+            for index, start, stop in shares.runs_of_owner(replica)
+            if tensors[index].name in here and tensors[index].number in (None, number)
+        )
 
     def elements(self, rank: int, kind: StateKind) -> int:
         """How many elements of a kind a rank keeps."""
@@ -227,7 +291,8 @@ class Ownership:
         return bool(held) and any(self._held(other) == held for other in others)
 
     def _held(self, rank: int) -> tuple[Piece, ...]:
-        key = ("held", self.plan.roles[rank] if self.zero_stage else self.plan.compute_keys[rank])
+        roles = self.plan.roles[rank]
+        key = ("held", tuple(r if self._level(self.plan.stages_of_grid[r.grid][0]) else (r.grid, r.shard) for r in roles))
         if key not in self._answers:
             frozen = (piece for piece in self.pieces(rank, "parameter") if piece.name in self.outline.frozen)
             self._answers[key] = tuple(sorted([*self.pieces(rank, "optimizer"), *frozen, *self.pieces(rank, "buffer")]))
@@ -247,9 +312,9 @@ class Ownership:
         shard sums the elements that it owns, and the first stage with a tied parameter sums it. Every replica must have
         whole gradients (ZeRO stages 0 and 1).
         """
-        assert self.zero_stage < SHARED_OUT_FROM["gradient"], "the norm of gradients that replicas share out is summed by piece"
         found = {}
         for stage in self.plan.stages_of(rank):
+            assert not self.divides(stage, "gradient"), "the norm of gradients that replicas divide is summed by piece"
             here = [name for name in self._tensors_of_stage(stage) if self._first_stage[name] == stage]
             names = [name for name in here if self._is_trained(name)]
             sizes = [self._owned_elements(rank, name) for name in names]
@@ -271,24 +336,46 @@ class Ownership:
         for stage in self.plan.stages_of(rank):
             replicas, shards = self.plan.stages[stage].replicas, self.plan.stages[stage].shards
             role = self.plan.role_in(rank, stage)
+            divided = self._counted_shares(stage, role.shard, role.replica)
             mine = found[stage] = {}
             for turn, (name, size) in enumerate(self._tensors_of_stage(stage).items()):
-                cut = self.cut_of(rank, name)
-                replica_writes = self._is_shared_out(name) or turn % replicas == role.replica
+                cut, is_divided = self.cut_of(rank, name), self._is_shared_out(stage, name)
+                replica_writes = is_divided or turn % replicas == role.replica
                 shard_writes = cut is not None or turn // replicas % shards == role.shard
                 if self._first_stage[name] != stage or not (replica_writes and shard_writes):
                     continue
                 spans: IndexRanges = tuple(held.get(name, ()))
-                if cut is not None:
+                if is_divided and size:
+                    spans = merge_ranges(divided.get(name, ()))
+                elif cut is not None:
                     spans = intersect_ranges(spans, cut.element_ranges(cut.owned(role.shard), size))
                 if spans or not size:
                     mine[name] = _pieces(name, spans)
         return found
 
-    def _is_shared_out(self, name: str) -> bool:
+    def _counted_shares(self, stage: int, shard: int, replica: int) -> dict[str, list[tuple[int, int]]]:
+        """Parameter -> the elements that a replica owns of those that replicas of the stage divide, without those that an
+        earlier virtual shard has, too: each element has one owner."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        kinds: Mapping[bool, StateKind] = {False: "optimizer", True: "parameter"}
+        for frozen, kind in kinds.items():
+            if self._level(stage) < SHARED_OUT_FROM[kind]:
+                continue
+            tensors, shares = self._share(self.plan.grid_of_stage[stage], shard, frozen=frozen)
+            for index, start, stop in shares.runs_of_owner(replica):
+                name, number, spans = tensors[index]
+                own = indices_at_positions(spans, start, stop)
+                if number is not None:
+                    cut = self._cut_over_virtual_shards(stage, name)
+                    assert cut is not None
+                    own = intersect_ranges(own, cut.element_ranges(cut.owned(number), self._tensors_of_stage(stage)[name]))
+                found.setdefault(name, []).extend(own)
+        return found
+
+    def _is_shared_out(self, stage: int, name: str) -> bool:
         """Whether the replicas of a stage divide a tensor's authoritative state."""
         kind: StateKind = "parameter" if name in self.outline.frozen else "optimizer"
-        return name not in self.outline.buffers and self.zero_stage >= SHARED_OUT_FROM[kind]
+        return name not in self.outline.buffers and self._level(stage) >= SHARED_OUT_FROM[kind]
 
     # -- tensors by grid -----------------------------------------------------------------------------------------------
 
@@ -342,18 +429,53 @@ class Ownership:
             return size if shard == 0 else 0
         return count_indices(cut.element_ranges(cut.owned(shard), size))
 
-    def _share(self, rank: int, role: Role, names: Sequence[str], *, frozen: bool) -> tuple[Piece, ...]:
-        """The rank's share of parameters that the replicas of its shard in a grid divide."""
-        here = [self._on_shard(rank, name) for name in names]
-        key = (role.grid, role.shard, frozen)
+    def _share(self, grid: int, shard: int, *, frozen: bool) -> tuple[list[_LocalTensor], BalancedTensorShares]:
+        """The trained or the frozen parameters that the replicas of a shard in a grid divide, and how they do."""
+        key = grid, shard, frozen
         if key not in self._shares:
-            replicas = len(self.plan.grids[role.grid])
-            self._shares[key] = BalancedTensorShares(tuple(count_indices(spans) for spans in here), replicas)
-        return tuple(
-            piece
-            for index, start, stop in self._shares[key].runs_of_owner(role.replica)
-            for piece in _pieces(names[index], indices_at_positions(here[index], start, stop))
-        )
+            stages = self.plan.stages_of_grid[grid]
+            sizes = self._sizes((grid,))
+            trained = [name for name in sizes if (name in self.outline.frozen if frozen else self._is_trained(name))]
+            tensors: list[_LocalTensor] = []
+            undivided = set[int]()
+            for name in trained:
+                stage = next(stage for stage in stages if name in self._tensors_of_stage(stage))
+                cut = self._cut_over_virtual_shards(stage, name)
+                for number in (None,) if cut is None else self.plan.stages[stage].run_of(shard):
+                    if not self._is_divisible(name, cut, number):
+                        undivided.add(len(tensors))
+                    spans: IndexRanges = ((0, sizes[name]),)
+                    if cut is not None and number is not None:
+                        spans = cut.element_ranges(cut.indices_by_shard[number], sizes[name])
+                    tensors.append(_LocalTensor(name, number, spans))
+            counts = tuple(count_indices(tensor.spans) for tensor in tensors)
+            shares = BalancedTensorShares(counts, len(self.plan.grids[grid]), frozenset(undivided))
+            self._shares[key] = tensors, shares
+        return self._shares[key]
+
+    def _cut_over_virtual_shards(self, stage: int, name: str) -> TensorCut | None:
+        """How a parameter is cut over the virtual shards of a stage; None: each has all of it."""
+        count = self.plan.stages[stage].virtual_shards
+        if count == 1:
+            return None
+        if count not in self.outline.shardings:
+            raise PlanError(f"it is not known how the model is cut over {count} shards", cure="report this")
+        return self.outline.shardings[count].get(name)
+
+    def _is_divisible(self, name: str, cut: TensorCut | None, number: int | None) -> bool:
+        """Whether runs of a tensor in memory are runs of `Piece`, and hold whole terms of the norm."""
+        if name in self._numbered_otherwise:
+            return False
+        if cut is None or number is None:
+            return True
+        held, counted = count_indices(cut.indices_by_shard[number]), count_indices(cut.owned(number))
+        return counted in (0, held)
+
+    @cached_property
+    def _numbered_otherwise(self) -> frozenset[str]:
+        """Parameters whose elements are numbered otherwise than they lie in memory, under plans without shards too."""
+        cuts = (cut for of_count in self.outline.shardings.values() for cut in of_count.items())
+        return frozenset(name for name, cut in cuts if cut.dim > 0)
 
 
 def first_rank_with_same_state(held: Sequence[tuple[Piece, ...]]) -> tuple[int, ...]:

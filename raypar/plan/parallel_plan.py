@@ -45,6 +45,9 @@ class StagePlan:
     """Number of blocks of each replica: contiguous runs, in order of replicas. Empty: runs of nearly equal length."""
     division: tuple[int, ...] = ()
     """Number of virtual shards of each shard: contiguous runs, in order of shards. Empty: each is one virtual shard."""
+    zero: int = 0
+    """The ZeRO stage, 0 to 3: which kinds of state the replicas divide (`plan.ownership.SHARED_OUT_FROM`). One replica has
+    everything, whatever it is. Results do not depend on it."""
 
     def __post_init__(self) -> None:
         if self.division and set(self.division) == {1}:
@@ -90,6 +93,8 @@ class StagePlan:
                 f"{name} gives its {count_noun(self.shards, 'shard')} {list(self.division)} virtual shards",
                 cure=f"give {count_noun(self.shards, 'number')} >= 1, one for each shard, or () for one each",
             )
+        if type(self.zero) is not int or not 0 <= self.zero <= 3:
+            raise PlanError(f"{name}: there is no ZeRO stage {self.zero!r}", cure="use 0, 1, 2 or 3")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -130,7 +135,8 @@ class ParallelPlan:
             stage.check(f"stage {index}")
             before = stage.last
         for stages in self.stages_of_grid:
-            for what, given in (("shares of the blocks", "share"), ("divisions of virtual shards", "division")):
+            of_grid = {"shares of the blocks": "share", "divisions of virtual shards": "division", "ZeRO stages": "zero"}
+            for what, given in of_grid.items():
                 unlike = sorted({getattr(self.stages[stage], given) for stage in stages})
                 if len(unlike) > 1:
                     raise PlanError(
@@ -235,6 +241,25 @@ class ParallelPlan:
         """The same plan with other shares of the blocks: grid -> `StagePlan.share` of its stages."""
         stages = zip(self.stages, self.grid_of_stage, strict=True)
         return replace(self, stages=tuple(replace(s, share=shares.get(grid, s.share)) for s, grid in stages))
+
+    def with_zero(self, levels: int | Sequence[int]) -> ParallelPlan:
+        """The same plan with these ZeRO stages: one for all stages of the model, or one for each grid of workers (in a
+        pipeline: for each position). For another number of grids the highest of them counts."""
+        each = [levels] * len(self.grids) if isinstance(levels, int) else list(levels)
+        if len(each) != len(self.grids):
+            each = [max(each, default=0)] * len(self.grids)
+        stages = zip(self.stages, self.grid_of_stage, strict=True)
+        return replace(self, stages=tuple(replace(stage, zero=each[grid]) for stage, grid in stages))
+
+    @property
+    def zero_levels(self) -> tuple[int, ...]:
+        """By grid of workers: its ZeRO stage."""
+        return tuple(self.stages[stages[0]].zero for stages in self.stages_of_grid)
+
+    @property
+    def most_zero(self) -> int:
+        """The highest ZeRO stage by which replicas divide anything; 0 where no stage has replicas."""
+        return max(stage.zero if stage.replicas > 1 else 0 for stage in self.stages)
 
     def with_virtual_shards(self, count: int) -> ParallelPlan:
         """The same plan with layers that are cut into `count` virtual shards, which shards divide evenly unless they divide as

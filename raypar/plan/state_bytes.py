@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raypar.plan.model_outline import ModelOutline
-from raypar.plan.ownership import SHARED_OUT_FROM, Ownership, StateKind
+from raypar.plan.ownership import Ownership, StateKind
 from raypar.plan.parallel_plan import ParallelPlan, StagePlan
 
 
@@ -26,12 +26,12 @@ class StateBytes:
     )
     """What has been answered of layers: see `_by_layer`."""
 
-    def of_plan(self, plan: ParallelPlan, zero: int = 0) -> dict[StateKind, tuple[int, ...]]:
-        """Kind of state -> by rank, its bytes in memory, under a ZeRO stage.
+    def of_plan(self, plan: ParallelPlan) -> dict[StateKind, tuple[int, ...]]:
+        """Kind of state -> by rank, its bytes in memory.
 
         Raises `PlanError` for a number of shards that the outline does not know.
         """
-        ownership = Ownership(plan, self.outline, zero)
+        ownership = Ownership(plan, self.outline)
         return {kind: tuple(self._on_rank(ownership, rank, kind) for rank in range(plan.world)) for kind in self.by_tensor}
 
     def on_fullest_shard(self, kind: StateKind, stage: StagePlan) -> int:
@@ -46,13 +46,14 @@ class StateBytes:
         plan = ownership.plan
         stages = [plan.stages[stage] for stage in plan.stages_of(rank)]
         roles = [plan.role_in(rank, stage) for stage in plan.stages_of(rank)]
-        shared_out = ownership.zero_stage >= SHARED_OUT_FROM[kind]
-        places = zip(stages, roles, strict=True)
+        divided = [ownership.divides(stage, kind) for stage in plan.stages_of(rank)]
+        shared_out = any(divided)
+        places = zip(stages, roles, divided, strict=True)
         key = (
             kind,
             *(
-                (s.first, s.last, s.virtual_shards, s.run_of(role.shard), (role.replica, s.replicas) if shared_out else ())
-                for s, role in places
+                (s.first, s.last, s.virtual_shards, s.run_of(role.shard), (role.replica, s.replicas) if shared else ())
+                for s, role, shared in places
             ),
         )
         if key not in self._on_ranks:

@@ -55,15 +55,15 @@ class MemorySheet:
 
 
 def memory_sheets(
-    profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches, zero: int = 0
+    profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches
 ) -> tuple[MemorySheet, ...]:
-    """By rank, the predicted memory of a plan's workers under a schedule (its name, or its orders) and a ZeRO stage."""
+    """By rank, the predicted memory of a plan's workers under a schedule (its name, or its orders)."""
     routing = MicrobatchRouting(plan, microbatches)
     crossing = profile.crossing(plan)
     orders = registry.build_schedule(schedule, routing, connections=crossing) if isinstance(schedule, str) else schedule
     sizes = kept_bytes_by_kind(profile, routing, orders)
     kept = [peak_kept_bytes(order, sizes) for order in orders]
-    state = state_bytes(profile, routing, zero, [sum(peak.values()) for peak in kept])
+    state = state_bytes(profile, routing, [sum(peak.values()) for peak in kept])
     return tuple(MemorySheet({kind: by_rank[rank] for kind, by_rank in state.items()}, peak) for rank, peak in enumerate(kept))
 
 

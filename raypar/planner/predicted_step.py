@@ -85,16 +85,16 @@ def reduction_ms(stage: LayerProfile, replicas: int, link: LinkProfile) -> float
 
 
 def state_bytes(
-    profile: ModelProfile, routing: MicrobatchRouting, zero: int = 0, kept: Sequence[int] | None = None
+    profile: ModelProfile, routing: MicrobatchRouting, kept: Sequence[int] | None = None
 ) -> dict[StateKind, tuple[int, ...]]:
-    """Kind of state -> by rank, its bytes in memory, under a ZeRO stage.
+    """Kind of state -> by rank, its bytes in memory.
 
     Gradients are the open sums of the canonical reduction: one for each open subtree of the replica's blocks, so
     floor(log2 blocks) + 1 of them. `kept`: by rank, what is kept for backward passes when that is most; None: nothing. When
     gradients are widened for the optimizer it is gone, so of these only what takes more memory counts.
     """
     plan = routing.plan
-    state = profile.state_on_shards(plan.virtual_shard_counts).of_plan(plan, zero)
+    state = profile.state_on_shards(plan.virtual_shard_counts).of_plan(plan)
     blocks = [max(len(routing.blocks_of_worker(s, rank)) for s in plan.stages_of(rank)) for rank in range(plan.world)]
     gradients = (nbytes * max(1, count.bit_length()) for nbytes, count in zip(state["gradient"], blocks, strict=True))
     found = {**state, "gradient": tuple(gradients)}

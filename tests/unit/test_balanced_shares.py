@@ -38,6 +38,19 @@ def test_every_element_has_one_owner_and_runs_begin_at_canonical_pieces(seed):
     assert all(count <= 2 for mine in runs for count in Counter(index for index, _, _ in mine).values()), "few runs"
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_tensors_that_may_not_be_divided_have_one_owner_and_the_others_even_out_what_they_can(seed):
+    dice = random.Random(seed)
+    sizes = tuple(dice.randint(1, 20 * PIECE) for _ in range(dice.randint(1, 30)))
+    undivided = frozenset(index for index in range(len(sizes)) if dice.random() < 0.4)
+    shares = BalancedTensorShares(sizes, dice.randint(1, 5), undivided)
+    covered = sorted(run for owner in range(shares.owners) for run in shares.runs_of_owner(owner))
+    assert [run for run in covered if run[0] in undivided] == [(index, 0, sizes[index]) for index in sorted(undivided)]
+    assert sum(stop - start for _, start, stop in covered) == sum(sizes)
+    loads = [sum(stop - start for _, start, stop in shares.runs_of_owner(owner)) for owner in range(shares.owners)]
+    assert max(loads) - min(loads) <= max(PIECE, *(sizes[index] for index in undivided), 0)
+
+
 @pytest.mark.parametrize("sizes", [[], [0], [5], [3, 0, 0, 4], [1] * 7, [100, 1, 1, 1], [0, 0, 9]], ids=str)
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_consecutive_shares_are_everything_in_order(sizes, parts):

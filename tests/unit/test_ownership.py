@@ -9,7 +9,7 @@ import pytest
 
 from raypar.errors import PlanError
 from raypar.plan import ModelOutline, ParallelPlan
-from raypar.plan.ownership import CANONICAL_PIECE, SHARED_OUT_FROM, Ownership
+from raypar.plan.ownership import CANONICAL_PIECE, SHARED_OUT_FROM, OwnedRun, Ownership
 from raypar.plan.pieces import Piece, merge_pieces, plan_moves, subtract_pieces
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 
@@ -45,7 +45,7 @@ TIED = ModelOutline(
     shardings={
         2: {
             "0.embed": TensorCut(0, 300, even_ranges_by_shard(300, 2)),
-            "1.weight": TensorCut(1, 20, even_ranges_by_shard(20, 2)),
+            "1.weight": TensorCut(0, 20, even_ranges_by_shard(20, 2)),
         }
     },
     buffers=frozenset({"0.mask", "2.count"}),
@@ -98,7 +98,7 @@ def test_a_tie_counts_once_where_its_layers_are_together():
 @pytest.mark.parametrize("zero, name", list(product(range(4), PLANS)))
 def test_replicas_together_keep_every_element_as_often_as_the_zero_stage_says(zero, name):
     plan, whole = PLANS[name], Ownership(PLANS[name], TIED)
-    keeps = Ownership(plan, TIED, zero)
+    keeps = Ownership(plan.with_zero(zero), TIED)
     for kind, shared_from in SHARED_OUT_FROM.items():
         for first in range(plan.world):
             group = [rank for rank in range(plan.world) if plan.compute_keys[rank] == plan.compute_keys[first]]
@@ -110,26 +110,70 @@ def test_replicas_together_keep_every_element_as_often_as_the_zero_stage_says(ze
 
 def test_buffers_are_whole_on_every_replica_under_every_stage_of_zero():
     for zero in range(4):
-        keeps = Ownership(PLANS["3 replicas"], TIED, zero)
+        keeps = Ownership(PLANS["3 replicas"].with_zero(zero), TIED)
         assert {keeps.pieces(rank, "buffer") for rank in range(3)} == {(Piece("0.mask", 0, 100), Piece("2.count", 0, 1))}
 
 
 def test_frozen_parameters_are_shared_out_by_the_last_stage_of_zero_alone():
-    kept = [Ownership(PLANS["3 replicas"], TIED, zero).pieces(0, "parameter") for zero in (2, 3)]
+    kept = [Ownership(PLANS["3 replicas"].with_zero(zero), TIED).pieces(0, "parameter") for zero in (2, 3)]
     sizes = [sum(piece.size for piece in pieces if piece.name == "1.old") for pieces in kept]
     assert sizes[0] == 70_000 > sizes[1] > 0
 
 
 def test_a_share_of_a_slice_begins_at_a_canonical_piece_of_the_slice():
-    keeps = Ownership(PLANS["2 shards"], TIED, zero_stage=1)
+    keeps = Ownership(PLANS["2 shards"].with_zero(1), TIED)
     runs = [p for rank in (1, 3) for p in keeps.pieces(rank, "optimizer") if p.name == "1.weight"]
     assert merge_pieces(runs) == (Piece("1.weight", 100_000, 200_000),)
     assert all((run.start - 100_000) % CANONICAL_PIECE == 0 for run in runs) and len(runs) > 1
 
 
+ROWS = replace(TIED, shardings={2: {**TIED.shardings[2], "1.weight": TensorCut(1, 20, even_ranges_by_shard(20, 2))}})
+"""`1.weight` is cut along its second dim."""
+
+
+@pytest.mark.parametrize("name", ["2 shards", "shards in one stage"])
+def test_a_slice_along_another_dim_than_the_first_has_one_owner(name):
+    """A run of it in memory is no run of elements as plans number them, and the norm's terms are runs in memory."""
+    plan = PLANS[name].with_zero(1)
+    keeps = Ownership(plan, ROWS)
+    shares = [[run for run in keeps.runs(0, 1, r) if run.name == "1.weight"] for r in range(plan.stages[0].replicas)]
+    assert sorted(shares, key=len)[-1] == [OwnedRun("1.weight", 0, 100_000)] and sum(map(len, shares)) == 1
+    held = [p for rank in range(plan.world) for p in keeps.pieces(rank, "optimizer") if p.name == "1.weight"]
+    assert sorted(held) == [Piece("1.weight", 0, 100_000), Piece("1.weight", 100_000, 200_000)]
+
+
+def test_it_has_one_owner_under_plans_without_shards_too_where_the_job_may_have_shards():
+    keeps = [Ownership(PLANS["3 replicas"].with_zero(1), outline) for outline in (ROWS, replace(ROWS, shardings={}))]
+    assert [sum(run.name == "1.weight" for r in range(3) for run in of.runs(0, 0, r)) for of in keeps] == [1, 4]
+
+
+def test_a_slice_of_which_a_shard_counts_a_part_has_one_owner():
+    cut = TensorCut(0, 100, (((0, 60),), ((40, 100),)))
+    outline = replace(TIED, shardings={2: {"1.weight": cut}})
+    keeps = Ownership(PLANS["2 shards"].with_zero(1), outline)
+    first, second = ([run for r in range(2) for run in keeps.runs(0, shard, r) if run.name == "1.weight"] for shard in range(2))
+    assert len(first) > 1 and second == [OwnedRun("1.weight", 0, 120_000)]
+
+
+def test_each_virtual_shard_of_a_worker_is_divided_by_itself():
+    plan = ParallelPlan.mesh(dp=2, layers=4).with_virtual_shards(2).with_zero(1)
+    keeps = Ownership(plan, TIED)
+    for number in range(2):
+        runs = [run for r in range(2) for run in keeps.runs(0, number, r)]
+        assert sum(run.stop - run.start for run in runs if run.name == "0.embed") == 45_000
+        assert all(run.start % CANONICAL_PIECE == 0 for run in runs)
+    assert keeps.runs(0, 0, 0) != keeps.runs(0, 1, 0)
+    whole = [[run for run in keeps.runs(0, number, r) if run.name == "2.weight"] for number in range(2) for r in range(2)]
+    assert whole[:2] == whole[2:], "what is not cut has one owner for all virtual shards"
+
+
 def test_there_are_three_stages_of_zero():
     with pytest.raises(PlanError, match="no ZeRO stage 4"):
-        Ownership(PLANS["alone"], TIED, 4)
+        PLANS["alone"].with_zero(4)
+
+
+def test_one_replica_divides_with_nobody():
+    assert Ownership(PLANS["2 stages"].with_zero(3), TIED).held == Ownership(PLANS["2 stages"], TIED).held
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -172,7 +216,7 @@ def gpt(width, layers, vocabulary=50_257, context=1024):
 def test_state_bytes_of_a_replica(bytes_of, by_stage, zero, replicas):
     outline = gpt(256, 6, 5000)
     count = sum(size for layer in outline.elements for size in layer.values())
-    keeps = Ownership(ParallelPlan.mesh(dp=replicas, layers=8), outline, zero)
+    keeps = Ownership(ParallelPlan.mesh(dp=replicas, layers=8).with_zero(zero), outline)
     of = [sum(n * keeps.elements(rank, kind) for kind, n in bytes_of.items()) for rank in range(replicas)]
     everywhere, shared = by_stage[zero]
     assert sum(of) == replicas * everywhere * count + shared * count
@@ -181,7 +225,7 @@ def test_state_bytes_of_a_replica(bytes_of, by_stage, zero, replicas):
 
 @pytest.mark.parametrize("width, layers, replicas", [(128, 4, 8), (256, 6, 8), (768, 12, 8), (768, 12, 64), (4096, 32, 1000)])
 def test_shares_are_within_one_percent_or_one_canonical_piece_of_even(width, layers, replicas):
-    keeps = Ownership(ParallelPlan.mesh(dp=replicas, layers=layers + 2), gpt(width, layers), zero_stage=1)
+    keeps = Ownership(ParallelPlan.mesh(dp=replicas, layers=layers + 2).with_zero(1), gpt(width, layers))
     of = [keeps.elements(rank, "optimizer") for rank in range(replicas)]
     even = sum(of) / replicas
     assert max(of) <= (1.01 * even if replicas == 8 else even + CANONICAL_PIECE)
@@ -190,7 +234,7 @@ def test_shares_are_within_one_percent_or_one_canonical_piece_of_even(width, lay
 def test_shares_are_even_in_every_stage_for_each_shard():
     outline = replace(TIED, elements=tuple({n: 50 * s for n, s in layer.items()} for layer in TIED.elements))
     plan = PLANS["shards in one stage"]
-    keeps = Ownership(plan, outline, zero_stage=3)
+    keeps = Ownership(plan.with_zero(3), outline)
     for key in set(plan.compute_keys):
         of = [keeps.elements(rank, "optimizer") for rank in range(plan.world) if plan.compute_keys[rank] == key]
         assert max(of) <= 1.01 * sum(of) / len(of)
@@ -200,7 +244,7 @@ def test_a_thousand_ranks_and_thousands_of_parameters_take_seconds():
     outline = ModelOutline((), elements=tuple({f"{i}.{j}": 40_000 * (j + 1) for j in range(10)} for i in range(300)))
     plan, begin_s = ParallelPlan.mesh(dp=100, pp=10, layers=300), time.perf_counter()
     assert len(set(Ownership(plan, outline).first_rank_with_same_state)) == 10
-    keeps = Ownership(plan, outline, zero_stage=3)
+    keeps = Ownership(plan.with_zero(3), outline)
     assert sum(keeps.elements(rank, "parameter") for rank in range(plan.world)) == 300 * 40_000 * 55
     assert time.perf_counter() - begin_s < 20, "2 s when nothing else runs"
 
@@ -212,7 +256,7 @@ def test_replicas_of_a_shard_hold_the_same_until_they_share_state_out():
     plan = ParallelPlan.of([2, 1], [2, 1], layers=4)
     assert Ownership(plan, TIED).first_rank_with_same_state == (0, 1, 0, 1, 4)
     assert [Ownership(plan, TIED).has_copies(rank) for rank in range(5)] == [True] * 4 + [False]
-    assert Ownership(plan, TIED, zero_stage=1).first_rank_with_same_state == (0, 1, 2, 3, 4)
+    assert Ownership(plan.with_zero(1), TIED).first_rank_with_same_state == (0, 1, 2, 3, 4)
     assert plan.compute_keys == (((0, 0),), ((0, 1),), ((0, 0),), ((0, 1),), ((1, 0),)), "they compute the same all the same"
 
 
@@ -232,7 +276,7 @@ def test_only_ranks_with_the_same_tensors_are_asked_for_copies():
 def test_what_is_handed_over_is_where_the_optimizers_state_is():
     plan = PLANS["3 replicas"]
     for zero in range(4):
-        keeps = Ownership(plan, TIED, zero)
+        keeps = Ownership(plan.with_zero(zero), TIED)
         for rank in range(3):
             trained = [p for p in keeps.held[rank] if p.name not in TIED.frozen | TIED.buffers]
             assert merge_pieces(trained) == merge_pieces(keeps.pieces(rank, "optimizer"))
@@ -245,7 +289,7 @@ def written_pieces(keeps, rank):
 
 @pytest.mark.parametrize("zero, name", list(product(range(4), PLANS)))
 def test_every_element_is_written_by_one_rank_that_holds_it(zero, name):
-    keeps = Ownership(PLANS[name], TIED, zero)
+    keeps = Ownership(PLANS[name].with_zero(zero), TIED)
     written = [written_pieces(keeps, rank) for rank in range(PLANS[name].world)]
     everything = {name: size for layer in TIED.elements for name, size in layer.items()}
     assert merge_pieces(p for mine in written for p in mine) == tuple(sorted(Piece(n, 0, s) for n, s in everything.items()))

@@ -37,7 +37,7 @@ PROFILE = ModelProfile(tuple(LayerProfile(f"l{i}", 1.0, 2.0, 1.0, 1.0) for i in 
 
 def predicted(plan: ParallelPlan, blocks: int = 1, zero: int = 0) -> list[tuple[int, int, int]]:
     """By rank: bytes of parameters, gradients and optimizer state."""
-    found = state_bytes(PROFILE, MicrobatchRouting(plan, Microbatches(blocks, blocks)), zero)
+    found = state_bytes(PROFILE, MicrobatchRouting(plan.with_zero(zero), Microbatches(blocks, blocks)))
     return list(zip(found["parameter"], found["gradient"], found["optimizer"], strict=True))
 
 
@@ -78,14 +78,12 @@ def test_replicas_share_out_what_the_zero_stage_says(zero, shared):
         (LayerProfile("l", 1.0, 2.0, 1.0, 1.0),),
         state=StateBytes(outline, {kind: {"a": n * size} for kind, n in (("parameter", 4), ("gradient", 4), ("optimizer", 8))}),
     )
-    routing = MicrobatchRouting(ParallelPlan.mesh(dp=4, layers=1), Microbatches(4, 4))
-    found = state_bytes(profile, routing, zero)
+    routing = MicrobatchRouting(ParallelPlan.mesh(dp=4, layers=1).with_zero(zero), Microbatches(4, 4))
+    found = state_bytes(profile, routing)
     for kind, width in (("parameter", 4), ("gradient", 4), ("optimizer", 8)):
         assert set(found[kind]) == {width * size // (4 if kind in shared else 1)}
     plan = routing.plan
-    assert memory_sheets(profile, plan, "1f1b", routing.microbatches, zero)[3].state["optimizer"] == 8 * size // (
-        4 if zero else 1
-    )
+    assert memory_sheets(profile, plan, "1f1b", routing.microbatches)[3].state["optimizer"] == 8 * size // (4 if zero else 1)
 
 
 PLANS = [
@@ -102,9 +100,9 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.describe())
 def test_a_rank_holds_the_pieces_that_ownership_gives_it(plan, zero):
     state, keeps = StateBytes(MODEL, {"parameter": STATE.by_tensor["parameter"], "optimizer": STATE.by_tensor["optimizer"]}), {}
-    found = state.of_plan(plan, zero)
+    found = state.of_plan(plan.with_zero(zero))
     for kind, width in (("parameter", 4), ("optimizer", 8)):
-        keeps[kind] = tuple(width * Ownership(plan, MODEL, zero).elements(rank, kind) for rank in range(plan.world))
+        keeps[kind] = tuple(width * Ownership(plan.with_zero(zero), MODEL).elements(rank, kind) for rank in range(plan.world))
     assert found == keeps
 
 

@@ -46,6 +46,7 @@ from raypar.worker.checkpoint.manifest import (
     KeptState,
     Manifest,
     ManifestEntry,
+    Run,
     Scalar,
     SharedState,
     Slice,
@@ -112,14 +113,29 @@ class TensorSlices:
     dim: int
     spans: IndexRanges
 
-    def of(self, tensor: Tensor) -> Iterator[tuple[Slice, Tensor]]:
-        """(slice of the unsharded tensor, part of this tensor), one for each span."""
+    def of(self, tensor: Tensor) -> Iterator[tuple[Slice, Run | None, Tensor]]:
+        """(slice of the unsharded tensor, no run, part of this tensor), one for each span."""
         whole = tuple((0, n) for n in self.shape)
         if not self.spans:
-            yield whole, tensor
+            yield whole, None, tensor
         at = 0
         for start, stop in self.spans:
-            yield (*whole[: self.dim], (start, stop), *whole[self.dim + 1 :]), tensor.narrow(self.dim, at, stop - start)
+            yield (*whole[: self.dim], (start, stop), *whole[self.dim + 1 :]), None, tensor.narrow(self.dim, at, stop - start)
+            at += stop - start
+
+
+@dataclass(frozen=True)
+class TensorRuns:
+    """Which elements of the flattened unsharded tensor of `shape` a tensor has, one after the other."""
+
+    shape: tuple[int, ...]
+    spans: IndexRanges
+
+    def of(self, tensor: Tensor) -> Iterator[tuple[Slice, Run | None, Tensor]]:
+        """(no slice, run of elements, part of this tensor), one for each span."""
+        at = 0
+        for start, stop in self.spans:
+            yield (), (start, stop), tensor.narrow(0, at, stop - start)
             at += stop - start
 
 
@@ -165,7 +181,7 @@ def write_shard(
     file_name: str,
     tensors: Mapping[StateName, Tensor],
     scalars: Mapping[StateName, Scalar] | None = None,
-    slices: Mapping[StateName, TensorSlices] | None = None,
+    slices: Mapping[StateName, TensorSlices | TensorRuns] | None = None,
     ties: Mapping[str, Sequence[str]] | None = None,
     shared: Sequence[tuple[int, SharedState]] = (),
     kept: KeptState | None = None,
@@ -187,13 +203,13 @@ def write_shard(
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             raise CheckpointError(f"{name} ({kind}) has dtype {dtype}, which checkpoints do not hold", cure="use a real dtype")
-        for number, (part, piece) in enumerate(held.of(tensor)):
+        for number, (part, run, piece) in enumerate(held.of(tensor)):
             key = (name if kind == PARAMETER else f"{name}#{kind}") + (f"@{number}" if number else "")
             while key in specs:  # a parameter may be called as another one's optimizer state
                 key += "'"
             specs[key] = key, dtype, piece.shape
             written.append(piece)
-            entries.append(ManifestEntry(name, kind, held.shape, dtype, part, file_name, key))
+            entries.append(ManifestEntry(name, kind, held.shape, dtype, part, file_name, key, run=run))
             if kind in (PARAMETER, BUFFER):
                 entries += [replace(entries[-1], name=other, kind=TIE) for other in (ties or {}).get(name, ())]
     with begun.store.write(begun.name, file_name) as file:
@@ -593,13 +609,25 @@ def _read(
                 assert not isinstance(parts[0].value, EncodedTensor), "those are read by `read_shared_state`"
                 kinds[kind] = parts[0].value
                 continue
-            whole = tensor_of(parts[0])
+            whole = tensor_of(parts[0]) if parts[0].run is None else tensor_of(parts[0]).view(_shape_of_run(parts[0]))
             if len(parts) > 1:
                 first, whole = whole, torch.empty(parts[0].shape, dtype=whole.dtype)
                 for entry in parts:
-                    whole[tuple(slice(a, b) for a, b in entry.slice)] = first if entry is parts[0] else tensor_of(entry)
+                    _place_in(whole, entry).copy_(first if entry is parts[0] else tensor_of(entry))
             kinds[kind] = whole if take is None else take(name, whole)
     return found
+
+
+def _place_in(whole: Tensor, entry: ManifestEntry) -> Tensor:
+    """The part of a whole tensor that an entry has."""
+    if entry.run is not None:
+        return whole.view(-1)[slice(*entry.run)]
+    return whole[tuple(slice(a, b) for a, b in entry.slice)]
+
+
+def _shape_of_run(entry: ManifestEntry) -> tuple[int, ...]:
+    """The shape in which a run is read: that of the tensor, if it is all of it."""
+    return entry.shape if entry.part == (math.prod(entry.shape),) else entry.part
 
 
 class CheckpointTensors(Mapping[str, "Tensor"]):

@@ -44,16 +44,19 @@ from raypar.worker.checkpoint.state_key import (
 if TYPE_CHECKING:
     from raypar.storage.checkpoint_store import CheckpointRef
 
-FORMAT = 3
-"""Format of the manifests that are written: they say which optimizer state there was, beside what was saved of it."""
-FORMATS = (1, 2, FORMAT)
-"""Formats that are read. In the first the kind of optimizer state was its name, and there was none of groups or attributes."""
+FORMAT = 4
+"""Format of the manifests that are written: what replicas divide lies in runs of elements."""
+FORMATS = (1, 2, 3, FORMAT)
+"""Formats that are read. In the first the kind of optimizer state was its name, and there was none of groups or attributes.
+From the third on they say which optimizer state there was, beside what was saved of it. Up to the third, parts are slices."""
 MANIFEST = "manifest.json"
 
 StateName = tuple[str, StateKey]
 """(qualified name of the parameter or buffer, what it is of it)."""
 Slice = tuple[tuple[int, int], ...]
 """[start, stop) of every dim of the unsharded tensor."""
+Run = tuple[int, int]
+"""Elements [start, stop) of the flattened unsharded tensor."""
 Scalar = float | int | bool | None
 
 
@@ -98,18 +101,33 @@ class ManifestEntry:
     dtype: str = ""
     """torch's name of the dtype, such as `float32`; empty for a number."""
     slice: Slice = ()
-    """The part of the unsharded tensor that the file has."""
+    """The part of the unsharded tensor that the file has; empty if that is a `run`."""
     file: str = ""
     """Name of the file that has the tensor; empty for a number."""
     key: str = ""
     """The tensor's name in the file."""
     value: Scalar | EncodedTensor = None
     """The number; of optimizer state that many parameters share also a small tensor."""
+    run: Run | None = None
+    """The elements that the file has, as one row, where replicas divide the tensor; None: a slice."""
 
     @property
     def part(self) -> tuple[int, ...]:
         """Shape of the part that the file has."""
+        if self.run is not None:
+            return (self.run[1] - self.run[0],)
         return tuple(stop - start for start, stop in self.slice)
+
+    @property
+    def as_run(self) -> Run:
+        """The elements that the file has, of a run or of a slice along the first dim. Raises `ValueError` for other slices."""
+        if self.run is not None:
+            return self.run
+        if any(span != (0, size) for span, size in zip(self.slice[1:], self.shape[1:], strict=True)):
+            raise ValueError(f"slice {shorten(list(self.slice))} is no run of elements")
+        start, stop = self.slice[0] if self.slice else (0, 1)
+        width = math.prod(self.shape[1:])
+        return start * width, stop * width
 
 
 @dataclass(frozen=True)
@@ -191,7 +209,7 @@ def manifest_checksum(body: Mapping[str, Json]) -> str:
 def parse_manifest(body: Mapping[str, Json], checkpoint: CheckpointRef) -> Manifest:
     """The manifest of a checkpoint from JSON values. Raises `ValueError` for what no checkpoint can have."""
     manifest_format = body.get("format")
-    since_third = {"kept"} if manifest_format == FORMAT else set()
+    since_third = {"kept"} if manifest_format in FORMATS[2:] else set()
     _keys(body, "the manifest", {"format", "steps_done", "contract", "metrics", "files", "entries", *since_third})
     if type(manifest_format) is not int or manifest_format not in FORMATS:
         raise ValueError(f"format is {shorten(manifest_format)}, none of {', '.join(map(str, FORMATS))}")
@@ -238,8 +256,8 @@ def check_header_matches_manifest(manifest: Manifest, file: str, header: Safeten
 # -- parts -------------------------------------------------------------------------------------------------------------------
 
 
-def _place(entry: ManifestEntry) -> tuple[str, StateKey, Slice]:
-    return entry.name, entry.kind, entry.slice
+def _place(entry: ManifestEntry) -> tuple[str, StateKey, Slice, Slice]:
+    return entry.name, entry.kind, entry.slice, () if entry.run is None else (entry.run,)
 
 
 def _entry_to_json(entry: ManifestEntry) -> dict[str, Json]:
@@ -251,8 +269,10 @@ def _entry_to_json(entry: ManifestEntry) -> dict[str, Json]:
         if isinstance(value, EncodedTensor):
             return {**named, "value": {"dtype": value.dtype, "shape": list(value.shape), "data": value.data}}
         return {**named, "value": repr(value) if isinstance(value, float) and not math.isfinite(value) else value}
-    shape, part = list(entry.shape), [list(pair) for pair in entry.slice]
-    return {**named, "shape": shape, "dtype": entry.dtype, "slice": part, "file": entry.file, "key": entry.key}
+    part: dict[str, Json] = {"slice": [list(pair) for pair in entry.slice]}
+    if entry.run is not None:
+        part = {"run": list(entry.run)}
+    return {**named, "shape": list(entry.shape), "dtype": entry.dtype, **part, "file": entry.file, "key": entry.key}
 
 
 def _object(found: Json, what: str) -> dict[str, Json]:
@@ -315,7 +335,8 @@ def _entry(number: int, found: Json, manifest_format: int) -> ManifestEntry:
         _keys(found, what, {*named, "value"})
         name, kind = _text(found["name"], f"{what}: name"), _kind(found, what, manifest_format)
         return ManifestEntry(name, kind, value=_value(found["value"], what, may_be_tensor=kind.kind in SHARED_KINDS))
-    found = _keys(found, what, {*named, "shape", "dtype", "slice", "file", "key"})
+    is_run = manifest_format >= FORMAT and isinstance(found, dict) and "run" in found
+    found = _keys(found, what, {*named, "shape", "dtype", "run" if is_run else "slice", "file", "key"})
     name, key = (_text(found[each], f"{what}: {each}") for each in ("name", "key"))
     kind, dtype, file = _kind(found, what, manifest_format), found["dtype"], found["file"]
     if kind.kind in SHARED_KINDS:
@@ -325,7 +346,10 @@ def _entry(number: int, found: Json, manifest_format: int) -> ManifestEntry:
     shape = parse_shape(found["shape"])
     if not isinstance(file, str):
         raise ValueError(f"{what} ({shorten(name)}): file is {shorten(file)}, not a text")
-    return ManifestEntry(name, kind, shape, dtype, _slice(found["slice"], shape, f"{what} ({shorten(name)})"), file, key)
+    where = f"{what} ({shorten(name)})"
+    if is_run:
+        return ManifestEntry(name, kind, shape, dtype, (), file, key, run=_run(found["run"], shape, where))
+    return ManifestEntry(name, kind, shape, dtype, _slice(found["slice"], shape, where), file, key)
 
 
 def _kind(found: Mapping[str, Json], what: str, manifest_format: int) -> StateKey:
@@ -381,6 +405,17 @@ def _slice(found: Json, shape: tuple[int, ...], what: str) -> Slice:
     return part
 
 
+def _run(found: Json, shape: tuple[int, ...], what: str) -> Run:
+    """The elements of a tensor of `shape`, from their JSON value; `what`: the tensor in messages. Raises `ValueError`."""
+    pair = found if isinstance(found, list) and len(found) == 2 else [None, None]
+    start, stop = pair
+    if not is_int64_count(start) or not is_int64_count(stop):
+        raise ValueError(f"{what}: run {shorten(found)} is not a pair of whole numbers")
+    if not start < stop <= element_count(shape):
+        raise ValueError(f"{what}: run {shorten(found)} is reversed, empty or out of the {element_count(shape):,} elements")
+    return start, stop
+
+
 def _check_files(entries: Sequence[ManifestEntry], files: Mapping[str, tuple[int, str]]) -> None:
     """Raises `ValueError` unless every tensor lies under a key of its own in a listed file that has bytes for it."""
     taken: dict[str, int] = dict.fromkeys(files, 0)
@@ -413,6 +448,9 @@ def _check_whole(what: str, parts: Sequence[ManifestEntry]) -> None:
         if len(parts) > 1:
             raise ValueError(f"{what} is there {len(parts)} times")
         return
+    if any(e.run is not None for e in parts):
+        _check_runs(what, parts)
+        return
     whole = tuple((0, size) for size in first.shape)
     cut = sorted({dim for e in parts for dim, span in enumerate(e.slice) if span != whole[dim]})
     if len(cut) > 1:
@@ -423,6 +461,19 @@ def _check_whole(what: str, parts: Sequence[ManifestEntry]) -> None:
         overlap |= other.slice[cut[0]][0] < one.slice[cut[0]][1]
     if overlap:
         raise ValueError(f"slices of {what} overlap")
+    if have != total:
+        raise ValueError(f"it has {have:,} of {total:,} elements of {what}")
+
+
+def _check_runs(what: str, parts: Sequence[ManifestEntry]) -> None:
+    """Raises `ValueError` unless runs of elements, and slices along the first dim, make a tensor whole without overlap."""
+    try:
+        runs = sorted(entry.as_run for entry in parts)
+    except ValueError as error:
+        raise ValueError(f"{what} is cut into runs, and along another dim than the first: {error}") from None
+    if any(one[1] > other[0] for one, other in itertools.pairwise(runs)):
+        raise ValueError(f"runs of {what} overlap")
+    have, total = sum(stop - start for start, stop in runs), element_count(parts[0].shape)
     if have != total:
         raise ValueError(f"it has {have:,} of {total:,} elements of {what}")
 
@@ -445,7 +496,7 @@ def _check_ties(entries: Sequence[ManifestEntry]) -> None:
     for entry in entries:
         if entry.kind == TIE:
             there = parameters.get((entry.file, entry.key))
-            if there is None or (there.shape, there.dtype, there.slice) != (entry.shape, entry.dtype, entry.slice):
+            if there is None or (there.shape, there.dtype, there.part) != (entry.shape, entry.dtype, entry.part):
                 raise ValueError(f"{shorten(entry.name)} is tied to {shorten(entry.key)!r}, which is no such parameter")
             if first.setdefault(entry.name, there.name) != there.name:
                 raise ValueError(

@@ -321,7 +321,7 @@ def _is_run(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Block:
-    """A part of a tensor, contiguous in a file: indices [`start`, `stop`) of one dim."""
+    """A part of a tensor, contiguous in a file: indices [`start`, `stop`) of one dim, or elements of the flattened tensor."""
 
     start: int
     stop: int
@@ -332,9 +332,13 @@ class _Block:
     nbytes: int
 
 
+_RUNS = -1
+"""In the place of a dim: a tensor lies in runs of its elements."""
+
+
 @dataclass(frozen=True)
 class _Blocks:
-    """Where a tensor is stored: in blocks along `dim`, in order and without gaps; a whole tensor is one block."""
+    """Where a tensor is stored: in blocks along `dim`, or `_RUNS`, in order and without gaps; a whole tensor is one block."""
 
     stored: StoredTensor
     dim: int
@@ -417,6 +421,9 @@ class _SafetensorsWeights(WeightsFile):
     def _fill(self, name: str, out: Tensor, slices: tuple[int, IndexRanges]) -> None:
         tensor = self._tensors[name]
         shape, (dim, spans) = tensor.stored.shape or (1,), slices
+        if tensor.dim == _RUNS:
+            self._fill_from_runs(tensor, out, shape, dim, spans)
+            return
         whole = len(tensor.blocks) == 1
         for block in tensor.blocks:
             if whole or dim == tensor.dim:
@@ -433,6 +440,27 @@ class _SafetensorsWeights(WeightsFile):
                     self._read(block, tensor, shape[dim], first, _rows(part, dim).narrow(1, at, last - first))
                     at += last - first
                 out.narrow(tensor.dim, block.start, block.stop - block.start).copy_(part)
+
+    def _fill_from_runs(self, tensor: _Blocks, out: Tensor, shape: Sequence[int], dim: int, spans: IndexRanges) -> None:
+        """Fill `out` with the indices `spans` of a dim of a tensor that lies in runs of elements."""
+        part = out
+        if dim > 0 and spans != ((0, shape[dim]),):
+            part = out.new_empty(tuple(shape))
+        elif dim > 0:
+            spans = ((0, shape[0]),)
+        width, at, flat = math.prod(shape[1:]), 0, part.view(-1)
+        for start, stop in spans if part is out else ((0, shape[0]),):
+            for block in tensor.blocks:
+                first, last = max(start * width, block.start), min(stop * width, block.stop)
+                if first < last:
+                    here = flat[at + first - start * width :][: last - first].view(1, last - first, 1)
+                    self._read(block, tensor, block.stop - block.start, first - block.start, here)
+            at += (stop - start) * width
+        if part is not out:
+            at = 0
+            for start, stop in spans:
+                out.narrow(dim, at, stop - start).copy_(part.narrow(dim, start, stop - start))
+                at += stop - start
 
     def _read(self, block: _Block, tensor: _Blocks, size: int, first: int, out: Tensor) -> None:
         """Fill `out` [outer, n, inner] with indices [first, first + n) of the middle dim of a block [outer, size, inner]."""
@@ -609,6 +637,10 @@ def _open_checkpoint(checkpoint: CheckpointRef) -> WeightsFile:
 def _joined(entries: Sequence[ManifestEntry], headers: Mapping[str, SafetensorsHeader]) -> _Blocks:
     """One tensor of a checkpoint, from its manifest entries."""
     shape = entries[0].shape
+    if any(entry.run is not None for entry in entries):
+        runs = sorted((entry.as_run, headers[entry.file].tensors[entry.key], entry.file) for entry in entries)
+        found = tuple(_Block(*run, file, info.start, info.stop - info.start) for run, info, file in runs)
+        return _Blocks(StoredTensor(shape, entries[0].dtype), _RUNS, found)
     cut = next((dim for entry in entries for dim, span in enumerate(entry.slice) if span != (0, shape[dim])), 0)
     blocks = []
     for entry in entries:
