@@ -78,6 +78,7 @@ FORMS: dict[str, Callable[[Job], Json]] = {
     "virtual_replicas": lambda job: job.batching.blocks,
     "lr_schedule": lambda job: _form(job.scheduled, "lr_schedule"),
     "plan.styles": lambda job: [list(pair) for pair in job.styles],
+    "plan.layout": lambda job: dict(sorted(job.layout)),
 }
 """Keys whose value in a contract is not the job's own."""
 
@@ -85,6 +86,7 @@ NAMES = {
     "model.units": "units",
     "model.buffers": "buffers",
     "plan.styles": "styles",
+    "plan.layout": "layout",
     "plan.sequence_parallel": "sequence_parallel",
 }
 """Keys of sections that have another name in contracts, as in the first release that had them."""

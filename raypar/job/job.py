@@ -35,7 +35,7 @@ from raypar.job.key import BITS, BITS_FROM_A_STEP_ON, BITS_OF_CUT_LAYERS, CLIENT
 from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.job.metrics_section import MetricConfig, check_metric_is_computed, check_metric_names, mode_of
 from raypar.job.placement_section import PlacementConfig
-from raypar.job.plan_section import PlanConfig
+from raypar.job.plan_section import DividedOrWhole, PlanConfig
 from raypar.job.precision_and_plan_names import AUTO, GIVEN, PrecisionName
 from raypar.job.section import MAX_PARTS, MAX_WORKERS, Parts, PathText, Section
 from raypar.plan.forward_pass_batching import ForwardPasses
@@ -568,6 +568,11 @@ class Job(Section):
     def styles(self) -> tuple[tuple[str, str], ...]:
         """(pattern of layer names, style), the first match counts; for stages with shards only."""
         return tuple(self.plan.styles.items()) if isinstance(self.plan, PlanConfig) else ()
+
+    @property
+    def layout(self) -> tuple[tuple[str, DividedOrWhole], ...]:
+        """(dimension, `shards` or `whole`); for stages with shards only."""
+        return tuple(self.plan.layout.items()) if isinstance(self.plan, PlanConfig) else ()
 
     @property
     def sequence_parallel(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, PrivateAttr, model_validator
 
@@ -66,6 +66,10 @@ Counts = Annotated[Any, BeforeValidator(_counts)]
 """One count (int), or one per stage (tuple of int)."""
 
 
+DividedOrWhole = Literal["shards", "whole"]
+"""What becomes of a dimension of layers: it is divided over the shards, or whole on each of them."""
+
+
 class LayersOnWorkers(Section):
     """Consecutive layers, and the workers that compute them."""
 
@@ -116,6 +120,10 @@ class PlanConfig(Section):
     styles: Annotated[dict[str, str], BITS_OF_SHARDS] = {}
     """How layers are cut over shards: pattern of layer names -> style, such as `"block*.up": column`. The first match counts;
     for other layers the style is inferred from their names."""
+    layout: Annotated[dict[str, DividedOrWhole], BITS_OF_SHARDS] = {}
+    """How a whole model is cut over shards, by the names of dimensions: `{heads: shards, vocabulary: shards}`. Layers are cut
+    along the dimensions that it names, and no others; what `styles` says comes first. Without it all layers are cut that raypar
+    finds. Dimensions: `heads`, `features`, `vocabulary`, of convolutions `channels`."""
     sequence_parallel: Annotated[bool, BITS_OF_SHARDS] = False
     """Whether values [batch, sequence, features] between sharded layers are cut along the sequence (sequence parallel)."""
 

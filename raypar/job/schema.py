@@ -226,6 +226,8 @@ def _alternatives(key: str, annotation: Any, metadata: Sequence[Any] = ()) -> It
         ).get(args[1])
         if isinstance(args[1], type) and issubclass(args[1], BaseModel):
             kind = _any_of([*_section(key, args[1])])
+        elif typing.get_origin(args[1]) is Literal:
+            kind = _any_of([*_alternatives(key, args[1])])
         yield {"type": "object", "additionalProperties": kind} if kind else {"type": "object"}
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield from _section(key, annotation)

@@ -52,7 +52,7 @@ def make_run_request(
     check_worker_limits(spec, plan.world)
     if spec.elastic is not None:
         check_other_shard_counts(spec, checked, plan, shards)
-    outline = make_model_outline_with_layouts(graph, shards, dict(spec.styles))
+    outline = make_model_outline_with_layouts(graph, shards, dict(spec.styles), dict(spec.layout))
     lowered = make_worker_assignments(spec, graph, plan, orders, validation_samples=checked.samples_of_sets)
     backend = make_backend(spec.device)
     policy = build_run_machine_policy(plan, options, backend.deadlines)

@@ -193,7 +193,7 @@ def shard_style_by_layer(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[st
     if most == 1:
         return {}
     sharded = {graph.layers[i].name for s in plan.stages if s.virtual_shards > 1 for i in range(s.first, s.last)}
-    styles = compute_shard_layout(graph, most, dict(spec.styles)).styles
+    styles = compute_shard_layout(graph, most, dict(spec.styles), dict(spec.layout)).styles
     names = sorted((layer.name for layer in graph.layers), key=len, reverse=True)  # a block may hold layers, and be one
     return {
         name: str(style)
@@ -211,7 +211,7 @@ def layer_sizes_by_shard(
 
     found = {(1, 0): sizes}
     for shards in plan.virtual_shard_counts - {1}:
-        layout = compute_shard_layout(graph, shards, dict(spec.styles))
+        layout = compute_shard_layout(graph, shards, dict(spec.styles), dict(spec.layout))
         for shard in range(shards):
             counts = held_elements_by_layer(graph, layout, shard)
             found[shards, shard] = tuple(
@@ -235,7 +235,8 @@ def whole_bytes_on_shards(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[s
     most = max(plan.virtual_shard_counts)
     if most == 1:
         return {}
-    layout, itemsize = compute_shard_layout(graph, most, dict(spec.styles)), getattr(torch, spec.dtype).itemsize
+    layout = compute_shard_layout(graph, most, dict(spec.styles), dict(spec.layout))
+    itemsize = getattr(torch, spec.dtype).itemsize
     cut_layers = {owner_of(name) for name in layout.cuts}
     found: dict[str, int] = {}
     seen: set[str] = set()

@@ -126,7 +126,7 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
     if with_profile:
         if (trial := try_optimizer_of_job(job, graph)) is not None:
             trial.check_plan(plan)
-        if max(counts) > 1 or job.styles:
+        if max(counts) > 1 or job.styles or job.layout:
             check_model_can_shard(job, preflight(job), plan)
         profile = profile_job(job, workers=plan.world, graph=graph, shards=counts, recompute=plan.recompute)
         profile = profile_with_memory(profile, memory_mib)

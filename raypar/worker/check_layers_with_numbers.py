@@ -144,7 +144,7 @@ def check_shards_with_numbers(spec: Job, graph: Graph, layout: TensorParallelLay
     size = sum(shape.numel() for shape in state_shapes(graph, 0, len(graph.layers)).values()) * item
     if size > MOST_BYTES:
         return f"its parameters and buffers have {size / 2**20:.0f} MiB, and up to {MOST_BYTES >> 20} MiB are tried"
-    small = with_few_microbatches(spec, 1).replace(plan=PlanConfig(styles=dict(spec.styles)))
+    small = with_few_microbatches(spec, 1).replace(plan=PlanConfig(styles=dict(spec.styles), layout=dict(spec.layout)))
     with preserve_random_state():
         wanted_loss, whole = _run(small, graph, 1)
         loss, found = _run(small, graph, layout.shards)

@@ -480,8 +480,8 @@ def check_model_can_shard(spec: Job, checked: PreflightResult, plan: ParallelPla
     if checked.optimizer is not None:
         checked.optimizer.check_plan(plan)
     for shards in sorted(plan.virtual_shard_counts):
-        if shards > 1 or spec.styles:
-            layout = compute_shard_layout(checked.graph, shards, dict(spec.styles))
+        if shards > 1 or spec.styles or spec.layout:
+            layout = compute_shard_layout(checked.graph, shards, dict(spec.styles), dict(spec.layout))
         if shards > 1:
             if not layout.cuts:
                 raise PlanError(

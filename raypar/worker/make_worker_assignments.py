@@ -49,9 +49,8 @@ def make_worker_assignments(
     Raises `ScheduleError` if the result would not run.
     """
     counts = plan.virtual_shard_counts
-    layouts = (
-        {count: compute_shard_layout(graph, count, dict(spec.styles)) for count in counts | {1}} if max(counts) > 1 else {}
-    )
+    cut_into = counts | {1} if max(counts) > 1 else ()
+    layouts = {count: compute_shard_layout(graph, count, dict(spec.styles), dict(spec.layout)) for count in cut_into}
     validation = make_validation_batching(spec, validation_samples)
     return assign_programs_to_ranks(
         schedule, plan, make_model_outline(graph).crossing(plan), spec.batching, validation, layouts=layouts

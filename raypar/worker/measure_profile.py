@@ -109,7 +109,7 @@ def profile_job(
         step_ms=exchanges * link.latency_ms,
         outputs=measured.outputs,
         processors=max(1, count_usable_cpus() // spec.threads),
-        state=StateBytes(make_model_outline_with_layouts(graph, shards, dict(spec.styles)), measured.state),
+        state=StateBytes(make_model_outline_with_layouts(graph, shards, dict(spec.styles), dict(spec.layout)), measured.state),
         kept=measured.kept,
         recomputable=measured.recomputable,
         lengths=describe_largest_shape(spec),
@@ -308,7 +308,7 @@ def layer_in_parts(
 ) -> StageInVirtualShards:
     """All virtual shards of one layer, on one worker. `held`: its whole tensors."""
     count, loss = spec.virtual_shards, make_loss_function(spec.loss)
-    layout = compute_shard_layout(graph, count, dict(spec.styles))
+    layout = compute_shard_layout(graph, count, dict(spec.styles), dict(spec.layout))
     together = VirtualShards(LocalMesh(1).transports[0], [0], [range(count)])
     generators = GeneratorsInTurn(CPU)
     parts: list[Stage] = []

@@ -61,7 +61,7 @@ def required_communicators(
 
 def count_communicators(spec: Job, graph: Graph, parts: Sequence[ProgramAssignment]) -> list[int]:
     """How many communicators each worker needs while a plan is carried out, without those that move state, by rank."""
-    layout = cache(lambda shards: compute_shard_layout(graph, shards, dict(spec.styles)))
+    layout = cache(lambda shards: compute_shard_layout(graph, shards, dict(spec.styles), dict(spec.layout)))
     return [len(required_communicators(AdoptPlanCommand(part, {}, 0), rank, spec, layout)) for rank, part in enumerate(parts)]
 
 

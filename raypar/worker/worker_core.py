@@ -543,7 +543,7 @@ class WorkerCore:
     def layout(self, shards: int) -> TensorParallelLayout:
         """How the model is cut over `shards` shards; computed if no assignment has brought the layout."""
         if shards not in self._layouts:
-            self._layouts[shards] = compute_shard_layout(self.graph, shards, dict(self.spec.styles))
+            self._layouts[shards] = compute_shard_layout(self.graph, shards, dict(self.spec.styles), dict(self.spec.layout))
         return self._layouts[shards]
 
     def ownership_of(self, plan: ParallelPlan) -> Ownership:

@@ -30,6 +30,10 @@ CASES = {
     "loss that raises": (["loss=helpers.tiny_job:picky_loss"], "ArithmeticError: not these numbers"),
     "unknown schedule": (["plan.schedule=1f1c"], "did you mean 1f1b"),
     "style of no layer": (["plan.shards=2", "plan.styles={layer9.linear: column}"], "matches no layer (nearest: layer3.linear"),
+    "a dimension of no layer": (
+        [*GPT, "plan.shards=2", "plan.layout={vocabulery: shards}"],
+        "plan.layout names 'vocabulery', a dimension that no layer has (nearest: vocabulary)",
+    ),
     "shards of nothing": (["plan.shards=2"], "plan.shards is 2, but none of the model's layers has a style"),
     "more shards than features": (["plan.shards=9", "plan.styles={'*': gathered}"], "8 output features for 9 shards"),
     "more shards than heads": (

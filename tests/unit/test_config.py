@@ -192,6 +192,7 @@ BAD = {
     "plan.shards=0": (ConfigError, "plan.shards: expected a number >= 1, or a list with one per stage, got 0 (int)"),
     "plan.shards=[2, 1]": (PlanError, "plan.shards has 2 entries for 1 stages"),
     "plan.style={up: column}": (ConfigError, "unknown key plan.style: did you mean plan.styles?"),
+    "plan.layout={heads: replicas}": (ConfigError, "plan.layout.heads: expected 'shards' or 'whole', got 'replicas' (str)"),
     "plan.styles={up: 3}": (ConfigError, "plan.styles.up: expected a valid string, got 3 (int)"),
     "plan.sequence_paralel=true": (ConfigError, "did you mean plan.sequence_parallel?"),
     "plan.replicas=[1, 2]": (PlanError, "plan.replicas has 2 entries for 1 stages"),

@@ -146,7 +146,9 @@ def leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
         yield here
         if here == "metrics":
             yield from (f"metrics.{inner}" for one in value.values() if isinstance(one, dict) for inner in one)
-        elif isinstance(value, dict) and not here.endswith((".args", ".adapter", ".styles", ".rename", "label_selector")):
+        elif isinstance(value, dict) and not here.endswith(
+            (".args", ".adapter", ".styles", ".layout", ".rename", "label_selector")
+        ):
             yield from leaves(value, (*path, str(key)))
 
 

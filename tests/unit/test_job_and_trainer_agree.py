@@ -53,7 +53,7 @@ FULL: dict[str, Any] = {
     "optimizer": {"function": "torch.optim:SGD", "args": {"lr": 3e-4}, "groups": [{"match": "*.bias", "lr": 1e-3}]},
     "lr_schedule": {"function": "m:cosine", "args": {"warmup": 2}},
     "validation": {"function": "m:text", "every": 2, "collate": {"function": "m:c"}, "pad": {}, "pack": {"to": 8}},
-    "plan": {"stages": 2, "replicas": [1, 2], "styles": {"*.up": "column"}},
+    "plan": {"stages": 2, "replicas": [1, 2], "styles": {"*.up": "column"}, "layout": {"heads": "shards"}},
     "elastic": {"min_workers": 2},
     "placement": {"label_selector": {"market": "spot"}, "on_demand": 1},
     "precision": {"compute": "bf16"},

@@ -148,7 +148,7 @@ def test_a_layer_that_joins_branches_on_shards_says_nothing_of_those_that_are_wh
     styles = {"block.one": "column", "block.two.inner": "row", "head": "column"}
     layout = SimpleNamespace(styles=styles)
     monkeypatch.setattr("raypar.model.tensor_parallel.compute_shard_layout.compute_shard_layout", lambda *args: layout)
-    spec = SimpleNamespace(styles=())
+    spec = SimpleNamespace(styles=(), layout=())
     plan = ParallelPlan((StagePlan(0, 2, ((0,),)), StagePlan(2, 4, ((0, 1),))))
     assert shard_style_by_layer(graph, spec, plan) == {"head": "column"}  # type: ignore[arg-type]
     assert shard_style_by_layer(graph, spec, ParallelPlan.mesh(tp=2, layers=4)) == styles  # type: ignore[arg-type]

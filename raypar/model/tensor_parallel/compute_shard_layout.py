@@ -20,6 +20,7 @@ from raypar.model.tensor_parallel.library_plan import library_styles
 from raypar.model.tensor_parallel.styles.linear_styles import WholeStyle
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
+from raypar.model.tensor_parallel.styles_by_dimension import styles_by_dimension
 from raypar.model.tensor_parallel.try_styles import find_split_values_between_layers, with_values_in_parts
 from raypar.plan import ModelOutline
 from raypar.plan.stage_connections import LATER_USE, owner_of, parameter_of
@@ -27,41 +28,53 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
 
 def compute_shard_layout(
-    graph: Graph, shards: int, styles: Mapping[str, str] | None = None, *, infer: bool = True
+    graph: Graph,
+    shards: int,
+    styles: Mapping[str, str] | None = None,
+    dimensions: Mapping[str, str] | None = None,
+    *,
+    infer: bool = True,
 ) -> TensorParallelLayout:
     """How the model is cut over so many shards; computed once for a graph.
 
     `styles`: pattern of module or parameter names (`block*.up`, `*.up.weight`) -> style; the first that matches counts. What
-    no pattern matches gets what `infer_styles` finds. Raises `PlanError` for a pattern that matches nothing, a style that does
-    not fit, more shards than there is to share out, and ties whose names are cut differently.
+    no pattern matches gets what `infer_styles` finds; with `dimensions` (dimension -> `shards` or `whole`) only if that divides
+    one of these. Raises `PlanError` for a pattern that matches nothing, a dimension that no layer has, a style that does not
+    fit, more shards than there is to share out, and ties whose names are cut differently.
     """
     kept = vars(graph).setdefault("_layouts", {})  # beside the fields, which alone decide whether two graphs are equal
-    key = (shards, tuple((styles or {}).items()), infer)
+    key = (shards, tuple((styles or {}).items()), tuple(sorted((dimensions or {}).items())), infer)
     if key not in kept:
-        kept[key] = _compute_layout(graph, shards, styles or {}, infer=infer)
+        kept[key] = _compute_layout(graph, shards, styles or {}, dimensions or {}, infer=infer)
     found: TensorParallelLayout = kept[key]
     return found
 
 
-def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, infer: bool) -> TensorParallelLayout:
+def _compute_layout(
+    graph: Graph, shards: int, styles: Mapping[str, str], dimensions: Mapping[str, str], *, infer: bool
+) -> TensorParallelLayout:
     modules = modules_with_parameters(graph.layers)
     given = _styles_by_pattern(modules, styles)
     chosen = dict(given)
     if infer:
-        planned = library_styles(graph, {name: module for name, (module, _) in modules.items()}, given) if shards > 1 else {}
+        asked = {name: module for name, (module, _) in modules.items()} if shards > 1 or dimensions else {}
+        planned = library_styles(graph, asked, given) if asked else {}
         named = _without_unequal_ties(graph, _styles_of_model(graph, planned, given), given)
-        chosen |= add_styles_by_structure(graph, named, given)
+        inferred = add_styles_by_structure(graph, named, given)
+        chosen |= styles_by_dimension(modules, dimensions, inferred, given) if dimensions else inferred
     layout = layout_of_styles(graph.layers, modules, chosen, shards)
     _check_ties(graph, layout)
     return with_values_in_parts(layout, find_split_values_between_layers(graph, layout))
 
 
-def make_model_outline_with_layouts(graph: Graph, shards: Iterable[int], styles: Mapping[str, str]) -> ModelOutline:
+def make_model_outline_with_layouts(
+    graph: Graph, shards: Iterable[int], styles: Mapping[str, str], dimensions: Mapping[str, str] | None = None
+) -> ModelOutline:
     """The graph without the model, and how it is cut over these numbers of shards. Without shards: not at all."""
     counts = set(shards)
     if max(counts, default=1) == 1:
         return make_model_outline(graph)
-    layouts = {count: compute_shard_layout(graph, count, styles) for count in sorted(counts)}
+    layouts = {count: compute_shard_layout(graph, count, styles, dimensions) for count in sorted(counts)}
     cuts = {count: layout.cuts for count, layout in layouts.items() if count > 1}
     return replace(make_model_outline(graph), shardings=cuts, layouts=layouts)
 

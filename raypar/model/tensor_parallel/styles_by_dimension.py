@@ -1,0 +1,79 @@
+"""The styles that a layout by named dimensions (`plan.layout`) gives the layers of a model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from torch import nn
+
+from raypar.errors import PlanError
+from raypar.model.tensor_parallel.layout_of_styles import Owners
+from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle, VocabularyStyle, WholeStyle
+from raypar.model.tensor_parallel.styles.registry import STYLES
+from raypar.model.tensor_parallel.styles.style import DimensionStyle, ShardingStyle, is_plain_convolution
+
+SHARDS = "shards"
+"""What a layout says of a dimension that is divided over the shards."""
+
+
+def styles_by_dimension(
+    modules: Owners, layout: Mapping[str, str], inferred: Mapping[str, ShardingStyle], given: Mapping[str, ShardingStyle]
+) -> dict[str, ShardingStyle]:
+    """The styles of the layers that have a dimension which the layout divides. All others stay whole.
+
+    `inferred`: the styles that raypar finds; those are left that divide such a dimension. Convolutions, which have none, are
+    gathered. `given`: the job's own styles, which come first. Raises `PlanError` for a dimension that no layer has, and for one
+    along which nothing can be divided.
+    """
+    known = _dimensions_by_layer(modules, {**inferred, **given})
+    _check_names(layout, known)
+    divided = {dimension for dimension, where in layout.items() if where == SHARDS}
+    found = {name: style for name, style in inferred.items() if _divided_by(style, name, modules) in divided}
+    if "channels" in divided:
+        found |= {
+            name: GatheredStyle()
+            for name, (module, _) in modules.items()
+            if is_plain_convolution(module) and "channels" in known[name] and name not in inferred
+        }
+    found = {name: style for name, style in found.items() if name not in given}
+    idle = divided - {_divided_by(style, name, modules) for name, style in {**found, **given}.items()}
+    if idle:
+        dimension = min(idle)
+        some = next(name for name, names in known.items() if dimension in names)
+        raise PlanError(
+            f"plan.layout divides {dimension}, and raypar finds no layer that it could divide along it by itself",
+            cure=f"give layers that have {dimension} styles by hand (plan.styles), such as {some}, or leave {dimension} out",
+        )
+    return found
+
+
+def _check_names(layout: Mapping[str, str], known: Mapping[str, set[str]]) -> None:
+    names = sorted(set().union(*known.values()))
+    for dimension in layout:
+        if dimension not in names:
+            near = difflib.get_close_matches(dimension, names, n=1, cutoff=0.3)
+            raise PlanError(
+                f"plan.layout names {dimension!r}, a dimension that no layer has" + (f" (nearest: {near[0]})" if near else ""),
+                cure=f"the dimensions of this model are {', '.join(names)}",
+            )
+
+
+def _dimensions_by_layer(modules: Owners, styles: Mapping[str, ShardingStyle]) -> dict[str, set[str]]:
+    """Layer -> the dimensions along which it can be divided. `styles`: those that it may have beside what its kind says."""
+    found: dict[str, set[str]] = {}
+    for name, (module, _) in modules.items():
+        possible = [kind() for kind in STYLES.values() if kind is not VocabularyStyle or isinstance(module, nn.Embedding)]
+        found[name] = {_divided_by(style, name, modules) for style in (*possible, styles.get(name, WholeStyle()))} - {""}
+    return found
+
+
+def _divided_by(style: ShardingStyle, name: str, modules: Owners) -> str:
+    """The dimension along which a style divides a layer; empty if it divides none, or does not fit."""
+    module, parents = modules[name]
+    try:
+        style.check_fits(name, module)
+        style = style.complete_options(name, parents)
+        return style.dimensions(name, module).divided if isinstance(style, DimensionStyle) else ""
+    except PlanError:
+        return ""
