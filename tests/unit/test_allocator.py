@@ -33,6 +33,34 @@ def test_freed_memory_is_kept_until_it_is_given_back():
     assert full - freed <= 4 and freed - returned >= 60
 
 
+FAULTS = """
+import resource
+from contextlib import nullcontext
+from raypar.worker.process.allocator_and_garbage_collector import freed_memory_kept
+
+
+def faults_of(blocks):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(blocks):
+        bytes(40 << 20) + b"1"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+found = []
+for keeps in (nullcontext, freed_memory_kept, nullcontext):
+    with keeps():
+        faults_of(1)
+        found.append(faults_of(8))
+print(*found)
+"""
+
+
+def test_a_process_takes_its_page_faults_once_while_memory_is_kept_and_as_before_afterwards():
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=60, check=True)
+    before, kept, after = map(int, done.stdout.split())
+    assert 10 * kept < before and 10 * kept < after
+
+
 @pytest.mark.parametrize("collects", [True, False])
 def test_a_paused_collector_goes_on_as_before_also_after_an_error(collects):
     was = gc.isenabled()

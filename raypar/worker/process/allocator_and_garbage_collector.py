@@ -12,6 +12,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _HEAP = 64 << 20
 """Size of the heaps in which threads other than the first one allocate (HEAP_MAX_SIZE of 64-bit machines)."""
 _LARGE = (1 << 31) - 1
+_LARGEST_OWN = 32 << 20
+"""Blocks that glibc maps afresh, whatever has been freed before (DEFAULT_MMAP_THRESHOLD_MAX): it trims twice as much."""
 
 
 def keep_freed_memory() -> bool:
@@ -21,15 +23,35 @@ def keep_freed_memory() -> bool:
     thousands a step, 5 to 10 % of the processor time of a small GPT (measured: 1,550 -> 100 faults a step). Large pages on top
     (`glibc.malloc.hugetlb=1`) took the faults to 0 and made the same step 3 % longer; `THP_MEM_ALLOC_ENABLE` did nothing.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if not (mallopt and mallopt(_M_MMAP_THRESHOLD, _LARGE >> 1) and mallopt(_M_TRIM_THRESHOLD, _LARGE)):
-        return False
     # Ray runs steps in a thread of a pool. Whatever the trim threshold, a thread's heap that becomes empty is unmapped (100 to
     # 2,400 faults a step), unless the heap before it has less room than the pad. In the first thread the pad only reserves
     # addresses.
-    return bool(mallopt(_M_TOP_PAD, _HEAP))
+    return _set_allocator(_LARGE >> 1, _LARGE, _HEAP)
+
+
+@contextlib.contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Keep freed memory as workers do (`keep_freed_memory`), in a process that goes on with something else.
+
+    Afterwards glibc maps and trims the sizes to which it would have come by itself with such blocks, and what is free goes back
+    to the system.
+    """
+    kept = keep_freed_memory()
+    try:
+        yield
+    finally:
+        if kept:
+            _set_allocator(_LARGEST_OWN, 2 * _LARGEST_OWN, 0)
+            return_unused_memory()
+
+
+def _set_allocator(mapped: int, trimmed: int, pad: int) -> bool:
+    """Set the size from which blocks are mapped afresh, that from which free heaps are trimmed, and by how much heaps grow."""
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    sizes = {_M_MMAP_THRESHOLD: mapped, _M_TRIM_THRESHOLD: trimmed, _M_TOP_PAD: pad}
+    return mallopt is not None and all(mallopt(which, size) for which, size in sizes.items())
 
 
 def return_unused_memory() -> None:
