@@ -49,6 +49,7 @@ def plan_as_text(found: dict[str, Any]) -> str:
     lines += align_columns(rows)
     if found.get("cut"):
         lines.append(f"cut over shards (tensor parallel): {', '.join(group_similar_layers(found['cut']))}")
+        lines += traffic_lines(found["travels"])
     if found.get("whole_on_every_shard"):
         lines.append(whole_on_shards_line(found["whole_on_every_shard"], found["parameter_bytes"]))
         lines += why_whole_lines(found["whole_on_every_shard"], found["why_whole"])
@@ -179,6 +180,32 @@ def why_whole_lines(whole: Mapping[str, int], reasons: Mapping[str, str]) -> lis
         f"  {', '.join(group_similar_layers(dict.fromkeys(names, '')))}: {why}"
         for why, names in list(alike.items())[:MOST_REASONS]
     ]
+
+
+MOST_TRAFFIC = 12
+"""Most lines on what layers send over shards."""
+
+_TRAFFIC_VERBS = {"all_reduce": "summed", "all_gather": "gathered", "reduce_scatter": "summed in parts"}
+
+
+def traffic_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table of what layers send over shards for each microbatch, layers whose names differ only in numbers as one line.
+
+    `rows`: from `launch.plan_as_dict`.
+    """
+    groups: dict[tuple[Any, ...], list[Sequence[str]]] = {}
+    for row in rows:
+        names = tuple(re.sub(r"[0-9]+", "*", name) for name in row["layers"])
+        value = ("gradient of the " if row["direction"] == "backward" else "") + row["value"]
+        what = (row["dimension"], f"{value}, {_TRAFFIC_VERBS[row['operation']]}", row["formula"])
+        groups.setdefault((names, what, row["numbers"], row["bytes"]), []).append(row["layers"])
+    table: list[tuple[str, ...]] = [("travels for each microbatch", "divided", "value", "numbers", "")]
+    for (_, what, numbers, nbytes), layers in list(groups.items())[:MOST_TRAFFIC]:
+        name = ", ".join(_common_pattern(names) for names in zip(*layers, strict=True))
+        size = "" if numbers is None else f"= {numbers:,}" + ("" if nbytes is None else f", {nbytes / 1024:,.1f} KiB")
+        table.append((name + (f" ({len(layers)}, each)" if len(layers) > 1 else ""), *what, size))
+    more = [f"and {len(groups) - MOST_TRAFFIC} more (--json has all)"] if len(groups) > MOST_TRAFFIC else []
+    return [*align_columns(table), *more] if groups else []
 
 
 def group_similar_layers(styles: Mapping[str, str]) -> list[str]:

@@ -12,6 +12,8 @@ from raypar.plan.recomputation import describe_recomputed_layers
 from raypar.plan.wording import count_noun
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from raypar.job import Job
     from raypar.launch.plan_to_show import ShownPlan
     from raypar.model.graph import Graph
@@ -32,7 +34,7 @@ def shown_plan_as_dict(shown: ShownPlan, job: Job, graph: Graph) -> dict[str, Js
     plan, sizes = shown.plan, layer_sizes(graph, getattr(torch, job.dtype))
     held = layer_sizes_by_shard(graph, job, plan, sizes)
     found = plan_as_dict(plan, shown.name, job.batching, sizes, shown.profile, shown.schedule, held, graph.crossing(plan))
-    found |= shards_as_dict(graph, job, plan, sizes)
+    found |= shards_as_dict(graph, job, plan, sizes, shown.batch)
     if shown.balance is not None:
         found["stage_balance"] = stage_balance_as_dict(shown.balance)
     if shown.choice is not None:
@@ -173,12 +175,16 @@ def role_as_dict(plan: ParallelPlan, routing: MicrobatchRouting, role: Role) -> 
     }
 
 
-def shards_as_dict(graph: Graph, spec: Job, plan: ParallelPlan, sizes: Sequence[LayerSize]) -> dict[str, Json]:
-    """What is cut over shards, what is whole on each of them, why, and the bytes of all parameters."""
+def shards_as_dict(
+    graph: Graph, spec: Job, plan: ParallelPlan, sizes: Sequence[LayerSize], batch: Mapping[str, Tensor] | None
+) -> dict[str, Json]:
+    """What is cut over shards, what travels, what is whole on each of them, why, and the bytes of all parameters."""
     from raypar.model.tensor_parallel.infer_styles_by_structure import reasons_for_whole
 
+    cut = shard_style_by_layer(graph, spec, plan)
     return {
-        "cut": shard_style_by_layer(graph, spec, plan),
+        "cut": cut,
+        "travels": traffic_as_dicts(graph, spec, plan, batch, cut) if cut else [],
         "whole_on_every_shard": whole_bytes_on_shards(graph, spec, plan),
         "why_whole": reasons_for_whole(graph),
         "parameter_bytes": sum(size.nbytes for size in sizes),
@@ -200,6 +206,33 @@ def shard_style_by_layer(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[st
         for name, style in styles.items()
         if next((owner for owner in names if name == owner or name.startswith(f"{owner}.")), "") in sharded
     }
+
+
+def traffic_as_dicts(
+    graph: Graph, spec: Job, plan: ParallelPlan, batch: Mapping[str, Tensor] | None, cut: Mapping[str, str]
+) -> list[dict[str, Json]]:
+    """What layers that are `cut` send over shards for each microbatch. Bytes are known where all is computed in one dtype."""
+    import torch
+
+    from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
+    from raypar.model.tensor_parallel.shard_traffic import layer_traffic
+
+    layout = compute_shard_layout(graph, max(plan.virtual_shard_counts), dict(spec.styles), dict(spec.layout))
+    rows = layer_traffic(graph, layout, batch, sequence=spec.sequence_parallel, dtype=getattr(torch, spec.dtype))
+    return [
+        {
+            "layers": list(row.layers),
+            "dimension": row.dimension,
+            "operation": row.collective.operation,
+            "direction": row.collective.direction,
+            "value": row.collective.value,
+            "formula": row.collective.formula,
+            "numbers": row.numbers,
+            "bytes": row.nbytes if spec.precision is None else None,
+        }
+        for row in rows
+        if row.layers[0] in cut
+    ]
 
 
 def layer_sizes_by_shard(

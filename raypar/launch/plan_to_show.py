@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from raypar.plan.recomputation import resolve_recomputed_layers
 from raypar.plan.wording import count_noun
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from raypar.job import Job
     from raypar.model.graph import Graph
     from raypar.planner.model_profile import ModelProfile
@@ -37,6 +40,8 @@ class ShownPlan:
     """What the planner weighed up; None for the job's own plan."""
     balance: StageBalance | None = None
     """Where the layers of a plan without `cuts` were cut, and why; None for other plans."""
+    batch: Mapping[str, Tensor] | None = None
+    """The first microbatch, where layers are cut over shards and a profile was made."""
 
 
 def refuse_no_profile(choose: bool, svg: Path | None, memory: float | None = None) -> None:
@@ -81,7 +86,7 @@ def choose_plan_to_show(job: Job, graph: Graph, workers: int | None, memory_mib:
     `memory_mib`: what a worker has; None: its part of this machine's free memory.
     """
     from raypar.planner.plan_search import search_plans
-    from raypar.worker.job_preflight import try_optimizer_of_job
+    from raypar.worker.job_preflight import preflight, try_optimizer_of_job
     from raypar.worker.measure_profile import profile_job
 
     workers, shards = workers or job.workers, _shards_of(job)
@@ -97,7 +102,8 @@ def choose_plan_to_show(job: Job, graph: Graph, workers: int | None, memory_mib:
     profile = replace(profile_with_memory(profile, memory_mib), most_stages=trial.most_stages if trial is not None else None)
     any_shards = 0 if job.virtual_shards else shards
     choice = search_plans(profile, workers, job.batching, any_shards, recompute, job.virtual_shards)
-    return ShownPlan(choice.plan, choice.schedule, profile, choice=choice)
+    batch = preflight(job).batch if max(choice.plan.virtual_shard_counts) > 1 else None
+    return ShownPlan(choice.plan, choice.schedule, profile, choice=choice, batch=batch)
 
 
 def profile_with_memory(profile: ModelProfile, memory_mib: float | None) -> ModelProfile:
@@ -118,7 +124,7 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
 
     plan = plan_of_job(job, graph)
     build = make_custom_schedule_builder(job)
-    profile, counts = None, plan.virtual_shard_counts
+    profile, batch, counts = None, None, plan.virtual_shard_counts
     schedule, routing = None, MicrobatchRouting(plan, job.batching)
     if build is not None:
         schedule = build(routing, graph.crossing(plan))
@@ -127,15 +133,17 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
         if (trial := try_optimizer_of_job(job, graph)) is not None:
             trial.check_plan(plan)
         if max(counts) > 1 or job.styles or job.layout:
-            check_model_can_shard(job, preflight(job), plan)
+            checked = preflight(job)
+            check_model_can_shard(job, checked, plan)
+            batch = checked.batch
         profile = profile_job(job, workers=plan.world, graph=graph, shards=counts, recompute=plan.recompute)
         profile = profile_with_memory(profile, memory_mib)
         if job.leaves_cuts_open and plan.has_movable_split_points:
             balance = balance_stages(profile, plan, build or job.schedule_name, job.batching)
             if build is not None:
                 schedule = build(MicrobatchRouting(balance.plan, job.batching), graph.crossing(balance.plan))
-            return ShownPlan(balance.plan, job.schedule_name, profile, schedule, balance=balance)
-    return ShownPlan(plan, job.schedule_name, profile, schedule)
+            return ShownPlan(balance.plan, job.schedule_name, profile, schedule, balance=balance, batch=batch)
+    return ShownPlan(plan, job.schedule_name, profile, schedule, batch=batch)
 
 
 def _shards_of(job: Job) -> int:

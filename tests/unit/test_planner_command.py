@@ -1,6 +1,7 @@
 """What `raypar plan` says of a plan, without building or timing anything."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from raypar.cli import main
-from raypar.console.plan_text import group_similar_layers, plan_as_text, whole_on_shards_line, why_whole_lines
+from raypar.console.plan_text import (
+    MOST_TRAFFIC,
+    group_similar_layers,
+    plan_as_text,
+    traffic_lines,
+    whole_on_shards_line,
+    why_whole_lines,
+)
 from raypar.draw.swimlane_svg import swimlane_svg
 from raypar.draw.text_grid import text_grid
 from raypar.errors import ConfigError
@@ -152,6 +160,27 @@ def test_a_layer_that_joins_branches_on_shards_says_nothing_of_those_that_are_wh
     plan = ParallelPlan((StagePlan(0, 2, ((0,),)), StagePlan(2, 4, ((0, 1),))))
     assert shard_style_by_layer(graph, spec, plan) == {"head": "column"}  # type: ignore[arg-type]
     assert shard_style_by_layer(graph, spec, ParallelPlan.mesh(tp=2, layers=4)) == styles  # type: ignore[arg-type]
+
+
+def test_what_travels_over_shards_is_told_with_its_formula_its_numbers_and_its_bytes():
+    def row(layers, value="input", direction="backward", operation="all_reduce", numbers: int | None = 1024, itemsize=4):
+        size = {"numbers": numbers, "bytes": numbers * itemsize if numbers and itemsize else None}
+        how = {"operation": operation, "direction": direction, "value": value, "formula": f"B C_{value[:-3]}"}
+        return {"layers": layers, "dimension": "heads", **how, **size}
+
+    rows = [row([f"block{i}.q", f"block{i}.k"]) for i in range(2)]
+    rows += [row(["out1"], "output", "forward", "reduce_scatter", 3072), row(["unknown"], numbers=None)]
+    rows += [row(["bf16"], "output", "backward", "all_gather", itemsize=0)]
+    assert [re.split("  +", line) for line in traffic_lines(rows)] == [
+        ["travels for each microbatch", "divided", "value", "numbers"],
+        ["block*.q, block*.k (2, each)", "heads", "gradient of the input, summed", "B C_in", "= 1,024, 4.0 KiB"],
+        ["out1", "heads", "output, summed in parts", "B C_out", "= 3,072, 12.0 KiB"],
+        ["unknown", "heads", "gradient of the input, summed", "B C_in"],
+        ["bf16", "heads", "gradient of the output, gathered", "B C_out", "= 1,024"],
+    ]
+    assert traffic_lines([]) == []
+    names = [chr(ord("a") + i) for i in range(MOST_TRAFFIC + 2)]
+    assert traffic_lines([row([name]) for name in names])[-1] == "and 2 more (--json has all)"
 
 
 class WithPositions(nn.Module):

@@ -29,7 +29,7 @@ def styles_by_dimension(
     known = _dimensions_by_layer(modules, {**inferred, **given})
     _check_names(layout, known)
     divided = {dimension for dimension, where in layout.items() if where == SHARDS}
-    found = {name: style for name, style in inferred.items() if _divided_by(style, name, modules) in divided}
+    found = {name: style for name, style in inferred.items() if divided_dimension(style, name, modules) in divided}
     if "channels" in divided:
         found |= {
             name: GatheredStyle()
@@ -37,7 +37,7 @@ def styles_by_dimension(
             if is_plain_convolution(module) and "channels" in known[name] and name not in inferred
         }
     found = {name: style for name, style in found.items() if name not in given}
-    idle = divided - {_divided_by(style, name, modules) for name, style in {**found, **given}.items()}
+    idle = divided - {divided_dimension(style, name, modules) for name, style in {**found, **given}.items()}
     if idle:
         dimension = min(idle)
         some = next(name for name, names in known.items() if dimension in names)
@@ -64,11 +64,11 @@ def _dimensions_by_layer(modules: Owners, styles: Mapping[str, ShardingStyle]) -
     found: dict[str, set[str]] = {}
     for name, (module, _) in modules.items():
         possible = [kind() for kind in STYLES.values() if kind is not VocabularyStyle or isinstance(module, nn.Embedding)]
-        found[name] = {_divided_by(style, name, modules) for style in (*possible, styles.get(name, WholeStyle()))} - {""}
+        found[name] = {divided_dimension(style, name, modules) for style in (*possible, styles.get(name, WholeStyle()))} - {""}
     return found
 
 
-def _divided_by(style: ShardingStyle, name: str, modules: Owners) -> str:
+def divided_dimension(style: ShardingStyle, name: str, modules: Owners) -> str:
     """The dimension along which a style divides a layer; empty if it divides none, or does not fit."""
     module, parents = modules[name]
     try:

@@ -1,0 +1,120 @@
+"""What raypar says that layers send over shards is what the ledger counts, in bytes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import on_shards
+from helpers.model_zoo import ids
+from torch import nn
+
+from examples import gpt
+from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
+from raypar.model.tensor_parallel.shard_traffic import LayerTraffic, layer_traffic
+
+B, S, V, WIDTH, DEPTH, HEADS = 2, 24, 48, 48, 2, 12
+
+
+def sent_by_all(rows: list[LayerTraffic], shards: int) -> dict[str, int]:
+    """By operation: the bytes that all shards together send, by the ring formula, which large values keep."""
+    found: dict[str, int] = {}
+    for row in rows:
+        operation = row.collective.operation
+        times = 2 if operation == "all_reduce" else 1
+        found[operation] = found.get(operation, 0) + times * (shards - 1) * row.nbytes
+    return found
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("shards", [2, 3])
+def test_the_bytes_that_are_said_of_a_gpt_are_those_of_the_ledger(shards, sequence):
+    graph = on_shards.graph_of(lambda: gpt.layers(V, WIDTH, DEPTH, HEADS, S))
+    layout = compute_shard_layout(graph, shards)
+    x = ids(B, S, V)
+    rows = layer_traffic(graph, layout, {"x": x}, sequence=sequence, dtype=torch.float64)
+    _, ledgers = on_shards.sharded(graph, layout, gpt.loss, x, ids(B, S, V), sequence=sequence)
+    counted = [ledger.as_dict() for ledger in ledgers]
+    found = {operation: sum(each[operation]["sent"] for each in counted) for operation in counted[0]}
+    found["all_gather"] -= shards * (shards - 1) * 3 * B * S * 8  # the loss, of which no layer speaks
+    if sequence:
+        found.pop("all_reduce")  # the gradient of the positions, once a step
+    assert {operation: n for operation, n in found.items() if n} == sent_by_all(rows, shards)
+    assert {row.numbers for row in rows} == {B * S * WIDTH}
+    assert {row.dimension for row in rows} == {"heads", "features", "vocabulary"}
+    assert rows[0].layers == ("embed.token",) and rows[0].collective.formula == "B C"
+
+
+class Siblings(nn.Module):
+    """Queries read one value, keys and values another; then a gated MLP, which is called twice."""
+
+    num_heads = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(64, 64) for _ in range(4))
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+        self.before = nn.Linear(64, 64)
+        self.double()
+
+    def forward(self, x):
+        x, other = self.before(x), self.before(x.flip(1))
+        q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in (self.q_proj(x), self.k_proj(other), self.v_proj(other)))
+        x = self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        for _ in range(2):
+            x = x + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return x
+
+
+def test_layers_that_read_the_same_value_share_what_travels():
+    graph = on_shards.graph_of(lambda: [("a", Siblings())])
+    layout = compute_shard_layout(graph, 2)
+    x, y = (torch.randn(4, 32, 64, dtype=torch.float64) for _ in range(2))
+    rows = layer_traffic(graph, layout, {"x": x}, dtype=torch.float64)
+    found = [([n.removeprefix("a.") for n in row.layers], row.collective.value, row.numbers // x.numel()) for row in rows]
+    assert found == [
+        (["q_proj"], "input", 1),
+        (["k_proj", "v_proj"], "input", 1),
+        (["o_proj"], "output", 1),
+        (["gate_proj", "up_proj"], "input", 2),
+        (["down_proj"], "output", 2),
+    ]
+    _, ledgers = on_shards.sharded(graph, layout, F.mse_loss, x, y)
+    assert sum(ledger.as_dict()["all_reduce"]["sent"] for ledger in ledgers) == sent_by_all(rows, 2)["all_reduce"]
+
+
+def test_convolutions_and_what_reads_the_data_itself():
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 8, 3, stride=2)
+            self.third, self.fourth = nn.Conv2d(8, 6, 3), nn.Conv2d(8, 6, 3)
+            self.double()
+
+        def forward(self, x):
+            x = F.relu(self.second(F.relu(self.first(x))))
+            return self.third(x) + self.fourth(x)
+
+    graph = on_shards.graph_of(lambda: [("a", Images())])
+    styles = {"a.first": "column", "a.second": "row", "a.third": "gathered", "a.fourth": "gathered"}
+    layout = compute_shard_layout(graph, 2, styles, infer=False)
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    rows = layer_traffic(graph, layout, {"x": x}, dtype=torch.float64)
+    assert [(row.layers[0], row.dimension, row.collective.operation, row.numbers) for row in rows] == [
+        ("a.second", "channels", "all_reduce", 4 * 8 * 14 * 14),  # the data has no gradient
+        ("a.third", "channels", "all_gather", 4 * 6 * 12 * 12),
+        ("a.third", "channels", "all_reduce", 4 * 8 * 14 * 14),
+        ("a.fourth", "channels", "all_gather", 4 * 6 * 12 * 12),
+        ("a.fourth", "channels", "all_reduce", 4 * 8 * 14 * 14),  # convolutions have a sum each
+    ]
+    _, ledgers = on_shards.sharded(graph, layout, F.mse_loss, x, torch.randn(4, 6, 12, 12, dtype=torch.float64))
+    counted = [ledger.as_dict() for ledger in ledgers]
+    found = {operation: sum(each[operation]["sent"] for each in counted) for operation in ("all_reduce", "all_gather")}
+    assert found == sent_by_all(layer_traffic(graph, layout, {"x": x.requires_grad_()}, dtype=torch.float64), 2)
+    unknown = layer_traffic(graph, layout, None)
+    assert [row.collective.formula for row in unknown] == [
+        "B C_in H W",
+        *["B C_out H W"] * 2,
+        "B C_in H W",
+        "B C_out H W",
+        "B C_in H W",
+    ]
+    assert all(row.numbers is None for row in unknown)
