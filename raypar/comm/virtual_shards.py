@@ -1,8 +1,9 @@
 """Collectives between virtual shards, of which a worker holds several: a shard of a stage is a run of them.
 
 The layers of a stage are cut into T virtual shards whatever the plan, and each worker of a replica computes a run of these, one
-in turn with the other (`comm.routines_in_turn`). Here they find the sums, gathers and scatters of a group of T ranks: what
-those of one worker give is added or put together before anything is sent, so that a worker sends one message for its run.
+in turn with the other (`comm.routines_in_turn`). Here they find the sums, gathers, scatters and exchanges of a group of T
+ranks: what those of one worker give is added or put together before anything is sent, so that a worker sends one message for
+its run.
 
 Sums are those of T ranks, bit for bit: they follow the tree of `plan/addition_tree.py` over the T virtual shards. A worker adds
 the complete subtrees within its run. Where each run is one subtree, and the tree over the workers is what is left of the tree,
@@ -261,6 +262,42 @@ class VirtualShards:
 
         operation.finish = give
 
+    # -- all to all ----------------------------------------------------------------------------------------------------
+
+    def post_all_to_all(self, operation: _Operation, channel: int) -> None:
+        """Give virtual shard t `given[t]` of each into `outs`: between the workers what their runs have for each other."""
+        calls = operation.calls
+
+        def give_own() -> None:
+            for shard, call in calls.items():
+                for dest in self.own:
+                    _copy_to([calls[dest].outs[shard]], call.given[dest])
+
+        if len(self.ranks) == 1:
+            operation.finish = give_own
+            return
+        like = next(iter(calls.values())).given[0]
+        pieces, outs, lengths = [], [], []
+        for run in self.runs:
+            if run == self.own:
+                pieces.append(like.new_empty(0))
+                outs.append(pieces[-1])
+                lengths.append([0] * len(self.own) ** 2)
+                continue
+            pieces.append(torch.cat([calls[shard].given[dest].reshape(-1) for shard in self.own for dest in run]))
+            lengths.append([calls[dest].outs[source].numel() for source in run for dest in self.own])
+            outs.append(like.new_empty(sum(lengths[-1])))
+        operation.remote = self.transport.all_to_all(outs, pieces, group=self.ranks, channel=channel)
+
+        def give() -> None:
+            give_own()
+            for run, out, sizes in zip(self.runs, outs, lengths, strict=True):
+                ends = [(source, dest) for source in run for dest in self.own]
+                for (source, dest), part in zip(ends, out.split(sizes) if run != self.own else [], strict=run != self.own):
+                    _copy_to([calls[dest].outs[source]], part)
+
+        operation.finish = give
+
 
 class VirtualShardMember:
     """The collectives of one virtual shard: those of `Transport` that layers on shards use, of a group of virtual shards."""
@@ -289,6 +326,13 @@ class VirtualShardMember:
         shards = self._shards
         return shards.call(
             "all_gather", self.rank, channel, _Call([mine], pieces), lambda each: shards.post_all_gather(each, channel)
+        )
+
+    def all_to_all(self, outs: Sequence[Tensor], pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Handle:
+        """As `Transport.all_to_all`, of all virtual shards."""
+        shards = self._shards
+        return shards.call(
+            "all_to_all", self.rank, channel, _Call(pieces, outs), lambda each: shards.post_all_to_all(each, channel)
         )
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from raypar.plan.shard_ranges import IndexRanges, TensorCut, count_indices, even_ranges_by_shard, scale_ranges
 
-CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter"]
+CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,8 @@ class TensorParallelLayout:
     (`find_split_values_between_layers`)."""
     uneven_values: Mapping[str, TensorCut] = field(default_factory=dict)
     """Those of `values_in_parts` that are split in other parts than even ones (flattened channels, units of a style) -> how."""
+    spatial_values: frozenset[str] = frozenset()
+    """Those of `values_in_parts` that are split along a spatial dim, evenly."""
 
     def operations(self, *, sequence: bool) -> frozenset[CollectiveName]:
         """The kinds of collectives that the layers run over shards; `sequence`: under sequence parallelism."""

@@ -53,9 +53,10 @@ def required_communicators(
             if shards > 1:
                 # A loss on cut logits gathers. So do layers of the gathered style; every stage is assumed to have one.
                 last = plan.stages[stage].last == max(other.last for other in plan.stages)
-                gathers = last or "all_gather" in layout(plan.stages[stage].virtual_shards).operations(sequence=False)
-                gathers = gathers or not workers_add_subtrees(plan.stages[stage].runs)
-                found |= set(_shards(plan, stage, role.replica, spec.sequence_parallel, gathers))
+                operations = layout(plan.stages[stage].virtual_shards).operations(sequence=False)
+                rows = "all_to_all" in operations  # norms by rows, and rows that leave the stage, are gathered
+                gathers = last or rows or "all_gather" in operations or not workers_add_subtrees(plan.stages[stage].runs)
+                found |= set(_shards(plan, stage, role.replica, spec.sequence_parallel, gathers, rows))
     return frozenset(found)
 
 
@@ -134,14 +135,18 @@ def _reduction(routing: MicrobatchRouting, stage: int, shard: int, channel: int,
         yield CommunicatorKey(group, name, channel)
 
 
-def _shards(plan: ParallelPlan, stage: int, replica: int, sequence: bool, gathers: bool) -> Iterator[CommunicatorKey]:
+def _shards(
+    plan: ParallelPlan, stage: int, replica: int, sequence: bool, gathers: bool, rows: bool
+) -> Iterator[CommunicatorKey]:
     """Collectives of the layers of one replica (`model.tensor_parallel.shard_group.ShardGroup`).
 
-    `gathers`: they gather also where they do not cut the sequence.
+    `gathers`: they gather also where they do not cut the sequence; `rows`: some are cut along a spatial dim.
     """
     group = plan.stages[stage].workers[replica]
     yield CommunicatorKey(group, "all_reduce", SHARD_CHANNELS + stage)
     if sequence or gathers:
         yield CommunicatorKey(group, "all_gather", SHARD_CHANNELS + stage)
+    if rows:
+        yield CommunicatorKey(group, "all_to_all", SHARD_CHANNELS + stage)
     if sequence:
         yield CommunicatorKey(group, "reduce_scatter", SHARD_CHANNELS + stage)

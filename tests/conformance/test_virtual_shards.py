@@ -1,4 +1,4 @@
-"""Virtual shards that share workers find the sums, gathers and scatters of a group with a rank for each, bit for bit."""
+"""Virtual shards that share workers find the sums, gathers, scatters and exchanges of a group with a rank for each."""
 
 import contextlib
 import itertools
@@ -41,16 +41,19 @@ def collectives(transport, count, group, dtype):
 
     whole, parts, mine = values(37), [values(3 + t) for t in range(count)], values(5 + shard)
     out, gathered = parts[shard].new_empty(3 + shard), [mine.new_empty(5 + t) for t in range(count)]
+    exchanged = [values(0 if (shard + t) % 3 else 2 + shard + 2 * t) for t in range(count)]  # not all have something for all
+    received = [mine.new_empty(0 if (shard + t) % 3 else 2 + t + 2 * shard) for t in range(count)]
     given = whole.clone()
     for handle in (
         transport.all_reduce(whole, group=group, channel=7),
         transport.reduce_scatter(out, parts, group=group, channel=7),
         transport.all_gather(gathered, mine, group=group, channel=7),
+        transport.all_to_all(received, exchanged, group=group, channel=7),
     ):
         wait_for_handle(handle, "a collective")
     again = given + whole
     wait_for_handle(transport.all_reduce(again, group=group, channel=7), "another one")
-    return [whole, out, *gathered, again]
+    return [whole, out, *gathered, *received, again]
 
 
 def ranks_of_their_own(count, dtype):
@@ -112,6 +115,18 @@ def test_a_worker_sends_one_sum_for_its_run():
         return mesh.transports[0].ledger.as_dict()["all_reduce"]["sent"]
 
     assert of((4, 4)) == of((2, 2)) == 2 * 37 * 4
+
+
+def test_workers_send_each_other_what_their_runs_have_for_each_other_and_no_more():
+    sizes = (2, 3)
+    _, mesh = virtual(sizes, torch.float32)
+    ledger = mesh.transports[0].ledger.as_dict()["all_to_all"]
+    pairs = [(s, t) for s in range(2) for t in range(2, 5) if (s + t) % 3 == 0]
+    assert ledger == {
+        "messages": 1,
+        "sent": 4 * sum(2 + s + 2 * t for s, t in pairs),
+        "received": 4 * sum(2 + t + 2 * s for s, t in pairs),
+    }
 
 
 def test_virtual_shards_that_make_unequal_calls_are_told_so_and_none_is_left():

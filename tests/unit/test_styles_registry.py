@@ -68,6 +68,8 @@ FITTING = {
     "column": linear(WIDTH, 12),
     "row": linear(12, WIDTH),
     "groups": nn.Conv1d(WIDTH, 12, 3, groups=4, dtype=torch.float64),
+    "spatial": nn.Conv1d(WIDTH, 12, 3, padding=1, dtype=torch.float64),
+    "spatial-gathered": nn.Conv1d(WIDTH, 12, 3, padding=1, dtype=torch.float64),
     "heads": linear(WIDTH, HEADS * 3),
     "kv-heads": linear(WIDTH, 2 * 3),
     "kv": linear(WIDTH, 2 * 2 * 3),
@@ -102,7 +104,11 @@ def test_a_style_says_what_it_fits_and_why_not(name):
     style = style_for(name)
     style.check_fits("a.layer", FITTING[name])
     if name != "whole":
-        others = (nn.LayerNorm(4),) if name in ("column", "row", "gathered") else (nn.LayerNorm(4), nn.Conv2d(1, 1, 1))
+        others: tuple[nn.Module, ...] = (nn.LayerNorm(4), nn.Conv2d(1, 1, 1))
+        if name in ("column", "row", "gathered"):
+            others = (nn.LayerNorm(4),)
+        elif style.divides_values:
+            others = (nn.Linear(4, 4), nn.Embedding(4, 4))
         for other in others:
             with pytest.raises(PlanError, match=f"the style {style} does not fit a.layer, a {type(other).__name__}"):
                 style.check_fits("a.layer", other)
@@ -113,7 +119,7 @@ def test_a_style_says_what_it_fits_and_why_not(name):
 def test_a_styles_slices_cover_each_parameter_and_every_index_has_one_owner(name, shards):
     slices = style_for(name).slices("a.layer", FITTING[name], shards)
     assert slices.keys() <= dict(FITTING[name].named_parameters()).keys()
-    assert bool(slices) == (name != "whole")
+    assert bool(slices) == (name != "whole" and not style_for(name).divides_values)
     for key, cut in slices.items():
         assert FITTING[name].get_parameter(key).shape[cut.dim] == cut.whole_size
         assert len(cut.indices_by_shard) == shards and all(cut.indices_by_shard)

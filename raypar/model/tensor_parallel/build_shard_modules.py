@@ -14,7 +14,7 @@ from raypar.model.layer_skeletons import canonical_names, state_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
-from raypar.model.tensor_parallel.local_part_layout import FEATURES, LocalPartLayout, sequence_part_layout
+from raypar.model.tensor_parallel.local_part_layout import FEATURES, SPATIAL, LocalPartLayout, sequence_part_layout
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, let_einops_take_parts
 from raypar.model.tensor_parallel.styles.registry import parse_style
@@ -169,12 +169,14 @@ class _LayerBoundary:
     def _enter(self, name: str, x: Tensor) -> Tensor | ShardedValue:
         group, part = self._group, self._group.value_layouts.get(name)
         if part is not None:
-            return ShardedValue(autograd_collectives.as_contiguous_part(x) if part.axis == FEATURES else x, part, group)
+            is_whole_elsewhere = part.axis in (FEATURES, SPATIAL)  # where a stage ends, it is sent whole and cut again
+            return ShardedValue(autograd_collectives.as_contiguous_part(x) if is_whole_elsewhere else x, part, group)
         dim = (self._values_in_parts or {}).get(name)
         if dim is not None and not group.sequence_parallel:
             held = self._layout.parts_of_value(name, x.shape[dim])
             mine = autograd_collectives.scatter_to_shards(x, dim, group, held)
-            return ShardedValue(mine, LocalPartLayout(dim, x.shape[dim], held[group.shard], FEATURES), group)
+            axis = SPATIAL if name in self._layout.spatial_values else FEATURES
+            return ShardedValue(mine, LocalPartLayout(dim, x.shape[dim], held[group.shard], axis), group)
         if group.sequence_parallel and x.is_floating_point() and x.dim() == 3:
             return ShardedValue(
                 autograd_collectives.scatter_to_shards(x, 1, group),
@@ -193,6 +195,8 @@ class _LayerBoundary:
         if name in self._edges.outputs and not by_sequence and part.dim == made.dim() - 1:
             group.output_layouts[name] = part
             return made.local
+        if part.axis == SPATIAL and part.ranges == even_ranges_by_shard(part.size, group.size)[group.shard]:
+            return self._leave_in_rows(name, made)
         if part.axis == FEATURES and self._layer.own_names is not None and not group.sequence_parallel:
             held = self._parts_of(name, part)
             if held is not None and part.ranges == held[group.shard] and name not in self._edges.read_by_loss:
@@ -201,15 +205,27 @@ class _LayerBoundary:
                 group.value_layouts[name] = part
                 return made.local
         if not by_sequence:
+            cure = "end what a column layer begins with a row layer, or give it the style gathered (plan.styles)"
+            if part.axis == SPATIAL:
+                cure = "give the last convolution before it the style spatial-gathered (plan.styles)"
             raise ModelError(
                 f"layer {self._layer.name!r} returns {name!r} {list(made.shape)} cut along dim {part.dim}",
-                cure="end what a column layer begins with a row layer, or give it the style gathered (plan.styles)"
-                + "; or set plan.sequence_parallel: false" * group.sequence_parallel,
+                cure=cure + "; or set plan.sequence_parallel: false" * group.sequence_parallel,
             )
         if name in self._edges.leaving:
             return autograd_collectives.gather_from_shards(made.local, 1, even_ranges_by_shard(part.size, group.size), group)
         group.value_layouts[name] = part
         return made.local
+
+    def _leave_in_rows(self, name: str, made: ShardedValue) -> Tensor:
+        """This shard's rows, where the value stays in parts within the stage; else all rows, which every shard gathers."""
+        group, part, known = self._group, made.part_layout, self._values_in_parts
+        stays = self._layer.own_names is not None and (known is None or known.get(name) == part.dim)
+        if stays and not group.sequence_parallel and name not in self._edges.leaving:
+            group.value_layouts[name] = part
+            return made.local
+        held = even_ranges_by_shard(part.size, group.size)
+        return autograd_collectives.gather_from_shards(made.local, part.dim, held, group)
 
     def _parts_of(self, name: str, part: LocalPartLayout) -> tuple[IndexRanges, ...] | None:
         """By shard, the indices that it has of a value that may stay split between layers; None if it may not."""

@@ -98,7 +98,7 @@ class ShardedConvolution(ShardedModule):
                 sides += [total // 2, total - total // 2]
         return sides
 
-    def _padding_for(self, x: Tensor, output_size: Sequence[int]) -> list[int]:
+    def _padding_for(self, x: Tensor | ShardedValue, output_size: Sequence[int]) -> list[int]:
         """The output padding of a transposed convolution that makes its output this large."""
         assert isinstance(self._padding, tuple)
         spatial = len(self._kernel_size)
@@ -143,7 +143,7 @@ class ColumnConvolution(ShardedConvolution):
             raise ModelError(
                 f"{self.name} needs all channels of its input, which is cut along dim {x.part_layout.dim} of {list(x.shape)}",
                 cure=f"give {self.name} the style row (a grouped convolution: groups), or the layer before it the style "
-                "gathered or whole",
+                "gathered, spatial-gathered or whole",
             )
         operands = cast_for_autocast(x, self.weight, self.bias)
         made = self.product(copy_to_shards(_tensor(operands[0]), self.group), _tensor(operands[1]), operands[2], output_size)

@@ -48,7 +48,7 @@ def layout_of_styles(
         style.check_fits(name, module)
         style = style.complete_options(name, parents)
         slices = style.slices(name, module, shards)
-        if slices:
+        if slices or style.divides_values:
             found[name] = style
             for key, cut in slices.items():
                 parameter = intern(parameter_of(name, key))

@@ -10,6 +10,8 @@ SEQUENCE = "sequence"
 """The axis that sequence parallelism cuts. Others are named by the styles: heads, vocabulary."""
 FEATURES = "features"
 """The axis of what column layers make."""
+SPATIAL = "rows"
+"""The axis of values that are cut along a spatial dim. Parts are even, unless an operation has moved or reshaped the dim."""
 
 
 @dataclass(frozen=True, slots=True)

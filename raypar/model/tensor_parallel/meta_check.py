@@ -62,6 +62,9 @@ class NoTransport:
     def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> _Done:
         return _Done()
 
+    def all_to_all(self, outs: Sequence[Tensor], pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> _Done:
+        return _Done()
+
     def __getattr__(self, name: str) -> Any:
         raise CommError(f"{name} has nobody at its other end", cure="report this: a layer may use collectives only")
 
@@ -113,14 +116,14 @@ def check_shards_on_meta(
                     *read, *(values[name] for name in (target, *weights))
                 )
             except RayparError as error:
-                raise _placed(error, place) from error
+                raise placed_error(error, place) from error
             except USER_CODE_ERRORS as error:
                 reraise_ctrl_c(error)
                 return False
     return True
 
 
-def _placed(error: RayparError, place: str) -> RayparError:
+def placed_error(error: RayparError, place: str) -> RayparError:
     """The error with the layer, and the line of the user's code, in which it was raised."""
     ours = tuple(str(Path(package.__file__ or "").parent) for package in (raypar, torch))
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]

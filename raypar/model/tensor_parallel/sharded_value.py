@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel.autograd_collectives import copy_to_shards, select_ranges
-from raypar.model.tensor_parallel.local_part_layout import SEQUENCE, LocalPartLayout, sequence_part_layout
+from raypar.model.tensor_parallel.local_part_layout import SEQUENCE, SPATIAL, LocalPartLayout, sequence_part_layout
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan.shard_ranges import (
     IndexRanges,
@@ -35,6 +35,8 @@ Implementation = Callable[..., Any]
 F = TypeVar("F", bound=Implementation)
 IMPLEMENTATIONS: dict[str, Implementation] = {}
 """Name of a torch function or method -> implementation(function, *args, **kwargs) for values that are cut."""
+ROW_IMPLEMENTATIONS: dict[str, Implementation] = {}
+"""Those that come first for values that are cut along a spatial dim."""
 _ANY_PLACE: set[str] = set()
 """Names of functions whose `ShardedValue` argument need not be the first."""
 
@@ -50,6 +52,23 @@ def implements_on_parts(*names: str, any_place: bool = False) -> Callable[[F], F
     return enter
 
 
+def implements_on_rows(*names: str) -> Callable[[F], F]:
+    """Decorator: the function computes these torch functions on values that are cut along a spatial dim."""
+
+    def enter(found: F) -> F:
+        ROW_IMPLEMENTATIONS.update(dict.fromkeys(names, found))
+        return found
+
+    return enter
+
+
+def _implementation(name: str, first: Any) -> Implementation | None:
+    """What computes the torch function of that name, of which `first` is the first argument; None if nothing does."""
+    if isinstance(first, ShardedValue) and first.part_layout.axis == SPATIAL and name in ROW_IMPLEMENTATIONS:
+        return ROW_IMPLEMENTATIONS[name]
+    return IMPLEMENTATIONS.get(name)
+
+
 def unsupported_on_part_error(name: str, x: ShardedValue, why: str = "needs the parts of other shards") -> ModelError:
     """The error for an operation that cannot be computed on a part alone; `name`: of the operation."""
     of = f"{name} of a value {list(x.shape)} that is cut along dim {x.part_layout.dim}"
@@ -58,6 +77,12 @@ def unsupported_on_part_error(name: str, x: ShardedValue, why: str = "needs the 
             f"{of} (the sequence: plan.sequence_parallel) over {x.group.size} shards {why}",
             cure="give the layers that make what it needs a style (attention: heads, kv-heads and heads-row, or qkv; "
             "plan.styles), so that they see the whole sequence, or set plan.sequence_parallel: false",
+        )
+    if x.part_layout.axis == SPATIAL:
+        return ModelError(
+            f"{of} (rows of a layer of style spatial) over {x.group.size} shards {why}",
+            cure="give the last layer before it the style spatial-gathered, so that it sees the whole, a convolution that "
+            "reads the value the style spatial, or the layers before it the style whole (plan.styles)",
         )
     return ModelError(
         f"{of} over {x.group.size} shards {why}",
@@ -84,7 +109,7 @@ class ShardedValue:
         name, named = func.__name__, dict(kwargs or {})
         if not args and "input" in named:
             args = (named.pop("input"),)
-        found = IMPLEMENTATIONS.get(name)
+        found = _implementation(name, args[0])
         if found is None or not (name in _ANY_PLACE or isinstance(args[0], ShardedValue)):
             raise unsupported_on_part_error(
                 name, next(v for v in flatten_arguments((*args, *named.values())) if isinstance(v, ShardedValue))
@@ -92,7 +117,7 @@ class ShardedValue:
         return found(func, *args, **named)
 
     def __getattr__(self, name: str) -> Any:
-        found = IMPLEMENTATIONS.get(name)
+        found = _implementation(name, self)
         if found is not None:
             return partial(found, getattr(Tensor, name), self)
         if name in _OF_THE_PART:
@@ -172,7 +197,9 @@ class ShardedValue:
         return iter(IMPLEMENTATIONS["unbind"](torch.unbind, self, 0))
 
     def __getitem__(self, index: Any) -> Any:
-        return IMPLEMENTATIONS["__getitem__"](None, self, index)
+        found = _implementation("__getitem__", self)
+        assert found is not None
+        return found(None, self, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise unsupported_on_part_error("writing into a part", self, "is not possible")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from raypar.model.layer_skeletons import shared_skeleton
 from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules
 from raypar.model.tensor_parallel.layout_of_styles import layout_of_styles, modules_with_parameters
-from raypar.model.tensor_parallel.local_part_layout import FEATURES
-from raypar.model.tensor_parallel.meta_check import NoTransport
+from raypar.model.tensor_parallel.local_part_layout import FEATURES, SPATIAL
+from raypar.model.tensor_parallel.meta_check import NoTransport, placed_error
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
@@ -30,6 +31,15 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
+
+
+class SplitValue(NamedTuple):
+    """A value between layers that is split over the shards."""
+
+    cut: TensorCut
+    """How it is split."""
+    axis: str
+    """What the split dim counts: `FEATURES`, or `SPATIAL`."""
 
 
 def find_why_styles_fail(
@@ -64,28 +74,33 @@ def find_why_styles_fail(
     return None
 
 
-def find_split_values_between_layers(graph: Graph, layout: TensorParallelLayout) -> dict[str, TensorCut]:
+def find_split_values_between_layers(graph: Graph, layout: TensorParallelLayout) -> dict[str, SplitValue]:
     """Value between layers of a captured model that is split over the shards under this layout -> how it is split.
 
     Found by running layers on tensors without values: from each layer that has column styles and no row style, to the next one
-    that has a row style. If users' code does not run that way, nothing is found, and a value that leaves its layer in parts is
-    an error.
+    that has a row style; from the first one of style spatial all. If users' code does not run that way, nothing is found, and a
+    value that leaves its layer in parts is an error. Raises the `ModelError` of a layer that cannot be computed on rows: it
+    would not show later, as rows are gathered between layers.
     """
     names = [
         {re.split("[:/]", layout.styles.get(layer.qualify(path), ""))[0] for path, _ in shared_skeleton(layer).named_modules()}
         for layer in graph.layers
     ]
-    begins = [bool({"column", "groups"} & each) and "row" not in each for each in names]
+    spatial = [bool({"spatial", "spatial-gathered"} & each) for each in names]
+    begins = [at or (bool({"column", "groups"} & each) and "row" not in each) for at, each in zip(spatial, names, strict=True)]
     values = recorded_values(graph) if layout.shards > 1 and any(begins) else {}
-    found: dict[str, TensorCut] = {}
+    found: dict[str, SplitValue] = {}
     last, shard = 0, layout.shards // 2  # both ends of its part say where parts end
     for first in (number for number, does in enumerate(begins) if does and values):
         if first < last:
             continue
-        last = next((number + 1 for number in range(first, len(names)) if "row" in names[number]), len(names))
+        rows = (number + 1 for number in range(first, len(names)) if "row" in names[number])
+        last = len(names) if any(spatial[first:]) else next(rows, len(names))
         try:
             found |= _run(graph, [(first, last)], mark_parts_unknown(layout), shard, values)
         except RayparError:
+            if any(spatial[first:]):
+                raise
             continue  # `check_shards_on_meta` reports it
         except USER_CODE_ERRORS as error:
             reraise_ctrl_c(error)
@@ -97,22 +112,28 @@ def mark_parts_unknown(layout: TensorParallelLayout) -> TensorParallelLayout:
     return replace(layout, values_in_parts=None)
 
 
-def with_values_in_parts(layout: TensorParallelLayout, values: Mapping[str, TensorCut]) -> TensorParallelLayout:
+def with_values_in_parts(layout: TensorParallelLayout, values: Mapping[str, SplitValue]) -> TensorParallelLayout:
     """The layout with these values split between layers."""
+    cuts = {name: value.cut for name, value in values.items()}
     uneven = {
-        name: cut for name, cut in values.items() if cut.indices_by_shard != even_ranges_by_shard(cut.whole_size, layout.shards)
+        name: cut for name, cut in cuts.items() if cut.indices_by_shard != even_ranges_by_shard(cut.whole_size, layout.shards)
     }
-    return replace(layout, values_in_parts={name: cut.dim for name, cut in values.items()}, uneven_values=uneven)
+    return replace(
+        layout,
+        values_in_parts={name: cut.dim for name, cut in cuts.items()},
+        uneven_values=uneven,
+        spatial_values=frozenset(name for name, value in values.items() if value.axis == SPATIAL),
+    )
 
 
 def _run(
     graph: Graph, stages: Sequence[tuple[int, int]], layout: TensorParallelLayout, shard: int, values: Mapping[str, Tensor]
-) -> dict[str, TensorCut]:
+) -> dict[str, SplitValue]:
     """Run the layers as one shard does, without values. Returns: value that stays split between layers -> how it is split.
 
     Raises `ModelError` for an operation that is impossible or wrong on a part.
     """
-    found, in_parts = dict(values), dict[str, TensorCut]()
+    found, in_parts = dict(values), dict[str, SplitValue]()
     with torch.enable_grad(), meta_operations_without_dynamo(), preserve_random_state():
         for first, last in stages:
             group = ShardGroup(NoTransport(shard, layout.shards), range(layout.shards))
@@ -128,11 +149,14 @@ def _run(
             with ParameterMisuseDetector(graph, modules, layout, group) as access:
                 for layer in graph.layers[first:last]:
                     access.layer = layer.name
-                    made = modules[layer.name](*(found[name] for name in layer.inputs))
+                    try:
+                        made = modules[layer.name](*(found[name] for name in layer.inputs))
+                    except RayparError as error:
+                        raise placed_error(error, f"layer {layer.name!r}") from error
                     found.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
                 access.refuse_mixed_use()
             for name, part in group.value_layouts.items():
-                held = layout.parts_like(part.ranges, part.size, shard) if part.axis == FEATURES else None
+                held = layout.parts_like(part.ranges, part.size, shard) if part.axis in (FEATURES, SPATIAL) else None
                 if held is not None:
-                    in_parts[name] = TensorCut(part.dim, part.size, held)
+                    in_parts[name] = SplitValue(TensorCut(part.dim, part.size, held), part.axis)
     return in_parts

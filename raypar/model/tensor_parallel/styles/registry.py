@@ -24,6 +24,7 @@ from raypar.model.tensor_parallel.styles.linear_styles import (
     VocabularyStyle,
     WholeStyle,
 )
+from raypar.model.tensor_parallel.styles.spatial_styles import SpatialGatheredStyle, SpatialStyle
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
 
 STYLES: dict[str, type[ShardingStyle]] = {
@@ -32,6 +33,8 @@ STYLES: dict[str, type[ShardingStyle]] = {
         ColumnStyle,
         RowStyle,
         GroupsStyle,
+        SpatialStyle,
+        SpatialGatheredStyle,
         HeadsStyle,
         KvHeadsStyle,
         FusedKvStyle,
@@ -63,5 +66,5 @@ def parse_style(text: str) -> ShardingStyle:
     raise PlanError(
         f"{text!r} is no style" + (f" (nearest: {near[0]})" if near else ""),
         cure=f"use one of {', '.join(STYLES)}; heads:8, kv-heads:8/2, qkv:8/2 say how many heads, column/2 how many parts, "
-        "column:8 how many units",
+        "column:8 how many units, spatial:width which dim",
     )

@@ -37,6 +37,8 @@ class ShardingStyle(ABC):
     """One line for people: what it is for."""
     input_group: ClassVar[str | None] = None
     """Layers of one module that are in the same group read the same value (q, k and v), which is then communicated once."""
+    divides_values: ClassVar[bool] = False
+    """Whether shards compute parts of values with whole parameters, so that a layer without slices is built anew, too."""
 
     @classmethod
     def parse(cls, options: str) -> Self:
@@ -166,9 +168,9 @@ def style_misfit_error(style: ShardingStyle, name: str, module: nn.Module) -> Pl
     return PlanError(
         f"the style {style} does not fit {name}, a {type(module).__name__}"
         + " with a forward of its own, hooks or a computed weight" * known,
-        cure="vocabulary is for nn.Embedding and nn.Linear, groups for convolutions with groups, column, row and gathered for "
-        "convolutions, nn.Linear and Conv1D of transformers, whole for any layer, all others for the last two (subclasses that "
-        "keep its forward)",
+        cure="vocabulary is for nn.Embedding and nn.Linear, groups for convolutions with groups, spatial for convolutions and "
+        "norms, column, row and gathered for convolutions, nn.Linear and Conv1D of transformers, whole for any layer, all "
+        "others for nn.Linear and Conv1D (subclasses that keep its forward)",
     )
 
 
