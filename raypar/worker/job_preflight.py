@@ -149,7 +149,6 @@ def preflight(spec: Job, now_checking: Callable[[str], None] = lambda what: None
     with guard.watching("the job's code"):
         graph = make_layer_graph(spec, guard.watching)
     trial = _try_optimizer(spec, graph, guard, now_checking)
-    check_running_statistics(spec, graph)
     _check_written_buffers(spec, graph)
     now_checking(f"the first microbatch of the data set {spec.data.label}")
     with guard.watching("the job's data"):
@@ -181,6 +180,7 @@ def preflight(spec: Job, now_checking: Callable[[str], None] = lambda what: None
     of_data = _notes_about_data(spec, graph, names, measured, batch, samples)
     more = (
         line_about_cast_parameters(spec, graph),
+        line_about_running_statistics(spec, graph),
         mixed,
         *of_lengths,
         *not_compared,
@@ -447,15 +447,16 @@ def _notes_about_data(
     return lines
 
 
-def check_running_statistics(spec: Job, graph: Graph) -> None:
-    """Raise `ModelError` for norms with running statistics in a job for GPUs: their updates are known of CPUs only."""
+def line_about_running_statistics(spec: Job, graph: Graph) -> str | None:
+    """A line for the user where norms keep running statistics on GPUs, whose last bits may be others than a plain loop's."""
     for layer in graph.layers if spec.device != "cpu" else ():
         for path, norm in norms_with_running_statistics(shared_skeleton(layer)):
-            raise ModelError(
-                f"{layer.qualify(path)} is {with_article(type(norm).__name__)} with running statistics, whose update on GPUs "
-                "raypar does not know to the bit",
-                cure="set device: cpu, or use GroupNorm, or track_running_stats=False",
+            return (
+                f"the running statistics of {layer.qualify(path)} ({type(norm).__name__}) and other norms are alike under "
+                "every plan, but may differ by rounding from those of a plain loop, whose kernel may round otherwise\n"
+                "  they are used in evaluation only: training has the bits of one process"
             )
+    return None
 
 
 def _check_written_buffers(spec: Job, graph: Graph) -> None:

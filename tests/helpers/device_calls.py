@@ -94,6 +94,26 @@ def trains(state: State, layout: Layout) -> None:
         assert (plain.validate(STEPS), plain.metrics) == validated
 
 
+def folds(state: State, layouts: list[Layout]) -> None:
+    """Norms with running statistics: parameters are the CPU's, averages those of one worker on the device under every layout,
+    and the CPU's but for rounding."""
+    want = expected(layouts[0].model, layouts[0].microbatches, layouts[0].blocks)
+    kept: dict[str, torch.Tensor] = {}
+    for layout in layouts:
+        with OneProcessRun(layout.job, layout.plan, layout.schedule, device=pretend.device(), seed=1) as run:
+            for step in range(STEPS):
+                assert {r.loss for r in run.step(step)} == {want.losses[step]}, (layout, step)
+            for name, copies in run.parameters().items():
+                assert all(torch.equal(copy.cpu(), want.parameters[name]) for copy in copies), (layout, name)
+            for name, copies in run.buffers().items():
+                first = kept.setdefault(name, copies[0].cpu())
+                assert all(on_device(copy) and torch.equal(copy.cpu(), first) for copy in copies), (layout, name)
+    assert kept.keys() == want.buffers.keys()
+    for name, found in kept.items():
+        torch.testing.assert_close(found, want.buffers[name], rtol=1e-5, atol=1e-6)
+    assert any(not torch.equal(found, want.buffers[name]) for name, found in kept.items()), "another arithmetic"
+
+
 class Decides(nn.Module):
     """Its forward asks for the batch's values between units."""
 

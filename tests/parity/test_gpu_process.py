@@ -45,6 +45,13 @@ def test_a_run_on_a_device_has_the_bits_of_one_process(run, layout):
     run(device_calls.trains, layout)
 
 
+NORMS = [Layout("norms", schedule, replicas, 4) for schedule, replicas in (("1f1b", (1,)), ("1f1b", (2, 2)), ("gpipe", (3, 1)))]
+
+
+def test_running_statistics_on_a_device_are_alike_under_every_plan(run):
+    run(device_calls.folds, NORMS)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS[QUICK:], ids=str)
 def test_the_other_layouts_on_a_device_have_the_bits_of_one_process(run, layout):

@@ -81,7 +81,7 @@ class BufferUpdates:
     ) -> None:
         self.layer, self.policy, self.by_microbatch, self._shared = layer, policy, {}, shared
         self._norms = dict(norms_with_running_statistics(module))
-        if self._norms:
+        if any(norm.running_mean is not None and norm.running_mean.device.type == "cpu" for norm in self._norms.values()):
             check_update_arithmetic()
         self.recorders = [NormCallRecorder(path, norm) for path, norm in self._norms.items()]
         statistics = {id(norm._buffers[name]) for norm in self._norms.values() for name in STATISTICS}

@@ -5,9 +5,10 @@ stand-in buffers, which then hold the call's own mean and unbiased variance, whe
 makes of all calls, in their order, the averages that the norm itself would have: of all norms of a stage together, in a number
 of operations that does not depend on how many norms there are.
 
-The arithmetic is that of PyTorch's CPU kernel, which depends on the input's dtype and memory layout
+On CPUs the arithmetic is that of PyTorch's kernel, which depends on the input's dtype and memory layout
 (`batch_norm_cpu_update_stats_template` in aten/src/ATen/native/Normalization.cpp). `check_update_arithmetic` compares both on
-this machine.
+this machine. On other devices it is one for all inputs: which kernel of PyTorch's or cuDNN's would run there, and whether it
+rounds a product before it adds it, depends on the input and on the build.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from raypar.torch_compat.multi_tensor import add_to_all, copy_all, zero_all
 
 R = TypeVar("R")
 
-Arithmetic = Literal["dense", "mixed", "strided"]
-"""How PyTorch's kernel computes an update. `dense`: of a contiguous input (channels_last too); `mixed`: of one in bfloat16, the
-averages being float32; `strided`: of all other inputs."""
+Arithmetic = Literal["dense", "rounded", "strided"]
+"""How an update is computed. `dense`: of a contiguous input (channels_last too). `rounded`: every product and every sum is
+rounded to the averages' dtype; of an input in bfloat16, the averages being float32, and of every input that is not on a CPU.
+`strided`: of all other inputs."""
 
 
 class NormCall(NamedTuple):
@@ -196,18 +198,20 @@ def make_stand_ins(norms: Iterable[NormCallRecorder]) -> None:
 
 
 def update_arithmetic_of(x: Tensor, averages: torch.dtype) -> Arithmetic:
-    """How PyTorch's kernel updates averages of this dtype for an input."""
+    """How averages of this dtype are updated for an input."""
+    if x.device.type != "cpu":
+        return "rounded"
     dense = x.is_contiguous()
     dense = dense or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
     dense = dense or (x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d))
-    return "strided" if not dense else "dense" if x.dtype == averages else "mixed"
+    return "strided" if not dense else "dense" if x.dtype == averages else "rounded"
 
 
 def fold_running_averages(
     averages: Tensor, means: Sequence[Tensor], variances: Sequence[Tensor], factor: float, arithmetic: Arithmetic
 ) -> None:
-    """What PyTorch's kernel makes of running averages [2, n], of mean and variance, and the statistics of calls, given as the
-    tensors that make up [calls, n], one call after the other, in place: factor * call + (1 - factor) * average."""
+    """Fold the statistics of calls, given as the tensors that make up [calls, n], into running averages [2, n] of mean and
+    variance, in place, one call after the other: factor * call + (1 - factor) * average."""
     calls = sum(map(torch.numel, means)) // averages.shape[1]
     wide = arithmetic == "strided" or (arithmetic == "dense" and averages.dtype == torch.float32)
     dtype = torch.float64 if wide else averages.dtype
