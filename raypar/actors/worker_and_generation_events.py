@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import groupby
 from typing import Any, TypedDict
@@ -39,17 +40,26 @@ def training_facts(contract: Mapping[str, Any]) -> dict[str, Any]:
     """What a job trains with, as data for the event of a start: optimizer, batch, precision and reduction. `contract`: the
     job's."""
     optimizer, precision = contract.get("optimizer") or {}, contract.get("precision")
-    groups = len(optimizer.get("groups") or ())
     of = "parameters, gradients" if precision and "gradients" in precision else "parameters"
     name = precision and (precision.get("compute") or f"{precision['parameters']} ({of})")
     facts: dict[str, Json] = {"precision": name} if precision else {}
     if contract.get("reduction") == "fast":
         facts["reduction"] = "fast"
     if optimizer.get("function"):
-        given = [f"{name}={value}" for name, value in (optimizer.get("args") or {}).items()]
-        given += [f"{count_noun(groups, 'group')} with other arguments"] if groups else []
-        facts |= {"optimizer": str(optimizer["function"])[:200], "optimizer_args": ", ".join(given)[:400]}
+        name, given = str(optimizer["function"]), _options_in_words(optimizer)
+        if several := optimizer.get("entries"):
+            name = ", ".join(dict.fromkeys(re.split("[:.]", str(one["function"]))[-1] for one in several))
+            given = "; ".join(f"{one['match']}: {_options_in_words(one)}" for one in several)
+        facts |= {"optimizer": name[:200], "optimizer_args": given[:400]}
     return facts | {key: contract[key] for key in ("batch_size", "microbatches") if key in contract}
+
+
+def _options_in_words(optimizer: Mapping[str, Any]) -> str:
+    """The arguments of one optimizer of a contract, and how many groups have others."""
+    groups = len(optimizer.get("groups") or ())
+    given = [f"{name}={value}" for name, value in (optimizer.get("args") or {}).items()]
+    given += [f"{count_noun(groups, 'group')} with other arguments"] if groups else []
+    return ", ".join(given)
 
 
 def describe_generation(order: AdoptPlan) -> str:

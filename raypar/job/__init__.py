@@ -14,6 +14,8 @@ from raypar.job.function_section import LossConfig as LossConfig
 from raypar.job.function_section import LrScheduleConfig as LrScheduleConfig
 from raypar.job.function_section import ModelConfig as ModelConfig
 from raypar.job.function_section import OptimizerConfig as OptimizerConfig
+from raypar.job.function_section import OptimizerEntry as OptimizerEntry
+from raypar.job.function_section import SingleOptimizerConfig as SingleOptimizerConfig
 from raypar.job.init_from_section import InitFromConfig as InitFromConfig
 from raypar.job.job import CheckpointConfig as CheckpointConfig
 from raypar.job.job import EarlyStoppingConfig as EarlyStoppingConfig

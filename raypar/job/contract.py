@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from raypar.files.json_type import Json
-from raypar.job.function_section import FunctionConfig, OptimizerConfig
+from raypar.job.function_section import FunctionConfig, SingleOptimizerConfig
 from raypar.job.job import Job
 from raypar.job.key import marked_keys, marker_of
 from raypar.job.section import Section
@@ -76,6 +76,7 @@ have the contract that they had before there were any."""
 
 FORMS: dict[str, Callable[[Job], Json]] = {
     "virtual_replicas": lambda job: job.batching.blocks,
+    "optimizer": lambda job: _form(job.optimizer_as_scheduled, "optimizer"),
     "lr_schedule": lambda job: _form(job.scheduled, "lr_schedule"),
     "plan.styles": lambda job: [list(pair) for pair in job.styles],
     "plan.layout": lambda job: dict(sorted(job.layout)),
@@ -179,7 +180,7 @@ def _form(value: Any, key: str) -> Any:
     made: dict[str, Json] = {}
     if isinstance(value, FunctionConfig):
         made = {"function": value.contract_text, "args": dict(value.args)}
-    if isinstance(value, OptimizerConfig):
+    if isinstance(value, SingleOptimizerConfig):
         made["groups"] = [list(pair) for pair in value.options_by_pattern]
     for name, info in type(value).model_fields.items():
         own, path = getattr(value, name), f"{key}.{name}"

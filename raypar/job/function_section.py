@@ -26,6 +26,12 @@ FROM_FOLDER = "raypar.model.pretrained_folder:from_folder"
 """The model function of `model.pretrained`."""
 _MISSING = object()
 """In the place of what a module lacks."""
+SEVERAL_OPTIMIZERS = "raypar.worker.step.several_optimizers:SeveralOptimizers"
+"""The optimizer function of `optimizer.entries`."""
+ALL_PARAMETERS = "*"
+"""The pattern of all parameters, and of those in no group."""
+BETWEEN_PATTERNS = " / "
+"""Stands between the pattern of an optimizer and that of one of its groups."""
 LOSS_OF_MODEL = "model"
 """In the place of a loss function: the model returns an object with a `loss`."""
 
@@ -207,8 +213,8 @@ class LrScheduleConfig(FunctionConfig):
     (`validation.every`). None: a scheduler makes one step after each step of the optimizer."""
 
 
-class OptimizerConfig(FunctionConfig):
-    """The optimizer class, its arguments, and groups of parameters with other arguments."""
+class SingleOptimizerConfig(FunctionConfig):
+    """One optimizer class, its arguments, and groups of parameters with other arguments."""
 
     groups: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
     """Parameters that get other arguments: `{match: "*.bias", weight_decay: 0.0}` for each group. A parameter belongs to the
@@ -225,3 +231,86 @@ class OptimizerConfig(FunctionConfig):
     def options_by_pattern(self) -> tuple[tuple[str, dict[str, Any]], ...]:
         """(pattern of parameter names, arguments that differ for them); the first pattern that matches counts."""
         return tuple((group["match"], {k: v for k, v in group.items() if k != "match"}) for group in self.groups)
+
+    @property
+    def pattern_of_all(self) -> str:
+        """The pattern of all of its parameters."""
+        return ALL_PARAMETERS
+
+    def pattern_of_group(self, pattern: str) -> str:
+        """The pattern under which the state of one of its groups is kept."""
+        return pattern
+
+
+class OptimizerEntry(SingleOptimizerConfig):
+    """One of several optimizers, and the parameters that it trains."""
+
+    match: str
+    """Pattern of the names of its parameters. A parameter belongs to the first optimizer whose pattern matches its name."""
+    lr_schedule: LrScheduleConfig | None = None
+    """The learning rates of its parameters, as the job's `lr_schedule`, but without `metric`. None: those of the job."""
+
+    @field_validator("match")
+    @classmethod
+    def _usable_in_patterns(cls, match: str) -> str:
+        if not match or BETWEEN_PATTERNS in match:
+            raise ValueError(f"a pattern of parameter names, without {BETWEEN_PATTERNS!r}")
+        return match
+
+    @property
+    def pattern_of_all(self) -> str:
+        return self.match
+
+    def pattern_of_group(self, pattern: str) -> str:
+        return f"{self.match}{BETWEEN_PATTERNS}{pattern}"
+
+
+class OptimizerConfig(SingleOptimizerConfig):
+    """The optimizer class, its arguments, and groups of parameters with other arguments; or a list of several optimizers."""
+
+    entries: Annotated[tuple[OptimizerEntry, ...], Field(strict=False)] = ()
+    """Several optimizers, each for the parameters that its pattern matches: `{match: "blocks.*.weight", function: ...}`. A job
+    file gives the list in the place of the section. Empty: one optimizer trains all parameters."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _several(cls, value: T) -> T | dict[str, Any]:
+        """Of a list the section with it."""
+        if isinstance(value, list) and value:
+            return {"entries": value, "function": SEVERAL_OPTIMIZERS}
+        if not isinstance(value, Mapping) or not value.get("entries"):
+            return value
+        if value.get("function") not in (None, SEVERAL_OPTIMIZERS):
+            raise ConfigError(
+                f"optimizer has entries and function: {shorten(value['function'])}, and either trains all parameters",
+                cure='make it one of the entries: the last one, with match: "*"',
+            )
+        return {**value, "function": SEVERAL_OPTIMIZERS}
+
+    @model_validator(mode="after")
+    def _entries_say_all(self) -> OptimizerConfig:
+        for name in ("args", "groups") if self.entries else ():
+            if getattr(self, name):
+                raise ConfigError(f"optimizer has entries and {name}", cure=f"give {name} to one of the entries")
+        for entry in self.entries:
+            if entry.lr_schedule is not None and entry.lr_schedule.metric is not None:
+                raise ConfigError(
+                    f"the lr_schedule of the optimizer of {entry.match} has metric {entry.lr_schedule.metric}",
+                    cure="set metric in the job's lr_schedule, which optimizers without one of their own follow",
+                )
+        return self
+
+    @property
+    def each(self) -> tuple[SingleOptimizerConfig, ...]:
+        """The optimizers, one or several, in the order in which patterns are tried."""
+        return self.entries or (self,)
+
+    @property
+    def label(self) -> str:
+        return ", ".join(dict.fromkeys(entry.label for entry in self.entries)) if self.entries else super().label
+
+
+def optimizer_of_pattern(pattern: str) -> str:
+    """`pattern_of_all` of the optimizer one of whose groups has this pattern (`pattern_of_group`)."""
+    before, between, _ = pattern.partition(BETWEEN_PATTERNS)
+    return before if between else ALL_PARAMETERS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
@@ -109,7 +110,7 @@ def parse_history(value: Json, steps_done: int) -> tuple[JobBefore, ...]:
 
 def changed_values(then: Json, now: Json, key: str) -> Iterator[ValueChange]:
     """Each value that differs, inside of sections that of their own keys. `key`: the values' own, dotted."""
-    then, now = (_with_options_of_groups(value) if key == "optimizer" else value for value in (then, now))
+    then, now = (_with_options_of_groups(value) if is_optimizer_key(key) else value for value in (then, now))
     if isinstance(then, dict) and isinstance(now, dict):
         for name in {**then, **now}:
             if not _is_same_value(name, then.get(name), now.get(name)):
@@ -120,6 +121,11 @@ def changed_values(then: Json, now: Json, key: str) -> Iterator[ValueChange]:
                 yield from changed_values(one, other, f"{key}.{place}")
     else:
         yield ValueChange(key, then, now)
+
+
+def is_optimizer_key(key: str) -> bool:
+    """Whether a key is that of an optimizer, the only one or one of several."""
+    return key == "optimizer" or re.fullmatch(r"optimizer\.entries\.\d+", key) is not None
 
 
 def _with_options_of_groups(value: Json) -> Json:

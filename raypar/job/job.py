@@ -29,7 +29,15 @@ from raypar.errors import ConfigError, PlanError
 from raypar.files.safe_yaml import dump_yaml, parse_yaml
 from raypar.job.data_section import DataConfig, PackConfig, ValidationConfig, ValidationSetConfig
 from raypar.job.elastic_section import ElasticConfig, switch
-from raypar.job.function_section import FunctionConfig, LossConfig, LrScheduleConfig, ModelConfig, OptimizerConfig
+from raypar.job.function_section import (
+    FunctionConfig,
+    LossConfig,
+    LrScheduleConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerEntry,
+    SingleOptimizerConfig,
+)
 from raypar.job.init_from_section import InitFromConfig
 from raypar.job.key import BITS, BITS_FROM_A_STEP_ON, BITS_OF_CUT_LAYERS, CLIENT, DRIVER, WORKERS, WORKERS_AND_DRIVER, project
 from raypar.job.lr_schedule_metric import FollowedMetric
@@ -182,7 +190,8 @@ class Job(Section):
     data: Annotated[DataConfig, BITS_FROM_A_STEP_ON]
     """The training data: a function or class that gives a map-style data set, and how its samples are used."""
     optimizer: Annotated[OptimizerConfig, BITS_FROM_A_STEP_ON] = OptimizerConfig.model_construct(function="torch.optim:AdamW")
-    """The optimizer: a class of `torch.optim` or your own, with its arguments."""
+    """The optimizer: a class of `torch.optim` or your own, with its arguments; or a list of several, each with the pattern of
+    the parameters that it trains."""
     lr_schedule: Annotated[LrScheduleConfig | None, BITS_FROM_A_STEP_ON] = None
     """A function of the step (from 0) that returns the factor on all learning rates; or a scheduler of
     `torch.optim.lr_scheduler` or `transformers`, or a function of the optimizer that makes one, which makes one step after each
@@ -605,7 +614,22 @@ class Job(Section):
     @property
     def scheduled(self) -> LrScheduleConfig | None:
         """`lr_schedule` with the number of steps in the place of `job.steps` among its arguments."""
-        ref = self.lr_schedule
+        return self._with_number_of_steps(self.lr_schedule)
+
+    def schedule_of(self, entry: SingleOptimizerConfig) -> LrScheduleConfig | None:
+        """The schedule of the learning rates of one of the job's optimizers, as `scheduled`."""
+        own = entry.lr_schedule if isinstance(entry, OptimizerEntry) else None
+        return self._with_number_of_steps(own if own is not None else self.lr_schedule)
+
+    @property
+    def optimizer_as_scheduled(self) -> OptimizerConfig:
+        """`optimizer`, in whose entries the schedules are as `schedule_of` has them."""
+        entries = self.optimizer.entries
+        own = [entry.replace(lr_schedule=self._with_number_of_steps(entry.lr_schedule)) for entry in entries]
+        return self.optimizer.replace(entries=tuple(own)) if own else self.optimizer
+
+    def _with_number_of_steps(self, ref: LrScheduleConfig | None) -> LrScheduleConfig | None:
+        """See `scheduled`."""
         if ref is None or STEPS_OF_JOB not in [value for value in ref.args.values() if isinstance(value, str)]:
             return ref
         return ref.replace(

@@ -19,7 +19,7 @@ from raypar.files.json_type import Json
 from raypar.job import elastic_section, function_section, init_from_section, plan_section
 from raypar.job.data_section import ValidationConfig, ValidationSetConfig
 from raypar.job.data_short_forms import FUNCTION_OF_FILES, MIXTURE
-from raypar.job.function_section import FROM_FOLDER
+from raypar.job.function_section import FROM_FOLDER, SEVERAL_OPTIMIZERS, OptimizerEntry
 from raypar.job.job import RUN_NAME, Job
 from raypar.job.plain_values import to_plain_values
 from raypar.job.section import MAX_WORKERS, FileList, PathText
@@ -109,7 +109,15 @@ def _validation_is_made_by() -> Schema:
     }
 
 
+SEVERAL_OR_ONE: Schema = {
+    "if": {"required": ["entries"], "properties": {"entries": {"type": "array", "minItems": 1}}},
+    "then": {"properties": {"function": {"const": SEVERAL_OPTIMIZERS}}},
+    "else": {"required": ["function"]},
+}
+"""Of an optimizer that is no text and no list: several, or one; likewise."""
+
 MADE_BY: dict[str, Schema] = {
+    "optimizer": SEVERAL_OR_ONE,
     "model": MODEL_IS_MADE_BY,
     "data": _data_is_made_by(mix=True),
     "data.mix": _data_is_made_by(),
@@ -125,9 +133,10 @@ def _section(key: str, section: type[BaseModel]) -> Iterator[Schema]:
     A section may be given as the value of its first key, as in `optimizer: torch.optim:SGD` (`short_key`).
     """
     prefix = f"{key}." if key else ""
-    if key and (first := short_key(section)) is not None:
+    if key and key != "optimizer.entries" and (first := short_key(section)) is not None:
         info = section.model_fields[first]
-        yield from _alternatives(prefix + first, info.annotation, info.metadata)
+        for one in _alternatives(prefix + first, info.annotation, info.metadata):
+            yield {**one, **_list_of_optimizers()} if key == "optimizer" else one
     yield from SHORT_FORMS.get(key, ())
     yield {
         "type": "object",
@@ -141,6 +150,12 @@ def _section(key: str, section: type[BaseModel]) -> Iterator[Schema]:
         "required": [name for name, info in section.model_fields.items() if info.is_required() and key not in MADE_BY],
         **({"else": MADE_BY[key]} if key in MADE_BY else {}),
     }
+
+
+def _list_of_optimizers() -> Schema:
+    """What a text in the place of an optimizer may be too. No alternative: validators name what is wrong in an item."""
+    (entry,) = _section("optimizer.entries", OptimizerEntry)
+    return {"type": ["string", "array"], "items": entry, "minItems": 1}
 
 
 def _value(key: str, info: FieldInfo) -> Schema:
@@ -172,7 +187,7 @@ def _any_of(found: Sequence[Schema]) -> Schema:
     values = [value for one in others for value in _short_values(one)]
     return {
         **section,
-        "type": list(dict.fromkeys(_type_name(one) for one in found)),
+        "type": list(dict.fromkeys(name for one in found for name in _type_names(one))),
         "if": {"not": {"type": section["type"]}},
         "then": others[0] if len(others) == 1 else {"anyOf": others},
         **({"examples": values} if values else {}),  # editors complete values by these; of a `then` they read no values
@@ -187,13 +202,13 @@ def _short_values(schema: Schema) -> list[Json]:
     return list(values) if isinstance(values, list) else []
 
 
-def _type_name(schema: Schema) -> str:
-    """The type that a schema without alternatives asks for. Raises `TypeError` for values of other types than text."""
+def _type_names(schema: Schema) -> list[str]:
+    """The types that a schema without alternatives asks for. Raises `TypeError` for values of other types than text."""
     if "type" in schema:
-        return str(schema["type"])
+        return [str(name) for name in schema["type"]] if isinstance(schema["type"], list) else [str(schema["type"])]
     if not all(isinstance(value, str) for value in _short_values(schema)):
         raise TypeError(f"no type for the values of {schema}")
-    return "string"
+    return ["string"]
 
 
 def _plain(default: Any) -> Json:

@@ -23,6 +23,7 @@ from raypar.job import (
     LrScheduleConfig,
     ModelConfig,
     OptimizerConfig,
+    OptimizerEntry,
     PlanConfig,
     ValidationConfig,
 )
@@ -293,6 +294,8 @@ def function_section(key: str, value: T) -> T | FunctionConfig | dict[str, Any]:
     Any other value is returned unchanged, and the job's own checks refuse it, as in a job file. Raises `ConfigError` for kinds
     of objects that deserve a message of their own.
     """
+    if key == "optimizer" and (entries := _optimizer_entries(value)) is not None:
+        return {"entries": entries}
     if key in ("loss", "optimizer"):
         _refuse_several(key, value)
     if isinstance(value, FunctionConfig):
@@ -313,6 +316,8 @@ def function_section(key: str, value: T) -> T | FunctionConfig | dict[str, Any]:
                 + ", ".join(FUNCTIONS[key].model_fields),
             )
         section = _with_unpacked_pair(key, value)
+        if key == "optimizer" and (entries := _optimizer_entries(section.get("entries"))) is not None:
+            section["entries"] = entries
         if key == "data":
             if isinstance(section.get("mix"), (list, tuple)):
                 section["mix"] = [_mixed_source(number, one) for number, one in enumerate(section["mix"])]
@@ -377,6 +382,24 @@ def _sections_of_sets(value: Arguments, sets: Mapping[Any, Any]) -> dict[str, An
     return {**rest, "sets": made}
 
 
+def _optimizer_entries(value: object) -> list[object] | None:
+    """The section's `entries` for a list of optimizers, each with the pattern of its parameters; None for anything else."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return None
+    if not all(isinstance(one, OptimizerEntry) or (isinstance(one, Mapping) and "match" in one) for one in value):
+        return None
+    entries: list[object] = []
+    for number, one in enumerate(value):
+        if isinstance(one, Mapping):
+            one = _with_unpacked_pair(f"optimizer.{number}", one)
+            if "function" in one:
+                one["function"] = _function_for("optimizer", one["function"])
+            if one.get("lr_schedule") is not None:
+                one["lr_schedule"] = function_section("lr_schedule", one["lr_schedule"])
+        entries.append(one)
+    return entries
+
+
 def _refuse_several(key: str, value: object) -> None:
     """Raise `ConfigError` for several losses or optimizers."""
     parts: list[object] = []
@@ -389,8 +412,11 @@ def _refuse_several(key: str, value: object) -> None:
         which = "losses" if key == "loss" else "optimizers"
         raise ConfigError(
             f"{key} is {len(parts)} {which}: a run has one, and several that take turns (a GAN) are not supported",
-            cure="add losses up in one function; other options for some parameters are optimizer.groups; train a GAN by a loop "
-            "of your own",
+            cure="add losses up in one function; train a GAN by a loop of your own"
+            if key == "loss"
+            else 'give each the pattern of the parameters that it trains: [{"match": "*.weight", "function": torch.optim.Muon}'
+            ', {"match": "*", "function": torch.optim.AdamW}]; other options for some parameters are optimizer.groups; train '
+            "a GAN by a loop of your own",
         )
 
 

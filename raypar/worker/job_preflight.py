@@ -25,7 +25,7 @@ from raypar.errors import (
     with_article,
 )
 from raypar.files.json_type import Json
-from raypar.job import FunctionConfig, Job, LrScheduleConfig
+from raypar.job import FunctionConfig, Job, LrScheduleConfig, SingleOptimizerConfig
 from raypar.model.capture.module_graph import (
     buffers_written_in_capture,
     captured_outputs_on_meta,
@@ -90,8 +90,8 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import cure_of_buffer_writes, refuse_input_writes
 from raypar.worker.stage.loss import make_loss_function
 from raypar.worker.step.learning_rates import check_scheduler, is_scheduler
-from raypar.worker.step.optimizer_and_parameter_groups import check_optimizer_groups
-from raypar.worker.step.optimizer_trial import OptimizerTrial, try_optimizer
+from raypar.worker.step.optimizer_and_parameter_groups import check_optimizer_groups, names_by_entry
+from raypar.worker.step.optimizer_trial import OptimizerTrial, join_trials, try_optimizer
 from raypar.worker.trace_batch_shapes_ahead import trace_ladder, trace_ladders_of_validation
 
 
@@ -197,24 +197,37 @@ def _check_loss_and_optimizer(spec: Job, guard: TorchStateGuard, now_checking: C
         now_checking(f"the loss {spec.loss.label}")
         make_loss_function(spec.loss)
         now_checking(f"the optimizer {spec.optimizer.label}")
-        spec.optimizer.resolve()
-        if spec.scheduled is not None:
-            now_checking(f"the lr_schedule {spec.scheduled.label}")
-        if spec.scheduled is not None and not is_scheduler(spec.scheduled):
-            _check_lr_schedule(spec.scheduled)
+        for each in spec.optimizer.each:
+            each.resolve()
+        for scheduled in _schedules_of(spec):
+            now_checking(f"the lr_schedule {scheduled.label}")
+            if not is_scheduler(scheduled):
+                _check_lr_schedule(scheduled)
+
+
+def _schedules_of(spec: Job) -> list[LrScheduleConfig]:
+    """The schedules of the job's learning rates, each once."""
+    found: list[LrScheduleConfig] = []
+    for each in spec.optimizer.each:
+        ref = spec.schedule_of(each)
+        if ref is not None and ref not in found:
+            found.append(ref)
+    return found
 
 
 def _try_optimizer(
     spec: Job, graph: Graph, guard: TorchStateGuard, now_checking: Callable[[str], None]
 ) -> OptimizerTrial | None:
     """See `try_optimizer_of_job`; a scheduler of the learning rates is tried on it, too."""
-    check_optimizer_groups(spec.optimizer, parameter_shapes(graph))
+    shapes, frozen = parameter_shapes(graph), frozen_parameters(graph)
+    check_optimizer_groups(spec.optimizer, shapes, [name for name in shapes if name not in frozen])
     now_checking(f"the optimizer {spec.optimizer.label}, on small parameters")
     with guard.watching("the job's optimizer"):
         trial = try_optimizer_of_job(spec, graph)
-    if trial is not None and spec.scheduled is not None and is_scheduler(spec.scheduled):
-        now_checking(f"the lr_schedule {spec.scheduled.label}")
-        with guard.watching(f"the lr_schedule {spec.scheduled.label}"):
+    labels = ", ".join(ref.label for ref in _schedules_of(spec) if is_scheduler(ref))
+    if trial is not None and labels:
+        now_checking(f"the lr_schedule {labels}")
+        with guard.watching(f"the lr_schedule {labels}"):
             check_scheduler(spec, graph, min(spec.steps, SCHEDULED_STEPS))
     return trial
 
@@ -359,23 +372,31 @@ def _refuse_sets_that_differ_in_kind(firsts: Mapping[str, Mapping[str, Tensor]])
 
 
 _TRIALS: dict[tuple[Hashable, ...], OptimizerTrial] = {}
-"""Results of the last trials of PyTorch's own optimizers in this process; see `try_optimizer_of_job`."""
+"""Results of the last trials of PyTorch's own optimizers in this process; see `_try_once`."""
 TRIALS_KEPT = 64
 
 
 def try_optimizer_of_job(spec: Job, graph: Graph) -> OptimizerTrial | None:
-    """What a trial finds out about the job's optimizer (`try_optimizer`); None if the model has nothing to train.
+    """What trials find out about the job's optimizers (`try_optimizer`); None if the model has nothing to train."""
+    frozen, dtype = frozen_parameters(graph), _dtype(spec)
+    shapes = {name: tuple(shape) for name, shape in parameter_shapes(graph).items() if name not in frozen and shape.numel()}
+    trials = [
+        _try_once(entry, {name: shapes[name] for name in names}, dtype)
+        for entry, names in names_by_entry(spec.optimizer, shapes)
+        if names
+    ]
+    return join_trials(trials) if trials else None
+
+
+def _try_once(optimizer: SingleOptimizerConfig, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> OptimizerTrial:
+    """What a trial of one optimizer finds out.
 
     One of PyTorch's own optimizers does the same each time: it is not tried again for the same arguments and shapes, unless
     somebody has replaced one of its methods or defaults.
     """
-    frozen, optimizer, dtype = frozen_parameters(graph), spec.optimizer, _dtype(spec)
-    shapes = {name: tuple(shape) for name, shape in parameter_shapes(graph).items() if name not in frozen and shape.numel()}
-    if not shapes:
-        return None
     function = optimizer.resolve()
     try:
-        arguments = json.dumps([optimizer.args, optimizer.groups])
+        arguments = json.dumps([optimizer.args, optimizer.groups, optimizer.pattern_of_group("")])
     except (TypeError, ValueError):  # a tensor as learning rate, a function, ...
         return try_optimizer(optimizer, shapes, dtype)
     if not any(function is known for known in vars(torch.optim).values()):

@@ -61,7 +61,7 @@ from raypar.worker.stage.stage import HandedBack, Stage
 from raypar.worker.stage.stage_in_virtual_shards import StageInVirtualShards
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage_builder import build_stage
-from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer
+from raypar.worker.step.optimizer_and_parameter_groups import build_optimizers
 from raypar.worker.step.optimizer_state import read_optimizer_state
 
 REPEATS = 5
@@ -375,7 +375,7 @@ def _profile_optimizer(spec: Job, stage: Stage) -> tuple[float, dict[str, int]]:
     trainable = {name: p for name, p in stage.parameters.items() if p.requires_grad}
     if not trainable:
         return 0.0, {}
-    optimizer = build_optimizer(spec.optimizer, trainable)
+    optimizer = build_optimizers(spec.optimizer, trainable)
     for parameter in trainable.values():
         parameter.grad = torch.zeros_like(parameter)
     try:

@@ -20,11 +20,12 @@ def warm_up_process(core: WorkerCore, *, data: bool) -> None:
     `data`: make the data sets too, for a worker that joins others in the middle of a run and may get any seat. A captured model
     is traced for all lengths of `data.pad.to`, for validation too if the data sets are made.
     """
-    parameter = nn.Parameter(torch.zeros(2, 2, device=core.device))
-    with contextlib.suppress(Exception):  # an optimizer that refuses this parameter is loaded too
-        optimizer = build_optimizer(core.spec.optimizer, {"warm.up": parameter})
-        (parameter * 2).sum().backward()
-        optimizer.step()
+    for each in core.spec.optimizer.each:
+        parameter = nn.Parameter(torch.zeros(2, 2, device=core.device))
+        with contextlib.suppress(Exception):  # an optimizer that refuses this parameter is loaded too
+            optimizer = build_optimizer(each, {"warm.up": parameter})
+            (parameter * 2).sum().backward()
+            optimizer.step()
     square_gradients([torch.zeros(2, dtype=getattr(torch, core.spec.dtype), device=core.device)])  # which loads its kernel
     samples: dict[str, int] = {}
     if data:

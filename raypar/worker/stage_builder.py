@@ -53,7 +53,7 @@ from raypar.worker.stage.stage_coordinate_in_errors import SamplesOfPasses, Stag
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage, reduction_channel
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.step.learning_rates import LearningRates
-from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer, select_owned_parameters
+from raypar.worker.step.optimizer_and_parameter_groups import build_optimizers, select_owned_parameters
 from raypar.worker.step.step_commit import AnyGradientReduction, StepCommit
 
 # -- one stage ---------------------------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ class StageBuilder:
         """Stage -> optimizer of the parameters that this rank trains there; a stage without any has no optimizer."""
         trained = {key: select_owned_parameters(s.parameters, self._optimizer_pieces(s.shard)) for key, s in stages.items()}
         with self.guard.watching(f"the optimizer {self.spec.optimizer.label}, as it was made,"):
-            return {index: build_optimizer(self.spec.optimizer, mine) for index, mine in trained.items() if mine}
+            return {index: build_optimizers(self.spec.optimizer, mine) for index, mine in trained.items() if mine}
 
     def _optimizer_pieces(self, shard: StageShard | None) -> Iterator[Piece]:
         """The pieces of optimizer state that this rank keeps, of what is cut those of one virtual shard."""

@@ -124,6 +124,33 @@ class HostileNames(Written):
         return sum(state[name] for name in self.NAMES)  # type: ignore[return-value]
 
 
+class KeepsOddShapes(Written):
+    """Momentum whose state has every shape but the parameter's: flat, turned, by row, by block, without dims, empty, larger."""
+
+    BLOCK = 7
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        flat = gradient.reshape(-1)
+        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % self.BLOCK)).view(-1, self.BLOCK).abs().amax(1)
+        if not state:
+            state |= {"flat": torch.zeros_like(flat), "blocks": torch.zeros_like(blocks), "count": torch.zeros(())}
+            state |= {
+                "rows": torch.zeros(len(gradient)),
+                "turned": torch.zeros_like(gradient.movedim(0, -1)),
+                "none": torch.zeros(0, 3),
+            }
+            state |= {"codes": torch.zeros(2, flat.numel() + 1, dtype=torch.uint8)}
+        state["count"] += 1
+        state["flat"].mul_(0.9).add_(flat)
+        state["blocks"].copy_(torch.maximum(0.5 * state["blocks"], blocks))
+        state["rows"].add_(gradient.reshape(len(gradient), -1).sum(1).abs())
+        state["turned"].mul_(0.5).add_(gradient.movedim(0, -1))
+        state["codes"][:, 1:] = (127 * flat / blocks.max()).round().abs().to(torch.uint8)
+        scale = state["blocks"].repeat_interleave(self.BLOCK)[: flat.numel()] + state["codes"][0, 1:] / 255
+        rows = state["rows"].view(-1, *[1] * (gradient.ndim - 1))
+        return (state["flat"] / (scale + 1)).view_as(gradient) + state["turned"].movedim(-1, 0) / (1 + rows) / state["count"]
+
+
 class NormalisesParameter(Written):
     """By the norm of each parameter, as LAMB and LARS."""
 

@@ -24,7 +24,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from raypar.job import Job
+from raypar.job import Job, SingleOptimizerConfig
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import convert_module_dtype
 from raypar.model.materialise import materialise
@@ -178,6 +178,55 @@ class OtherBuffers:
             part._buffers[key] = value
 
 
+def names_of_groups(one: SingleOptimizerConfig, trained: Iterable[str]) -> list[list[str]]:
+    """The names in each of an optimizer's groups, those of none last."""
+    groups: list[list[str]] = [[] for _ in (*one.options_by_pattern, None)]
+    for name in trained:
+        matches = [i for i, (p, _) in enumerate(one.options_by_pattern) if fnmatch.fnmatchcase(name, p)]
+        groups[matches[0] if matches else -1].append(name)
+    return groups
+
+
+def optimizer_of(one: SingleOptimizerConfig, trained: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """One optimizer of these parameters."""
+    groups, given = names_of_groups(one, trained), [*(o for _, o in one.options_by_pattern), {}]
+    optimizer = one.resolve()(
+        [{"params": [trained[n] for n in names], **over} for names, over in zip(groups, given, strict=True) if names],
+        **one.args,
+    )
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return optimizer
+
+
+class Several:
+    """Several optimizers of a plain loop: a parameter is trained by the first whose pattern matches its name."""
+
+    def __init__(self, spec: Job, trained: Mapping[str, nn.Parameter]) -> None:
+        self.param_groups, self.done, left = [], 0, dict(trained)
+        self.state: dict[Any, Any] = {}
+        self.parts: list[tuple[torch.optim.Optimizer, Any, list[Any]]] = []
+        for entry in spec.optimizer.entries:
+            mine = {name: left.pop(name) for name in list(left) if fnmatch.fnmatchcase(name, entry.match)}
+            optimizer, ref = optimizer_of(entry, mine), entry.lr_schedule or spec.lr_schedule
+            schedule = ref.partial() if ref else None
+            if schedule and next(iter(inspect.signature(schedule).parameters)) == "optimizer":
+                schedule = schedule(optimizer)
+            self.parts.append((optimizer, schedule, [group.get("lr") for group in optimizer.param_groups]))
+        assert not left
+
+    def step(self) -> None:
+        for optimizer, schedule, base in self.parts:
+            for group, lr in zip(optimizer.param_groups, base, strict=True):
+                if schedule is not None and not hasattr(schedule, "step") and lr is not None:
+                    group["lr"] = lr * schedule(self.done)
+            optimizer.step()
+            if hasattr(schedule, "step"):
+                schedule.step()
+            self.state |= optimizer.state
+        self.done += 1
+
+
 def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> Result:
     """`changed`: step -> the job from this step on, with other values of the keys that may change when a run is resumed."""
     torch.set_num_threads(spec.threads)
@@ -200,20 +249,16 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
         round_to_bfloat16(modules.values())
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
-    groups: list[list[str]] = [[] for _ in (*spec.optimizer.options_by_pattern, None)]
-    for name in trained:
-        matches = [i for i, (p, _) in enumerate(spec.optimizer.options_by_pattern) if fnmatch.fnmatchcase(name, p)]
-        groups[matches[0] if matches else -1].append(name)
-    given = [*(o for _, o in spec.optimizer.options_by_pattern), {}]
-    optimizer = spec.optimizer.resolve()(
-        [{"params": [trained[n] for n in names], **over} for names, over in zip(groups, given, strict=True) if names],
-        **spec.optimizer.args,
-    )
-    if hasattr(optimizer, "train"):
-        optimizer.train()
+    groups = names_of_groups(spec.optimizer, trained)
+    optimizer = Several(spec, trained) if spec.optimizer.entries else optimizer_of(spec.optimizer, trained)
     base = [group.get("lr") for group in optimizer.param_groups]
     schedule = spec.lr_schedule.partial() if spec.lr_schedule else None
-    scheduler = schedule(optimizer) if schedule and next(iter(inspect.signature(schedule).parameters)) == "optimizer" else None
+    is_one = not spec.optimizer.entries
+    scheduler = (
+        schedule(optimizer)
+        if is_one and schedule and next(iter(inspect.signature(schedule).parameters)) == "optimizer"
+        else None
+    )
 
     data, loss_fn, position = data_of(spec), spec.loss.partial(), 0
     result = Result()

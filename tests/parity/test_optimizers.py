@@ -58,6 +58,7 @@ KINDS = {
     optimizers.CountsInGroup: (OptimizerKind.ELEMENTWISE, ()),
     optimizers.CountsInAttribute: (OptimizerKind.ELEMENTWISE, ()),
     optimizers.HostileNames: (OptimizerKind.ELEMENTWISE, ()),
+    optimizers.KeepsOddShapes: (OptimizerKind.PER_PARAMETER, (SHARDS,)),
     optimizers.NormalisesParameter: (OptimizerKind.PER_PARAMETER, (SHARDS,)),
     optimizers.NormalisesVectors: (OptimizerKind.PER_PARAMETER, (SHARDS,)),
     optimizers.NormalisesLater: (OptimizerKind.PER_PARAMETER, (SHARDS,)),
@@ -327,7 +328,7 @@ def test_shared_state_is_in_a_checkpoint_once_by_the_group_s_pattern_and_by_attr
     assert "lr" not in groups["*"] and groups["*"].keys() == {"k", "weight_sum"}, "hyperparameters are the job's"
     path = saved(job_of(spec(optimizers.CountsInAttribute)), ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path / "attributes")
     groups, attributes = checkpoint_files.read_shared_state(path)
-    assert not any(groups.values()) and attributes["count"] == 2 and attributes["total"].tolist() == [2.0, 1.0]
+    assert not any(groups.values()) and attributes["*"]["count"] == 2 and attributes["*"]["total"].tolist() == [2.0, 1.0]
 
 
 def test_stages_that_disagree_on_what_they_share_make_no_checkpoint(tmp_path: Path):
@@ -649,7 +650,7 @@ def test_a_checkpoint_of_format_1_is_read_and_training_goes_on_from_it():
 def test_a_file_cannot_give_an_optimizer_attributes_that_are_no_state(attribute: str):
     made = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "raypar_pattern": "*", "raypar_names": ["w"]}], 0.1)
     with pytest.raises(CheckpointError, match="as state of the optimizer, which is none"):
-        write_optimizer_state(made, OptimizerState(attributes={attribute: 1}))
+        write_optimizer_state(made, OptimizerState(attributes={"*": {attribute: 1}}))
 
 
 @pytest.mark.parametrize("key", ["params", "raypar_base_lr", "raypar_names"])

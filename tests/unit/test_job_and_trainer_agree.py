@@ -96,6 +96,7 @@ def paths(model: Any = Job, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]
         "metrics": ("accuracy",),
         "best": (0,),
         "mix": (0,),
+        "entries": (0,),
         "placements": (0,),
         "sets": ("accuracy",),
     }
@@ -118,6 +119,9 @@ def with_value(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
         tree["data"][path[1]] = {"function": "m:f"}
     if path[1:2] == ("mix",) and len(path) > 2:  # in the place of a function
         tree["data"] = {"mix": [{"function": "m:text", "ratio": 3}, {"function": "m:code", "ratio": 1}]}
+    if path[1:2] == ("entries",) and len(path) > 2:  # in the place of a function
+        entry = {"match": "*.weight", "function": "torch.optim:Muon", "lr_schedule": {"function": "m:cosine"}}
+        tree["optimizer"] = {"entries": [entry, {"match": "*", "function": "torch.optim:SGD"}]}
     if path[1:2] == ("placements",) and len(path) > 2:  # in the place of stages
         tree["plan"] = {"placements": [{"layers": "a", "workers": [[0]], "share": [1]}]}
     if path[:2] == ("validation", "sets"):

@@ -52,7 +52,11 @@ def test_every_key_and_every_argument_has_a_row_with_its_meaning():
         ("reduction", "`canonical`, or `fast`", "`canonical`"),
         ("checkpoint.at_end", "`true`, `false`", "`true`"),
         ("init_from", "[section](#init_from), or just path", "*none*"),
-        ("optimizer", "[section](#optimizer), or just `module:name`", "`torch.optim:AdamW`"),
+        (
+            "optimizer",
+            "[section](#optimizer), or just `module:name`, or a list of [sections](#optimizerentries)",
+            "`torch.optim:AdamW`",
+        ),
         ("data.names", "list of text", "*empty*"),
         ("run_dir", "path", "`runs/`"),
     ],

@@ -85,6 +85,7 @@ OF_OTHER_KEYS: dict[str, list[Any]] = {
     "metrics": [{}, None],  # checkpoint.best names one
     "early_stopping.metric": ["text", "auto", "m:f", "model"],  # which nobody computes
     "lr_schedule.metric": ["text", "auto", "m:f", "model"],
+    "optimizer.entries.lr_schedule.metric": ["text", "auto", "m:f", "model"],  # only the job's lr_schedule has one
     "checkpoint.best.metric": ["text", "auto", "m:f", "model"],
     "checkpoint.best.mode": [None],  # the name of the metric does not say it
     "checkpoint.best": [["a"]],
@@ -118,6 +119,9 @@ def set_key(key: str, value: Any) -> dict[str, Any]:
         tree["data"] = {"mix": [{"function": "m:text", "ratio": 3}, {"function": "m:code", "ratio": 1}]}
     if path[1:] == ["placements"]:  # in the place of stages
         tree["plan"] = {"placements": [{"layers": "a", "workers": [[0]], "share": [1]}]}
+    if path[:2] == ["optimizer", "entries"]:  # in the place of a function
+        entry = {"match": "*", "function": "m:f", "lr_schedule": {"function": "m:lr"}}
+        tree["optimizer"] = {"entries": [entry]}
     if key.startswith("validation.sets"):
         one = {name: part for name, part in tree["validation"].items() if name != "every"}
         tree["validation"] = {"every": 1, "sets": {"accuracy": one}}

@@ -13,7 +13,7 @@ from raypar.job.contract import (
     contract_of_job,
     keys_that_may_change_when_said,
 )
-from raypar.job.history_of_resume_changes import Changes, JobBefore, changed_values, parse_history
+from raypar.job.history_of_resume_changes import Changes, JobBefore, changed_values, is_optimizer_key, parse_history
 from raypar.job.lr_schedule_metric import values_in_checkpoint
 from raypar.worker.checkpoint.contract_comparison import (
     check_data_digest,
@@ -43,7 +43,7 @@ def changes_at_resume(manifest: Manifest, spec: Job) -> Changes:
         raise CheckpointError(
             f"checkpoint {manifest.checkpoint} belongs to another job: {'; '.join(refused)}",
             cure=f"resume with these as they were (plan, steps and validation may change; and {', '.join(may_change)}, except "
-            "for the optimizer's class, the patterns of its groups and data.streams); or begin a new run with its weights: "
+            "for the optimizer's class, patterns of parameters and data.streams); or begin a new run with its weights: "
             f"without resuming, and with init_from={manifest.checkpoint}",
         )
     history = parse_history(manifest.contract.get(CHANGES, []), manifest.steps_done)
@@ -58,8 +58,13 @@ def changes_at_resume(manifest: Manifest, spec: Job) -> Changes:
 
 def _is_fixed(key: str) -> bool:
     """Whether a key may not change, though it is inside of one that may."""
-    of_groups = key.startswith("optimizer.groups.") and key.endswith(".match")
-    return key in ("optimizer.function", "optimizer.groups", "data.streams") or of_groups
+    optimizer, of_group, option = key.partition(".groups.")
+    if of_group and is_optimizer_key(optimizer):
+        return option.endswith(".match")
+    section, _, name = key.rpartition(".")
+    if is_optimizer_key(section):
+        return name in ("function", "groups", "match", "entries")
+    return key == "data.streams"
 
 
 def with_former_batches(manifest: Manifest, spec: Job, changes: Changes) -> Job:

@@ -516,13 +516,13 @@ def read_checkpoint_state(
     return _read(manifest, [e for e in manifest.entries if e.name in wanted and e.kind.kind in kinds], take)
 
 
-def read_shared_state(checkpoint: CheckpointAt) -> tuple[dict[str, dict[str, Value]], dict[str, Value]]:
-    """(pattern of an optimizer group -> name -> tensor or number; the same of attributes of the optimizer)."""
+def read_shared_state(checkpoint: CheckpointAt) -> tuple[dict[str, dict[str, Value]], dict[str, dict[str, Value]]]:
+    """(pattern of an optimizer group -> name -> tensor or number; the same of an optimizer's parameters and its attributes)."""
     groups: dict[str, dict[str, Value]] = {}
-    attributes: dict[str, Value] = {}
+    attributes: dict[str, dict[str, Value]] = {}
     for entry in load_manifest(checkpoint).entries:
         if entry.kind.kind in SHARED_KINDS:
-            into = attributes if entry.kind.kind == ATTRIBUTE else groups.setdefault(entry.name, {})
+            into = (attributes if entry.kind.kind == ATTRIBUTE else groups).setdefault(entry.name, {})
             into[entry.kind.name] = _decoded(entry.value) if isinstance(entry.value, EncodedTensor) else entry.value
     return groups, attributes
 

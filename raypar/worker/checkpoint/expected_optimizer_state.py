@@ -29,7 +29,7 @@ class ExpectedOptimizerState:
     """The state that an optimizer keeps."""
 
     shared: Mapping[tuple[str, StateKey], SharedEntry] = field(default_factory=dict)
-    """(pattern of a group, or `ALL_PARAMETERS`; kind and name) -> what is known of it."""
+    """(pattern of a group, or of an optimizer's parameters; kind and name) -> what is known of it."""
     has_state_of_parameters: bool = False
     """Whether there is any in `optimizer.state[p]` from the first step on: for checkpoints that do not say what there was."""
     shapes_are_fixed: bool = True

@@ -74,10 +74,8 @@ class EncodedTensor:
 KeptState = Mapping[str, Sequence[str]]
 """Parameter -> the names of all that the optimizer kept for it; of every parameter that it trains."""
 SharedState = Mapping[tuple[str, str], Mapping[str, "Scalar | EncodedTensor"]]
-"""(pattern of a group of parameters, `GROUP`), or (`ALL_PARAMETERS`, `ATTRIBUTE`) -> name -> optimizer state that these
-parameters share. A group without such state has an empty mapping."""
-ALL_PARAMETERS = "*"
-"""The pattern of optimizer state that all parameters share."""
+"""(pattern of a group of parameters, `GROUP`), or (pattern of an optimizer's parameters, `ATTRIBUTE`) -> name -> optimizer
+state that these parameters share. A group without such state has an empty mapping."""
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",

@@ -28,7 +28,7 @@ from raypar.worker.checkpoint.checkpoint_files import (
     write_shard,
 )
 from raypar.worker.checkpoint.expected_optimizer_state import check_kept_state
-from raypar.worker.checkpoint.manifest import ALL_PARAMETERS, EncodedTensor
+from raypar.worker.checkpoint.manifest import EncodedTensor
 from raypar.worker.checkpoint.state_key import ATTRIBUTE, BUFFER, CACHE, GROUP, OPTIMIZER, PARAMETER, StateKey, optimizer_key
 from raypar.worker.pretrained.frozen_values import read_frozen_values
 from raypar.worker.stage.stage import Stage
@@ -82,7 +82,8 @@ def take_snapshot(
             if optimizer is not None and is_first:
                 kept |= {name: sorted(of) for name, of in state.parameters.items()}
                 of_groups = {(pattern, GROUP): _encoded(entries) for pattern, entries in state.groups.items()}
-                shared.append((index, {**of_groups, (ALL_PARAMETERS, ATTRIBUTE): _encoded(state.attributes)}))
+                of_optimizers = {(pattern, ATTRIBUTE): _encoded(entries) for pattern, entries in state.attributes.items()}
+                shared.append((index, {**of_groups, **of_optimizers}))
             for name in names.get(index, ()):
                 if name in stage.buffers:
                     if is_first:

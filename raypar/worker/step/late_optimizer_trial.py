@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import UserCodeError
-from raypar.job import OptimizerConfig
+from raypar.job import SingleOptimizerConfig
 from raypar.worker.step.optimizer_and_parameter_groups import optimizer_group_of
 from raypar.worker.step.optimizer_state import Value, state_outside_optimizer
 from raypar.worker.step.optimizer_under_trial import Gradients, TriedOptimizer, describe_coupling, values_and_gradients
@@ -63,7 +63,7 @@ class TrialSteps:
         return replace(self, jumps=[to for to in self.jumps if to + STEPS_AFTER_JUMP <= steps])
 
 
-def step_numbers_of_options(spec: OptimizerConfig, values: Mapping[str, Tensor], after: int = STEPS) -> list[int]:
+def step_numbers_of_options(spec: SingleOptimizerConfig, values: Mapping[str, Tensor], after: int = STEPS) -> list[int]:
     """Step numbers shortly before which to continue: those of options that may be step numbers above `after`, and `FAR`."""
     made = TriedOptimizer(spec, values).optimizer
     options = [value for each in (made.defaults, *made.param_groups, vars(made)) for value in each.values()]
@@ -72,7 +72,7 @@ def step_numbers_of_options(spec: OptimizerConfig, values: Mapping[str, Tensor],
 
 
 def longest_run(
-    spec: OptimizerConfig, values: Mapping[str, Tensor], steps: TrialSteps
+    spec: SingleOptimizerConfig, values: Mapping[str, Tensor], steps: TrialSteps
 ) -> tuple[TriedOptimizer, TrialSteps] | None:
     """(an optimizer that has done them, the `steps` before the first that raises); None if the first one raises.
 
@@ -97,7 +97,7 @@ def longest_run(
 
 
 def find_late_coupling(
-    spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]], tried: Mapping[str, Sequence[int]], dtype: torch.dtype
+    spec: SingleOptimizerConfig, shapes: Mapping[str, Sequence[int]], tried: Mapping[str, Sequence[int]], dtype: torch.dtype
 ) -> str | None:
     """How half of the parameters differ, after many steps, when trained with the other half and without; None if they do not.
 
@@ -130,7 +130,7 @@ def find_late_coupling(
     return None
 
 
-def find_coupling_of_many(spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> str | None:
+def find_coupling_of_many(spec: SingleOptimizerConfig, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> str | None:
     """How half of many parameters differs when trained with the other half and without; None if it does not.
 
     This finds, for example, an optimizer that treats the seventh parameter differently from the others.
@@ -148,7 +148,7 @@ def find_coupling_of_many(spec: OptimizerConfig, shapes: Mapping[str, Sequence[i
     return None
 
 
-def find_difference_of_halves(spec: OptimizerConfig, shapes: Sequence[tuple[int, ...]], *, late: bool) -> str | None:
+def find_difference_of_halves(spec: SingleOptimizerConfig, shapes: Sequence[tuple[int, ...]], *, late: bool) -> str | None:
     """How half of a parameter, alone, differs from what it is within the whole parameter, in words; None if it does not.
 
     Tries every group's options. Parameters of these shapes are halved along each dimension. `late`: over many steps. State is
@@ -216,14 +216,14 @@ def _shown(value: Value) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-def spec_with_numbered_groups(spec: OptimizerConfig) -> tuple[OptimizerConfig, dict[int, dict[str, Any]]]:
+def spec_with_numbered_groups(spec: SingleOptimizerConfig) -> tuple[SingleOptimizerConfig, dict[int, dict[str, Any]]]:
     """(the optimizer with a group `NUMBER.*` for the options of each of its groups, number -> options). 0: of no group."""
     options = dict(enumerate([{}, *(given for _, given in spec.options_by_pattern)]))
     groups = tuple({"match": f"{number}.*", **given} for number, given in options.items())
     return spec.replace(groups=groups), options
 
 
-def _parameters_of_each_kind(spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+def _parameters_of_each_kind(spec: SingleOptimizerConfig, shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Up to `LATE_PARAMETERS` parameters in layer order: one or two of each group and number of dimensions."""
     alike: dict[tuple[int, int], list[str]] = {}
     for name, shape in shapes.items():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from raypar.errors import ConfigError, RayparError, UserCodeError, with_article
-from raypar.job import FunctionConfig, Job, LrScheduleConfig
+from raypar.job import FunctionConfig, Job, LrScheduleConfig, SingleOptimizerConfig
 from raypar.job.stable_callable_text import argument_refusal
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import frozen_parameters, parameter_shapes
@@ -24,10 +24,13 @@ from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.step.optimizer_and_parameter_groups import (
     build_optimizer,
+    names_by_entry,
     optimizer_group_of,
     read_learning_rate,
     set_learning_rate,
 )
+from raypar.worker.step.optimizer_state import pattern_of_optimizer
+from raypar.worker.step.several_optimizers import optimizers_in
 
 RECENT = 64
 """Steps whose values are kept: a step that runs again asks for them again."""
@@ -66,12 +69,17 @@ class SchedulerRates:
     `lr_schedule.metric`, whose scheduler makes a step after each validation, of the values of the validations up to n.
     """
 
-    _spec: Job
-    """The job."""
+    _entry: SingleOptimizerConfig
+    """The optimizer of the job."""
+    _ref: LrScheduleConfig
+    """What makes the scheduler."""
+    _dtype: torch.dtype
+    """Dtype of the parameters."""
     _validated: Mapping[int, float]
-    """Number of steps done -> value of the job's `followed_metric`, of all validations so far, ascending; others add to it."""
+    """Number of steps done -> value of the metric that the scheduler follows, if it does, of all validations so far, ascending;
+    others add to it."""
     _dims: Mapping[str, int]
-    """Qualified name of each trained parameter of the whole model -> its number of dimensions."""
+    """Qualified name of each parameter of the whole model that the optimizer trains -> its number of dimensions."""
     _optimizer: torch.optim.Optimizer
     """The dummy."""
     _scheduler: LRScheduler | ReduceLROnPlateau
@@ -87,9 +95,17 @@ class SchedulerRates:
     _recent: dict[int, EntriesByGroup]
     """Number of the scheduler's steps -> what the dummy's groups hold after them, of the last ones."""
 
-    def __init__(self, spec: Job, dims: Mapping[str, int], validated: Mapping[int, float]) -> None:
+    def __init__(
+        self,
+        entry: SingleOptimizerConfig,
+        ref: LrScheduleConfig,
+        dtype: torch.dtype,
+        dims: Mapping[str, int],
+        validated: Mapping[int, float],
+    ) -> None:
         """Raises `ConfigError` or `UserCodeError` for a scheduler that cannot be made, or needs a metric and has none."""
-        self._spec, self._dims, self._changed, self._validated = spec, dims, set(), validated
+        self._entry, self._ref, self._dtype, self._dims, self._validated = entry, ref, dtype, dims, validated
+        self._changed = set()
         self._begin()
 
     def set(self, optimizer: torch.optim.Optimizer, step: int) -> float | None:
@@ -108,7 +124,7 @@ class SchedulerRates:
     def at(self, step: int) -> EntriesByGroup:
         """What the scheduler sets in a step, from 0: also what it changes later only, and may have changed already when a step
         runs again. The groups are in the job's order, that of all other parameters last."""
-        given = [(value,) for done, value in self._validated.items() if done <= step] if self._spec.followed_metric else None
+        given = [(value,) for done, value in self._validated.items() if done <= step] if self._ref.metric else None
         calls = step if given is None else len(given)
         if given is not None and any(old is not new for (old,), (new,) in zip(self._given, given, strict=False)):
             self._begin()
@@ -131,18 +147,11 @@ class SchedulerRates:
 
     def _begin(self) -> None:
         """Make optimizer and scheduler, ready for step 0."""
-        spec, ref = self._spec, self._spec.scheduled
-        assert ref is not None
-        first: dict[int, str] = {}
-        for name in self._dims:
-            first.setdefault(optimizer_group_of(spec.optimizer, name), name)
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        small = {name: nn.Parameter(torch.zeros((1,) * self._dims[name], dtype=dtype)) for name in first.values()}
-        self._optimizer = build_optimizer(self._spec.optimizer, small)
+        self._optimizer = _dummy(self._entry, self._dims, self._dtype)
         vars(self._optimizer)["step"] = types.MethodType(_no_step, self._optimizer)
         self._first = _entries(self._optimizer)
         self._place, self._recent, self._given = 0, {}, []
-        self._scheduler = _make_scheduler(ref, self._optimizer)
+        self._scheduler = _make_scheduler(self._ref, self._optimizer)
         self._note()
 
     def _note(self) -> None:
@@ -155,18 +164,60 @@ class SchedulerRates:
         self._recent[self._place] = now
 
 
+class RatesOfSeveral:
+    """The learning rates of several optimizers, each with its own schedule."""
+
+    def __init__(self, rates: Mapping[str, LearningRates], shown: torch.optim.Optimizer, pattern: str) -> None:
+        """`rates`: by the pattern of an optimizer's parameters. `shown`: a dummy of the optimizer whose learning rate is
+        reported, and `pattern`, its own."""
+        self._rates, self._shown, self._pattern = rates, shown, pattern
+
+    def set(self, optimizer: torch.optim.Optimizer, step: int) -> float | None:
+        for each in optimizers_in(optimizer):
+            self._rates[pattern_of_optimizer(each)].set(each, step)
+        return self._rates[self._pattern].set(self._shown, step)
+
+
 def make_learning_rates(spec: Job, graph: Graph, validated: Mapping[int, float]) -> LearningRates:
     """The learning rates of a job for its model. `validated`: number of steps done -> value of the metric that they follow, if
     they do, of all validations so far; the caller adds to it. Raises `ConfigError` or `UserCodeError` if a scheduler cannot be
     made."""
-    ref = spec.scheduled
+    entries, rates = _dims_by_entry(spec, graph), {}
+    for entry, dims in entries:
+        rates[entry.pattern_of_all] = _rates_of_entry(spec, entry, dims, validated)
+    if len(entries) == 1:
+        return rates[entries[0][0].pattern_of_all]
+    if not entries:
+        return FactorRates(_constant_factor)
+    entry, dims = entries[0]
+    return RatesOfSeveral(rates, _dummy(entry, dims, getattr(torch, spec.dtype)), entry.pattern_of_all)
+
+
+def _dims_by_entry(spec: Job, graph: Graph) -> list[tuple[SingleOptimizerConfig, dict[str, int]]]:
+    """(optimizer, the parameters that it trains with their numbers of dimensions), of those that train any."""
+    frozen = frozen_parameters(graph)
+    dims = {name: len(shape) for name, shape in parameter_shapes(graph).items() if name not in frozen}
+    return [(entry, {n: dims[n] for n in names}) for entry, names in names_by_entry(spec.optimizer, dims) if names]
+
+
+def _rates_of_entry(
+    spec: Job, entry: SingleOptimizerConfig, dims: Mapping[str, int], validated: Mapping[int, float]
+) -> LearningRates:
+    """Those of one of the job's optimizers, which trains parameters of these numbers of dimensions."""
+    ref = spec.schedule_of(entry)
     if ref is None:
         return FactorRates(_constant_factor)
     if not is_scheduler(ref):
         return FactorRates(ref.partial())
-    frozen = frozen_parameters(graph)
-    dims = {name: len(shape) for name, shape in parameter_shapes(graph).items() if name not in frozen}
-    return SchedulerRates(spec, dims, validated) if dims else FactorRates(_constant_factor)
+    return SchedulerRates(entry, ref, getattr(torch, spec.dtype), dims, validated)
+
+
+def _dummy(entry: SingleOptimizerConfig, dims: Mapping[str, int], dtype: torch.dtype) -> torch.optim.Optimizer:
+    """An optimizer with one small parameter in each of its groups that has any."""
+    first: dict[int, str] = {}
+    for name in dims:
+        first.setdefault(optimizer_group_of(entry, name), name)
+    return build_optimizer(entry, {name: nn.Parameter(torch.zeros((1,) * dims[name], dtype=dtype)) for name in first.values()})
 
 
 def is_scheduler(ref: FunctionConfig) -> bool:
@@ -188,16 +239,21 @@ def is_scheduler(ref: FunctionConfig) -> bool:
 
 
 def check_scheduler(spec: Job, graph: Graph, steps: int) -> None:
-    """Run a scheduler through the first steps of the job, twice; one that follows a metric as if each step were validated and
-    no value better than the first.
+    """Run the schedulers of the job through its first steps, each twice; one that follows a metric as if each step were
+    validated and no value better than the first.
 
     Raises `ConfigError` for one that is not the same again, `UserCodeError` for what it raises.
     """
-    ref = spec.scheduled
-    assert ref is not None
-    validated = dict.fromkeys(range(1, steps), 1.0)
-    one, other = (make_learning_rates(spec, graph, validated) for _ in range(2))
-    assert isinstance(one, SchedulerRates) and isinstance(other, SchedulerRates)
+    for entry, dims in _dims_by_entry(spec, graph):
+        ref = spec.schedule_of(entry)
+        if ref is not None and is_scheduler(ref):
+            validated = dict.fromkeys(range(1, steps), 1.0)
+            one, other = (SchedulerRates(entry, ref, getattr(torch, spec.dtype), dims, validated) for _ in range(2))
+            _compare_schedulers(ref, one, other, steps, spec.steps)
+
+
+def _compare_schedulers(ref: LrScheduleConfig, one: SchedulerRates, other: SchedulerRates, steps: int, of: int) -> None:
+    """Raises if the first `steps` of `of` steps differ, or cannot be made."""
     for step in range(steps):
         try:
             found, again = one.at(step), other.at(step)
@@ -206,7 +262,7 @@ def check_scheduler(spec: Job, graph: Graph, steps: int) -> None:
         except USER_CODE_ERRORS as error:
             reraise_ctrl_c(error)
             raise UserCodeError(
-                f"lr_schedule {ref.label} raised {error_text(error)}\n  on its way to step {step + 1} of {spec.steps}",
+                f"lr_schedule {ref.label} raised {error_text(error)}\n  on its way to step {step + 1} of {of}",
                 cure="give it a schedule of as many steps as the run has (job.steps among lr_schedule.args stands for them)",
             ) from error
         if found != again:

@@ -1,4 +1,4 @@
-"""Optimizers by name: any `torch.optim` class that needs no closure, with parameter groups chosen by name patterns."""
+"""Optimizers by name: any `torch.optim` class without closure, one or several, with parameters chosen by name patterns."""
 
 from __future__ import annotations
 
@@ -14,29 +14,68 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ConfigError, PlanError, UserCodeError, error_message
-from raypar.job import OptimizerConfig
+from raypar.job import OptimizerConfig, SingleOptimizerConfig
+from raypar.job.function_section import ALL_PARAMETERS
 from raypar.plan.pieces import Piece
 from raypar.torch_compat.avoid_dynamo_import import without_dynamo
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
-from raypar.worker.checkpoint.manifest import ALL_PARAMETERS
 from raypar.worker.step.optimizer_state import GIVEN, OptimizerSettingsWhenMade
+from raypar.worker.step.several_optimizers import SeveralOptimizers
 
 
-def optimizer_group_of(spec: OptimizerConfig, name: str) -> int:
+def optimizer_group_of(spec: SingleOptimizerConfig, name: str) -> int:
     """Index of the first group whose pattern matches; the last, unnamed group otherwise."""
     return next((i for i, group in enumerate(spec.groups) if fnmatch.fnmatchcase(name, group["match"])), len(spec.groups))
 
 
-def check_optimizer_groups(spec: OptimizerConfig, names: Iterable[str]) -> None:
-    """Raises `ConfigError` for a group whose pattern matches no parameter of the whole model."""
+def optimizer_entry_of(spec: OptimizerConfig, name: str) -> SingleOptimizerConfig | None:
+    """The first optimizer whose pattern matches a parameter's name; None: none of several does."""
+    return next((each for each in spec.each if fnmatch.fnmatchcase(name, each.pattern_of_all)), None)
+
+
+def names_by_entry(spec: OptimizerConfig, names: Iterable[str]) -> list[tuple[SingleOptimizerConfig, list[str]]]:
+    """(optimizer, the parameters that it trains) of each, in the job's order. Raises `ConfigError` for one that none trains."""
+    found: list[tuple[SingleOptimizerConfig, list[str]]] = [(each, []) for each in spec.each]
+    left = []
+    for name in names:
+        entry = optimizer_entry_of(spec, name)
+        if entry is None:
+            left.append(name)
+        else:
+            next(of_entry for each, of_entry in found if each is entry).append(name)
+    if left:
+        shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+        raise ConfigError(
+            f"no optimizer trains {shown}: none of the patterns {', '.join(repr(each.pattern_of_all) for each in spec.each)} "
+            "matches",
+            cure='add an optimizer for the rest as the last one: {match: "*", function: torch.optim:AdamW, args: {...}}; what '
+            "is not to be trained needs requires_grad_(False)",
+        )
+    return found
+
+
+def check_optimizer_groups(spec: OptimizerConfig, names: Iterable[str], trained: Iterable[str] = ()) -> None:
+    """Raises `ConfigError` for a pattern, of a group or of one of several optimizers, that matches no parameter of the whole
+    model, and for a trained one that no optimizer trains."""
     names = list(names)
-    for pattern, _ in spec.options_by_pattern:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+    matched = {id(each): [n for n in names if optimizer_entry_of(spec, n) is each] for each in spec.each}
+    for each in spec.each:
+        if spec.entries and not matched[id(each)]:
             raise ConfigError(
-                f"optimizer group pattern {pattern!r} matches none of the {len(names)} parameters",
-                cure=f"patterns are shell-style and match qualified names such as {', '.join(names[:4])}",
+                f"optimizer pattern {each.pattern_of_all!r} ({each.label}) matches none of the {len(names)} parameters, or "
+                "only such as an earlier one matches",
+                cure="patterns are shell-style and match qualified names such as "
+                f"{', '.join(names[:4])}; the first that matches counts",
             )
+        for pattern, _ in each.options_by_pattern:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in matched[id(each)]):
+                of = f" of {each.pattern_of_all!r}" if spec.entries else ""
+                raise ConfigError(
+                    f"optimizer group pattern {pattern!r} matches none of the {len(matched[id(each)])} parameters{of}",
+                    cure=f"patterns are shell-style and match qualified names such as {', '.join(matched[id(each)][:4])}",
+                )
+    names_by_entry(spec, trained)
 
 
 def _is_number_in_quotes(value: Any) -> bool:
@@ -69,7 +108,16 @@ def select_owned_parameters(parameters: Mapping[str, nn.Parameter], pieces: Iter
     return {name: p for name, p in parameters.items() if kept[name] or (p.requires_grad and not p.numel())}
 
 
-def build_optimizer(spec: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizers(spec: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """The job's optimizer over `parameters`, as `build_optimizer` makes it; several are one that steps all."""
+    if not spec.entries:
+        return build_optimizer(spec, parameters)
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    made = [build_optimizer(each, {n: parameters[n] for n in mine}) for each, mine in names_by_entry(spec, trained) if mine]
+    return made[0] if len(made) == 1 else SeveralOptimizers(made)
+
+
+def build_optimizer(spec: SingleOptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     """One optimizer over `parameters` (qualified name -> parameter, in layer order), in training mode; without frozen ones.
 
     Raises `ConfigError` for something that is no optimizer, needs a closure, or does not take the arguments given.
@@ -101,10 +149,10 @@ def build_optimizer(spec: OptimizerConfig, parameters: Mapping[str, nn.Parameter
     return optimizer
 
 
-def _parameter_groups(spec: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+def _parameter_groups(spec: SingleOptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
     """The groups of the job that have trained parameters: the job's options, `params`, their `names`, the group's `pattern`."""
     groups: list[dict[str, Any]] = [
-        {**overrides, "params": [], "names": [], "pattern": pattern}
+        {**overrides, "params": [], "names": [], "pattern": spec.pattern_of_group(pattern)}
         for pattern, overrides in (*spec.options_by_pattern, (ALL_PARAMETERS, {}))
     ]
     for name, parameter in parameters.items():
@@ -115,7 +163,9 @@ def _parameter_groups(spec: OptimizerConfig, parameters: Mapping[str, nn.Paramet
     return [group for group in groups if group["params"]]
 
 
-def _make_optimizer(spec: OptimizerConfig, make: Callable[..., Any], groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+def _make_optimizer(
+    spec: SingleOptimizerConfig, make: Callable[..., Any], groups: Iterable[dict[str, Any]]
+) -> torch.optim.Optimizer:
     """The optimizer that `make` returns for the groups, in training mode. Raises what `build_optimizer` does."""
     try:
         optimizer = make(

@@ -6,7 +6,7 @@ than when the optimizer was made, objects in them too. The learning rate is not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import CheckpointError, RayparError, StateNotKeptError, with_article
+from raypar.job.function_section import ALL_PARAMETERS, optimizer_of_pattern
 from raypar.model.python_state import Content, PythonState, comparable_content, is_same_content
-from raypar.worker.checkpoint.manifest import ALL_PARAMETERS, DTYPES
+from raypar.worker.checkpoint.manifest import DTYPES
 from raypar.worker.checkpoint.safetensors_header import MAX_ELEMENTS
 from raypar.worker.checkpoint.state_key import ATTRIBUTE, GROUP, NOT_KEPT, OPTIMIZER, StateKey, why_unusable_name
+from raypar.worker.step.several_optimizers import optimizers_in
 
 Value = Tensor | float | int | bool | None
 """A piece of optimizer state."""
@@ -36,8 +38,9 @@ class OptimizerState:
     """Qualified parameter name -> name in `optimizer.state[p]` -> value."""
     groups: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     """Pattern of a group -> name in `param_groups` -> value, of those that are no longer as the job has given them."""
-    attributes: Mapping[str, Value] = field(default_factory=dict)
-    """Attribute of the optimizer -> value, of those that are no longer as they were when it was made."""
+    attributes: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
+    """Pattern of an optimizer's parameters, `ALL_PARAMETERS` if it is the only one -> attribute of it -> value, of those that
+    are no longer as they were when it was made."""
 
     def by_parameter(self, names: Mapping[str, str]) -> dict[str, dict[StateKey, Value]]:
         """Parameter -> its own state and what it shares with others: all that a step of it reads. `names`: with patterns.
@@ -48,16 +51,20 @@ class OptimizerState:
             name: {
                 **{StateKey(OPTIMIZER, key): value for key, value in self.parameters.get(name, {}).items()},
                 **{StateKey(GROUP, key): value for key, value in self.groups.get(pattern, {}).items()},
-                **{StateKey(ATTRIBUTE, key): value for key, value in self.attributes.items()},
+                **{StateKey(ATTRIBUTE, key): value for key, value in self._attributes_of(pattern).items()},
             }
             for name, pattern in names.items()
         }
 
+    def _attributes_of(self, pattern: str) -> Mapping[str, Value]:
+        """Of the optimizer to which a group belongs."""
+        return self.attributes.get(optimizer_of_pattern(pattern), {})
+
     def shared(self) -> dict[tuple[str, StateKey], Value]:
-        """(pattern of a group, or `ALL_PARAMETERS`; kind and name) -> value, of what many parameters share."""
+        """(pattern of a group, or of an optimizer; kind and name) -> value, of what many parameters share."""
         return {
             **{(pattern, StateKey(GROUP, key)): value for pattern, of in self.groups.items() for key, value in of.items()},
-            **{(ALL_PARAMETERS, StateKey(ATTRIBUTE, name)): value for name, value in self.attributes.items()},
+            **{(of, StateKey(ATTRIBUTE, name)): value for of, each in self.attributes.items() for name, value in each.items()},
         }
 
     @staticmethod
@@ -83,7 +90,7 @@ class OptimizerState:
                     found[key.kind][key.name] = value
             if found[OPTIMIZER]:  # an empty dict is not what an optimizer has before its first step
                 parameters[name] = found[OPTIMIZER]
-            for place in ((pattern, GROUP), ("", ATTRIBUTE)):
+            for place in ((pattern, GROUP), (optimizer_of_pattern(pattern), ATTRIBUTE)):
                 mine = found[place[1]]
                 theirs, other = shared.setdefault(place, mine), first.setdefault(place, name)
                 for entry in sorted({*mine, *theirs}):
@@ -94,7 +101,8 @@ class OptimizerState:
                             cure="set plan.stages: 1, or use an optimizer that takes each parameter by itself",
                         )
         groups = {pattern: state for (pattern, kind), state in shared.items() if kind == GROUP}
-        return OptimizerState(parameters, groups, shared.get(("", ATTRIBUTE), {}))
+        attributes = {pattern: state for (pattern, kind), state in shared.items() if kind == ATTRIBUTE}
+        return OptimizerState(parameters, groups, attributes)
 
 
 @dataclass(frozen=True)
@@ -142,7 +150,31 @@ def named_optimizer_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn
 
 
 def read_optimizer_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """The optimizer's state. Raises `StateNotKeptError` for state that cannot be kept, by name."""
+    """The optimizer's state, of several that of all. Raises `StateNotKeptError` for state that cannot be kept, by name."""
+    return _joined([_read_one(each) for each in optimizers_in(optimizer)])
+
+
+def _joined(states: Sequence[OptimizerState]) -> OptimizerState:
+    """The state of several optimizers, which have no parameter and no pattern in common."""
+    return OptimizerState(
+        {name: of for state in states for name, of in state.parameters.items()},
+        {pattern: of for state in states for pattern, of in state.groups.items()},
+        {pattern: of for state in states for pattern, of in state.attributes.items()},
+    )
+
+
+def _by_optimizer(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Value]) -> dict[str, Mapping[str, Value]]:
+    """An optimizer's attributes under the pattern of its parameters."""
+    return {pattern_of_optimizer(optimizer): attributes}
+
+
+def pattern_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """The pattern of the parameters of one optimizer."""
+    return next((optimizer_of_pattern(group["raypar_pattern"]) for group in optimizer.param_groups), ALL_PARAMETERS)
+
+
+def _read_one(optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """See `read_optimizer_state`; of one optimizer."""
     named, known, given = named_optimizer_parameters(optimizer), _read_elsewhere(optimizer), getattr(optimizer, GIVEN)
     for key in optimizer.state:
         if not isinstance(key, Tensor) or id(key) not in known:
@@ -162,7 +194,7 @@ def read_optimizer_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
     attributes = _changed(
         _attributes(optimizer), given.attributes, known, ", an attribute of the optimizer, which a step has changed,"
     )
-    return OptimizerState(parameters, groups, attributes)
+    return OptimizerState(parameters, groups, _by_optimizer(optimizer, attributes))
 
 
 def read_given_values(optimizer: torch.optim.Optimizer) -> OptimizerState:
@@ -171,7 +203,8 @@ def read_given_values(optimizer: torch.optim.Optimizer) -> OptimizerState:
         group["raypar_pattern"]: {k: v for k, v in _entries(group) if why_not_kept(v) is None}
         for group in optimizer.param_groups
     }
-    return OptimizerState({}, groups, {name: v for name, v in _attributes(optimizer) if why_not_kept(v) is None})
+    attributes = {name: value for name, value in _attributes(optimizer) if why_not_kept(value) is None}
+    return OptimizerState({}, groups, _by_optimizer(optimizer, attributes))
 
 
 def copy_optimizer_state(state: OptimizerState) -> OptimizerState:
@@ -183,7 +216,7 @@ def copy_optimizer_state(state: OptimizerState) -> OptimizerState:
     return OptimizerState(
         {name: copy(of) for name, of in state.parameters.items()},
         {pattern: copy(of) for pattern, of in state.groups.items()},
-        copy(state.attributes),
+        {pattern: copy(of) for pattern, of in state.attributes.items()},
     )
 
 
@@ -215,7 +248,14 @@ def write_optimizer_state(optimizer: torch.optim.Optimizer, state: OptimizerStat
     A parameter that is missing starts without state, a group without its own entries. Raises `CheckpointError` for entries and
     attributes that no optimizer keeps as its state, which a file may name.
     """
-    for name in state.attributes:
+    for each in optimizers_in(optimizer):
+        _write_one(each, state)
+
+
+def _write_one(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+    """See `write_optimizer_state`; what is of one optimizer."""
+    attributes = state.attributes.get(pattern_of_optimizer(optimizer), {})
+    for name in attributes:
         if name in _NOT_ATTRIBUTES or name.startswith("__") or callable(getattr(type(optimizer), name, None)):
             raise _no_state(f"the attribute {name!r}")
     for group in optimizer.param_groups:
@@ -232,7 +272,7 @@ def write_optimizer_state(optimizer: torch.optim.Optimizer, state: OptimizerStat
             if not _may_be_state(group, key):
                 raise _no_state(f"{key!r} of the group {group['raypar_pattern']!r}")
             group[key] = value.clone() if isinstance(value, Tensor) else value
-    for name, value in state.attributes.items():
+    for name, value in attributes.items():
         setattr(optimizer, name, value.clone() if isinstance(value, Tensor) else value)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ConfigError, UserCodeError
-from raypar.job import OptimizerConfig
+from raypar.job import SingleOptimizerConfig
 from raypar.model.python_state import comparable_content
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
@@ -63,7 +63,7 @@ class OptimizerKind(Enum):
 class TriedJob:
     """What an optimizer was tried for."""
 
-    spec: OptimizerConfig
+    spec: SingleOptimizerConfig
     """The optimizer of the job."""
     shapes: Mapping[str, Sequence[int]]
     """Trained parameter -> its shape, of all of the model that are not empty."""
@@ -94,10 +94,15 @@ class OptimizerTrial:
     """The measured difference that shows that an element depends on others of its parameter; empty if it does not."""
     tried: TriedJob | None = None
     """What was tried; None: nothing was."""
+    each: tuple[OptimizerTrial, ...] = ()
+    """Of several optimizers the trial of each; the other fields are what holds for all of them, or of the first that refuses
+    most plans."""
 
     @cached_property
     def why_not_by_runs(self) -> str:
         """The measured difference between a parameter and its runs, each with state of its own; empty if there is none."""
+        if self.each:
+            return next((why for trial in self.each if (why := trial.why_not_by_runs)), "")
         if self.kind is OptimizerKind.COUPLED:
             return self.difference
         return self.tried.find_difference_of_runs() if self.tried is not None else ""
@@ -105,13 +110,18 @@ class OptimizerTrial:
     @property
     def division(self) -> StateDivision:
         """The parts into which the state may be divided. The first call makes a trial of its own: levels of ZeRO ask it."""
+        if self.each:
+            return max((trial.division for trial in self.each), key=list(StateDivision).index)
         if self.kind is OptimizerKind.COUPLED:
             return StateDivision.NOT_AT_ALL
         return StateDivision.BY_PARAMETERS if self.why_not_by_runs else StateDivision.BY_RUNS
 
-    def divisions(self, names: Iterable[str]) -> dict[str, StateDivision]:
-        """Trained parameter -> the parts into which the optimizer's state of it may be divided."""
-        return dict.fromkeys(names, self.division)
+    @property
+    def divisions(self) -> dict[str, StateDivision]:
+        """Trained parameter -> the parts into which the optimizer's state of it may be divided; of those that are not empty."""
+        of_entries = [trial.divisions for trial in self.each]
+        own = dict.fromkeys(self.tried.shapes, self.division) if self.tried is not None and not self.each else {}
+        return {name: division for of in (*of_entries, own) for name, division in of.items()}
 
     @property
     def most_stages(self) -> int | None:
@@ -120,6 +130,8 @@ class OptimizerTrial:
 
     def check_plan(self, plan: ParallelPlan) -> None:
         """Raises `ConfigError` for a plan in which the optimizer would not train as it does in one process."""
+        for trial in self.each:
+            trial.check_plan(plan)
         if self.kind is OptimizerKind.COUPLED and len(plan.stages) > 1:
             why = (
                 "its step draws random numbers, one after the other for all parameters of a stage"
@@ -144,8 +156,22 @@ class OptimizerTrial:
             )
 
 
+def join_trials(trials: Sequence[OptimizerTrial]) -> OptimizerTrial:
+    """The trial of a job's optimizers, of one alone or of several."""
+    if len(trials) == 1:
+        return trials[0]
+    worst = max(trials, key=lambda trial: list(OptimizerKind).index(trial.kind))
+    keeps = ExpectedOptimizerState(
+        {place: entry for trial in trials for place, entry in trial.keeps.shared.items()},
+        any(trial.keeps.has_state_of_parameters for trial in trials),
+        all(trial.keeps.shapes_are_fixed for trial in trials),
+        frozenset().union(*(trial.keeps.names_of_parameters for trial in trials)),
+    )
+    return replace(worst, keeps=keeps, draws=any(trial.draws for trial in trials), each=tuple(trials))
+
+
 def try_optimizer(
-    spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float32
+    spec: SingleOptimizerConfig, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float32
 ) -> OptimizerTrial:
     """Try an optimizer on parameters like those of `shapes` (trained ones, by qualified name).
 
@@ -162,7 +188,10 @@ def try_optimizer(
 
 
 def _try(
-    spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]], all_shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
+    spec: SingleOptimizerConfig,
+    shapes: Mapping[str, Sequence[int]],
+    all_shapes: Mapping[str, Sequence[int]],
+    dtype: torch.dtype,
 ) -> OptimizerTrial:
     """See `try_optimizer`. `shapes`: shapes of the parameters that are tried; `all_shapes`: of all parameters of the model."""
     values, gradients = values_and_gradients(shapes, dtype, STEPS)
@@ -282,7 +311,7 @@ def _only_grows(seen: _ObservedState, place: tuple[str, StateKey], values: Seque
 # -- what is tried -----------------------------------------------------------------------------------------------------------
 
 
-def _small_shapes(spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+def _small_shapes(spec: SingleOptimizerConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Up to three parameters of each group and number of dimensions, with reduced sizes, in layer order.
 
     They are the largest one, another of its shape (an optimizer may step those together), and any third one.
@@ -317,7 +346,8 @@ def _tensors(state: OptimizerState) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{key!r} of {name}", value) for key, value in entries.items() if isinstance(value, Tensor))
     for pattern, entries in state.groups.items():
         yield from ((f"{key!r} of the group {pattern!r}", v) for key, v in entries.items() if isinstance(v, Tensor))
-    yield from ((f"the attribute {key!r}", value) for key, value in state.attributes.items() if isinstance(value, Tensor))
+    for entries in state.attributes.values():
+        yield from ((f"the attribute {key!r}", value) for key, value in entries.items() if isinstance(value, Tensor))
 
 
 def _aliases(trainee: TriedOptimizer, state: OptimizerState) -> list[tuple[str, str]]:
@@ -343,7 +373,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _find_coupling(
-    spec: OptimizerConfig, values: Mapping[str, Tensor], gradients: Gradients, whole: TriedOptimizer
+    spec: SingleOptimizerConfig, values: Mapping[str, Tensor], gradients: Gradients, whole: TriedOptimizer
 ) -> str | None:
     """What differs between parameters that are trained together and apart, in words; None if nothing does.
 
@@ -375,7 +405,7 @@ def _find_coupling(
     return found
 
 
-def _find_difference_of_elements(spec: OptimizerConfig) -> str | None:
+def _find_difference_of_elements(spec: SingleOptimizerConfig) -> str | None:
     """How a step of an element depends on others of its parameter, as shards may not have it, in words; None if it does not.
 
     Compares small parameters with their halves over many steps, and a large matrix over a few, with the options of every group:

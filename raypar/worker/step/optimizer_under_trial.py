@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import CheckpointError, ConfigError, RayparError, UserCodeError
-from raypar.job import OptimizerConfig
+from raypar.job import SingleOptimizerConfig
 from raypar.model.python_state import comparable_content, is_same_content
 from raypar.model.random_state import RandomState
 from raypar.plan.seeds import seed_of
@@ -62,7 +62,7 @@ class TriedOptimizer:
 
     seed = staticmethod(make_seeder(CPU))
 
-    def __init__(self, spec: OptimizerConfig, values: Mapping[str, Tensor]) -> None:
+    def __init__(self, spec: SingleOptimizerConfig, values: Mapping[str, Tensor]) -> None:
         self.spec, self.label = spec, spec.label
         self.parameters = {name: nn.Parameter(value.clone()) for name, value in values.items()}
         self.optimizer = build_optimizer(spec, self.parameters)
@@ -121,7 +121,7 @@ class TriedOptimizer:
                 state,
                 parameters={name: {k: advanced(v) for k, v in of.items()} for name, of in state.parameters.items() if of},
                 groups={pattern: {k: advanced(v) for k, v in of.items()} for pattern, of in state.groups.items()},
-                attributes={name: advanced(value) for name, value in state.attributes.items()},
+                attributes={p: {k: advanced(v) for k, v in of.items()} for p, of in state.attributes.items()},
             ),
         )
         self.steps += steps
@@ -183,7 +183,9 @@ def describe_difference(whole: TriedOptimizer, part: TriedOptimizer, of_whole: s
         most = max(float((whole.values()[n] - part.values()[n]).abs().max()) for n in unequal)
         texts.append(f"the weights of {unequal[0]} differ by {most:.2g} between {of_whole} and {of_part}")
     scopes = [(f"of the group {p!r}", there.groups.get(p, {}), here.groups[p]) for p in here.groups]
-    for what, one, other in (*scopes, ("of the optimizer", there.attributes, here.attributes)):
+    (of_here,) = here.attributes.values() or [{}]
+    (of_there,) = there.attributes.values() or [{}]
+    for what, one, other in (*scopes, ("of the optimizer", of_there, of_here)):
         texts += [
             f"{key!r} {what} is {_shown(one.get(key))} {of_whole} and {_shown(other.get(key))} {of_part}"
             for key in sorted({*one, *other})

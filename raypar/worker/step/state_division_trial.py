@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ConfigError, UserCodeError
-from raypar.job import OptimizerConfig
+from raypar.job import SingleOptimizerConfig
 from raypar.plan.ownership import CANONICAL_PIECE
 from raypar.worker.stage.buffer_updates import same_bits
 from raypar.worker.step.late_optimizer_trial import (
@@ -36,7 +36,7 @@ SMALL = 3
 
 
 def find_difference_of_runs(
-    spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, piece: int = CANONICAL_PIECE
+    spec: SingleOptimizerConfig, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, piece: int = CANONICAL_PIECE
 ) -> str | None:
     """What differs between parameters and their runs of `piece` elements, each with state of its own, in words; None: nothing.
 
@@ -54,7 +54,7 @@ def find_difference_of_runs(
 
 
 def _shapes_to_try(
-    spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]], piece: int
+    spec: SingleOptimizerConfig, shapes: Mapping[str, Sequence[int]], piece: int
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """(large, small) shapes by name. A large one has full pieces and the shortest last piece of its kind: a group and a number
     of dimensions."""
@@ -78,7 +78,7 @@ def _with_elements(elements: int, dims: int) -> tuple[int, ...]:
 
 
 def _difference(
-    spec: OptimizerConfig, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, steps: int, piece: int
+    spec: SingleOptimizerConfig, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, steps: int, piece: int
 ) -> str | None:
     """What differs between parameters of these shapes and their runs; None: nothing."""
     values, gradients = values_and_gradients(shapes, dtype, steps)
