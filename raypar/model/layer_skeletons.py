@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from raypar.errors import ModelError, with_article
 from raypar.model.graph import Graph, Layer, join_names
 from raypar.model.refuse_framework_wrappers import refuse_framework_wrappers
+from raypar.model.synchronised_norms import read_synchronised_norms
 from raypar.plan import ModelOutline
 from raypar.torch_compat.autograd import has_hooks_on_sums
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
@@ -51,6 +52,7 @@ def build_on_meta(layer: Layer) -> nn.Module:
     """A new skeleton of the layer, the caller's own. Raises `ModelError` as `refuse_unsupported_modules` does."""
     with meta_operations_without_dynamo(), torch.device("meta"):
         module = layer.build()
+    read_synchronised_norms(module)
     refuse_unsupported_modules(layer.name, module)
     return module
 
@@ -87,7 +89,8 @@ def refuse_unsupported_modules(layer: str, module: nn.Module) -> None:
             )
         if isinstance(part, nn.SyncBatchNorm):
             raise ModelError(
-                f"{name} is a SyncBatchNorm, which would stop inside the layer until other replicas' microbatches are there",
+                f"{name} is a subclass of SyncBatchNorm, which would stop inside the layer until other replicas' microbatches "
+                "are there",
                 cure="use BatchNorm, whose statistics are of one microbatch, or GroupNorm, whose statistics are of one sample",
             )
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):

@@ -33,6 +33,7 @@ from raypar.model.capture.module_graph import (
     fields_without_target,
     line_about_evaluation_mode,
     line_about_parameters_added_by_layer,
+    line_about_synchronised_norms,
 )
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import (
@@ -186,6 +187,7 @@ def preflight(spec: Job, now_checking: Callable[[str], None] = lambda what: None
         *not_compared,
         line_about_parameters_added_by_layer(graph),
         line_about_evaluation_mode(graph),
+        line_about_synchronised_norms(graph),
     )
     notes = (*of_values, *notes_about_streams, *of_data, *of_metrics, *(line for line in more if line is not None))
     return PreflightResult(graph, spec, samples, content_digest(dataset), validation, batch, trial, notes, fingerprint)

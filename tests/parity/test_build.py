@@ -305,10 +305,14 @@ def test_compiled_modules_are_refused_and_the_cure_works(where, trained):
     assert torch.equal(module(x), made(x))
 
 
+class OwnSynchronisedNorm(nn.SyncBatchNorm):
+    """May do anything."""
+
+
 @pytest.mark.parametrize(
     "build, words",
     [
-        (lambda: nn.Sequential(nn.SyncBatchNorm(4)), r"l\.0 is a SyncBatchNorm(.|\n)*cure: use BatchNorm"),
+        (lambda: nn.Sequential(OwnSynchronisedNorm(4)), r"l\.0 is a subclass of SyncBatchNorm(.|\n)*cure: use BatchNorm"),
         (lambda: nn.Embedding(4, 4, max_norm=1.0), "max_norm"),
         (lambda: nn.EmbeddingBag(4, 4, sparse=True), "sparse"),
     ],

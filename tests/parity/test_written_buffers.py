@@ -508,9 +508,30 @@ def test_a_line_says_which_bits_running_statistics_on_gpus_have():
     assert not [note for note in preflight(spec).notes if "running statistics" in note]
 
 
-def test_synchronised_norms_are_refused_with_the_cure():
-    with pytest.raises(ModelError, match="SyncBatchNorm"):
-        capture_layer_graph(nn.SyncBatchNorm.convert_sync_batchnorm(norm_models.norms()), input="x")
+def synchronised() -> nn.Module:
+    """The model with `nn.SyncBatchNorm` in the place of PyTorch's own batch norms."""
+    made = norm_models.norms()
+    for part in made.modules():
+        if type(part) in (nn.BatchNorm1d, nn.BatchNorm2d):
+            part.__class__, part.process_group = nn.SyncBatchNorm, None
+    return made
+
+
+def test_synchronised_norms_are_read_as_batch_norms_with_a_line():
+    """The same bits, running statistics too, under a plan with replicas."""
+    given = synchronised()
+    count = sum(type(part) is nn.SyncBatchNorm for part in given.modules())
+    spec = ugly_models.job("norms")
+    made = spec.replace(model=ModelConfig(function=synchronised))
+    (line,) = [note for note in preflight(made).notes if "SyncBatchNorm" in note]
+    assert line.startswith(f"{count} SyncBatchNorm are read as BatchNorm (") and "those of one microbatch" in line
+    found = []
+    for each in (spec, made):
+        with OneProcessRun(each, ParallelPlan.mesh(dp=2, layers=8), "1f1b") as run:
+            run.step(0), run.step(1)
+            found.append({**run.parameters(), **run.buffers()})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(x, y) for name, several in found[0].items() for x, y in zip(several, found[1][name], strict=True))
 
 
 class OwnForward(nn.BatchNorm1d):

@@ -30,7 +30,9 @@ from raypar.model.layer_skeletons import (
 )
 from raypar.model.parameter_aliasing_check import refuse_parameter_aliasing
 from raypar.model.rounded_parameters import ids_of_rounded_parameters
+from raypar.model.synchronised_norms import BatchNormOfMicrobatch
 from raypar.plan.stage_connections import LATER_USE
+from raypar.plan.wording import count_noun
 from raypar.torch_compat.modules import has_backward_hooks, non_persistent_buffer_names
 from raypar.torch_compat.pytree import tree_unflatten
 
@@ -260,6 +262,23 @@ def line_about_evaluation_mode(graph: Graph) -> str | None:
         "the model function returns the model in evaluation mode (eval() was called, by itself or in from_pretrained): it is "
         "trained so, without dropout and with the running statistics of its norms as they are, as in a loop that does not call "
         "train()\n  cure: call train() in the model function, before it returns the model; leave it if that is what you want"
+    )
+
+
+def line_about_synchronised_norms(graph: Graph) -> str | None:
+    """A line for the user about `nn.SyncBatchNorm` in the model; None without any."""
+    norms = {
+        layer.qualify(path) or "the model"
+        for layer in graph.layers
+        for path, part in shared_skeleton(layer).named_modules()
+        if isinstance(part, BatchNormOfMicrobatch)
+    }
+    if not norms:
+        return None
+    some, said = ", ".join(sorted(norms)[:3]) + (", ..." if len(norms) > 3 else ""), "SyncBatchNorm are"
+    return (
+        f"{count_noun(len(norms), 'SyncBatchNorm is', said)} read as BatchNorm ({some}): its statistics are those of one "
+        "microbatch, not of all replicas"
     )
 
 

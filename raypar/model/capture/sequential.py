@@ -32,6 +32,7 @@ from raypar.model.parameter_aliasing_check import (
 )
 from raypar.model.random_state import RandomState
 from raypar.model.refuse_framework_wrappers import refuse_framework_wrappers
+from raypar.model.synchronised_norms import read_synchronised_norms
 from raypar.torch_compat.modules import has_hooks
 
 _ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.Graph"
@@ -67,6 +68,7 @@ def capture_layer_graph(
     pairs = layers_in(made) if captured is None else [("", captured)]
     statistics: dict[str, ReferenceType[Tensor]] = {}
     for name, module in pairs:
+        read_synchronised_norms(module)
         refuse_unsupported_modules(name, module)
         refuse_shared_statistics(name, module, statistics)
         _refuse_skips_beside_the_chain(name, module)
@@ -209,6 +211,7 @@ def replace_builds_by_skeletons(
     seen: dict[str, ReferenceType[nn.Parameter]] = {}
     statistics: dict[str, ReferenceType[Tensor]] = {}
     for layer, (name, module) in zip(graph.layers, built.modules(), strict=True):
+        read_synchronised_norms(module)
         refuse_unsupported_modules(name, module)
         refuse_parameter_aliasing([(name, module)], replaced if graph.init is None or replaced == "all" else "parameters")
         refuse_undeclared_ties(name, module, seen, graph.ties)
