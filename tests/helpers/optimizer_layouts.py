@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,41 @@ def job_of(optimizer: OptimizerConfig, *, matrices: bool = False, **changes: Any
         "clip_norm": 1.0,
     }
     return Job(**{**fields, **changes})
+
+
+@dataclass(frozen=True)
+class GridOfOptimizers:
+    """A job with these optimizers under 2 stages x 2 replicas, for `tcp_calls.train`."""
+
+    optimizer: OptimizerConfig
+    schedule: str = "1f1b"
+
+    @property
+    def job(self) -> Job:
+        return job_of(self.optimizer)
+
+    @property
+    def plan(self) -> ParallelPlan:
+        return ParallelPlan.mesh(dp=2, pp=2, layers=LAYERS)
+
+    @cached_property
+    def graph(self) -> Graph:
+        return make_layer_graph(self.job)
+
+
+MUON_AND_ADAMW = [
+    {"match": "block*.*.weight", "function": "torch.optim:Muon", "args": {"lr": 0.02}},
+    {
+        "match": "*",
+        "function": "torch.optim:AdamW",
+        "args": {"lr": 0.003},
+        "groups": [{"match": "*.bias", "weight_decay": 0.0}],
+    },
+]
+ADAMW_IN_8_BITS = {
+    "function": "raypar.optimizers:AdamW8bit",
+    "args": {"lr": 0.003, "min_8bit_size": 500, "block_size": 256},
+}
 
 
 def _equal(found: dict[str, list[Tensor]], want: dict[str, Tensor]) -> str:

@@ -244,6 +244,34 @@ class EstimatesDistance(Written):
         return gradient * (1 + group["d"])
 
 
+class Prodigy(torch.optim.Optimizer):
+    """Prodigy with Adam's averages (Mishchenko and Defazio 2023, arXiv:2306.06101, algorithm 4): all parameters share d."""
+
+    def __init__(self, params: Any, lr: float = 1.0, weight_decay: float = 0.0, d0: float = 1e-6) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "weight_decay": weight_decay, "d": d0, "r": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parts = [(p, self.state[p], group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        first = self.param_groups[0]
+        (beta1, beta2), d, lr = first["betas"], first["d"], first["lr"]
+        decay, moved, total = beta2**0.5, 0.0, 0.0
+        for p, state, _ in parts:
+            if not state:
+                state |= {"p0": p.clone(), "m": torch.zeros_like(p), "v": torch.zeros_like(p), "s": torch.zeros_like(p)}
+            state["m"].mul_(beta1).add_(p.grad, alpha=(1 - beta1) * d)
+            state["v"].mul_(beta2).addcmul_(p.grad, p.grad, value=(1 - beta2) * d * d)
+            state["s"].mul_(decay).add_(p.grad, alpha=(1 - decay) * lr * d * d)
+            moved += float((p.grad * (state["p0"] - p)).sum())
+            total += float(state["s"].abs().sum())
+        r = decay * first["r"] + (1 - decay) * lr * d * d * moved
+        new = max(d, r / total) if total else d
+        for group in self.param_groups:
+            group["d"], group["r"] = new, r
+        for p, state, group in parts:
+            p.mul_(1 - lr * d * group["weight_decay"]).sub_(state["m"] / (state["v"].sqrt() + d * 1e-8), alpha=lr * d)
+
+
 class Draws(Written):
     """Adds noise, as stochastic rounding and Langevin dynamics."""
 

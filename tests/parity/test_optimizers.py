@@ -67,6 +67,7 @@ KINDS = {
     optimizers.NormalisesSmall: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
     optimizers.NormalisesInWarmup: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
     optimizers.EstimatesDistance: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
+    optimizers.Prodigy: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
     optimizers.Draws: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
 }
 """Optimizer -> its kind, and the layouts in which it is refused."""

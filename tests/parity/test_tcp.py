@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import tcp_calls
-from helpers.parity import STEPS, Layout, expected
+from helpers import reference, tcp_calls
+from helpers.optimizer_layouts import ADAMW_IN_8_BITS, MUON_AND_ADAMW, GridOfOptimizers
+from helpers.parity import Layout, expected
 from helpers.processes import Workers
 from helpers.shard_grid import SHALLOW, Cell, run
 from helpers.standin import needs_cupy
+
+from raypar.job import OptimizerConfig
 
 pytestmark = pytest.mark.part(5)
 
@@ -50,16 +53,16 @@ def eight():
     group.end()
 
 
-def check(workers, layout, kind):
+def check(workers, layout, kind, want=None):
     on = list(range(layout.plan.world))
     addresses = workers.each(tcp_calls.listen, kind, on=on)
     found = workers.each(tcp_calls.train, layout, addresses, on=on, timeout_s=60.0)
-    want = expected(layout.model, layout.microbatches, layout.blocks, layout.compute)
+    want = want or expected(layout.model, layout.microbatches, layout.blocks, layout.compute)
     bad = []
     for rank, got in enumerate(found):
         assert got["losses"] == want.losses
         assert got["norms"] == want.norms
-        for step in range(STEPS):
+        for step in range(layout.job.steps):
             for name, gradient in want.gradients[step].items():
                 if name in got["gradients"][step]:
                     copy = got["gradients"][step][name]
@@ -178,3 +181,12 @@ def test_eight_workers_on_all_three_axes_over_nccl_give_the_bits_of_the_local_tr
 @pytest.mark.parametrize("cell", [needs_cupy(cell) for cell in ALL_THREE[1:]], ids=str)
 def test_other_layouts_of_eight_workers_over_nccl_give_the_bits_of_the_local_transport(eight, cell):
     check_shards(eight, cell, "nccl")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(MUON_AND_ADAMW, id="Muon and AdamW"), pytest.param(ADAMW_IN_8_BITS, id="AdamW8bit", marks=pytest.mark.ci)],
+)
+def test_optimizers_of_whole_parameters_have_the_bits_of_one_process_on_two_stages_and_two_replicas(workers, optimizer):
+    layout = GridOfOptimizers(OptimizerConfig.model_validate(optimizer))
+    check(workers, layout, "tcp", reference.train(layout.graph, layout.job))

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "planner": "plan schedule errors files.json_type",
     "elastic": "plan errors",
     "telemetry": "plan record errors",
+    "optimizers": "torch",
     "comm": "plan errors files.json_type torch_compat torch numpy cupy",
     "model": "plan comm errors user_code torch_compat torch numpy",
     "doctor": "plan storage errors ray_compat.settings files.json_type",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ConfigError, PlanError, UserCodeError, error_message
-from raypar.job import OptimizerConfig, SingleOptimizerConfig
+from raypar.job import OptimizerConfig, OptimizerEntry, SingleOptimizerConfig
 from raypar.job.function_section import ALL_PARAMETERS
 from raypar.plan.pieces import Piece
 from raypar.torch_compat.avoid_dynamo_import import without_dynamo
@@ -181,6 +181,9 @@ def _make_optimizer(
             f"optimizer {spec.label} refused its arguments: {error_message(error)}",
             cure=f"{texts[0]} is the text {given[texts[0]]!r}: write the number without quotes"
             if texts
+            else f"its pattern {spec.match!r} may match parameters that it does not take: let an optimizer before it in the "
+            "list train these (the first match wins), or compare its args with the signature"
+            if isinstance(spec, OptimizerEntry)
             else "compare optimizer.args and optimizer.groups with the signature; it is called with the parameters: "
             "optimizer=(torch.optim.AdamW, {...}), or lambda parameters: torch.optim.AdamW(parameters, ...)",
         ) from error
