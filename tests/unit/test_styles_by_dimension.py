@@ -1,6 +1,7 @@
 """A whole model's layout over shards, stated by the names of dimensions (`plan.layout`)."""
 
 import pytest
+import torch
 import torch.nn.functional as F
 from helpers import on_shards
 from helpers.shard_grid import Cell
@@ -87,6 +88,15 @@ def test_convolutions_are_divided_by_channels_and_dense_layers_by_features():
     assert found.styles == {"a.first": "gathered", "a.second": "gathered", "a.up": "column", "a.down": "row"}
     assert compute_shard_layout(images(), 2, {"a.first": "column", "a.second": "row"}, layout).styles["a.first"] == "column"
     assert compute_shard_layout(images(), 2).styles.keys() == {"a.up", "a.down"}, "without a layout convolutions stay whole"
+
+
+def test_recurrent_layers_are_divided_by_hidden_units():
+    graph = on_shards.graph_of(lambda: [("a", nn.LSTM(4, 6, num_layers=2, bidirectional=True, dtype=torch.float64))])
+    found = compute_shard_layout(graph, 2, None, {"hidden": "shards"})
+    assert found.styles == {"a": "gates"} and compute_shard_layout(graph, 2).styles == {}
+    cut = found.cuts["a.weight_hh_l1_reverse"]
+    assert cut.whole_size == 24 and cut.indices_by_shard[1] == ((3, 6), (9, 12), (15, 18), (21, 24))
+    assert set(found.cuts.values()) == {cut} and [share.compute for share in found.costs["a"]] == [0.5, 0.5]
 
 
 def test_a_dimension_along_which_nothing_can_be_divided_by_itself_is_an_error():

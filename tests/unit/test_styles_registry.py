@@ -77,6 +77,8 @@ FITTING = {
     "qkv-interleaved": linear(WIDTH, 3 * HEADS * 3),
     "heads-row": linear(HEADS * 3, WIDTH),
     "attention": nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64),
+    "gates": nn.GRU(WIDTH, 12, batch_first=True, dtype=torch.float64),
+    "gates-column": nn.GRU(WIDTH, 12, batch_first=True, dtype=torch.float64),
     "experts": Experts(),
     "vocabulary": nn.Embedding(13, WIDTH, dtype=torch.float64),
     "gathered": linear(WIDTH, 12),

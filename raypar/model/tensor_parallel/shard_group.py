@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,8 +98,11 @@ class ShardGroup:
         pieces = list(whole.unbind())
         self.wait(self.transport.all_gather(pieces, pieces[self.shard], group=self.ranks, channel=self.channel), whole, what)
 
-    def gather_and_concat(self, tensor: Tensor, dim: int, held: Sequence[IndexRanges], what: str) -> Tensor:
-        """The whole value, of which each shard holds one run of indices along `dim`, in shard order (maybe an empty one)."""
+    def gather_and_concat(
+        self, tensor: Tensor, dim: int, held: Sequence[IndexRanges], what: str, *, out: Tensor | None = None
+    ) -> Tensor:
+        """The whole value, of which each shard holds one run of indices along `dim`, in shard order (maybe an empty one); in
+        `out` where it is given."""
         tensor = tensor.contiguous()
         pieces = []
         for shard, spans in enumerate(held):
@@ -107,7 +110,7 @@ class ShardGroup:
             shape[dim] = sum(stop - start for start, stop in spans)
             pieces.append(tensor if shard == self.shard else tensor.new_empty(shape))
         self.wait(self.transport.all_gather(pieces, tensor, group=self.ranks, channel=self.channel), tensor, what)
-        return torch.cat(pieces, dim)
+        return torch.cat(pieces, dim, out=out)
 
     def post_reduce_scatter(self, tensor: Tensor, dim: int) -> tuple[Tensor, Handle, list[Tensor]]:
         """Start to sum over the shards and keep this shard's even part of `dim`.
@@ -137,3 +140,8 @@ class ShardedModule(nn.Module):
         """Qualified name of the layer that it stands for."""
         self.group = group
         """The shards that compute the layer together."""
+
+    def numbers_of_last_call(self) -> Mapping[tuple[str, str], int]:
+        """(direction, formula) of a collective -> how many numbers the last call moves or makes its backward pass move, where
+        the whole input or output does not say it."""
+        return {}

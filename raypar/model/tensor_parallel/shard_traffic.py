@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from sys import intern
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from raypar.errors import RayparError
 from raypar.model.graph import Graph
@@ -52,6 +53,15 @@ class _Call:
     input: tuple[int, int] | None = None
     """None: not known; (0, 0) for what has no gradient."""
     output: tuple[int, int] | None = None
+    own: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """`ShardedModule.numbers_of_last_call`."""
+
+    def size(self, collective: LayerCollective) -> tuple[int, int] | None:
+        """(numbers, bytes) of what a collective moves."""
+        numbers = self.own.get((collective.direction, collective.formula))
+        if numbers is None or not self.output:
+            return self.input if collective.value == "input" else self.output
+        return numbers, numbers * self.output[1] // max(1, self.output[0])
 
 
 def layer_traffic(
@@ -84,7 +94,7 @@ def layer_traffic(
         traffic = layout.traffic[call.layer]
         for collective in traffic.sequence if sequence else traffic.plain:
             of_input = collective.value == "input"
-            size = call.input if of_input else call.output
+            size = call.size(collective)
             if size == (0, 0) or (of_input and joins):
                 continue
             if shares and of_input and shared is not None:
@@ -113,8 +123,9 @@ def _calls_on_meta(
 
     def note(module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
         assert isinstance(module, ShardedModule)
-        read, first = args[0], made[0] if isinstance(made, tuple) else made
-        found.append(_Call(module.name, read, _size(read) if _has_gradient(read) else (0, 0), _size(first)))
+        read, first = (each.data if isinstance(each, PackedSequence) else each for each in (args[0], _first(made)))
+        of_input, of_output = _size(read) if _has_gradient(read) else (0, 0), _size(first)
+        found.append(_Call(module.name, read, of_input, of_output, module.numbers_of_last_call()))
 
     group = ShardGroup(NoTransport(0, layout.shards), range(layout.shards), sequence_parallel=sequence)
     values = {name: tensor.to("meta") for name, tensor in batch.items()}
@@ -142,6 +153,11 @@ def _calls_on_meta(
         reraise_ctrl_c(error)
         return None
     return found
+
+
+def _first(made: Any) -> Any:
+    """What a layer returns, or the first of several values."""
+    return made[0] if isinstance(made, tuple) and not isinstance(made, PackedSequence) else made
 
 
 def _size(value: Any) -> tuple[int, int]:

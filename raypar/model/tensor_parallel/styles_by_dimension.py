@@ -10,6 +10,7 @@ from torch import nn
 from raypar.errors import PlanError
 from raypar.model.tensor_parallel.layout_of_styles import Owners
 from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle, VocabularyStyle, WholeStyle
+from raypar.model.tensor_parallel.styles.recurrent_styles import GatesStyle
 from raypar.model.tensor_parallel.styles.registry import STYLES
 from raypar.model.tensor_parallel.styles.style import DimensionStyle, ShardingStyle, is_plain_convolution
 
@@ -23,8 +24,8 @@ def styles_by_dimension(
     """The styles of the layers that have a dimension which the layout divides. All others stay whole.
 
     `inferred`: the styles that raypar finds; those are left that divide such a dimension. Convolutions, which have none, are
-    gathered. `given`: the job's own styles, which come first. Raises `PlanError` for a dimension that no layer has, and for one
-    along which nothing can be divided.
+    gathered, and recurrent layers cut by gates. `given`: the job's own styles, which come first. Raises `PlanError` for a
+    dimension that no layer has, and for one along which nothing can be divided.
     """
     known = _dimensions_by_layer(modules, {**inferred, **given})
     _check_names(layout, known)
@@ -36,6 +37,8 @@ def styles_by_dimension(
             for name, (module, _) in modules.items()
             if is_plain_convolution(module) and "channels" in known[name] and name not in inferred
         }
+    if "hidden" in divided:
+        found |= {name: GatesStyle() for name, dimensions in known.items() if "hidden" in dimensions}
     found = {name: style for name, style in found.items() if name not in given}
     idle = divided - {divided_dimension(style, name, modules) for name, style in {**found, **given}.items()}
     if idle:

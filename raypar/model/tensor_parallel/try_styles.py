@@ -77,17 +77,18 @@ def find_why_styles_fail(
 def find_split_values_between_layers(graph: Graph, layout: TensorParallelLayout) -> dict[str, SplitValue]:
     """Value between layers of a captured model that is split over the shards under this layout -> how it is split.
 
-    Found by running layers on tensors without values: from each layer that has column styles and no row style, to the next one
-    that has a row style; from the first one of style spatial all. If users' code does not run that way, nothing is found, and a
-    value that leaves its layer in parts is an error. Raises the `ModelError` of a layer that cannot be computed on rows: it
-    would not show later, as rows are gathered between layers.
+    Found by running layers on tensors without values: from each layer that has column styles, or one whose state comes in
+    parts, and no row style, to the next one that has a row style; from the first one of style spatial all. If users' code does
+    not run that way, nothing is found, and a value that leaves its layer in parts is an error. Raises the `ModelError` of a
+    layer that cannot be computed on rows: it would not show later, as rows are gathered between layers.
     """
     names = [
         {re.split("[:/]", layout.styles.get(layer.qualify(path), ""))[0] for path, _ in shared_skeleton(layer).named_modules()}
         for layer in graph.layers
     ]
     spatial = [bool({"spatial", "spatial-gathered"} & each) for each in names]
-    begins = [at or (bool({"column", "groups"} & each) and "row" not in each) for at, each in zip(spatial, names, strict=True)]
+    parts = [bool({"column", "groups", "gates", "gates-column"} & each) and "row" not in each for each in names]
+    begins = [at or does for at, does in zip(spatial, parts, strict=True)]
     values = recorded_values(graph) if layout.shards > 1 and any(begins) else {}
     found: dict[str, SplitValue] = {}
     last, shard = 0, layout.shards // 2  # both ends of its part say where parts end

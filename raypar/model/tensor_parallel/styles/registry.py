@@ -24,6 +24,7 @@ from raypar.model.tensor_parallel.styles.linear_styles import (
     VocabularyStyle,
     WholeStyle,
 )
+from raypar.model.tensor_parallel.styles.recurrent_styles import GatesColumnStyle, GatesStyle
 from raypar.model.tensor_parallel.styles.spatial_styles import SpatialGatheredStyle, SpatialStyle
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
 
@@ -42,6 +43,8 @@ STYLES: dict[str, type[ShardingStyle]] = {
         QkvInterleavedStyle,
         HeadsRowStyle,
         AttentionStyle,
+        GatesStyle,
+        GatesColumnStyle,
         ExpertsStyle,
         VocabularyStyle,
         GatheredStyle,

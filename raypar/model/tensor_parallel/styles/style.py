@@ -170,7 +170,8 @@ def style_misfit_error(style: ShardingStyle, name: str, module: nn.Module) -> Pl
         + " with a forward of its own, hooks or a computed weight" * known,
         cure="vocabulary is for nn.Embedding and nn.Linear, groups for convolutions with groups, spatial for convolutions and "
         "norms, column, row and gathered for convolutions, nn.Linear and Conv1D of transformers, whole for any layer, all "
-        "others for nn.Linear and Conv1D (subclasses that keep its forward)",
+        "others for nn.Linear and Conv1D (subclasses that keep its forward); nn.LSTM, nn.GRU, nn.RNN and their cells have "
+        "gates and gates-column",
     )
 
 
