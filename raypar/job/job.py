@@ -301,7 +301,9 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Job:
-        self.batching  # noqa: B018  raises PlanError when the microbatches do not fit the batch
+        blocks = self.batching.blocks  # raises PlanError when the microbatches do not fit the batch
+        if isinstance(self.plan, PlanConfig):
+            self.plan.check_shares(blocks, self.virtual_shards)
         if self.epochs is not None and self.data.mix:
             raise ConfigError(
                 f"epochs is {self.epochs:g}, and data.mix has sources that end at different places",

@@ -14,6 +14,7 @@ from raypar.job.key import BITS_OF_SHARDS, CLIENT
 from raypar.job.section import MAX_WORKERS, Parts, PathText, Section, Workers
 from raypar.plan.parallel_plan import ParallelPlan, WorkerGrid, describe_mesh
 from raypar.plan.placements import LayerPlacement, check_placements, plan_of_placements
+from raypar.plan.wording import count_noun
 
 T = TypeVar("T")
 
@@ -233,6 +234,24 @@ class PlanConfig(Section):
                 cure=f"leave plan.{stood_for[0]} out: placements say which workers compute which layers",
             )
         check_plan_fits(self.schedule, check_placements([each.to_placement() for each in self.placements]))
+
+    def check_shares(self, blocks: int, virtual_shards: int) -> None:
+        """Raise `PlanError` for placements whose shares are not of all blocks, and for shards that do not divide the job's
+        virtual shards. A plan from Python may divide them unevenly. `virtual_shards`: 0 if the job gives none."""
+        for index, each in enumerate(self.placements):
+            given = sum(each.share)
+            if each.share and given != blocks:
+                raise PlanError(
+                    f"plan.placements[{index}].share adds up to {count_noun(given, 'block')}, and a step has {blocks}",
+                    cure=f"give numbers that add up to {blocks}, or set virtual_replicas, the number of blocks",
+                )
+        for index, shards in enumerate(self.shards_per_stage if virtual_shards and self._parallel_plan is None else ()):
+            if virtual_shards % shards:
+                where = f"plan.placements[{index}]" if self.placements else f"stage {index}"
+                raise PlanError(
+                    f"virtual_shards is {virtual_shards}, and {where} has {count_noun(shards, 'shard')}",
+                    cure=f"set virtual_shards to a multiple of {shards}, or its shards to a divisor of {virtual_shards}",
+                )
 
     @classmethod
     def of_plan(cls, plan: ParallelPlan, schedule: str, **more: Any) -> PlanConfig:

@@ -86,7 +86,7 @@ class StagePlan:
         if self.share and (len(self.share) != self.replicas or min(self.share) < 1):
             raise PlanError(
                 f"{name} gives its {count_noun(self.replicas, 'replica')} the shares {list(self.share)} of the blocks",
-                cure=f"give {count_noun(self.replicas, 'number')} >= 1, one for each replica, or () for even runs",
+                cure=f"give {count_noun(self.replicas, 'number')} >= 1, one for each replica, or no share for even runs",
             )
         if self.division and (len(self.division) != self.shards or min(self.division) < 1):
             raise PlanError(
@@ -271,7 +271,7 @@ class ParallelPlan:
             if stage.virtual_shards != count and count % stage.shards:
                 raise PlanError(
                     f"virtual_shards is {count}, and stage {index} has {count_noun(stage.shards, 'shard')}",
-                    cure=f"set virtual_shards to a multiple of {stage.shards}, or plan.shards to a divisor of {count}",
+                    cure=f"set virtual_shards to a multiple of {stage.shards}, or its shards to a divisor of {count}",
                 )
 
         def cut(stage: StagePlan) -> StagePlan:

@@ -308,6 +308,34 @@ def test_placements_are_checked_before_there_is_a_model(given, text):
         parse_job(SMALL, [f"plan={given}"])
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            ["plan={placements: [{layers: a, workers: [[0], [1]], share: [3, 2]}]}"],
+            r"plan.placements\[0\].share adds up to 5 blocks, and a step has 4\n  cure: give numbers that add up to 4, or set",
+        ),
+        (
+            ["virtual_shards=4", "plan={placements: [{layers: a, workers: [[0]]}, {layers: b, workers: [[0, 1, 2]]}]}"],
+            r"virtual_shards is 4, and plan.placements\[1\] has 3 shards\n  cure: .* a multiple of 3, .* a divisor of 4",
+        ),
+        (
+            ["virtual_shards=4", "plan={stages: 2, shards: [1, 3]}"],
+            "virtual_shards is 4, and stage 1 has 3 shards\n  cure: .* a multiple of 3, .* a divisor of 4",
+        ),
+        (["virtual_shards=2", "plan={shards: 4}"], "virtual_shards is 2, and stage 0 has 4 shards"),
+    ],
+)
+def test_blocks_and_virtual_shards_that_a_plan_cannot_share_are_refused_before_there_is_a_model(given, text):
+    with pytest.raises(PlanError, match=text):
+        parse_job(SMALL, given)
+
+
+def test_a_plan_from_python_may_share_virtual_shards_unevenly():
+    plan = PlanConfig.of_plan(ParallelPlan((StagePlan(0, 3, ((0, 1),), division=(1, 2)),)), "1f1b")
+    assert parse_job(SMALL, ["virtual_shards=3"]).replace(plan=plan).to_plan(3).virtual_shard_counts == {3}
+
+
 def test_a_plan_from_python_may_have_any_workers_where_its_schedule_takes_any():
     turned = ParallelPlan((StagePlan(0, 1, ((1,),)), StagePlan(1, 3, ((0,),))))
     again = ParallelPlan((StagePlan(0, 1, ((0,),)), StagePlan(1, 2, ((1,),)), StagePlan(2, 3, ((0,),))))
