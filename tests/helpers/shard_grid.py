@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -220,6 +220,7 @@ class Run:
     gradients: list[dict[Key, list[Tensor | None]]]
     parameters: dict[Key, list[Tensor]]
     state: dict[Key, list[dict[str, Any]]]
+    buffers: dict[Key, list[Tensor]] = field(default_factory=dict)
 
 
 def held(local: OneProcessRun) -> Iterator[tuple[Key, Tensor, dict[str, Any]]]:
@@ -233,9 +234,14 @@ def held(local: OneProcessRun) -> Iterator[tuple[Key, Tensor, dict[str, Any]]]:
 
 def run(cell: Cell, plan: ParallelPlan, order_seed: int = 0, device: torch.device = CPU) -> Run:
     """In one process, by the engine; what is found is on the CPU."""
+    return run_job(cell.job, cell.graph, plan, cell.schedule, order_seed, device)
+
+
+def run_job(job: Job, graph: Graph, plan: ParallelPlan, schedule: str, order_seed: int = 0, device: torch.device = CPU) -> Run:
+    """`run` of any job and its layers."""
     found = Run([], [], [], {}, {})
-    with OneProcessRun(cell.job, plan, cell.schedule, graph=graph(cell.model), seed=order_seed, device=device) as local:
-        for step in range(STEPS):
+    with OneProcessRun(job, plan, schedule, graph=graph, seed=order_seed, device=device) as local:
+        for step in range(job.steps):
             reports = local.step(step)
             assert len({(r.loss, r.norm) for r in reports}) == 1
             found.losses.append(reports[0].loss)
@@ -248,6 +254,10 @@ def run(cell: Cell, plan: ParallelPlan, order_seed: int = 0, device: torch.devic
             assert parameter.device == device and all(value.device == device for value in state.values() if value.dim())
             found.parameters.setdefault(key, []).append(parameter.detach().cpu())
             found.state.setdefault(key, []).append({kind: value.cpu() for kind, value in state.items()})
+        for core in local.cores:
+            for (index, number), stage in core.stages.items():
+                for name, buffer in stage.buffers.items():
+                    found.buffers.setdefault((name, plan.stages[index].virtual_shards, number), []).append(buffer.cpu())
     return found
 
 
@@ -341,6 +351,9 @@ def different(got: Run, want: Run) -> Iterator[str]:
         for kind, value in want.state[key][0].items():
             if not all(same(copy[kind], value) for copy in got.state[key]):
                 yield f"{kind} of {key}"
+    for key, copies in got.buffers.items() if want.buffers else ():
+        if not all(same(copy, want.buffers[key][0]) for copy in copies):
+            yield f"buffer {key}"
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from helpers import torch_flesh
 from helpers.generations import SHARDS, Generations, mesh
 from helpers.protocol import Fault, random_faults
 from helpers.shard_grid import SHALLOW, Cell, graph
+from helpers.virtual_shards import divided
 
 from raypar.plan import ParallelPlan
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -114,6 +115,37 @@ def test_kills_that_change_the_number_of_shards_change_no_bit(shapes, mirror_eve
         world, found = torch_flesh.simulate(job, plan, [Fault(at, "kill")], plans=plans, **QUICK)
         assert world.over.end == "done", world.tell(f"{at}: {world.over.why}")
         assert found == reference, world.tell(f"{at}: other bits")
+
+
+@pytest.mark.ci
+def test_four_virtual_shards_on_any_workers_and_on_four_then_one_then_two_of_them_have_one_hash():
+    """On 1, 2 and 4 shards, on two with 1 and 3 of them, and killed so that a run goes from four shards to one, then to two."""
+    spec = Cell(SHALLOW, "1f1b", (1,), (1,), 2).job.replace(steps=6)
+    job = torch_flesh.TorchJob(spec, graph(SHALLOW), shards=SHARDS, mirror_every=1)
+    layers = len(graph(SHALLOW).layers)
+
+    def on(*division: int) -> ParallelPlan:
+        return divided(ParallelPlan.mesh(tp=len(division), layers=layers), division)
+
+    hashes = set()
+    for division in ((4,), (2, 2), (1, 3), (3, 1), (1, 1, 1, 1)):
+        plain, found = torch_flesh.simulate(job, on(*division), plans=lambda *_, of=division: on(*of), **QUICK)
+        hashes.add(found)
+    assert len(hashes) == 1 and None not in hashes
+    of_workers = {1: on(4), 2: on(2, 2), 3: on(4), 4: on(1, 1, 1, 1)}
+    went: list[list[int]] = []
+
+    def choose(generation: int, workers: int) -> ParallelPlan:
+        plan = of_workers[min(workers, 4)]
+        went[-1].append(plan.world)
+        return plan
+
+    for at in range(plain.points // 6, plain.points // 3, plain.points // 12):
+        went.append([4])
+        kills = [Fault(at, "kill", 3), Fault(at + 60, "kill", 0)]
+        world, found = torch_flesh.simulate(job, on(1, 1, 1, 1), kills, plans=choose, **QUICK)
+        assert found in hashes, world.tell(f"{at}: other bits")
+    assert [4, 1, 2] in went, went
 
 
 @pytest.mark.full

@@ -6,14 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from helpers.random_grids import ANY_PLAN, random_plan
-from helpers.shard_grid import Cell, check_plan, run
+from helpers.drawn_cells import check_drawn, draw_cell
+from helpers.random_grids import random_division, random_plan
+from helpers.shard_grid import Cell, check_plan
 from helpers.virtual_shards import divided
 
-from raypar.errors import PlanError
 from raypar.job import LossConfig
 from raypar.plan import ParallelPlan
-from raypar.plan.stage_connections import check_ties_are_cut_alike
 from raypar.worker.kept_predictions import Prediction
 from raypar.worker.measure_profile import profile_job
 
@@ -35,33 +34,10 @@ def test_with_stages_replicas_and_sequence_parallel_too(schedule: str):
 
 def check_random(seed: int) -> None:
     dice = random.Random(seed)
-    cell = replace(
-        GPT,
-        model=dice.choice(["gpt", "shallow gpt", "llama", "dropped"]),
-        schedule=dice.choice(ANY_PLAN),
-        microbatches=dice.choice((1, 2, 3, 4, 5, 7)),
-        sequence=dice.random() < 0.3,
-        dtype=dice.choice(("float64", "float32")),
-    )
-    plan = random_plan(dice, len(cell.graph.layers))
+    cell = draw_cell(dice)
     count = dice.choice((3, 4) if cell.model == "llama" else (2, 3, 4, 5))
-    sizes = {}
-    for stage in plan.stages:
-        if stage.workers not in sizes:
-            ends = sorted(dice.sample(range(1, count), stage.shards - 1)) if stage.shards <= count else []
-            sizes[stage.workers] = tuple(b - a for a, b in zip([0, *ends], [*ends, count], strict=True))
-    if any(stage.shards > count for stage in plan.stages):
-        return
-    plan = replace(plan, stages=tuple(replace(stage, division=sizes[stage.workers]) for stage in plan.stages))
-    if dice.random() < 0.3:
-        plan = replace(plan, recompute=tuple(sorted(dice.sample(range(plan.stages[-1].last), 2))))
-    try:
-        check_ties_are_cut_alike(plan, cell.graph.crossing(plan).ties)
-    except PlanError:
-        with pytest.raises(PlanError, match="would have it"):
-            run(cell, plan)
-        return
-    check_plan(cell, plan, order_seed=seed)
+    plan = random_plan(dice, len(cell.graph.layers), shards=(1, 1, 2, 3) if count > 2 else (1, 1, 2))
+    check_drawn(dice, cell, random_division(dice, plan, count), seed)
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.ci) for seed in range(4, 8))])

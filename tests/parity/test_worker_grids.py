@@ -9,12 +9,12 @@ import random
 from dataclasses import replace
 
 import pytest
+from helpers.drawn_cells import check_drawn, draw_cell
 from helpers.random_grids import ANY_PLAN, plan_of_grids, random_plan
 from helpers.shard_grid import Cell, check_plan, run
 
 from raypar.errors import PlanError, ScheduleError
 from raypar.plan import Microbatches, MicrobatchRouting, StageConnections
-from raypar.plan.stage_connections import check_ties_are_cut_alike
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
@@ -46,27 +46,9 @@ def test_five_hundred_plans_with_any_grids(seeds: range):
 
 
 def check_random(seed: int) -> None:
-    rng = random.Random(seed)
-    model = rng.choice(["gpt", "shallow gpt", "llama", "dropped"])
-    cell = Cell(
-        model,
-        rng.choice(ANY_PLAN),
-        (),
-        (),
-        rng.choice((1, 2, 3, 4, 5, 7)),
-        rng.random() < 0.3,
-        rng.choice(("float64", "float32")),
-    )
-    plan = random_plan(rng, len(cell.graph.layers))
-    if rng.random() < 0.3:
-        plan = replace(plan, recompute=tuple(sorted(rng.sample(range(plan.stages[-1].last), 2))))
-    try:
-        check_ties_are_cut_alike(plan, cell.graph.crossing(plan).ties)
-    except PlanError:
-        with pytest.raises(PlanError, match="would have it"):
-            run(cell, plan)
-        return
-    check_plan(cell, plan, order_seed=seed)
+    dice = random.Random(seed)
+    cell = draw_cell(dice)
+    check_drawn(dice, cell, random_plan(dice, len(cell.graph.layers)), seed)
 
 
 def test_a_schedule_of_pipelines_refuses_a_worker_with_several_roles():
