@@ -185,7 +185,12 @@ def why_whole_lines(whole: Mapping[str, int], reasons: Mapping[str, str]) -> lis
 MOST_TRAFFIC = 12
 """Most lines on what layers send over shards."""
 
-_TRAFFIC_VERBS = {"all_reduce": "summed", "all_gather": "gathered", "reduce_scatter": "summed in parts"}
+_TRAFFIC_VERBS = {
+    "all_reduce": "summed",
+    "all_gather": "gathered",
+    "reduce_scatter": "summed in parts",
+    "all_to_all": "rows exchanged",
+}
 
 
 def traffic_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -507,7 +507,7 @@ def check_model_can_shard(spec: Job, checked: PreflightResult, plan: ParallelPla
         if shards > 1 or spec.styles or spec.layout:
             layout = compute_shard_layout(checked.graph, shards, dict(spec.styles), dict(spec.layout))
         if shards > 1:
-            if not layout.cuts:
+            if not layout.styles:
                 raise PlanError(
                     f"{'virtual_shards' if spec.virtual_shards else 'plan.shards'} is {shards}, but none of the model's layers "
                     "has a style: every shard would compute all of it",

@@ -118,7 +118,9 @@ class Normalise(torch.autograd.Function):
         pieces, weights, biases = given[:shards], given[shards : 2 * shards], given[2 * shards :]
         dims = [0, *range(2, pieces[0].dim())]
         counts = [torch.tensor([float(p.numel() // p.shape[1])], dtype=torch.float64) for p in pieces]
-        both = [torch.var_mean(p.double(), dims, correction=0) for p in pieces]
+        means = [p.double().sum(dims) / n for p, n in zip(pieces, counts, strict=True)]
+        aways = [p.double() - m.view([1, -1, *[1] * (p.dim() - 2)]) for p, m in zip(pieces, means, strict=True)]
+        both = [((a * a).sum(dims) / n, m) for a, m, n in zip(aways, means, counts, strict=True)]
         count = over_shards(counts)
         mean = over_shards([n * m for n, (_, m) in zip(counts, both, strict=True)]) / count
         terms = [n * (v + (m - mean) * (m - mean)) for n, (v, m) in zip(counts, both, strict=True)]

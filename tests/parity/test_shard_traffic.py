@@ -7,7 +7,7 @@ from helpers import on_shards
 from helpers.model_zoo import ids
 from torch import nn
 
-from examples import gpt
+from examples import gpt, unet_shapes
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.shard_traffic import LayerTraffic, layer_traffic
 
@@ -41,6 +41,23 @@ def test_the_bytes_that_are_said_of_a_gpt_are_those_of_the_ledger(shards, sequen
     assert {row.numbers for row in rows} == {B * S * WIDTH}
     assert {row.dimension for row in rows} == {"heads", "features", "vocabulary"}
     assert rows[0].layers == ("embed.token",) and rows[0].collective.formula == "B C"
+
+
+@pytest.mark.parametrize("shards", [2, 3, 4])
+def test_the_bytes_that_are_said_of_a_u_net_by_rows_are_those_of_the_ledger(shards):
+    """Of 24 rows, 12 and 6: where three or four shards share them, rows travel for pooling, too, of which no layer speaks."""
+    graph = on_shards.graph_of(lambda: [("net", unet_shapes.UNet(4, 2).double())])
+    layout = compute_shard_layout(graph, shards, {"*": "spatial"})
+    x = torch.randn(2, 1, 24, 16, dtype=torch.float64)
+    rows = layer_traffic(graph, layout, {"x": x}, dtype=torch.float64)
+    target = torch.zeros(2, 24, 16, dtype=torch.long)
+    _, ledgers = on_shards.sharded(graph, layout, unet_shapes.loss, x, target)
+    assert {row.dimension for row in rows} == {"height"} and {row.collective.operation for row in rows} == {"all_to_all"}
+    first = next(row for row in rows if row.layers == ("net.downs.0.0",))
+    assert first.collective.formula == "h B C_in W" and first.numbers == 2 * (shards - 1) * 2 * 1 * 16
+    of_images = 8 * 2 * (shards - 1) * 2 * 4 * 16  # the gradient of what no job asks for
+    said, sent = of_images + sum(row.nbytes for row in rows), sum(ledger.sent["all_to_all"] for ledger in ledgers)
+    assert said == sent if shards < 4 else said < sent
 
 
 class Siblings(nn.Module):

@@ -42,6 +42,15 @@ def test_layers_are_divided_along_the_dimensions_that_are_named_and_no_others():
     assert styles({"heads": "whole"}) == {}
 
 
+def test_height_and_width_divide_all_convolutions():
+    graph = on_shards.graph_of(lambda: [("net", nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)))])
+    for dimension in ("height", "width"):
+        found = compute_shard_layout(graph, 2, None, {dimension: "shards"}).styles
+        assert found == {"net.0": f"spatial:{dimension}", "net.2": f"spatial:{dimension}"}
+    with pytest.raises(PlanError, match=r"names 'depth', a dimension that no layer has"):
+        compute_shard_layout(graph, 2, None, {"depth": "shards"})
+
+
 def test_patterns_of_layers_overrule_the_layout():
     found = styles({"features": "shards"}, {"block0.*": "whole", "embed.token": "vocabulary", "*.logits": "vocabulary"})
     assert "block0.up" not in found and found["block1.up"] == "column" and found["embed.token"] == "vocabulary"

@@ -38,7 +38,8 @@ class LayerTraffic:
     """The dimension that is divided."""
     collective: LayerCollective
     numbers: int | None = None
-    """How many numbers the whole value has, for one microbatch; None: not known."""
+    """How many numbers the whole value has, for one microbatch; of rows that are exchanged, those that all shards together
+    send. None: not known."""
     nbytes: int | None = None
     """How many bytes."""
 

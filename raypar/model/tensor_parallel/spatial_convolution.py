@@ -7,7 +7,7 @@ gradient of them alone: nothing is added over shards. The gradients of weight an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -27,6 +27,15 @@ from raypar.model.tensor_parallel.sharded_value import ShardedValue, take_part
 from raypar.model.tensor_parallel.spatial_functions import pad_rows
 from raypar.plan.shard_ranges import even_ranges_by_shard
 from raypar.plan.spatial_shards import RowPlan, Window, check_row_plan, plan_linear, plan_transposed
+
+AXES = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+"""Number of spatial dims -> what they are called."""
+
+
+def halo_formula(channels: str, dims: int, axis: int) -> str:
+    """How many numbers h rows have: `h B C_in W` of images that are cut along their height."""
+    return " ".join(["h B", channels, *(name[0].upper() for place, name in enumerate(AXES[dims]) if place != axis)])
+
 
 _HALO, _GRADIENTS = "the rows of a convolution's input", "the rows of a convolution's output gradient"
 
@@ -163,6 +172,7 @@ class SpatialConvolution(ShardedConvolution):
     def __init__(self, convolution: nn.Module, name: str, group: ShardGroup, axis: int, *, gather_output: bool = False) -> None:
         super().__init__(convolution, name, group)
         self.axis, self.gather_output = axis, gather_output
+        self._last_numbers: dict[tuple[str, str], int] = {}
 
     def forward(self, x: Tensor | ShardedValue, output_size: Sequence[int] | None = None) -> Tensor | ShardedValue:
         """This shard's rows of the output, or all of it if `gather_output`. Raises `ModelError` where they cannot be made of
@@ -182,6 +192,7 @@ class SpatialConvolution(ShardedConvolution):
             made = made if bias is None else made + bias.view(-1, *[1] * len(self._kernel_size))
         else:
             made = _Convolve.apply(given, weight, bias, call, self.group)  # type: ignore[no-untyped-call]
+        self._note_numbers(call.plan, x, made)
         size = call.plan.backward.rows
         held = even_ranges_by_shard(size, self.group.size)
         if self.gather_output:
@@ -190,6 +201,20 @@ class SpatialConvolution(ShardedConvolution):
         part = LocalPartLayout(call.dim, size, held[self.group.shard], SPATIAL)
         found = ShardedValue(made, part, self.group)
         return found.squeeze(0) if unbatched else found
+
+    def numbers_of_last_call(self) -> Mapping[tuple[str, str], int]:
+        """See `ShardedModule`: the rows that all shards send each other."""
+        return self._last_numbers
+
+    def _note_numbers(self, plan: RowPlan, x: ShardedValue, made: Tensor) -> None:
+        """Note how many numbers the shards exchange for a call: rows of `x`, and of the gradient of `made` if `x` has one."""
+        dims, dim, shards = len(self._kernel_size), 2 + self.axis, range(self.group.size)
+        forward, backward = (sum(map(exchange.rows_sent_by, shards)) for exchange in (plan.forward, plan.backward))
+        backward *= x.local.requires_grad
+        self._last_numbers = {
+            ("forward", halo_formula("C_in", dims, self.axis)): forward * x.local.numel() // x.local.shape[dim],
+            ("backward", halo_formula("C_out", dims, self.axis)): backward * made.numel() // made.shape[dim],
+        }
 
     def _cut(self, x: Tensor | ShardedValue) -> ShardedValue:
         """The input as this shard's rows. Raises `ModelError` where it is cut otherwise."""

@@ -12,6 +12,7 @@ from raypar.model.tensor_parallel.layout_of_styles import Owners
 from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle, VocabularyStyle, WholeStyle
 from raypar.model.tensor_parallel.styles.recurrent_styles import GatesStyle
 from raypar.model.tensor_parallel.styles.registry import STYLES
+from raypar.model.tensor_parallel.styles.spatial_styles import SPATIAL_DIMENSIONS, SpatialStyle
 from raypar.model.tensor_parallel.styles.style import DimensionStyle, ShardingStyle, is_plain_convolution
 
 SHARDS = "shards"
@@ -24,8 +25,8 @@ def styles_by_dimension(
     """The styles of the layers that have a dimension which the layout divides. All others stay whole.
 
     `inferred`: the styles that raypar finds; those are left that divide such a dimension. Convolutions, which have none, are
-    gathered, and recurrent layers cut by gates. `given`: the job's own styles, which come first. Raises `PlanError` for a
-    dimension that no layer has, and for one along which nothing can be divided.
+    gathered, or spatial, and recurrent layers cut by gates. `given`: the job's own styles, which come first. Raises `PlanError`
+    for a dimension that no layer has, and for one along which nothing can be divided.
     """
     known = _dimensions_by_layer(modules, {**inferred, **given})
     _check_names(layout, known)
@@ -39,6 +40,8 @@ def styles_by_dimension(
         }
     if "hidden" in divided:
         found |= {name: GatesStyle() for name, dimensions in known.items() if "hidden" in dimensions}
+    for axis in sorted(divided & SPATIAL_DIMENSIONS):
+        found |= {name: SpatialStyle(axis) for name, dimensions in known.items() if axis in dimensions}
     found = {name: style for name, style in found.items() if name not in given}
     idle = divided - {divided_dimension(style, name, modules) for name, style in {**found, **given}.items()}
     if idle:
@@ -67,6 +70,7 @@ def _dimensions_by_layer(modules: Owners, styles: Mapping[str, ShardingStyle]) -
     found: dict[str, set[str]] = {}
     for name, (module, _) in modules.items():
         possible = [kind() for kind in STYLES.values() if kind is not VocabularyStyle or isinstance(module, nn.Embedding)]
+        possible += map(SpatialStyle, sorted(SPATIAL_DIMENSIONS))
         found[name] = {divided_dimension(style, name, modules) for style in (*possible, styles.get(name, WholeStyle()))} - {""}
     return found
 
@@ -77,6 +81,8 @@ def divided_dimension(style: ShardingStyle, name: str, modules: Owners) -> str:
     try:
         style.check_fits(name, module)
         style = style.complete_options(name, parents)
+        if isinstance(style, SpatialStyle):
+            return style.dimension(name, module)
         return style.dimensions(name, module).divided if isinstance(style, DimensionStyle) else ""
     except PlanError:
         return ""

@@ -14,13 +14,13 @@ from torch import nn
 from raypar.errors import PlanError
 from raypar.model.tensor_parallel.convolution import CONVOLUTIONS
 from raypar.model.tensor_parallel.shard_group import ShardGroup
-from raypar.model.tensor_parallel.spatial_convolution import SpatialConvolution
+from raypar.model.tensor_parallel.spatial_convolution import AXES, SpatialConvolution, halo_formula
 from raypar.model.tensor_parallel.styles.style import ShardingStyle, is_plain_convolution, is_replaceable, style_misfit_error
 from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.tensor_parallel_layout import LayerCollective, LayerCollectives, ShardWorkShare, TensorParallelLayout
 
-AXES = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
-"""Number of spatial dims -> what they are called."""
+SPATIAL_DIMENSIONS = frozenset(name for names in AXES.values() for name in names)
+"""All of these names."""
 _OTHERS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -79,6 +79,10 @@ class SpatialStyle(ShardingStyle):
             )
         return names.index(self.axis) if self.axis else 0
 
+    def dimension(self, name: str, module: nn.Module) -> str:
+        """The name of the dim that is cut; empty for norms, which cut none themselves. Raises `PlanError` as `check_fits`."""
+        return AXES[len(module.kernel_size)][self._axis(name, module)] if isinstance(module, CONVOLUTIONS) else ""
+
     def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`. No slices: every shard has the whole parameters."""
         return {}
@@ -95,12 +99,16 @@ class SpatialStyle(ShardingStyle):
         return False
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
-        """See `ShardingStyle`. Rows for a halo travel only where the kernel has more than one, or the parts do not meet."""
+        """See `ShardingStyle`. Rows travel where the kernel has several, or parts of input and output do not meet."""
         if not isinstance(module, CONVOLUTIONS):
             return LayerCollectives()
-        gather = (LayerCollective("all_gather", "forward", "output"),) * self.gathers
-        halos = LayerCollective("all_to_all", "forward", "input"), LayerCollective("all_to_all", "backward", "output")
-        return LayerCollectives((*halos, *gather), (*halos, *gather))
+        dims, names = len(module.kernel_size), AXES[len(module.kernel_size)]
+        whole = " ".join(["B C_out", *(name[0].upper() for name in names)])
+        gather = (LayerCollective("all_gather", "forward", "output", whole),) * self.gathers
+        axis = self._axis("", module)
+        forward = LayerCollective("all_to_all", "forward", "input", halo_formula("C_in", dims, axis))
+        backward = LayerCollective("all_to_all", "backward", "output", halo_formula("C_out", dims, axis))
+        return LayerCollectives((forward, backward, *gather), (forward, backward, *gather))
 
     def cost(self, name: str, module: nn.Module, shards: int) -> tuple[ShardWorkShare, ...]:
         """See `ShardingStyle`. Each shard computes its rows, with whole parameters."""
