@@ -70,8 +70,22 @@ def test_the_same_workers_in_two_roles_have_the_bits_of_stages_on_workers_of_the
         assert all(any(torch.equal(copy, other) for other in wanted[name]) for copy in copies), name
 
 
+def test_lstms_cut_by_gates_have_the_bits_of_one_worker_with_as_many_virtual_shards():
+    spec, job = spec_of("lstm_gates", batch_size=8), load_job(str(JOBS / "lstm_gates.yaml"))
+    graph = make_layer_graph(spec)
+    plan = job.to_plan([layer.name for layer in graph.layers])
+    assert [(stage.shards, stage.virtual_shards) for stage in plan.stages] == [(2, 2)]
+    alone = ParallelPlan.mesh(layers=len(graph.layers)).with_virtual_shards(2)
+    one, two = (OneProcessRun(spec, each, "1f1b", graph=graph) for each in (alone, plan))
+    assert losses(two, 2) == losses(one, 2)
+    found, wanted = two.parameters(), one.parameters()
+    assert found.keys() == wanted.keys()
+    for name, copies in found.items():
+        assert all(any(torch.equal(copy, other) for other in wanted[name]) for copy in copies), name
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*UNMODIFIED, "vgg_hybrid"])
+@pytest.mark.parametrize("name", [*UNMODIFIED, "vgg_hybrid", "lstm_gates"])
 def test_the_job_learns(name: str):
     spec = spec_of(name)
     graph = make_layer_graph(spec)
