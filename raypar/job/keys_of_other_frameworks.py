@@ -27,7 +27,10 @@ _PRECISION = "parameters are float32 or float64 (`dtype`); mixed precision is pr
 _RECOMPUTE = "which layers are computed again (activation checkpointing) is plan.recompute: none, full, or patterns of layers"
 _REPLICAS = "data parallelism is plan.replicas"
 _RESOURCES = "a worker takes `threads` processors, or one GPU with `device`; which nodes it may be on is `placement`"
-_SHARDED_STATE = "state that replicas share out (ZeRO, FSDP) is not supported yet; plan.stages and plan.shards divide a model"
+_SHARDED_STATE = (
+    "state that replicas divide (ZeRO, FSDP) is plan.zero: 0, or 1 for the optimizer's state; parameters are divided by "
+    "plan.stages and plan.shards"
+)
 _STEPS = "the length of a run is `steps`, or `epochs`: passes over `data`"
 _STOPPING = "a run whose validation loss, or another metric, is no longer better is ended by early_stopping, with its patience"
 _TRACKING = "experiment trackers are `trackers`: tensorboard, wandb or mlflow"
@@ -63,7 +66,7 @@ _NAMES_BY_ADVICE: dict[str, str] = {
         "cp cp_size context_parallel context_parallel_size sequence_parallel_size ulysses"
     ),
     _SHARDED_STATE: "zero zero_stage zero_optimization fsdp fsdp_config fsdp_plugin sharding_strategy deepspeed "
-    "deepspeed_config deepspeed_plugin",
+    "deepspeed_config deepspeed_plugin zero_redundancy_optimizer reshard_after_forward",
     "state in another memory (offloading) is not supported yet; less memory: plan.stages, plan.shards, plan.recompute": (
         "offload cpu_offload offload_optimizer offload_param"
     ),

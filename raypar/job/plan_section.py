@@ -29,6 +29,18 @@ def _counts(value: T) -> T | tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
+MOST_ZERO = 1
+"""The highest ZeRO stage that runs can carry out."""
+
+
+def _zero_levels(value: T) -> T | tuple[int, ...]:
+    """`value`, if it is a ZeRO stage or a list with one per stage of the pipeline. Raises `ValueError`."""
+    each = value if isinstance(value, (list, tuple)) and value else [value]
+    if any(type(level) is not int or not 0 <= level <= MOST_ZERO for level in each):
+        raise ValueError("0 or 1 (2 and 3 are not supported yet), or a list with one per stage")
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
 def _recompute_policy(value: T) -> T | tuple[str, ...]:
     """`value`, if it is `none`, `full` or a list of patterns. Raises `ValueError`."""
     if value in ("none", "full"):
@@ -128,6 +140,10 @@ class PlanConfig(Section):
     sequence_parallel: Annotated[bool, BITS_OF_SHARDS] = False
     """Whether values [batch, sequence, features] between sharded layers are cut along the sequence (sequence parallel)."""
 
+    zero: Annotated[Any, BeforeValidator(_zero_levels), CLIENT] = 0
+    """ZeRO: which state the replicas of a stage divide. 0: each has everything. 1: each has a part of the optimizer's state
+    (and of float32 masters), steps it, and gets the other parameters from their owners. One number, or a list with one per
+    stage. Results do not depend on it."""
     recompute: Annotated[Any, BeforeValidator(_recompute_policy), CLIENT] = "none"
     """Activation checkpointing: layers whose activations are dropped after the forward and computed again for the backward, for
     less memory and more time, with the same results. `none`, `full`, or a list of patterns of layer names."""
@@ -199,7 +215,7 @@ class PlanConfig(Section):
         if self.placements:
             self._check_placements()
             return self
-        for key in ("replicas", "shards", "warmup"):
+        for key in ("replicas", "shards", "warmup", "zero"):
             value = getattr(self, key)
             if isinstance(value, tuple) and len(value) != self.stages:
                 raise PlanError(
@@ -233,6 +249,11 @@ class PlanConfig(Section):
                 f"plan.placements and plan.{stood_for[0]} exclude each other",
                 cure=f"leave plan.{stood_for[0]} out: placements say which workers compute which layers",
             )
+        if isinstance(self.zero, tuple):
+            raise PlanError(
+                f"plan.zero has {len(self.zero)} entries, and plan.placements have no positions to count by",
+                cure="give plan.zero one number",
+            )
         check_plan_fits(self.schedule, check_placements([each.to_placement() for each in self.placements]))
 
     def check_shares(self, blocks: int, virtual_shards: int) -> None:
@@ -259,6 +280,8 @@ class PlanConfig(Section):
         `ScheduleError` if it is for workers with one role, and some have several."""
         from raypar.schedule.registry import check_plan_fits, find_schedule
 
+        levels = plan.zero_levels
+        more.setdefault("zero", levels[0] if len(set(levels)) == 1 else levels)
         if not plan.one_role_each or (find_schedule(schedule).takes_any_plan and not _is_said_by_counts(plan, schedule)):
             check_plan_fits(schedule, plan)
             made = cls(schedule=schedule, **more)
@@ -297,7 +320,7 @@ class PlanConfig(Section):
                 raise PlanError(
                     "plan.placements name layers, and only their number is known", cure="give the names of the layers"
                 )
-            return plan_of_placements([each.to_placement() for each in self.placements], layers)
+            return plan_of_placements([each.to_placement() for each in self.placements], layers).with_zero(self.zero)
         layers = layers if isinstance(layers, int) else len(layers)
         if self._parallel_plan is not None:
             if self._parallel_plan.stages[-1].last != layers:
@@ -313,4 +336,4 @@ class PlanConfig(Section):
             chunks=resolve_chunks_per_worker(self.schedule, self.chunks),
             placement=placement_of_schedule(self.schedule),
             cuts=self.cuts,
-        )
+        ).with_zero(self.zero)

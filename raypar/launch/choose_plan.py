@@ -102,7 +102,7 @@ def choose_plan(
         warnings = check_model_can_shard(spec, checked, any_plan)
     if fixed is not None:
         fixed = apply_recompute_policy(fixed, recompute, [layer.name for layer in checked.graph.layers])
-        warnings = check_model_can_shard(spec, checked, fixed)
+        warnings = (*check_model_can_shard(spec, checked, fixed), *lines_about_zero(fixed))
     profile = profile_job(
         spec,
         workers=fixed.world if fixed is not None else workers,
@@ -126,6 +126,14 @@ def choose_plan(
     timeline, _ = predict_step(profile, fixed, made, spec.batching)
     memory = predict_memory(profile, fixed, made, spec.batching)
     return ChosenPlan(fixed, schedule, made, timeline, profile, why, balance, memory, warnings)
+
+
+def lines_about_zero(plan: ParallelPlan) -> tuple[str, ...]:
+    """A line for a plan whose ZeRO stage has nothing to divide; none otherwise."""
+    level = max(plan.zero_levels)
+    if not level or plan.most_zero:
+        return ()
+    return (f"plan.zero is {level}, and no stage has replicas to divide state: each worker keeps all of its own",)
 
 
 def _planners_choice(spec: Job, profile: ModelProfile, workers: int, warnings: tuple[str, ...]) -> ChosenPlan:

@@ -256,6 +256,10 @@ class ParallelPlan:
         """By grid of workers: its ZeRO stage."""
         return tuple(self.stages[stages[0]].zero for stages in self.stages_of_grid)
 
+    def divides_state(self, stage: int) -> bool:
+        """Whether the replicas of a stage divide some state, so that parameters have to be gathered."""
+        return self.stages[stage].zero > 0 and self.stages[stage].replicas > 1
+
     @property
     def most_zero(self) -> int:
         """The highest ZeRO stage by which replicas divide anything; 0 where no stage has replicas."""
@@ -419,11 +423,13 @@ class ParallelPlan:
         return tuple(row[shard] for row in self.stages[stage].workers)
 
     def describe(self) -> str:
-        """The plan's shape as text (`describe_mesh`), and which stages give their replicas uneven shares."""
+        """The plan's shape as text (`describe_mesh`), which stages give their replicas uneven shares, and what these divide."""
         text = describe_mesh([stage.replicas for stage in self.stages], [stage.shards for stage in self.stages])
         uneven = [f"stage {i} {':'.join(map(str, s.share))}" for i, s in enumerate(self.stages) if s.share]
         if uneven:
             text += f", shares of blocks: {', '.join(uneven)}"
+        if self.most_zero:
+            text += f", ZeRO {'/'.join(map(str, dict.fromkeys(self.zero_levels)))}"
         divided = sorted(stage.virtual_shards for stage in self.stages if stage.division)
         return f"{text}, {'/'.join(map(str, dict.fromkeys(divided)))} virtual shards" if divided else text
 

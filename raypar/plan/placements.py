@@ -122,7 +122,9 @@ def _without(plan: ParallelPlan, gone: int, virtual_shards: int) -> ParallelPlan
     used = sorted({rank for stage in joined for row in stage.workers for rank in row})
     number = {rank: index for index, rank in enumerate(used)}
     anew = (replace(s, workers=tuple(tuple(number[rank] for rank in row) for row in s.workers)) for s in joined)
-    return replace(plan, stages=tuple(anew))
+    kept = list(anew)
+    level = {s.workers: max(other.zero for other in kept if other.workers == s.workers) for s in kept}
+    return replace(plan, stages=tuple(replace(s, zero=level[s.workers]) for s in kept))
 
 
 def _loss(plan: ParallelPlan, left: ParallelPlan) -> tuple[int, int, int]:

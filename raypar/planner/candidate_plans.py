@@ -80,9 +80,10 @@ def enumerate_candidates(
     shards: int = 1,
     recompute: Collection[int] = (),
     virtual_shards: int = 0,
+    zero: int = 0,
 ) -> Iterator[PlanCandidate]:
     """Every uniform plan on at most `workers` workers in which each worker has work. `shards`: how many each stage has; 0: any
-    divisor of `virtual_shards`, the job's, which is 0 where none are given.
+    divisor of `virtual_shards`, the job's, which is 0 where none are given. `zero`: the ZeRO stage of all.
 
     So there are no more replicas than blocks or microbatches, no more stages than layers, or than
     the optimizer allows. Layers are cut so that the slowest stage is as fast as possible.
@@ -90,7 +91,7 @@ def enumerate_candidates(
     if not shards:
         counts = [count for count in range(1, min(workers, virtual_shards) + 1) if virtual_shards % count == 0]
         for count in counts:
-            yield from enumerate_candidates(profile, workers, cut, count, recompute, virtual_shards)
+            yield from enumerate_candidates(profile, workers, cut, count, recompute, virtual_shards, zero)
         return
     layers, seats = len(profile.layers), workers // shards
     for stages in range(1, min(seats, layers, profile.most_stages or layers) + 1):
@@ -99,6 +100,7 @@ def enumerate_candidates(
                 for chunks in SCHEDULES[schedule]:
                     if stages * chunks <= layers:
                         made = _candidate(profile, replicas, stages, shards, schedule, chunks, cut, recompute)
+                        made = replace(made, plan=made.plan.with_zero(zero)) if zero else made
                         yield replace(made, plan=made.plan.with_virtual_shards(virtual_shards)) if virtual_shards else made
 
 

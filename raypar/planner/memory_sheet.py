@@ -110,6 +110,11 @@ def _changes_that_fit(
         if most is not None and most < limit:
             found = True
             yield f"plan.recompute=full ({format_mib(most)} a worker, the same results)"
+    if plan.with_zero(1).most_zero and not plan.most_zero:
+        most = _largest_worker_bytes(profile, plan.with_zero(1), schedule, microbatches)
+        if most is not None and most < limit:
+            found = True
+            yield f"plan.zero=1 ({format_mib(most)} a worker, the same results)"
     for recompute in dict.fromkeys((plan.recompute, every)):
         beside = "" if recompute == plan.recompute else " with plan.recompute=full"
         for way in _other_changes_that_fit(profile, replace(plan, recompute=recompute), schedule, microbatches, limit, beside):
@@ -131,6 +136,7 @@ def _other_changes_that_fit(
     for stages in range(len(plan.grids) + 1, layers + 1):
         cuts = balanced_cuts(profile.work_sums(plan.recompute), stages)
         deeper = ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=layers, cuts=cuts, recompute=plan.recompute)
+        deeper = deeper.with_zero(max(plan.zero_levels))
         most = _largest_worker_bytes(profile, deeper, "1f1b", microbatches)
         if most is not None and most < limit:
             yield f"plan.stages={stages} under 1f1b{beside} ({format_mib(most)} a worker)"

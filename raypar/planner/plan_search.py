@@ -76,20 +76,21 @@ def search_plans(
     shards: int = 1,
     recompute: Collection[int] = (),
     virtual_shards: int = 0,
+    zero: int = 0,
 ) -> PlanChoice:
     """The best uniform plan on at most `workers` workers. Raises `PlanError` when none fits into memory.
 
     All stages have `shards` shards. The bits depend on that number, so it is not chosen here, unless the job gives
-    `virtual_shards` on which they depend in its place: then with `shards` 0 any divisor of these is tried. Every plan
-    recomputes the layers with the indices `recompute`; one that does not fit recomputes all layers that can be
-    (`profile.recomputable`). Of the plans that are about as fast as the fastest one (`ABOUT_AS_FAST`) the one with the fewest
-    workers wins, then with the fewest stages, then the faster. A candidate whose busiest worker alone computes longer than that
-    is not simulated, unless it has one stage and one or two replicas, which people compare others with.
+    `virtual_shards` on which they depend in its place: then with `shards` 0 any divisor of these is tried. Every plan has the
+    ZeRO stage `zero` and recomputes the layers with the indices `recompute`; one that does not fit recomputes all layers that
+    can be (`profile.recomputable`). Of the plans that are about as fast as the fastest one (`ABOUT_AS_FAST`) the one with the
+    fewest workers wins, then with the fewest stages, then the faster. A candidate whose busiest worker alone computes longer
+    than that is not simulated, unless it has one stage and one or two replicas, which people compare others with.
     """
     simulated: list[EvaluatedCandidate] = []
     ruled_out: list[EvaluatedCandidate] = []
     best_ms = float("inf")
-    candidates = enumerate_candidates(profile, workers, microbatches, shards, recompute, virtual_shards)
+    candidates = enumerate_candidates(profile, workers, microbatches, shards, recompute, virtual_shards, zero)
     for candidate in sorted(candidates, key=lambda c: c.bound_ms):
         if candidate.bound_ms > (1 + ABOUT_AS_FAST) * best_ms and not candidate.is_yardstick:
             reason = f"its busiest worker computes {candidate.bound_ms:.4g} ms at least"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
 from raypar.plan.ownership import StateKind
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.schedule import registry
@@ -51,7 +51,7 @@ def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, 
         weight_ms=tuple(factor * s.weight_ms if split else 0.0 for s in stages),
         latency_ms=factor * profile.link.latency_ms,
         bandwidth_bytes_per_ms=profile.link.bandwidth / factor,
-        reduce_ms=tuple(factor * reduction_ms(s, p.replicas, profile.link) for s, p in zip(stages, plan.stages, strict=True)),
+        reduce_ms=tuple(factor * reduction_ms(s, p, profile.link) for s, p in zip(stages, plan.stages, strict=True)),
         step_ms=factor * (profile.step_ms + optimizer_ms),
         recompute_ms=tuple(factor * profile.recompute_ms(plan, s) for s in range(len(stages))),
     )
@@ -73,15 +73,16 @@ def kept_bytes_by_kind(profile: ModelProfile, routing: MicrobatchRouting, orders
     }
 
 
-def reduction_ms(stage: LayerProfile, replicas: int, link: LinkProfile) -> float:
+def reduction_ms(stage: LayerProfile, place: StagePlan, link: LinkProfile) -> float:
     """Time of one reduction: all-to-all of subtree sums, then all-gather; or halving, then doubling.
 
     Each moves 2 (n-1)/n of the bytes, as a ring does (Patarasuk and Yuan 2009). Which one it is (`plan/gradient_exchange.py`),
-    and in how many messages, is left out.
+    and in how many messages, is left out. Replicas that divide state gather the parameters afterwards.
     """
+    replicas = place.replicas
     if replicas == 1:
         return 0.0
-    return 2 * link.ms((replicas - 1) / replicas * stage.reduced_bytes)
+    return (3 if place.zero else 2) * link.ms((replicas - 1) / replicas * stage.reduced_bytes)
 
 
 def state_bytes(

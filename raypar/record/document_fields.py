@@ -44,6 +44,8 @@ class StageFacts(TypedDict, total=False):
     """Blocks of each replica; empty: even runs. Absent in files of older releases."""
     division: list[int]
     """Virtual shards of each shard; empty: each is one. Absent in files of older releases."""
+    zero: int
+    """ZeRO stage. Absent in files of older releases."""
 
 
 class LayerFacts(TypedDict, total=False):

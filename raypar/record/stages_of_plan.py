@@ -25,6 +25,7 @@ def stages_as_data(plan: ParallelPlan) -> list[dict[str, int | list[int] | list[
             "workers": [list(row) for row in stage.workers],
             "share": list(stage.share),
             "division": list(stage.division),
+            "zero": stage.zero,
         }
         for stage, grid in zip(plan.stages, plan.grid_of_stage, strict=True)
     ]
@@ -47,7 +48,7 @@ def plan_of_stages(stages: Sequence[StageFacts]) -> ParallelPlan | None:
 
 def _stage(stage: StageFacts, otherwise: WorkerGrid) -> StagePlan:
     share, division = tuple(stage.get("share", ())), tuple(stage.get("division", ()))
-    return StagePlan(stage["first"], stage["last"], _grid(stage, otherwise), share, division)
+    return StagePlan(stage["first"], stage["last"], _grid(stage, otherwise), share, division, stage.get("zero", 0))
 
 
 def _grid(stage: StageFacts, otherwise: WorkerGrid) -> WorkerGrid:

@@ -7,7 +7,7 @@ tensors of this worker's old stages is not copied.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -18,8 +18,16 @@ from raypar.comm.routine import Routine, RoutineWait
 from raypar.comm.transport import Transport
 from raypar.errors import RayparError, StateNotKeptError
 from raypar.model.layer_skeletons import state_shapes
+from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import AdoptedStages, AdoptPlanCommand, Digest, Piece, merge_pieces
-from raypar.plan.shard_ranges import TensorCut
+from raypar.plan.shard_ranges import (
+    TensorCut,
+    count_indices,
+    indices_at_positions,
+    intersect_ranges,
+    merge_ranges,
+)
+from raypar.plan.tensor_parallel_layout import shard_slice_shape
 from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import after_steps
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
@@ -34,6 +42,7 @@ from raypar.worker.state.parameter_state import (
     StatePart,
     assemble_parameter,
     extract_elements,
+    run_part,
     tensor_in,
 )
 from raypar.worker.step.message_tags import state_tag
@@ -43,6 +52,7 @@ from raypar.worker.step.optimizer_state import (
     names_with_patterns,
     write_optimizer_state,
 )
+from raypar.worker.step.owned_parameters import run_key
 from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore
 
 
@@ -166,7 +176,7 @@ class ElasticWorker:
             base.setdefault(name, []).extend(holdings)
         values: dict[ShardOfStage, dict[str, Tensor]] | None = None
         if not (part.run_begins or part.checkpoint_folder):
-            state = self._assemble_state(part, transport.rank, base)
+            state, runs = self._assemble_state(part, transport.rank, base)
             values = {key: {name: tensor_in(kept) for name, kept in of.items()} for key, of in state.items()}
         self.adopt_description = self.core.adopt(
             part.assignment, transport, values=values, load=part.checkpoint_folder or None, only_weights=part.only_weights
@@ -174,7 +184,8 @@ class ElasticWorker:
         self.core.release_initial_values()
         if not (part.run_begins or part.checkpoint_folder):
             for index, optimizer in self.core.step_commit.optimizers.items():
-                mine = {name: state[index][name] for name in self.core.stages[index].parameters if name in state[index]}
+                there = {**state[index], **runs[index]}
+                mine = {each.key: there[each.key] for each in self.core.step_commit.owned[index] if each.key in there}
                 try:
                     write_optimizer_state(optimizer, OptimizerState.of_parameters(mine, names_with_patterns(optimizer)))
                 except StateNotKeptError as error:
@@ -200,61 +211,106 @@ class ElasticWorker:
     # -- state here -----------------------------------------------------------------------------------------------------------
 
     def _take_mirror_snapshot(self, transport: Transport | None) -> None:
-        done = self.applied()
-        self.mirror.take_snapshot(done, self._stages_state(), transport, self._slices())
+        done, parts = self.applied(), self._parts()
+        state = {at: kept for at, (kept, _) in parts.items()}
+        slices = {at: place for at, (_, place) in parts.items() if place != ParameterSlice()}
+        self.mirror.take_snapshot(done, state, transport, slices)
 
     def _slices(self) -> dict[StatePart, ParameterSlice]:
-        """What is cut over shards -> the part of its parameter that it is."""
-        return {
-            (name, number): ParameterSlice(stage.shard.layout.cuts[name], number)
-            for (_, number), stage in self.core.stages.items()
-            if stage.shard is not None
-            for name in stage.parameters
-            if name in stage.shard.layout.cuts
-        }
+        """Of what is a part of its parameter: which one."""
+        return {at: place for at, (_, place) in self._parts().items() if place != ParameterSlice()}
 
     def _held_state(self) -> dict[str, list[ParameterState]]:
         """Parameter or buffer -> the parts of its state after `applied()` steps that this worker holds; not copies."""
         self.applied()
-        found, slices = {name: list(holdings) for name, holdings in self._old.items()}, self._slices()
-        for at, kept in self._stages_state().items():
-            found.setdefault(at[0], []).insert(0, ParameterState(kept, slices.get(at, ParameterSlice())))
+        found = {name: list(holdings) for name, holdings in self._old.items()}
+        for at, (kept, place) in self._parts().items():
+            found.setdefault(at[0], []).insert(0, ParameterState(kept, place))
         return found
 
     def _assemble_state(
         self, part: AdoptPlanCommand, rank: int, base: Mapping[str, list[ParameterState]]
-    ) -> dict[ShardOfStage, dict[str, StateByKey]]:
+    ) -> tuple[dict[ShardOfStage, dict[str, StateByKey]], dict[ShardOfStage, dict[str, StateByKey]]]:
         """The state that each stage of the new plan needs here, by virtual shard, in tensors that may be written to and that no
-        other has. Raises `RayparError` if some is missing."""
-        plan = part.assignment.plan
-        sizes = self.core.ownership_of(plan).sizes(rank)
+        other has: of parameters and buffers, by name; and of runs that this rank owns, by key. Of parameters that replicas
+        divide, only what the rank owns is filled. Raises `RayparError` if some is missing."""
+        plan, owner = part.assignment.plan, self.core.ownership_of(part.assignment.plan)
+        sizes = owner.sizes(rank)
         found: dict[ShardOfStage, dict[str, StateByKey]] = {}
+        found_runs: dict[ShardOfStage, dict[str, StateByKey]] = {}
         taken = set[int]()
         for index in plan.stages_of(rank):
-            stage, run = plan.stages[index], plan.stages[index].run_of(plan.role_in(rank, index).shard)
+            stage, role = plan.stages[index], plan.role_in(rank, index)
+            run = stage.run_of(role.shard)
             layout = self.core.layout(stage.virtual_shards) if stage.virtual_shards > 1 else None
             for number in run if layout is not None else (0,):
-                here = found[index, number] = {}
+                here, runs = found.setdefault((index, number), {}), found_runs.setdefault((index, number), {})
+                own = self._runs_to_own(owner, index, number, role.replica)
                 for name in state_shapes(self.core.graph, stage.first, stage.last):
                     if name not in sizes:
                         continue
                     cut = layout.cuts.get(name) if layout is not None else None
                     place = ParameterSlice() if cut is None else ParameterSlice(cut, number)
-                    shape, whole = partial(self._shape, name), partial(self._whole, name)
+                    whole, shape = partial(self._whole, name), partial(self._shape, name)
+                    if own is not None and name in own and own[name] != [(0, count_indices(place.spans(sizes[name])))]:
+                        here[name] = self._unfilled(index, name, place)
+                        for start, stop in own[name]:
+                            at = run_key(name, start, stop)
+                            runs[at] = self._assemble_run(part, base.get(name, ()), name, place, (start, stop), sizes[name])
+                            tensor_in(here[name]).view(-1)[start:stop] = tensor_in(runs[at]).to(self.core.device)
+                        continue
                     made = assemble_parameter(base.get(name, ()), place, sizes[name], shape, whole, self.core.device)
                     if made is None:
-                        what = f"worker {self.worker} lacks elements of {name} of the state {after_steps(part.steps_done)}"
-                        raise RayparError(what, cure="report this: the pieces that it holds and was sent do not cover them")
+                        raise self._lacks(part, name)
                     kept, writable = made
                     tensor = tensor_in(kept)
                     is_new = writable and id(tensor) not in taken
                     taken.add(id(tensor))
                     here[name] = kept if is_new else {**kept, PARAMETER: tensor.clone()}
+        return found, found_runs
+
+    def _lacks(self, part: AdoptPlanCommand, name: str) -> RayparError:
+        what = f"worker {self.worker} lacks elements of {name} of the state {after_steps(part.steps_done)}"
+        return RayparError(what, cure="report this: the pieces that it holds and was sent do not cover them")
+
+    def _runs_to_own(self, owner: Ownership, index: int, number: int, replica: int) -> dict[str, list[tuple[int, int]]] | None:
+        """Trained parameter of a stage -> the runs of it that this rank owns, maybe none; None if no replicas divide any."""
+        if not owner.divides(index, "optimizer"):
+            return None
+        names = {run.name for r in range(owner.plan.stages[index].replicas) for run in owner.runs(index, number, r)}
+        found: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
+        for name, start, stop in owner.runs(index, number, replica):
+            found[name].append((start, stop))
         return found
 
+    def _unfilled(self, index: int, name: str, place: ParameterSlice) -> StateByKey:
+        """A tensor for a parameter, or a slice of it, of which replicas own parts."""
+        shape = self._shape(name)
+        local = tuple(shape) if place.cut is None else shard_slice_shape(place.cut, shape, place.shard)
+        return {PARAMETER: torch.empty(local, dtype=getattr(torch, self.core.spec.dtype), device=self.core.device)}
+
+    def _assemble_run(
+        self,
+        part: AdoptPlanCommand,
+        holdings: Sequence[ParameterState],
+        name: str,
+        place: ParameterSlice,
+        run: tuple[int, int],
+        size: int,
+    ) -> StateByKey:
+        """The state of a run of a parameter's slice, flat. Raises `RayparError` if some is missing."""
+        spans = indices_at_positions(place.spans(size), *run)
+        if merge_ranges(s for h in holdings for s in intersect_ranges(spans, h.spans)) != spans:
+            raise self._lacks(part, name)
+        first, *others = [extract_elements(holdings, start, stop, self._whole(name)) for start, stop in spans]
+        for key, value in first.items() if others else ():
+            if isinstance(value, Tensor) and value.dim() and value.numel() == spans[0][1] - spans[0][0]:
+                first[key] = torch.cat([value, *(tensor_in(each, key) for each in others)])
+        return first
+
     def _whole(self, name: str) -> TensorCut | None:
-        """How shards would cut a parameter that is whole here; its elements are numbered by that."""
-        return self.core.layout(1).cuts.get(name)
+        """How shards would cut a parameter that is whole here, if the run may have any; its elements are numbered by that."""
+        return self.core.layout(1).cuts.get(name) if self.core.may_have_shards else None
 
     def _shape(self, name: str) -> torch.Size:
         """Shape of an unsharded parameter or buffer."""
@@ -265,25 +321,45 @@ class ElasticWorker:
         return state_shapes(self.core.graph)
 
     def _stages_state(self) -> dict[StatePart, StateByKey]:
-        """State of the parameters and buffers of this worker's stages, each once: of what is cut, that of each virtual shard;
-        not copies."""
-        found: dict[StatePart, StateByKey] = {}
+        """State of this worker's stages that it holds, each once; not copies."""
+        return {at: kept for at, (kept, _) in self._parts().items()}
+
+    def _parts(self) -> dict[StatePart, tuple[StateByKey, ParameterSlice]]:
+        """State of the parameters and buffers of this worker's stages, each once, and which part of them it is: of what is cut,
+        that of each virtual shard; of what replicas divide, the runs that this worker owns; not copies."""
+        found: dict[StatePart, tuple[StateByKey, ParameterSlice]] = {}
         for index, stage in self.core.stages.items():
-            optimizer = self.core.step_commit.optimizers.get(index)
-            state: dict[str, StateByKey] = {}
-            if optimizer is not None:
-                names = names_with_patterns(optimizer)
-                try:
-                    state = self.core.optimizer_state(index).by_parameter(names)
-                except StateNotKeptError as error:
-                    state = OptimizerState.not_kept(names, error)
+            state = self._state_of_optimizer(index)
             cuts = stage.shard.layout.cuts if stage.shard is not None else {}
+            divided, owned = self.core.ownership.divides(index[0], "optimizer"), self.core.step_commit.owned[index]
+            whole = {each.name for each in owned if each.run is None}
             for name, parameter in stage.parameters.items():
-                if parameter.numel():
+                if parameter.numel() and (name in whole or not (divided and parameter.requires_grad)):
                     at = name, index[1] if name in cuts else WHOLE
-                    found.setdefault(at, {PARAMETER: parameter.detach(), **state.get(name, {})})
-            found |= {(name, WHOLE): {PARAMETER: buffer} for name, buffer in stage.buffers.items() if buffer.numel()}
+                    place = ParameterSlice(cuts[name], index[1]) if name in cuts else ParameterSlice()
+                    found.setdefault(at, ({PARAMETER: parameter.detach(), **state.get(name, {})}, place))
+            for each in owned:
+                if each.run is not None:
+                    place = ParameterSlice(cuts[each.name], index[1]) if each.name in cuts else ParameterSlice()
+                    held = place.spans(place.size(stage.parameters[each.name].shape))
+                    kept = {PARAMETER: each.parameter.detach(), **state.get(each.key, {})}
+                    for (start, _), here in each.parts(held):
+                        found.setdefault(run_part(each.name, start), (_part_of_run(kept, here), ParameterSlice(start=start)))
+            for name, buffer in stage.buffers.items():
+                if buffer.numel():
+                    found[name, WHOLE] = {PARAMETER: buffer}, ParameterSlice()
         return found
+
+    def _state_of_optimizer(self, index: ShardOfStage) -> Mapping[str, StateByKey]:
+        """What the optimizer of a stage keeps, by key of what it trains."""
+        optimizer = self.core.step_commit.optimizers.get(index)
+        if optimizer is None:
+            return {}
+        names = names_with_patterns(optimizer)
+        try:
+            return self.core.optimizer_state(index).by_parameter(names)
+        except StateNotKeptError as error:
+            return OptimizerState.not_kept(names, error)
 
     def _exchange(
         self, part: AdoptPlanCommand, transport: Transport, base: Mapping[str, list[ParameterState]]
@@ -334,7 +410,7 @@ class ElasticWorker:
                     got = next(handles)
                     yield RoutineWait(got, f"{key} of {name} from worker {source}")
                     received[key] = got.tensor()
-                found.setdefault(name, []).append(ParameterState(received, start=start))
+                found.setdefault(name, []).append(ParameterState(received, ParameterSlice(start=start)))
         for handle in sent:
             yield RoutineWait(handle, "state to be taken")
         return found
@@ -346,3 +422,9 @@ class ElasticWorker:
             if holding.slice.cut is None and holding.start is None and holding.spans == ((piece.start, piece.stop),):
                 return None, holding.state
         return piece.start, extract_elements(holdings, piece.start, piece.stop, self._whole(piece.name))
+
+
+def _part_of_run(kept: StateByKey, here: slice) -> StateByKey:
+    """The same state of some of a run's elements."""
+    shape = tensor_in(kept).shape
+    return {key: value[here] if isinstance(value, Tensor) and value.shape == shape else value for key, value in kept.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from raypar.job import Job
@@ -42,13 +42,14 @@ def make_worker_assignments(
     schedule: Schedule,
     *,
     validation_samples: Mapping[str, int] = MappingProxyType({}),
+    shards: Collection[int] = (),
 ) -> tuple[ProgramAssignment, ...]:
     """The assignment of each rank, by rank, lowered from the schedule. `validation_samples`: those of each validation set;
-    without any there is no validation.
+    without any there is no validation. `shards`: numbers of shards that other plans of the run may have.
 
     Raises `ScheduleError` if the result would not run.
     """
-    counts = plan.virtual_shard_counts
+    counts = plan.virtual_shard_counts | set(shards)
     cut_into = counts | {1} if max(counts) > 1 else ()
     layouts = {count: compute_shard_layout(graph, count, dict(spec.styles), dict(spec.layout)) for count in cut_into}
     validation = make_validation_batching(spec, validation_samples)

@@ -48,7 +48,7 @@ def required_communicators(
             for number in plan.stages[stage].run_of(role.shard):
                 channel, routing = reduction_channel(plan, stage, number), MicrobatchRouting(plan, spec.batching)
                 found |= set(_reduction(routing, stage, role.shard, channel, fast))
-                if stage in assignment.crossing.exchanges_buffers:
+                if stage in assignment.crossing.exchanges_buffers or plan.divides_state(stage):
                     found.add(CommunicatorKey(plan.replica_ranks(stage, role.shard), "all_gather", channel))
             if shards > 1:
                 # A loss on cut logits gathers. So do layers of the gathered style; every stage is assumed to have one.

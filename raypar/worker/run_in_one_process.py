@@ -182,11 +182,13 @@ class OneProcessRun:
         return self.scheduler.run([in_turn(*each) for each in zip(self.cores, routines, strict=True)], self.mesh)
 
     def parameters(self) -> dict[str, list[Tensor]]:
-        """Parameter -> the copy of every worker that has it; of a parameter that is cut over shards, each worker's slice."""
+        """Parameter -> the copy of every worker that has it; of a parameter that is cut over shards, each worker's slice. Where
+        replicas divide state, what owners have changed is gathered before."""
+        self.scheduler.run([core.step_commit.gather.finish() for core in self.cores], self.mesh)
         return self._collect(lambda parameter: parameter.detach())
 
     def gradients(self) -> dict[str, list[Tensor | None]]:
-        """Parameter -> every worker's copy of its scaled gradient in the last step."""
+        """Parameter -> every worker's copy of its scaled gradient in the last step; None where replicas divide it."""
         return self._collect(lambda parameter: parameter.grad)
 
     def buffers(self) -> dict[str, list[Tensor]]:
@@ -208,7 +210,8 @@ class OneProcessRun:
         return found
 
     def optimizer_state(self) -> dict[str, list[dict[str, Value]]]:
-        """Parameter -> every worker's optimizer state of it."""
+        """Parameter -> every worker's optimizer state of it. Where replicas divide it: run of it (`owned_parameters.run_key`)
+        -> its owner's."""
         found: dict[str, list[dict[str, Value]]] = {}
         for core in self.cores:
             for optimizer in core.step_commit.optimizers.values():

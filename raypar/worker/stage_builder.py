@@ -6,7 +6,7 @@ The parts of a stage: modules (of whole values or slices), parameter uses, split
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,8 +28,6 @@ from raypar.model.tensor_parallel.weight_gradient_memory_reuse import GradientRe
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.forward_pass_batching import whole_batching
 from raypar.plan.ownership import Ownership
-from raypar.plan.pieces import Piece
-from raypar.plan.shard_ranges import intersect_ranges
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.torch_compat.autograd import can_forget_gradient_hooks
@@ -53,7 +51,9 @@ from raypar.worker.stage.stage_coordinate_in_errors import SamplesOfPasses, Stag
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage, reduction_channel
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.step.learning_rates import LearningRates
-from raypar.worker.step.optimizer_and_parameter_groups import build_optimizers, select_owned_parameters
+from raypar.worker.step.optimizer_and_parameter_groups import build_optimizers
+from raypar.worker.step.owned_parameters import OwnedParameter, named_parameters, own_parameters
+from raypar.worker.step.parameter_gather import ParameterGather, StageGather, gather_rounds
 from raypar.worker.step.step_commit import AnyGradientReduction, StepCommit
 
 # -- one stage ---------------------------------------------------------------------------------------------------------------
@@ -407,24 +407,42 @@ class StageBuilder:
                 found[index, number] = StageShard(group, self.layout(group.size))
         return found
 
-    def build_optimizers(self, stages: Mapping[ShardOfStage, Stage]) -> dict[ShardOfStage, torch.optim.Optimizer]:
-        """Stage -> optimizer of the parameters that this rank trains there; a stage without any has no optimizer."""
-        trained = {key: select_owned_parameters(s.parameters, self._optimizer_pieces(s.shard)) for key, s in stages.items()}
-        with self.guard.watching(f"the optimizer {self.spec.optimizer.label}, as it was made,"):
-            return {index: build_optimizers(self.spec.optimizer, mine) for index, mine in trained.items() if mine}
+    def own_parameters(self, stages: Mapping[ShardOfStage, Stage]) -> dict[ShardOfStage, list[OwnedParameter]]:
+        """By stage: what this rank trains there. Frees masters that other replicas have (`own_parameters`)."""
+        plan, rank = self.assignment.plan, self.transport.rank
+        found = {}
+        for (index, number), stage in stages.items():
+            runs = None
+            if self.ownership.divides(index, "optimizer"):
+                runs = self.ownership.runs(index, number, plan.role_in(rank, index).replica)
+            found[index, number] = own_parameters(stage.weights, runs)
+        return found
 
-    def _optimizer_pieces(self, shard: StageShard | None) -> Iterator[Piece]:
-        """The pieces of optimizer state that this rank keeps, of what is cut those of one virtual shard."""
-        rank, cuts = self.transport.rank, {} if shard is None else shard.layout.cuts
-        sizes = self.ownership.sizes(rank)
-        for piece in self.ownership.pieces(rank, "optimizer"):
-            cut = cuts.get(piece.name)
-            if cut is None or shard is None:
-                yield piece
+    def build_optimizers(
+        self, owned: Mapping[ShardOfStage, Sequence[OwnedParameter]]
+    ) -> dict[ShardOfStage, torch.optim.Optimizer]:
+        """Stage -> optimizer of what this rank trains there; a stage without any has no optimizer."""
+        with self.guard.watching(f"the optimizer {self.spec.optimizer.label}, as it was made,"):
+            return {
+                index: build_optimizers(self.spec.optimizer, *named_parameters(mine)) for index, mine in owned.items() if mine
+            }
+
+    def build_gather(self, stages: Mapping[ShardOfStage, Stage]) -> ParameterGather:
+        """What brings parameters from the replicas that own them, of the stages whose replicas divide state."""
+        plan, rank = self.assignment.plan, self.transport.rank
+        found = {}
+        for (index, number), stage in stages.items():
+            if not self.ownership.divides(index, "optimizer"):
                 continue
-            here = cut.element_ranges(cut.indices_by_shard[shard.group.shard], sizes[piece.name])
-            for start, stop in intersect_ranges(here, ((piece.start, piece.stop),)):
-                yield Piece(piece.name, start, stop)
+            runs = [self.ownership.runs(index, number, replica) for replica in range(plan.stages[index].replicas)]
+            tensors = {run.name: stage.weights.computed_with(run.name) for of_replica in runs for run in of_replica}
+            found[index, number] = StageGather(
+                self.transport,
+                plan.replica_ranks(index, plan.role_in(rank, index).shard),
+                reduction_channel(plan, index, number),
+                gather_rounds(tensors, runs),
+            )
+        return ParameterGather(found)
 
     def build_reductions(self, stages: Mapping[ShardOfStage, Stage]) -> dict[ShardOfStage, AnyGradientReduction]:
         """Stage -> reduction of gradients over the replicas."""
@@ -454,6 +472,7 @@ class StageBuilder:
 
     def build_step_commit(self, stages: Mapping[ShardOfStage, Stage], rates: LearningRates) -> StepCommit:
         """The `StepCommit` that ends the steps of these stages. `rates`: the learning rates of all steps."""
+        owned = self.own_parameters(stages)
         return StepCommit(
             rank=self.transport.rank,
             graph=self.graph,
@@ -461,7 +480,9 @@ class StageBuilder:
             ties=self.assignment.crossing.ties,
             stages=stages,
             reductions=self.build_reductions(stages),
-            optimizers=self.build_optimizers(stages),
+            owned=owned,
+            gather=self.build_gather(stages),
+            optimizers=self.build_optimizers(owned),
             transport=self.transport,
             spec=self.spec,
             rates=rates,

@@ -283,7 +283,8 @@ class WorkerCore:
     ) -> AdoptedStages:
         """Build this rank's stages, optimizers, reductions and loaders. Returns a description for the driver.
 
-        `values`: by stage, tensors of all parameters (canonical names) and buffers, which the stages make their own; `load`: a
+        `values`: by stage, tensors of all parameters (canonical names) and buffers, which the stages make their own; where
+        replicas divide state, only this rank's runs need be filled, and all replicas begin so. `load`: a
         checkpoint to read them from, with the optimizers' state unless `only_weights` is set. With neither, stages begin with
         the initial values, and the description contains digests of these. `cost_ms`, `before_compute`: see `Interpreter`.
         """
@@ -309,6 +310,8 @@ class WorkerCore:
             vars(reduction).clear()
         if load is not None:
             self.load(load, only_weights=only_weights)
+        if values is not None:
+            self.step_commit.gather.mark_stale()
         self.trace_ladder(assignment.validation_microbatches)
         return {
             "rank": self.rank,
@@ -548,8 +551,13 @@ class WorkerCore:
 
     def ownership_of(self, plan: ParallelPlan) -> Ownership:
         """Which rank of a plan keeps which piece of the job's state."""
-        shards = plan.virtual_shard_counts - {1}
+        shards = (plan.virtual_shard_counts | self._layouts.keys()) - {1}
         return Ownership(plan, replace(self._outline, shardings={count: self.layout(count).cuts for count in shards}))
+
+    @property
+    def may_have_shards(self) -> bool:
+        """Whether plans of the run may have shards, so that parameters' elements are numbered as their cuts say."""
+        return any(count > 1 for count in self._layouts)
 
     @cached_property
     def learning_rates(self) -> LearningRates:
@@ -611,6 +619,7 @@ class WorkerCore:
         measured = self.spec.metrics_every > 0 and (step + 1) % self.spec.metrics_every == 0
         self.step_commit.gather_metrics = partial(self._gather_metrics, step) if measured else None
         start = time.perf_counter_ns()
+        yield from self.step_commit.gather.finish()
         yield from self.interpreter.run(self.assignment.program, step, trace=trace)
         metrics = self._compute_metrics() if measured else {}
         self._compared |= self._to_compare
@@ -685,6 +694,7 @@ class WorkerCore:
             if stage.metrics is not None:
                 stage.metrics.begin()
         self._begin_pass(number)
+        yield from self.step_commit.gather.finish()
         yield from self.validation_interpreter.run_validation_pass(self.assignment.validation_program, step)
         if self.spec.metrics and self.spec.forward_passes is None:
             yield from self._gather_metrics(step)
@@ -768,7 +778,7 @@ class WorkerCore:
             stage: {name: of for name, of in mine.items() if name not in unsaved}
             for stage, mine in self.ownership.checkpoint_pieces(self.rank).items()
         }
-        state = take_snapshot(self.stages, optimizers, pieces)
+        state = take_snapshot(self.stages, optimizers, pieces, self.step_commit.owned)
         self._writer.start(checkpoint, f"worker_{self.rank:04d}.safetensors", state)
 
     def save_result(self) -> ShardRecord:
@@ -779,7 +789,8 @@ class WorkerCore:
         """Put a checkpoint's state into the stages and, unless `only_weights` is set, the optimizers. Raises
         `CheckpointError`."""
         optimizers = {} if only_weights else self.step_commit.optimizers
-        restore_from_checkpoint(checkpoint, self.stages, optimizers, initial_values_of(self.graph, self.spec.seed))
+        initial = initial_values_of(self.graph, self.spec.seed)
+        restore_from_checkpoint(checkpoint, self.stages, optimizers, initial, self.step_commit.owned)
         for stage in self.stages.values():
             stage.weights.round_parameters()
 

@@ -57,6 +57,7 @@ class Generations:
             plan,
             registry.build_schedule("1f1b", MicrobatchRouting(plan, self.job.batching)),
             validation_samples={},
+            shards=self.job.shards,
         )
         own, direct = moves_by_worker(moved), may_move_directly(moved)
         orders = [

@@ -127,7 +127,9 @@ class TorchFlesh:
         key = (order.plan, self.schedule(order))
         if key not in self.job.lowered:
             made = registry.build_schedule(key[1], MicrobatchRouting(order.plan, self.job.batching))
-            self.job.lowered[key] = make_worker_assignments(self.job.spec, self.job.graph, order.plan, made)
+            self.job.lowered[key] = make_worker_assignments(
+                self.job.spec, self.job.graph, order.plan, made, shards=self.job.shards
+            )
         seat = order.members.index(worker) if worker in order.members else None
         ranks = {w: rank for rank, w in enumerate(workers)}
         assignment = self.job.lowered[key][seat] if seat is not None else None
@@ -199,7 +201,9 @@ class TorchFlesh:
             if name not in slices and not shape.numel():
                 continue  # empty tensors are nobody's
             parts = list(slices[name].values())
-            whole = extract_elements(parts, 0, shape.numel(), cuts.get(name)) if self.job.shards else parts[0].state
+            whole = (
+                extract_elements(parts, 0, shape.numel(), cuts.get(name)) if self.job.shards or parts[1:] else parts[0].state
+            )
             found[name] = _digest(whole)
         total = hashlib.sha256(b"".join(name.encode() + found[name] for name in sorted(found))).digest()
         return int.from_bytes(total[:8], "little") >> 1

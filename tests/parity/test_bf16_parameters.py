@@ -411,7 +411,7 @@ def test_with_bf16_gradients_half_as_many_bytes_are_sent_and_a_prediction_says_s
             ledger = run.mesh.transports[0].ledger
             sent = {kind: ledger.sent[kind] for kind in ("all_to_all", "all_gather")}
         profile = replace(profile_job(spec, workers=3, graph=graph), link=LinkProfile(bandwidth=1.0))
-        return sent, reduction_ms(profile.stages(plan)[0], 3, profile.link)
+        return sent, reduction_ms(profile.stages(plan)[0], plan.stages[0], profile.link)
 
     (sent, ms), (half, less_ms) = of_replicas(ROUNDED), of_replicas(BF16_SUMS)
     assert half == {kind: nbytes // 2 for kind, nbytes in sent.items()} and all(half.values())

@@ -3,32 +3,27 @@
 import hashlib
 import math
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 from helpers import tiny_job
-from helpers.shard_grid import Cell, graph
 from torch import nn
 
 import raypar
 from raypar.actors.step_reports import merge_reports
-from raypar.errors import ConfigError, PlanError, StateNotKeptError
+from raypar.errors import ConfigError, StateNotKeptError
 from raypar.job import OptimizerConfig
 from raypar.plan import ParallelPlan
 from raypar.plan.exact_sum import ExactSum
-from raypar.plan.pieces import Piece
 from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, read_together, square_gradients, weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.step.optimizer_and_parameter_groups import (
     build_optimizer,
     check_optimizer_groups,
     read_learning_rate,
-    select_owned_parameters,
     set_learning_rate,
 )
 from raypar.worker.step.optimizer_state import OptimizerState, read_optimizer_state, write_optimizer_state
-from raypar.worker.worker_core import WorkerCore
 
 
 def parameters() -> dict[str, nn.Parameter]:
@@ -55,37 +50,6 @@ def test_the_first_matching_pattern_takes_a_parameter_and_the_rest_form_the_last
     set_learning_rate(made, 0.5)
     set_learning_rate(made, 0.25)
     assert [g["lr"] for g in made.param_groups] == [0.125, 0.025, 0.025]
-
-
-def test_an_optimizer_trains_what_its_rank_keeps_state_of_and_what_is_empty():
-    named = parameters() | {
-        "c.none": nn.Parameter(torch.empty(0, 4)),
-        "c.old": nn.Parameter(torch.ones(3), requires_grad=False),
-    }
-    kept = [Piece("norm.weight", 3, 6), Piece("b.weight", 0, 3), Piece("a.weight", 0, 1), Piece("a.weight", 7, 9)]
-    kept += [Piece("a.bias", 0, 3), Piece("of.another.stage", 0, 5)]
-    assert list(select_owned_parameters(named, kept)) == ["a.weight", "a.bias", "norm.weight", "b.weight", "c.none"], (
-        "in layer order"
-    )
-
-
-@pytest.mark.parametrize("kept", [[Piece("weight", 0, 1)], [], [Piece("weight", 0, 3), Piece("old", 0, 2)]])
-def test_a_parameter_whose_optimizer_state_is_elsewhere_is_not_trained_by_mistake(kept):
-    named = {"weight": nn.Parameter(torch.ones(3)), "old": nn.Parameter(torch.ones(2), requires_grad=False)}
-    with pytest.raises(PlanError, match=r"(weight|old): the optimizer would train \d elements, but this rank keeps .* of \d"):
-        select_owned_parameters(named, kept)
-
-
-def test_a_worker_asks_ownership_what_its_optimizers_train(monkeypatch):
-    """Nothing executes ZeRO yet: under a plan that shares optimizer state out there is no optimizer, not a wrong one."""
-    plan = ParallelPlan.mesh(dp=2, layers=len(graph("gpt").layers))
-    job = Cell("gpt", "1f1b", (1,), (1,), 5).job
-    with OneProcessRun(job, plan, "1f1b", graph=graph("gpt")) as local:
-        assert [list(core.step_commit.optimizers) for core in local.cores] == [[(0, 0)], [(0, 0)]]
-    of = WorkerCore.ownership_of
-    monkeypatch.setattr(WorkerCore, "ownership_of", lambda core, plan: replace(of(core, plan), zero_stage=1))
-    with pytest.raises(PlanError, match="this rank keeps optimizer state of 0"):
-        OneProcessRun(job, plan, "1f1b", graph=graph("gpt"))
 
 
 def test_state_goes_by_name_and_survives_another_grouping_of_layers():

@@ -529,6 +529,7 @@ def test_advice_about_names_of_other_frameworks_names_keys_that_there_are_and_no
         "args",  # an argument of transformers' Trainer
         "master",  # the node of torchrun, where it is no key of `precision`
         "weights",  # a file of them, where it is no key of `data`
+        "zero",  # a section of DeepSpeed, where it is no key of `plan`
     }
     assert not set(Job.model_fields) & set(ADVICE)
     for advice in ADVICE.values():

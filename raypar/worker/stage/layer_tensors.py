@@ -144,6 +144,9 @@ class StageTensors:
     """By index of `uses`: the tensor to whose `.grad` autograd adds. Leaves of a tie share their memory."""
     rounded: dict[str, nn.Parameter]
     """Canonical name -> the copy in a lower precision that layers compute with, of parameters that have one."""
+    freed_masters: set[str]
+    """Canonical names of parameters with such a copy of which nothing is here but what the worker's optimizer has: replicas
+    divide them. All of `parameters[name]` reads as NaN."""
     sums_in: torch.dtype | None
     """The dtype in which gradients of these copies are added up; None: in that of the parameters, as all others."""
     buffers: dict[str, Tensor]
@@ -168,6 +171,7 @@ class StageTensors:
         canonical = canonical_names(graph)
         self.layer_names = tuple(layer.name for layer in layers)
         self.modules, self.parameters, self.rounded, self.sums_in = modules, {}, {}, sums_in
+        self.freed_masters = set()
         self.uses, self.leaves, self._layers = [], [], []
         for layer in layers:
             first, module = len(self.uses), modules[layer.name]
@@ -203,10 +207,24 @@ class StageTensors:
     def round_parameters(self, *, trained_only: bool = False) -> None:
         """Make the copies that layers compute with those of the parameters as they are now. `trained_only`: a step has changed
         these, and no frozen ones."""
-        names = [name for name in self.rounded if not trained_only or self.parameters[name].requires_grad]
+        names = [
+            name
+            for name in self.rounded
+            if name not in self.freed_masters and (self.parameters[name].requires_grad or not trained_only)
+        ]
         if names:
             with torch.no_grad():
                 copy_all([self.rounded[name] for name in names], [self.parameters[name] for name in names])
+
+    def free_master(self, name: str) -> None:
+        """Free the memory of a parameter of which layers use a copy."""
+        master = self.parameters[name]
+        master.data = torch.full((), float("nan"), dtype=master.dtype, device=master.device).expand(master.shape)
+        self.freed_masters.add(name)
+
+    def computed_with(self, name: str) -> Tensor:
+        """The tensor of a parameter that layers compute with: it, or its copy in a lower precision."""
+        return self.rounded.get(name, self.parameters[name]).detach()
 
     def of_layer(self, position: int) -> LayerTensors:
         """What the stage's layer at `position` computes with, ready for its forward."""

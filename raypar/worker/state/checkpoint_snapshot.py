@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from raypar.errors import CheckpointError
 from raypar.model.initial_values_source_protocol import InitialValues
-from raypar.plan.shard_ranges import count_indices, merge_ranges, positions_of_indices
+from raypar.plan.pieces import Piece
+from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_ranges, merge_ranges, positions_of_indices
 from raypar.worker.checkpoint.checkpoint_files import (
     CheckpointAt,
     KeptState,
@@ -19,6 +22,7 @@ from raypar.worker.checkpoint.checkpoint_files import (
     ShardRecord,
     SharedState,
     StateName,
+    TensorRuns,
     TensorSlices,
     encode_tensor,
     load_manifest,
@@ -33,8 +37,9 @@ from raypar.worker.checkpoint.state_key import ATTRIBUTE, BUFFER, CACHE, GROUP, 
 from raypar.worker.pretrained.frozen_values import read_frozen_values
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
-from raypar.worker.state.parameter_state import tensor_in
+from raypar.worker.state.parameter_state import ParameterSlice, tensor_in
 from raypar.worker.step.optimizer_state import OptimizerState, Value, read_optimizer_state, write_optimizer_state
+from raypar.worker.step.owned_parameters import OwnedParameter
 
 WRITE_TIMEOUT_S = 600.0
 """How long the disk may take to write one worker's file."""
@@ -48,7 +53,7 @@ class StateSnapshot:
     """(parameter or buffer, what it is of it) -> copy in host memory."""
     scalars: Mapping[StateName, Scalar]
     """(parameter, what it is of it) -> number that the optimizer keeps, such as its step count."""
-    slices: Mapping[StateName, TensorSlices] = field(default_factory=dict)
+    slices: Mapping[StateName, TensorSlices | TensorRuns] = field(default_factory=dict)
     """Which part of the unsharded tensor a copy is; no entry: all of it."""
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """First name of a tied parameter -> its other names."""
@@ -61,30 +66,36 @@ class StateSnapshot:
 def take_snapshot(
     stages: Mapping[ShardOfStage, Stage],
     optimizers: Mapping[ShardOfStage, torch.optim.Optimizer],
-    names: Mapping[int, Iterable[str]],
+    pieces: Mapping[int, Mapping[str, Sequence[Piece]]],
+    owned: Mapping[ShardOfStage, Sequence[OwnedParameter]] = MappingProxyType({}),
 ) -> StateSnapshot:
-    """Copy the state of the named parameters and buffers to host memory. `names`: by index of the stage, as `Ownership` gives
-    them; of what is cut, each virtual shard of the worker adds its slice.
+    """Copy the state of parameters and buffers to host memory. `pieces`: by index of the stage, as `Ownership` gives them; of
+    what is cut, each virtual shard of the worker adds its slice.
 
-    `optimizers`: by stage; a snapshot has no state of those that are left out. Raises `StateNotKeptError` for optimizer state
-    that cannot be kept, by name.
+    `optimizers`: by stage; a snapshot has no state of those that are left out. `owned`: what they train; without it, whole
+    parameters. Raises `StateNotKeptError` for optimizer state that cannot be kept, by name.
     """
     tensors: dict[StateName, Tensor] = {}
     scalars: dict[StateName, Scalar] = {}
     parts: dict[StateName, list[tuple[Tensor, TensorSlices]]] = {}
     shared: list[tuple[int, SharedState]] = []
     kept: dict[str, list[str]] = {}
+    runs = SnapshotOfRuns(owned, pieces)
     first = {index: min(number for at, number in stages if at == index) for index, _ in stages}
     with torch.no_grad():
         for (index, number), stage in stages.items():
             optimizer, is_first = optimizers.get((index, number)), number == first[index]
             state = read_optimizer_state(optimizer) if optimizer is not None else OptimizerState()
+            keys = {each.key: each.name for each in owned.get((index, number), ())}
             if optimizer is not None and is_first:
-                kept |= {name: sorted(of) for name, of in state.parameters.items()}
+                kept |= {keys.get(key, key): sorted(of) for key, of in state.parameters.items()}
                 of_groups = {(pattern, GROUP): _encoded(entries) for pattern, entries in state.groups.items()}
                 of_optimizers = {(pattern, ATTRIBUTE): _encoded(entries) for pattern, entries in state.attributes.items()}
                 shared.append((index, {**of_groups, **of_optimizers}))
-            for name in names.get(index, ()):
+            runs.add_stage((index, number), stage, state, is_first=is_first)
+            for name in pieces.get(index, ()):
+                if name in runs.names or (owned and name in stage.parameters and not _is_here(name, stage, keys)):
+                    continue
                 if name in stage.buffers:
                     if is_first:
                         tensors[name, BUFFER if name in stage.persistent else CACHE] = _copy(stage.buffers[name])
@@ -94,20 +105,95 @@ def take_snapshot(
                 of_optimizer = {optimizer_key(key): value for key, value in state.parameters.get(name, {}).items()}
                 for key, value in {PARAMETER: parameter, **of_optimizer}.items():
                     if shard is not None and is_cut and isinstance(value, Tensor) and value.shape == parameter.shape:
-                        owned = shard.owned(name, value)
-                        if owned.numel():
-                            parts.setdefault((name, key), []).append((owned, shard.slices(name, value)))
+                        counted = shard.owned(name, value)
+                        if counted.numel():
+                            parts.setdefault((name, key), []).append((counted, shard.slices(name, value)))
                     elif is_first and not (is_cut and shard is not None and shard.group.shard > 0):
                         # A step count of what is cut, which is every shard's, is written by the first of all.
                         if isinstance(value, Tensor):
                             tensors[name, key] = _copy(value)
                         else:
                             scalars[name, key] = value
-        slices: dict[StateName, TensorSlices] = {}
+        slices: dict[StateName, TensorSlices | TensorRuns] = {}
         for name_and_key, of_shards in parts.items():
             tensors[name_and_key], slices[name_and_key] = _joined_slices(of_shards)
+        runs.add_to(tensors, scalars, slices)
     ties = {others[0]: others[1:] for stage in stages.values() for others in stage.graph.shared_names}
     return StateSnapshot(tensors, scalars, slices, ties, tuple(shared), kept if optimizers else None)
+
+
+def _is_here(name: str, stage: Stage, keys: Mapping[str, str]) -> bool:
+    """Whether a parameter's state is this worker's: what is trained may be another replica's."""
+    return not stage.parameters[name].requires_grad or name in keys
+
+
+class SnapshotOfRuns:
+    """What a snapshot has of parameters that replicas divide: runs of elements of the flattened unsharded tensors."""
+
+    names: frozenset[str]
+    """The parameters of which this worker owns runs; of these a whole slice is a run, too."""
+    shared: dict[StateName, Value]
+    """(parameter, what it is of it) -> what is not by element, from the worker with the parameter's first element."""
+
+    def __init__(
+        self, owned: Mapping[ShardOfStage, Sequence[OwnedParameter]], pieces: Mapping[int, Mapping[str, Sequence[Piece]]]
+    ) -> None:
+        """`pieces`: by stage, those to write."""
+        self.names = frozenset(each.name for mine in owned.values() for each in mine if each.run is not None)
+        self.shared = {}
+        self._owned, self._pieces = owned, pieces
+        self._parts: dict[StateName, list[tuple[int, int, Tensor]]] = {}
+        """By parameter and what it is of it: (first element, element behind the last, flat tensor)."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """Shapes of the unsharded tensors."""
+
+    def add_stage(self, index: ShardOfStage, stage: Stage, state: OptimizerState, *, is_first: bool) -> None:
+        """Take in what a virtual shard of a stage owns. `is_first`: it is the worker's one that writes what all have."""
+        cuts = stage.shard.layout.cuts if stage.shard is not None else {}
+        for each in self._owned.get(index, ()):
+            mine = self._pieces.get(index[0], {}).get(each.name, ())
+            if each.name not in self.names or not (is_first or each.name in cuts):
+                continue
+            place = ParameterSlice(cuts[each.name], index[1]) if each.name in cuts else ParameterSlice()
+            local = stage.parameters[each.name].shape
+            size = place.size(local)
+            write: IndexRanges = tuple((piece.start, piece.stop) for piece in mine)
+            self._shapes[each.name] = tuple(local)
+            if place.cut is not None:
+                write = intersect_ranges(write, place.cut.element_ranges(place.cut.owned(index[1]), size))
+                self._shapes[each.name] = (place.cut.whole_size, *local[1:])
+            of_optimizer = {optimizer_key(key): value for key, value in state.parameters.get(each.key, {}).items()}
+            run = each if each.run is not None else replace(each, run=(0, local.numel()))
+            for (start, stop), here in run.parts(place.spans(size)):
+                for a, b in intersect_ranges(((start, stop),), write):
+                    self._add(each, {PARAMETER: each.parameter, **of_optimizer}, a, b, here.start + a - start)
+
+    def _add(self, owned: OwnedParameter, state: Mapping[StateKey, Value], start: int, stop: int, at: int) -> None:
+        """Take in elements [start, stop), which lie at `at` in the run."""
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == owned.parameter.shape:
+                part = value.detach().reshape(-1)[at : at + stop - start]
+                self._parts.setdefault((owned.name, key), []).append((start, stop, part))
+            elif start == 0:
+                self.shared[owned.name, key] = value
+
+    def add_to(
+        self,
+        tensors: dict[StateName, Tensor],
+        scalars: dict[StateName, Scalar],
+        slices: dict[StateName, TensorSlices | TensorRuns],
+    ) -> None:
+        """Add copies in host memory, of all runs of a parameter one after the other, and which they are."""
+        for name_and_key, parts in self._parts.items():
+            parts.sort(key=itemgetter(0))
+            tensors[name_and_key] = torch.cat([part for _, _, part in parts]).cpu()
+            spans = merge_ranges((start, stop) for start, stop, _ in parts)
+            slices[name_and_key] = TensorRuns(self._shapes[name_and_key[0]], spans)
+        for name_and_key, value in self.shared.items():
+            if isinstance(value, Tensor):
+                tensors[name_and_key] = _copy(value)
+            else:
+                scalars[name_and_key] = value
 
 
 def _joined_slices(parts: Sequence[tuple[Tensor, TensorSlices]]) -> tuple[Tensor, TensorSlices]:
@@ -141,11 +227,12 @@ def restore_from_checkpoint(
     stages: Mapping[ShardOfStage, Stage],
     optimizers: Mapping[ShardOfStage, torch.optim.Optimizer],
     initial: InitialValues,
+    owned: Mapping[ShardOfStage, Sequence[OwnedParameter]] = MappingProxyType({}),
 ) -> None:
     """Read a checkpoint's state into these stages and optimizers, and only what they hold. Raises `CheckpointError`.
 
-    Without `optimizers` no state of optimizers is read. `initial`: values of buffers that the checkpoint lacks; an older raypar
-    saved persistent buffers only.
+    Without `optimizers` no state of optimizers is read. `owned`: what they train; without it, whole parameters. `initial`:
+    values of buffers that the checkpoint lacks; an older raypar saved persistent buffers only.
     """
     if optimizers:
         check_kept_state(load_manifest(checkpoint))
@@ -167,15 +254,27 @@ def restore_from_checkpoint(
                         f"in checkpoint {checkpoint}",
                         cure="use a checkpoint of this model",
                     )
-                tensor.copy_(there)
+                (stage.weights.computed_with(name) if name in stage.weights.freed_masters else tensor).copy_(there)
+            whole = [OwnedParameter(name, each) for name, each in stage.parameters.items()]
+            mine = owned.get(index, whole)
+            for each in mine:
+                if each.name in stage.weights.freed_masters:
+                    each.parameter.copy_(each.of(values[each.name]))
             if index in optimizers:
-                of_optimizer = {
-                    name: {key.name: value for key, value in found[index][name].items() if key.kind == OPTIMIZER}
-                    for name in stage.parameters
-                }
+                of_optimizer = {each.key: _state_of(each, found[index][each.name]) for each in mine}
                 # No state at all is what an optimizer has before its first step; an empty dict is not the same for all of them.
-                kept = {name: state for name, state in of_optimizer.items() if state}
+                kept = {key: state for key, state in of_optimizer.items() if state}
                 write_optimizer_state(optimizers[index], OptimizerState(kept, *shared))
+
+
+def _state_of(owned: OwnedParameter, there: Mapping[StateKey, Value]) -> dict[str, Value]:
+    """What an optimizer keeps for a parameter, or for a run of it, from all that is kept for the parameter."""
+    shape = tensor_in(dict(there)).shape
+    return {
+        key.name: owned.of(value) if isinstance(value, Tensor) and value.shape == shape else value
+        for key, value in there.items()
+        if key.kind == OPTIMIZER
+    }
 
 
 def _read_parameters(

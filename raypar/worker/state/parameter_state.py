@@ -27,10 +27,15 @@ from raypar.worker.checkpoint.state_key import PARAMETER, SHARED_KINDS, StateKey
 from raypar.worker.step.optimizer_state import Value
 
 StatePart = tuple[str, int]
-"""(parameter or buffer, which virtual shard's slice of it; `WHOLE` for all of it)."""
+"""(parameter or buffer, which part of it): a virtual shard's slice, by number; `WHOLE`; or a run of elements (`run_part`)."""
 WHOLE = -1
 StateByKey = dict[StateKey, Value]
 """State of one parameter: PARAMETER -> tensor; optimizer state, what it shares with others too -> tensor or number."""
+
+
+def run_part(name: str, start: int) -> StatePart:
+    """The run of a parameter's elements that begins with `start`."""
+    return name, WHOLE - 1 - start
 
 
 def tensor_in(state: StateByKey, key: StateKey = PARAMETER) -> Tensor:
@@ -48,9 +53,13 @@ class ParameterSlice:
     """How the parameter is cut over shards; None: this is all of it."""
     shard: int = 0
     """The shard whose slice this is."""
+    start: int | None = None
+    """First element, if the tensors are flat runs of elements; None: they have the shape of a slice."""
 
     def spans(self, size: int) -> IndexRanges:
-        """The elements in this part of a parameter that has `size` elements."""
+        """The elements in this part of a parameter that has `size` elements; of a run, the run's `size`."""
+        if self.start is not None:
+            return ((self.start, self.start + size),)
         return ((0, size),) if self.cut is None else self.cut.element_ranges(self.cut.indices_by_shard[self.shard], size)
 
     def size(self, local: Sequence[int]) -> int:
@@ -71,19 +80,19 @@ class ParameterState:
     state: StateByKey
     """The parameter's tensor, and the optimizer's tensors and numbers for it."""
     slice: ParameterSlice = ParameterSlice()
-    """Which part of the parameter the tensors are; of tensors that are flat runs see `start`."""
-    start: int | None = None
-    """First element, if the tensors are flat runs of elements; None: they have the shape of `slice`."""
+    """Which part of the parameter the tensors are."""
     is_read_only: bool = False
     """Whether the tensors lie in a copy of the mirror's, which must not change."""
 
     @property
+    def start(self) -> int | None:
+        """See `ParameterSlice.start`."""
+        return self.slice.start
+
+    @property
     def spans(self) -> IndexRanges:
         """The parameter's elements in this state."""
-        parameter = tensor_in(self.state)
-        if self.start is not None:
-            return ((self.start, self.start + parameter.numel()),)
-        return self.slice.spans(self.slice.size(parameter.shape))
+        return self.slice.spans(self.slice.size(tensor_in(self.state).shape))
 
     def sliced(self, key: StateKey) -> bool:
         """Whether `state[key]` has one element for each element of the parameter."""

@@ -382,6 +382,7 @@ class Interpreter:
 
     def _apply(self, instruction: OptimizerStep, step: int, received: Received) -> None:
         self.step_commit.apply()
+        self.step_commit.gather_parameters()
 
 
 InstructionRule = Callable[[Interpreter, Any, int, Received], Routine[None] | None]

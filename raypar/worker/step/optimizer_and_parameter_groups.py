@@ -5,18 +5,17 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from raypar.errors import ConfigError, PlanError, UserCodeError, error_message
+from raypar.errors import ConfigError, UserCodeError, error_message
 from raypar.job import OptimizerConfig, OptimizerEntry, SingleOptimizerConfig
 from raypar.job.function_section import ALL_PARAMETERS
-from raypar.plan.pieces import Piece
 from raypar.torch_compat.avoid_dynamo_import import without_dynamo
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
@@ -89,36 +88,25 @@ def _is_number_in_quotes(value: Any) -> bool:
     return True
 
 
-def select_owned_parameters(parameters: Mapping[str, nn.Parameter], pieces: Iterable[Piece]) -> dict[str, nn.Parameter]:
-    """The trained ones of a stage's `parameters`, in their order: those whose optimizer state this rank keeps, and empty ones.
-
-    `pieces`: what it keeps of optimizer state (`Ownership.pieces`), of other stages too. Of each trained parameter they must be
-    all elements that are here, because an optimizer steps whole tensors; raises `PlanError` where they are not.
-    """
-    kept: Counter[str] = Counter()
-    for piece in pieces:
-        kept[piece.name] += piece.size
-    for name, parameter in parameters.items():
-        trained = parameter.numel() if parameter.requires_grad else 0
-        if kept[name] != trained:
-            raise PlanError(
-                f"{name}: the optimizer would train {trained} elements, but this rank keeps optimizer state of {kept[name]}",
-                cure="report this",
-            )
-    return {name: p for name, p in parameters.items() if kept[name] or (p.requires_grad and not p.numel())}
-
-
-def build_optimizers(spec: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizers(
+    spec: OptimizerConfig, parameters: Mapping[str, nn.Parameter], names: Mapping[str, str] = MappingProxyType({})
+) -> torch.optim.Optimizer:
     """The job's optimizer over `parameters`, as `build_optimizer` makes it; several are one that steps all."""
     if not spec.entries:
-        return build_optimizer(spec, parameters)
-    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-    made = [build_optimizer(each, {n: parameters[n] for n in mine}) for each, mine in names_by_entry(spec, trained) if mine]
+        return build_optimizer(spec, parameters, names)
+    trained = [key for key, parameter in parameters.items() if parameter.requires_grad]
+    of_names = names_by_entry(spec, dict.fromkeys(names.get(key, key) for key in trained))
+    mine = [(each, {key: parameters[key] for key in trained if names.get(key, key) in own}) for each, own in of_names]
+    made = [build_optimizer(each, own, names) for each, own in mine if own]
     return made[0] if len(made) == 1 else SeveralOptimizers(made)
 
 
-def build_optimizer(spec: SingleOptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(
+    spec: SingleOptimizerConfig, parameters: Mapping[str, nn.Parameter], names: Mapping[str, str] = MappingProxyType({})
+) -> torch.optim.Optimizer:
     """One optimizer over `parameters` (qualified name -> parameter, in layer order), in training mode; without frozen ones.
+
+    `names`: key in `parameters` -> qualified name, which patterns of groups match, where a key is none: of a run of elements.
 
     Raises `ConfigError` for something that is no optimizer, needs a closure, or does not take the arguments given.
     """
@@ -130,7 +118,7 @@ def build_optimizer(spec: SingleOptimizerConfig, parameters: Mapping[str, nn.Par
         )
     for kind in _optimizer_classes(made):
         without_dynamo(kind)
-    groups = _parameter_groups(spec, parameters)
+    groups = _parameter_groups(spec, parameters, names)
     optimizer = _make_optimizer(spec, made, groups)
     for pattern, overrides in spec.options_by_pattern:
         unknown = sorted(set(overrides) - set(optimizer.defaults))
@@ -149,7 +137,9 @@ def build_optimizer(spec: SingleOptimizerConfig, parameters: Mapping[str, nn.Par
     return optimizer
 
 
-def _parameter_groups(spec: SingleOptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+def _parameter_groups(
+    spec: SingleOptimizerConfig, parameters: Mapping[str, nn.Parameter], names: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """The groups of the job that have trained parameters: the job's options, `params`, their `names`, the group's `pattern`."""
     groups: list[dict[str, Any]] = [
         {**overrides, "params": [], "names": [], "pattern": spec.pattern_of_group(pattern)}
@@ -157,7 +147,7 @@ def _parameter_groups(spec: SingleOptimizerConfig, parameters: Mapping[str, nn.P
     ]
     for name, parameter in parameters.items():
         if parameter.requires_grad:
-            group = groups[optimizer_group_of(spec, name)]
+            group = groups[optimizer_group_of(spec, names.get(name, name))]
             group["params"].append(parameter)
             group["names"].append(name)
     return [group for group in groups if group["params"]]

@@ -154,6 +154,13 @@ class OptimizerTrial:
                 "optimizer that takes each element by itself (SGD, Adam, AdamW, ...)"
                 + (f"\n  measured: {measured}" if measured else ""),
             )
+        if plan.most_zero and self.division is not StateDivision.BY_RUNS:
+            raise ConfigError(
+                f"{self.label} cannot be used with plan.zero: {plan.most_zero}: its step of one element depends on others, and "
+                "each replica steps only the runs of elements that it owns",
+                cure="set plan.zero: 0, or use an optimizer that takes each element by itself (SGD, Adam, AdamW, ...)"
+                f"\n  measured: {self.why_not_by_runs or self.difference}",
+            )
 
 
 def join_trials(trials: Sequence[OptimizerTrial]) -> OptimizerTrial:

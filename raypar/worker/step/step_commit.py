@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raypar.comm.routine import Routine, StreamWaits
 from raypar.comm.routines_in_turn import run_in_turn
@@ -36,7 +36,7 @@ from raypar.plan.ownership import Ownership
 from raypar.plan.seeds import seed_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.plan.vote_result import VoteResult
-from raypar.torch_compat.multi_tensor import scale_all
+from raypar.torch_compat.multi_tensor import copy_all, scale_all
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, read_together, square_gradients
@@ -45,6 +45,8 @@ from raypar.worker.stage.stage import Stage, fold_gradients
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage, reduction_channel
 from raypar.worker.step.buffer_exchange import BufferExchange
 from raypar.worker.step.learning_rates import LearningRates
+from raypar.worker.step.owned_parameters import OwnedParameter, rounded_runs
+from raypar.worker.step.parameter_gather import ParameterGather
 from raypar.worker.step.tied_gradients import TiedGradientExchange
 from raypar.worker.step.vote_exchange import VoteExchange
 
@@ -108,8 +110,12 @@ class StepCommit:
     """This worker's stages, each virtual shard of one by itself."""
     reductions: Mapping[ShardOfStage, AnyGradientReduction]
     """Stage -> reduction of its gradients over replicas."""
+    owned: Mapping[ShardOfStage, Sequence[OwnedParameter]]
+    """Stage -> what this rank trains of it: whole parameters, or runs of them where replicas divide state."""
+    gather: ParameterGather
+    """Brings parameters from the replicas that own them, after each step."""
     optimizers: Mapping[ShardOfStage, torch.optim.Optimizer]
-    """Stage -> optimizer; stages with nothing to train have none."""
+    """Stage -> optimizer of what is owned; stages of which nothing is have none."""
     transport: Transport
     """Connects the workers; may connect some without a seat, too."""
     spec: Job
@@ -181,6 +187,7 @@ class StepCommit:
         self._bits = {name: 1 << place for place, name in enumerate(self.ownership.trained if replicated else ())}
         for reduction in self.reductions.values():
             reduction.stream_waits = self.stream_waits
+        self.gather.stream_waits = self.stream_waits
         self._places = {}
         for index, stage in self.stages.items():
             places = self._places[index] = {}
@@ -192,9 +199,9 @@ class StepCommit:
         self.step, self.outcome, self.applied, self._reduced_uses = step, None, False, None
         self.can_apply_late = self._has_buffer_updates = False
         self._settled, self.late_read_ns = {}, 0
-        for stage in self.stages.values():
-            for parameter in stage.parameters.values():
-                parameter.grad = None
+        for owned in self.owned.values():
+            for each in owned:
+                each.parameter.grad = None
         self._exchange.begin_step()
         for index, stage in self.stages.items():
             # First what is marked: a replica without blocks posts its marks when it starts.
@@ -395,11 +402,25 @@ class StepCommit:
                 with self._user_code(f"the optimizer {type(optimizer).__name__}"):
                     optimizer.step()
                 self.guard.check("the optimizer", compare_everything=True)
-            for stage in self.stages.values():
-                stage.weights.round_parameters(trained_only=True)
+            for index, stage in self.stages.items():
+                self._round(index)
                 stage.apply_buffer_updates()
+            self.gather.mark_stale()
         self.applied = not outcome.skipped
         self.can_apply_late, self.last_decided_step = False, self.step
+
+    def gather_parameters(self) -> None:
+        """Begin to bring what the step has changed from its owners to the other replicas, before they need it."""
+        if self.gather.is_stale:
+            self.gather.begin()
+
+    def _round(self, index: ShardOfStage) -> None:
+        """Make the copies in a lower precision anew that layers of a stage compute with, of what is owned here."""
+        weights = self.stages[index].weights
+        weights.round_parameters(trained_only=True)
+        copies, masters = rounded_runs(self.owned[index], weights)
+        if copies:
+            copy_all(copies, masters)
 
     def _refuse_non_finite(self, outcome: VoteResult) -> None:
         """Raises `NonFiniteError` for a step that the job's policy does not skip."""
@@ -427,25 +448,25 @@ class StepCommit:
         )
 
     def _put_gradients(self, outcome: VoteResult) -> None:
-        """Put the gradients, times the factor, into the parameters' `.grad`; None where no worker has one. Parameters of two
-        stages that share a gradient (a tie) get one each."""
+        """Put the gradients, times the factor, into the `.grad` of what is owned; None where no worker has one. Parameters of
+        two stages that share a gradient (a tie) get one each."""
         everything = (1 << len(self._bits)) - 1
         missing = {} if outcome.defined == everything else {n for n, bit in self._bits.items() if not outcome.defined & bit}
-        unscaled: dict[int, Tensor] = {}
-        shared: list[tuple[nn.Parameter, Tensor]] = []
-        for stage, gradients in self._settled.items():
-            for name, reduced in gradients.items():
-                parameter, gradient = self.stages[stage].parameters[name], None if name in missing else reduced
-                if gradient is not None and id(gradient) in unscaled:
-                    shared.append((parameter, gradient))
+        first: dict[int, ShardOfStage] = {}
+        unscaled: list[Tensor] = []
+        for index, gradients in self._settled.items():
+            for each in self.owned[index]:
+                reduced = None if each.name in missing else gradients[each.name]
+                if reduced is None:
+                    each.parameter.grad = None
                     continue
-                parameter.grad = gradient
-                if gradient is not None:
-                    unscaled[id(gradient)] = gradient
+                gradient = each.of(reduced)
+                if first.setdefault(id(reduced), index) != index:
+                    gradient = gradient.clone()
+                each.parameter.grad = gradient
+                unscaled.append(gradient)
         if unscaled:
-            scale_all(list(unscaled.values()), outcome.factor)
-        for parameter, gradient in shared:
-            parameter.grad = gradient.clone()
+            scale_all(unscaled, outcome.factor)
 
     @contextlib.contextmanager
     def _user_code(self, what: str) -> Iterator[None]:

@@ -1,0 +1,90 @@
+"""What a rank's optimizers train: whole parameters, or the runs of their elements that the rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from raypar.plan.ownership import OwnedRun
+from raypar.plan.shard_ranges import IndexRanges
+from raypar.worker.stage.layer_tensors import StageTensors
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedParameter:
+    """What an optimizer trains of one parameter of a stage."""
+
+    name: str
+    """The parameter's canonical name."""
+    parameter: nn.Parameter
+    """The stage's own parameter, or a run of its elements [n]: a view of it. Where layers compute with a copy in a lower
+    precision a run is all that there is of the master."""
+    run: tuple[int, int] | None = None
+    """The elements [start, stop) of the parameter as it lies here, flattened; None: all, in its own shape."""
+
+    @property
+    def key(self) -> str:
+        """The name under which the optimizer's state goes: the parameter's, or that of a run."""
+        return self.name if self.run is None else run_key(self.name, *self.run)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The same elements of a contiguous tensor that has the parameter's shape."""
+        return tensor if self.run is None else tensor.view(-1)[slice(*self.run)]
+
+    def parts(self, held: IndexRanges) -> Iterator[tuple[tuple[int, int], slice]]:
+        """(elements as `Piece` numbers them, their places in the run) for each stretch of consecutive ones. `held`: those of
+        the parameter's slice here."""
+        assert self.run is not None
+        before, (first, last) = 0, self.run
+        for start, stop in held:
+            a, b = max(first, before), min(last, before + stop - start)
+            if a < b:
+                yield (start + a - before, start + b - before), slice(a - first, b - first)
+            before += stop - start
+
+
+def run_key(name: str, start: int, stop: int) -> str:
+    """The name of a run of a parameter's elements."""
+    return f"{name}[{start}:{stop}]"
+
+
+def own_parameters(tensors: StageTensors, runs: Iterable[OwnedRun] | None) -> list[OwnedParameter]:
+    """What a rank trains of a stage, in layer order: its `runs`, and empty parameters; all if no replicas divide it (None).
+
+    Of a parameter that layers use as a copy in a lower precision, and of which the rank owns a part, that part is all that is
+    left: the other elements of the master are freed.
+    """
+    trained = {name: parameter for name, parameter in tensors.parameters.items() if parameter.requires_grad}
+    if runs is None:
+        return [OwnedParameter(name, parameter) for name, parameter in trained.items()]
+    of_name: dict[str, list[tuple[int, int]]] = {}
+    for name, start, stop in runs:
+        of_name.setdefault(name, []).append((start, stop))
+    found = []
+    for name, parameter in trained.items():
+        size, own = parameter.numel(), of_name.get(name, [])
+        if not size or own == [(0, size)]:
+            found.append(OwnedParameter(name, parameter))
+            continue
+        flat, is_master = parameter.detach().view(-1), name in tensors.rounded
+        for start, stop in own:
+            part = flat[start:stop].clone() if is_master else flat[start:stop]
+            run = nn.Parameter(part)
+            vars(run).update(vars(parameter))
+            found.append(OwnedParameter(name, run, (start, stop)))
+        if is_master:
+            tensors.free_master(name)
+    return found
+
+
+def named_parameters(owned: Sequence[OwnedParameter]) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """(key -> what an optimizer gets, key -> canonical name of the parameter)."""
+    return {each.key: each.parameter for each in owned}, {each.key: each.name for each in owned}
+
+
+def rounded_runs(owned: Sequence[OwnedParameter], tensors: StageTensors) -> tuple[list[Tensor], list[Tensor]]:
+    """(parts of the copies that layers compute with, the runs of masters of which they are copies)."""
+    masters = [each for each in owned if each.name in tensors.freed_masters]
+    return [each.of(tensors.computed_with(each.name)) for each in masters], [each.parameter.detach() for each in masters]

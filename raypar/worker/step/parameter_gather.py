@@ -1,0 +1,173 @@
+"""Gathers parameters from the replicas that own them, where replicas divide state: after each step, before the next use.
+
+Whole parameters are a cache. A step changes an owner's runs; what the others have is stale from then on, until the gather that
+follows is finished. Only `WorkerCore.routine` and `WorkerCore.validation_routine` read caches, and both finish it first;
+checkpoints, mirrors and moves of state read owners' runs. So a worker that is lost in between leaves nothing that anybody
+would compute with: the next generation takes the state from its owners, and gathers anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from raypar.comm.routine import Routine, RoutineWait, StreamWaits
+from raypar.comm.transport import Handle, Transport
+from raypar.plan.ownership import OwnedRun
+from raypar.torch_compat.multi_tensor import copy_all
+from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
+
+PACKED_BYTES = 2 << 20
+"""About the size of a message in which small runs travel together."""
+IN_PLACE_BYTES = 128 << 10
+"""Runs of this size and more travel from and to where they lie, each as a message of its own."""
+WINDOW = 4
+"""Most packed messages of a stage that are on their way at once: their memory is `WINDOW * PACKED_BYTES`."""
+
+
+@dataclass(frozen=True)
+class GatherRound:
+    """One all-gather over the replicas of a stage."""
+
+    views: tuple[tuple[Tensor, ...], ...]
+    """By replica: the runs that it sends, flat, where they lie here."""
+    packed: bool
+    """Whether they travel together, in a buffer; else each replica has one run at most, which travels in place."""
+
+
+def gather_rounds(tensors: Mapping[str, Tensor], runs: Sequence[Sequence[OwnedRun]]) -> list[GatherRound]:
+    """The all-gathers that bring all `runs` (by replica) of these tensors to everybody: large runs first, in place, tensor by
+    tensor; then small ones, packed, of one dtype each. The same on all replicas."""
+    flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
+    large: dict[str, list[list[Tensor]]] = {}
+    small: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+    for replica, own in enumerate(runs):
+        for name, start, stop in own:
+            view = flat[name][start:stop]
+            of_tensor = large.setdefault(name, [[] for _ in runs])
+            if view.nbytes >= IN_PLACE_BYTES and not of_tensor[replica]:
+                of_tensor[replica].append(view)
+            else:
+                small.setdefault(view.dtype, []).append((replica, view))
+    found = [GatherRound(tuple(map(tuple, views)), packed=False) for views in large.values() if any(views)]
+    for same in small.values():
+        found += _packed_rounds(same, len(runs))
+    return found
+
+
+def _packed_rounds(runs: Sequence[tuple[int, Tensor]], replicas: int) -> list[GatherRound]:
+    found: list[GatherRound] = []
+    views: list[list[Tensor]] = [[] for _ in range(replicas)]
+    nbytes = 0
+    for number, (replica, view) in enumerate(runs, 1):
+        views[replica].append(view)
+        nbytes += view.nbytes
+        if nbytes >= PACKED_BYTES or number == len(runs):
+            found.append(GatherRound(tuple(map(tuple, views)), packed=True))
+            views, nbytes = [[] for _ in range(replicas)], 0
+    return found
+
+
+@dataclass
+class StageGather:
+    """The gather of one stage, or of one virtual shard of it."""
+
+    transport: Transport
+    """Connects the replicas."""
+    group: tuple[int, ...]
+    """Their ranks, ascending."""
+    channel: int
+    """That of the reduction of their gradients, whose all-gathers are over when these begin."""
+    rounds: Sequence[GatherRound]
+    """The all-gathers, in the order in which all replicas post them."""
+    _next: int = 0
+    """The first round that is not posted."""
+    _posted: deque[tuple[GatherRound, list[Tensor], Handle]] = field(default_factory=deque)
+    """Rounds on their way, oldest first, and by replica what is sent or received."""
+
+    def begin(self) -> None:
+        """Post as many rounds as may be on their way."""
+        self._next = 0
+        self._posted.clear()
+        self._post()
+
+    def _post(self) -> None:
+        while self._next < len(self.rounds):
+            packed = sum(each.packed for each, _, _ in self._posted)
+            each = self.rounds[self._next]
+            if each.packed and packed == WINDOW:
+                return
+            own = self.group.index(self.transport.rank)
+            pieces = self._pieces(each, own)
+            handle = self.transport.all_gather(pieces, pieces[own], group=self.group, channel=self.channel)
+            self._posted.append((each, pieces, handle))
+            self._next += 1
+
+    def _pieces(self, each: GatherRound, own: int) -> list[Tensor]:
+        some = next(view for views in each.views for view in views)
+        if not each.packed:
+            return [views[0] if views else some.new_empty(0) for views in each.views]
+        pieces = [some.new_empty(sum(view.numel() for view in views)) for views in each.views]
+        _copy(_split(pieces[own], each.views[own]), each.views[own])
+        return pieces
+
+    def finish(self, stream_waits: StreamWaits, what: str) -> Routine[None]:
+        """Wait until everything has arrived, and put it in its place."""
+        while self._posted:
+            each, pieces, handle = self._posted[0]
+            if not handle.done():
+                yield RoutineWait(handle, what, on_stream=True)
+            stream_waits.add(handle, what)
+            self._posted.popleft()
+            if each.packed:
+                for rank, views, piece in zip(self.group, each.views, pieces, strict=True):
+                    if rank != self.transport.rank:
+                        _copy(views, _split(piece, views))
+            self._post()
+
+
+def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    if to:
+        copy_all(to, source)
+
+
+def _split(piece: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
+    return list(piece.split([view.numel() for view in views])) if views else []
+
+
+@dataclass
+class ParameterGather:
+    """One worker's part of all gathers, while a plan lasts."""
+
+    stages: Mapping[ShardOfStage, StageGather]
+    """By stage, of those whose replicas divide state."""
+    stream_waits: StreamWaits = field(default_factory=StreamWaits)
+    """What only the stream waits for."""
+    is_stale: bool = False
+    """Whether the whole parameters are older than their owners' runs."""
+    _begun: bool = False
+    """Whether the gather that makes them whole again is on its way."""
+
+    def mark_stale(self) -> None:
+        """Note that owners have changed their runs, or that only these were filled: the next use gathers."""
+        self.is_stale, self._begun = True, False
+
+    def begin(self) -> None:
+        """Begin to gather what owners have changed. Ends without waiting."""
+        self.is_stale = self._begun = True
+        for stage in self.stages.values():
+            stage.begin()
+
+    def finish(self) -> Routine[None]:
+        """Wait until the parameters are whole: before each use of them."""
+        if not self.is_stale:
+            return
+        if not self._begun:
+            self.begin()
+        for index, stage in self.stages.items():
+            yield from stage.finish(self.stream_waits, f"the parameters of stage {index[0]} from their owners")
+        self.is_stale = self._begun = False

@@ -1,0 +1,191 @@
+"""Layouts whose replicas divide state (ZeRO), compared with one process: what owners have, put together, and every copy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from helpers import shard_grid
+from helpers.parity import STEPS, Layout, differences, expected, share_out_anew
+from helpers.shard_grid import Cell, different, one_process
+from torch import Tensor
+
+from raypar.plan import ParallelPlan, ownership
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
+from raypar.worker.step.owned_parameters import OwnedParameter
+from raypar.worker.worker_core import WorkerCore
+
+PIECE = 16
+"""Elements at whose multiples runs begin in these tests, whose parameters are small."""
+
+
+@contextlib.contextmanager
+def small_pieces(elements: int = PIECE) -> Iterator[None]:
+    """Inside, owners' runs begin at multiples of so many elements; the norm's pieces are what they are."""
+    kept, ownership.CANONICAL_PIECE = ownership.CANONICAL_PIECE, elements
+    try:
+        yield
+    finally:
+        ownership.CANONICAL_PIECE = kept
+
+
+Read = Callable[[WorkerCore, ShardOfStage, OwnedParameter], Tensor | None]
+
+
+def put_together(run: OneProcessRun, read: Read) -> dict[tuple[int, int, str], list[Tensor | None]]:
+    """(stage, virtual shard, parameter) -> what is read of its owners' runs, as a tensor of its shape; every copy of what no
+    replicas divide. None where no owner has anything. Every element has one owner."""
+    parts: dict[tuple[int, int, str, int], list[tuple[OwnedParameter, Tensor | None]]] = {}
+    shapes: dict[tuple[int, int, str], torch.Size] = {}
+    for core in run.cores:
+        for index, stage in core.stages.items():
+            divided = core.ownership.divides(index[0], "optimizer")
+            for each in core.step_commit.owned[index]:
+                shapes[(*index, each.name)] = stage.parameters[each.name].shape
+                copy = 0 if divided and stage.parameters[each.name].numel() else core.rank
+                parts.setdefault((*index, each.name, copy), []).append((each, read(core, index, each)))
+    found: dict[tuple[int, int, str], list[Tensor | None]] = {}
+    for (*place, _), runs in parts.items():
+        key = (place[0], place[1], place[2])
+        runs.sort(key=lambda run: run[0].run or (0, 0))
+        size, before = shapes[key].numel(), 0
+        for each, _ in runs:
+            start, stop = each.run or (0, size)
+            assert start == before, f"{key}: a gap or an overlap at {start}"
+            before = stop
+        assert before == size, f"{key}: {before} of {size} elements have an owner"
+        values = [value for _, value in runs]
+        none = all(value is None for value in values)
+        assert none or all(value is not None for value in values), key
+        flat = all(value is not None and value.shape == each.parameter.shape for each, value in runs)
+        if none or not flat:
+            assert none or all(torch.equal(value, values[0]) for value in values), f"{key}: owners differ"
+            found.setdefault(key, []).append(values[0])
+        else:
+            found.setdefault(key, []).append(torch.cat([value.reshape(-1) for value in values]).view(shapes[key]))
+    return found
+
+
+def gradients_of(run: OneProcessRun) -> dict[tuple[int, int, str], list[Tensor | None]]:
+    """The scaled gradients of the last step, as `put_together` has them."""
+    return put_together(run, lambda core, index, each: each.parameter.grad)
+
+
+def state_of(run: OneProcessRun, key: str) -> dict[tuple[int, int, str], list[Tensor | None]]:
+    """An entry of the optimizers' state."""
+
+    def read(core: WorkerCore, index: ShardOfStage, each: OwnedParameter) -> Tensor | None:
+        return core.step_commit.optimizers[index].state[each.parameter].get(key)
+
+    return put_together(run, read)
+
+
+def by_name(found: dict[tuple[int, int, str], list[Any]]) -> dict[str, list[Any]]:
+    """Without stages and shards."""
+    named: dict[str, list[Any]] = {}
+    for (_, _, name), values in found.items():
+        named.setdefault(name, []).extend(values)
+    return named
+
+
+def check_zero(layout: Layout, level: int, plan: ParallelPlan | None = None, later: Any = None, order_seed: int = 0) -> int:
+    """Run a layout in one process: loss, norm, gradients, parameters, state and buffers must be those of the reference. Returns
+    how many runs are parts of parameters."""
+    want = expected(layout.model, layout.microbatches, layout.blocks, layout.compute)
+    plan = (plan or layout.plan).with_zero(level)
+    with (
+        small_pieces(),
+        OneProcessRun(layout.job, plan, layout.schedule, graph=layout.graph, seed=order_seed) as run,
+    ):
+        for step in range(STEPS):
+            if later is not None and step == 2:
+                share_out_anew(run, layout.schedule, later)
+            reports = run.step(step)
+            assert {r.loss for r in reports} == {want.losses[step]}, f"{layout}, step {step}: loss"
+            assert {r.norm for r in reports} == {want.norms[step]}, f"{layout}, step {step}: norm"
+            found = by_name(gradients_of(run))
+            bad = [d for n, g in want.gradients[step].items() if n in found for d in differences(want, n, found[n], g)]
+            assert not bad, f"{layout}, step {step}: gradients of {bad}"
+        parameters = run.parameters()
+        bad = [d for n, p in want.parameters.items() if not freed(run, n) for d in differences(want, n, parameters[n], p)]
+        for key in sorted({key for of in want.state.values() for key in of}):
+            state = by_name(state_of(run, key))
+            for name, keys in want.state.items():
+                bad += differences(want, f"{name}.{key}", state[name], keys.get(key))
+        masters = by_name(put_together(run, lambda core, index, each: each.parameter.detach()))
+        bad += [d for n, p in masters.items() for d in differences(want, f"{n} at its owners", p, want.parameters[n])]
+        bad += [d for n, b in want.buffers.items() for d in differences(want, n, run.buffers()[n], b)]
+        bad += copies_that_differ(run)
+        assert not bad and not run.warnings, f"{layout}: {bad} {run.warnings}"
+        return sum(e.run is not None for core in run.cores for own in core.step_commit.owned.values() for e in own)
+
+
+def copies_that_differ(run: OneProcessRun) -> list[str]:
+    """The copies in a lower precision, of all workers, that are not their owners' masters, rounded."""
+    masters = put_together(run, lambda core, index, each: each.parameter.detach())
+    return [
+        f"the copy of {name} of rank {core.rank}"
+        for core in run.cores
+        for index, stage in core.stages.items()
+        for name, copy in stage.weights.rounded.items()
+        if stage.parameters[name].requires_grad and not torch.equal(copy.detach(), masters[(*index, name)][0].to(copy.dtype))
+    ]
+
+
+def freed(run: OneProcessRun, name: str) -> bool:
+    """Whether some worker has no master of a parameter, because others own it; then its copies are looked at instead."""
+    found = False
+    for core in run.cores:
+        for stage in core.stages.values():
+            found |= name in stage.weights.freed_masters
+    return found
+
+
+def run_cell(cell: Cell, plan: ParallelPlan) -> shard_grid.Run:
+    """As `helpers.shard_grid.run`."""
+    found = shard_grid.Run([], [], [], {}, {})
+    with small_pieces(), OneProcessRun(cell.job, plan, cell.schedule, graph=cell.graph) as local:
+
+        def keyed(values: dict[tuple[int, int, str], Any]) -> dict[shard_grid.Key, list[Any]]:
+            named: dict[shard_grid.Key, list[Any]] = {}
+            for (stage, number, name), value in values.items():
+                named.setdefault((name, plan.stages[stage].virtual_shards, number), []).extend(value)
+            return named
+
+        for step in range(shard_grid.STEPS):
+            reports = local.step(step)
+            assert len({(r.loss, r.norm) for r in reports}) == 1
+            found.losses.append(reports[0].loss)
+            found.norms.append(reports[0].norm)
+            gradients = keyed(gradients_of(local))
+            found.gradients.append({key: [v if v is None else v.clone() for v in of] for key, of in gradients.items()})
+        local.parameters()
+        found.parameters = keyed(put_together(local, lambda core, index, each: each.parameter.detach()))
+        for core in local.cores:
+            for (index, number), stage in core.stages.items():
+                for name, parameter in stage.parameters.items():
+                    key = name, plan.stages[index].virtual_shards, number
+                    if name not in stage.weights.freed_masters:
+                        found.parameters.setdefault(key, []).append(parameter.detach())
+        bad = copies_that_differ(local)
+        assert not bad, bad
+        for kind in ("step", "exp_avg", "exp_avg_sq"):
+            for key, values in keyed(state_of(local, kind)).items():
+                states = found.state.setdefault(key, [{} for _ in values])
+                for state, value in zip(states, values, strict=True):
+                    if value is not None:
+                        state[kind] = value
+    return found
+
+
+def check_cell(cell: Cell, plan: ParallelPlan) -> None:
+    """A plan with shards whose replicas divide state: the bits of the same shards in one process."""
+    got = run_cell(cell, plan)
+    alike = one_process(
+        shard_grid.replace(cell, schedule="gpipe", replicas=(1,), shards=(), recompute=()), plan.shards_by_layer
+    )
+    bad = list(different(got, alike))
+    assert not bad, f"{cell} {plan}: {bad[:8]} and {len(bad) - 8} more"

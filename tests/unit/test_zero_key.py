@@ -1,0 +1,144 @@
+"""The key `plan.zero`: what it accepts, which plans have it, and what is said where it cannot help."""
+
+from dataclasses import replace
+
+import pytest
+from helpers import optimizers
+
+import raypar
+from raypar.errors import ConfigError, PlanError
+from raypar.job import OptimizerConfig, PlanConfig
+from raypar.job.read_job import parse_job
+from raypar.launch.choose_plan import lines_about_zero
+from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StagePlan
+from raypar.plan.ownership import Ownership
+from raypar.plan.placements import plan_for_fewer_workers
+from raypar.plan.state_bytes import StateBytes
+from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
+from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.plan_search import search_plans
+from raypar.planner.predicted_step import simulation_costs
+from raypar.record.stages_of_plan import plan_of_stages, stages_as_data
+from raypar.worker.step.optimizer_trial import try_optimizer
+
+JOB = """
+model: {function: "helpers.tiny_job:model"}
+loss: {function: "helpers.tiny_job:loss"}
+data: {function: "helpers.tiny_job:data"}
+steps: 2
+batch_size: 8
+microbatches: 4
+"""
+
+
+@pytest.mark.parametrize("given, levels", [(0, [0, 0]), (1, [1, 1]), ([0, 1], [0, 1])], ids=str)
+def test_one_level_or_one_for_each_stage(given, levels):
+    config = PlanConfig(stages=2, replicas=2, zero=given)
+    plan = config.to_plan(5)
+    assert [stage.zero for stage in plan.stages] == levels
+    assert PlanConfig.of_plan(plan, "1f1b").zero == (given if isinstance(given, int) else tuple(given))
+    assert PlanConfig(stages=2, replicas=2, chunks=2, schedule="interleaved", zero=given).to_plan(5).zero_levels == tuple(
+        levels
+    )
+
+
+@pytest.mark.parametrize("given", [2, 3, [1, 2], -1, 4, True, "1", 0.5, [], None], ids=str)
+def test_other_values_and_levels_that_runs_cannot_carry_out_yet_are_refused(given):
+    with pytest.raises(ConfigError, match=r"expected 0 or 1 \(2 and 3 are not supported yet\), or a list with one"):
+        PlanConfig(stages=2, replicas=2, zero=given)
+
+
+def test_they_are_refused_in_a_whole_plan_too():
+    plan = ParallelPlan.mesh(dp=2, pp=2, layers=5).with_zero(2)
+    with pytest.raises(ConfigError, match="2 and 3 are not supported yet"):
+        raypar.Trainer(model="m:m", loss="m:l", data="m:d", steps=1, batch_size=2, microbatches=1, plan=plan)
+
+
+def test_as_many_levels_as_stages_are_asked_for():
+    with pytest.raises(PlanError, match=r"plan.zero has 3 entries for 2 stages"):
+        PlanConfig(stages=2, replicas=2, zero=[1, 0, 1])
+    placements = [{"layers": "a", "workers": [[0], [1]]}]
+    with pytest.raises(PlanError, match=r"plan.zero has 1 entries, and plan.placements"):
+        PlanConfig(placements=placements, zero=[1])
+    assert PlanConfig(placements=placements, zero=1).to_plan(["a", "b"]).most_zero == 1
+
+
+@pytest.mark.parametrize("key", ["zero", "fsdp", "zero_optimization", "reshard_after_forward", "zero_redundancy_optimizer"])
+def test_names_of_other_frameworks_lead_to_it(key):
+    with pytest.raises(ConfigError, match=r"plan\.zero: 0, or 1 for the optimizer's state"):
+        parse_job(JOB + f"{key}: 1\n")
+
+
+def test_stages_of_one_grid_of_workers_have_one_level():
+    stages = ParallelPlan.mesh(dp=2, pp=2, chunks=2, layers=4).stages
+    with pytest.raises(PlanError, match="different ZeRO stages"):
+        ParallelPlan((replace(stages[0], zero=1), *stages[1:]))
+
+
+def test_other_numbers_of_replicas_keep_the_level_and_another_number_of_stages_has_the_highest():
+    plan = ParallelPlan.of([3, 2], layers=4).with_zero([0, 1])
+    assert plan.with_replicas([1, 4]).zero_levels == (0, 1)
+    assert ParallelPlan.of([2, 2, 2], layers=4).with_zero(plan.zero_levels).zero_levels == (1, 1, 1)
+    shared = ParallelPlan(
+        (StagePlan(0, 1, ((0,), (1,)), zero=1), StagePlan(1, 2, ((0, 1),)), StagePlan(2, 3, ((0,), (1,)), zero=1))
+    )
+    assert plan_for_fewer_workers(shared, 1, 0).world == 1, "grids that become one have one level"
+
+
+def test_it_is_written_down_with_the_stages():
+    plan = ParallelPlan.of([3, 2], layers=4).with_zero([0, 1])
+    assert plan_of_stages(stages_as_data(plan)) == plan
+    assert plan.describe() == "2 stages x 3/2 replicas, ZeRO 0/1"
+    older = [{key: value for key, value in stage.items() if key != "zero"} for stage in stages_as_data(plan)]
+    assert plan_of_stages(older) == plan.with_zero(0)
+
+
+def test_without_replicas_a_line_says_that_nothing_is_divided():
+    (line,) = lines_about_zero(ParallelPlan.mesh(pp=2, layers=4).with_zero(1))
+    assert line == "plan.zero is 1, and no stage has replicas to divide state: each worker keeps all of its own"
+    assert not lines_about_zero(ParallelPlan.of([1, 2], layers=4).with_zero(1))
+    assert not lines_about_zero(ParallelPlan.mesh(pp=2, layers=4))
+
+
+def test_an_optimizer_whose_elements_depend_on_each_other_is_refused():
+    trial = try_optimizer(OptimizerConfig(function=optimizers.NormalisesParameter, args={"lr": 0.1}), {"a": (8, 8), "b": (8,)})
+    plan = ParallelPlan.mesh(dp=2, layers=2).with_zero(1)
+    with pytest.raises(ConfigError, match=r"cannot be used with plan.zero: 1: its step of one element") as error:
+        trial.check_plan(plan)
+    assert "set plan.zero: 0" in error.value.cure and "measured: " in error.value.cure
+    trial.check_plan(plan.with_zero(0))
+    trial.check_plan(ParallelPlan.mesh(pp=2, layers=2).with_zero(1))
+
+
+SIZE = 4 << 20
+WIDTHS = {"parameter": 4, "gradient": 4, "optimizer": 8}
+PROFILE = ModelProfile(
+    (LayerProfile("l", 1.0, 2.0, 1.0, 1.0, parameter_bytes=4 * SIZE),),
+    link=LinkProfile(bandwidth=1e6),
+    state=StateBytes(ModelOutline((), elements=({"a": SIZE},)), {kind: {"a": n * SIZE} for kind, n in WIDTHS.items()}),
+)
+
+
+def test_the_sheet_counts_what_a_replica_owns():
+    plan = ParallelPlan.mesh(dp=4, layers=1).with_zero(1)
+    sheet = memory_sheets(PROFILE, plan, "1f1b", Microbatches(4, 4))[2]
+    assert sheet.state == {"parameter": 4 * SIZE, "gradient": 4 * SIZE, "optimizer": 2 * SIZE}
+    assert Ownership(plan, PROFILE.state.outline).elements(2, "optimizer") == SIZE // 4
+
+
+def test_it_is_a_way_to_need_less_memory():
+    plan, limit = ParallelPlan.mesh(dp=4, layers=1), 15 * SIZE
+    text = describe_changes_that_fit(PROFILE, plan, "1f1b", Microbatches(4, 4, 4), limit)
+    assert "plan.zero=1 (40.0 MiB a worker, the same results)" in text
+    assert "plan.zero" not in describe_changes_that_fit(PROFILE, plan.with_zero(1), "1f1b", Microbatches(4, 4, 4), limit)
+
+
+def test_plans_for_other_numbers_of_workers_have_the_level():
+    choice = search_plans(PROFILE, 2, Microbatches(4, 4, 4), zero=1)
+    assert choice.plan.zero_levels == (1,) * len(choice.plan.grids)
+
+
+def test_the_predicted_step_has_the_gather():
+    plan = ParallelPlan.mesh(dp=4, layers=1)
+    plain, divided = (simulation_costs(PROFILE, p, split=False).reduce_ms[0] for p in (plan, plan.with_zero(1)))
+    assert divided == pytest.approx(1.5 * plain)
