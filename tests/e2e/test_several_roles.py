@@ -31,3 +31,19 @@ def test_a_run_that_loses_a_worker_has_the_bits_of_stages_on_workers_of_their_ow
     assert result.end == "done", result.why
     assert all(event.get("shards_was") is None for event in trainee.told("generation")), "as many shards as before"
     assert result.weights_sha256 == undisturbed.weights_sha256
+
+
+@pytest.mark.ci
+def test_with_virtual_shards_a_run_that_loses_shards_and_gets_them_back_has_the_bits_of_one_worker(tmp_path: Path):
+    """Two workers are replicas of two layers, and shards of two; one is killed, and the other one is both shards."""
+    words = ["virtual_shards=2", STYLES, "steps=40"]
+    for name in ("one", "shared"):
+        (tmp_path / name).mkdir()
+    with connect_ray(None, 2, Path(__file__).parents[1]):
+        one = Trainee(tmp_path / "one", "plan={stages: 1}", *words).run()
+        trainee = Trainee(tmp_path / "shared", *placed("{layers: [layer0, layer1], workers: [[0], [1]]}", SHARDS), *words)
+        result = trainee.run(kill(1))
+    assert result.end == "done", result.why
+    assert [len(event["workers"]) for event in trainee.told("generation")][:1] == [1], trainee.told("generation")
+    assert all(event.get("shards_was") is None for event in trainee.told("generation")), "as many virtual shards as before"
+    assert result.weights_sha256 == one.weights_sha256

@@ -132,7 +132,7 @@ STYLES = {
     "googlenet": {"*.three.0.conv": "column", "*.three.1.conv": "row", "*.one.conv": "gathered"},
     "inception-v3": {"*.branch5x5.0.0": "column", "*.branch5x5.1.0": "row", "fc": "gathered"},
     "unet": {"*first.0": "column", "*first.4": "row", "*s.*.0": "column", "*s.*.4": "row"},
-    "lstm": {"embedding": "vocabulary", "logits": "vocabulary"},
+    "lstm": {"embedding": "vocabulary", "rnns.*": "gates", "logits": "vocabulary"},
 }
 """Model -> pattern of layers -> style; those of the others are found by raypar."""
 COUNTS = {"inception-v3": (1, 2), "googlenet": (1, 2)}
