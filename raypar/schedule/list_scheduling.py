@@ -3,8 +3,9 @@
 All workers are simulated on one clock. F, I and W take one unit, B two, times the stage's replicas: a stage is taken to have
 more replicas because it is slower, and a replica a smaller share of the blocks. Idle workers take the most urgent instruction
 that could start now: input gradients first, because others wait for them; then a forward, if few enough microbatches are ahead
-and alive; then a weight gradient, which can wait and so fills what would be a bubble. Only instructions whose inputs exist are
-ever taken, and shards take one together, so the orders cannot deadlock, whatever the limits are.
+and alive; then a weight gradient, which can wait and so fills what would be a bubble. Shards take an instruction together, when
+all of them are idle; where a worker has several roles, those with more shards come first, because one that goes on alone keeps
+the others waiting. Only instructions whose inputs exist are ever taken, so the orders cannot deadlock, whatever the limits are.
 
 The schedule `list` follows the stages' own connections: branches run side by side, and a worker may have several roles.
 Interleaved and zero-bubble schedules use it as if stages were a chain, where replica counts differ: no closed form is known.
@@ -138,7 +139,9 @@ class _Player:
         return tuple(tuple(self.orders[speaker]) for speaker in self.speaker)
 
     def _start(self, rank: int, now: Fraction) -> None:
-        chosen = self._choose([row for row in self.rows[rank] if self.idle.issuperset(row.ranks)])
+        free = [row for row in self.rows[rank] if self.idle.issuperset(row.ranks)]
+        sizes = sorted({len(row.ranks) for row in free}, reverse=True)
+        chosen = next(filter(None, (self._choose([row for row in free if len(row.ranks) == size]) for size in sizes)), None)
         if chosen is None:
             return
         row, instruction = chosen

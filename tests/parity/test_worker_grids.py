@@ -78,6 +78,12 @@ def test_orders_in_which_shards_meet_at_different_places_are_refused():
         assign_programs_to_ranks((schedule[0], tuple(turned)), SHARED, chain, routing.microbatches)
 
 
+def test_list_scheduling_lets_shards_begin_together_before_one_of_them_goes_on_alone():
+    """Else worker 0 begins 0B0, which takes long, and worker 1 waits for it with 1F1, although both could compute that."""
+    orders = registry.build_schedule("list", MicrobatchRouting(SHARED, Microbatches(2, 2)))
+    assert [" ".join(map(str, order)) for order in orders] == ["0F0 1F0 1B0 1F1 1B1 0B0", "0F1 1F0 1B0 1F1 1B1 0B1"]
+
+
 def test_the_simulator_lets_shards_wait_for_each_other():
     """Worker 1 has twice the microbatches of the first stage, so the shards of the second begin when it has done them."""
     plan = plan_of_grids(2, (0, ((0,), (1,))), (1, ((0, 1),)))
