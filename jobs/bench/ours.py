@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from models import CLIP_NORM, OPTIMIZER, SEED, Workload
+from vgg import STYLES
 
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
@@ -89,6 +90,30 @@ def block_and_plan(name: str, batch: int, stages: Sequence[Sequence[int]]) -> tu
     """`block_job` under a plan of (first layer, last, worker) of each stage."""
     plan = ParallelPlan(tuple(StagePlan(first, last, ((worker,),)) for first, last, worker in stages))
     return block_job(name, batch), plan, "list"
+
+
+def vgg_job(batch: int, microbatches: int) -> Job:
+    """VGG-11 (`vgg.py`), whose layers on shards are cut in pairs."""
+    return Job(
+        name="hybrid",
+        seed=SEED,
+        steps=MAX_STEPS,
+        batch_size=batch,
+        microbatches=microbatches,
+        model=ModelConfig(function="vgg:Vgg11"),
+        loss=LossConfig(function="vgg:loss"),
+        data=DataConfig(function="vgg:Samples"),
+        optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.001}),
+        plan=PlanConfig(styles=STYLES),
+    )
+
+
+def vgg_and_plan(
+    batch: int, microbatches: int, schedule: str, stages: Sequence[tuple[int, int, Sequence[Sequence[int]]]]
+) -> tuple[Job, ParallelPlan, str]:
+    """`vgg_job` under a plan of (first layer, last, grid of workers) of each stage."""
+    made = (StagePlan(first, last, tuple(map(tuple, grid))) for first, last, grid in stages)
+    return vgg_job(batch, microbatches), ParallelPlan(tuple(made)), schedule
 
 
 def plan_of(

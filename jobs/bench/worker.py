@@ -271,7 +271,7 @@ def ray_train(address: str, work: dict[str, int], microbatches: int, workers: in
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    kinds = ["plain", "ddp", "pipelining", "dtensor", "ray-train", "raypar", "raypar-ray", "sleep", "block"]
+    kinds = ["plain", "ddp", "pipelining", "dtensor", "ray-train", "raypar", "raypar-ray", "sleep", "block", "vgg"]
     parser.add_argument("kind", choices=kinds)
     parser.add_argument("--address", required=True)
     parser.add_argument("--rank", type=int, default=int(os.environ.get("RANK", "0")))
@@ -297,6 +297,8 @@ def main() -> None:
             serve(given.address, ours.Raypar(*ours.job_and_plan(**given.options), given.rank))
         elif given.kind == "block":
             serve(given.address, ours.Raypar(*ours.block_and_plan(**given.options), given.rank))
+        elif given.kind == "vgg":
+            serve(given.address, ours.Raypar(*ours.vgg_and_plan(**given.options), given.rank))
         elif given.kind == "sleep":
             serve(given.address, ours.Raypar(*ours.sleep_and_plan(**given.options), given.rank, trace=True))
         else:
