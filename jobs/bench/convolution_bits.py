@@ -1,9 +1,11 @@
 """Which products of a convolution keep their bits when it is cut over shards.
 
-`python jobs/bench/convolution_bits.py [--page FILE]`, half a minute.
+`python jobs/bench/convolution_bits.py [--page FILE]`, a minute.
 Each of 20 shapes, contiguous and channels_last, is cut into 2, 3 and 4 parts: by output channels at multiples of 16, by output
-channels elsewhere, by input channels. Output, gradient of the input and gradient of the weight, in float32 on one thread, are
-compared with those of the whole layer: slices with its slices, a sum (over the tree) with the whole.
+channels elsewhere, by input channels, by rows. Output, gradient of the input and gradient of the weight, in float32 on one
+thread, are compared with those of the whole layer: slices with its slices, a sum (over the tree) with the whole. By rows the
+input's gradient is made of the rows of the output's gradient that a part is read by, and, to compare, also by adding rows where
+parts meet.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from harness import ROOT, page, table
@@ -24,9 +27,14 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from helpers.same_shards import over_shards
 
-SPLITS = ("output channels at multiples of 16", "output channels elsewhere", "input channels")
+from raypar.model.tensor_parallel.halo_exchange import fit_rows
+from raypar.model.tensor_parallel.spatial_convolution import ConvolutionByRows
+from raypar.plan.spatial_shards import Window, plan_linear, plan_transposed
+
+ROWS, OVERLAPPING = "rows, gradients exchanged", "rows, overlapping rows added"
+SPLITS = ("output channels at multiples of 16", "output channels elsewhere", "input channels", ROWS, OVERLAPPING)
 PRODUCTS = ("output", "input gradient", "weight gradient")
-SUMMED = {SPLITS[0]: PRODUCTS[1], SPLITS[1]: PRODUCTS[1], SPLITS[2]: PRODUCTS[0]}
+SUMMED = {SPLITS[0]: PRODUCTS[1], SPLITS[1]: PRODUCTS[1], SPLITS[2]: PRODUCTS[0], ROWS: PRODUCTS[2], OVERLAPPING: PRODUCTS[2]}
 """Split -> the product that is a sum over shards."""
 PARTS = (2, 3, 4)
 
@@ -83,7 +91,21 @@ SHAPES = (
 )
 
 
-def products(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+Products = tuple[Tensor, Tensor, Tensor]
+"""(output, gradient of the input, gradient of the weight)."""
+
+
+class Piece(NamedTuple):
+    """What a shard makes of its rows."""
+
+    output: Tensor
+    of_input: Tensor
+    of_weight: Tensor
+    overlap: Tensor | None
+    """The gradient of all rows that its rows of the output have read, of these alone."""
+
+
+def products(layer: nn.Module, x: Tensor, gradient: Tensor) -> Products:
     """(output, gradient of the input, gradient of the weight)."""
     leaf = x.detach().requires_grad_()
     made = layer(leaf)
@@ -110,11 +132,83 @@ def part_of(whole: nn.Conv2d | nn.ConvTranspose2d, shape: Shape, dim: int, start
     return made
 
 
+def by_rows(
+    shape: Shape, whole: Products, layer: nn.Conv2d | nn.ConvTranspose2d, x: Tensor, gradient: Tensor, split: str, parts: int
+) -> Iterator[tuple[str, bool]]:
+    """(product, whether it has the bits of the whole layer) of a convolution whose rows are cut; nothing where they are too
+    few."""
+    padding = layer.padding
+    window = Window(layer.kernel_size[0], shape.stride, shape.dilation, int(padding[0]), int(padding[0]))
+    rows, outputs = x.shape[2], gradient.shape[2]
+    plan = (plan_transposed if shape.transposed else plan_linear)(window, rows, outputs, parts)
+    if parts > min(rows, outputs) or plan.forward.why_not_from_neighbours() or plan.backward.why_not_from_neighbours():
+        return
+    call = ConvolutionByRows(
+        plan=plan,
+        window=window,
+        dim=2,
+        rows=rows,
+        stride=layer.stride,
+        padding=(0, int(padding[1])),
+        dilation=layer.dilation,
+        output_padding=(0, 0),
+        groups=1,
+    )
+    weight = layer.weight.detach()
+    pieces = [one_part(call, part, x, gradient, weight, transposed=shape.transposed) for part in range(parts)]
+    yield PRODUCTS[0], torch.equal(torch.cat([piece.output for piece in pieces], 2), whole[0])
+    if split == ROWS:
+        yield PRODUCTS[1], torch.equal(torch.cat([piece.of_input for piece in pieces], 2), whole[1])
+    elif not shape.transposed:
+        yield PRODUCTS[1], torch.equal(overlapping_rows_added(call, pieces), whole[1])
+    yield PRODUCTS[2], torch.equal(over_shards([piece.of_weight for piece in pieces]), whole[2])
+
+
+def one_part(call: ConvolutionByRows, part: int, x: Tensor, gradient: Tensor, weight: Tensor, *, transposed: bool) -> Piece:
+    """What a shard makes of its rows, as `spatial_convolution.py` does."""
+    memory = memory_of(x)
+
+    def taken(value: Tensor, start: int, stop: int) -> Tensor:
+        return fit_rows(value, 2, 0, start, stop).contiguous(memory_format=memory)
+
+    (start, stop), (first, last) = call.plan.outputs[part], call.plan.forward.held[part]
+    if transposed:
+        (needed,) = call.plan.forward.needed[part]
+        made = call.convolve(taken(x, *needed), weight, None, transposed=True)
+        output = fit_rows(made, 2, call.window.reads(*needed)[0], start, stop)
+        wide = taken(gradient, *call.window.reads(first, last))
+        of_input, of_weight, _ = call.gradients(wide, taken(x, first, last), weight, (True, True, False), transposed=True)
+        return Piece(output, of_input, of_weight, None)
+    wide, own = taken(x, *call.window.reads(start, stop)), taken(gradient, start, stop)
+    _, of_weight, _ = call.gradients(own, wide, weight, (False, True, False), transposed=False)
+    (needed,) = call.plan.backward.needed[part]
+    begin, end = call.window.reads(*needed)
+    like = torch.empty(*x.shape[:2], max(end, last) - begin, x.shape[3]).to(memory_format=memory)
+    of_rows, _, _ = call.gradients(taken(gradient, *needed), like, weight, (True, False, False), transposed=False)
+    overlap, _, _ = call.gradients(own, wide, weight, (True, False, False), transposed=False)
+    output = call.convolve(wide, weight, None, transposed=False)
+    return Piece(output, fit_rows(of_rows, 2, begin, first, last), of_weight, overlap)
+
+
+def overlapping_rows_added(call: ConvolutionByRows, pieces: Sequence[Piece]) -> Tensor:
+    """The gradient of the input, the rows that several parts have read added up, first to last."""
+    whole = [
+        fit_rows(piece.overlap, 2, call.window.reads(*outputs)[0], 0, call.rows)
+        for piece, outputs in zip(pieces, call.plan.outputs, strict=True)
+    ]
+    return sum(whole[1:], whole[0])
+
+
+def memory_of(x: Tensor) -> torch.memory_format:
+    """How the value lies in memory."""
+    return torch.contiguous_format if x.is_contiguous() else torch.channels_last
+
+
 def compare(shape: Shape, split: str, parts: int, memory: torch.memory_format) -> Iterator[tuple[str, bool]]:
     """(product, whether it has the bits of the whole layer); nothing where the shape cannot be cut so."""
-    by_input = split == SPLITS[2]
-    cut = bounds(split, shape.given if by_input else shape.made, parts)
-    if cut is None:
+    rows, by_input = split in (ROWS, OVERLAPPING), split == SPLITS[2]
+    cut = None if rows else bounds(split, shape.given if by_input else shape.made, parts)
+    if cut is None and not rows:
         return
     torch.manual_seed(0)
     layer = shape.layer()
@@ -123,6 +217,9 @@ def compare(shape: Shape, split: str, parts: int, memory: torch.memory_format) -
         out = layer(x)
     gradient = torch.randn(out.shape).to(memory_format=memory)
     want = products(layer, x, gradient)
+    if cut is None:
+        yield from by_rows(shape, want, layer, x, gradient, split, parts)
+        return
     dim = int(by_input != shape.transposed)
     found = []
     for start, stop in itertools.pairwise(cut):
@@ -172,7 +269,8 @@ def tables(found: Counter[tuple[str, str, str, str, bool]]) -> str:
 
 NOTE = """Equal / compared; *sum*: the product that is added over the shards, by the tree. The contract promises
 the pieces' bits only: a sharded run has those of the same shards in one process on the same kind of processor (rule
-11 of raypar/NUMERICS.md), not those of whole layers. What is equal here is so by the kernels that this processor and
+11 of raypar/NUMERICS.md), not those of whole layers. Here parts lie in memory as the whole does; raypar cuts rows of
+contiguous values. What is equal here is so by the kernels that this processor and
 this build choose."""
 
 
@@ -186,7 +284,7 @@ def main() -> None:
     print(body)
     if given.page:
         command = f"python jobs/bench/convolution_bits.py --page {given.page}"
-        question = "Which products of a convolution keep their bits on shards by channels"
+        question = "Which products of a convolution keep their bits on shards by channels and by rows"
         given.page.write_text(page(question, command, f"{NOTE}\n\n{body}"))
 
 

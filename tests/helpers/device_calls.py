@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from raypar.job import DataConfig, Job, LossConfig, MetricConfig, ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.job.contract import contract_of_job
+from raypar.job.read_job import load_job
 from raypar.model.capture.captured_layer import cache_of
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import AdoptPlanCommand, PieceMove, may_move_directly
@@ -274,6 +275,23 @@ def trains_on_shards(state: State, cell: Cell) -> None:
     """Three steps on the device: losses, norms, gradients, parameters and optimizer state as on the CPU."""
     found = run_cell(cell, cell.plan, device=pretend.device())
     assert list(different(found, run_cell(cell, cell.plan))) == []
+
+
+def trains_on_rows(state: State, shards: int) -> None:
+    """Two steps of a U-Net whose images are cut by rows, with batch norms by the statistics of all rows: as on the CPU."""
+    smaller = ["model.args={width: 4, depth: 2}", "batch_size=4", "microbatches=2", "steps=2"]
+    spec = load_job(str(Path(__file__).parents[2] / "jobs" / "unet_rows.yaml"), smaller).replace(validation=None)
+    layers = make_layer_graph(spec)
+    plan = ParallelPlan.mesh(tp=shards, layers=len(layers.layers)).with_virtual_shards(spec.virtual_shards)
+    found = []
+    for device in (torch.device("cpu"), pretend.device()):
+        with OneProcessRun(spec, plan, "1f1b", graph=layers, device=device) as local:
+            local.step(0), local.step(1)
+            found.append([{name: own[0].cpu() for name, own in each().items()} for each in (local.parameters, local.buffers)])
+    (want, averages), (parameters, buffers) = found
+    assert [name for name, value in want.items() if not torch.equal(value, parameters[name])] == []
+    for name, value in averages.items():  # another arithmetic
+        torch.testing.assert_close(buffers[name], value, rtol=1e-5, atol=1e-6)
 
 
 def changes_shards(state: State, model: str, path: list[tuple[int, int, int]], folder: str) -> None:

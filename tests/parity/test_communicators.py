@@ -4,6 +4,8 @@ for what turns out to be undefined, reductions of stages without parameters, and
 import contextlib
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from raypar.comm.nccl.device import COMMUNICATORS, WORKER_ENVIRONMENT
 from raypar.comm.transport import COLLECTIVES, FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
 from raypar.job import PlanConfig
 from raypar.job.elastic_section import ElasticConfig
+from raypar.job.read_job import load_job
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle
 from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
@@ -129,6 +132,14 @@ def test_a_step_with_shards_uses_exactly_the_communicators_of_its_plan(cell):
 )
 def test_a_step_with_virtual_shards_uses_exactly_the_communicators_of_its_plan(cell, virtual_shards):
     check(cell, virtual_shards=virtual_shards)
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_a_step_by_rows_uses_exactly_the_communicators_of_its_plan(mesh):
+    smaller = ["model.args={width: 4, depth: 2}", "batch_size=4", "microbatches=2"]
+    job = load_job(str(Path(__file__).parents[2] / "jobs" / "unet_rows.yaml"), smaller).replace(validation=None)
+    graph = make_layer_graph(job)
+    check(SimpleNamespace(job=job, plan=ParallelPlan.mesh(layers=len(graph.layers), **mesh), schedule="1f1b", graph=graph))
 
 
 @pytest.mark.full

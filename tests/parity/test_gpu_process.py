@@ -105,6 +105,11 @@ def test_shards_on_a_device_have_the_bits_of_the_cpu(run, cell):
     run(device_calls.trains_on_shards, cell)
 
 
+@pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.ci)])
+def test_rows_of_images_on_a_device_have_the_bits_of_the_cpu(run, shards):
+    run(device_calls.trains_on_rows, shards)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("cell", CELLS[QUICK:], ids=str)
 def test_other_shards_on_a_device_have_the_bits_of_the_cpu(run, cell):
