@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import raypar.job
+from raypar.job.read_job import load_job
 
 
 @torch.no_grad()
@@ -31,7 +31,7 @@ def accuracy(model: nn.Module, data: Any, samples: int) -> float:
 
 def main(job: str, weights: str, samples: int = 500) -> None:
     """Print the accuracy of an export."""
-    spec = raypar.job.read_job.load_job(job)
+    spec = load_job(job)
     if spec.validation is None:
         sys.exit(f"{job} has no validation data")
     model = spec.model.call()

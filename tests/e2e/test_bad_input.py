@@ -15,6 +15,8 @@ from raypar.errors import ConfigError
 SIZE = "{vocab: 256, width: 24, depth: 2, heads: 6, context: 8}"
 GPT = (f"model={{function: examples.gpt:layers, args: {SIZE}}}", "loss=examples.gpt:loss", "validation=null")
 GPT += ("data={function: examples.gpt:text, args: {context: 8}}", "plan.replicas=1")
+IMAGES = ("loss=examples.unet_shapes:loss", "validation=null", "plan.replicas=1", "plan.stages=1", "plan.styles={'*': spatial}")
+IMAGES += ("data={function: examples.unet_shapes:Shapes, args: {samples: 8}}",)
 
 CASES = {
     "unknown key": (["model.function=helpers.tiny_job:model", "microbatch=4"], "did you mean microbatches?"),
@@ -62,6 +64,19 @@ CASES = {
     "features that need all shards": (
         [*GPT, "plan.shards=2", "plan.styles={'*.down': whole, '*.up': column}"],
         "cut along dim 2",
+    ),
+    "more shards than rows": (
+        [*IMAGES, "model={function: examples.unet_shapes:UNet, args: {width: 4, depth: 3}}", "plan.shards=8"],
+        "whose dim 2 is cut makes 4 rows for 8 shards: some would have none\n  cure: set plan.shards <= 4",
+    ),
+    "a halo larger than a part": (
+        [*IMAGES, "model={function: helpers.tiny_job:wide_kernel}", "plan.shards=8"],
+        "needs 6 below them, of which the shard next to it has 4: the halo is larger than a part\n  cure: set plan.shards: 5",
+    ),
+    "rows where the whole is needed": (
+        [*IMAGES, "model={function: examples.unet_shapes:UNet, args: {width: 4, depth: 3}}", "plan.shards=2"]
+        + ["plan.styles={'downs.*': spatial}"],
+        "conv_transpose2d of a value [2, 32, 4, 4] that is cut along dim 2 (rows of a layer of style spatial) over 2 shards",
     ),
     "shards for other stages than there are": (["plan.shards=[2, 1, 2]"], "plan.shards has 3 entries for 2 stages"),
     "optimizer of whole parameters": (

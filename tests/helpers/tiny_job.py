@@ -146,6 +146,11 @@ def raises() -> nn.Module:
     raise KeyError("no such model")
 
 
+def wide_kernel() -> nn.Sequential:
+    """One convolution, whose rows read 6 rows above and below them."""
+    return nn.Sequential(nn.Conv2d(1, 3, 13, padding=6))
+
+
 def tied(**size: int) -> nn.Sequential:
     """The example GPT, the output layer's weight being the embedding's."""
     parts = gpt.layers(**size)
