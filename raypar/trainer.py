@@ -11,6 +11,7 @@ from raypar.files.json_type import Json
 from raypar.files.printable_text import repr_text
 from raypar.files.redact_secrets import secrets_of_environment
 from raypar.job import (
+    AverageConfig,
     CheckpointConfig,
     EarlyStoppingConfig,
     ElasticConfig,
@@ -65,7 +66,7 @@ class Trainer:
     - how it is computed: dtype, precision, virtual_shards, reduction, non_finite, device, threads, scaling_config
     - for how long: steps, epochs, batch_size, microbatches, virtual_replicas, max_time_s, early_stopping, stop_at_step
     - on which workers: plan, schedule, elastic, workers, placement, wait_for_workers_s, address, local_nodes
-    - what is kept: name, run_dir, checkpoint, resume_from_checkpoint, run_config, checkpoint_config
+    - what is kept: name, run_dir, checkpoint, average, resume_from_checkpoint, run_config, checkpoint_config
     - what is watched: validation, metrics, metrics_every, callbacks, trackers, trace_every, price_per_worker_hour
     """
 
@@ -96,6 +97,7 @@ class Trainer:
         elastic: Arguments | ElasticConfig | bool | None = None,
         placement: Arguments | PlacementConfig = DEFAULTS["placement"],
         checkpoint: Arguments | CheckpointConfig = DEFAULTS["checkpoint"],
+        average: Arguments | AverageConfig | None = None,
         run_dir: str | os.PathLike[str] = "runs/",
         reduction: Literal["canonical", "fast"] = "canonical",
         dtype: Literal["float32", "float64"] = "float32",

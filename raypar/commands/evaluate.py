@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         console = EventPrinter(steps=0, as_json=args.json, start_s=start, out=out)
         data = parse_data_argument(args.data) if args.data is not None else None
         step = args.step if args.best is None else find_best_step_of_run(args.run, args.run_dir, args.best)
-        found = find_trained_run(args.run, args.run_dir, step, args.overrides, console)
+        found = find_trained_run(args.run, args.run_dir, step, args.overrides, console, average=args.average)
         console(StartupStage(stage="read", text=f"checkpoint {found.checkpoint}"))
         with naming_argument(data, "--data"):
             facts = evaluate_checkpoint(

@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from raypar.console.command_arguments import add_best_argument, add_run_dir_argument
+from raypar.console.command_arguments import add_average_argument, add_best_argument, add_run_dir_argument
 from raypar.errors import ConfigError
 from raypar.launch.export_run import DTYPES, ExportRequest, FolderOptions, export_to_file, export_to_folder
 from raypar.storage.find_best_checkpoint import find_best_step_of_run
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="the checkpoint after so many steps (default: the last that is whole)")
     add_best_argument(which)
+    add_average_argument(parser)
     parser.add_argument(
         "--format",
         choices=("file", "hf"),
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     all its names in a .pt. A .safetensors holds each tensor once, under its first name; the metadata map the other names to it.
     """
     step = args.step if args.best is None else find_best_step_of_run(args.run, args.run_dir, args.best)
-    request = ExportRequest(args.run, args.run_dir, step, args.out, DTYPES.get(args.dtype))
+    request = ExportRequest(args.run, args.run_dir, step, args.out, DTYPES.get(args.dtype), args.average)
     warn = partial(print, "warning:", file=sys.stderr)
     if args.model:
         make_importable(Path.cwd())

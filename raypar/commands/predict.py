@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         data = parse_data_argument(args.data) if args.data is not None else None
         function = parse_function_argument(args.function, "--function") if args.function is not None else None
         step = args.step if args.best is None else find_best_step_of_run(args.run, args.run_dir, args.best)
-        found = find_trained_run(args.run, args.run_dir, step, args.overrides, console)
+        found = find_trained_run(args.run, args.run_dir, step, args.overrides, console, average=args.average)
         console(StartupStage(stage="read", text=f"checkpoint {found.checkpoint}"))
         request = PredictionRequest(data, function, args.batch_size, args.samples)
         with naming_argument(data, "--data"):

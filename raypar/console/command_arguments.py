@@ -60,6 +60,7 @@ def add_forward_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="the checkpoint after so many steps (default: the last that is whole)")
     add_best_argument(which)
+    add_average_argument(parser)
     parser.add_argument(
         "--data",
         metavar="MODULE:NAME",
@@ -98,6 +99,13 @@ def add_best_argument(parser: TakesArguments) -> None:
         const="",
         metavar="METRIC",
         help="the best checkpoint by a metric of the run's checkpoint.best (default: the first one)",
+    )
+
+
+def add_average_argument(parser: TakesArguments) -> None:
+    """Argument `--average`, of commands that read weights."""
+    parser.add_argument(
+        "--average", action="store_true", help="the average of the weights, of a run that trains with `average`"
     )
 
 

@@ -17,6 +17,7 @@ from raypar.job.function_section import OptimizerConfig as OptimizerConfig
 from raypar.job.function_section import OptimizerEntry as OptimizerEntry
 from raypar.job.function_section import SingleOptimizerConfig as SingleOptimizerConfig
 from raypar.job.init_from_section import InitFromConfig as InitFromConfig
+from raypar.job.job import AverageConfig as AverageConfig
 from raypar.job.job import CheckpointConfig as CheckpointConfig
 from raypar.job.job import EarlyStoppingConfig as EarlyStoppingConfig
 from raypar.job.job import Job as Job

@@ -156,6 +156,27 @@ class PrecisionConfig(Section):
     replicas; each addition is rounded, so of what later microbatches of a block add less than 1/512 of the sum is lost."""
 
 
+class AverageConfig(Section):
+    """A moving average of the weights (EMA), which trains nothing itself: `{decay: 0.999, every: 1, from: 100}`."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """What an update keeps of the average: it becomes decay * average + (1 - decay) * weights."""
+    every: PositiveInt = 1
+    """Every how many steps the average is updated."""
+    from_step: NonNegativeInt = 0
+    """Number of steps after which the average begins, with the weights of then; `from` is understood too."""
+    validate_with: Literal["weights", "average"] = "weights"
+    """What validations compute with, and so what the best checkpoint is the best of: the weights, or their average once it
+    has begun."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from(cls, value: T) -> T | dict[str, Any]:
+        if not isinstance(value, Mapping) or "from" not in value or "from_step" in value:
+            return value
+        return {"from_step" if key == "from" else key: part for key, part in value.items()}
+
+
 class Job(Section):
     """A whole job: the keys of a job file, which are `Trainer`'s arguments too."""
 
@@ -220,6 +241,8 @@ class Job(Section):
     """On which nodes of a cluster workers may be, and so which nodes an autoscaler adds; without it on any."""
     checkpoint: Annotated[CheckpointConfig, DRIVER] = CheckpointConfig.model_construct()
     """When checkpoints are saved."""
+    average: Annotated[AverageConfig | None, BITS_FROM_A_STEP_ON] = None
+    """A moving average of the weights beside them, in checkpoints too: `raypar export --average`. None: there is none."""
     run_dir: Annotated[PathText, CLIENT] = "runs/"
     """The folder in which run folders are made, or the URI of a place on object storage (`s3://BUCKET/runs`). With workers on
     several machines it must be a place that all of them reach."""

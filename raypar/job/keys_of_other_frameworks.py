@@ -35,7 +35,8 @@ _STEPS = "the length of a run is `steps`, or `epochs`: passes over `data`"
 _STOPPING = "a run whose validation loss, or another metric, is no longer better is ended by early_stopping, with its patience"
 _TRACKING = "experiment trackers are `trackers`: tensorboard, wandb or mlflow"
 _WEIGHT_AVERAGE = (
-    "an average of the weights (EMA, SWA) is not supported yet; it can be computed from the newest checkpoint.keep checkpoints"
+    "a moving average of the weights (EMA) is `average`, with average.decay, average.every and average.from_step; one of equal "
+    "weights (SWA) is not supported yet"
 )
 _WORKERS = "the plan says how many workers there are: plan.stages x plan.replicas x plan.shards"
 

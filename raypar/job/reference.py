@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 
@@ -220,6 +220,9 @@ def _limits(whole: bool, metadata: Sequence[Any]) -> str:
     most = next((one.le for one in limits if isinstance(one, Le)), None)
     if least is not None:
         return f" from {least} to {most:,}" if most is not None else f" ≥ {least}"
+    below: Any = next((one.lt for one in limits if isinstance(one, Lt)), None)
+    if above is not None and below is not None:
+        return f" between {above} and {below}"
     return f" > {above}" if above is not None else ""
 
 

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from annotated_types import Ge, Gt, Le, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 
@@ -20,7 +20,7 @@ from raypar.job import elastic_section, function_section, init_from_section, pla
 from raypar.job.data_section import ValidationConfig, ValidationSetConfig
 from raypar.job.data_short_forms import FUNCTION_OF_FILES, MIXTURE
 from raypar.job.function_section import FROM_FOLDER, SEVERAL_OPTIMIZERS, OptimizerEntry
-from raypar.job.job import RUN_NAME, Job
+from raypar.job.job import RUN_NAME, AverageConfig, Job
 from raypar.job.plain_values import to_plain_values
 from raypar.job.section import MAX_WORKERS, FileList, PathText
 from raypar.job.section_docstrings import key_docstring, section_docstring
@@ -148,9 +148,22 @@ def _section(key: str, section: type[BaseModel]) -> Iterator[Schema]:
         "properties": {
             name: {"description": key_docstring(section, name).replace("*none*", "none"), **_value(prefix + name, info)}
             for name, info in section.model_fields.items()
-        },
+        }
+        | _aliases(key),
         "required": [name for name, info in section.model_fields.items() if info.is_required() and key not in MADE_BY],
         **({"else": MADE_BY[key]} if key in MADE_BY else {}),
+    }
+
+
+def _aliases(key: str) -> Schema:
+    """Other names of a section's keys -> their schema."""
+    if key != "average":
+        return {}
+    return {
+        "from": {
+            "description": "The same as from_step.",
+            **_value("average.from_step", AverageConfig.model_fields["from_step"]),
+        }
     }
 
 
@@ -263,11 +276,17 @@ def _least_length(metadata: Sequence[Any], word: str) -> Schema:
     return next(({word: one.min_length} for one in _flat(metadata) if isinstance(one, MinLen)), {})
 
 
+_LIMITS = (
+    (Gt, "gt", "exclusiveMinimum"), (Ge, "ge", "minimum"), (Lt, "lt", "exclusiveMaximum"), (Le, "le", "maximum"),
+)  # fmt: skip
+"""Kind of a limit -> its attribute, and JSON schema's word."""
+
+
 def _limits(metadata: Sequence[Any]) -> Schema:
     """The limits of a number, in JSON schema's words."""
     found: Schema = {}
     for one in _flat(metadata):
-        for kind, limit, word in ((Gt, "gt", "exclusiveMinimum"), (Ge, "ge", "minimum"), (Le, "le", "maximum")):
+        for kind, limit, word in _LIMITS:
             if isinstance(one, kind):
                 found[word] = getattr(one, limit)
     return found

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -55,6 +55,8 @@ class ExportRequest:
     """What is written: a file, or a folder."""
     dtype: str | None = None
     """torch's name of the dtype to which floating-point tensors are cast; None: they stay as they were trained."""
+    average: bool = False
+    """Whether the averages of the weights are exported."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def export_to_file(request: ExportRequest, warn: Callable[[str], None]) -> list[
     from raypar.worker.pretrained.frozen_values import AllTensors, check_frozen_values
 
     def export(checkpoint: CheckpointRef) -> list[str]:
+        checkpoint = replace(checkpoint, averages=request.average)
         manifest, tensors = load_manifest(checkpoint), AllTensors(checkpoint, (PARAMETER, BUFFER), request.dtype)
         check_frozen_values(manifest)
         size = (
@@ -134,7 +137,7 @@ def export_to_folder(request: ExportRequest, options: FolderOptions, warn: Calla
         when = after_steps(load_manifest(checkpoint).steps_done)
         hashes[:] = [weights_line(checkpoint, request.dtype)]
 
-    module = load_trained_module(request.run, request.run_dir, request.step, options.model, warn, note)
+    module = load_trained_module(request.run, request.run_dir, request.step, options.model, warn, note, average=request.average)
     model = pretrained_model(module, request.run, merge=options.merge)
     if request.dtype is not None:
         import torch

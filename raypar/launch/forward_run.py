@@ -14,7 +14,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,6 +76,20 @@ class Cluster:
 
 
 def find_trained_run(
+    run: str | os.PathLike[str],
+    run_dir: str | os.PathLike[str],
+    step: int | None,
+    overrides: Sequence[str],
+    tell: EventHandler,
+    *,
+    average: bool = False,
+) -> TrainedRun:
+    """See `_find_trained_run`. `average`: the averages of the checkpoint's weights are read in their place."""
+    found = _find_trained_run(run, run_dir, step, overrides, tell)
+    return TrainedRun(found.job, replace(found.checkpoint, averages=average))
+
+
+def _find_trained_run(
     run: str | os.PathLike[str],
     run_dir: str | os.PathLike[str],
     step: int | None,
@@ -163,6 +177,7 @@ def make_forward_job(job: Job, steps_done: int, data: ValidationConfig, batch_si
         init_from=None,
         optimizer=OptimizerConfig.model_construct(function="torch.optim:SGD", args={"lr": 0.0}),
         lr_schedule=None,
+        average=None,
         clip_norm=None,
         checkpoint=CheckpointConfig.model_construct(at_end=False),
         early_stopping=None,

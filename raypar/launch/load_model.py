@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ConfigError, with_article
@@ -48,12 +49,13 @@ def load(
     | nn.Module
     | None = None,
     run_dir: str | os.PathLike[str] = "runs/",
+    average: bool = False,
 ) -> nn.Module:
     """The module of a run with the weights of its last checkpoint, in evaluation mode: `raypar.load("runs/gpt")`.
 
     `run`: the run's name under `run_dir`, the path or URI of a run or of one checkpoint, or a result's checkpoint. `step`: take
     the checkpoint after so many steps; `best`: the best one by this metric of the run's `checkpoint.best`, by its first one if
-    the text is empty.
+    the text is empty. `average`: its parameters are the averages of the weights, of a run that trains with `average`.
     `model`: in the place of the job's model function, which a run that was started from Python with objects does
     not name: the function or class (or a pair of it and its arguments), `{"pretrained": FOLDER}` as in a job, or a module,
     which gets the weights in place.
@@ -73,7 +75,7 @@ def load(
             raise ConfigError(f"step is {step}, and best is {best!r}", cure="give one of them")
         step = find_best_step_of_run(os.fspath(place), os.fspath(run_dir), best)
     try:
-        return load_trained_module(place, run_dir, step, model, skipped.append)
+        return load_trained_module(place, run_dir, step, model, skipped.append, average=average)
     finally:
         for line in skipped:
             warnings.warn(line, stacklevel=3)
@@ -86,6 +88,8 @@ def load_trained_module(
     model: Any,
     warn: Callable[[str], None],
     note: Callable[[CheckpointRef], None] = lambda checkpoint: None,
+    *,
+    average: bool = False,
 ) -> nn.Module:
     """See `load`. `warn` gets a line for each checkpoint that is skipped, `note` the checkpoint that is read."""
     from raypar.model.pretrained_folder import set_cache_of_folder
@@ -101,6 +105,7 @@ def load_trained_module(
     chosen = read_model_of_run(run, run_dir) if model is None else model_argument(model)
 
     def make(checkpoint: CheckpointRef) -> nn.Module:
+        checkpoint = replace(checkpoint, averages=average)
         manifest = load_manifest(checkpoint)
         check_frozen_values(manifest)
         seed = manifest.contract.get("seed", 0)

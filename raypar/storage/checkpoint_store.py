@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -90,6 +90,10 @@ class CheckpointStore(Protocol):
         """(name to remove, name of its checkpoint) of what was begun and not committed, or replaced and not removed."""
 
 
+OF_AVERAGES = "@average"
+"""Behind a checkpoint's location: the averages of its weights are read in their place."""
+
+
 @dataclass(frozen=True)
 class CheckpointRef:
     """One checkpoint, whole or being written. Its text is its location."""
@@ -98,17 +102,19 @@ class CheckpointRef:
     """Where it lies."""
     name: str
     """Its name there."""
+    averages: bool = False
+    """Whether the averages of its weights are read in their place."""
 
     def __str__(self) -> str:
-        return self.store.checkpoint_location(self.name)
+        return self.store.checkpoint_location(self.name) + OF_AVERAGES * self.averages
 
     def file_location(self, file: str) -> str:
         """The text of a file's location."""
         return self.store.checkpoint_location(self.name, file)
 
     def absolute_location(self) -> str:
-        """See `CheckpointStore.absolute_location`."""
-        return self.store.absolute_location(self.name)
+        """See `CheckpointStore.absolute_location`; `open_checkpoint` reads it."""
+        return self.store.absolute_location(self.name) + OF_AVERAGES * self.averages
 
     def has_file(self, file: str) -> bool:
         """See `CheckpointStore.has_file`."""
@@ -308,6 +314,9 @@ def open_checkpoint_store(location: Location, what: str = "the location of check
 
 def open_checkpoint(location: Location, what: str = "the checkpoint") -> CheckpointRef:
     """The checkpoint at a location, which need not exist. Raises as `open_checkpoint_store` does."""
+    text = os.fspath(location)
+    if isinstance(text, str) and text.endswith(OF_AVERAGES):
+        return replace(open_checkpoint(text.removesuffix(OF_AVERAGES), what), averages=True)
     if scheme := storage_scheme(location):
         if scheme not in STORES:
             raise unknown_storage_error(location, what)

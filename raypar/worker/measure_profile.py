@@ -390,7 +390,9 @@ def _profile_optimizer(spec: Job, stage: Stage) -> tuple[float, dict[str, int]]:
             cure="the last lines of the traceback are where your code, or what it called, raised",
         ) from error
     state = read_optimizer_state(optimizer).parameters
-    return took, {n: sum(tensor_nbytes(v) for v in entry.values() if isinstance(v, Tensor)) for n, entry in state.items()}
+    averaged = {n: p.nbytes if spec.average is not None else 0 for n, p in trainable.items()}
+    kept = {n: sum(tensor_nbytes(v) for v in entry.values() if isinstance(v, Tensor)) for n, entry in state.items()}
+    return took, {n: nbytes + averaged[n] for n, nbytes in kept.items()}
 
 
 def measure_median_ms(*calls: Callable[[], Mapping[str, Tensor] | Mapping[str, HandedBack] | None]) -> tuple[float, ...]:

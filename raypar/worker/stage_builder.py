@@ -424,7 +424,9 @@ class StageBuilder:
         """Stage -> optimizer of what this rank trains there; a stage without any has no optimizer."""
         with self.guard.watching(f"the optimizer {self.spec.optimizer.label}, as it was made,"):
             return {
-                index: build_optimizers(self.spec.optimizer, *named_parameters(mine)) for index, mine in owned.items() if mine
+                index: build_optimizers(self.spec.optimizer, *named_parameters(mine), self.spec.average)
+                for index, mine in owned.items()
+                if mine
             }
 
     def build_gather(self, stages: Mapping[ShardOfStage, Stage]) -> ParameterGather:

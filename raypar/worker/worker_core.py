@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -695,7 +696,10 @@ class WorkerCore:
                 stage.metrics.begin()
         self._begin_pass(number)
         yield from self.step_commit.gather.finish()
-        yield from self.validation_interpreter.run_validation_pass(self.assignment.validation_program, step)
+        averaged = self.spec.average is not None and self.spec.average.validate_with == "average"
+        with self.step_commit.computing_with_averages() if averaged else contextlib.nullcontext():
+            yield from self.step_commit.gather.finish()
+            yield from self.validation_interpreter.run_validation_pass(self.assignment.validation_program, step)
         if self.spec.metrics and self.spec.forward_passes is None:
             yield from self._gather_metrics(step)
         losses = {m: (float(s), float(c)) for stage in self.stages.values() for m, (s, c) in stage.losses.items()}

@@ -472,7 +472,7 @@ transformers: args=batch_size compute_metrics=`metrics` data_collator=data.colla
 lightning: strategy=plan.replicas accelerator=`device` max_epochs=`steps` fast_dev_run=Subset
     limit_val_batches=validation.samples check_val_every_n_epoch=validation.every log_every_n_steps=metrics.jsonl
     enable_progress_bar=verbose sync_batchnorm=microbatch deterministic=`seed` profiler=trace_every datamodule=`data`
-    gradient_clip_algorithm=clip_norm max_time=max_time_s ema=checkpoint
+    gradient_clip_algorithm=clip_norm max_time=max_time_s ema=average
 deepspeed: offload_optimizer=plan.recompute train_micro_batch_size_per_gpu=batch_size wall_clock_breakdown=trace_every
     steps_per_print=metrics.jsonl moe=plan.shards
 accelerate: mixed_precision=precision.compute split_batches=shuffled even_batches=shuffled log_with=trackers
@@ -508,7 +508,7 @@ def test_a_callback_of_another_framework_is_told_what_does_its_work_here():
         ("WandbCallback", "trackers"),
         ("TQDMProgressBar", "verbose"),
         ("StochasticWeightAveraging", "not supported yet"),
-        ("EMACallback", "not supported yet"),
+        ("EMACallback", "average.decay"),
         ("SchemaCallback", "derive your class from"),
     ):
         for given in (type(name, (), {}), type(name, (), {})()):

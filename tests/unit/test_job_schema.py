@@ -44,6 +44,7 @@ elastic: {}
 placement: {}
 checkpoint: {best: [{metric: validation_accuracy, mode: max}]}
 precision: {}
+average: {}
 init_from: {path: FILE}
 early_stopping: {}
 metrics: {accuracy: {function: m:accuracy}}

@@ -59,6 +59,7 @@ from raypar.worker.checkpoint.manifest import (
 from raypar.worker.checkpoint.safetensors_header import SafetensorsHeader, parse_safetensors_header
 from raypar.worker.checkpoint.state_key import (
     ATTRIBUTE,
+    AVERAGE,
     BUFFER,
     CACHE,
     GROUP,
@@ -512,8 +513,26 @@ def read_checkpoint_state(
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
             cure="use a checkpoint of this model",
         )
-    kinds = (PARAMETER.kind,) if only_weights else (PARAMETER.kind, OPTIMIZER)
-    return _read(manifest, [e for e in manifest.entries if e.name in wanted and e.kind.kind in kinds], take)
+    kinds = (PARAMETER.kind,) if only_weights else (PARAMETER.kind, AVERAGE.kind, OPTIMIZER)
+    return _read(manifest, [e for e in _entries_to_read(manifest) if e.name in wanted and e.kind.kind in kinds], take)
+
+
+def _entries_to_read(manifest: Manifest) -> Sequence[ManifestEntry]:
+    """The entries of a checkpoint; where averages are asked for, these in the place of the weights. Raises `CheckpointError` if
+    there are none."""
+    if not manifest.checkpoint.averages:
+        return manifest.entries
+    averaged = {entry.name for entry in manifest.entries if entry.kind == AVERAGE}
+    if not averaged:
+        raise CheckpointError(
+            f"checkpoint {manifest.checkpoint} has no averages of the weights",
+            cure="give a checkpoint of a run that trains with `average`, after its from_step",
+        )
+    return [
+        replace(entry, kind=PARAMETER) if entry.kind == AVERAGE else entry
+        for entry in manifest.entries
+        if entry.kind != PARAMETER or entry.name not in averaged
+    ]
 
 
 def read_shared_state(checkpoint: CheckpointAt) -> tuple[dict[str, dict[str, Value]], dict[str, dict[str, Value]]]:
@@ -640,7 +659,7 @@ class CheckpointTensors(Mapping[str, "Tensor"]):
         self._manifest, self._dtype = load_manifest(checkpoint), dtype
         self._headers: dict[str, tuple[Hashable, SafetensorsHeader]] = {}
         self._entries: dict[str, list[ManifestEntry]] = {}
-        for entry in self._manifest.entries:
+        for entry in _entries_to_read(self._manifest):
             if entry.kind in kinds:
                 self._entries.setdefault(entry.name, []).append(entry)
 

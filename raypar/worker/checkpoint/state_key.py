@@ -22,7 +22,7 @@ class StateKey:
     """The kind of a piece of state of a parameter or buffer and, for optimizer state, the optimizer's name for it."""
 
     kind: str
-    """`parameter`, `buffer`, `non-persistent buffer`, `tie`, or one of `NAMED_KINDS`."""
+    """`parameter`, `average`, `buffer`, `non-persistent buffer`, `tie`, or one of `NAMED_KINDS`."""
     name: str = ""
     """The optimizer's name for it, such as `exp_avg`; empty for kinds without."""
 
@@ -32,11 +32,13 @@ class StateKey:
 
 PARAMETER = StateKey("parameter")
 """A parameter's own values."""
+AVERAGE = StateKey("average")
+"""A moving average of a parameter, in its shape."""
 BUFFER, CACHE = StateKey("buffer"), StateKey("non-persistent buffer")
 """Buffers. Both are state, put back when a run goes on; exports have those that are persistent."""
 TIE = StateKey("tie")
 """A tied parameter's other names: the entry leads to the tensor of its first name. For exports only."""
-PLAIN_KEYS = {key.kind: key for key in (PARAMETER, BUFFER, CACHE, TIE)}
+PLAIN_KEYS = {key.kind: key for key in (PARAMETER, AVERAGE, BUFFER, CACHE, TIE)}
 """Kind -> key, of the kinds without names."""
 
 

@@ -33,7 +33,17 @@ from raypar.worker.checkpoint.checkpoint_files import (
 )
 from raypar.worker.checkpoint.expected_optimizer_state import check_kept_state
 from raypar.worker.checkpoint.manifest import EncodedTensor
-from raypar.worker.checkpoint.state_key import ATTRIBUTE, BUFFER, CACHE, GROUP, OPTIMIZER, PARAMETER, StateKey, optimizer_key
+from raypar.worker.checkpoint.state_key import (
+    ATTRIBUTE,
+    AVERAGE,
+    BUFFER,
+    CACHE,
+    GROUP,
+    OPTIMIZER,
+    PARAMETER,
+    StateKey,
+    optimizer_key,
+)
 from raypar.worker.pretrained.frozen_values import read_frozen_values
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
@@ -102,8 +112,7 @@ def take_snapshot(
                     continue
                 shard, parameter = stage.shard, stage.parameters[name]
                 is_cut = shard is not None and name in shard.layout.cuts
-                of_optimizer = {optimizer_key(key): value for key, value in state.parameters.get(name, {}).items()}
-                for key, value in {PARAMETER: parameter, **of_optimizer}.items():
+                for key, value in {PARAMETER: parameter, **_beside(name, state)}.items():
                     if shard is not None and is_cut and isinstance(value, Tensor) and value.shape == parameter.shape:
                         counted = shard.owned(name, value)
                         if counted.numel():
@@ -120,6 +129,12 @@ def take_snapshot(
         runs.add_to(tensors, scalars, slices)
     ties = {others[0]: others[1:] for stage in stages.values() for others in stage.graph.shared_names}
     return StateSnapshot(tensors, scalars, slices, ties, tuple(shared), kept if optimizers else None)
+
+
+def _beside(key: str, state: OptimizerState) -> dict[StateKey, Value]:
+    """What is kept beside a parameter, or a run of one: its average, and what the optimizer keeps."""
+    average: dict[StateKey, Value] = {AVERAGE: state.averages[key]} if key in state.averages else {}
+    return average | {optimizer_key(name): value for name, value in state.parameters.get(key, {}).items()}
 
 
 def _is_here(name: str, stage: Stage, keys: Mapping[str, str]) -> bool:
@@ -162,11 +177,11 @@ class SnapshotOfRuns:
             if place.cut is not None:
                 write = intersect_ranges(write, place.cut.element_ranges(place.cut.owned(index[1]), size))
                 self._shapes[each.name] = (place.cut.whole_size, *local[1:])
-            of_optimizer = {optimizer_key(key): value for key, value in state.parameters.get(each.key, {}).items()}
+            beside = _beside(each.key, state)
             run = each if each.run is not None else replace(each, run=(0, local.numel()))
             for (start, stop), here in run.parts(place.spans(size)):
                 for a, b in intersect_ranges(((start, stop),), write):
-                    self._add(each, {PARAMETER: each.parameter, **of_optimizer}, a, b, here.start + a - start)
+                    self._add(each, {PARAMETER: each.parameter, **beside}, a, b, here.start + a - start)
 
     def _add(self, owned: OwnedParameter, state: Mapping[StateKey, Value], start: int, stop: int, at: int) -> None:
         """Take in elements [start, stop), which lie at `at` in the run."""
@@ -264,7 +279,12 @@ def restore_from_checkpoint(
                 of_optimizer = {each.key: _state_of(each, found[index][each.name]) for each in mine}
                 # No state at all is what an optimizer has before its first step; an empty dict is not the same for all of them.
                 kept = {key: state for key, state in of_optimizer.items() if state}
-                write_optimizer_state(optimizers[index], OptimizerState(kept, *shared))
+                averages = {
+                    each.key: each.of(tensor_in(found[index][each.name], AVERAGE))
+                    for each in mine
+                    if AVERAGE in found[index][each.name]
+                }
+                write_optimizer_state(optimizers[index], OptimizerState(kept, *shared, averages))
 
 
 def _state_of(owned: OwnedParameter, there: Mapping[StateKey, Value]) -> dict[str, Value]:

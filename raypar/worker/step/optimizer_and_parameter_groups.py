@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ConfigError, UserCodeError, error_message
-from raypar.job import OptimizerConfig, OptimizerEntry, SingleOptimizerConfig
+from raypar.job import AverageConfig, OptimizerConfig, OptimizerEntry, SingleOptimizerConfig
 from raypar.job.function_section import ALL_PARAMETERS
 from raypar.torch_compat.avoid_dynamo_import import without_dynamo
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.step.optimizer_state import GIVEN, OptimizerSettingsWhenMade
 from raypar.worker.step.several_optimizers import SeveralOptimizers
+from raypar.worker.step.weight_averages import WeightAverages
 
 
 def optimizer_group_of(spec: SingleOptimizerConfig, name: str) -> int:
@@ -89,16 +90,21 @@ def _is_number_in_quotes(value: Any) -> bool:
 
 
 def build_optimizers(
-    spec: OptimizerConfig, parameters: Mapping[str, nn.Parameter], names: Mapping[str, str] = MappingProxyType({})
+    spec: OptimizerConfig,
+    parameters: Mapping[str, nn.Parameter],
+    names: Mapping[str, str] = MappingProxyType({}),
+    average: AverageConfig | None = None,
 ) -> torch.optim.Optimizer:
-    """The job's optimizer over `parameters`, as `build_optimizer` makes it; several are one that steps all."""
+    """The job's optimizer over `parameters`, as `build_optimizer` makes it; several, and averages beside it, are one."""
+    averages = WeightAverages(average, parameters) if average is not None else None
     if not spec.entries:
-        return build_optimizer(spec, parameters, names)
+        alone = build_optimizer(spec, parameters, names)
+        return alone if averages is None else SeveralOptimizers([alone], averages)
     trained = [key for key, parameter in parameters.items() if parameter.requires_grad]
     of_names = names_by_entry(spec, dict.fromkeys(names.get(key, key) for key in trained))
     mine = [(each, {key: parameters[key] for key in trained if names.get(key, key) in own}) for each, own in of_names]
     made = [build_optimizer(each, own, names) for each, own in mine if own]
-    return made[0] if len(made) == 1 else SeveralOptimizers(made)
+    return made[0] if len(made) == 1 and averages is None else SeveralOptimizers(made, averages)
 
 
 def build_optimizer(

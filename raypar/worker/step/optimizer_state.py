@@ -18,8 +18,8 @@ from raypar.job.function_section import ALL_PARAMETERS, optimizer_of_pattern
 from raypar.model.python_state import Content, PythonState, comparable_content, is_same_content
 from raypar.worker.checkpoint.manifest import DTYPES
 from raypar.worker.checkpoint.safetensors_header import MAX_ELEMENTS
-from raypar.worker.checkpoint.state_key import ATTRIBUTE, GROUP, NOT_KEPT, OPTIMIZER, StateKey, why_unusable_name
-from raypar.worker.step.several_optimizers import optimizers_in
+from raypar.worker.checkpoint.state_key import ATTRIBUTE, AVERAGE, GROUP, NOT_KEPT, OPTIMIZER, StateKey, why_unusable_name
+from raypar.worker.step.several_optimizers import averages_of, optimizers_in
 
 Value = Tensor | float | int | bool | None
 """A piece of optimizer state."""
@@ -42,6 +42,9 @@ class OptimizerState:
     """Pattern of an optimizer's parameters, `ALL_PARAMETERS` if it is the only one -> attribute of it -> value, of those that
     are no longer as they were when it was made."""
 
+    averages: Mapping[str, Tensor] = field(default_factory=dict)
+    """Qualified parameter name -> its moving average, where the job has one and it has begun."""
+
     def by_parameter(self, names: Mapping[str, str]) -> dict[str, dict[StateKey, Value]]:
         """Parameter -> its own state and what it shares with others: all that a step of it reads. `names`: with patterns.
 
@@ -49,6 +52,7 @@ class OptimizerState:
         """
         return {
             name: {
+                **({AVERAGE: self.averages[name]} if name in self.averages else {}),
                 **{StateKey(OPTIMIZER, key): value for key, value in self.parameters.get(name, {}).items()},
                 **{StateKey(GROUP, key): value for key, value in self.groups.get(pattern, {}).items()},
                 **{StateKey(ATTRIBUTE, key): value for key, value in self._attributes_of(pattern).items()},
@@ -102,7 +106,8 @@ class OptimizerState:
                         )
         groups = {pattern: state for (pattern, kind), state in shared.items() if kind == GROUP}
         attributes = {pattern: state for (pattern, kind), state in shared.items() if kind == ATTRIBUTE}
-        return OptimizerState(parameters, groups, attributes)
+        averages = {name: value for name in names if isinstance(value := states.get(name, {}).get(AVERAGE), Tensor)}
+        return OptimizerState(parameters, groups, attributes, averages)
 
 
 @dataclass(frozen=True)
@@ -151,15 +156,17 @@ def named_optimizer_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn
 
 def read_optimizer_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
     """The optimizer's state, of several that of all. Raises `StateNotKeptError` for state that cannot be kept, by name."""
-    return _joined([_read_one(each) for each in optimizers_in(optimizer)])
+    averages = averages_of(optimizer)
+    return _joined([_read_one(each) for each in optimizers_in(optimizer)], averages.values if averages is not None else {})
 
 
-def _joined(states: Sequence[OptimizerState]) -> OptimizerState:
-    """The state of several optimizers, which have no parameter and no pattern in common."""
+def _joined(states: Sequence[OptimizerState], averages: Mapping[str, Tensor]) -> OptimizerState:
+    """The state of several optimizers, which have no parameter and no pattern in common, with averages of their parameters."""
     return OptimizerState(
         {name: of for state in states for name, of in state.parameters.items()},
         {pattern: of for state in states for pattern, of in state.groups.items()},
         {pattern: of for state in states for pattern, of in state.attributes.items()},
+        averages,
     )
 
 
@@ -250,6 +257,8 @@ def write_optimizer_state(optimizer: torch.optim.Optimizer, state: OptimizerStat
     """
     for each in optimizers_in(optimizer):
         _write_one(each, state)
+    if (averages := averages_of(optimizer)) is not None:
+        averages.load(state.averages)
 
 
 def _write_one(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:

@@ -6,19 +6,27 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from raypar.worker.step.weight_averages import WeightAverages
+
 
 class SeveralOptimizers(torch.optim.Optimizer):
-    """Optimizers that step one after the other. State is theirs; the groups are those of all, the very dicts."""
+    """Optimizers that step one after the other, or one beside averages of the weights. State is theirs; the groups are those of
+    all, the very dicts."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], averages: WeightAverages | None = None) -> None:
         groups = [group for each in optimizers for group in each.param_groups]
-        super().__init__([parameter for group in groups for parameter in group["params"]], {})
-        self.param_groups, self.optimizers = groups, tuple(optimizers)
+        super().__init__([parameter for group in groups for parameter in group["params"]], optimizers[0].defaults)
+        self.param_groups, self.optimizers, self.averages = groups, tuple(optimizers), averages
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One step of each, in the order of the job."""
         for each in self.optimizers:
             each.step()
+
+
+def averages_of(optimizer: torch.optim.Optimizer) -> WeightAverages | None:
+    """The averages of an optimizer's parameters, if the job has any."""
+    return optimizer.averages if isinstance(optimizer, SeveralOptimizers) else None
 
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:

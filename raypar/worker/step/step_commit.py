@@ -47,6 +47,7 @@ from raypar.worker.step.buffer_exchange import BufferExchange
 from raypar.worker.step.learning_rates import LearningRates
 from raypar.worker.step.owned_parameters import OwnedParameter, rounded_runs
 from raypar.worker.step.parameter_gather import ParameterGather
+from raypar.worker.step.several_optimizers import averages_of
 from raypar.worker.step.tied_gradients import TiedGradientExchange
 from raypar.worker.step.vote_exchange import VoteExchange
 
@@ -402,12 +403,38 @@ class StepCommit:
                 with self._user_code(f"the optimizer {type(optimizer).__name__}"):
                     optimizer.step()
                 self.guard.check("the optimizer", compare_everything=True)
+                if (averages := averages_of(optimizer)) is not None:
+                    averages.update(self.step + 1)
             for index, stage in self.stages.items():
                 self._round(index)
                 stage.apply_buffer_updates()
             self.gather.mark_stale()
         self.applied = not outcome.skipped
         self.can_apply_late, self.last_decided_step = False, self.step
+
+    @contextlib.contextmanager
+    def computing_with_averages(self) -> Iterator[None]:
+        """What is owned has the values of its averages meanwhile, where these have begun, and gets its own back in any case:
+        state that another worker needs is read of it. Whole parameters are stale after either."""
+        own: list[tuple[Tensor, Tensor]] = []
+        try:
+            for optimizer in self.optimizers.values():
+                if (averages := averages_of(optimizer)) is not None:
+                    for key, value in averages.values.items():
+                        parameter = averages.parameters[key].detach()
+                        own.append((parameter, parameter.clone()))
+                        parameter.copy_(value)
+            self._after_owned_values_changed()
+            yield
+        finally:
+            for parameter, value in own:
+                parameter.copy_(value)
+            self._after_owned_values_changed()
+
+    def _after_owned_values_changed(self) -> None:
+        for index in self.stages:
+            self._round(index)
+        self.gather.mark_stale()
 
     def gather_parameters(self) -> None:
         """Begin to bring what the step has changed from its owners to the other replicas, before they need it."""

@@ -1,0 +1,43 @@
+"""Moving averages of the weights, updated when a step is applied by whoever applies it (`average` of a job)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from raypar.job import AverageConfig
+
+
+class WeightAverages:
+    """The averages of some parameters, or of runs of them: exponential moving averages of their values after steps.
+
+    An average begins as a copy of the weights, in the first step that is applied once `from_step` steps are done. So it is a
+    function of the weights after each step, and of which steps were skipped.
+    """
+
+    def __init__(self, spec: AverageConfig, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._spec = spec
+        self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        """Name -> parameter, of those that are trained."""
+        self.values: dict[str, Tensor] = {}
+        """Name -> average; empty before it has begun."""
+
+    def update(self, done: int) -> None:
+        """Take in the weights after a step that was applied. `done`: number of steps done with it."""
+        since = done - self._spec.from_step
+        if since < 0:
+            return
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if name not in self.values:
+                    self.values[name] = parameter.detach().clone()
+                elif since % self._spec.every == 0:
+                    self.values[name].lerp_(parameter.detach(), 1 - self._spec.decay)
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Go on from these averages, of which copies are made; parameters without one begin theirs anew."""
+        self.values = {
+            name: values[name].to(parameter.device, copy=True) for name, parameter in self.parameters.items() if name in values
+        }
