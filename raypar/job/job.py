@@ -288,6 +288,7 @@ class Job(Section):
     _former_batches: tuple[BatchesOfSteps, ...] = PrivateAttr(default=())
     _forward_passes: ForwardPasses | None = PrivateAttr(default=None)
     _unsaved: frozenset[str] = PrivateAttr(default=frozenset())
+    _undivided: frozenset[str] = PrivateAttr(default=frozenset())
 
     @model_validator(mode="before")
     @classmethod
@@ -585,6 +586,17 @@ class Job(Section):
         job._unsaved = frozenset(names)
         return job
 
+    @property
+    def undivided(self) -> frozenset[str]:
+        """The parameters whose optimizer state one owner keeps whole, under `plan.zero`. Known once the optimizer was tried."""
+        return self._undivided
+
+    def with_undivided(self, names: Iterable[str]) -> Job:
+        """The job, in which one owner keeps whole what an optimizer keeps for each of these parameters."""
+        job = self.model_copy()
+        job._undivided = frozenset(names)
+        return job
+
     def steps_of_epochs(self, samples: int) -> int:
         """The number of steps that `epochs` of so many samples are. Raises `ConfigError` for none, and for too many."""
         assert self.epochs is not None
@@ -726,7 +738,7 @@ class Job(Section):
         """What workers get of the job: the keys that they need. The others have their defaults, so that no worker has the
         settings of trackers, say."""
         made = project(self, lambda key: key.for_workers).after_batches(self._former_batches)
-        return made.in_passes(self._forward_passes).without_saving(self._unsaved)
+        return made.in_passes(self._forward_passes).without_saving(self._unsaved).with_undivided(self._undivided)
 
     def for_driver(self) -> Job:
         """What the driver gets of the job, likewise: neither functions nor their arguments, so that it imports no user code."""

@@ -112,6 +112,8 @@ def choose_plan(
     )
     if checked.optimizer is not None:
         profile = replace(profile, most_stages=checked.optimizer.most_stages)
+        if fixed is not None and fixed.most_zero:
+            profile = profile.with_undivided(checked.optimizer.undivided)
     if fixed is None:
         return _planners_choice(spec, profile, workers, warnings)
     why, balance = "", None

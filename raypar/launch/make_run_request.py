@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from raypar.actors.messages import RunRequest
     from raypar.elastic.run_policy import RunPolicy
     from raypar.job.lr_schedule_metric import FollowedMetric
-    from raypar.plan import ParallelPlan
+    from raypar.model.graph import Graph
+    from raypar.plan import ModelOutline, ParallelPlan
     from raypar.record.events import Resumption
     from raypar.worker.job_preflight import PreflightResult
 
@@ -41,7 +42,6 @@ def make_run_request(
 
     from raypar.actors.messages import RunRequest
     from raypar.callbacks import Callbacks
-    from raypar.model.tensor_parallel.compute_shard_layout import make_model_outline_with_layouts
     from raypar.planner.plan_search import reachable_virtual_shard_counts
     from raypar.worker.backend import make_backend
     from raypar.worker.job_preflight import check_other_shard_counts
@@ -52,7 +52,7 @@ def make_run_request(
     check_worker_limits(spec, plan.world)
     if spec.elastic is not None:
         check_other_shard_counts(spec, checked, plan, shards)
-    outline = make_model_outline_with_layouts(graph, shards, dict(spec.styles), dict(spec.layout))
+    outline = _make_outline(spec, graph, shards)
     lowered = make_worker_assignments(spec, graph, plan, orders, validation_samples=checked.samples_of_sets)
     backend = make_backend(spec.device)
     policy = build_run_machine_policy(plan, options, backend.deadlines)
@@ -89,6 +89,14 @@ def make_run_request(
         )
 
     return request
+
+
+def _make_outline(spec: Job, graph: Graph, shards: Iterable[int]) -> ModelOutline:
+    """The job's model as plain data, cut over these numbers of shards."""
+    from raypar.model.tensor_parallel.compute_shard_layout import make_model_outline_with_layouts
+
+    outline = make_model_outline_with_layouts(graph, shards, dict(spec.styles), dict(spec.layout))
+    return replace(outline, undivided=spec.undivided)
 
 
 class ContractFields(TypedDict):

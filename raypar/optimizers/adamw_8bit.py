@@ -28,8 +28,7 @@ class AdamW8bit(torch.optim.Optimizer):
     n elements is 2 n bytes and 8 bytes a block, where AdamW has 8 n.
 
     Parameters with fewer than `min_8bit_size` elements keep averages in float32; a group may set it for its own parameters
-    (the paper keeps those of embeddings wide: a `min_8bit_size` beyond their size does). With `min_8bit_size: 0` and a
-    `block_size` that divides 32,768 the state may be divided by runs, as that of AdamW.
+    (the paper keeps those of embeddings wide: a `min_8bit_size` beyond their size does).
     """
 
     def __init__(

@@ -29,6 +29,8 @@ class ModelOutline:
     """Names in `elements` that are buffers."""
     frozen: frozenset[str] = frozenset()
     """Names in `elements` of parameters that are not trained."""
+    undivided: frozenset[str] = frozenset()
+    """Names in `elements` of parameters that one owner keeps whole where replicas divide state, as their optimizer needs."""
     writes_buffers: frozenset[int] = frozenset()
     """Indices of the layers whose forward may write buffers."""
     loss_inputs: tuple[str, ...] = ()

@@ -463,8 +463,9 @@ class Ownership:
         return self.outline.shardings[count].get(name)
 
     def _is_divisible(self, name: str, cut: TensorCut | None, number: int | None) -> bool:
-        """Whether runs of a tensor in memory are runs of `Piece`, and hold whole terms of the norm."""
-        if name in self._numbered_otherwise:
+        """Whether a tensor may be divided: runs of it in memory are runs of `Piece`, and hold whole terms of the norm, and its
+        optimizer takes runs (`StateDivision`)."""
+        if name in self._numbered_otherwise or name in self.outline.undivided:
             return False
         if cut is None or number is None:
             return True

@@ -319,6 +319,10 @@ class ModelProfile:
         """What the model's tensors take, cut over these numbers of shards."""
         return self.state if self.state is not None else _state_of_layers(self.layers, frozenset(shards))
 
+    def with_undivided(self, names: frozenset[str]) -> ModelProfile:
+        """The same profile, in which one owner keeps whole what an optimizer keeps for each of these parameters."""
+        return self if self.state is None else self.with_outline(replace(self.state.outline, undivided=names))
+
     def with_outline(self, outline: ModelOutline) -> ModelProfile:
         """The same profile; `outline` says how the model's tensors are cut over shards."""
         return self if self.state is None else replace(self, state=replace(self.state, outline=outline))

@@ -569,7 +569,7 @@ class WorkerCore:
 
     @cached_property
     def _outline(self) -> ModelOutline:
-        return make_model_outline(self.graph)
+        return replace(make_model_outline(self.graph), undivided=self.spec.undivided)
 
     @property
     def waits_inside_layers(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class TorchJob:
     @property
     def layout(self) -> Callable[[ParallelPlan], tuple[tuple[Piece, ...], ...]]:
         outline = make_model_outline_with_layouts(self.graph, self.shards, dict(self.spec.styles))
+        outline = replace(outline, undivided=self.spec.undivided)
         return lambda plan: Ownership(plan, outline).held
 
     @property

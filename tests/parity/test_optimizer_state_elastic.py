@@ -5,9 +5,11 @@ from helpers import optimizers
 from helpers.optimizer_layouts import LAYERS, job_of
 from helpers.protocol import Change, World
 from helpers.torch_flesh import TorchFlesh, TorchJob
+from helpers.zero_layouts import small_pieces
 
 from raypar.job import OptimizerConfig
 from raypar.plan import ParallelPlan
+from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 
 pytestmark = pytest.mark.part(4)
@@ -26,6 +28,7 @@ GRID, CHAIN = ParallelPlan.mesh(dp=2, pp=2, layers=LAYERS), ParallelPlan.mesh(pp
 HISTORIES = {
     "a replica dies": (GRID, 0, Change(3, 0.0, "kill")),
     "a stage moves to others": (GRID, 0, Change(3, 0.0, "drain", 2)),
+    "an owner dies": (GRID.with_zero(1), 1, Change(3, 0.0, "kill")),
     "a worker joins": (CHAIN, 0, Change(3, 0.0, "join")),
     "the only copy of a stage dies, and comes back from the mirror": (CHAIN, 1, Change(4, 0.0, "kill")),
 }
@@ -33,6 +36,9 @@ HISTORIES = {
 
 def final_hash(which: str, plan: ParallelPlan, mirror_every: int = 0, *changes: Change) -> int:
     spec = job_of(OptimizerConfig.model_validate(OPTIMIZERS[which]), steps=STEPS)
+    trial = preflight(spec).optimizer
+    assert trial is not None
+    spec = spec.with_undivided(trial.undivided)
     job = TorchJob(spec, make_layer_graph(spec), mirror_every=mirror_every)
     world = World(job, plan, changes=changes, flesh=TorchFlesh, tick_ms=5.0, max_workers=8, grow_after_s=0.0)
     try:
@@ -42,6 +48,13 @@ def final_hash(which: str, plan: ParallelPlan, mirror_every: int = 0, *changes: 
         return world.final_hash()
     finally:
         world.flesh.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_runs():
+    """Owners have runs of these small parameters, too."""
+    with small_pieces():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -252,12 +252,9 @@ def test_they_have_the_bits_of_one_process_in_every_layout_but_on_shards(kind: t
 
 
 @pytest.mark.ci
-def test_how_their_state_may_be_divided():
-    shapes = {"w": (CANONICAL_PIECE // 64 + 10, 64), "b": (64,)}  # the last piece has 640 elements
-    for kind in (LAMB, LARS, AdamW8bit):
-        trial = try_optimizer(OptimizerConfig(function=kind), shapes)
-        assert (trial.kind, trial.division) == (OptimizerKind.PER_PARAMETER, StateDivision.BY_PARAMETERS)
-    narrow = try_optimizer(OptimizerConfig(function=AdamW8bit, args={"min_8bit_size": 0}), shapes)
-    assert (narrow.kind, narrow.division) == (OptimizerKind.PER_PARAMETER, StateDivision.BY_RUNS)
-    longer = {"w": (CANONICAL_PIECE // 64 + 70, 64), "b": (64,)}  # 4,480: not below `min_8bit_size`
-    assert try_optimizer(OptimizerConfig(function=AdamW8bit), longer).division is StateDivision.BY_RUNS
+@pytest.mark.parametrize("args", [{}, {"min_8bit_size": 0}])
+@pytest.mark.parametrize("kind", [LAMB, LARS, AdamW8bit])
+def test_their_state_is_divided_by_whole_parameters(kind: type, args: dict):
+    shapes = {"w": (CANONICAL_PIECE // 64 + 70, 64), "b": (64,)}
+    trial = try_optimizer(OptimizerConfig(function=kind, args=args if kind is AdamW8bit else {}), shapes)
+    assert (trial.kind, trial.division) == (OptimizerKind.PER_PARAMETER, StateDivision.BY_PARAMETERS)

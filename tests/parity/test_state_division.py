@@ -53,17 +53,18 @@ class DecaysMatrices(torch.optim.Optimizer):
             p.data.mul_(0.9 if p.ndim > 1 else 1.0).add_(p.grad, alpha=-self.param_groups[0]["lr"])
 
 
-class KeepsByBlock(optimizers.Written):
-    """Momentum that is rounded in blocks of `block` elements, with a number for each; of small parameters it is not."""
+class ScalesByBlock(optimizers.Written):
+    """Divides gradients by the largest of each block of `block` elements, but not of parameters below `least`. `keeps` it."""
 
-    def __init__(self, params, block: int, least: int = 0, **given):
-        super().__init__(params, block=block, least=least, **given)
+    def __init__(self, params, block: int, least: int = 0, keeps: bool = False, **given):
+        super().__init__(params, block=block, least=least, keeps=keeps, **given)
 
     def way(self, parameter, gradient, group, state):
         size = group["block"]
         flat = torch.nn.functional.pad(gradient.reshape(-1), (0, -gradient.numel() % size)).view(-1, size)
-        largest = state.setdefault("largest", torch.zeros(len(flat), dtype=flat.dtype))
-        largest.copy_(torch.maximum(largest * 0.9, flat.abs().amax(1)))
+        largest = flat.abs().amax(1)
+        if group["keeps"]:
+            state["largest"] = largest
         if parameter.numel() < group["least"]:
             return gradient
         return gradient / largest.repeat_interleave(size)[: gradient.numel()].view_as(gradient)
@@ -76,18 +77,25 @@ def test_rules_for_the_number_of_dimensions_are_found():
 
 
 def test_blocks_that_divide_a_run_may_be_divided_but_not_by_shards():
-    division, trial = divided(KeepsByBlock, block=1024)
+    division, trial = divided(ScalesByBlock, block=1024)
     assert (division, trial.kind) == (StateDivision.BY_RUNS, OptimizerKind.PER_PARAMETER)
-    assert divided(KeepsByBlock, block=1000)[0] is StateDivision.BY_PARAMETERS
+    assert divided(ScalesByBlock, block=1000)[0] is StateDivision.BY_PARAMETERS
+
+
+def test_one_number_a_block_is_state_of_the_whole_parameter():
+    division, trial = divided(ScalesByBlock, block=1024, keeps=True)
+    assert (
+        division is StateDivision.BY_PARAMETERS and "'largest', state that is a tensor of shape [68]" in trial.why_not_by_runs
+    )
 
 
 def test_the_shortest_last_piece_of_the_model_decides_about_rules_for_small_tensors():
     # 300 x 120 elements end in a piece of 3,232
-    assert divided(KeepsByBlock, block=1024, least=4096)[0] is StateDivision.BY_PARAMETERS
-    assert divided(KeepsByBlock, block=1024, least=3000)[0] is StateDivision.BY_RUNS
+    assert divided(ScalesByBlock, block=1024, least=4096)[0] is StateDivision.BY_PARAMETERS
+    assert divided(ScalesByBlock, block=1024, least=3000)[0] is StateDivision.BY_RUNS
     shapes = {"w": (2 * CANONICAL_PIECE + 3000,)}
-    assert divided(KeepsByBlock, shapes, block=1024, least=3000)[0] is StateDivision.BY_RUNS
-    assert divided(KeepsByBlock, {"w": (CANONICAL_PIECE + 2999,)}, block=1024, least=3000)[0] is StateDivision.BY_PARAMETERS
+    assert divided(ScalesByBlock, shapes, block=1024, least=3000)[0] is StateDivision.BY_RUNS
+    assert divided(ScalesByBlock, {"w": (CANONICAL_PIECE + 2999,)}, block=1024, least=3000)[0] is StateDivision.BY_PARAMETERS
 
 
 class KeepsRows(optimizers.Written):
@@ -98,7 +106,7 @@ class KeepsRows(optimizers.Written):
         return gradient
 
 
-def test_state_that_is_neither_by_element_nor_by_block_nor_whole_is_named():
+def test_state_that_is_neither_by_element_nor_whole_is_named():
     division, trial = divided(KeepsRows)
     assert division is StateDivision.BY_PARAMETERS
     assert "'rows', state that is a tensor of shape" in trial.why_not_by_runs

@@ -93,6 +93,7 @@ OF_OTHER_KEYS: dict[str, list[Any]] = {
     "plan.chunks": [3],  # the schedule has 1
     "plan.cuts": [[1]],  # there is 1 stage
     "plan.warmup": [[]],
+    "plan.placements.share": [[1]],  # of 4 blocks
     "plan.schedule_file": ["text", "auto", "m:f", "model"],  # there is no such file
 }
 """Key -> values of its type that raypar refuses beside the other keys of `WHOLE`."""
@@ -119,7 +120,7 @@ def set_key(key: str, value: Any) -> dict[str, Any]:
     if path[1:] == ["mix"]:  # in the place of a function
         tree["data"] = {"mix": [{"function": "m:text", "ratio": 3}, {"function": "m:code", "ratio": 1}]}
     if path[1:] == ["placements"]:  # in the place of stages
-        tree["plan"] = {"placements": [{"layers": "a", "workers": [[0]], "share": [1]}]}
+        tree["plan"] = {"placements": [{"layers": "a", "workers": [[0]], "share": [4]}]}
     if path[:2] == ["optimizer", "entries"]:  # in the place of a function
         entry = {"match": "*", "function": "m:f", "lr_schedule": {"function": "m:lr"}}
         tree["optimizer"] = {"entries": [entry]}

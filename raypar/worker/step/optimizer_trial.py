@@ -124,6 +124,11 @@ class OptimizerTrial:
         return {name: division for of in (*of_entries, own) for name, division in of.items()}
 
     @property
+    def undivided(self) -> frozenset[str]:
+        """The parameters that one owner steps whole, where replicas divide state."""
+        return frozenset(name for name, division in self.divisions.items() if division is not StateDivision.BY_RUNS)
+
+    @property
     def most_stages(self) -> int | None:
         """The largest number of stages that a plan may have; None: any number."""
         return 1 if self.kind is OptimizerKind.COUPLED else None
@@ -154,12 +159,12 @@ class OptimizerTrial:
                 "optimizer that takes each element by itself (SGD, Adam, AdamW, ...)"
                 + (f"\n  measured: {measured}" if measured else ""),
             )
-        if plan.most_zero and self.division is not StateDivision.BY_RUNS:
+        if plan.most_zero and self.kind is OptimizerKind.COUPLED:
             raise ConfigError(
-                f"{self.label} cannot be used with plan.zero: {plan.most_zero}: its step of one element depends on others, and "
-                "each replica steps only the runs of elements that it owns",
-                cure="set plan.zero: 0, or use an optimizer that takes each element by itself (SGD, Adam, AdamW, ...)"
-                f"\n  measured: {self.why_not_by_runs or self.difference}",
+                f"{self.label} cannot be used with plan.zero: {plan.most_zero}: its step of one parameter depends on the other "
+                "parameters, and each replica steps only those that it owns",
+                cure="set plan.zero: 0, or use an optimizer that takes each parameter by itself (SGD, Adam, AdamW, Muon, ...)"
+                f"\n  measured: {self.difference}",
             )
 
 

@@ -111,22 +111,22 @@ def _runs(value: Tensor, piece: int) -> list[Tensor]:
 def _difference_of_state(whole: TriedOptimizer, runs: TriedOptimizer, shown: str) -> str | None:
     """State of parameters that is not made of the state of its runs, in words; None: all of it is.
 
-    It may be one number an element or a block of elements, run after run, or the same for all runs.
+    It may be one number an element, run after run, or the same for all runs. State of other shapes is saved and moved whole.
     """
     there, here = whole.state().parameters, runs.state().parameters
     for name, entries in there.items():
         of_runs = [entries_of_run for run, entries_of_run in here.items() if run.partition("@")[0] == name]
         for key, value in entries.items():
-            if not _is_made_of(value, [entries_of_run.get(key) for entries_of_run in of_runs]):
+            if not _is_made_of(value, [entries_of_run.get(key) for entries_of_run in of_runs], whole.values()[name].numel()):
                 what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 return (
                     f"{shown} {key!r}, state that is {what} for a parameter of shape {list(whole.values()[name].shape)}, is "
-                    "not made of that of its flat runs: neither one number an element or block, nor the same for all"
+                    "not made of that of its flat runs: neither one number an element nor the same for all"
                 )
     return None
 
 
-def _is_made_of(whole: Value, runs: Sequence[Value]) -> bool:
+def _is_made_of(whole: Value, runs: Sequence[Value], elements: int) -> bool:
     tensors = [value for value in runs if isinstance(value, Tensor)]
     if not isinstance(whole, Tensor):
         return all(type(value) is type(whole) and (value == whole or value != value) for value in runs)
@@ -135,5 +135,7 @@ def _is_made_of(whole: Value, runs: Sequence[Value]) -> bool:
     if all(value.shape == whole.shape and same_bits(value, whole) for value in tensors):
         return True
     flat = whole.reshape(-1)
+    if flat.numel() != elements:
+        return False
     joined = torch.cat([value.reshape(-1) for value in tensors])
     return joined.shape == flat.shape and same_bits(joined, flat)
