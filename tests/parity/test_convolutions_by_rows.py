@@ -17,6 +17,8 @@ from helpers.virtual_shards import divided
 from torch import Tensor, nn
 
 import raypar
+from examples.inception_digits import GoogLeNet
+from examples.resnet_digits import ResNet18
 from raypar.errors import ModelError, PlanError
 from raypar.job import Job
 from raypar.model.materialise import materialise
@@ -370,6 +372,32 @@ def test_a_network_has_the_numbers_of_the_whole_one(shards: int):
             assert error(got, shard_slice_of(layout, name, wanted[name][0], shard)) <= TOLERANCE, name
 
 
+class Photographs:
+    """Sample i: an image and its class."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        image = torch.randn(1, 32, 32, dtype=torch.float64, generator=generator)
+        return image, torch.randint(0, 10, (), generator=generator)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("model", [ResNet18, GoogLeNet])
+def test_networks_that_end_in_a_dense_layer_have_the_numbers_of_the_whole_ones(model: type[nn.Module]):
+    """Their last pooling makes the value whole."""
+    styles = {"head": "whole", "*": "spatial"}
+    job = job_of((model, {"width": 8}), styles, dtype="float64", data=Photographs, batch_size=4)
+    layers = len(make_layer_graph(job).layers)
+    whole, cut = (steps_of(job, ParallelPlan.mesh(tp=n, layers=layers)) for n in (1, 2))
+    found, wanted = cut.parameters() | cut.buffers(), whole.parameters() | whole.buffers()
+    assert found.keys() == wanted.keys()
+    assert [name for name, copies in found.items() for got in copies if error(got, wanted[name][0]) > 1e-11] == []
+    check_same(steps_of(job, divided(ParallelPlan.mesh(layers=layers, pp=2), (2,))), values(cut))
+
+
 def chain() -> nn.Module:
     return in_a_row(*EXACT["norms"])()
 
@@ -434,7 +462,7 @@ S = {0: "spatial"}
         (8, S, [nn.Conv2d(4, 4, 3, stride=2, padding=1)], "net.0 makes 7 rows for 8 shards", "plan.shards <= 7"),
         (2, {0: "spatial:depth"}, [C], "the spatial dims of a Conv2d are height, width", "spatial:width"),
         (2, {0: "spatial:3"}, [C], "'spatial:3' is no style (nearest: spatial)", "spatial:width"),
-        (2, S, [nn.Linear(14, 3)], "the style spatial does not fit net.0, a Linear", "spatial for convolutions and norms"),
+        (2, S, [nn.Linear(14, 3)], "the style spatial does not fit net.0, a Linear", "put net.0: whole before"),
         (
             2,
             S,

@@ -64,6 +64,12 @@ class SpatialStyle(ShardingStyle):
         """See `ShardingStyle`."""
         if isinstance(module, _OTHERS) and is_replaceable(module):
             return
+        if not isinstance(module, (*CONVOLUTIONS, *_OTHERS)):
+            raise PlanError(
+                f"the style {self} does not fit {name or 'the model itself'}, a {type(module).__name__}",
+                cure=f"{self} is for convolutions and norms; of the patterns of plan.styles the first that matches counts: put "
+                f"{name or 'a pattern for it'}: whole before the one that gives it this style",
+            )
         if not is_plain_convolution(module):
             raise style_misfit_error(self, name, module)
         self._axis(name, module)
