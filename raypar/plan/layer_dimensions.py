@@ -9,7 +9,7 @@ result does not have it, becomes a sum over the shards: this is what travels.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -32,7 +32,8 @@ Block = tuple[str, ...]
 Axis = tuple[Block, ...]
 """One axis of a tensor: blocks one behind the other (`heads width + key_heads width`)."""
 
-SYMBOLS = {"samples": "B", "in": "C_in", "out": "C_out", "features": "C", "positions": "H W"}
+SYMBOLS = {"samples": "B", "in": "C_in", "out": "C_out", "features": "C"}
+SYMBOLS |= {"depth": "D", "height": "H", "width": "W", "length": "L"}
 """Dimension -> how formulas call it; those without a symbol are left out. B are samples, times the positions of a sequence."""
 
 
@@ -47,6 +48,9 @@ class LayerKind:
     output: str
     parameters: tuple[tuple[str, str], ...]
     """(name, dimensions)"""
+    windows: tuple[str, ...] = ()
+    """Dimensions along which an index of the output is made of several of the input, which lie side by side: a shard needs
+    those beside its own."""
     looks_up: bool = False
     """Whether it looks up rows by its input: indices, which have no gradient."""
     sequence: Literal["parts", "gathered", "whole", "refused"] = "parts"
@@ -60,7 +64,7 @@ class LayerDimensions:
 
     kind: LayerKind
     sizes: tuple[tuple[str, int], ...]
-    """(dimension, length)"""
+    """(dimension, length), as far as the layer says them. Lengths of values alone (height) are not known."""
     parameters: tuple[str, ...]
     """The names of those parameters of the kind that the layer has."""
     orders: tuple[tuple[str, str], ...] = ()
@@ -86,7 +90,7 @@ class LayerDivision:
     """What follows from dividing a dimension of a layer."""
 
     indices: tuple[IndexRanges, ...]
-    """By shard: the indices of the divided dimension that it has."""
+    """By shard: the indices of the divided dimension that it has; empty where its length is not known."""
     cuts: Mapping[str, TensorCut]
     """Parameter -> its cut. What is not named is whole on every shard."""
     collectives: LayerCollectives
@@ -99,6 +103,8 @@ class LayerDivision:
 def divide(layer: LayerDimensions, shards: int) -> LayerDivision:
     """The cuts, collectives and shares of a layer of which a dimension is divided over so many shards."""
     sizes = dict(layer.sizes)
+    if layer.divided not in sizes:  # no parameter has it, or it is a dimension of values that the layer does not name
+        return LayerDivision((), {}, _collectives(layer, {layer.divided: ()}), (ShardWorkShare(1 / shards, 1.0),) * shards)
     held = {layer.divided: even_ranges_by_shard(sizes[layer.divided], shards)}
     for follower, leader in (pair for pair in layer.followers if pair[1] in held):
         each = sizes[leader] // sizes[follower]
@@ -140,6 +146,8 @@ def _indices(axis: Axis, sizes: Mapping[str, int], held: Mapping[str, IndexRange
 def _collectives(layer: LayerDimensions, divided: Mapping[str, object]) -> LayerCollectives:
     """What travels: a product whose result does not have the divided dimension is a sum over the shards."""
     kind = layer.kind
+    if not layer.divided:
+        return LayerCollectives()
     in_input, in_output = (any(_has(axis, divided) for axis in layer.axes(text)) for text in (kind.input, kind.output))
     reads, makes = _formula(kind.input), _formula(kind.output)
     summed = LayerCollective("all_reduce", "forward", "output", makes)
@@ -147,7 +155,11 @@ def _collectives(layer: LayerDimensions, divided: Mapping[str, object]) -> Layer
     summed_back = LayerCollective("all_reduce", "backward", "input", reads)
     sums_input = not in_input and not kind.looks_up
     outputs = [summed] * (not in_output) + [gathered] * layer.gathers_output
-    plain = (*outputs, *[summed_back] * sums_input)
+    rows = [f"h {_formula(text, without=divided)}" for text in (kind.input, kind.output)]
+    fetched = LayerCollective("all_to_all", "forward", "input", rows[0])
+    fetched_back = LayerCollective("all_to_all", "backward", "output", rows[1])
+    beside = [fetched, fetched_back] * any(dimension in divided for dimension in kind.windows)
+    plain = (*beside, *outputs, *[summed_back] * sums_input)
     if kind.sequence in ("whole", "refused"):
         return LayerCollectives(plain, plain if kind.sequence == "whole" else ())
     scattered = LayerCollective("reduce_scatter", "forward", "output", makes)
@@ -161,9 +173,10 @@ def _collectives(layer: LayerDimensions, divided: Mapping[str, object]) -> Layer
     return LayerCollectives(plain, sequence)
 
 
-def _formula(text: str) -> str:
+def _formula(text: str, without: Collection[str] = ()) -> str:
     """How many numbers a tensor with these dimensions has: `B C_in`."""
-    return " ".join(SYMBOLS[dimension] for dimension in re.findall(r"\w+", text) if dimension in SYMBOLS)
+    names = (dimension for dimension in re.findall(r"\w+", text) if dimension in SYMBOLS and dimension not in without)
+    return " ".join(SYMBOLS[dimension] for dimension in names)
 
 
 def _shares(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from raypar.model.tensor_parallel.styles import layer_kinds
-from raypar.model.tensor_parallel.styles.layer_kinds import CONVOLUTION, LINEAR, TRANSPOSED_LINEAR, dimensions_of
+from raypar.model.tensor_parallel.styles.layer_kinds import LINEAR, TRANSPOSED_LINEAR, dimensions_of
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.plan.layer_dimensions import LayerDimensions, LayerKind, divide
 from raypar.plan.shard_ranges import merge_ranges
@@ -165,7 +165,10 @@ def test_a_kind_that_is_not_there_yet_is_a_line():
             "all_gather B C_in, all_gather B C_out, back reduce_scatter B C_in",
         ),
         ("column", nn.Conv2d(4, 8, 3), "back all_reduce B C_in H W", "back all_reduce B C_in H W"),
-        ("row", nn.ConvTranspose1d(4, 8, 3), "all_reduce B C_out H W", "all_reduce B C_out H W"),
+        ("row", nn.ConvTranspose1d(4, 8, 3), "all_reduce B C_out L", "all_reduce B C_out L"),
+        ("spatial:width", nn.Conv2d(4, 8, 3), *["all_to_all h B C_in H, back all_to_all h B C_out H"] * 2),
+        ("spatial-gathered", nn.Conv1d(4, 8, 3), *["all_to_all h B C_in, back all_to_all h B C_out, all_gather B C_out L"] * 2),
+        ("spatial", nn.BatchNorm2d(4), "", ""),
         ("groups", nn.Conv2d(4, 8, 3, groups=2), "", ""),
         ("vocabulary", nn.Embedding(8, 4), "all_reduce B C", "reduce_scatter B C, back all_gather B C"),
         ("vocabulary", nn.Linear(4, 8), "back all_reduce B C_in", "all_gather B C_in, back reduce_scatter B C_in"),
@@ -208,4 +211,3 @@ def test_dimensions_that_are_declared_are_those_of_the_parameters():
         for name, parameter in parameters.items():
             lengths = lengths_of(layer, name)
             assert prod(lengths) == parameter.numel() and lengths[:2] == list(parameter.shape[: len(lengths)][:2])
-    assert CONVOLUTION.sequence == "whole"

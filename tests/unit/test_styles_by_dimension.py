@@ -108,6 +108,37 @@ def test_recurrent_layers_are_divided_by_hidden_units():
     assert set(found.cuts.values()) == {cut} and [share.compute for share in found.costs["a"]] == [0.5, 0.5]
 
 
+class Rows(nn.Module):
+    """A stride, norms, a transposed convolution, and one of another number of dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.last = nn.Conv2d(8, 8, 2, stride=2), nn.ConvTranspose2d(8, 2, 2, stride=2)
+        self.double()
+
+    def forward(self, x):
+        return self.last(F.relu(self.second(F.relu(self.norm(self.first(x))))))
+
+
+def test_what_is_divided_by_height_or_width_leaves_the_model_whole_and_no_layer_is_divided_twice():
+    graph = on_shards.graph_of(lambda: [("a", Rows())])
+    for axis in ("height", "width"):
+        layout = compute_shard_layout(graph, 2, None, {axis: "shards"})
+        assert layout.styles == {f"a.{name}": f"spatial:{axis}" for name in ("first", "second", "last")}
+        x, y = (torch.randn(2, channels, 8, 12, dtype=torch.float64) for channels in (3, 2))
+        whole = on_shards.whole(graph, F.mse_loss, x, y)
+        runs, _ = on_shards.sharded(graph, layout, F.mse_loss, x, y)
+        assert max(on_shards.errors(runs, whole, layout).values()) <= 1e-12
+    by_hand = compute_shard_layout(graph, 2, {"a.last": "spatial-gathered"}, {"height": "shards"})
+    assert by_hand.styles["a.last"] == "spatial-gathered" and by_hand.styles["a.first"] == "spatial:height"
+    with pytest.raises(PlanError, match=r"divides channels and height, and a\.first has both"):
+        compute_shard_layout(graph, 2, None, {"channels": "shards", "height": "shards"})
+    with pytest.raises(PlanError, match=r"names 'hight', a dimension that no layer has \(nearest: height\)") as error:
+        compute_shard_layout(graph, 2, None, {"hight": "shards"})
+    assert error.value.cure == "the dimensions of this model are channels, height, width"
+
+
 def test_a_dimension_along_which_nothing_can_be_divided_by_itself_is_an_error():
     with pytest.raises(PlanError, match=r"plan\.layout divides groups, and raypar finds no layer") as error:
         compute_shard_layout(images(), 2, None, {"groups": "shards"})

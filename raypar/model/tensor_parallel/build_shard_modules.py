@@ -192,11 +192,11 @@ class _LayerBoundary:
             return made
         group, part = self._group, made.part_layout
         by_sequence = made.by_sequence and made.dim() == 3
+        if part.axis == SPATIAL and part.ranges == even_ranges_by_shard(part.size, group.size)[group.shard]:
+            return self._leave_in_rows(name, made)
         if name in self._edges.outputs and not by_sequence and part.dim == made.dim() - 1:
             group.output_layouts[name] = part
             return made.local
-        if part.axis == SPATIAL and part.ranges == even_ranges_by_shard(part.size, group.size)[group.shard]:
-            return self._leave_in_rows(name, made)
         if part.axis == FEATURES and self._layer.own_names is not None and not group.sequence_parallel:
             held = self._parts_of(name, part)
             if held is not None and part.ranges == held[group.shard] and name not in self._edges.read_by_loss:

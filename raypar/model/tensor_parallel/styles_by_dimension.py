@@ -26,12 +26,13 @@ def styles_by_dimension(
 
     `inferred`: the styles that raypar finds; those are left that divide such a dimension. Convolutions, which have none, are
     gathered, or spatial, and recurrent layers cut by gates. `given`: the job's own styles, which come first. Raises `PlanError`
-    for a dimension that no layer has, and for one along which nothing can be divided.
+    for a dimension that no layer has, for one along which nothing can be divided, and for a convolution with two of them.
     """
     known = _dimensions_by_layer(modules, {**inferred, **given})
     _check_names(layout, known)
     divided = {dimension for dimension, where in layout.items() if where == SHARDS}
     found = {name: style for name, style in inferred.items() if divided_dimension(style, name, modules) in divided}
+    _check_one_each(modules, known, divided, given)
     if "channels" in divided:
         found |= {
             name: GatheredStyle()
@@ -52,6 +53,19 @@ def styles_by_dimension(
             cure=f"give layers that have {dimension} styles by hand (plan.styles), such as {some}, or leave {dimension} out",
         )
     return found
+
+
+def _check_one_each(
+    modules: Owners, known: Mapping[str, set[str]], divided: set[str], given: Mapping[str, ShardingStyle]
+) -> None:
+    """Raises `PlanError` for a convolution without a style of its own that has several of the divided dimensions."""
+    for name, (module, _) in modules.items():
+        several = sorted(divided & known[name] - {"groups"})
+        if len(several) > 1 and is_plain_convolution(module) and name not in given:
+            raise PlanError(
+                f"plan.layout divides {' and '.join(several)}, and {name} has both: a layer is divided along one dimension",
+                cure="leave one of them out, or give layers styles by hand (plan.styles)",
+            )
 
 
 def _check_names(layout: Mapping[str, str], known: Mapping[str, set[str]]) -> None:
@@ -81,8 +95,6 @@ def divided_dimension(style: ShardingStyle, name: str, modules: Owners) -> str:
     try:
         style.check_fits(name, module)
         style = style.complete_options(name, parents)
-        if isinstance(style, SpatialStyle):
-            return style.dimension(name, module)
         return style.dimensions(name, module).divided if isinstance(style, DimensionStyle) else ""
     except PlanError:
         return ""

@@ -8,18 +8,23 @@ from math import prod
 from torch import nn
 
 from raypar.model.tensor_parallel.convolution import CONVOLUTIONS, is_transposed_convolution
+from raypar.model.tensor_parallel.spatial_convolution import AXES
 from raypar.model.transposed_linear import is_transposed_linear, linear_features
 from raypar.plan.layer_dimensions import LayerDimensions, LayerKind
 
 LINEAR = LayerKind("samples (in)", "samples (out)", (("weight", "(out) (in)"), ("bias", "(out)")))
 TRANSPOSED_LINEAR = replace(LINEAR, parameters=(("weight", "(in) (out)"), ("bias", "(out)")))
-CONVOLUTION = LayerKind(
-    "samples (groups in) positions",
-    "samples (groups out) positions",
-    (("weight", "(groups out) (in) kernel"), ("bias", "(groups out)")),
-    sequence="whole",
-)
-TRANSPOSED_CONVOLUTION = replace(CONVOLUTION, parameters=(("weight", "(groups in) (out) kernel"), ("bias", "(groups out)")))
+CONVOLUTIONS_OF_DIMS = {
+    dims: LayerKind(
+        f"samples (groups in) {' '.join(names)}",
+        f"samples (groups out) {' '.join(names)}",
+        (("weight", "(groups out) (in) kernel"), ("bias", "(groups out)")),
+        windows=names,
+        sequence="whole",
+    )
+    for dims, names in AXES.items()
+}
+NORM = LayerKind("samples channels", "samples channels", (("weight", "channels"), ("bias", "channels")))
 EMBEDDING = LayerKind("samples", "samples features", (("weight", "vocabulary features"),), looks_up=True)
 ATTENTION = LayerKind(
     "samples (in)",
@@ -60,7 +65,9 @@ def convolution_dimensions(module: nn.Module) -> LayerDimensions:
         "out": module.out_channels // groups,
         "kernel": prod(module.kernel_size),
     }
-    kind = TRANSPOSED_CONVOLUTION if is_transposed_convolution(module) else CONVOLUTION
+    kind = CONVOLUTIONS_OF_DIMS[len(module.kernel_size)]
+    if is_transposed_convolution(module):
+        kind = replace(kind, parameters=(("weight", "(groups in) (out) kernel"), ("bias", "(groups out)")))
     return LayerDimensions(kind, tuple(sizes.items()), _parameters_of(module))
 
 

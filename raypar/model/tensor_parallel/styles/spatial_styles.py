@@ -5,8 +5,7 @@ Spatial parallelism (Dryden et al. 2019, arXiv:1903.06681). Every shard holds th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from torch import nn
@@ -14,10 +13,11 @@ from torch import nn
 from raypar.errors import PlanError
 from raypar.model.tensor_parallel.convolution import CONVOLUTIONS
 from raypar.model.tensor_parallel.shard_group import ShardGroup
-from raypar.model.tensor_parallel.spatial_convolution import AXES, SpatialConvolution, halo_formula
-from raypar.model.tensor_parallel.styles.style import ShardingStyle, is_plain_convolution, is_replaceable, style_misfit_error
-from raypar.plan.shard_ranges import TensorCut
-from raypar.plan.tensor_parallel_layout import LayerCollective, LayerCollectives, ShardWorkShare, TensorParallelLayout
+from raypar.model.tensor_parallel.spatial_convolution import AXES, SpatialConvolution
+from raypar.model.tensor_parallel.styles.layer_kinds import NORM, convolution_dimensions
+from raypar.model.tensor_parallel.styles.style import DimensionStyle, is_plain_convolution, is_replaceable, style_misfit_error
+from raypar.plan.layer_dimensions import LayerDimensions
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
 SPATIAL_DIMENSIONS = frozenset(name for names in AXES.values() for name in names)
 """All of these names."""
@@ -37,7 +37,7 @@ they get."""
 
 
 @dataclass(frozen=True, slots=True)
-class SpatialStyle(ShardingStyle):
+class SpatialStyle(DimensionStyle):
     """Each shard makes some rows of the output, of its rows of the input and a halo of its neighbours' rows."""
 
     name: ClassVar[str] = "spatial"
@@ -85,13 +85,13 @@ class SpatialStyle(ShardingStyle):
             )
         return names.index(self.axis) if self.axis else 0
 
-    def dimension(self, name: str, module: nn.Module) -> str:
-        """The name of the dim that is cut; empty for norms, which cut none themselves. Raises `PlanError` as `check_fits`."""
-        return AXES[len(module.kernel_size)][self._axis(name, module)] if isinstance(module, CONVOLUTIONS) else ""
-
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """See `ShardingStyle`. No slices: every shard has the whole parameters."""
-        return {}
+    def dimensions(self, name: str, module: nn.Module) -> LayerDimensions:
+        """See `DimensionStyle`. No parameter has the dimension; of norms none is divided. Rows travel where the kernel has
+        several, or parts of input and output do not meet."""
+        if not isinstance(module, CONVOLUTIONS):
+            return LayerDimensions(NORM, (), ())
+        axis = AXES[len(module.kernel_size)][self._axis(name, module)]
+        return replace(convolution_dimensions(module), divided=axis, gathers_output=self.gathers)
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
@@ -103,22 +103,6 @@ class SpatialStyle(ShardingStyle):
     def gathers(self) -> bool:
         """Whether the output is made whole again."""
         return False
-
-    def collectives(self, module: nn.Module) -> LayerCollectives:
-        """See `ShardingStyle`. Rows travel where the kernel has several, or parts of input and output do not meet."""
-        if not isinstance(module, CONVOLUTIONS):
-            return LayerCollectives()
-        dims, names = len(module.kernel_size), AXES[len(module.kernel_size)]
-        whole = " ".join(["B C_out", *(name[0].upper() for name in names)])
-        gather = (LayerCollective("all_gather", "forward", "output", whole),) * self.gathers
-        axis = self._axis("", module)
-        forward = LayerCollective("all_to_all", "forward", "input", halo_formula("C_in", dims, axis))
-        backward = LayerCollective("all_to_all", "backward", "output", halo_formula("C_out", dims, axis))
-        return LayerCollectives((forward, backward, *gather), (forward, backward, *gather))
-
-    def cost(self, name: str, module: nn.Module, shards: int) -> tuple[ShardWorkShare, ...]:
-        """See `ShardingStyle`. Each shard computes its rows, with whole parameters."""
-        return (ShardWorkShare(1 / shards, 1.0),) * shards
 
 
 @dataclass(frozen=True, slots=True)

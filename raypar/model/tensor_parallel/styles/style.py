@@ -106,7 +106,8 @@ class DimensionStyle(ShardingStyle):
     def divide(self, name: str, module: nn.Module, shards: int) -> LayerDivision:
         """What follows for these shards. Raises `PlanError` when a shard would have none of the divided dimension."""
         layer = self.dimensions(name, module)
-        check_enough(name, layer.noun, dict(layer.sizes)[layer.divided], shards)
+        if layer.divided in (sizes := dict(layer.sizes)):  # else values alone have it
+            check_enough(name, layer.noun, sizes[layer.divided], shards)
         return divide(layer, shards)
 
     def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
