@@ -47,12 +47,7 @@ def plan_as_text(found: dict[str, Any]) -> str:
     if not any(is_cut(role) for worker in workers for role in worker["roles"]):
         rows = [row[:3] + row[4:] for row in rows]
     lines += align_columns(rows)
-    if found.get("cut"):
-        lines.append(f"cut over shards (tensor parallel): {', '.join(group_similar_layers(found['cut']))}")
-        lines += traffic_lines(found["travels"])
-    if found.get("whole_on_every_shard"):
-        lines.append(whole_on_shards_line(found["whole_on_every_shard"], found["parameter_bytes"]))
-        lines += why_whole_lines(found["whole_on_every_shard"], found["why_whole"])
+    lines += shard_lines(found)
     lines += recomputation_lines(found)
     if found["imbalance"] > 0.005:
         lines.append(
@@ -73,6 +68,24 @@ def plan_as_text(found: dict[str, Any]) -> str:
         lines += [*virtual_shards_lines(found), *branch_lines(found)]
         lines += ["", *memory_sheet_lines(found)]
     return "\n".join(lines)
+
+
+def shard_lines(found: dict[str, Any]) -> list[str]:
+    """What shards divide, what travels between them, and what is whole on each. `found`: from `launch.plan_as_dict`."""
+    lines: list[str] = []
+    if found.get("divides_samples"):
+        mib = found["parameter_bytes"] / 2**20
+        lines.append(
+            "the shards divide the samples of each microbatch: every shard has all parameters, whose gradients (C_in C_out of "
+            f"each layer, {mib:.1f} MiB in all) are summed once a step; outputs are gathered for the loss"
+        )
+    if found.get("cut"):
+        lines.append(f"cut over shards (tensor parallel): {', '.join(group_similar_layers(found['cut']))}")
+        lines += traffic_lines(found["travels"])
+    if found.get("whole_on_every_shard") and not found.get("divides_samples"):
+        lines.append(whole_on_shards_line(found["whole_on_every_shard"], found["parameter_bytes"]))
+        lines += why_whole_lines(found["whole_on_every_shard"], found["why_whole"])
+    return lines
 
 
 def is_cut(role: Mapping[str, Any]) -> bool:

@@ -183,6 +183,7 @@ def shards_as_dict(
 
     cut = shard_style_by_layer(graph, spec, plan)
     return {
+        "divides_samples": max(plan.virtual_shard_counts) > 1 and dict(spec.layout).get("samples") == "shards",
         "cut": cut,
         "travels": traffic_as_dicts(graph, spec, plan, batch, cut) if cut else [],
         "whole_on_every_shard": whole_bytes_on_shards(graph, spec, plan),

@@ -72,6 +72,8 @@ class TensorParallelLayout:
     """Qualified module name -> its collectives over shards."""
     costs: Mapping[str, tuple[ShardWorkShare, ...]] = field(default_factory=dict)
     """Qualified module name -> by shard, its share of the layer."""
+    divides_samples: bool = False
+    """Whether each shard computes some of a microbatch's samples with whole layers, and no layer is cut."""
     values_in_parts: Mapping[str, int] | None = field(default_factory=dict)
     """Value between layers that is split over the shards, evenly but for `uneven_values` -> the dim of the split. It holds for
     every plan, also if a stage ends there and the value is sent whole. None: not yet known

@@ -507,12 +507,14 @@ def check_model_can_shard(spec: Job, checked: PreflightResult, plan: ParallelPla
         if shards > 1 or spec.styles or spec.layout:
             layout = compute_shard_layout(checked.graph, shards, dict(spec.styles), dict(spec.layout))
         if shards > 1:
-            if not layout.styles:
+            if not layout.styles and not layout.divides_samples:
                 raise PlanError(
                     f"{'virtual_shards' if spec.virtual_shards else 'plan.shards'} is {shards}, but none of the model's layers "
                     "has a style: every shard would compute all of it",
                     cure="name layers in plan.styles (for example '*.up': column, '*.down': row), or set it to 1",
                 )
+            if layout.divides_samples:
+                _check_samples_suffice(spec, shards)
             (target, *weights), loss = spec.loss_fields, make_loss_function(spec.loss)
             on_meta: dict[str, Any] = {"weights": weights, "sequence": spec.sequence_parallel, "dtype": _dtype(spec)}
             check_shards_on_meta(checked.graph, layout, loss, checked.batch, target, **on_meta)
@@ -524,6 +526,21 @@ def check_model_can_shard(spec: Job, checked: PreflightResult, plan: ParallelPla
                         "that reads the size or the numbers of its own weights is not seen then: try a smaller model once"
                     )
     return tuple(lines)
+
+
+def _check_samples_suffice(spec: Job, shards: int) -> None:
+    """Raise `PlanError` where shards divide the samples and one would have none, or the sequence would be divided, too."""
+    fewest = spec.batch_size // spec.batching.count
+    if fewest < shards:
+        raise PlanError(
+            f"plan.layout divides the samples of a microbatch, {fewest} at least, over {shards} shards: some would have none",
+            cure=f"set microbatches <= {max(1, spec.batch_size // shards)}, or fewer shards",
+        )
+    if spec.sequence_parallel:
+        raise PlanError(
+            "plan.layout divides samples, and plan.sequence_parallel the sequence, over the same shards",
+            cure="leave one of them out",
+        )
 
 
 def check_other_shard_counts(spec: Job, checked: PreflightResult, plan: ParallelPlan, possible: Iterable[int]) -> None:

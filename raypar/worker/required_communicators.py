@@ -53,9 +53,11 @@ def required_communicators(
             if shards > 1:
                 # A loss on cut logits gathers. So do layers of the gathered style; every stage is assumed to have one.
                 last = plan.stages[stage].last == max(other.last for other in plan.stages)
-                operations = layout(plan.stages[stage].virtual_shards).operations(sequence=False)
+                cut = layout(plan.stages[stage].virtual_shards)
+                operations = cut.operations(sequence=False)
                 rows = "all_to_all" in operations  # norms by rows, and rows that leave the stage, are gathered
-                gathers = last or rows or "all_gather" in operations or not workers_add_subtrees(plan.stages[stage].runs)
+                gathers = last or rows or cut.divides_samples or "all_gather" in operations
+                gathers = gathers or not workers_add_subtrees(plan.stages[stage].runs)
                 found |= set(_shards(plan, stage, role.replica, spec.sequence_parallel, gathers, rows))
     return frozenset(found)
 

@@ -69,7 +69,7 @@ def test_patterns_of_layers_overrule_the_layout():
 def test_a_dimension_that_no_layer_has_is_an_error_with_the_nearest_name(layout, says):
     with pytest.raises(PlanError, match=says) as error:
         styles(layout)
-    assert error.value.cure == "the dimensions of this model are features, heads, vocabulary"
+    assert error.value.cure == "the dimensions of this model are features, heads, samples, vocabulary"
 
 
 class Images(nn.Module):
@@ -136,7 +136,7 @@ def test_what_is_divided_by_height_or_width_leaves_the_model_whole_and_no_layer_
         compute_shard_layout(graph, 2, None, {"channels": "shards", "height": "shards"})
     with pytest.raises(PlanError, match=r"names 'hight', a dimension that no layer has \(nearest: height\)") as error:
         compute_shard_layout(graph, 2, None, {"hight": "shards"})
-    assert error.value.cure == "the dimensions of this model are channels, height, width"
+    assert error.value.cure == "the dimensions of this model are channels, height, samples, width"
 
 
 def test_a_dimension_along_which_nothing_can_be_divided_by_itself_is_an_error():

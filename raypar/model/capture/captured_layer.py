@@ -30,7 +30,8 @@ class CapturedLayer(nn.Module):
         """The layer's outputs: a tensor, or a tuple of tensors."""
         state = self._raypar_captured_layer
         count = len(inputs) - len(state.fields)
-        fields = dict(zip(state.fields, inputs[count:], strict=True)) if state.fields else {}
+        given = (value if isinstance(value, Tensor) else value.whole for value in inputs[count:])  # of samples of it all
+        fields = dict(zip(state.fields, given, strict=True)) if state.fields else {}
         found = state.cache.trace_for_layer(state.index, fields, training=self.training)
         program, constants = found.layers[state.index], found.trace.constants
         device = inputs[0].device if inputs else CPU

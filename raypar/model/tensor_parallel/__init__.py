@@ -16,6 +16,7 @@ of `raypar/NUMERICS.md` says of all runs. The rules (`tests/helpers/same_shards.
 
 # Importing them fills the table of operations of `sharded_value.ShardedValue`.
 from raypar.model.tensor_parallel import channel_functions as channel_functions
+from raypar.model.tensor_parallel import sample_functions as sample_functions
 from raypar.model.tensor_parallel import sharded_value_torch_functions as sharded_value_torch_functions
 from raypar.model.tensor_parallel import spatial_functions as spatial_functions
 from raypar.model.tensor_parallel import vocabulary_parallel as vocabulary_parallel

@@ -14,7 +14,14 @@ from raypar.model.layer_skeletons import canonical_names, state_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
-from raypar.model.tensor_parallel.local_part_layout import FEATURES, SPATIAL, LocalPartLayout, sequence_part_layout
+from raypar.model.tensor_parallel.local_part_layout import (
+    FEATURES,
+    SAMPLES,
+    SPATIAL,
+    LocalPartLayout,
+    samples_part_layout,
+    sequence_part_layout,
+)
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, let_einops_take_parts
 from raypar.model.tensor_parallel.styles.registry import parse_style
@@ -169,8 +176,10 @@ class _LayerBoundary:
     def _enter(self, name: str, x: Tensor) -> Tensor | ShardedValue:
         group, part = self._group, self._group.value_layouts.get(name)
         if part is not None:
-            is_whole_elsewhere = part.axis in (FEATURES, SPATIAL)  # where a stage ends, it is sent whole and cut again
+            is_whole_elsewhere = part.axis in (FEATURES, SPATIAL, SAMPLES)  # where a stage ends, it is sent whole and cut again
             return ShardedValue(autograd_collectives.as_contiguous_part(x) if is_whole_elsewhere else x, part, group)
+        if self._layout.divides_samples:
+            return self._enter_in_samples(x)
         dim = (self._values_in_parts or {}).get(name)
         if dim is not None and not group.sequence_parallel:
             held = self._layout.parts_of_value(name, x.shape[dim])
@@ -182,12 +191,15 @@ class _LayerBoundary:
                 autograd_collectives.scatter_to_shards(x, 1, group),
                 sequence_part_layout(x.shape[1], group.shard, group.size),
                 group,
+                whole=x,
             )
         return x
 
     def _leave(self, name: str, made: Tensor | ShardedValue) -> Tensor:
         self._group.value_layouts.pop(name, None)
         self._group.output_layouts.pop(name, None)
+        if self._layout.divides_samples:
+            return self._leave_in_samples(name, made)
         if not isinstance(made, ShardedValue):
             return made
         group, part = self._group, made.part_layout
@@ -214,6 +226,38 @@ class _LayerBoundary:
             )
         if name in self._edges.leaving:
             return autograd_collectives.gather_from_shards(made.local, 1, even_ranges_by_shard(part.size, group.size), group)
+        group.value_layouts[name] = part
+        return made.local
+
+    def _enter_in_samples(self, x: Tensor) -> Tensor | ShardedValue:
+        """This shard's samples of a value that every shard has whole: a field of the batch, a value of another stage."""
+        group = self._group
+        if not x.dim():
+            return x
+        part = samples_part_layout(len(x), group.shard, group.size)
+        floats = x.is_floating_point()
+        mine = autograd_collectives.scatter_to_shards(x, 0, group) if floats else select_ranges(x, 0, part.ranges)
+        return ShardedValue(mine, part, group, whole=x)
+
+    def _leave_in_samples(self, name: str, made: Tensor | ShardedValue) -> Tensor:
+        """This shard's samples of a value; all of them where another stage or the loss reads it."""
+        group = self._group
+        if not isinstance(made, ShardedValue):
+            if not made.dim():
+                return made
+            raise ModelError(
+                f"layer {self._layer.name!r} returns {name!r} {list(made.shape)}, which does not depend on the samples",
+                cure="compute it in the layers that use it, or take samples out of plan.layout",
+            )
+        part = made.part_layout
+        if part != samples_part_layout(part.size, group.shard, group.size):
+            raise ModelError(
+                f"layer {self._layer.name!r} returns {name!r} {list(made.shape)}, whose samples are no longer its first dim",
+                cure="return values [samples, ...], or take samples out of plan.layout",
+            )
+        if name in self._edges.leaving:
+            held = even_ranges_by_shard(part.size, group.size)
+            return autograd_collectives.gather_from_shards(made.local, 0, held, group)
         group.value_layouts[name] = part
         return made.local
 

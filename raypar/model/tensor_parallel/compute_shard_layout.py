@@ -15,16 +15,16 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import make_model_outline, parameter_shapes
 from raypar.model.tensor_parallel.infer_styles import infer_styles
 from raypar.model.tensor_parallel.infer_styles_by_structure import add_styles_by_structure
-from raypar.model.tensor_parallel.layout_of_styles import layout_of_styles, modules_with_parameters
+from raypar.model.tensor_parallel.layout_of_styles import Owners, layout_of_styles, modules_with_parameters
 from raypar.model.tensor_parallel.library_plan import library_styles
 from raypar.model.tensor_parallel.styles.linear_styles import WholeStyle
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
-from raypar.model.tensor_parallel.styles_by_dimension import styles_by_dimension
+from raypar.model.tensor_parallel.styles_by_dimension import SHARDS, styles_by_dimension
 from raypar.model.tensor_parallel.try_styles import find_split_values_between_layers, with_values_in_parts
 from raypar.plan import ModelOutline
 from raypar.plan.stage_connections import LATER_USE, owner_of, parameter_of
-from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.plan.tensor_parallel_layout import ShardWorkShare, TensorParallelLayout
 
 
 def compute_shard_layout(
@@ -54,6 +54,8 @@ def _compute_layout(
     graph: Graph, shards: int, styles: Mapping[str, str], dimensions: Mapping[str, str], *, infer: bool
 ) -> TensorParallelLayout:
     modules = modules_with_parameters(graph.layers)
+    if dimensions.get("samples") == SHARDS:
+        return _layout_by_samples(modules, shards, styles, dimensions)
     given = _styles_by_pattern(modules, styles)
     chosen = dict(given)
     if infer:
@@ -65,6 +67,20 @@ def _compute_layout(
     layout = layout_of_styles(graph.layers, modules, chosen, shards)
     _check_ties(graph, layout)
     return with_values_in_parts(layout, find_split_values_between_layers(graph, layout))
+
+
+def _layout_by_samples(
+    modules: Owners, shards: int, styles: Mapping[str, str], dimensions: Mapping[str, str]
+) -> TensorParallelLayout:
+    """The layout of which each shard computes some samples with whole layers. Raises `PlanError` if layers were cut, too."""
+    others = [name for name, where in dimensions.items() if where == SHARDS and name != "samples"]
+    if others or any(parse_style(text) != WholeStyle() for text in styles.values()):
+        raise PlanError(
+            f"plan.layout divides samples, and {others[0] if others else 'plan.styles layers'}, over the same shards",
+            cure="leave one out; other workers may divide other layers (plan.placements)",
+        )
+    share = (ShardWorkShare(1 / shards, 1.0),) * shards
+    return TensorParallelLayout(shards, {}, {}, costs=dict.fromkeys(modules, share), divides_samples=shards > 1)
 
 
 def make_model_outline_with_layouts(

@@ -8,6 +8,8 @@ from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
 SEQUENCE = "sequence"
 """The axis that sequence parallelism cuts. Others are named by the styles: heads, vocabulary."""
+SAMPLES = "samples"
+"""The axis that a layout divides which has `samples: shards`."""
 FEATURES = "features"
 """The axis of what column layers make."""
 SPATIAL = "rows"
@@ -36,3 +38,8 @@ class LocalPartLayout:
 def sequence_part_layout(size: int, shard: int, shards: int) -> LocalPartLayout:
     """A shard's part of [batch, sequence, ...] under sequence parallelism, the sequence being `size` long."""
     return LocalPartLayout(1, size, even_ranges_by_shard(size, shards)[shard], SEQUENCE)
+
+
+def samples_part_layout(size: int, shard: int, shards: int) -> LocalPartLayout:
+    """A shard's part of [samples, ...] where a layout divides the samples, of which there are `size`."""
+    return LocalPartLayout(0, size, even_ranges_by_shard(size, shards)[shard], SAMPLES)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel.autograd_collectives import copy_to_shards, select_ranges
-from raypar.model.tensor_parallel.local_part_layout import SEQUENCE, SPATIAL, LocalPartLayout, sequence_part_layout
+from raypar.model.tensor_parallel.local_part_layout import SAMPLES, SEQUENCE, SPATIAL, LocalPartLayout, sequence_part_layout
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan.shard_ranges import (
     IndexRanges,
@@ -37,6 +37,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {}
 """Name of a torch function or method -> implementation(function, *args, **kwargs) for values that are cut."""
 ROW_IMPLEMENTATIONS: dict[str, Implementation] = {}
 """Those that come first for values that are cut along a spatial dim."""
+SAMPLE_IMPLEMENTATIONS: dict[str, Implementation] = {}
+"""Those that come first for values of which shards have some samples, as their first dim."""
 _ANY_PLACE: set[str] = set()
 """Names of functions whose `ShardedValue` argument need not be the first."""
 
@@ -47,6 +49,16 @@ def implements_on_parts(*names: str, any_place: bool = False) -> Callable[[F], F
     def enter(found: F) -> F:
         IMPLEMENTATIONS.update(dict.fromkeys(names, found))
         _ANY_PLACE.update(names if any_place else ())
+        return found
+
+    return enter
+
+
+def implements_on_samples(*names: str) -> Callable[[F], F]:
+    """Decorator: the function computes these torch functions on values of which shards have some samples."""
+
+    def enter(found: F) -> F:
+        SAMPLE_IMPLEMENTATIONS.update(dict.fromkeys(names, found))
         return found
 
     return enter
@@ -66,6 +78,8 @@ def _implementation(name: str, first: Any) -> Implementation | None:
     """What computes the torch function of that name, of which `first` is the first argument; None if nothing does."""
     if isinstance(first, ShardedValue) and first.part_layout.axis == SPATIAL and name in ROW_IMPLEMENTATIONS:
         return ROW_IMPLEMENTATIONS[name]
+    if isinstance(first, ShardedValue) and first.part_layout.axis == SAMPLES and name in SAMPLE_IMPLEMENTATIONS:
+        return SAMPLE_IMPLEMENTATIONS[name]
     return IMPLEMENTATIONS.get(name)
 
 
@@ -77,6 +91,12 @@ def unsupported_on_part_error(name: str, x: ShardedValue, why: str = "needs the 
             f"{of} (the sequence: plan.sequence_parallel) over {x.group.size} shards {why}",
             cure="give the layers that make what it needs a style (attention: heads, kv-heads and heads-row, or qkv; "
             "plan.styles), so that they see the whole sequence, or set plan.sequence_parallel: false",
+        )
+    if x.part_layout.axis == SAMPLES:
+        return ModelError(
+            f"{of} (the samples: plan.layout) over {x.group.size} shards {why}",
+            cure="compute in layers what each sample gives by itself, and what mixes samples in the loss, which gets all of "
+            "them; or take samples out of plan.layout",
         )
     if x.part_layout.axis == SPATIAL:
         return ModelError(
@@ -97,10 +117,12 @@ class ShardedValue:
     `local`: this shard's part, as a tensor; `part_layout`: which part it is; `group`: the shards that have the other parts.
     """
 
-    __slots__ = ("group", "local", "part_layout")
+    __slots__ = ("group", "local", "part_layout", "whole")
 
-    def __init__(self, local: Tensor, part_layout: LocalPartLayout, group: ShardGroup) -> None:
+    def __init__(self, local: Tensor, part_layout: LocalPartLayout, group: ShardGroup, *, whole: Tensor | None = None) -> None:
         self.local, self.part_layout, self.group = local, part_layout, group
+        self.whole = whole
+        """The whole value, of a field of the batch, which every shard has: a layer's trace is chosen by it."""
 
     @classmethod
     def __torch_function__(

@@ -30,6 +30,7 @@ def styles_by_dimension(
     """
     known = _dimensions_by_layer(modules, {**inferred, **given})
     _check_names(layout, known)
+    layout = {dimension: where for dimension, where in layout.items() if dimension != "samples"}
     divided = {dimension for dimension, where in layout.items() if where == SHARDS}
     found = {name: style for name, style in inferred.items() if divided_dimension(style, name, modules) in divided}
     _check_one_each(modules, known, divided, given)
@@ -69,7 +70,7 @@ def _check_one_each(
 
 
 def _check_names(layout: Mapping[str, str], known: Mapping[str, set[str]]) -> None:
-    names = sorted(set().union(*known.values()))
+    names = sorted({"samples"}.union(*known.values()))
     for dimension in layout:
         if dimension not in names:
             near = difflib.get_close_matches(dimension, names, n=1, cutoff=0.3)

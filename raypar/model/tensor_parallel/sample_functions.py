@@ -1,0 +1,75 @@
+"""Torch functions on some samples of a value: each sample is computed by itself with whole parameters, but for batch norms.
+
+What a backward pass adds to the gradient of a parameter is a shard's part of a sum over the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from raypar.errors import ModelError
+from raypar.model.tensor_parallel.sharded_value import (
+    ShardedValue,
+    implements_on_samples,
+    take_part,
+    unsupported_on_part_error,
+)
+from raypar.model.tensor_parallel.statistics_over_pieces import normalise_over_pieces, update_running_statistics
+
+_CONVOLUTIONS = [f"conv{transposed}{dims}d" for transposed in ("", "_transpose") for dims in (1, 2, 3)]
+_BY_SAMPLE = ("embedding", "group_norm", "instance_norm", "layer_norm", "rms_norm", "scaled_dot_product_attention")
+
+
+def _local(x: ShardedValue, value: Any) -> Any:
+    """What this shard computes with of an argument: its samples of a value, all of a tensor that every shard has."""
+    if isinstance(value, ShardedValue):
+        if value.part_layout != x.part_layout:
+            raise unsupported_on_part_error("a function of several values", value, "meets other samples")
+        return value.local
+    return take_part(value, 0, ((0, value.shape[0]),), x.group) if isinstance(value, Tensor) and value.dim() else value
+
+
+@implements_on_samples(*_CONVOLUTIONS, *_BY_SAMPLE)
+def _each_by_itself(func: Callable[..., Tensor], x: ShardedValue, *args: Any, **kwargs: Any) -> ShardedValue:
+    """Functions whose first dim is that of the samples, if that is the divided one."""
+    if x.part_layout.dim != 0 or (func.__name__.startswith("conv") and x.dim() < int(func.__name__[-2]) + 2):
+        raise unsupported_on_part_error(func.__name__, x)
+    if func.__name__ == "instance_norm" and any(isinstance(each, Tensor) for each in _averages(args, kwargs)):
+        raise unsupported_on_part_error("instance_norm with running statistics", x)
+    given = {key: _local(x, value) for key, value in kwargs.items()}
+    return x.like(func(x.local, *(_local(x, value) for value in args), **given))
+
+
+def _averages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    return [*args[:2], kwargs.get("running_mean"), kwargs.get("running_var")]
+
+
+@implements_on_samples("batch_norm")
+def _batch_norm(
+    func: Callable[..., Tensor],
+    x: ShardedValue,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> ShardedValue:
+    """By the statistics of all samples, whichever shard has them."""
+    if x.part_layout.dim != 0:
+        raise unsupported_on_part_error("batch_norm", x)
+    weight, bias, local = _local(x, weight), _local(x, bias), x.local.contiguous()
+    if not training:
+        return x.like(func(local, running_mean, running_var, weight, bias, False, momentum, eps))
+    if x.numel() == x.shape[1]:
+        raise ModelError(
+            f"batch_norm in training has one value for each channel {list(x.shape)}", cure="give microbatches more samples"
+        )
+    made, found = normalise_over_pieces(local, weight, bias, eps, x.group)
+    if running_mean is not None and running_var is not None:
+        update_running_statistics(running_mean, running_var, found, momentum)
+    return x.like(made)
