@@ -45,8 +45,13 @@ def peak_rss_bytes() -> int:
     raise RuntimeError("no VmHWM in /proc/self/status")
 
 
-def serve(address: str, body: Body) -> None:
-    """Answer commands until told to stop; blocked in a read between them."""
+def rss_bytes() -> int:
+    """Resident memory of this process now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def serve(address: str, body: Body, begun_bytes: int = 0) -> None:
+    """Answer commands until told to stop; blocked in a read between them. `begun_bytes`: resident memory before the model."""
     connection = Client(address, "AF_UNIX")
     connection.send(("ok", body.hello))
     number, last = 0, None
@@ -68,7 +73,8 @@ def serve(address: str, body: Body) -> None:
                 last = found if found is not None else last
                 number += arguments[0]
             else:
-                answer = {"peak_rss_bytes": [peak_rss_bytes()], "loss": last, "steps": number} | body.info()
+                memory = {"peak_rss_bytes": [peak_rss_bytes()], "rss_bytes": rss_bytes(), "begun_bytes": begun_bytes}
+                answer = {**memory, "loss": last, "steps": number} | body.info()
             connection.send(("ok", answer))
         except Exception:
             connection.send(("error", traceback.format_exc()))
@@ -104,7 +110,7 @@ class Plain(Stepwise):
         model = gpt.layers(**self.work.model_args)
         self.model = model if wrap is None else wrap(model)
         self.ddp = wrap is not None
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **OPTIMIZER)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), **OPTIMIZER)
         self.microbatches = microbatches // world
         self.batches = Batches(self.work, (rank, world))
 
@@ -126,6 +132,39 @@ class Plain(Stepwise):
     def close(self) -> None:
         if self.ddp and dist.is_initialized():
             dist.destroy_process_group()
+
+
+class ZeroRedundancy(Plain):
+    """DDP with `ZeroRedundancyOptimizer`, its ZeRO level 1."""
+
+    def __init__(self, work: dict[str, int], microbatches: int) -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        wrap = nn.parallel.DistributedDataParallel
+        super().__init__(work, microbatches, dist.get_rank(), dist.get_world_size(), wrap)
+        self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.AdamW, **OPTIMIZER)
+
+
+class FullyShard(Plain):
+    """`fully_shard` (FSDP2) of every block and the whole. `reshard`: after each forward, as it does by default."""
+
+    def __init__(self, work: dict[str, int], microbatches: int, reshard: bool) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+        def wrap(model: Any) -> Any:
+            for layer in model:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+            return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+        super().__init__(work, microbatches, dist.get_rank(), dist.get_world_size(), wrap)
+        self.ddp = False
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=OPTIMIZER["lr"])
+
+    def close(self) -> None:
+        dist.destroy_process_group()
 
 
 class Pipelining(Stepwise):
@@ -271,7 +310,8 @@ def ray_train(address: str, work: dict[str, int], microbatches: int, workers: in
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    kinds = ["plain", "ddp", "pipelining", "dtensor", "ray-train", "raypar", "raypar-ray", "sleep", "block", "vgg"]
+    kinds = ["plain", "ddp", "zero-redundancy", "fsdp2", "pipelining", "dtensor", "ray-train"]
+    kinds += ["raypar", "raypar-ray", "sleep", "block", "vgg"]
     parser.add_argument("kind", choices=kinds)
     parser.add_argument("--address", required=True)
     parser.add_argument("--rank", type=int, default=int(os.environ.get("RANK", "0")))
@@ -282,8 +322,12 @@ def main() -> None:
         serve(given.address, Plain(**given.options))
     elif given.kind == "ddp":
         dist.init_process_group("gloo")
-        wrap = nn.parallel.DistributedDataParallel
-        serve(given.address, Plain(**given.options, rank=dist.get_rank(), world=dist.get_world_size(), wrap=wrap))
+        wrap, begun = nn.parallel.DistributedDataParallel, rss_bytes()
+        serve(given.address, Plain(**given.options, rank=dist.get_rank(), world=dist.get_world_size(), wrap=wrap), begun)
+    elif given.kind in ("zero-redundancy", "fsdp2"):
+        dist.init_process_group("gloo")
+        begun = rss_bytes()
+        serve(given.address, (ZeroRedundancy if given.kind == "zero-redundancy" else FullyShard)(**given.options), begun)
     elif given.kind == "pipelining":
         serve(given.address, Pipelining(**given.options))
     elif given.kind == "dtensor":
@@ -294,7 +338,8 @@ def main() -> None:
         import ours
 
         if given.kind == "raypar":
-            serve(given.address, ours.Raypar(*ours.job_and_plan(**given.options), given.rank))
+            begun = rss_bytes()
+            serve(given.address, ours.Raypar(*ours.job_and_plan(**given.options), given.rank), begun)
         elif given.kind == "block":
             serve(given.address, ours.Raypar(*ours.block_and_plan(**given.options), given.rank))
         elif given.kind == "vgg":

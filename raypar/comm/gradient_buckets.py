@@ -34,34 +34,90 @@ class BucketLayout:
     length: int
     """Elements of the buffer."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.length * self.dtype.itemsize
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters inside a buffer [length]."""
         return [flat[o : o + s.numel()].view(s) for o, s in zip(self.offsets, self.shapes, strict=True)]
 
 
-def bucket_layouts(parameters: Sequence[ShapeAndDtype], bucket_bytes: int, device: torch.device) -> list[BucketLayout]:
+Runs = Sequence[tuple[int, int]]
+"""Runs of elements [start, stop) of a flattened parameter, ascending."""
+
+
+@dataclass(frozen=True)
+class OwnerLayout(BucketLayout):
+    """A bucket whose buffer has what each replica owns of its parameters side by side: `offsets` and `views` mean nothing."""
+
+    segments: tuple[tuple[int, int], ...]
+    """By replica: its part of the buffer."""
+    places: tuple[tuple[tuple[int, int, int, int], ...], ...]
+    """By parameter: (replica, first element in the buffer, elements [start, stop) of the parameter) of each run."""
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """None: see `OwnerBucket.own_runs`."""
+        return []
+
+
+def owner_layout(
+    dtype: torch.dtype, indices: Sequence[int], shapes: Sequence[torch.Size], owners: Sequence[Sequence[Runs]], align: int
+) -> OwnerLayout:
+    """The layout of one bucket. `owners`: by parameter and replica, the runs that it owns; each begins at a multiple of `align`
+    elements of the buffer."""
+    places: list[list[tuple[int, int, int, int]]] = [[] for _ in indices]
+    segments, at = [], 0
+    for replica in range(len(owners[0])):
+        first = at
+        for own, found in zip(owners, places, strict=True):
+            for start, stop in own[replica]:
+                found.append((replica, at, start, stop))
+                at += -(-(stop - start) // align) * align
+        segments.append((first, at))
+    everywhere = tuple(tuple(found) for found in places)
+    return OwnerLayout(dtype, tuple(indices), (0,) * len(indices), tuple(shapes), at, tuple(segments), everywhere)
+
+
+def bucket_layouts(
+    parameters: Sequence[ShapeAndDtype],
+    bucket_bytes: int,
+    device: torch.device,
+    owners: Sequence[Sequence[Runs] | None] = (),
+) -> list[BucketLayout]:
     """Buckets of about `bucket_bytes` and one dtype each, last layer first: the order in which gradients become final.
 
-    `device`: where the buffers will be.
+    `device`: where the buffers will be. `owners`: by parameter, which runs each replica owns, where they get these alone; those
+    parameters have buckets of their own.
     """
     buckets: list[BucketLayout] = []
     indices: list[int] = []
     offsets: list[int] = []
     length = 0
 
+    def owners_of(index: int) -> Sequence[Runs] | None:
+        return owners[index] if owners else None
+
     def close() -> None:
         nonlocal length
         if indices:
-            shapes = tuple(parameters[i][0] for i in indices)
-            buckets.append(BucketLayout(parameters[indices[0]][1], tuple(indices), tuple(offsets), shapes, length))
+            shapes, dtype = tuple(parameters[i][0] for i in indices), parameters[indices[0]][1]
+            here = [own for i in indices if (own := owners_of(i)) is not None]
+            if here:
+                buckets.append(owner_layout(dtype, indices, shapes, here, max(ALIGN, alignment_on(device) // dtype.itemsize)))
+            else:
+                buckets.append(BucketLayout(dtype, tuple(indices), tuple(offsets), shapes, length))
             indices.clear()
             offsets.clear()
             length = 0
 
     for index in reversed(range(len(parameters))):
         shape, dtype = parameters[index]
-        if indices and (dtype != parameters[indices[0]][1] or length * dtype.itemsize >= bucket_bytes):
-            close()
+        if indices:
+            unlike = (owners_of(index) is None) != (owners_of(indices[0]) is None)
+            if unlike or dtype != parameters[indices[0]][1] or length * dtype.itemsize >= bucket_bytes:
+                close()
         align = max(ALIGN, alignment_on(device) // dtype.itemsize)
         indices.append(index)
         offsets.append(length)
@@ -170,10 +226,10 @@ class CanonicalBucket(GradientBucket):
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
         nodes, me = replicas.subtrees_by_replica, replicas.own_index
         own = len(nodes[me])
-        cut = even_slices(layout.length, len(nodes))
+        cut = self._slices(layout, len(nodes))
         start, stop = cut[me]
         outgoing = replicas.zeros(own * layout.length, layout.dtype)
-        super().__init__(layout, outgoing if own == 1 else replicas.zeros(layout.length, layout.dtype))
+        super().__init__(layout, self._make_result(replicas, layout, outgoing, own))
         self.replicas = replicas
         """The replicas that reduce together."""
         self.pieces = [outgoing[own * a : own * b] for a, b in cut]
@@ -182,7 +238,7 @@ class CanonicalBucket(GradientBucket):
             self.pieces[me] if r == me else replicas.zeros(len(n) * (stop - start), layout.dtype) for r, n in enumerate(nodes)
         ]
         """By replica: the memory for its subtree sums of this rank's slice."""
-        self.totals = [self.result[a:b] for a, b in cut]
+        self.totals = self._totals_in_result(cut)
         """By owner: its slice of `result`."""
         self.own_total = self.totals[me]
         """This rank's slice of `result`, to which the additions write."""
@@ -192,6 +248,17 @@ class CanonicalBucket(GradientBucket):
         """(left, right, out) of each addition of the tree over this rank's slice, in order."""
         self._total = self._plan_adds(stop - start)
         """Where the additions leave the total of this rank's slice; None: there is no sum."""
+
+    def _slices(self, layout: BucketLayout, replicas: int) -> list[tuple[int, int]]:
+        """By owner: its slice of the buffer."""
+        return even_slices(layout.length, replicas)
+
+    def _make_result(self, replicas: ReplicaGroup, layout: BucketLayout, outgoing: Tensor, subtrees: int) -> Tensor:
+        """The memory for the totals: that of the only subtree's sums, if there is one."""
+        return outgoing if subtrees == 1 else replicas.zeros(layout.length, layout.dtype)
+
+    def _totals_in_result(self, cut: Sequence[tuple[int, int]]) -> list[Tensor]:
+        return [self.result[a:b] for a, b in cut]
 
     def _places(self, outgoing: Tensor, cut: list[tuple[int, int]], own: int, k: int) -> list[list[tuple[Tensor, int, int]]]:
         """For each parameter: where its elements [from, to) of the k-th subtree's sum go; several places at slice borders."""
@@ -238,7 +305,11 @@ class CanonicalBucket(GradientBucket):
                 else:
                     flat = [term.reshape(-1) for term in terms]
                     for place, lo, hi in places:
-                        _put(place, [term[lo:hi] for term in flat])
+                        if len(flat) == 1:
+                            to.append(place)
+                            source.append(flat[0][lo:hi])
+                        else:
+                            _put(place, [term[lo:hi] for term in flat])
         if to:
             copy_all(to, source)
 
@@ -265,6 +336,64 @@ class CanonicalBucket(GradientBucket):
         """See `GradientBucket.gather`."""
         r = self.replicas
         return r.transport.all_gather(self.totals, self.own_total, group=r.ranks, channel=r.channel)
+
+
+def own_runs(layout: OwnerLayout, own: int, total: Tensor) -> list[list[Tensor]]:
+    """By parameter of the layout: the runs that replica `own` owns, flat, in `total`, its segment of the buffer."""
+    first = layout.segments[own][0]
+    return [
+        [total[at - first : at - first + stop - start] for replica, at, start, stop in places if replica == own]
+        for places in layout.places
+    ]
+
+
+class OwnerBucket(CanonicalBucket):
+    """Bucket of parameters whose runs replicas own: an owner receives all subtree sums of its runs, adds them, and keeps the
+    totals; nobody has all of them."""
+
+    layout: OwnerLayout
+
+    def __init__(self, replicas: ReplicaGroup, layout: OwnerLayout) -> None:
+        super().__init__(replicas, layout)
+        self.own_runs = own_runs(layout, replicas.own_index, self.own_total)
+        """By parameter of the layout: the totals of the runs that this replica owns, valid at the end of the step."""
+
+    def _slices(self, layout: BucketLayout, replicas: int) -> list[tuple[int, int]]:
+        assert isinstance(layout, OwnerLayout)
+        return list(layout.segments)
+
+    def _make_result(self, replicas: ReplicaGroup, layout: BucketLayout, outgoing: Tensor, subtrees: int) -> Tensor:
+        """The memory for this replica's totals."""
+        start, stop = self._slices(layout, len(replicas.ranks))[replicas.own_index]
+        return outgoing[start:stop] if subtrees == 1 else replicas.zeros(stop - start, layout.dtype)
+
+    def _totals_in_result(self, cut: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """The result is this replica's total; the others' are not here."""
+        return [self.result] * len(cut)
+
+    def _places(self, outgoing: Tensor, cut: list[tuple[int, int]], own: int, k: int) -> list[list[tuple[Tensor, int, int]]]:
+        """As in `CanonicalBucket`, for the runs of all owners."""
+        found = []
+        for shape, places in zip(self.layout.shapes, self.layout.places, strict=True):
+            here = []
+            for replica, offset, start, stop in places:
+                a, b = cut[replica]
+                at = own * a + k * (b - a) + offset - a
+                here.append((outgoing[at : at + stop - start], start, stop))
+            if len(here) == 1:
+                here = [(here[0][0].view(shape), 0, shape.numel())]
+            found.append(here)
+        return found
+
+    def post_chained(self) -> Handle | None:
+        """See `GradientBucket.post_chained`."""
+        assert self.first_phase is not None
+        r = self.replicas
+        return r.transport.run_after(self.first_phase, self.add_up, group=r.ranks, channel=r.channel)
+
+    def gather(self) -> Handle | None:  # type: ignore[override]
+        """Nothing: each owner keeps its totals."""
+        return None
 
 
 def _fill(views: Sequence[Tensor], layout: BucketLayout, rows: Sequence[SubtreeSums], nodes: Sequence[TreeNode]) -> None:
@@ -434,3 +563,58 @@ class SharedMemoryPairBucket(GradientBucket):
         """See `GradientBucket.add_up`: the root of the tree."""
         torch.add(self._left[self._turn], self._right[self._turn], out=self.result)
         self.replicas.transport.ledger.count("window", sent=self.result.nbytes, received=self.result.nbytes)
+
+
+class SharedMemoryOwnerBucket(GradientBucket):
+    """`OwnerBucket` of two replicas on one machine with one subtree each: an owner reads the other's sums of its runs in shared
+    memory, in turns as `SharedMemoryPairBucket` does."""
+
+    def __init__(
+        self, replicas: ReplicaGroup, layout: OwnerLayout, sums: Sequence[Sequence[Tensor]], together: CombinedMessage
+    ) -> None:
+        self.replicas = replicas
+        self._together = together
+        start, stop = layout.segments[replicas.own_index]
+        self._left, self._right = ([memory[start:stop] for memory in turns] for turns in sums)
+        self._targets = [_places_of_owners(layout, memory) for memory in sums[replicas.own_index]]
+        """By turn, then parameter: the places that `fill` writes to."""
+        self._turn = 0
+        """The turn of this step: 0 or 1."""
+        super().__init__(layout, replicas.zeros(stop - start, layout.dtype))
+        self.own_runs = own_runs(layout, replicas.own_index, self.result)
+        """See `OwnerBucket.own_runs`."""
+
+    def begin(self) -> None:
+        """See `GradientBucket.begin`."""
+        self._turn = 1 - self._turn
+        super().begin()
+
+    def fill(self, rows: Sequence[SubtreeSums]) -> None:
+        """See `GradientBucket.fill`."""
+        to: list[Tensor] = []
+        source: list[Tensor] = []
+        (node,) = self.replicas.subtrees_by_replica[self.replicas.own_index]
+        for index, given, places in zip(self.layout.indices, rows, self._targets[self._turn], strict=True):
+            terms = [term.reshape(-1) for term in _terms(given, index, node)]
+            for place, lo, hi in places:
+                if len(terms) == 1:
+                    to.append(place)
+                    source.append(terms[0][lo:hi])
+                else:
+                    _put(place, [term[lo:hi] for term in terms])
+        if to:
+            copy_all(to, source)
+
+    def post_first(self) -> Handle:
+        """See `GradientBucket.post_first`."""
+        return self._together.add_filled_bucket()
+
+    def add_up(self) -> None:
+        """See `GradientBucket.add_up`: the root of the tree."""
+        torch.add(self._left[self._turn], self._right[self._turn], out=self.result)
+        self.replicas.transport.ledger.count("window", sent=self.result.nbytes, received=self.result.nbytes)
+
+
+def _places_of_owners(layout: OwnerLayout, buffer: Tensor) -> list[list[tuple[Tensor, int, int]]]:
+    """For each parameter: where its elements [from, to) go in a buffer [length]."""
+    return [[(buffer[at : at + stop - start], start, stop) for _, at, start, stop in places] for places in layout.places]

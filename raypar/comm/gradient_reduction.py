@@ -5,7 +5,8 @@ owner of a slice receives all replicas' subtree sums of the slice (all-to-all), 
 the total to all (all-gather). The additions are those of one process, whatever the number of replicas. Where each run is one
 complete subtree, the bytes are those of a ring: 2 (R-1)/R N per replica; if there are 2^k of one size, small buckets, and all
 on a GPU, are exchanged by recursive halving and doubling between neighbours (`plan/gradient_exchange.py` chooses). *Fast*: a
-plain all-reduce of each replica's own sum.
+plain all-reduce of each replica's own sum. Where replicas own runs of parameters, the first exchange ends at the owners of
+runs, who keep the totals.
 
 On the host a bucket's additions and all-gather follow when somebody finds its all-to-all done. On a GPU nobody would before the
 backward pass is over, because the host is ahead of it: there all of it is enqueued when the bucket is complete
@@ -33,9 +34,13 @@ from raypar.comm.gradient_buckets import (
     FastBucket,
     GradientBucket,
     HalvingBucket,
+    OwnerBucket,
+    OwnerLayout,
     PairBucket,
     ReplicaGroup,
+    Runs,
     ShapeAndDtype,
+    SharedMemoryOwnerBucket,
     SharedMemoryPairBucket,
     SubtreeSums,
     bucket_layouts,
@@ -57,7 +62,7 @@ class GradientReduction(ABC):
 
     `group`: ranks of the stage's replicas, ascending; `runs[r]`: blocks of replica r; `parameters`: (shape, dtype) of every
     use of a parameter, in layer order; `channel`: one that no other reduction of the group uses (the stage's number);
-    `device`: of the gradients.
+    `device`: of the gradients; `owners`: by use, the runs that each replica owns, where only owners get totals; None: all do.
     """
 
     parameters_to_mark: Callable[[], Collection[int]] | None
@@ -67,6 +72,8 @@ class GradientReduction(ABC):
     """After `finish`: indices of parameters that any replica has marked in this step."""
     defined_here: frozenset[int]
     """After `finish`: indices of parameters of which this replica has a gradient."""
+    owned_totals: dict[int, list[Tensor]]
+    """After `finish`: parameter that replicas own in runs -> the totals of this replica's runs of it, flat."""
     stream_waits: StreamWaits
     """What only the stream waits for."""
 
@@ -81,6 +88,7 @@ class GradientReduction(ABC):
         bucket_bytes: int = BUCKET_BYTES,
         channel: int = 0,
         device: torch.device = CPU,
+        owners: Sequence[Sequence[Runs] | None] = (),
     ) -> None:
         if len(runs) != len(group):
             raise CommError(f"{len(runs)} runs of blocks for {len(group)} replicas", cure="give one run per replica")
@@ -104,17 +112,16 @@ class GradientReduction(ABC):
         """By parameter: how many replicas mark it."""
         self._marked: Handle | None = None
         """The all-reduce of the marks, once it is posted in this step."""
-        self.parameters_to_mark, self.marked_parameters, self.defined_here = None, frozenset(), frozenset()
+        self.parameters_to_mark, self.owned_totals = None, {}
+        self.marked_parameters = self.defined_here = frozenset()
         self.stream_waits = StreamWaits()
         self._unready = 0
         """Parameters that are not ready in this step."""
         self._next_first = self._next_second = 0
         """The first bucket whose first, second phase is not posted in this step."""
-        self.buckets: list[GradientBucket] = []
+        layouts = bucket_layouts(self.parameters, bucket_bytes, device, owners) if len(self.group) > 1 else []
+        self.buckets: list[GradientBucket] = [self._bucket(layout) for layout in layouts]
         """The buckets, in the order in which they are posted; none with one replica."""
-        if len(self.group) > 1:
-            layouts = bucket_layouts(self.parameters, bucket_bytes, device)
-            self.buckets = [self._bucket(layout) for layout in layouts]
         self._bucket_of = {i: b for b in self.buckets for i in b.layout.indices}
         """Parameter -> its bucket."""
         self._next_buckets: list[GradientBucket] | None = None
@@ -202,7 +209,7 @@ class GradientReduction(ABC):
 
     def finish(self) -> Routine[list[Tensor | None]]:
         """Bring the rest to its end. Returns each parameter's reduced gradient, 64-byte aligned: -0.0 where no replica has one;
-        of one replica the given sum itself, or None.
+        of one replica the given sum itself, or None; None where replicas own runs, which `owned_totals` has.
 
         The tensors are views of the buckets, valid until the next `start`; a device's stream waits for them, and the host only
         where `stream_waits` are finished.
@@ -238,7 +245,11 @@ class GradientReduction(ABC):
                 yield RoutineWait(self._marked, f"which gradients are parts of sums over shards, channel {self.channel}")
             self.marked_parameters = frozenset(self._marks.nonzero().view(-1).tolist())
         results: list[Tensor | None] = [None] * len(self.parameters)
+        self.owned_totals = {}
         for bucket in self.buckets:
+            if isinstance(bucket, (OwnerBucket, SharedMemoryOwnerBucket)):
+                self.owned_totals.update(zip(bucket.layout.indices, bucket.own_runs, strict=True))
+                continue
             for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
                 results[index] = view
         self._rows = [None] * len(self.parameters)
@@ -277,15 +288,18 @@ class CanonicalReduction(GradientReduction):
     """Reduction with the bits of one process, whatever the number of replicas (see the module's docstring)."""
 
     def _bucket(self, layout: BucketLayout) -> GradientBucket:
+        if isinstance(layout, OwnerLayout):
+            return OwnerBucket(self.replicas, layout)
         host_bytes = layout.length * layout.dtype.itemsize if self.replicas.device == CPU else None
         kinds = {"swap": PairBucket, "halving": HalvingBucket, "owners": CanonicalBucket}
         return kinds[gradient_exchange(self.subtrees_by_replica, host_bytes)](self.replicas, layout)
 
     def _negotiate_buckets(self) -> Routine[list[GradientBucket] | None]:
         """Buckets in shared memory, for two replicas on one machine that both find that they can read each other's."""
-        pairs = all(isinstance(bucket, PairBucket) for bucket in self.buckets) and self.replicas.device == CPU
+        one_subtree_each = [len(nodes) for nodes in self.subtrees_by_replica] == [1, 1]
+        pairs = one_subtree_each and self.replicas.device == CPU
         shares_memory = pairs and self.transport.can_share_memory(self.group[1 - self.own_index])
-        turn_bytes = sum(_paged(bucket.result.nbytes) for bucket in self.buckets)
+        turn_bytes = sum(_paged(bucket.layout.nbytes) for bucket in self.buckets)
         if not shares_memory or not turn_bytes:
             return None
         try:
@@ -315,10 +329,13 @@ class CanonicalReduction(GradientReduction):
         together = CombinedMessage(self.replicas, len(self.buckets))
         start = 0
         for bucket in self.buckets:
-            nbytes, layout = bucket.result.nbytes, bucket.layout
+            nbytes, layout = bucket.layout.nbytes, bucket.layout
             places = (start, turn_bytes + start)
             sums = [[memory[at : at + nbytes].view(layout.dtype) for at in places] for memory in memories]
-            made.append(SharedMemoryPairBucket(self.replicas, layout, sums, together))
+            if isinstance(layout, OwnerLayout):
+                made.append(SharedMemoryOwnerBucket(self.replicas, layout, sums, together))
+            else:
+                made.append(SharedMemoryPairBucket(self.replicas, layout, sums, together))
             start += _paged(nbytes)
         return made
 

@@ -102,7 +102,7 @@ def choose_plan(
         warnings = check_model_can_shard(spec, checked, any_plan)
     if fixed is not None:
         fixed = apply_recompute_policy(fixed, recompute, [layer.name for layer in checked.graph.layers])
-        warnings = (*check_model_can_shard(spec, checked, fixed), *lines_about_zero(fixed))
+        warnings = (*check_model_can_shard(spec, checked, fixed), *lines_about_zero(fixed, spec))
     profile = profile_job(
         spec,
         workers=fixed.world if fixed is not None else workers,
@@ -130,9 +130,14 @@ def choose_plan(
     return ChosenPlan(fixed, schedule, made, timeline, profile, why, balance, memory, warnings)
 
 
-def lines_about_zero(plan: ParallelPlan) -> tuple[str, ...]:
-    """A line for a plan whose ZeRO stage has nothing to divide; none otherwise."""
+def lines_about_zero(plan: ParallelPlan, spec: Job) -> tuple[str, ...]:
+    """A line for a plan whose ZeRO stage has nothing to divide, or whose parts of state have no second copy; none otherwise."""
     level = max(plan.zero_levels)
+    if plan.most_zero and spec.elastic is not None and spec.elastic.mirror == "off":
+        return (
+            f"plan.zero is {level}, and elastic.mirror is off: each replica's part of the state has no other copy, so the loss "
+            "of any worker takes all back to the last checkpoint",
+        )
     if not level or plan.most_zero:
         return ()
     return (f"plan.zero is {level}, and no stage has replicas to divide state: each worker keeps all of its own",)

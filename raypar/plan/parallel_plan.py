@@ -260,6 +260,11 @@ class ParallelPlan:
         """Whether the replicas of a stage divide some state, so that parameters have to be gathered."""
         return self.stages[stage].zero > 0 and self.stages[stage].replicas > 1
 
+    def reduces_to_owners(self, stage: int) -> bool:
+        """Whether the replicas of a stage reduce gradients to the owners of runs alone, but those of tied parameters of several
+        stages. Not where virtual shards may have to complete whole gradients."""
+        return self.divides_state(stage) and self.stages[stage].virtual_shards == 1
+
     @property
     def most_zero(self) -> int:
         """The highest ZeRO stage by which replicas divide anything; 0 where no stage has replicas."""

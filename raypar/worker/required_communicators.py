@@ -47,7 +47,8 @@ def required_communicators(
             role = plan.role_in(rank, stage)
             for number in plan.stages[stage].run_of(role.shard):
                 channel, routing = reduction_channel(plan, stage, number), MicrobatchRouting(plan, spec.batching)
-                found |= set(_reduction(routing, stage, role.shard, channel, fast))
+                whole = not plan.reduces_to_owners(stage) or any(stage in tie.stages for tie in assignment.crossing.ties)
+                found |= set(_reduction(routing, stage, role.shard, channel, fast=fast, whole=whole))
                 if stage in assignment.crossing.exchanges_buffers or plan.divides_state(stage):
                     found.add(CommunicatorKey(plan.replica_ranks(stage, role.shard), "all_gather", channel))
             if shards > 1:
@@ -122,13 +123,20 @@ def _ties(
             yield CommunicatorKey((transfer.sender, transfer.receiver), "message")
 
 
-def _reduction(routing: MicrobatchRouting, stage: int, shard: int, channel: int, fast: bool) -> Iterator[CommunicatorKey]:
-    """Collectives that reduce gradients over the replicas of a stage (`comm.gradient_reduction`)."""
+def _reduction(
+    routing: MicrobatchRouting, stage: int, shard: int, channel: int, *, fast: bool, whole: bool
+) -> Iterator[CommunicatorKey]:
+    """Collectives that reduce gradients over the replicas of a stage (`comm.gradient_reduction`). `whole`: some to all of them,
+    and not to owners alone."""
     group = routing.plan.replica_ranks(stage, shard)
     if len(group) == 1:
         return
     if fast:
         yield CommunicatorKey(group, "all_reduce", FAST_REDUCTION_CHANNELS + channel)
+        return
+    if routing.plan.reduces_to_owners(stage):
+        yield CommunicatorKey(group, "all_to_all", channel)
+    if not whole:
         return
     blocks = routing.microbatches.blocks
     subtrees = [covering_nodes(routing.blocks_of_replica(stage, r), blocks) for r in range(len(group))]

@@ -18,7 +18,7 @@ from raypar.comm.transport import SHARD_CHANNELS, Transport
 from raypar.comm.virtual_shards import VirtualShards
 from raypar.job import Job
 from raypar.model.graph import Graph, Layer
-from raypar.model.layer_skeletons import buffers_of_several_layers
+from raypar.model.layer_skeletons import buffers_of_several_layers, canonical_names
 from raypar.model.materialise import materialise
 from raypar.model.split_linear_backward import defer_weight_gradients
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, sharded_loss
@@ -459,9 +459,24 @@ class StageBuilder:
                 parameters=[(use.shape, use.dtype) for use in stage.uses],
                 channel=reduction_channel(plan, index, number),
                 device=self.device,
+                owners=self._owners_of_uses(index, stage),
             )
             for (index, number), stage in stages.items()
         }
+
+    def _owners_of_uses(self, index: int, stage: Stage) -> list[list[list[tuple[int, int]]] | None]:
+        """By use of a parameter: the runs that each replica owns, where gradients are reduced to these; empty if none are."""
+        plan = self.assignment.plan
+        if not plan.reduces_to_owners(index) or self.spec.reduction != "canonical":
+            return []
+        canonical, several = canonical_names(self.graph), {tie.name for tie in self.assignment.crossing.ties}
+        of_name: dict[str, list[list[tuple[int, int]]]] = {}
+        for replica in range(plan.stages[index].replicas):
+            for name, start, stop in self.ownership.runs(index, 0, replica):
+                of_name.setdefault(name, [[] for _ in range(plan.stages[index].replicas)])[replica].append((start, stop))
+        nothing: list[list[tuple[int, int]]] = [[] for _ in range(plan.stages[index].replicas)]
+        names = [canonical.get(use.name, use.name) for use in stage.uses]
+        return [None if name in several else of_name.get(name, nothing) for name in names]
 
     def share_out_anew(self, stages: Mapping[ShardOfStage, Stage], step_commit: StepCommit) -> StepCommit:
         """The step commit of the same stages, whose replicas have other blocks from the next step on. Tensors and optimizers

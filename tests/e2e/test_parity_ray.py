@@ -33,3 +33,9 @@ def test_the_other_layouts_on_ray_give_the_bits_of_one_process(layout, tmp_path)
 @pytest.mark.full
 def test_a_layout_that_recomputes_on_ray_gives_the_bits_of_one_process(tmp_path):
     check_on_ray(LAYOUTS[0], tmp_path, recompute="full")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[4], Layout("tangled", "1f1b", (4,), 8)], ids=str)
+def test_replicas_on_ray_that_divide_state_give_the_bits_of_one_process(layout, tmp_path):
+    check_on_ray(layout, tmp_path, zero=1)

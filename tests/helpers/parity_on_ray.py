@@ -17,12 +17,12 @@ from raypar.worker.checkpoint.checkpoint_files import PARAMETER, read_checkpoint
 from raypar.worker.checkpoint.state_key import optimizer_key
 
 
-def check_on_ray(layout: Layout, tmp_path: Path, recompute: str = "none") -> None:
+def check_on_ray(layout: Layout, tmp_path: Path, recompute: str = "none", zero: int = 0) -> None:
     """Train the layout's job on the Ray that this process has joined; asserts that every bit is the one process's."""
     job = layout.job
     result = launch_run(
         lambda checked: choose_plan(
-            job, checked, lambda layers: layout.plan, layout.schedule, layout.plan.world, None, recompute
+            job, checked, lambda layers: layout.plan.with_zero(zero), layout.schedule, layout.plan.world, None, recompute
         ),
         LaunchOptions(job, lambda planned: RunFolder.create(tmp_path, "parity")),
         lambda event: None,

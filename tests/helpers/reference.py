@@ -29,6 +29,9 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import convert_module_dtype
 from raypar.model.materialise import materialise
 
+PIECE = 32768
+"""Elements of the norm's pieces (rule 7)."""
+
 
 def seed_of(*place: object) -> int:
     text = "/".join(map(str, place))
@@ -43,7 +46,7 @@ def lying_as_new(x: Tensor) -> Tensor:
 def sum_of_squares(gradients: Iterable[Tensor | None]) -> float:
     """Rule 7: of all pieces of all gradients, added exactly."""
     whole = [lying_as_new(gradient).flatten() for gradient in gradients if gradient is not None]
-    return math.fsum(float(torch.dot(piece, piece)) for one in whole for piece in one.split(32768))
+    return math.fsum(float(torch.dot(piece, piece)) for one in whole for piece in one.split(PIECE))
 
 
 def name_values(values: dict[str, Tensor], names: tuple[str, ...], returned: tuple[Tensor, ...]) -> None:

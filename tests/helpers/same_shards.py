@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers import reference
 from torch import Tensor
 
 
@@ -297,7 +298,8 @@ def train(
         parts: list[Tensor] = []
         for name in slices[0]:
             parts += [mine[name] for mine in gradients if name in mine][: 1 if held_by_all(name) else None]
-        norm = math.sqrt(math.fsum(float(torch.dot(p, p)) for part in parts for p in part.flatten().split(32768))) / count
+        pieces = [piece for part in parts for piece in part.flatten().split(reference.PIECE)]
+        norm = math.sqrt(math.fsum(float(torch.dot(piece, piece)) for piece in pieces)) / count
         factor = min(1.0, clip_norm / (norm + 1e-6)) / count
         scaled = []
         for mine, tensors, optimizer in zip(slices, gradients, optimizers, strict=True):

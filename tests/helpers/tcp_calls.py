@@ -9,8 +9,10 @@ from helpers import standin
 from helpers.parity import Layout
 from helpers.shard_grid import Cell
 from helpers.transport_cases import CREDENTIAL
+from helpers.zero_layouts import DividedLayout, small_pieces
 
 from raypar.comm.nccl.endpoint import NcclEndpoint
+from raypar.comm.routine import run_routine
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.worker.make_worker_assignments import make_worker_assignments
@@ -29,6 +31,12 @@ def listen(state: dict[str, Any], index: int, kind: str) -> str:
     else:
         state["mesh"] = TcpEndpoint.listen("127.0.0.1", credential=CREDENTIAL, unix_sockets=False)
     return state["mesh"].address
+
+
+def train_divided(state: dict[str, Any], index: int, layout: DividedLayout, addresses: list[str]) -> dict[str, Any]:
+    """As `train`, with parameters that are divided in small pieces."""
+    with small_pieces():
+        return train(state, index, layout, addresses)
 
 
 def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: list[str]) -> dict[str, Any]:
@@ -59,6 +67,7 @@ def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: l
                     for n, p in s.parameters.items()
                 }
             )
+        run_routine(core.step_commit.gather.finish(), 30.0)
         return {
             "losses": losses,
             "norms": norms,

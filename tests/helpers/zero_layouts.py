@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-from helpers import shard_grid
-from helpers.parity import STEPS, Layout, differences, expected, share_out_anew
+from helpers import parity, reference, shard_grid
+from helpers.parity import STEPS, Layout, Precision, differences, share_out_anew
 from helpers.shard_grid import Cell, different, one_process
 from torch import Tensor
 
 from raypar.plan import ParallelPlan, ownership
+from raypar.worker import squares_on_device
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
 from raypar.worker.step.owned_parameters import OwnedParameter
@@ -24,12 +27,29 @@ PIECE = 16
 
 @contextlib.contextmanager
 def small_pieces(elements: int = PIECE) -> Iterator[None]:
-    """Inside, owners' runs begin at multiples of so many elements; the norm's pieces are what they are."""
-    kept, ownership.CANONICAL_PIECE = ownership.CANONICAL_PIECE, elements
+    """Inside, owners' runs begin at multiples of so many elements, and the norm's pieces have as many, in references too."""
+    kept = ownership.CANONICAL_PIECE, squares_on_device.CANONICAL_PIECE, reference.PIECE
+    ownership.CANONICAL_PIECE = squares_on_device.CANONICAL_PIECE = reference.PIECE = elements
     try:
         yield
     finally:
-        ownership.CANONICAL_PIECE = kept
+        ownership.CANONICAL_PIECE, squares_on_device.CANONICAL_PIECE, reference.PIECE = kept
+
+
+@functools.cache
+def expected(model: str, microbatches: int, blocks: int, compute: Precision = None) -> reference.Result:
+    """As `helpers.parity.expected`, with small pieces of the norm."""
+    with small_pieces():
+        return parity.expected.__wrapped__(model, microbatches, blocks, compute)
+
+
+class DividedLayout(Layout):
+    """A layout whose replicas divide state."""
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan of this cell, at level 1."""
+        return super().plan.with_zero(1)
 
 
 Read = Callable[[WorkerCore, ShardOfStage, OwnedParameter], Tensor | None]
@@ -181,11 +201,17 @@ def run_cell(cell: Cell, plan: ParallelPlan) -> shard_grid.Run:
     return found
 
 
+@functools.cache
+def same_shards_in_one_process(cell: Cell, shards: tuple[int, ...]) -> shard_grid.Run:
+    """As `helpers.shard_grid.one_process`, with small pieces of the norm."""
+    with small_pieces():
+        return one_process.__wrapped__(cell, shards)
+
+
 def check_cell(cell: Cell, plan: ParallelPlan) -> None:
     """A plan with shards whose replicas divide state: the bits of the same shards in one process."""
     got = run_cell(cell, plan)
-    alike = one_process(
-        shard_grid.replace(cell, schedule="gpipe", replicas=(1,), shards=(), recompute=()), plan.shards_by_layer
-    )
+    alone = replace(cell, schedule="gpipe", replicas=(1,), shards=(), recompute=())
+    alike = same_shards_in_one_process(alone, plan.shards_by_layer)
     bad = list(different(got, alike))
     assert not bad, f"{cell} {plan}: {bad[:8]} and {len(bad) - 8} more"

@@ -12,6 +12,7 @@ import torch
 from helpers import ugly_models
 from helpers.parity import Layout, layouts, validation_on
 from helpers.shard_grid import Cell, cells
+from helpers.zero_layouts import DividedLayout
 
 from raypar.comm.nccl.device import COMMUNICATORS, WORKER_ENVIRONMENT
 from raypar.comm.transport import COLLECTIVES, FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
@@ -113,6 +114,15 @@ SHARDED_CORNERS = [
 
 @pytest.mark.parametrize("layout", CORNERS, ids=str)
 def test_a_step_uses_exactly_the_communicators_of_its_plan(layout):
+    check(layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [DividedLayout("tangled", "1f1b", (2, 3), 6, blocks=6), DividedLayout("relayed", "gpipe", (2, 1), 4)],
+    ids=str,
+)
+def test_a_step_whose_replicas_divide_state_uses_exactly_the_communicators_of_its_plan(layout):
     check(layout)
 
 

@@ -10,6 +10,8 @@ from helpers.parity import Layout, expected
 from helpers.processes import Workers
 from helpers.shard_grid import SHALLOW, Cell, run
 from helpers.standin import needs_cupy
+from helpers.zero_layouts import DividedLayout
+from helpers.zero_layouts import expected as expected_in_small_pieces
 
 from raypar.job import OptimizerConfig
 
@@ -128,6 +130,33 @@ def test_shards_over_tcp_give_the_bits_of_the_local_transport(workers, cell):
 @pytest.mark.parametrize("cell", CELLS[3:], ids=str)
 def test_other_shards_over_tcp_give_the_bits_of_the_local_transport(workers, cell):
     check_shards(workers, cell, "tcp")
+
+
+DIVIDED = [
+    DividedLayout("tangled", "1f1b", (2, 2), 4),
+    DividedLayout("tangled", "zb-h1", (1, 3), 7, blocks=5),
+    DividedLayout("plain", "interleaved", (2, 2), 7),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        (DIVIDED[0], "tcp"),
+        *(pytest.param(layout, "tcp", marks=pytest.mark.ci) for layout in DIVIDED[1:]),
+        needs_cupy(DIVIDED[1], "nccl"),
+    ],
+    ids=str,
+)
+def test_replicas_that_divide_state_have_the_bits_of_one_process(workers, layout, kind):
+    on = list(range(layout.plan.world))
+    addresses = workers.each(tcp_calls.listen, kind, on=on)
+    found = workers.each(tcp_calls.train_divided, layout, addresses, on=on, timeout_s=60.0)
+    want = expected_in_small_pieces(layout.model, layout.microbatches, layout.blocks, layout.compute)
+    for got in found:
+        assert got["losses"] == want.losses and got["norms"] == want.norms
+        assert all(torch.equal(torch.from_numpy(copy), want.parameters[name]) for name, copy in got["parameters"].items())
+    assert any("[" in key for got in found for key in got["state"]), "some owners have runs of parameters"
 
 
 @pytest.mark.parametrize("layout", [needs_cupy(layout) for layout in LAYOUTS[:8]], ids=str)

@@ -79,6 +79,8 @@ class AnyGradientReduction(Protocol):
     """The uses that any replica has marked; known after `finish`."""
     defined_here: frozenset[int]
     """The uses of which this replica has a gradient; known after `finish`."""
+    owned_totals: dict[int, list[Tensor]]
+    """Use whose gradient is reduced to its owners -> totals of this replica's runs, flat; known after `finish`."""
     stream_waits: StreamWaits
     """What only the stream waits for."""
 
@@ -163,6 +165,9 @@ class StepCommit:
     """Stage -> reduced gradient of each use; None until the reductions are finished."""
     _settled: dict[ShardOfStage, dict[str, Tensor | None]] = field(default_factory=dict)
     """Stage -> canonical parameter name -> gradient, unscaled, uses added up."""
+    _settled_runs: dict[ShardOfStage, dict[str, list[Tensor]]] = field(default_factory=dict)
+    """Stage -> canonical name of a parameter whose gradient is reduced to its owners -> the same of each run that this rank
+    owns. Such parameters have None in `_settled`."""
     _exchange: TiedGradientExchange = field(init=False)
     """Exchanges gradients of tied parameters with workers of other stages."""
     _buffers: BufferExchange = field(init=False)
@@ -199,7 +204,7 @@ class StepCommit:
         """Begin a step. Drops the last step's gradients first: kept, they would be a second set beside the new ones."""
         self.step, self.outcome, self.applied, self._reduced_uses = step, None, False, None
         self.can_apply_late = self._has_buffer_updates = False
-        self._settled, self.late_read_ns = {}, 0
+        self._settled, self._settled_runs, self.late_read_ns = {}, {}, 0
         for owned in self.owned.values():
             for each in owned:
                 each.parameter.grad = None
@@ -267,7 +272,19 @@ class StepCommit:
                 dtype = parameter.dtype
                 gradients[name] = fold_gradients([None if use is None else use.to(dtype) for use in uses[::-1]])
             settled[stage] = gradients
+            self._settled_runs[stage] = self._settle_runs(stage)
         return settled
+
+    def _settle_runs(self, stage: ShardOfStage) -> dict[str, list[Tensor]]:
+        """As `_settle`, of the runs that this rank owns, of parameters whose gradients are reduced to their owners."""
+        totals, found = self.reductions[stage].owned_totals, dict[str, list[Tensor]]()
+        for name, places in self._places[stage].items():
+            if places[0] in totals:
+                dtype = self.stages[stage].parameters[name].dtype
+                uses = zip(*(totals[place] for place in places[::-1]), strict=True)
+                folded = [fold_gradients([use.to(dtype) for use in of_run]) for of_run in uses]
+                found[name] = [run for run in folded if run is not None]
+        return found
 
     def _uses_in_stages(
         self, stages: Sequence[int], number: int, tie: str, reduced: Mapping[ShardOfStage, Sequence[Tensor | None]]
@@ -332,8 +349,9 @@ class StepCommit:
         """This worker's vote, with the order of its samples where the job has a sampler and this worker reads any; and the
         flags of buffers, which are read at the same time.
 
-        The replicas of a stage have the same gradients, so each squares a share of the parameters. Each shard squares the
-        elements that it counts. All shards have the same losses, which the first one tells.
+        The replicas of a stage have the same gradients, so each squares a share of the parameters; where they divide them, each
+        squares its runs. Each shard squares the elements that it counts. All shards have the same losses, which the first one
+        tells.
         """
         tell = [stage for (_, number), stage in self.stages.items() if number == 0]
         pairs = [pair for stage in tell for pair in stage.losses.values()]
@@ -342,6 +360,7 @@ class StepCommit:
             shard = self.stages[index].shard
             defined = [(name, g) for name in self._counted[index[0]] if (g := gradients[name]) is not None]
             counted += [g if shard is None else shard.counted(name, g) for name, g in defined]
+            counted += [run for runs in self._settled_runs.get(index, {}).values() for run in runs]
         losses, counts = ([pair[place] for pair in pairs] for place in range(2))
         flags = self._buffers.flags()
         numbers = iter(read_together([*losses, *counts, *flags, *square_gradients(counted)]))
@@ -482,7 +501,13 @@ class StepCommit:
         first: dict[int, ShardOfStage] = {}
         unscaled: list[Tensor] = []
         for index, gradients in self._settled.items():
+            of_runs = {name: iter(runs) for name, runs in self._settled_runs[index].items()}
             for each in self.owned[index]:
+                if each.name in of_runs and each.name not in missing:
+                    gradient = next(of_runs[each.name], each.parameter.new_empty(0)).view(each.parameter.shape)
+                    each.parameter.grad = gradient
+                    unscaled.append(gradient)
+                    continue
                 reduced = None if each.name in missing else gradients[each.name]
                 if reduced is None:
                     each.parameter.grad = None
