@@ -39,6 +39,10 @@ class BucketLayout:
         """Bytes of the buffer."""
         return self.length * self.dtype.itemsize
 
+    def nbytes_shared_by(self, replica: int) -> int:
+        """Bytes that one of two replicas lets the other read in place."""
+        return self.nbytes
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters inside a buffer [length]."""
         return [flat[o : o + s.numel()].view(s) for o, s in zip(self.offsets, self.shapes, strict=True)]
@@ -56,6 +60,11 @@ class OwnerLayout(BucketLayout):
     """By replica: its part of the buffer."""
     places: tuple[tuple[tuple[int, int, int, int], ...], ...]
     """By parameter: (replica, first element in the buffer, elements [start, stop) of the parameter) of each run."""
+
+    def nbytes_shared_by(self, replica: int) -> int:
+        """Bytes that one of two replicas lets the other read in place: of what the other one owns."""
+        start, stop = self.segments[1 - replica]
+        return (stop - start) * self.dtype.itemsize
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """None: see `OwnerBucket.own_runs`."""
@@ -567,21 +576,26 @@ class SharedMemoryPairBucket(GradientBucket):
 
 class SharedMemoryOwnerBucket(GradientBucket):
     """`OwnerBucket` of two replicas on one machine with one subtree each: an owner reads the other's sums of its runs in shared
-    memory, in turns as `SharedMemoryPairBucket` does."""
+    memory, in turns as `SharedMemoryPairBucket` does, and adds them to its own, which nobody else sees.
+
+    `sums[r][t]`: memory of replica r in turn t for its sums of what the other one owns.
+    """
 
     def __init__(
         self, replicas: ReplicaGroup, layout: OwnerLayout, sums: Sequence[Sequence[Tensor]], together: CombinedMessage
     ) -> None:
         self.replicas = replicas
         self._together = together
-        start, stop = layout.segments[replicas.own_index]
-        self._left, self._right = ([memory[start:stop] for memory in turns] for turns in sums)
-        self._targets = [_places_of_owners(layout, memory) for memory in sums[replicas.own_index]]
+        own = replicas.own_index
+        self._theirs = sums[1 - own]
+        start, stop = layout.segments[own]
+        total = replicas.zeros(stop - start, layout.dtype)
+        self._targets = [_places_of_owners(layout, [mine, total] if own else [total, mine]) for mine in sums[own]]
         """By turn, then parameter: the places that `fill` writes to."""
         self._turn = 0
         """The turn of this step: 0 or 1."""
-        super().__init__(layout, replicas.zeros(stop - start, layout.dtype))
-        self.own_runs = own_runs(layout, replicas.own_index, self.result)
+        super().__init__(layout, total)
+        self.own_runs = own_runs(layout, own, self.result)
         """See `OwnerBucket.own_runs`."""
 
     def begin(self) -> None:
@@ -610,11 +624,15 @@ class SharedMemoryOwnerBucket(GradientBucket):
         return self._together.add_filled_bucket()
 
     def add_up(self) -> None:
-        """See `GradientBucket.add_up`: the root of the tree."""
-        torch.add(self._left[self._turn], self._right[self._turn], out=self.result)
+        """See `GradientBucket.add_up`: the root of the tree, whose two terms may be added in either order."""
+        self.result.add_(self._theirs[self._turn])
         self.replicas.transport.ledger.count("window", sent=self.result.nbytes, received=self.result.nbytes)
 
 
-def _places_of_owners(layout: OwnerLayout, buffer: Tensor) -> list[list[tuple[Tensor, int, int]]]:
-    """For each parameter: where its elements [from, to) go in a buffer [length]."""
-    return [[(buffer[at : at + stop - start], start, stop) for _, at, start, stop in places] for places in layout.places]
+def _places_of_owners(layout: OwnerLayout, buffers: Sequence[Tensor]) -> list[list[tuple[Tensor, int, int]]]:
+    """For each parameter: where its elements [from, to) go in a buffer for each owner."""
+    firsts = [start for start, _ in layout.segments]
+    return [
+        [(buffers[r][at - firsts[r] : at - firsts[r] + stop - start], start, stop) for r, at, start, stop in places]
+        for places in layout.places
+    ]

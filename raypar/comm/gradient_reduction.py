@@ -299,11 +299,10 @@ class CanonicalReduction(GradientReduction):
         one_subtree_each = [len(nodes) for nodes in self.subtrees_by_replica] == [1, 1]
         pairs = one_subtree_each and self.replicas.device == CPU
         shares_memory = pairs and self.transport.can_share_memory(self.group[1 - self.own_index])
-        turn_bytes = sum(_paged(bucket.layout.nbytes) for bucket in self.buckets)
-        if not shares_memory or not turn_bytes:
+        if not shares_memory or not all(turn_bytes := self._turn_bytes()):
             return None
         try:
-            block = SharedMemoryBlock(2 * turn_bytes)
+            block = SharedMemoryBlock(2 * turn_bytes[self.own_index])
         except OSError:
             block = None
         addresses = [torch.zeros_like(NO_ADDRESS) for _ in self.group]
@@ -313,7 +312,7 @@ class CanonicalReduction(GradientReduction):
         if block is not None:
             try:
                 memories = [
-                    block.memory if r == self.own_index else open_shared_memory(address, 2 * turn_bytes)
+                    block.memory if r == self.own_index else open_shared_memory(address, 2 * turn_bytes[r])
                     for r, address in enumerate(addresses)
                 ]
             except OSError:
@@ -327,17 +326,24 @@ class CanonicalReduction(GradientReduction):
             return None
         made: list[GradientBucket] = []
         together = CombinedMessage(self.replicas, len(self.buckets))
-        start = 0
+        starts = [0, 0]
         for bucket in self.buckets:
-            nbytes, layout = bucket.layout.nbytes, bucket.layout
-            places = (start, turn_bytes + start)
-            sums = [[memory[at : at + nbytes].view(layout.dtype) for at in places] for memory in memories]
+            layout = bucket.layout
+            shared = [layout.nbytes_shared_by(replica) for replica in range(2)]
+            sums = [
+                [memory[at : at + nbytes].view(layout.dtype) for at in (start, turn + start)]
+                for memory, start, turn, nbytes in zip(memories, starts, turn_bytes, shared, strict=True)
+            ]
             if isinstance(layout, OwnerLayout):
                 made.append(SharedMemoryOwnerBucket(self.replicas, layout, sums, together))
             else:
                 made.append(SharedMemoryPairBucket(self.replicas, layout, sums, together))
-            start += _paged(nbytes)
+            starts = [start + _paged(nbytes) for start, nbytes in zip(starts, shared, strict=True)]
         return made
+
+    def _turn_bytes(self) -> list[int]:
+        """By replica, of two: the bytes that it shares with the other one in a turn."""
+        return [sum(_paged(bucket.layout.nbytes_shared_by(replica)) for bucket in self.buckets) for replica in range(2)]
 
     def _gather(self, found: list[Tensor], mine: Tensor) -> Handle:
         return self.transport.all_gather(found, mine, group=self.group, channel=self.channel)
