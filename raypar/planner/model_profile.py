@@ -105,6 +105,8 @@ class LayerProfile:
     gradient_bytes: int | None = None
     in_parts_ms: float | None = None
     in_parts_keep: float | None = None
+    time_steps: int = 0
+    """Time steps of its recurrent modules: where it is cut, shards wait for each other after each."""
 
     @property
     def reduced_bytes(self) -> int:
@@ -210,7 +212,7 @@ class ModelProfile:
         A shard computes its part of each layer (`work_shares`), or, if it has several virtual shards, so much of what all of
         them were measured to take; activations are divided evenly. A layer that is cut costs two
         all-reduces of its output forward and two backward, as a transformer's does (Shoeybi et al. 2019, section 3), each
-        2 (t-1)/t of the bytes; overlap is not counted.
+        2 (t-1)/t of the bytes; overlap is not counted. Recurrent layers wait for a message after each time step, too.
         """
         whole, t = self.of(place.first, place.last), place.shards
         if place.virtual_shards == 1:
@@ -223,6 +225,9 @@ class ModelProfile:
             for layer, share in zip(layers, shares, strict=True)
             if share < most
         )
+        if t > 1:
+            cut = (layer for layer, share in zip(layers, shares, strict=True) if share < most)
+            sums_ms += self.link.latency_ms * sum(layer.time_steps for layer in cut)
         if most > 1:
             shares = tuple(_timed_share(*each, most / place.virtual_shards) for each in zip(layers, shares, strict=True))
         parts = list(zip(layers, shares, strict=True))

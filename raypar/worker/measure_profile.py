@@ -36,6 +36,7 @@ from raypar.planner.model_profile import ActivationEdge, KeptStorages, LayerProf
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.check_state_between_microbatches import check_layer_recomputes
+from raypar.worker.count_time_steps import count_time_steps
 from raypar.worker.data.check_and_count_streams import resolve_streams
 from raypar.worker.data.microbatch_loader import MicrobatchLoader
 from raypar.worker.data.padding import Padding
@@ -301,11 +302,24 @@ def _profile_layer(
             optimizer_ms=optimizer_ms,
             in_parts_ms=in_parts_ms,
             in_parts_keep=in_parts_keep,
+            time_steps=_time_steps(whole, received, fields, gradients),
         ),
         outputs,
         state,
         may_recompute,
     )
+
+
+def _time_steps(
+    stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]
+) -> int:
+    """Time steps of the recurrent modules of a layer in one microbatch."""
+
+    def run() -> None:
+        forward_first_microbatch(stage, received, fields)
+        stage.backward(0, gradients)
+
+    return count_time_steps(stage.weights.modules.values(), run)
 
 
 def layer_in_parts(

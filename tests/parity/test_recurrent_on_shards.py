@@ -25,6 +25,8 @@ from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layo
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.tensor_parallel.shard_traffic import layer_traffic
 from raypar.plan import ParallelPlan
+from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.worker.count_time_steps import count_time_steps
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -166,6 +168,24 @@ def test_a_sequence_without_a_batch_has_the_numbers_of_the_whole_layer(shards: i
     check(make, squares, numbers(LENGTH, WIDTH), torch.zeros(1), shards, styles={"net.rnn": "gates"})
 
 
+class Normed(nn.Module):
+    """A recurrent layer behind a norm, which sequence parallelism computes on parts of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.rnn = nn.LayerNorm(WIDTH), nn.GRU(WIDTH, HIDDEN, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.rnn(self.norm(x))[0]
+        return found
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+def test_under_sequence_parallelism_the_parts_of_the_sequence_are_gathered(shards: int):
+    x = numbers(BATCH, LENGTH, WIDTH)
+    check(lambda: in_a_layer(Normed()), squares, x, torch.zeros(1), shards, styles={"net.rnn": "gates"}, sequence=True)
+
+
 class Steps(nn.Module):
     """A cell in a loop, whose hidden state is read by a linear layer."""
 
@@ -242,6 +262,17 @@ def test_what_is_said_to_travel_of_cells_is_what_the_ledger_counts(kind: type[nn
     assert counted["all_gather"] == 8 * LENGTH * BATCH * HIDDEN
     assert counted["all_reduce"] == 2 * 8 * ((LENGTH - 1) * BATCH * HIDDEN + LENGTH * BATCH * WIDTH)
     assert said["all_gather"] == counted["all_gather"]
+
+
+def test_shards_are_predicted_to_wait_for_a_message_after_each_time_step():
+    model = Network()
+    assert count_time_steps([model], lambda: model(torch.zeros(4, 6, dtype=torch.int64))) == 2 * 6 + 6 + 6 + 3
+    packed = PackedNet(nn.GRU, {"num_layers": 2}, False)
+    assert count_time_steps([packed], lambda: packed(numbers(LENGTH, BATCH, WIDTH, dtype=torch.float32))) == 2 * LENGTH
+    layers = tuple(LayerProfile("a", 4.0, 8.0, 4.0, 4.0, time_steps=steps) for steps in (0, 10))
+    profile, shards = ModelProfile(layers, LinkProfile(0.5)), ParallelPlan.mesh(tp=2, layers=2).stages[0]
+    sums_ms = 2 * 2 * 0.5 + 10 * 0.5
+    assert profile.stage(shards).forward_ms == 4.0 + sums_ms and profile.stage(shards).backward_ms == 8.0 + sums_ms
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------------------------
