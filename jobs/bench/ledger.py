@@ -205,6 +205,21 @@ def recurrent_rows(t: int) -> Iterator[Row]:
     yield Row(str(t), "LSTM by gates: gradient of the input", "2 (t-1) N S C_in", wanted, total(cut, "all_reduce"))
 
 
+def halo_rows(t: int) -> Iterator[Row]:
+    """Convolutions of 3 x 3 by rows: 3, 16 and 24 channels of images of 12 x 12; the first one reads what has no gradient."""
+    channels, width, kernel = (3, 16, 24), 12, 3
+    spec = small_job("Convolutions", {"channels": channels, "kernel": kernel}, (3, 12, width), {"*": "spatial"})
+    cut = on_shards(spec, t)
+    row = SAMPLES * width * (kernel - 1) * (t - 1) * WORD
+    formula = "(t-1) (k-1) B W (C_in forward, C_out back)"
+    yield Row(str(t), "convolutions by rows: halos", formula, row * (3 + 16 + 24), total(cut, "all_to_all"))
+    parameters = sum(shape.numel() for shape in parameter_shapes(make_layer_graph(spec)).values())
+    what = "convolutions by rows: gradients of weights, once a step"
+    yield Row(str(t), what, "2 (t-1) of the parameters", all_reduce(t, parameters), total(cut, "all_reduce"))
+    wanted = SAMPLES * 12 * width * 24 * (t - 1) * WORD
+    yield Row(str(t), "convolutions by rows: what leaves the model", "(t-1) B H W C_out", wanted, total(cut, "all_gather"))
+
+
 def virtual_shard_rows() -> Iterator[Row]:
     """Four virtual shards on 1, 2 and 4 workers: w workers send what w shards would, unless their runs are no subtrees."""
     channels, numbers = (3, 16, 32, 24), SAMPLES * 12 * 12 * (16 + 24)
@@ -261,8 +276,8 @@ def replica_rows() -> Iterator[Row]:
         yield Row(str(r), f"{r} replicas, gradients, {what}", "2 (R-1)", 2 * (r - 1) * numbers * WORD, found)
 
 
-LAYERS: tuple[Callable[[int], Iterator[Row]], ...] = (convolution_rows, recurrent_rows)
-"""Rows for each number of shards. Another kind of layer (halos of rows) is another function here."""
+LAYERS: tuple[Callable[[int], Iterator[Row]], ...] = (convolution_rows, halo_rows, recurrent_rows)
+"""Rows for each number of shards. Another kind of layer is another function here."""
 PLANS: tuple[Callable[[], Iterator[Row]], ...] = (virtual_shard_rows, branch_rows, replica_rows)
 """Rows of what does not depend on a number of shards."""
 

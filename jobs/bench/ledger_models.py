@@ -30,13 +30,15 @@ def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 
 class Convolutions(nn.Module):
-    """1x1 convolutions in a row, so that all but the first read what has a gradient; the last but one may have groups."""
+    """Convolutions in a row, so that all but the first read what has a gradient; the last but one may have groups."""
 
-    def __init__(self, channels: Sequence[int], groups: int = 1) -> None:
+    def __init__(self, channels: Sequence[int], groups: int = 1, kernel: int = 1) -> None:
         super().__init__()
         pairs = list(pairwise(channels))
         of = [groups if number == len(pairs) - 2 else 1 for number in range(len(pairs))]
-        self.layers = nn.ModuleList(nn.Conv2d(*pair, 1, groups=each) for pair, each in zip(pairs, of, strict=True))
+        self.layers = nn.ModuleList(
+            nn.Conv2d(*pair, kernel, padding=kernel // 2, groups=each) for pair, each in zip(pairs, of, strict=True)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Images [samples, channels, height, width] -> those of the last layer."""
