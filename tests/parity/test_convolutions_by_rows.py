@@ -325,7 +325,7 @@ def check_same(run: OneProcessRun, want: dict[str, list[Tensor]]) -> None:
     assert [name for name, slices in found.items() if not all(map(torch.equal, slices, want[name]))] == []
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 3, "dp": 2}, {"pp": 5}], ids=str)
 def test_a_network_has_the_same_bits_in_every_layout(mesh: dict[str, int], shards: int):
@@ -336,7 +336,7 @@ def test_a_network_has_the_same_bits_in_every_layout(mesh: dict[str, int], shard
     check_same(steps_of(job, divided(ParallelPlan.mesh(layers=layers, **mesh), (shards,))), wanted)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("division", [(1, 3), (2, 2), (3, 1), (1, 1, 2), (4,)], ids=str)
 def test_any_workers_have_the_bits_of_four_pieces(division: tuple[int, ...]):
     job = job_of(data=(Images, {"rows": 16}))
@@ -359,6 +359,7 @@ def test_bf16_recomputation_and_zero_bubble_have_the_same_bits_in_every_layout(p
     check_same(steps_of(job, divided(ParallelPlan.mesh(layers=layers), (2,))), wanted)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("shards", SHARDS)
 def test_a_network_has_the_numbers_of_the_whole_one(shards: int):
     job = job_of((SmallUNet, {"p": 0.0}), dtype="float64", data=(Images, {"dtype": "float64"}))
