@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from raypar.errors import PlanError, with_article
-from raypar.model.tensor_parallel.recurrent import CELLS, RECURRENT, ShardedCell, ShardedRecurrentLayer, gates_of
+from raypar.model.tensor_parallel.recurrent import CELLS, LAYERS, RECURRENT, ShardedCell, ShardedRecurrentLayer, gates_of
 from raypar.model.tensor_parallel.recurrent_traffic import cell_collectives, layer_collectives
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.styles.style import DimensionStyle, is_replaceable
@@ -80,7 +80,11 @@ def _dimensions_of(parameter: str) -> str:
 def is_plain_recurrent(module: nn.Module) -> bool:
     """Whether it is a recurrent layer or cell that a sharded one can stand in for."""
     base = next((kind for kind in RECURRENT if isinstance(module, kind)), None)
-    names = getattr(module, "_flat_weights_names", ("weight_ih", "weight_hh"))
+    names = ["weight_ih", "weight_hh"]
+    if isinstance(module, LAYERS):
+        directions = ("", "_reverse") if module.bidirectional else ("",)
+        layers = [f"l{layer}{direction}" for layer in range(module.num_layers) for direction in directions]
+        names = [f"{name}_{layer}" for name in names for layer in layers]
     return (
         base is not None
         and type(module).forward is base.forward
