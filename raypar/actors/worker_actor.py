@@ -267,7 +267,9 @@ class WorkerActor:
         """
         asked = StepCall.from_bytes(call)
         if asked.before is not None and asked.before.step >= self.generation_guard.backend.applied():
-            self._step(asked.before)  # the guard keeps its answer for its own call
+            before = self._step(asked.before)  # the guard keeps its answer for its own call
+            if isinstance(before, CallFailure):
+                return before
         return self._step(asked)
 
     def _step(self, asked: StepCall) -> dict[str, Any] | CallFailure:

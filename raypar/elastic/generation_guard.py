@@ -138,6 +138,8 @@ class GenerationGuard:
             return self.outcomes[step]
         if self.broken or generation != self.generation:
             raise GroupAborted(f"worker {self.worker} has left generation {generation}", cure="see the first failure")
+        if step < self.backend.applied():
+            raise StaleGeneration(f"step {step + 1} is long done", cure="nothing: the call was repeated, and has come late")
         assert step == self.backend.applied(), f"step {step} was asked for, {self.backend.applied()} are applied"
         self.broken = True
         try:

@@ -1,6 +1,7 @@
 """A run's first generation begins as every later one: it is claimed, the workers say where they stand, and adopt its plan."""
 
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration, Wo
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.errors import CommError, GroupAborted, WorkerLost
+from raypar.errors import CommError, GroupAborted, UserCodeError, WorkerLost
 from raypar.plan import ParallelPlan
 
 PAIR = ParallelPlan.mesh(dp=2, layers=1)
@@ -141,6 +142,29 @@ def test_a_step_call_of_a_former_generation_breaks_no_connection_of_the_present_
     worker.generation_guard.broken = True
     assert isinstance(worker.step(StepCall(2, 4, trace=False, into_mirror=False).to_bytes()).error, GroupAborted)
     assert aborted == ["stage 0 has failed"]
+
+
+def test_a_call_that_comes_before_the_one_it_carries_answers_with_the_failure_of_that():
+    """Whose own call brings it, too; the later step is not executed. A call of a step that is long done breaks nothing."""
+    executed, aborted = [], []
+
+    def step(number, into_mirror):
+        executed.append(number)
+        raise UserCodeError("the loss raised ZeroDivisionError", cure="look at it")
+        yield
+
+    core = SimpleNamespace(data=SimpleNamespace(streams=SimpleNamespace()), step_timeout_s=1.0, abort=aborted.append)
+    backend = SimpleNamespace(abort=lambda reason: None, core=core, step=step, applied=lambda: 4)
+    worker = WorkerActor.__new__(WorkerActor)
+    worker.core, worker.elastic_worker, worker.coordinate, worker.calls = core, backend, "stage 0", {}
+    worker.working_dir, worker.torch_guard, worker.endpoint = SimpleNamespace(keep=lambda: None), None, None
+    worker.generation_guard = GenerationGuard(0, backend, newest_generation=1, generation=1, seated=True)
+    late = worker.step(StepCall(1, 1, trace=False, into_mirror=False).to_bytes())
+    assert isinstance(late.error, StaleGeneration) and aborted == []
+    before = StepCall(1, 4, trace=False, into_mirror=False)
+    found = [worker.step(replace(before, step=5, before=before).to_bytes()), worker.step(before.to_bytes())]
+    assert executed == [4] and [failure.kind for failure in found] == ["user", "user"]
+    assert all("in step 5: the loss raised ZeroDivisionError" in str(failure.error) for failure in found)
 
 
 def test_what_a_failed_step_has_computed_goes_before_the_next_plan_is_adopted():

@@ -72,7 +72,7 @@ def own_parameters(tensors: StageTensors, runs: Iterable[OwnedRun] | None) -> li
         for start, stop in own:
             part = flat[start:stop].clone() if is_master else flat[start:stop]
             run = nn.Parameter(part)
-            vars(run).update(vars(parameter))
+            vars(run).update({key: value for key, value in vars(parameter).items() if key not in vars(run)})
             found.append(OwnedParameter(name, run, (start, stop)))
         if is_master:
             tensors.free_master(name)

@@ -111,13 +111,14 @@ def _runs(value: Tensor, piece: int) -> list[Tensor]:
 def _difference_of_state(whole: TriedOptimizer, runs: TriedOptimizer, shown: str) -> str | None:
     """State of parameters that is not made of the state of its runs, in words; None: all of it is.
 
-    It may be one number an element, run after run, or the same for all runs. State of other shapes is saved and moved whole.
+    It may be one number an element, in the shape of the parameter and of its runs, or one number that is the same for all runs:
+    by these shapes state is put together from runs, so a tensor of any other one would be taken for what it is not.
     """
     there, here = whole.state().parameters, runs.state().parameters
     for name, entries in there.items():
         of_runs = [entries_of_run for run, entries_of_run in here.items() if run.partition("@")[0] == name]
         for key, value in entries.items():
-            if not _is_made_of(value, [entries_of_run.get(key) for entries_of_run in of_runs], whole.values()[name].numel()):
+            if not _is_made_of(value, [entries_of_run.get(key) for entries_of_run in of_runs], whole.values()[name].shape):
                 what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 return (
                     f"{shown} {key!r}, state that is {what} for a parameter of shape {list(whole.values()[name].shape)}, is "
@@ -126,16 +127,15 @@ def _difference_of_state(whole: TriedOptimizer, runs: TriedOptimizer, shown: str
     return None
 
 
-def _is_made_of(whole: Value, runs: Sequence[Value], elements: int) -> bool:
+def _is_made_of(whole: Value, runs: Sequence[Value], shape: torch.Size) -> bool:
     tensors = [value for value in runs if isinstance(value, Tensor)]
     if not isinstance(whole, Tensor):
         return all(type(value) is type(whole) and (value == whole or value != value) for value in runs)
     if len(tensors) != len(runs) or any(value.dtype != whole.dtype for value in tensors):
         return False
-    if all(value.shape == whole.shape and same_bits(value, whole) for value in tensors):
+    if whole.dim() == 0 and all(value.shape == whole.shape and same_bits(value, whole) for value in tensors):
         return True
-    flat = whole.reshape(-1)
-    if flat.numel() != elements:
+    if whole.shape != shape or any(value.dim() != 1 for value in tensors):
         return False
-    joined = torch.cat([value.reshape(-1) for value in tensors])
-    return joined.shape == flat.shape and same_bits(joined, flat)
+    joined = torch.cat(tensors)
+    return joined.numel() == whole.numel() and same_bits(joined, whole.reshape(-1))
