@@ -162,7 +162,7 @@ class AverageConfig(Section):
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
     """What an update keeps of the average: it becomes decay * average + (1 - decay) * weights."""
     every: PositiveInt = 1
-    """Every how many steps the average is updated."""
+    """Every how many steps the average is updated, counted from `from`: with 2 and 3 after steps 5, 7, 9, ..."""
     from_step: NonNegativeInt = 0
     """Number of steps after which the average begins, with the weights of then; `from` is understood too."""
     validate_with: Literal["weights", "average"] = "weights"

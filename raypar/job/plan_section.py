@@ -136,7 +136,8 @@ class PlanConfig(Section):
     layout: Annotated[dict[str, DividedOrWhole], BITS_OF_SHARDS] = {}
     """How a whole model is cut over shards, by the names of dimensions: `{heads: shards, vocabulary: shards}`. Layers are cut
     along the dimensions that it names, and no others; what `styles` says comes first. Without it all layers are cut that raypar
-    finds. Dimensions: `heads`, `features`, `vocabulary`, `samples`, of convolutions `channels`, `height`, `width`."""
+    finds. Dimensions: `heads`, `features`, `vocabulary`, `hidden`, `samples`; of convolutions `channels`,
+    `height`, `width`, `depth`, `length`."""
     sequence_parallel: Annotated[bool, BITS_OF_SHARDS] = False
     """Whether values [batch, sequence, features] between sharded layers are cut along the sequence (sequence parallel)."""
 

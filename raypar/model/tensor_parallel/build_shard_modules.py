@@ -217,7 +217,10 @@ class _LayerBoundary:
                 group.value_layouts[name] = part
                 return made.local
         if not by_sequence:
-            cure = "end what a column layer begins with a row layer, or give it the style gathered (plan.styles)"
+            cure = (
+                "end what a column layer begins with a row layer, or give it the style gathered (plan.styles; "
+                "a recurrent layer: gates, a convolution by groups: whole)"
+            )
             if part.axis == SPATIAL:
                 cure = "give the last convolution before it the style spatial-gathered (plan.styles)"
             raise ModelError(
