@@ -24,8 +24,8 @@ from raypar.plan.shard_ranges import (
 )
 
 CANONICAL_PIECE = 32_768
-"""Elements of a flattened tensor whose squares are summed in its own dtype, before float64 takes over (rule 7 of the numerics
-contract, raypar/NUMERICS.md).
+"""Elements of a flattened tensor whose squares are one term of the norm (rule 7 of the numerics contract,
+raypar/NUMERICS.md).
 
 Owners' runs begin at multiples of it. So an owner computes whole terms of the norm, and an optimizer that works on
 runs of elements, a fused one too, gives the same bits as one that works on the whole tensor.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from helpers import checkpoint_folders as checkpoint_files
-from helpers import metrics, pretend, torch_flesh, ugly_models
+from helpers import metrics, pretend, torch_flesh, ugly_models, zero_layouts
 from helpers.generations import SHARDS, Generations, mesh
 from helpers.operation_budget import NORM, counting
 from helpers.parity import PRECISIONS, STEPS, Layout, Precision, expected
@@ -113,6 +113,19 @@ def folds(state: State, layouts: list[Layout]) -> None:
     for name, found in kept.items():
         torch.testing.assert_close(found, want.buffers[name], rtol=1e-5, atol=1e-6)
     assert any(not torch.equal(found, want.buffers[name]) for name, found in kept.items()), "another arithmetic"
+
+
+def divides(state: State, layout: Layout) -> None:
+    """Replicas on the device that divide state (`plan.zero: 1`), a parameter between several of them: the CPU's bits."""
+    want = zero_layouts.expected(layout.model, layout.microbatches, layout.blocks)
+    with (
+        zero_layouts.small_pieces(),
+        OneProcessRun(layout.job, layout.plan.with_zero(1), layout.schedule, device=pretend.device(), seed=1) as run,
+    ):
+        for step in range(STEPS):
+            assert {r.loss for r in run.step(step)} == {want.losses[step]}, step
+        for name, copies in run.parameters().items():
+            assert all(on_device(copy) and torch.equal(copy.cpu(), want.parameters[name]) for copy in copies), name
 
 
 class Decides(nn.Module):

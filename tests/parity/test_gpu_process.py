@@ -52,6 +52,10 @@ def test_running_statistics_on_a_device_are_alike_under_every_plan(run):
     run(device_calls.folds, NORMS)
 
 
+def test_replicas_on_a_device_that_divide_state_have_the_bits_of_one_process(run):
+    run(device_calls.divides, LAYOUTS[0])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS[QUICK:], ids=str)
 def test_the_other_layouts_on_a_device_have_the_bits_of_one_process(run, layout):

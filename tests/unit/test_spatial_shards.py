@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from raypar.errors import ModelError
 from raypar.plan.spatial_shards import (
@@ -113,7 +114,6 @@ def test_what_is_computed_again_in_backward_is_all_that_reads_a_shards_rows(kind
 
 @pytest.mark.parametrize("mode", ["constant", "reflect", "replicate", "circular"])
 def test_padded_rows_are_those_of_pytorch(mode: str):
-    torch = pytest.importorskip("torch")
     for before, after in ((0, 0), (2, 1), (3, 4), *([(-1, 2), (-2, -1)] if mode == "constant" else [])):
         x = torch.arange(6.0).view(1, 1, 6)
         want = torch.nn.functional.pad(x, (before, after), mode, **({"value": -1.0} if mode == "constant" else {}))
@@ -138,7 +138,6 @@ def test_copies_have_their_sources_and_gradients_of_all_their_copies():
 
 
 def test_the_number_of_output_rows_is_pytorchs():
-    torch = pytest.importorskip("torch")
     for seed in range(CASES):
         draw = random.Random(seed)
         kernel = draw.randint(1, 5)

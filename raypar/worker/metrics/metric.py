@@ -63,8 +63,8 @@ class Metric(Protocol):
 class FunctionMetric:
     """A function of (output, batch) or (output, target) that returns (sum, count) or one tensor that adds up.
 
-    Sums are made in float64, of integers in int64, in the order of microbatches, as the loss's (rule 8 of the numerics
-    contract). The value of (sum, count) is sum / count, NaN where nothing counts.
+    Sums are made in float64, of integers in int64, in the order of microbatches (rule 8 of the numerics contract). The
+    value of (sum, count) is sum / count, NaN where nothing counts.
     """
 
     def __init__(self, name: str, function: Callable[..., Numbers], part: str | None = None, target: str = "target") -> None:
