@@ -266,6 +266,21 @@ def branch_rows() -> Iterator[Row]:
     yield Row("3", what, "(2 + 1) B C each way", 6 * value, found)
 
 
+def hybrid_rows(t: int) -> Iterator[Row]:
+    """Workers that are t replicas of the first convolution and t shards of the others: 16 channels of images of 12 x 12.
+
+    Every shard has the whole gradient, so each replica takes it of the shard on its own worker.
+    """
+    pair = {"layers.1": "column", "layers.2": "row"}
+    spec = small_job("Convolutions", {"channels": (3, 16, 32, 24)}, (3, 12, 12), pair)
+    spec, other = spec.replace(microbatches=t, virtual_replicas=t), list[int]()
+    workers, layers = range(t), len(make_layer_graph(spec).layers)
+    plan = ParallelPlan((StagePlan(0, 1, tuple((rank,) for rank in workers)), StagePlan(1, layers, (tuple(workers),))))
+    found = total(moved(spec, plan, "list", other), "send") - sum(other)
+    what = "replicas, then shards on the same workers: values; gradients are there"
+    yield Row(str(t), what, "(t-1) B H W C forward, 0 back", (t - 1) * SAMPLES * 12 * 12 * 16 * WORD, found)
+
+
 def replica_rows() -> Iterator[Row]:
     """Gradients of replicas, of 3 linear layers of 16 features: 3 (16 16 + 16) numbers, each multiple of 16."""
     numbers = 4 * (16 * 16 + 16)
@@ -276,7 +291,7 @@ def replica_rows() -> Iterator[Row]:
         yield Row(str(r), f"{r} replicas, gradients, {what}", "2 (R-1)", 2 * (r - 1) * numbers * WORD, found)
 
 
-LAYERS: tuple[Callable[[int], Iterator[Row]], ...] = (convolution_rows, halo_rows, recurrent_rows)
+LAYERS: tuple[Callable[[int], Iterator[Row]], ...] = (convolution_rows, halo_rows, recurrent_rows, hybrid_rows)
 """Rows for each number of shards. Another kind of layer is another function here."""
 PLANS: tuple[Callable[[], Iterator[Row]], ...] = (virtual_shard_rows, branch_rows, replica_rows)
 """Rows of what does not depend on a number of shards."""

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from raypar.plan.ownership import STATE_KIND_NOUNS
-from raypar.plan.wording import align_columns
+from raypar.plan.wording import align_columns, count_noun
 from raypar.planner.memory_sheet import KEPT_NOUNS
 from raypar.schedule.recomputation import describe_stages_not_worth_recomputing
 
@@ -82,6 +82,8 @@ def shard_lines(found: dict[str, Any]) -> list[str]:
     if found.get("cut"):
         lines.append(f"cut over shards (tensor parallel): {', '.join(group_similar_layers(found['cut']))}")
         lines += traffic_lines(found["travels"])
+    if any(role["shards"] > 1 for worker in found["workers"] for role in worker["roles"]):
+        lines += stage_message_lines(found.get("between_stages", []))
     if found.get("whole_on_every_shard") and not found.get("divides_samples"):
         lines.append(whole_on_shards_line(found["whole_on_every_shard"], found["parameter_bytes"]))
         lines += why_whole_lines(found["whole_on_every_shard"], found["why_whole"])
@@ -224,6 +226,17 @@ def traffic_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         table.append((name + (f" ({len(layers)}, each)" if len(layers) > 1 else ""), *what, size))
     more = [f"and {len(groups) - MOST_TRAFFIC} more (--json has all)"] if len(groups) > MOST_TRAFFIC else []
     return [*align_columns(table), *more] if groups else []
+
+
+def stage_message_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table of what goes from stage to stage. `rows`: from `launch.plan_as_dict`."""
+    table: list[tuple[str, ...]] = [("travels between stages", "", "for each microbatch", "in a step")]
+    for row in rows[:MOST_TRAFFIC]:
+        times, kib = row["messages"], row["bytes"] / 1024
+        step = f"{count_noun(times, 'message')}, {times * kib:,.1f} KiB" if times else "nothing: it is used where it is made"
+        table.append((f"stage {row['from']} to stage {row['to']}", row["what"], f"{kib:,.1f} KiB", step))
+    more = [f"and {len(rows) - MOST_TRAFFIC} more (--json has all)"] if len(rows) > MOST_TRAFFIC else []
+    return [*align_columns(table), *more] if rows else []
 
 
 def group_similar_layers(styles: Mapping[str, str]) -> list[str]:

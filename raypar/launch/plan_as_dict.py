@@ -99,6 +99,7 @@ def plan_as_dict(
         "imbalance": max(role["share"] for worker in workers for role in worker["roles"]) - 1,
     }
     if profile is not None:
+        found["between_stages"] = stage_messages_as_dicts(routing, profile.crossing(plan))
         from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
         from raypar.planner.plan_report import processors_of_prediction
         from raypar.planner.predicted_step import predict_step
@@ -121,6 +122,22 @@ def plan_as_dict(
             "bandwidth_bytes_per_ms": profile.link.bandwidth,
         }
     return found
+
+
+def stage_messages_as_dicts(routing: MicrobatchRouting, connections: StageConnections) -> list[dict[str, Json]]:
+    """What one stage gives another, with its bytes for one microbatch, and how often it goes to another worker in a step."""
+    values = [("values", edge) for edge in connections.edges]
+    carriers = values + [("gradients", relay) for relay in connections.relays]
+    return [
+        {
+            "what": what,
+            "from": carrier.src,
+            "to": carrier.dst,
+            "bytes": carrier.nbytes,
+            "messages": routing.messages(carrier.src, carrier.dst),
+        }
+        for what, carrier in carriers
+    ]
 
 
 def worker_part_as_dict(

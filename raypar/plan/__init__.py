@@ -2,7 +2,7 @@
 
 from raypar.plan.microbatches import Microbatches, MicrobatchesOfSets
 from raypar.plan.model_outline import ModelOutline
-from raypar.plan.parallel_plan import MicrobatchRouting, ParallelPlan, Role, StagePlan
+from raypar.plan.parallel_plan import MicrobatchRouting, ParallelPlan, Role, StagePlan, serving_shards
 from raypar.plan.stage_connections import GradientRelay, StageConnections, StageEdge, TiedParameter
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "StageEdge",
     "StagePlan",
     "TiedParameter",
+    "serving_shards",
 ]

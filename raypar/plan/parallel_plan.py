@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from raypar.errors import PlanError
@@ -581,3 +581,25 @@ class MicrobatchRouting:
     def ranks(self, stage: int, microbatch: int) -> tuple[int, ...]:
         """By shard: the ranks that run `stage` on `microbatch`."""
         return self.plan.stages[stage].workers[self._replica_of[stage][microbatch]]
+
+    def serving_shards(self, maker: int, user: int, microbatch: int) -> tuple[int, ...]:
+        """By shard of the stage `user`: the shard of `maker` that gives it values or gradients of a microbatch."""
+        return serving_shards(self.ranks(maker, microbatch), self.ranks(user, microbatch))
+
+    def messages(self, maker: int, user: int) -> int:
+        """How many bundles of the stage `maker` go to other workers in a step, for the stage `user`."""
+        count = 0
+        for m in range(self.microbatches.count):
+            makers, served = self.ranks(maker, m), zip(self.serving_shards(maker, user, m), self.ranks(user, m), strict=True)
+            count += sum(makers[shard] != rank for shard, rank in served)
+        return count
+
+
+@lru_cache(maxsize=1 << 12)
+def serving_shards(makers: tuple[int, ...], users: tuple[int, ...]) -> tuple[int, ...]:
+    """By shard of one replica of a stage: which shard of a replica of another stage gives it values or gradients.
+
+    These are whole and equal on all shards of their maker. So a worker that is one of the makers takes its own, and nothing
+    travels; the other users take the makers in turn. `makers`, `users`: ranks, by shard.
+    """
+    return tuple(makers.index(rank) if rank in makers else shard % len(makers) for shard, rank in enumerate(users))

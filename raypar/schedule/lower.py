@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from raypar.errors import ScheduleError
-from raypar.plan import MicrobatchRouting, StageConnections
+from raypar.plan import MicrobatchRouting, StageConnections, serving_shards
 from raypar.plan.wording import count_noun
 from raypar.schedule.data_flow import DataFlow, StageResult, name_of_producing_instruction, needs_of_own_stage
 from raypar.schedule.instructions import (
@@ -74,12 +75,12 @@ def lower_validation_pass(routing: MicrobatchRouting, crossing: StageConnections
 
 
 class _Rule(NamedTuple):
-    """The data flow of one class of instructions on one stage and shard. Results are numbers, given for microbatch 0."""
+    """The data flow of one class of instructions on one stage and shard. Results are numbers."""
 
-    needs: list[int]
-    """Results that the instruction needs."""
+    needs: list[Sequence[int]]
+    """Results that the instruction needs, each by microbatch."""
     results: list[int]
-    """Results that it makes or keeps."""
+    """Results that it makes or keeps, of microbatch 0."""
     units: int
     """Its duration in units of the replay's clock."""
     gives: list[tuple[int, MessageKind]]
@@ -102,7 +103,8 @@ class _Rules:
     """Shard -> class -> stage -> rule."""
 
     def __init__(self, schedule: Schedule, routing: MicrobatchRouting, crossing: StageConnections, *, training: bool) -> None:
-        self._plan, self._count, self._training = routing.plan, routing.microbatches.count, training
+        self._routing, self._plan, self._training = routing, routing.plan, training
+        self._count = routing.microbatches.count
         self._flow = DataFlow(crossing, len(routing.plan.stages))
         self._shards = max(stage.shards for stage in routing.plan.stages)
         kinds: set[type[Compute]] = {kind for order in schedule for kind in set(map(type, order))}
@@ -111,20 +113,31 @@ class _Rules:
         self.total = len(known) * len(routing.plan.stages) * self._shards * self._count
         stages = range(len(routing.plan.stages))
         self.of_shard = [
-            {kind: [self._rule(kind, stage, shard) for stage in stages] for kind in kinds} for shard in range(self._shards)
+            {kind: [self._rule(kind, stage, shard % self._plan.stages[stage].shards) for stage in stages] for kind in kinds}
+            for shard in range(self._shards)
         ]
 
     def needs(self, instruction: Compute, shard: int) -> list[tuple[int, StageResult]]:
         """(number, result) for all results that an instruction needs, those of its own stage first."""
         stage, m = instruction.stage, instruction.microbatch
-        needs = [(what, stage, m) for what in needs_of_own_stage(type(instruction))]
-        needs += [need for need, _ in self._flow.awaits(instruction)]
-        return [(self._first(what, at, shard) + m, (what, at, m)) for what, at, _ in needs]
+        found = [(self._first(what, stage, shard) + m, (what, stage, m)) for what in needs_of_own_stage(type(instruction))]
+        for need, _ in self._flow.awaits(instruction):
+            serving = self._routing.serving_shards(need[1], stage, m)[shard]
+            found.append((self._first(need[0], need[1], serving) + m, need))
+        return found
+
+    def _needs_by_microbatch(self, kind: type[Compute], stage: int, shard: int) -> list[Sequence[int]]:
+        """The results that a class of instructions needs, each by microbatch."""
+        first = [number for number, _ in self.needs(kind(stage, 0), shard)]
+        if self._plan.one_role_each:  # who serves whom does not depend on replicas
+            return [range(number, number + self._count) for number in first]
+        by_microbatch = ([number for number, _ in self.needs(kind(stage, m), shard)] for m in range(self._count))
+        return list(zip(*by_microbatch, strict=True))
 
     def _rule(self, kind: type[Compute], stage: int, shard: int) -> _Rule:
         first = kind(stage, 0)
         return _Rule(
-            needs=[number for number, _ in self.needs(first, shard)],
+            needs=self._needs_by_microbatch(kind, stage, shard),
             results=[self._first(what, stage, shard) for what in kind.results],
             units=len(kind.cost) * self._plan.stages[stage].replicas,
             gives=[(other, bundle[0]) for other, bundle in self._flow.gives(first)],
@@ -134,9 +147,9 @@ class _Rules:
         )
 
     def _first(self, what: str, stage: int, shard: int) -> int:
-        """Number of a result for microbatch 0: shard t of a stage is served by shard t mod (the maker's shards)."""
+        """Number of a result of one shard for microbatch 0."""
         place = self._number[what] * len(self._plan.stages) + stage
-        return (place * self._shards + shard % self._plan.stages[stage].shards) * self._count
+        return (place * self._shards + shard) * self._count
 
 
 class _Replay:
@@ -166,7 +179,6 @@ class _Replay:
         self.rules = _Rules(schedule, routing, crossing, training=training)
         self.rule_of = [self._rules_of(rank) for rank in range(self.plan.world)]
         self.shard_in = [self.plan.shards_of_stages(rank) for rank in range(self.plan.world)]
-        self.shards = [stage.shards for stage in self.plan.stages]
         count = range(routing.microbatches.count)
         self.ranks = [[routing.ranks(s, m) for m in count] for s in range(len(self.plan.stages))]
         self.programs = [[] for _ in schedule]
@@ -215,8 +227,8 @@ class _Replay:
         instruction = order[place]
         rule, microbatch = self.rule_of[rank][type(instruction)][instruction.stage], instruction.microbatch
         for need in rule.needs:
-            if not self.done[need + microbatch]:
-                self.waiting.setdefault(need + microbatch, []).append(rank)
+            if not self.done[need[microbatch]]:
+                self.waiting.setdefault(need[microbatch], []).append(rank)
                 return
         heapq.heappush(self.events, (now + rule.units, rank))
 
@@ -236,8 +248,9 @@ class _Replay:
 
     def _hand_on(self, rank: int, stage: int, microbatch: int, other: int, kind: MessageKind) -> None:
         """Add the sends and receives of one bundle, from a rank of `stage` to the shards of `other` that it serves."""
-        for target in self.ranks[other][microbatch][self.shard_in[rank][stage] :: self.shards[stage]]:
-            if target != rank:
+        shard, users = self.shard_in[rank][stage], self.ranks[other][microbatch]
+        for serving, target in zip(serving_shards(self.ranks[stage][microbatch], users), users, strict=True):
+            if serving == shard and target != rank:
                 self.programs[rank].append(Send(stage, microbatch, other, target, kind))
                 self.programs[target].append(Recv(other, microbatch, stage, rank, kind))
 

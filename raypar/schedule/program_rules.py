@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import combinations, product, zip_longest
 from typing import NamedTuple
 
-from raypar.plan import MicrobatchRouting, StageConnections
+from raypar.plan import MicrobatchRouting, StageConnections, serving_shards
 from raypar.schedule.data_flow import DataFlow, name_of_producing_instruction, needs_of_own_stage
 from raypar.schedule.instructions import (
     INPUT_GRADIENTS,
@@ -104,12 +104,9 @@ class RuleCheckInput:
         return [self.routing.plan.shards_of_stages(rank) for rank in range(self.routing.plan.world)]
 
     def source(self, stage: int, microbatch: int, user: int, rank: int) -> int:
-        """The worker that gives results of (stage, microbatch) to the stage `user` of a worker.
-
-        Shard t is served by shard t mod (the stage's shards).
-        """
+        """The worker that gives results of (stage, microbatch) to the stage `user` of a worker."""
         row = self._ranks[stage][microbatch]
-        return row[self._shard_in[rank][user] % len(row)]
+        return row[serving_shards(row, self._ranks[user][microbatch])[self._shard_in[rank][user]]]
 
 
 def describe_message(carried: Bundle) -> str:

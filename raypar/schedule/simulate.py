@@ -14,7 +14,7 @@ from math import inf
 from typing import Any
 
 from raypar.errors import ScheduleError
-from raypar.plan import GradientRelay, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge
+from raypar.plan import GradientRelay, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge, serving_shards
 from raypar.plan.wording import count_noun
 from raypar.schedule.data_flow import DataFlow, message_ends
 from raypar.schedule.instructions import (
@@ -146,7 +146,9 @@ def simulate_schedule(
 
 
 _Made = list[tuple[int, list[int], int]]
-"""(slot of the bundle, rank of the consumer by microbatch, bytes)."""
+"""(slot of the bundle, rank of the consumer by microbatch or `_NOBODY`, bytes)."""
+_NOBODY = -1
+"""In the place of a consumer that another shard serves."""
 _StepsOfStages = list[tuple[list[int], _Made, float]]
 """By stage, for a class of compute instructions: (slots that it waits for, bundles that it sends, ms)."""
 
@@ -163,7 +165,7 @@ class _Slots:
         self.total = self.of_shard * max(self.shards)
         self.flow = DataFlow(crossing, len(stages))
         self.ranks = [[routing.ranks(s, m) for m in range(self.count)] for s in stages]
-        self._of_shards: dict[tuple[int, int], list[int]] = {}
+        self._of_shards: dict[tuple[int, int, int, int], list[int]] = {}
         self.first: dict[tuple[MessageKind, int, int], tuple[int, int]] = {}
         """(kind, earlier stage, later stage) -> (slot of microbatch 0, bytes)."""
         carried: list[tuple[str, StageEdge | GradientRelay]] = [(VALUES, edge) for edge in crossing.edges]
@@ -180,23 +182,22 @@ class _Slots:
         ]
 
     def makes(self, kind: type[Compute], stage: int, shard: int) -> _Made:
-        """The bundles that an instruction of this class sends: shard t of S serves the shards t, t + S, ... of the consumer."""
+        """The bundles that an instruction of this class sends, one for each shard of a consumer that it may serve."""
         return [
-            (
-                other * self.of_shard + self.first[message_ends(what, carrier)][0],
-                self._consumers(carrier.dst, other),
-                carrier.nbytes,
-            )
+            (other * self.of_shard + self.first[message_ends(what, carrier)][0], users, carrier.nbytes)
             for what in kind.makes
             for carrier in self.flow.connections_out_of(what, stage)
-            for other in range(shard, self.shards[carrier.dst], self.shards[stage])
+            for other in range(self.shards[carrier.dst])
+            if set(users := self._users(stage, shard, carrier.dst, other)) != {_NOBODY}
         ]
 
-    def _consumers(self, stage: int, shard: int) -> list[int]:
-        """By microbatch: the rank of one shard of the stage."""
-        found = self._of_shards.get((stage, shard))
+    def _users(self, maker: int, shard: int, stage: int, other: int) -> list[int]:
+        """By microbatch: the rank of one shard of the stage, where this shard of `maker` serves it; else `_NOBODY`."""
+        found = self._of_shards.get((maker, shard, stage, other))
         if found is None:
-            found = self._of_shards[stage, shard] = [row[shard] for row in self.ranks[stage]]
+            rows = zip(self.ranks[maker], self.ranks[stage], strict=True)
+            found = [row[other] if serving_shards(makers, row)[other] == shard else _NOBODY for makers, row in rows]
+            self._of_shards[maker, shard, stage, other] = found
         return found
 
 
@@ -295,7 +296,7 @@ class _Simulation:
                     row.append(TimelineSpan(instruction, start, time))
                     for slot, consumers, nbytes in makes:
                         target = consumers[microbatch]
-                        if target == rank or not lowered:
+                        if target == rank or (not lowered and target != _NOBODY):
                             self._deliver(slot + microbatch, nbytes, rank, target, time)
                     continue
                 self.position[rank] = index

@@ -6,7 +6,9 @@ The bits are those of the same shards in one process.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from helpers.drawn_cells import check_drawn, draw_cell
@@ -14,8 +16,9 @@ from helpers.random_grids import ANY_PLAN, plan_of_grids, random_plan
 from helpers.shard_grid import Cell, check_plan, run
 
 from raypar.errors import PlanError, ScheduleError
-from raypar.plan import Microbatches, MicrobatchRouting, StageConnections
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule import registry
+from raypar.schedule.instructions import Recv, Send
 from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 
@@ -31,6 +34,42 @@ def test_the_same_workers_are_replicas_of_some_layers_and_shards_of_others(sched
     check_plan(
         replace(cell, microbatches=3, sequence=True), plan_of_grids(4, (0, ((0, 1),)), (1, ((0,), (1,))), (3, ((0, 1),)))
     )
+
+
+@pytest.mark.parametrize("schedule", ANY_PLAN)
+def test_gradients_of_shards_go_to_replicas_on_the_same_workers_without_a_message(schedule: str):
+    """Every shard has the whole gradient, so a replica takes that of its own worker; of the values each replica sends the other
+    shards theirs."""
+    routing, chain = MicrobatchRouting(SHARED, Microbatches(4, 4)), StageConnections.chain(2, 1000)
+    orders = registry.build_schedule(schedule, routing)
+    parts = assign_programs_to_ranks(orders, SHARED, chain, routing.microbatches, routing.microbatches)
+    sent = [i for part in parts for i in (*part.program, *part.validation_program) if isinstance(i, Send)]
+    assert Counter(i.kind for i in sent) == {"activation": 2 * 4}
+    slow = replace(SimulationCosts.uniform(2), latency_ms=100)
+    times = [simulate_schedule(lists, routing, chain, slow).makespan_ms for lists in (orders, [p.program for p in parts])]
+    if schedule == "gpipe":
+        assert max(times) < 2 * 100, "the values' latency, once"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_shard_gets_every_bundle_once_and_from_its_own_worker_if_that_has_it(seed: int):
+    dice = random.Random(seed)
+    plan = random_plan(dice, 6)
+    routing, chain = MicrobatchRouting(plan, Microbatches(6, 6)), StageConnections.chain(len(plan.stages))
+    parts = assign_programs_to_ranks(registry.build_schedule("list", routing), plan, chain, routing.microbatches)
+    received = ((rank, i) for rank, part in enumerate(parts) for i in part.program if isinstance(i, Recv))
+    got = Counter((i.kind, i.stage, i.microbatch, rank) for rank, i in received)
+    wanted: Counter[tuple[str, int, int, int]] = Counter()
+    for kind, maker, user in [(k, *pair[::way]) for k, way in (("activation", 1), ("gradient", -1)) for pair in pairs(plan)]:
+        for m in range(6):
+            makers = set(routing.ranks(maker, m))
+            wanted += Counter((kind, user, m, rank) for rank in routing.ranks(user, m) if rank not in makers)
+    assert got == wanted
+
+
+def pairs(plan: ParallelPlan) -> list[tuple[int, int]]:
+    """Neighbouring stages."""
+    return list(pairwise(range(len(plan.stages))))
 
 
 @pytest.mark.parametrize("seed", range(12))

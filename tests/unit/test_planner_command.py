@@ -16,6 +16,7 @@ from raypar.console.plan_text import (
     MOST_TRAFFIC,
     group_similar_layers,
     plan_as_text,
+    stage_message_lines,
     traffic_lines,
     whole_on_shards_line,
     why_whole_lines,
@@ -181,6 +182,24 @@ def test_what_travels_over_shards_is_told_with_its_formula_its_numbers_and_its_b
     assert traffic_lines([]) == []
     names = [chr(ord("a") + i) for i in range(MOST_TRAFFIC + 2)]
     assert traffic_lines([row([name]) for name in names])[-1] == "and 2 more (--json has all)"
+
+
+def test_what_goes_from_stage_to_stage_is_told_where_there_are_shards():
+    """Two replicas and, on the same workers, two shards: each value goes to the other worker, each gradient to none."""
+    plan = ParallelPlan((StagePlan(0, 2, ((0,), (1,))), StagePlan(2, 4, ((0, 1),))))
+    found = plan_as_dict(plan, "gpipe", Microbatches(4, 4), SIZES, HEAVY)
+    told = plan_as_text(found | {"cut": {}, "whole_on_every_shard": {}}).splitlines()
+    (first,) = [number for number, line in enumerate(told) if line.startswith("travels between stages")]
+    assert [re.split("  +", line) for line in told[first : first + 3]] == [
+        ["travels between stages", "for each microbatch", "in a step"],
+        ["stage 0 to stage 1", "values", "0.1 KiB", "4 messages, 0.2 KiB"],
+        ["stage 1 to stage 0", "gradients", "0.1 KiB", "nothing: it is used where it is made"],
+    ]
+    apart = plan_as_dict(ParallelPlan.of((1, 1), (2, 2), layers=4), "gpipe", Microbatches(4, 4), SIZES, HEAVY)
+    assert [row["messages"] for row in apart["between_stages"]] == [8, 8]
+    assert "between stages" not in plan_as_text(plan_as_dict(*GPIPE, HEAVY))
+    row = apart["between_stages"][0]
+    assert stage_message_lines([row] * (MOST_TRAFFIC + 2))[-1] == "and 2 more (--json has all)"
 
 
 class WithPositions(nn.Module):

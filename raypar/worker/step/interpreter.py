@@ -346,10 +346,7 @@ class Interpreter:
             self._route(("gradient", relay.dst, stage, microbatch), stage, relay.dst, tensors)
 
     def _route(self, key: Bundle, maker: int, user: int, tensors: list[Tensor]) -> None:
-        """Keep a bundle for this worker's own stage `user`, and for its sends to other workers.
-
-        Both are whole on every shard of their maker, so shard t of S serves the shards t, t + S, ... of the user.
-        """
+        """Keep a bundle for this worker's own stage `user`, and for its sends to other workers."""
         served = self._served.get((maker, user))
         if served is None:
             served = self._served[maker, user] = self._served_by(maker, user)
@@ -361,10 +358,12 @@ class Interpreter:
 
     def _served_by(self, maker: int, user: int) -> list[tuple[bool, int]]:
         """By microbatch, for bundles from `maker` to `user`: (whether this worker uses them, how many others it serves)."""
-        plan, microbatches = self.routing.plan, range(self.routing.microbatches.count)
-        shard, shards = plan.role_in(self.rank, maker).shard, plan.stages[maker].shards
-        rows = [self.routing.ranks(user, m)[shard::shards] for m in microbatches]
-        return [(self.rank in row, len(row) - (self.rank in row)) for row in rows]
+        shard, found = self.routing.plan.role_in(self.rank, maker).shard, list[tuple[bool, int]]()
+        for m in range(self.routing.microbatches.count):
+            serving = zip(self.routing.serving_shards(maker, user, m), self.routing.ranks(user, m), strict=True)
+            served = [rank for server, rank in serving if server == shard]
+            found.append((self.rank in served, len(served) - (self.rank in served)))
+        return found
 
     # -- end of the step -------------------------------------------------------------------------------------------
 
