@@ -1,9 +1,11 @@
 """VGG-11 on two workers that are replicas of its convolutions and shards of its dense layers, beside the uniform plans.
 
-`python jobs/bench/hybrid.py [--json] [--page FILE] [--rounds 7] [--steps 1] [--batch 8] [--microbatches 2]`
+`python jobs/bench/hybrid.py [--json] [--page FILE] [--rounds 7] [--steps 1] [--batch 8] [--microbatches 2] [--gbit 0 10]`
 The uniform plans are two replicas, two shards, and two stages cut where the simulated step is shortest. All train in turn, each
-in two processes over raypar's own transport; a round runs each of them once. Exit code 1 if a step of the hybrid takes more
-than 0.90 of that of the best uniform plan. It wants two idle processors, and 18 GB of memory.
+in two processes over raypar's own transport; a round runs each of them once. `--gbit`: rates of the link between the workers,
+each of which is then a host of its own (`linked_hosts.py`, as root); 0: both are on one machine, and exchange what they can
+through its memory. Exit code 1 if on hosts of their own a step of the hybrid takes more than 0.90 of that of the best uniform
+plan. It wants two idle processors, and 18 GB of memory.
 """
 
 from __future__ import annotations
@@ -12,15 +14,19 @@ import argparse
 import json
 import statistics
 import sys
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ours
 import torch
 from harness import Contender, alternate, environment, page, ratio, spread, table, worker_command
+from linked_hosts import two_linked_hosts
 
 from raypar.plan import ParallelPlan, StagePlan
+from raypar.planner.model_profile import LinkProfile, ModelProfile
 from raypar.planner.predicted_step import predict_step
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_job
@@ -30,12 +36,20 @@ CONVOLUTIONS = 8
 HYBRID = "replicas, then shards"
 
 
-def plans_of(given: argparse.Namespace) -> tuple[dict[str, tuple[str, ParallelPlan]], dict[str, float]]:
+def profile_vgg(given: argparse.Namespace) -> ModelProfile:
+    """Times of the layers, on this machine."""
+    spec = ours.vgg_job(given.batch, given.microbatches)
+    return profile_job(spec, workers=2, graph=make_layer_graph(spec), shards={1, 2})
+
+
+def plans_of(
+    profile: ModelProfile, given: argparse.Namespace, gbit: float
+) -> tuple[dict[str, tuple[str, ParallelPlan]], dict[str, float]]:
     """(name -> schedule and plan, name -> simulated milliseconds)."""
     spec = ours.vgg_job(given.batch, given.microbatches)
-    graph = make_layer_graph(spec)
-    layers = len(graph.layers)
-    profile = profile_job(spec, workers=2, graph=graph, shards={1, 2})
+    layers = len(profile.layers)
+    if gbit:
+        profile = replace(profile, link=LinkProfile(profile.link.latency_ms, gbit * 1e9 / 8 / 1e3))
 
     def simulated(schedule: str, plan: ParallelPlan) -> float:
         return predict_step(profile, plan, schedule, spec.batching)[0].makespan_ms
@@ -51,24 +65,29 @@ def plans_of(given: argparse.Namespace) -> tuple[dict[str, tuple[str, ParallelPl
     return plans, {name: simulated(*each) for name, each in plans.items()}
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """The simulated and measured steps of all plans."""
-    plans, simulated = plans_of(given)
+def measure(profile: ModelProfile, given: argparse.Namespace, gbit: float) -> dict[str, Any]:
+    """The simulated and measured steps of all plans, with workers that a link of this rate joins."""
+    plans, simulated = plans_of(profile, given, gbit)
     started: list[Contender] = []
-    try:
+    with ExitStack() as ended:
+        hosts = ended.enter_context(two_linked_hosts(gbit)) if gbit else None
+        ended.callback(lambda: [contender.stop() for contender in started])
+
+        def commands(address: str, options: dict[str, Any]) -> list[list[str]]:
+            if hosts is None:
+                return [worker_command("vgg", address, rank, **options) for rank in range(2)]
+            return [h.command(worker_command("vgg", address, n, host=h.address, **options)) for n, h in enumerate(hosts)]
+
         for name, (schedule, plan) in plans.items():
             stages = [[stage.first, stage.last, stage.workers] for stage in plan.stages]
             options = {"batch": given.batch, "microbatches": given.microbatches, "schedule": schedule, "stages": stages}
-            commands = lambda a, options=options: [worker_command("vgg", a, rank, **options) for rank in range(2)]  # noqa: E731
-            started.append(Contender(name, 2, commands))
+            started.append(Contender(name, 2, partial(commands, options=options)))
             started[-1].start()
         seconds = alternate(started, rounds=given.rounds, steps=given.steps, say=say)
         losses = {c.name: next(i["loss"] for i in c.info() if i["loss"] is not None) for c in started}
-    finally:
-        for contender in started:
-            contender.stop()
     best = min((name for name in plans if name != HYBRID), key=lambda name: statistics.median(seconds[name]))
     return {
+        "gbit": gbit,
         "simulated_ms": simulated,
         "seconds": seconds,
         "losses": losses,
@@ -77,28 +96,34 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def text_of(found: dict[str, Any], given: argparse.Namespace) -> tuple[str, bool]:
+def text_of(found: list[dict[str, Any]], given: argparse.Namespace) -> tuple[str, bool]:
     """(the page's text, whether the limit holds)."""
-    rows = []
-    for name, seconds in found["seconds"].items():
-        low, high = spread(seconds)
-        median = 1e3 * statistics.median(seconds)
-        cells = [f"{found['simulated_ms'][name]:.0f}", f"{median:.0f}", f"{1e3 * low:.0f} to {1e3 * high:.0f}"]
-        rows.append([name, *cells, f"{found['losses'][name]:.6f}"])
-    of_best = found["of_best"]
-    good = of_best["median"] <= AT_MOST
+    rows, told, good = [], [], True
+    for one in found:
+        link = f"{one['gbit']:g} Gbit/s" if one["gbit"] else "one machine"
+        for name, seconds in one["seconds"].items():
+            low, high = spread(seconds)
+            simulated, median = f"{one['simulated_ms'][name]:.0f}", f"{1e3 * statistics.median(seconds):.0f}"
+            rows.append([link, name, simulated, median, f"{1e3 * low:.0f} to {1e3 * high:.0f}", f"{one['losses'][name]:.6f}"])
+        of_best, wanted = one["of_best"], "no limit, for comparison"
+        if one["gbit"]:
+            holds = of_best["median"] <= AT_MOST
+            good &= holds
+            wanted = f"wanted: at most {AT_MOST}: {'holds' if holds else 'DOES NOT HOLD'}"
+        told.append(
+            f"{link}: a step of the hybrid takes {of_best['median']:.3f} of that of the best uniform plan, {one['best']} "
+            f"({of_best['lower']:.3f} to {of_best['upper']:.3f}, {of_best['pairs']} pairs); {wanted}."
+        )
     how = (
         f"VGG-11 with its own dense layers, {given.batch} images of 224 x 224 in {given.microbatches} microbatches, SGD, one "
         f"thread a worker; {given.rounds} rounds of {given.steps} steps of each in turn, in an order that is reversed every "
         "other round. Ratios are taken inside a round; the interval is a bootstrap's of their median. Whole dense layers and "
-        "those on shards have other bits."
+        "those on shards have other bits. Workers on one machine read each other's gradients in its memory; with a link each "
+        "is a host of its own, and all travels over TCP at the link's rate."
     )
-    told = (
-        f"A step of the hybrid takes {of_best['median']:.3f} of that of the best uniform plan, {found['best']} "
-        f"({of_best['lower']:.3f} to {of_best['upper']:.3f}, {of_best['pairs']} pairs); wanted: at most {AT_MOST}: "
-        f"{'holds' if good else 'DOES NOT HOLD'}."
-    )
-    return "\n\n".join([how, table(["plan", "simulated ms", "measured ms", "quartiles", "last loss"], rows), told]), good
+    return "\n\n".join(
+        [how, table(["workers", "plan", "simulated ms", "measured ms", "quartiles", "last loss"], rows), *told]
+    ), good
 
 
 def say(text: str) -> None:
@@ -113,12 +138,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="steps of each in a round")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--gbit", type=float, nargs="+", default=[0.0, 10.0], help="rates of links; 0: one machine")
     given = parser.parse_args()
     torch.set_num_threads(1)
     facts = environment()
-    found = measure(given)
+    profile = profile_vgg(given)
+    found = [measure(profile, given, gbit) for gbit in given.gbit]
     text, good = text_of(found, given)
-    print(json.dumps({"environment": facts, **found}) if given.json else text)
+    print(json.dumps({"environment": facts, "links": found}) if given.json else text)
     if given.page:
         command = "python jobs/bench/hybrid.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
         given.page.write_text(

@@ -166,14 +166,17 @@ def sleep_and_plan(
 class Raypar:
     """One rank: `WorkerCore` over the TCP transport."""
 
-    def __init__(self, spec: Job, plan: ParallelPlan, schedule: str, rank: int, trace: bool = False) -> None:
+    def __init__(
+        self, spec: Job, plan: ParallelPlan, schedule: str, rank: int, trace: bool = False, host: str | None = None
+    ) -> None:
+        """`host`: the worker's address on a host of its own; None: the workers share this machine."""
         self.plan, self.rank, self.trace = plan, rank, trace
         keep_freed_memory()  # as worker_actor does
         self.core = WorkerCore(spec)
         routing, connections = MicrobatchRouting(plan, spec.batching), self.core.graph.crossing(plan)
         order = registry.build_schedule(schedule, routing, connections=connections)
         self.assignment = make_worker_assignments(spec, self.core.graph, plan, order)[rank]
-        self.mesh = TcpEndpoint.listen(credential=CREDENTIAL)
+        self.mesh = TcpEndpoint.listen(host or "127.0.0.1", credential=CREDENTIAL, unix_sockets=host is None)
         self.hello = {"address": self.mesh.address, "rank": rank}
         self.reports: list[StepReport] = []
 

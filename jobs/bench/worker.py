@@ -343,7 +343,8 @@ def main() -> None:
         elif given.kind == "block":
             serve(given.address, ours.Raypar(*ours.block_and_plan(**given.options), given.rank))
         elif given.kind == "vgg":
-            serve(given.address, ours.Raypar(*ours.vgg_and_plan(**given.options), given.rank))
+            host = given.options.pop("host", None)
+            serve(given.address, ours.Raypar(*ours.vgg_and_plan(**given.options), given.rank, host=host))
         elif given.kind == "sleep":
             serve(given.address, ours.Raypar(*ours.sleep_and_plan(**given.options), given.rank, trace=True))
         else:
