@@ -94,10 +94,11 @@ def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[in
         return None
     if not plan.one_role_each:
         return None if any(len(at[place]) < full[place] for place in at) else (plan, _in_their_seats(m, plan, at))
-    replicas = [
-        seat_whole_replicas([workers for ((of, _),), workers in at.items() if of == grid], m.membership.nodes)
-        for grid in range(len(plan.grids))
-    ]
+    number_of = {worker: roles[0].replica for worker, roles in zip(m.membership.members, plan.roles, strict=True)}
+    replicas = []
+    for grid, level in enumerate(plan.zero_levels):
+        whole = seat_whole_replicas([workers for ((of, _),), workers in at.items() if of == grid], m.membership.nodes)
+        replicas.append(keep_replica_numbers(whole, number_of) if level else whole)
     members = tuple(w for here in replicas for replica in here for w in replica)
     return plan.with_replicas([len(here) for here in replicas]), members
 
@@ -221,6 +222,21 @@ def seat_whole_replicas(shards: Sequence[Sequence[int]], nodes: Mapping[int, str
         for worker, workers in zip(found[-1], left, strict=True):
             workers.remove(worker)
     return found
+
+
+def keep_replica_numbers(replicas: Sequence[list[int]], before: Mapping[int, int]) -> list[list[int]]:
+    """The same replicas, ordered so that each has the number that it had, if there still are so many; the others take what
+    numbers are left. So the last one takes that of one that is gone, and little moves of what replicas divide
+    (`plan.nested_shares`). `before`: worker -> the number of its replica."""
+    found: dict[int, list[int]] = {}
+    others = []
+    for workers in replicas:
+        number = before.get(workers[0], len(replicas))
+        if number < len(replicas) and number not in found:
+            found[number] = workers
+        else:
+            others.append(workers)
+    return [found[number] if number in found else others.pop(0) for number in range(len(replicas))]
 
 
 def assign_seats(m: RunState, plan: ParallelPlan, usable: list[int]) -> tuple[int, ...]:

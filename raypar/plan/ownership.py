@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from raypar.errors import PlanError
 from raypar.plan.model_outline import ModelOutline
+from raypar.plan.nested_shares import NestedTensorShares
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.pieces import Piece
 from raypar.plan.shard_ranges import (
@@ -30,65 +30,6 @@ raypar/NUMERICS.md).
 Owners' runs begin at multiples of it. So an owner computes whole terms of the norm, and an optimizer that works on
 runs of elements, a fused one too, gives the same bits as one that works on the whole tensor.
 """
-
-
-@dataclass(frozen=True)
-class BalancedTensorShares:
-    """Flattened tensors, divided among `owners` in canonical pieces: each piece goes to an owner with the fewest elements.
-
-    Full pieces are given out first, tensor by tensor, and an owner's pieces of a tensor are adjacent. The shorter pieces at the
-    ends of tensors follow, the longest first, and even out the numbers of elements.
-    """
-
-    sizes: tuple[int, ...]
-    """Elements of each tensor."""
-    owners: int
-    """Number of owners."""
-    undivided: frozenset[int] = frozenset()
-    """Indices of tensors that go to one owner each, whole: given out like the shorter pieces."""
-
-    def runs_of_owner(self, owner: int) -> Iterator[tuple[int, int, int]]:
-        """The runs of one owner, ascending: (index of the tensor, first element, element behind the last)."""
-        for index, size in enumerate(self.sizes):
-            full = self._full[index]
-            each, more = divmod(full, self.owners)
-            place = (owner - self._next_owner[index]) % self.owners
-            first = place * each + min(place, more)
-            start, stop = first * CANONICAL_PIECE, (first + each + (place < more)) * CANONICAL_PIECE
-            last = self._owner_of_end.get(index) == owner
-            if last and stop == full * CANONICAL_PIECE and start < stop:
-                yield index, start, size
-                continue
-            if start < stop:
-                yield index, start, stop
-            if last:
-                yield index, full * CANONICAL_PIECE, size
-
-    @cached_property
-    def _full(self) -> tuple[int, ...]:
-        """By tensor: its full pieces that are given out one by one."""
-        return tuple(0 if i in self.undivided else size // CANONICAL_PIECE for i, size in enumerate(self.sizes))
-
-    @cached_property
-    def _next_owner(self) -> tuple[int, ...]:
-        """By tensor: the owner whose turn it is when the tensor's full pieces are given out."""
-        counts = accumulate(self._full, initial=0)
-        return tuple(count % self.owners for count in counts)
-
-    @cached_property
-    def _owner_of_end(self) -> dict[int, int]:
-        """Tensor -> owner of the shorter piece at its end, or of all of it."""
-        each, more = divmod(sum(self._full), self.owners)
-        loads = [((each + (owner < more)) * CANONICAL_PIECE, owner) for owner in range(self.owners)]
-        heapq.heapify(loads)
-        left = [size - full * CANONICAL_PIECE for size, full in zip(self.sizes, self._full, strict=True)]
-        ends = [(-size, index) for index, size in enumerate(left) if size]
-        found = {}
-        for size, index in sorted(ends):
-            load, owner = loads[0]
-            heapq.heapreplace(loads, (load - size, owner))
-            found[index] = owner
-        return found
 
 
 def consecutive_tensor_share(sizes: Sequence[int], owner: int, owners: int) -> slice:
@@ -165,7 +106,7 @@ class Ownership:
     """The model's parameters and buffers, which of them are frozen, and how they are cut over shards."""
     _answers: dict[tuple[Hashable, ...], tuple[Piece, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of pieces; ranks that keep the same pieces share one tuple."""
-    _shares: dict[tuple[int, int, bool], tuple[list[_LocalTensor], BalancedTensorShares]] = field(
+    _shares: dict[tuple[int, int, bool], tuple[list[_LocalTensor], NestedTensorShares]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     """(grid, shard, whether frozen) -> these parameters, and how the replicas divide them."""
@@ -429,7 +370,7 @@ class Ownership:
             return size if shard == 0 else 0
         return count_indices(cut.element_ranges(cut.owned(shard), size))
 
-    def _share(self, grid: int, shard: int, *, frozen: bool) -> tuple[list[_LocalTensor], BalancedTensorShares]:
+    def _share(self, grid: int, shard: int, *, frozen: bool) -> tuple[list[_LocalTensor], NestedTensorShares]:
         """The trained or the frozen parameters that the replicas of a shard in a grid divide, and how they do."""
         key = grid, shard, frozen
         if key not in self._shares:
@@ -449,7 +390,7 @@ class Ownership:
                         spans = cut.element_ranges(cut.indices_by_shard[number], sizes[name])
                     tensors.append(_LocalTensor(name, number, spans))
             counts = tuple(count_indices(tensor.spans) for tensor in tensors)
-            shares = BalancedTensorShares(counts, len(self.plan.grids[grid]), frozenset(undivided))
+            shares = NestedTensorShares(counts, len(self.plan.grids[grid]), CANONICAL_PIECE, frozenset(undivided))
             self._shares[key] = tensors, shares
         return self._shares[key]
 

@@ -9,24 +9,19 @@ from raypar.comm.gradient_buckets import OwnerBucket, SharedMemoryOwnerBucket
 from raypar.comm.gradient_reduction import CanonicalReduction
 from raypar.comm.local_transport import LocalMesh
 from raypar.comm.routine import RoutineWork
-from raypar.plan import ownership
 from raypar.plan.addition_tree import covering_nodes, fold_tree
 from raypar.plan.microbatches import contiguous_part
-from raypar.plan.ownership import BalancedTensorShares
+from raypar.plan.nested_shares import NestedTensorShares
 
 pytestmark = pytest.mark.part(4)
+PIECE = 16
 WHOLE = 3
 """This parameter is reduced to all: it is tied to one of another stage."""
 
 
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(ownership, "CANONICAL_PIECE", 16)
-
-
 def owners_of(replicas):
     """By parameter: the runs of each replica; None for the one that all get."""
-    shares = BalancedTensorShares(tuple(torch.Size(s).numel() for s in SHAPES), replicas)
+    shares = NestedTensorShares(tuple(torch.Size(s).numel() for s in SHAPES), replicas, PIECE)
     found = [[[] for _ in range(replicas)] for _ in SHAPES]
     for replica in range(replicas):
         for index, start, stop in shares.runs_of_owner(replica):
@@ -110,7 +105,7 @@ def test_the_bytes_are_half_of_a_ring(replicas, blocks):
     size = 16 * 60
     mesh = LocalMesh(replicas)
     runs = [contiguous_part(r, replicas, blocks) for r in range(replicas)]
-    shares = BalancedTensorShares((size,) * 7, replicas)
+    shares = NestedTensorShares((size,) * 7, replicas, PIECE)
     owners = [[[] for _ in range(replicas)] for _ in range(7)]
     for number in range(replicas):
         for index, start, stop in shares.runs_of_owner(number):

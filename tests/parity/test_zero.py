@@ -17,7 +17,8 @@ from helpers.virtual_shards import divided
 from helpers.zero_layouts import PIECE, check_cell, check_zero, expected, small_pieces
 
 from raypar.job.contract import contract_of_job
-from raypar.plan import ParallelPlan
+from raypar.plan import ParallelPlan, ownership
+from raypar.plan.nested_shares import NestedTensorShares
 from raypar.plan.pieces import merge_pieces
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -204,6 +205,33 @@ def test_a_checkpoint_of_any_level_resumes_under_any_other(before, after, comput
         assert torch.equal(kinds[checkpoint_files.PARAMETER], want.parameters[name]), name
         for key, value in want.state.get(name, {}).items():
             assert torch.equal(kinds[checkpoint_files.optimizer_key(key)], torch.as_tensor(value)), (name, key)
+
+
+class PartsOfEachTensor(NestedTensorShares):
+    """Another way to divide tensors, as of an earlier raypar: equal parts of each, in order."""
+
+    def runs_of_owner(self, owner):
+        for index, size in enumerate(self.sizes):
+            ends = [size if i == self.owners else i * size // self.owners // PIECE * PIECE for i in (owner, owner + 1)]
+            if ends[0] < ends[1]:
+                yield index, *ends
+
+
+def test_a_checkpoint_of_owners_who_had_other_runs_resumes(tmp_path: Path):
+    layout, want = Layout("tangled", "1f1b", (3,), 5), expected("tangled", 5, 0)
+    with small_pieces():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ownership, "NestedTensorShares", PartsOfEachTensor)
+            with OneProcessRun(layout.job, layout.plan.with_zero(1), "1f1b", graph=layout.graph) as run:
+                run.step(0), run.step(1)
+                path, older = save(run, tmp_path, 2), [core.ownership.held[core.rank] for core in run.cores]
+        with OneProcessRun(layout.job, layout.plan.with_zero(1), "1f1b", graph=layout.graph) as run:
+            assert all(core.ownership.held[core.rank] != older[core.rank] for core in run.cores)
+            for core in run.cores:
+                core.load(path)
+            for step in range(2, STEPS):
+                assert {r.loss for r in run.step(step)} == {want.losses[step]}
+            assert all(torch.equal(copy, want.parameters[name]) for name, of in run.parameters().items() for copy in of)
 
 
 def test_weights_alone_are_saved_from_owners_too(tmp_path: Path):

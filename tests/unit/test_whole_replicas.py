@@ -37,7 +37,7 @@ from raypar.elastic.events import (
 from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.seating import seat_whole_replicas
+from raypar.elastic.seating import keep_replica_numbers, refill_seats, seat_whole_replicas
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
 
@@ -186,6 +186,21 @@ def test_a_new_driver_is_told_what_the_planner_has_declined_and_asks_for_no_more
         ]
         asked[useful] = [a.workers for a in do(machine, *steps, Tick()) if isinstance(a, StartWorkers)]
     assert asked == {2: [], None: [(2,)]}
+
+
+def test_replicas_keep_their_numbers_and_the_last_one_takes_that_of_one_that_is_gone():
+    before = {worker: worker // 2 for worker in range(8)}
+    assert keep_replica_numbers([[0, 1], [4, 5], [6, 7]], before) == [[0, 1], [6, 7], [4, 5]]
+    assert keep_replica_numbers([[0, 1], [4, 5], [6, 7], [8, 9]], before) == [[0, 1], [8, 9], [4, 5], [6, 7]], "a new one"
+    assert keep_replica_numbers([[6, 7], [2, 3]], before) == [[6, 7], [2, 3]]
+    assert keep_replica_numbers([[2, 1], [4, 3]], before) == [[4, 3], [2, 1]], "shards of several replicas"
+
+
+def test_the_last_replica_takes_the_seats_of_a_lost_one_where_replicas_divide_state():
+    plan = ParallelPlan.mesh(dp=4, tp=2, layers=2)
+    for level, members in ((0, (0, 1, 4, 5, 6, 7)), (1, (0, 1, 6, 7, 4, 5))):
+        machine = started(plan.with_zero(level), plan.with_zero(level), groups=((0, 1), (2, 3), (4, 5), (6, 7)))
+        assert refill_seats(machine, [0, 1, 4, 5, 6, 7])[1] == members
 
 
 def test_many_replicas_are_seated_with_few_looks_at_where_workers_are():
