@@ -1,6 +1,7 @@
 """Which products of a convolution keep their bits when it is cut over shards.
 
-`python jobs/bench/convolution_bits.py [--page FILE]`, a minute.
+`python jobs/bench/convolution_bits.py [--page FILE] [--kernels AVX2 AVX512 cuDNN]`, a minute for each kind of kernels; without
+`--kernels` all that this machine has. Each kind is tried in a process of its own.
 Each of 20 shapes, contiguous and channels_last, is cut into 2, 3 and 4 parts: by output channels at multiples of 16, by output
 channels elsewhere, by input channels, by rows. Output, gradient of the input and gradient of the weight, in float32 on one
 thread, are compared with those of the whole layer: slices with its slices, a sum (over the tree) with the whole. By rows the
@@ -12,6 +13,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -90,6 +94,14 @@ SHAPES = (
     Shape(64, 64, 2, 8, stride=2, transposed=True),
 )
 
+
+CUDNN = "cuDNN"
+VECTORS = {"AVX2": "AVX2", "AVX512": "ALL"}
+"""Vector instructions of PyTorch's kernels, and the value of `ONEDNN_MAX_CPU_ISA` with which oneDNN uses no newer ones. (With
+AVX512 it may also use what came after that.)"""
+
+Found = Counter[tuple[str, str, str, str, bool]]
+"""(how it is cut, kernel, memory format, product, whether it had the bits of the whole layer) -> how often."""
 
 Products = tuple[Tensor, Tensor, Tensor]
 """(output, gradient of the input, gradient of the weight)."""
@@ -233,9 +245,9 @@ def compare(shape: Shape, split: str, parts: int, memory: torch.memory_format) -
         yield product, torch.equal(joined, want[number])
 
 
-def count(shapes: Sequence[Shape], formats: Sequence[torch.memory_format]) -> Counter[tuple[str, str, str, str, bool]]:
+def count(shapes: Sequence[Shape], formats: Sequence[torch.memory_format]) -> Found:
     """How often (split, kernel, memory format, product) had the bits of the whole layer, and how often not."""
-    found: Counter[tuple[str, str, str, str, bool]] = Counter()
+    found: Found = Counter()
     for shape in shapes:
         for memory in formats:
             for split in SPLITS:
@@ -246,7 +258,22 @@ def count(shapes: Sequence[Shape], formats: Sequence[torch.memory_format]) -> Co
     return found
 
 
-def tables(found: Counter[tuple[str, str, str, str, bool]]) -> str:
+def kinds_of_kernels() -> list[str]:
+    """Those that this machine has."""
+    own = torch.backends.cpu.get_cpu_capability()
+    vectors = [kind for kind in VECTORS if list(VECTORS).index(kind) <= list(VECTORS).index(own)] if own in VECTORS else [own]
+    return vectors + [CUDNN] * torch.cuda.is_available()
+
+
+def count_in_a_process(kind: str) -> Found:
+    """`count` with this kind of kernels, which a process chooses once."""
+    environment = {"ATEN_CPU_CAPABILITY": kind.lower(), "ONEDNN_MAX_CPU_ISA": VECTORS[kind]} if kind in VECTORS else {}
+    command = [sys.executable, __file__, "--count", kind]
+    done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, check=True)
+    return Counter({(*key, equal): number for *key, equal, number in json.loads(done.stdout)})
+
+
+def tables(found: Found) -> str:
     """A table over all, then one by kernel: equal / compared."""
 
     def cell(split: str, product: str, **only: str) -> str:
@@ -276,14 +303,26 @@ this build choose."""
 
 def main() -> None:
     """Print the tables, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path, help="also write a results page")
+    parser.add_argument("--kernels", nargs="+", choices=[*VECTORS, CUDNN], default=kinds_of_kernels(), help="kinds to try")
+    parser.add_argument("--count", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    body = tables(count(SHAPES, (torch.contiguous_format, torch.channels_last)))
+    if given.count:
+        if given.count == CUDNN:
+            torch.set_default_device("cuda")
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = True, False
+        elif given.count != (own := torch.backends.cpu.get_cpu_capability()):
+            raise SystemExit(f"this processor and build choose kernels with {own}, not {given.count}")
+        found = count(SHAPES, (torch.contiguous_format, torch.channels_last))
+        print(json.dumps([[*key, number] for key, number in found.items()]))
+        return
+    sections = [f"## Kernels with {kind}\n\n{tables(count_in_a_process(kind))}" for kind in given.kernels]
+    body = "\n\n".join(sections)
     print(body)
     if given.page:
-        command = f"python jobs/bench/convolution_bits.py --page {given.page}"
+        command = "python jobs/bench/convolution_bits.py " + " ".join(sys.argv[1:])
         question = "Which products of a convolution keep their bits on shards by channels and by rows"
         given.page.write_text(page(question, command, f"{NOTE}\n\n{body}"))
 
