@@ -11,6 +11,7 @@ from raypar.job.contract import CONTRACT_EDITION
 from raypar.plan.addition_tree import fold_tree
 from raypar.plan.microbatches import DEFAULT_MAX_BLOCKS
 from raypar.plan.ownership import CANONICAL_PIECE
+from raypar.plan.seeds import seed_of
 from raypar.worker.data.mixed_order import MixPattern
 
 ROOT = Path(__file__).parents[2]
@@ -77,12 +78,17 @@ def test_the_words_come_before_the_rules_and_their_numbers_are_those_of_the_code
     assert f"Of five: {order}" in words
     assert f"without it min(M, {DEFAULT_MAX_BLOCKS})" in words
     assert f"a multiple of {ALIGNED} bytes, on CUDA of {ALIGNED_ON_CUDA}" in words
+    assert f"(Here: {seed_of(1337, 'epoch', 3)}.)" in words
 
 
 def test_the_numbers_in_rules_are_those_of_the_code():
     pattern = MixPattern.of_ratios([2, 1])
     assert f"(Ratios 2 and 1: sources {', '.join(str(pattern.source_at(q)) for q in range(3))}.)" in " ".join(RULES[1].split())
     assert f"pieces of {CANONICAL_PIECE:,} elements" in " ".join(RULES[7].split())
+
+
+def test_no_line_but_a_table_row_is_longer_than_a_screen_is_wide():
+    assert [line[:60] for line in PAGE.splitlines() if len(line) > 160 and not line.startswith("|")] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "examples/guides/coming_from.md", "raypar/README.md"])
