@@ -14,19 +14,18 @@ T = TypeVar("T")
 def run_in_turn(routines: Sequence[Routine[T]]) -> Routine[list[T]]:
     """Run all to their ends, the first as far as it can, then the second, and so on; returns their results, in their order.
 
-    What one raises ends the others, and is raised. If they wait for each other for ever, because they make unequal calls, that
-    is the error of the first one's wait.
+    What a wait fails with is raised in the routine that waits. What a routine raises ends the others, and is raised. If they
+    wait for each other for ever, because they make unequal calls, that is the error of the first one's wait.
     """
     results: dict[int, T] = {}
     waits: dict[int, RoutineWait | None] = dict.fromkeys(range(len(routines)))
     try:
         while waits:
-            ready = [place for place, wait in waits.items() if wait is None or wait.handle.done()]
-            failed: Exception | None = None
+            ready = {place: failed for place, wait in waits.items() for failed in _end_of(wait)}
             if not ready:
-                ready = [next((place for place, wait in waits.items() if wait and _is_posted(wait)), min(waits))]
-                failed = yield from _wait_outside(waits[ready[0]])
-            for place in ready:
+                place = next((place for place, wait in waits.items() if wait and _is_posted(wait)), min(waits))
+                ready = {place: (yield from _wait_outside(waits[place]))}
+            for place, failed in ready.items():
                 try:
                     operation = next(routines[place]) if failed is None else routines[place].throw(failed)
                 except StopIteration as end:
@@ -40,6 +39,14 @@ def run_in_turn(routines: Sequence[Routine[T]]) -> Routine[list[T]]:
         for place in waits:
             routines[place].close()
     return [results[place] for place in range(len(routines))]
+
+
+def _end_of(wait: RoutineWait | None) -> tuple[Exception | None, ...]:
+    """What a wait has ended with, its error or None; empty while it lasts."""
+    try:
+        return (None,) if wait is None or wait.handle.done() else ()
+    except Exception as error:
+        return (error,)
 
 
 def _is_posted(wait: RoutineWait) -> bool:

@@ -296,10 +296,11 @@ def _legend(panels: Sequence[_Panel], y: float, width: float) -> tuple[list[str]
     """The colours of what is drawn, in as many lines as they need, the first at y; and the y of the last line."""
     kinds = {type(s.instruction) for p in panels for r in p.ranks for s in p.timeline.spans[r] if _takes_time(s)}
     chunks = max((max(p.timeline.chunk_of.values(), default=0) + 1 for p in panels), default=1)
+    noun = "role" if any(p.timeline.stage_noun == "role" for p in panels) else "chunk"
     ordered = [kind for kind in INSTRUCTIONS.values() if kind in kinds]
     items = [(drawing_style(kind).colour, drawing_style(kind).legend) for kind in ordered]
     items += [
-        (mix_with_white("#2B7BBA", 0.55 * c / (chunks - 1)), f"chunk {c} (lighter)") for c in range(chunks) if chunks > 1
+        (mix_with_white("#2B7BBA", 0.55 * c / (chunks - 1)), f"{noun} {c} (lighter)") for c in range(chunks) if chunks > 1
     ][1:]
     items.append(("url(#idle)", "idle"))
     out, x = [f'<g font-size="13" fill="{QUIET}">'], 24.0

@@ -26,9 +26,9 @@ def order_grid(schedule: Sequence[Sequence[Instruction]]) -> str:
 def text_grid(timeline: Timeline, width: int | None = None) -> str:
     """A timeline to scale: one row per worker, `.` for idle time, `-` while an instruction lasts, then the bubble.
 
-    Instructions of a worker's second chunk are in lower case (of more than two chunks: with their stage). Without `width` the
-    scale is the smallest at which every label fits, and exact where the times have a common unit of at least a quarter of the
-    shortest instruction. With `width` the grid is squeezed into at most that many characters, and all labels are cut to
+    Instructions of a worker's second chunk, or role, are in lower case (of more than two: with their stage). Without `width`
+    the scale is the smallest at which every label fits, and exact where the times have a common unit of at least a quarter of
+    the shortest instruction. With `width` the grid is squeezed into at most that many characters, and all labels are cut to
     their letter if one does not fit.
     """
     rows = [[(i, start, end) for i, start, end in row if isinstance(i, Compute)] for row in timeline.spans]
@@ -58,7 +58,9 @@ def text_grid(timeline: Timeline, width: int | None = None) -> str:
     total = round(timeline.makespan_ms * per_ms)
     whole = all(round(end * per_ms) - round(start * per_ms) > len(label(i)) for row in rows for i, start, end in row)
     note = (
-        "" if chunks == 1 or (whole and chunks > 2) else "lower case: second chunk" if chunks == 2 else "lower case: odd chunks"
+        ""
+        if chunks == 1 or (whole and chunks > 2)
+        else f"lower case: {'second' if chunks == 2 else 'odd'} {timeline.stage_noun}{'s' * (chunks > 2)}"
     )
     lines = [" " * margin + note.ljust(total) + _BUBBLE]
     for head, row, bubble in zip(heads, rows, timeline.bubbles, strict=True):

@@ -30,6 +30,8 @@ SEVERAL_OPTIMIZERS = "raypar.worker.step.several_optimizers:SeveralOptimizers"
 """The optimizer function of `optimizer.entries`."""
 ALL_PARAMETERS = "*"
 """The pattern of all parameters, and of those in no group."""
+ENTRY = "optimizer.entries.{}"
+"""The key of one of several optimizers, for its number."""
 BETWEEN_PATTERNS = " / "
 """Stands between the pattern of an optimizer and that of one of its groups."""
 LOSS_OF_MODEL = "model"
@@ -292,13 +294,24 @@ class OptimizerConfig(SingleOptimizerConfig):
         for name in ("args", "groups") if self.entries else ():
             if getattr(self, name):
                 raise ConfigError(f"optimizer has entries and {name}", cure=f"give {name} to one of the entries")
-        for entry in self.entries:
+        for number, entry in enumerate(self.entries):
+            if entry.match == ALL_PARAMETERS and number + 1 < len(self.entries):
+                later = f"{ENTRY.format(number + 1)} (match: {self.entries[number + 1].match!r})"
+                raise ConfigError(
+                    f"{ENTRY.format(number)} has match: {ALL_PARAMETERS!r}, all parameters, and leaves none to {later}",
+                    cure=f"give match: {ALL_PARAMETERS!r} to the last entry alone: the first that matches counts",
+                )
             if entry.lr_schedule is not None and entry.lr_schedule.metric is not None:
                 raise ConfigError(
-                    f"the lr_schedule of the optimizer of {entry.match} has metric {entry.lr_schedule.metric}",
+                    f"{ENTRY.format(number)}.lr_schedule ({entry.match!r}) has metric {entry.lr_schedule.metric}",
                     cure="set metric in the job's lr_schedule, which optimizers without one of their own follow",
                 )
         return self
+
+    def key_of(self, one: SingleOptimizerConfig) -> str:
+        """The key of one of `each`, and the pattern of its parameters: `optimizer`, or `optimizer.entries.1 ('*.bias')`."""
+        number = next((number for number, entry in enumerate(self.entries) if entry is one), None)
+        return "optimizer" if number is None else f"{ENTRY.format(number)} ({one.pattern_of_all!r})"
 
     @property
     def each(self) -> tuple[SingleOptimizerConfig, ...]:

@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from raypar.errors import ConfigError, PlanError
+from raypar.files.printable_text import shorten
 from raypar.files.safe_yaml import dump_yaml, parse_yaml
 from raypar.job.data_section import DataConfig, PackConfig, ValidationConfig, ValidationSetConfig
 from raypar.job.elastic_section import ElasticConfig, switch
@@ -172,8 +173,13 @@ class AverageConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _from(cls, value: T) -> T | dict[str, Any]:
-        if not isinstance(value, Mapping) or "from" not in value or "from_step" in value:
+        if not isinstance(value, Mapping) or "from" not in value:
             return value
+        if "from_step" in value:
+            raise ConfigError(
+                f"average has from: {shorten(value['from'])} and from_step: {shorten(value['from_step'])}, which is the same",
+                cure="leave one of them out",
+            )
         return {"from_step" if key == "from" else key: part for key, part in value.items()}
 
 

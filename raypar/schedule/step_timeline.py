@@ -98,12 +98,19 @@ class Timeline:
         return self.makespan_ms * len(self.spans)
 
     @cached_property
+    def stage_noun(self) -> str:
+        """What the stages of a worker are called: `chunk` where all have equally many, else `role`, as placements give them."""
+        counts = {len({i.stage for i in compute_instructions(span.instruction for span in row)}) for row in self.spans}
+        has_roles = len(counts - {0}) > 1 or any("; " in name for name in self.names)
+        return "role" if has_roles else "chunk"
+
+    @cached_property
     def chunk_of(self) -> dict[int, int]:
-        """Stage -> the index of the chunk that it is on its worker."""
+        """Stage -> the index of the chunk that it is on its worker; the largest of several."""
         found: dict[int, int] = {}
         for row in self.spans:
             stages = sorted({i.stage for i in compute_instructions(span.instruction for span in row)})
-            found.update((stage, index) for index, stage in enumerate(stages))
+            found.update((stage, max(index, found.get(stage, 0))) for index, stage in enumerate(stages))
         return found
 
 

@@ -106,7 +106,12 @@ class CheckpointRef:
     """Whether the averages of its weights are read in their place."""
 
     def __str__(self) -> str:
-        return self.store.checkpoint_location(self.name) + OF_AVERAGES * self.averages
+        return self.location + OF_AVERAGES * self.averages
+
+    @property
+    def location(self) -> str:
+        """The text of its location, whether weights or averages are read."""
+        return self.store.checkpoint_location(self.name)
 
     def file_location(self, file: str) -> str:
         """The text of a file's location."""

@@ -91,7 +91,7 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import cure_of_buffer_writes, refuse_input_writes
 from raypar.worker.stage.loss import make_loss_function
 from raypar.worker.step.learning_rates import check_scheduler, is_scheduler
-from raypar.worker.step.optimizer_and_parameter_groups import check_optimizer_groups, names_by_entry
+from raypar.worker.step.optimizer_and_parameter_groups import check_optimizer_groups, names_by_entry, naming_optimizer
 from raypar.worker.step.optimizer_trial import OptimizerTrial, join_trials, try_optimizer
 from raypar.worker.trace_batch_shapes_ahead import trace_ladder, trace_ladders_of_validation
 
@@ -200,7 +200,8 @@ def _check_loss_and_optimizer(spec: Job, guard: TorchStateGuard, now_checking: C
         make_loss_function(spec.loss)
         now_checking(f"the optimizer {spec.optimizer.label}")
         for each in spec.optimizer.each:
-            each.resolve()
+            with naming_optimizer(spec.optimizer, each):
+                each.resolve()
         for scheduled in _schedules_of(spec):
             now_checking(f"the lr_schedule {scheduled.label}")
             if not is_scheduler(scheduled):
@@ -382,11 +383,11 @@ def try_optimizer_of_job(spec: Job, graph: Graph) -> OptimizerTrial | None:
     """What trials find out about the job's optimizers (`try_optimizer`); None if the model has nothing to train."""
     frozen, dtype = frozen_parameters(graph), _dtype(spec)
     shapes = {name: tuple(shape) for name, shape in parameter_shapes(graph).items() if name not in frozen and shape.numel()}
-    trials = [
-        _try_once(entry, {name: shapes[name] for name in names}, dtype)
-        for entry, names in names_by_entry(spec.optimizer, shapes)
-        if names
-    ]
+    trials = []
+    for entry, names in names_by_entry(spec.optimizer, shapes):
+        if names:
+            with naming_optimizer(spec.optimizer, entry):
+                trials.append(_try_once(entry, {name: shapes[name] for name in names}, dtype))
     return join_trials(trials) if trials else None
 
 

@@ -168,6 +168,32 @@ def test_what_one_raises_ends_the_others():
     assert ended == ["waits"]
 
 
+class Fails:
+    """An operation that has failed, which `done` raises."""
+
+    def done(self) -> bool:
+        raise CommError("the link is broken", cure="mend it")
+
+
+def test_what_an_operation_failed_with_is_raised_in_the_routine_that_waits_for_it():
+    caught = []
+
+    def waits():
+        try:
+            yield RoutineWait(Fails(), "a sum")
+        except CommError as error:
+            caught.append(error.what)
+        return "went on"
+
+    def works():
+        yield RoutineWork("work")
+        yield RoutineWork("more work")
+        return "worked"
+
+    assert run_routine(run_in_turn([waits(), works()]), 1.0) == ["went on", "worked"]
+    assert caught == ["the link is broken"]
+
+
 def test_code_that_catches_errors_and_waits_again_ends_with_the_others():
     member = VirtualShards(LocalMesh(1).transports[0], [0], [range(2)]).member(0)
 

@@ -369,7 +369,7 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
         result.gradients.append({n: None if g is None else g.clone() for n, g in gradients.items()})
     result.parameters = {name: parameter.detach() for name, parameter in parameters.items()}
     result.buffers = {layer.qualify(path): b for layer in graph.layers for path, b in modules[layer.name].named_buffers()}
-    result.state = {name: dict(optimizer.state[p]) for name, p in trained.items()}
+    result.state = {name: dict(optimizer.state.get(p, {})) for name, p in trained.items()}
     return result
 
 

@@ -219,7 +219,8 @@ LATE = {
 def test_an_optimizer_that_couples_parameters_late_is_found(what: str):
     trial = try_optimizer(spec(optimizers.NormalisesAfter, **LATE[what]), SHAPES)
     assert trial.kind is OptimizerKind.COUPLED
-    assert re.match(r"in a trial of [\d,]+ steps the weights of \S+ differ by", trial.difference)
+    said = r"in a trial of (\d+) steps( \(counters set forward to [\d,]+\))? the weights of \S+ differ by"
+    assert (steps := re.match(said, trial.difference)) and int(steps[1]) < 150, "the steps that were made"
     trial = try_optimizer(spec(optimizers.NormalisesAfter, together=False, **LATE[what]), SHAPES)
     assert trial.kind is OptimizerKind.PER_PARAMETER
 
@@ -239,7 +240,7 @@ def test_an_optimizer_that_takes_the_seventh_parameter_otherwise_is_found():
 
 @pytest.mark.parametrize("after", [20, 30_000])
 def test_state_that_can_be_kept_at_first_only_is_refused_before_the_run(after: int):
-    with pytest.raises(ConfigError, match=r"KeepsListLater after [\d,]+ steps: optimizer state 'factors' of \S+ is a list"):
+    with pytest.raises(ConfigError, match=r"KeepsListLater after \d+ steps.*: optimizer state 'factors' of \S+ is a list"):
         try_optimizer(spec(optimizers.KeepsListLater, after=after), SHAPES)
 
 

@@ -102,12 +102,32 @@ REFUSED = {
         "no optimizer trains first.weight",
     ),
     "a pattern of nothing": ([{"match": "blok*", "function": "torch.optim:SGD"}, REST], "optimizer pattern 'blok\\*'"),
-    "one behind all others": ([REST, MUON], "optimizer pattern 'block\\*.\\*.weight' .* matches none of the"),
+    "one behind all others": (
+        [REST, MUON],
+        r"optimizer.entries.0 has match: '\*', .* leaves none to optimizer.entries.1 \(match: 'block\*.\*.weight'\)",
+    ),
+    "two for all": (
+        [REST, REST],
+        r"optimizer.entries.0 has match: '\*', .* leaves none to optimizer.entries.1 \(match: '\*'\)",
+    ),
+    "one behind one that takes the same": (
+        [MUON, {**MUON, "match": "block0.*.weight"}, REST],
+        r"\(optimizer.entries.1, torch.optim:Muon\) matches only parameters of optimizer.entries.0 \('block\*.\*.weight'\)",
+    ),
+    "an argument that the class does not take": (
+        [{**MUON, "args": {"lrr": 0.1}}, REST],
+        r"optimizer.entries.0 \('block\*.\*.weight'\): optimizer torch.optim:Muon refused its arguments: .* 'lrr'",
+    ),
+    "an option of a group that the class does not know": (
+        [MUON, {**REST, "groups": [{"match": "*.bias", "lrr": 0.1}]}],
+        r"optimizer.entries.1 \('\*'\): optimizer group '\*.bias' sets 'lrr'",
+    ),
+    "a class that is not there": ([{**MUON, "function": "torch.optim:Moon"}, REST], r"optimizer.entries.0 .*: cannot import"),
     "a group of nothing": (
         [MUON, {**REST, "groups": [{"match": "block0.up.weight", "lr": 1.0}]}],
         r"optimizer group pattern 'block0.up.weight' matches none of the \d+ parameters of '\*'",
     ),
-    "vectors for Muon": ([{**MUON, "match": "*"}], "Muon only supports 2D parameters"),
+    "vectors for Muon": ([{**MUON, "match": "*"}], r"optimizer.entries.0 \('\*'\): .*Muon only supports 2D parameters"),
 }
 
 
@@ -147,7 +167,7 @@ def test_a_job_file_has_the_list_itself_and_set_reaches_into_it():
         "optimizer.0.matches=x": "unknown key optimizer.entries.0.matches",
         "optimizer.1={function: 'torch.optim:SGD'}": "optimizer.entries.1.match is missing",
         "optimizer.1.match=7": "optimizer.entries.1.match: expected",
-        "optimizer.1.lr_schedule={function: 'm:f', metric: validation_loss}": "has metric validation_loss",
+        "optimizer.1.lr_schedule={function: 'm:f', metric: validation_loss}": "entries.1.lr_schedule .* has metric",
         "optimizer={function: 'torch.optim:SGD', entries: [{match: '*', function: 'torch.optim:SGD'}]}": "entries and function",
     }.items(),
 )
@@ -192,6 +212,12 @@ def test_a_resume_may_change_options_but_neither_class_nor_pattern(tmp_path: Pat
     ):
         with pytest.raises(CheckpointError, match="belongs to another job"):
             changes_at_resume(manifest, job_of(other))
+
+
+def test_the_reference_trains_parameters_that_an_optimizer_of_the_list_keeps_no_state_of():
+    job = job_of(several({"match": "*.weight", "function": "torch.optim:SGD", "args": {"lr": 0.1}}, REST), steps=1)
+    state = reference.train(make_layer_graph(job), job).state
+    assert state["head.weight"] == {} and state["head.bias"].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_the_reference_trains_otherwise_with_one_optimizer_for_all():

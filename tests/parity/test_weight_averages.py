@@ -152,6 +152,19 @@ def checkpoint_files_tensors(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
+@pytest.mark.parametrize(
+    ("average", "said"), [(None, "without the key `average`"), (AverageConfig(from_step=9), "average.from_step is not reached")]
+)
+def test_an_export_of_averages_that_are_not_there_is_one_error_that_names_the_key(average, said: str, tmp_path: Path):
+    path = saved(job().replace(average=average), ONE, tmp_path, 1)
+    parser = argparse.ArgumentParser()
+    export_command.add_arguments(parser)
+    with pytest.raises(CheckpointError) as found:
+        export_command.run(parser.parse_args([str(path), "--out", str(tmp_path / "a.pt"), "--average"]))
+    assert said in found.value.what and f"checkpoint {path} has no averages" in found.value.what
+    assert "weights, without the average" in found.value.cure and not (tmp_path / "a.pt").exists()
+
+
 @pytest.mark.ci
 def test_on_shards_each_has_the_averages_of_its_slices(tmp_path: Path):
     plan, averages = ParallelPlan.mesh(tp=2, layers=LAYERS), dict[str, Tensor]()
@@ -268,6 +281,11 @@ def test_from_may_be_written_for_from_step():
     made = parse_job(BASE)
     assert made.average == AverageConfig(decay=0.999, every=1, from_step=100)
     assert contract_of_job(made)["average"] == {"from_step": 100}
+
+
+def test_both_names_of_the_first_step_are_one_error():
+    with pytest.raises(ConfigError, match="average has from: 100 and from_step: 3, which is the same"):
+        parse_job(BASE, ["average.from_step=3"])
 
 
 @pytest.mark.parametrize(

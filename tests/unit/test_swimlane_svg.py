@@ -9,6 +9,7 @@ import pytest
 from raypar.draw.svg_style import estimate_text_width
 from raypar.draw.swimlane_as_json import draw_swimlane_data, swimlane_data
 from raypar.draw.swimlane_svg import swimlane_svg, swimlanes_svg
+from raypar.draw.text_grid import text_grid
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule import registry
 from raypar.schedule.data_flow import message_routes
@@ -74,6 +75,18 @@ def test_chunks_and_zero_bubble_kinds_have_colours_of_their_own():
     fills = {box.get("fill") for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None}
     assert len(fills) == 6
     assert "chunk 1 (lighter)" in texts(root)
+
+
+def test_stages_that_placements_give_a_worker_are_called_roles():
+    rows = [[("0F0", 0.0, 1.0), ("1F0", 1.0, 2.0)], [("1F0", 1.0, 2.0)]]
+    hybrid = [
+        "worker 0 (stage 0, replica 0; stage 1, replica 0, shard 0)",
+        "worker 1 (stage 0, replica 1; stage 1, replica 0, shard 1)",
+    ]
+    for spans, names in ((rows, []), (rows[:1] * 2, hybrid)):
+        shown = texts(ET.fromstring(swimlane_svg(Timeline.from_spans(spans, names), title="t")))
+        assert "role 1 (lighter)" in shown and not any("chunk" in text for text in shown)
+        assert "lower case: second role" in text_grid(Timeline.from_spans(spans, names))
 
 
 def test_predicted_and_measured_share_one_axis():

@@ -524,9 +524,13 @@ def _entries_to_read(manifest: Manifest) -> Sequence[ManifestEntry]:
         return manifest.entries
     averaged = {entry.name for entry in manifest.entries if entry.kind == AVERAGE}
     if not averaged:
+        is_early = manifest.contract.get("average") is not None
         raise CheckpointError(
-            f"checkpoint {manifest.checkpoint} has no averages of the weights",
-            cure="give a checkpoint of a run that trains with `average`, after its from_step",
+            f"checkpoint {manifest.checkpoint.location} has no averages of the weights: "
+            + ("average.from_step is not reached" if is_early else "its run trained without the key `average`"),
+            cure="give a later checkpoint of the run, or take its weights, without the average"
+            if is_early
+            else "train with `average`, such as `average: {decay: 0.999}`; or take the weights, without the average",
         )
     return [
         replace(entry, kind=PARAMETER) if entry.kind == AVERAGE else entry

@@ -180,7 +180,7 @@ def _difference_of_halves(
 ) -> str | None:
     """What differs between halves of parameters and `places`, where they lie in the wholes; weights first, then state."""
     there, here = whole.state().parameters, halves.state().parameters
-    shown = f"in a trial of {whole.steps:,} steps"
+    shown = f"in a trial of {whole.steps_in_words}"
     for name, (of, place) in places.items():
         half, wanted = halves.values()[name], whole.values()[of][place]
         if not _is_close(half, wanted):

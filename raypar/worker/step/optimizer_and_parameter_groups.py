@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -31,7 +32,22 @@ def optimizer_group_of(spec: SingleOptimizerConfig, name: str) -> int:
 
 def optimizer_entry_of(spec: OptimizerConfig, name: str) -> SingleOptimizerConfig | None:
     """The first optimizer whose pattern matches a parameter's name; None: none of several does."""
-    return next((each for each in spec.each if fnmatch.fnmatchcase(name, each.pattern_of_all)), None)
+    return next((each for each in spec.each if _matches(each, name)), None)
+
+
+def _matches(spec: SingleOptimizerConfig, name: str) -> bool:
+    return fnmatch.fnmatchcase(name, spec.pattern_of_all)
+
+
+@contextlib.contextmanager
+def naming_optimizer(spec: OptimizerConfig, one: SingleOptimizerConfig) -> Iterator[None]:
+    """Has errors about one of several optimizers begin with its key in the job."""
+    try:
+        yield
+    except (ConfigError, UserCodeError) as error:
+        if not spec.entries:
+            raise
+        raise type(error)(f"{spec.key_of(one)}: {error.what}", cure=error.cure) from error
 
 
 def names_by_entry(spec: OptimizerConfig, names: Iterable[str]) -> list[tuple[SingleOptimizerConfig, list[str]]]:
@@ -62,15 +78,17 @@ def check_optimizer_groups(spec: OptimizerConfig, names: Iterable[str], trained:
     matched = {id(each): [n for n in names if optimizer_entry_of(spec, n) is each] for each in spec.each}
     for each in spec.each:
         if spec.entries and not matched[id(each)]:
+            earlier = {id(entry): entry for n in names if _matches(each, n) if (entry := optimizer_entry_of(spec, n))}
+            only = f"only parameters of {' and '.join(map(spec.key_of, earlier.values()))}"
             raise ConfigError(
-                f"optimizer pattern {each.pattern_of_all!r} ({each.label}) matches none of the {len(names)} parameters, or "
-                "only such as an earlier one matches",
+                f"optimizer pattern {each.pattern_of_all!r} ({spec.key_of(each).partition(' ')[0]}, {each.label}) matches "
+                f"{only if earlier else f'none of the {len(names)} parameters'}",
                 cure="patterns are shell-style and match qualified names such as "
                 f"{', '.join(names[:4])}; the first that matches counts",
             )
         for pattern, _ in each.options_by_pattern:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in matched[id(each)]):
-                of = f" of {each.pattern_of_all!r}" if spec.entries else ""
+                of = f" of {each.pattern_of_all!r}, {spec.key_of(each).partition(' ')[0]}" if spec.entries else ""
                 raise ConfigError(
                     f"optimizer group pattern {pattern!r} matches none of the {len(matched[id(each)])} parameters{of}",
                     cure=f"patterns are shell-style and match qualified names such as {', '.join(matched[id(each)][:4])}",

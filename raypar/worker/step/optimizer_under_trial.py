@@ -15,7 +15,7 @@ from raypar.job import SingleOptimizerConfig
 from raypar.model.python_state import comparable_content, is_same_content
 from raypar.model.random_state import RandomState
 from raypar.plan.seeds import seed_of
-from raypar.plan.wording import after_steps
+from raypar.plan.wording import after_steps, count_noun
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.process.seed_generators import make_seeder
@@ -67,7 +67,9 @@ class TriedOptimizer:
         self.parameters = {name: nn.Parameter(value.clone()) for name, value in values.items()}
         self.optimizer = build_optimizer(spec, self.parameters)
         self.steps = 0
-        """Number of steps done, with those of the optimizer whose state was loaded into this one."""
+        """Number of steps done, with those of the optimizer whose state was loaded into this one, and those set forward."""
+        self.set_forward = 0
+        """By how many steps the counters were set forward."""
         self.detects_draws, self.draws = False, False
         """Whether steps are checked for drawing random numbers, and whether one drew any."""
 
@@ -77,7 +79,7 @@ class TriedOptimizer:
         state = OptimizerState.of_parameters(self.state().by_parameter(names), names)
         made = TriedOptimizer(self.spec, self.values())
         write_optimizer_state(made.optimizer, state)
-        made.steps = self.steps
+        made.steps, made.set_forward = self.steps, self.set_forward
         return made
 
     def run(self, gradients: Gradients, lr_factor: Callable[[int], float] = _warmup_and_decay) -> None:
@@ -125,13 +127,20 @@ class TriedOptimizer:
             ),
         )
         self.steps += steps
+        self.set_forward += steps
+
+    @property
+    def steps_in_words(self) -> str:
+        """The steps that were made: `12 steps`, `106 steps (counters set forward to 9,009,003)`."""
+        forward = f" (counters set forward to {self.steps:,})" if self.set_forward else ""
+        return f"{count_noun(self.steps - self.set_forward, 'step')}{forward}"
 
     def state(self) -> OptimizerState:
         """The optimizer's state. Raises `ConfigError` for state that cannot be kept."""
         try:
             return read_optimizer_state(self.optimizer)
         except CheckpointError as error:
-            more = f" {after_steps(self.steps)}" if self.steps > WARMUP else ""
+            more = f" after {self.steps_in_words}" if self.steps > WARMUP else ""
             raise ConfigError(f"{self.label}{more}: {error.what}", cure=error.cure) from error
 
     def check_code(self, changed: Sequence[str]) -> None:
@@ -195,7 +204,7 @@ def describe_difference(whole: TriedOptimizer, part: TriedOptimizer, of_whole: s
         for key, value in entries.items():
             if not _same(there.parameters[name].get(key), value):
                 texts.append(f"{key!r} of {name} differs between {of_whole} and {of_part}")
-    return f"in a trial of {part.steps:,} steps {'; '.join(texts[:2])}" if texts else None
+    return f"in a trial of {part.steps_in_words} {'; '.join(texts[:2])}" if texts else None
 
 
 def _shown(value: Value) -> str:

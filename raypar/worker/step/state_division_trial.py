@@ -91,7 +91,7 @@ def _difference(
         for step in done.gradients
     ]
     TrialSteps(of_runs, done.jumps).run(runs)
-    shown = f"in a trial of {whole.steps:,} steps"
+    shown = f"in a trial of {whole.steps_in_words}"
     for name, shape in shapes.items():
         apart = [value for of, value in runs.values().items() if of.partition("@")[0] == name]
         one, several = whole.values()[name].reshape(-1), torch.cat(apart)
