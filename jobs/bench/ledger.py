@@ -24,6 +24,7 @@ from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import ParallelPlan, StagePlan
+from raypar.plan.bundle_parts import node_of_each_replica
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -51,12 +52,15 @@ class Row(NamedTuple):
     """The ledger's, of all workers."""
 
 
-def moved(spec: Job, plan: ParallelPlan, schedule: str = "1f1b", other: list[int] | None = None) -> list[dict[str, int]]:
+def moved(
+    spec: Job, plan: ParallelPlan, schedule: str = "1f1b", other: list[int] | None = None, nodes: Sequence[int] = ()
+) -> list[dict[str, int]]:
     """By rank: operation -> bytes sent in one step, the second: in the first replicas get acquainted.
 
-    `other` gets the bytes of messages between two workers that are no values or gradients: parts of losses and norms.
+    `other` gets the bytes of messages between two workers that are no values or gradients: parts of losses and norms. `nodes`:
+    by rank, its node.
     """
-    with OneProcessRun(spec, plan, schedule, graph=make_layer_graph(spec)) as local:
+    with OneProcessRun(spec, plan, schedule, graph=make_layer_graph(spec), nodes=nodes) as local:
         local.step(0)
         before = [core.transport.ledger.as_dict() for core in local.cores]
         for core in local.cores if other is not None else ():
@@ -281,6 +285,22 @@ def hybrid_rows(t: int) -> Iterator[Row]:
     yield Row(str(t), what, "(t-1) B H W C forward, 0 back", (t - 1) * SAMPLES * 12 * 12 * 16 * WORD, found)
 
 
+def part_rows(t: int) -> Iterator[Row]:
+    """Two stages of t shards on two nodes: one convolution, and the other two, of images of 64 x 64."""
+    styles = {"layers.0": "gathered", "layers.1": "column", "layers.2": "row"}
+    spec = small_job("Convolutions", {"channels": (3, 16, 32, 24)}, (3, 64, 64), styles)
+    plan = ParallelPlan.of((1, 1), (t, t), layers=len(make_layer_graph(spec).layers), cuts=(1,))
+    whole, parts = list[int](), list[int]()
+    value, between = SAMPLES * 64 * 64 * 16 * WORD, node_of_each_replica(plan)
+    found = total(moved(spec, plan, other=whole), "send") - sum(whole)
+    yield Row(str(t), "two stages on one node: values and gradients", "t B H W C each way", 2 * t * value, found)
+    found = total(moved(spec, plan, other=parts, nodes=between), "send") - sum(parts)
+    yield Row(str(t), "two stages on two nodes, in parts, over the network", "B H W C each way", 2 * value, found)
+    here = [total(moved(spec, plan, nodes=nodes), "all_gather") for nodes in (between, ())]
+    wanted = 2 * (t - 1) * value
+    yield Row(str(t), "the same, gathered inside of the nodes", "(t-1) B H W C each way", wanted, here[0] - here[1])
+
+
 def replica_rows() -> Iterator[Row]:
     """Gradients of replicas, of 3 linear layers of 16 features: 3 (16 16 + 16) numbers, each multiple of 16."""
     numbers = 4 * (16 * 16 + 16)
@@ -291,7 +311,7 @@ def replica_rows() -> Iterator[Row]:
         yield Row(str(r), f"{r} replicas, gradients, {what}", "2 (R-1)", 2 * (r - 1) * numbers * WORD, found)
 
 
-LAYERS: tuple[Callable[[int], Iterator[Row]], ...] = (convolution_rows, halo_rows, recurrent_rows, hybrid_rows)
+LAYERS: tuple[Callable[[int], Iterator[Row]], ...] = (convolution_rows, halo_rows, recurrent_rows, hybrid_rows, part_rows)
 """Rows for each number of shards. Another kind of layer is another function here."""
 PLANS: tuple[Callable[[], Iterator[Row]], ...] = (virtual_shard_rows, branch_rows, replica_rows)
 """Rows of what does not depend on a number of shards."""

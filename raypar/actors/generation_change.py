@@ -237,7 +237,9 @@ class GenerationChange:
         digests = samples.digests(order.done) if samples is not None else {}
         validated = self.reports.followed.values if self.reports.followed is not None else {}
         of_plan = (assignments[0].plan, assignments[0].crossing, assignments[0].layouts)
-        pickles = SharedPickles([*of_plan, ranks, keepers, epochs, cursors, digests, validated])
+        number_of_node = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+        numbers = tuple(number_of_node[node] for node in nodes)
+        pickles = SharedPickles([*of_plan, ranks, keepers, numbers, epochs, cursors, digests, validated])
 
         def command(number: int) -> bytes:
             rank = ranks[number]
@@ -252,6 +254,7 @@ class GenerationChange:
                 run_begins=order.from_checkpoint and load is None,
                 from_mirror=order.from_mirror,
                 mirror_keepers=keepers,
+                nodes=numbers,
                 epochs=epochs,
                 cursors=cursors,
                 digests=digests,

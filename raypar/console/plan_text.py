@@ -229,12 +229,16 @@ def traffic_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def stage_message_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The table of what goes from stage to stage. `rows`: from `launch.plan_as_dict`."""
-    table: list[tuple[str, ...]] = [("travels between stages", "", "for each microbatch", "in a step")]
+    """The table of what goes from stage to stage, and how much of it between nodes, if each replica has a node of its own.
+
+    `rows`: from `launch.plan_as_dict`.
+    """
+    table: list[tuple[str, ...]] = [("travels between stages", "", "for each microbatch", "in a step", "between nodes")]
     for row in rows[:MOST_TRAFFIC]:
         times, kib = row["messages"], row["bytes"] / 1024
         step = f"{count_noun(times, 'message')}, {times * kib:,.1f} KiB" if times else "nothing: it is used where it is made"
-        table.append((f"stage {row['from']} to stage {row['to']}", row["what"], f"{kib:,.1f} KiB", step))
+        network = f"{row['network_bytes'] / 1024:,.1f} KiB" + ", in parts" * row["in_parts"]
+        table.append((f"stage {row['from']} to stage {row['to']}", row["what"], f"{kib:,.1f} KiB", step, network))
     more = [f"and {len(rows) - MOST_TRAFFIC} more (--json has all)"] if len(rows) > MOST_TRAFFIC else []
     return [*align_columns(table), *more] if rows else []
 

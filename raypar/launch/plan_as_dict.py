@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raypar.files.json_type import Json
-from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, Role, StageConnections
+from raypar.plan import GradientRelay, Microbatches, MicrobatchRouting, ParallelPlan, Role, StageConnections, StageEdge
+from raypar.plan.bundle_parts import network_bytes, node_of_each_replica
 from raypar.plan.recomputation import describe_recomputed_layers
 from raypar.plan.wording import count_noun
 
@@ -125,19 +126,18 @@ def plan_as_dict(
 
 
 def stage_messages_as_dicts(routing: MicrobatchRouting, connections: StageConnections) -> list[dict[str, Json]]:
-    """What one stage gives another, with its bytes for one microbatch, and how often it goes to another worker in a step."""
-    values = [("values", edge) for edge in connections.edges]
-    carriers = values + [("gradients", relay) for relay in connections.relays]
-    return [
-        {
-            "what": what,
-            "from": carrier.src,
-            "to": carrier.dst,
-            "bytes": carrier.nbytes,
-            "messages": routing.messages(carrier.src, carrier.dst),
-        }
-        for what, carrier in carriers
-    ]
+    """What one stage gives another, with its bytes for one microbatch, and how often it goes to another worker in a step.
+
+    `network_bytes`: what goes from node to node in a step, if each replica is on a node of its own, and whether in parts.
+    """
+    values: list[tuple[str, StageEdge | GradientRelay]] = [("values", edge) for edge in connections.edges]
+    found = list[dict[str, Json]]()
+    for what, carrier in values + [("gradients", relay) for relay in connections.relays]:
+        nbytes, in_parts = network_bytes(routing, carrier, node_of_each_replica(routing.plan))
+        row: dict[str, Json] = {"what": what, "from": carrier.src, "to": carrier.dst, "bytes": carrier.nbytes}
+        row |= {"messages": routing.messages(carrier.src, carrier.dst), "network_bytes": nbytes, "in_parts": in_parts}
+        found.append(row)
+    return found
 
 
 def worker_part_as_dict(

@@ -193,6 +193,8 @@ class AdoptPlanCommand:
     """Whether `moves` and the worker's own state come from a mirror snapshot."""
     mirror_keepers: Mapping[int, int] = field(default_factory=dict)
     """Rank -> the rank that keeps the mirror's second copy of its state (`elastic.buddies`)."""
+    nodes: tuple[int, ...] = ()
+    """By rank: the number of its node; empty: not known (`plan.bundle_parts`)."""
     epochs: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Stream of iterable data -> (epoch, position of its first sample) of the last epochs that workers have found."""
     cursors: Mapping[int, tuple[tuple[int, int, int, str], ...]] = field(default_factory=dict)

@@ -179,7 +179,12 @@ class ElasticWorker:
             state, runs = self._assemble_state(part, transport.rank, base)
             values = {key: {name: tensor_in(kept) for name, kept in of.items()} for key, of in state.items()}
         self.adopt_description = self.core.adopt(
-            part.assignment, transport, values=values, load=part.checkpoint_folder or None, only_weights=part.only_weights
+            part.assignment,
+            transport,
+            values=values,
+            load=part.checkpoint_folder or None,
+            only_weights=part.only_weights,
+            nodes=part.nodes,
         )
         self.core.release_initial_values()
         if not (part.run_begins or part.checkpoint_folder):

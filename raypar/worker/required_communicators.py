@@ -18,6 +18,7 @@ from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import MicrobatchRouting, ParallelPlan, TiedParameter
 from raypar.plan.addition_tree import covering_nodes
+from raypar.plan.bundle_parts import gets_parts
 from raypar.plan.gradient_exchange import gradient_exchange
 from raypar.plan.pieces import MAX_DIRECT, AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
@@ -59,6 +60,7 @@ def required_communicators(
                 rows = "all_to_all" in operations  # norms by rows, and rows that leave the stage, are gathered
                 gathers = last or rows or cut.divides_samples or "all_gather" in operations
                 gathers = gathers or not workers_add_subtrees(plan.stages[stage].runs)
+                gathers = gathers or gets_parts(plan, assignment.crossing, stage, role.replica, part.nodes)
                 found |= set(_shards(plan, stage, role.replica, spec.sequence_parallel, gathers, rows))
     return frozenset(found)
 

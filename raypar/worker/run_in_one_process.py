@@ -114,9 +114,10 @@ class OneProcessRun:
         before_compute: Callable[[int, Instruction], None] | None = None,
         device: torch.device = CPU,
         guard: TorchStateGuard | None = None,
+        nodes: Sequence[int] = (),
     ) -> None:
         """`schedule`: a name of the registry, or a schedule of the user's. `seed`: picks the order in which workers that can
-        run take turns; results do not depend on it. `cost_ms`, `before_compute`: see `Interpreter`."""
+        run take turns; results do not depend on it. `cost_ms`, `before_compute`, `nodes`: see `Interpreter`."""
         self.spec, self.plan = spec, plan
         self.guard = guard if guard is not None else TorchStateGuard(spec.threads)
         if graph is None:
@@ -132,7 +133,7 @@ class OneProcessRun:
         self.cores = [WorkerCore(spec, graph=self.graph, device=device, guard=self.guard) for _ in range(plan.world)]
         parts = make_worker_assignments(spec, self.graph, plan, order, validation_samples=samples)
         for core, part, transport in zip(self.cores, parts, self.mesh.transports, strict=True):
-            core.adopt(part, transport, cost_ms=cost_ms, before_compute=before_compute)
+            core.adopt(part, transport, cost_ms=cost_ms, before_compute=before_compute, nodes=nodes)
 
     def step(self, step: int, *, trace: bool = False) -> list[StepReport]:
         """Run one step on every worker; returns their reports by rank. If its learning rate follows a validation directly

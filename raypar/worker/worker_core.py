@@ -202,6 +202,8 @@ class WorkerCore:
     """The present plan and this worker's program. Set by `adopt`, as all attributes below."""
     rank: int
     """This worker's rank in the present plan."""
+    nodes: tuple[int, ...]
+    """By rank: the number of its node; empty: not known."""
     ownership: Ownership
     """Which rank of the present plan keeps which piece of state."""
     step_commit: StepCommit
@@ -281,13 +283,15 @@ class WorkerCore:
         values: Mapping[ShardOfStage, Mapping[str, Tensor]] | None = None,
         load: CheckpointAt | None = None,
         only_weights: bool = False,
+        nodes: Sequence[int] = (),
     ) -> AdoptedStages:
         """Build this rank's stages, optimizers, reductions and loaders. Returns a description for the driver.
 
         `values`: by stage, tensors of all parameters (canonical names) and buffers, which the stages make their own; where
         replicas divide state, only this rank's runs need be filled, and all replicas begin so. `load`: a
         checkpoint to read them from, with the optimizers' state unless `only_weights` is set. With neither, stages begin with
-        the initial values, and the description contains digests of these. `cost_ms`, `before_compute`: see `Interpreter`.
+        the initial values, and the description contains digests of these. `cost_ms`, `before_compute`, `nodes`: see
+        `Interpreter`.
         """
         self.take_layouts_from_assignment(assignment)
         self.guard.establish()
@@ -295,7 +299,7 @@ class WorkerCore:
         former = list(self.stages.values())
         reductions = list(self.step_commit.reductions.values()) if self.stages else []
         self.assignment, self.transport, self.rank = assignment, transport, transport.rank
-        self.ownership = self.ownership_of(assignment.plan)
+        self.ownership, self.nodes = self.ownership_of(assignment.plan), tuple(nodes)
         builder = self._builder(assignment, transport)
         self.not_moved = None
         self.stages, digests = builder.build_stages(values, unfilled=load is not None)
@@ -404,7 +408,13 @@ class WorkerCore:
         plan = self.assignment.plan
         links = StageLinks.of(plan, self.assignment.crossing)
         build = partial(
-            Interpreter, rank=self.rank, links=links, stages=self._by_index(), transport=transport, step_commit=self.step_commit
+            Interpreter,
+            rank=self.rank,
+            links=links,
+            stages=self._by_index(),
+            transport=transport,
+            step_commit=self.step_commit,
+            nodes=self.nodes,
         )
         for stage in self.stages.values():
             if stage.shard is not None:

@@ -46,6 +46,12 @@ def test_all_numbers_are_right_under_every_seed(seed):
     assert failure("messages and collectives", seed) is None
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("seed", range(3))
+def test_what_travels_in_parts_between_nodes_is_whole_and_right_under_every_seed(seed):
+    assert failure("parts", seed, sanitize=True) is None
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_memory_of_a_message_to_itself_is_given_to_nobody_before_its_copy_even_if_the_transport_ends(seed):
     """Received into one stream's memory, and copied in another's, which had sent it last."""

@@ -20,8 +20,11 @@ from helpers.late_device import World, pinned
 from helpers.late_nccl import connected
 from helpers.late_programs import conformance, ending_in_one_thread, kills, messages_and_collectives, reductions
 from helpers.parity import Layout
+from helpers.shard_grid import SHALLOW, Cell
 from torch import Tensor
 
+from raypar.model.tensor_parallel import vocabulary_parallel
+from raypar.plan import bundle_parts
 from raypar.worker import run_in_one_process
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.process import gpu_setup
@@ -59,13 +62,13 @@ def late(world: World) -> Iterator[None]:
     def adopted(core: WorkerCore, part: Any, transport: Any, **kwargs: Any) -> None:
         rank = made.index(core)
         with world.at(world.devices[rank]):
-            adopt(core, part, all_ends()[rank], **kwargs)
+            adopt(core, part, all_ends(kwargs.get("nodes", ()))[rank], **kwargs)
 
     @functools.cache
-    def all_ends() -> list[Any]:
+    def all_ends(nodes: tuple[int, ...]) -> list[Any]:
         keys = set()
         for rank, part in enumerate(parts):
-            command: Any = SimpleNamespace(assignment=part, moves=(), direct=False)
+            command: Any = SimpleNamespace(assignment=part, moves=(), direct=False, nodes=nodes)
             made[rank].take_layouts_from_assignment(part)
             keys |= required_communicators(command, rank, made[0].spec, made[rank].layout)
         return connected(world, sorted(keys))
@@ -96,9 +99,10 @@ def late(world: World) -> Iterator[None]:
         yield
 
 
-def end_of(layout: Layout) -> tuple[Any, ...]:
-    """Losses, norms, weights and buffers after some steps."""
-    with OneProcessRun(layout.job, layout.plan, layout.schedule, graph=layout.graph, device=pretend.device()) as run:
+def end_of(layout: Layout | Cell, nodes: Sequence[int] = ()) -> tuple[Any, ...]:
+    """Losses, norms, weights and buffers after some steps. `nodes`: by rank, its node."""
+    given = {"graph": layout.graph, "device": pretend.device(), "nodes": nodes}
+    with OneProcessRun(layout.job, layout.plan, layout.schedule, **given) as run:
         reports = [run.step(step) for step in range(STEPS)]
         told = [(report.loss, report.norm) for reports_of_step in reports for report in reports_of_step]
         every = {name: copy.cpu() for name, copies in run.buffers().items() for name, copy in _numbered(name, copies)}
@@ -151,6 +155,35 @@ def buffers(seed: int, *, sanitize: bool = False) -> None:
     runs_late(WRITING[seed % len(WRITING)], seed, sanitize=sanitize)
 
 
+ON_SHARDS = Cell(SHALLOW, "1f1b", (1, 1), (2, 2), 2, dtype="float32")
+"""Two stages of two shards."""
+
+
+@functools.cache
+def whole_at_once() -> tuple[Any, ...]:
+    """What must come out of `parts`."""
+    with own_tables():
+        return end_of(ON_SHARDS)
+
+
+def own_tables() -> contextlib.AbstractContextManager[Any]:
+    """Every rank's device has a table of its own of where ids are, as in a process of its own."""
+    table = vocabulary_parallel._rows_of_all_ids.__wrapped__
+    return mock.patch.object(vocabulary_parallel, "_rows_of_all_ids", table)
+
+
+def parts(seed: int, *, sanitize: bool = False) -> None:
+    """Steps of two stages on two nodes, between which all that can be cut travels in parts."""
+    want, nodes = whole_at_once(), bundle_parts.node_of_each_replica(ON_SHARDS.plan)
+    with (
+        own_tables(),
+        mock.patch.object(bundle_parts, "LEAST_BYTES_IN_PARTS", 1),
+        World(seed, ON_SHARDS.plan.world, sanitize=sanitize) as world,
+        late(world),
+    ):
+        assert end_of(ON_SHARDS, nodes) == want
+
+
 PROGRAMS: dict[str, Callable[..., None]] = {
     "messages and collectives": messages_and_collectives,
     "conformance": conformance,
@@ -158,6 +191,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "reductions": reductions,
     "steps": steps,
     "buffers": buffers,
+    "parts": parts,
 }
 
 
@@ -167,6 +201,8 @@ def prepare(program: str, seed: int) -> None:
         at_once(plan_of(seed))
     if program == "buffers":
         at_once(WRITING[seed % len(WRITING)])
+    if program == "parts":
+        whole_at_once()
 
 
 def failure(program: str, seed: int, *, sanitize: bool = False) -> str | None:

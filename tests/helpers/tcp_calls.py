@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from helpers.zero_layouts import DividedLayout, small_pieces
 from raypar.comm.nccl.endpoint import NcclEndpoint
 from raypar.comm.routine import run_routine
 from raypar.comm.tcp.endpoint import TcpEndpoint
+from raypar.plan import bundle_parts
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.required_communicators import required_communicators
@@ -39,7 +41,18 @@ def train_divided(state: dict[str, Any], index: int, layout: DividedLayout, addr
         return train(state, index, layout, addresses)
 
 
-def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: list[str]) -> dict[str, Any]:
+def train_in_parts(state: dict[str, Any], index: int, cell: Cell, addresses: list[str], nodes: Sequence[int]) -> dict[str, Any]:
+    """As `train`, on several nodes (by rank), between which all that can be cut travels in parts."""
+    bundle_parts.LEAST_BYTES_IN_PARTS, usual = 1, bundle_parts.LEAST_BYTES_IN_PARTS
+    try:
+        return train(state, index, cell, addresses, nodes)
+    finally:
+        bundle_parts.LEAST_BYTES_IN_PARTS = usual
+
+
+def train(
+    state: dict[str, Any], index: int, layout: Layout | Cell, addresses: list[str], nodes: Sequence[int] = ()
+) -> dict[str, Any]:
     """All steps as one rank; returns losses, norms, and this rank's gradients, parameters and state as numpy arrays."""
     from raypar.plan import MicrobatchRouting
     from raypar.schedule import registry
@@ -49,12 +62,13 @@ def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: l
         job, graph, plan, registry.build_schedule(layout.schedule, MicrobatchRouting(plan, job.batching))
     )[index]
     core = WorkerCore(job, graph=graph, step_timeout_s=30.0)
-    keys = required_communicators(AdoptPlanCommand(part, {}, 0), index, job, core.layout) if state["nccl"] else frozenset()
+    order = AdoptPlanCommand(part, {}, 0, nodes=tuple(nodes))
+    keys = required_communicators(order, index, job, core.layout) if state["nccl"] else frozenset()
     transport = state["mesh"].connect(
         rank=index, size=plan.world, addresses=addresses, generation=0, deadline_s=20.0, communicators=keys
     )
     try:
-        core.adopt(part, transport)
+        core.adopt(part, transport, nodes=nodes)
         losses, norms, gradients = [], [], []
         for step in range(job.steps):
             report = core.step(step)
@@ -72,6 +86,7 @@ def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: l
             "losses": losses,
             "norms": norms,
             "gradients": gradients,
+            "ledger": transport.ledger.as_dict(),
             "parameters": {n: p.detach().numpy().copy() for s in core.stages.values() for n, p in s.parameters.items()},
             "buffers": {n: b.numpy().copy() for s in core.stages.values() for n, b in s.buffers.items()},
             "state": {

@@ -21,7 +21,7 @@ from raypar.job.elastic_section import ElasticConfig
 from raypar.job.read_job import load_job
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle
-from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
+from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections, bundle_parts
 from raypar.plan.pieces import MAX_DIRECT, AdoptPlanCommand, Piece, PieceMove, may_move_directly
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout as StyledLayout
 from raypar.schedule import registry
@@ -75,14 +75,14 @@ def overheard(transport, used, undefined):
     yield
 
 
-def check(layout, **changes):
+def check(layout, nodes=(), **changes):
     job = layout.job.replace(steps=1, **changes)
     plan = layout.plan.with_virtual_shards(job.virtual_shards) if job.virtual_shards else layout.plan
-    with OneProcessRun(job, plan, layout.schedule, graph=layout.graph) as run, contextlib.ExitStack() as stack:
+    with OneProcessRun(job, plan, layout.schedule, graph=layout.graph, nodes=nodes) as run, contextlib.ExitStack() as stack:
         wanted = {
             w
             for rank, core in enumerate(run.cores)
-            for w in required_communicators(AdoptPlanCommand(core.assignment, {}, 0), rank, job, core.layout)
+            for w in required_communicators(AdoptPlanCommand(core.assignment, {}, 0, nodes=nodes), rank, job, core.layout)
         }
         used, undefined = set(), set()
         for transport in run.mesh.transports:
@@ -142,6 +142,12 @@ def test_a_step_with_shards_uses_exactly_the_communicators_of_its_plan(cell):
 )
 def test_a_step_with_virtual_shards_uses_exactly_the_communicators_of_its_plan(cell, virtual_shards):
     check(cell, virtual_shards=virtual_shards)
+
+
+@pytest.mark.parametrize("cell", [SHARDED_CORNERS[0], SHARDED_CORNERS[2], SHARDED_CORNERS[4]], ids=str)
+def test_a_step_on_several_nodes_uses_exactly_the_communicators_of_its_plan(cell, monkeypatch):
+    monkeypatch.setattr(bundle_parts, "LEAST_BYTES_IN_PARTS", 1)
+    check(cell, bundle_parts.node_of_each_replica(cell.plan))
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=str)

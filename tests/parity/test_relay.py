@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import reference, relayed_models, ugly_models
+from helpers.nodes_apart import put_apart
 from helpers.random_grids import ANY_PLAN, random_plan
 from helpers.relayed_models import PlainModel
 from torch import Tensor, nn
@@ -422,3 +423,12 @@ def test_on_shards_the_cut_of_branches_into_stages_decides_nothing(cuts, shards,
     plan = ParallelPlan.of([1] * len(shards), shards, layers=5, cuts=cuts)
     assert uses_apart(branches_on_shards(), plan) == [(1, 0, "e")]
     test_on_shards_the_cut_into_stages_decides_nothing(cuts, shards, alike, as_shards, sequence, branches_on_shards)
+
+
+def test_uses_apart_travel_in_parts_between_nodes_with_the_same_bits(monkeypatch):
+    found = run_on_shards((1, 2, 3, 4), (2,) * 5, True, branches_on_shards)
+    gathered = put_apart(monkeypatch)
+    parts = run_on_shards((1, 2, 3, 4), (2,) * 5, True, branches_on_shards)
+    assert max(gathered) > 1, "uses of one value, cut each"
+    for name, of_workers in found.items():
+        assert all(torch.equal(*pair) for pair in zip(of_workers, parts[name], strict=True)), name

@@ -1,6 +1,7 @@
 """Runs whose workers come and go have the bits of one with its first plan: the number of shards changes, that of virtual
 shards does not."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from helpers.protocol import Fault, random_faults
 from helpers.shard_grid import SHALLOW, Cell, graph
 from helpers.virtual_shards import divided
 
-from raypar.plan import ParallelPlan
+from raypar.errors import GroupAborted
+from raypar.plan import ParallelPlan, bundle_parts
+from raypar.plan.bundle_parts import node_of_each_replica
 from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.step import bundle_gather
 
 VIRTUAL = 4
 PATHS = [
@@ -115,6 +119,38 @@ def test_kills_that_change_the_number_of_shards_change_no_bit(shapes, mirror_eve
         world, found = torch_flesh.simulate(job, plan, [Fault(at, "kill")], plans=plans, **QUICK)
         assert world.over.end == "done", world.tell(f"{at}: {world.over.why}")
         assert found == reference, world.tell(f"{at}: other bits")
+
+
+@pytest.mark.ci
+def test_kills_inside_a_gather_of_what_travels_in_parts_change_no_bit(monkeypatch):
+    """Two stages of two shards on a node each. A shard is killed while the other one waits for its part of a bundle."""
+    spec = Cell(SHALLOW, "1f1b", (1,), (1,), 2).job.replace(steps=4)
+    job = torch_flesh.TorchJob(spec, graph(SHALLOW), shards=SHARDS, mirror_every=1)
+    shapes = {4: (1, 2, 2), 3: (1, 2, 1), 2: (1, 1, 2), 1: (1, 1, 1)}
+    plan, plans = virtual(SHALLOW, *shapes[4]), planner(SHALLOW, shapes)
+    _, reference = torch_flesh.simulate(job, plan, plans=plans, **QUICK)
+    command, gather, interrupted = torch_flesh.TorchFlesh.command, bundle_gather.BundleGather.gather, list[str]()
+
+    def on_nodes(self, order, workers, worker):
+        return replace(command(self, order, workers, worker), nodes=node_of_each_replica(order.plan))
+
+    def watched(self, stage, microbatch, came, what):
+        try:
+            return (yield from gather(self, stage, microbatch, came, what))
+        except GroupAborted:
+            interrupted.append(what)
+            raise
+
+    monkeypatch.setattr(bundle_parts, "LEAST_BYTES_IN_PARTS", 1)
+    monkeypatch.setattr(torch_flesh.TorchFlesh, "command", on_nodes)
+    monkeypatch.setattr(bundle_gather.BundleGather, "gather", watched)
+    plain, found = torch_flesh.simulate(job, plan, plans=plans, **QUICK)
+    assert found == reference
+    for at in range(plain.points // 3, plain.points // 3 + 60, 5):
+        world, found = torch_flesh.simulate(job, plan, [Fault(at, "kill")], plans=plans, **QUICK)
+        assert world.over.end == "done", world.tell(f"{at}: {world.over.why}")
+        assert found == reference, world.tell(f"{at}: other bits")
+    assert interrupted
 
 
 @pytest.mark.ci

@@ -30,6 +30,7 @@ from raypar.launch.plan_as_dict import plan_as_dict, shard_style_by_layer, whole
 from raypar.launch.plan_to_show import refuse_no_profile
 from raypar.model.graph import Graph, Layer
 from raypar.plan import Microbatches, ParallelPlan, StagePlan
+from raypar.plan.bundle_parts import LEAST_BYTES_IN_PARTS
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.predicted_step import predict_step
 from raypar.schedule.data_flow import message_routes
@@ -191,12 +192,16 @@ def test_what_goes_from_stage_to_stage_is_told_where_there_are_shards():
     told = plan_as_text(found | {"cut": {}, "whole_on_every_shard": {}}).splitlines()
     (first,) = [number for number, line in enumerate(told) if line.startswith("travels between stages")]
     assert [re.split("  +", line) for line in told[first : first + 3]] == [
-        ["travels between stages", "for each microbatch", "in a step"],
-        ["stage 0 to stage 1", "values", "0.1 KiB", "4 messages, 0.2 KiB"],
-        ["stage 1 to stage 0", "gradients", "0.1 KiB", "nothing: it is used where it is made"],
+        ["travels between stages", "for each microbatch", "in a step", "between nodes"],
+        ["stage 0 to stage 1", "values", "0.1 KiB", "4 messages, 0.2 KiB", "0.0 KiB"],
+        ["stage 1 to stage 0", "gradients", "0.1 KiB", "nothing: it is used where it is made", "0.0 KiB"],
     ]
-    apart = plan_as_dict(ParallelPlan.of((1, 1), (2, 2), layers=4), "gpipe", Microbatches(4, 4), SIZES, HEAVY)
+    shape, large = ParallelPlan.of((1, 1), (2, 2), layers=4), replace(HEAVY.layers[0], output_bytes=LEAST_BYTES_IN_PARTS)
+    apart = plan_as_dict(shape, "gpipe", Microbatches(4, 4), SIZES, HEAVY)
     assert [row["messages"] for row in apart["between_stages"]] == [8, 8]
+    in_parts = plan_as_dict(shape, "gpipe", Microbatches(4, 4), SIZES, replace(HEAVY, layers=(large,) * 4))
+    told = [stage_message_lines(found["between_stages"])[1].split("  ")[-1] for found in (apart, in_parts)]
+    assert told == ["0.5 KiB", "256.0 KiB, in parts"], "8 messages of 64 bytes, 4 values of 64 KiB"
     assert "between stages" not in plan_as_text(plan_as_dict(*GPIPE, HEAVY))
     row = apart["between_stages"][0]
     assert stage_message_lines([row] * (MOST_TRAFFIC + 2))[-1] == "and 2 more (--json has all)"

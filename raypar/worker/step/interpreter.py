@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -50,6 +50,7 @@ from raypar.schedule.instructions import (
 from raypar.worker.data.microbatch_loader import BatchSource
 from raypar.worker.stage.stage import Batch, HandedBack
 from raypar.worker.stage.stage_in_virtual_shards import ComputesMicrobatches
+from raypar.worker.step.bundle_gather import BundleGather, cut_bundle
 from raypar.worker.step.gradient_bundles import (
     add_gradient,
     bundle_of_gradients,
@@ -64,6 +65,19 @@ Received = dict[str, Tensor]
 """Value -> its activation, or the sum of its gradients in later stages."""
 _AT_ONCE: tuple[Role, ...] = ("communication", "release")
 """Roles of instructions that only post or drop something: no work for the virtual clock, not traced."""
+
+
+class _IncomingBundle(NamedTuple):
+    """The posted receives of a bundle."""
+
+    source: int
+    """The rank that sends it."""
+    stage: int
+    """The stage here that uses it."""
+    handles: list[Handle]
+    """One a value."""
+    described: list[Handle]
+    """Its description, if it travels in parts."""
 
 
 @dataclass
@@ -117,6 +131,8 @@ class Interpreter:
     """Stage -> source of its batch fields; None for a stage that reads none."""
     cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0
     """How far the virtual clock moves for an instruction; ignored on real transports."""
+    nodes: Sequence[int] = ()
+    """By rank: the number of its node, which decides what travels in parts; empty: everything travels whole."""
     before_compute: Callable[[int, Instruction], None] | None = None
     """Called with (step, instruction) before each compute instruction: breakpoints of `raypar debug`."""
 
@@ -126,8 +142,8 @@ class Interpreter:
     """(sending stage, receiving stage) -> `_served_by`."""
     _outgoing: dict[Bundle, tuple[list[Tensor], int]] = field(default_factory=dict)
     """Bundle -> (its tensors, number of workers to which it is still to be sent)."""
-    _incoming: dict[Bundle, tuple[int, list[Handle]]] = field(default_factory=dict)
-    """Bundle -> (the rank that sends it, handles of its posted receives, one a value)."""
+    _incoming: dict[Bundle, _IncomingBundle] = field(default_factory=dict)
+    """Bundles whose receives are posted and that have not been used."""
     _sending: deque[Handle] = field(default_factory=deque)
     """Posted sends, oldest first; each keeps its tensor."""
     spans: list[InstructionSpan] = field(default_factory=list)
@@ -141,6 +157,11 @@ class Interpreter:
     """The step under way."""
     _validating: bool = False
     """Whether the pass under way is one of validation, whose messages have tags of their own."""
+    _parts: BundleGather = field(init=False)
+    """The bundles that travel in parts."""
+
+    def __post_init__(self) -> None:
+        self._parts = BundleGather(self.routing, self.nodes, self.transport, self.step_commit.stream_waits)
 
     def run(self, program: Program, step: int, *, trace: bool = False) -> Routine[None]:
         """Run one training step. Leaves the outcome in `self.step_commit`. Raises what stages, transports or the vote raise."""
@@ -215,17 +236,21 @@ class Interpreter:
         if receivers > 1:
             self._outgoing[key] = tensors, receivers - 1
         send, to, sending = self.transport.send, instruction.peer, self._sending
+        if self._parts.in_parts(instruction.stage, instruction.to_stage, instruction.microbatch):
+            users = self.routing.ranks(instruction.to_stage, instruction.microbatch)
+            description, tensors = cut_bundle(tensors, users.index(to), len(users))
+            sending.append(send(description, to=to, tag=self._tag(key, 0)))  # equal tags match in order
         for index, tensor in enumerate(tensors):
             sending.append(send(tensor, to=to, tag=self._tag(key, index), keep_layout=True))
         while self._sending and self._sending[0].done():
             self._sending.popleft()
 
     def _recv(self, instruction: Recv, step: int, received: Received) -> None:
-        key = instruction.bundle
-        self._incoming[key] = (
-            instruction.peer,
-            self._post_receives(key, instruction.peer, len(self.links.bundle_values[key[:3]])),
-        )
+        key, source = instruction.bundle, instruction.peer
+        cut = self._parts.in_parts(instruction.from_stage, instruction.stage, instruction.microbatch)
+        described = self._post_receives(key, source, 1) if cut else []
+        handles = self._post_receives(key, source, len(self.links.bundle_values[key[:3]]))
+        self._incoming[key] = _IncomingBundle(source, instruction.stage, handles, described)
 
     def _post_receives(self, key: Bundle, source: int, count: int, first: int = 0) -> list[Handle]:
         """Receives of `count` tensors of a bundle, from number `first` on."""
@@ -241,8 +266,8 @@ class Interpreter:
     def _bundle(self, key: Bundle) -> Routine[list[Tensor]]:
         if key in self._local:
             return self._local.pop(key)
-        source, handles = self._incoming.pop(key)
-        for handle in handles:
+        source, stage, handles, described = self._incoming.pop(key)
+        for handle in (*described, *handles):
             if not handle.done():
                 yield from self._wait(handle, key)
         tensors = [handle.tensor() for handle in handles]
@@ -250,14 +275,16 @@ class Interpreter:
             for handle in self._post_receives(key, source, uses, len(handles)):
                 yield from self._wait(handle, key)
                 tensors.append(handle.tensor())
+        if described:
+            came = [described[0].tensor(), *tensors]
+            return (yield from self._parts.gather(stage, key[3], came, _describe_bundle(key)))
         return tensors
 
     def _wait(self, handle: Handle, key: Bundle) -> Routine[None]:
         """Wait for a receive of a bundle."""
         if handle.done():
             return
-        kind, src, dst, microbatch = key
-        what = f"the {kind} of microbatch {microbatch} between stage {src} and stage {dst}"
+        what = _describe_bundle(key)
         yield RoutineWait(handle, what, on_stream=True)
         if handle.tensor().is_floating_point():
             self.step_commit.stream_waits.add(handle, what)
@@ -382,6 +409,11 @@ class Interpreter:
     def _apply(self, instruction: OptimizerStep, step: int, received: Received) -> None:
         self.step_commit.apply()
         self.step_commit.gather_parameters()
+
+
+def _describe_bundle(key: Bundle) -> str:
+    kind, src, dst, microbatch = key
+    return f"the {kind} of microbatch {microbatch} between stage {src} and stage {dst}"
 
 
 InstructionRule = Callable[[Interpreter, Any, int, Received], Routine[None] | None]
