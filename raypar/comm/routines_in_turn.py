@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from raypar.comm.routine import Routine, RoutineWait, RoutineWork
-from raypar.comm.virtual_shards import VirtualShardHandle
+from raypar.comm.virtual_shards import TurnHandle, VirtualShardHandle
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def _end_of(wait: RoutineWait | None) -> tuple[Exception | None, ...]:
 
 def _is_posted(wait: RoutineWait) -> bool:
     """Whether what is waited for goes on by itself, and needs none of the other routines."""
-    return not isinstance(wait.handle, VirtualShardHandle) or wait.handle.is_posted
+    return not isinstance(wait.handle, (VirtualShardHandle, TurnHandle)) or wait.handle.is_posted
 
 
 def _wait_outside(wait: RoutineWait | None) -> Routine[Exception | None]:

@@ -140,6 +140,43 @@ class VirtualShardHandle:
             finish()
 
 
+class TurnHandle:
+    """What another virtual shard of this worker does before this one can go on."""
+
+    def __init__(self, what: str, is_over: Callable[[], bool]) -> None:
+        """`what`: in messages; `is_over`: whether it is done."""
+        self._what, self._is_over = what, is_over
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether it is done: it does not go on by itself, but while this virtual shard waits."""
+        return self._is_over()
+
+    def done(self) -> bool:
+        """Whether it is done."""
+        return self._is_over()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """As `Handle.wait`. Raises `CommError` where it is not done: nobody is left who would do it."""
+        if not self._is_over():
+            raise CommError(
+                f"{self._what}: no virtual shard of this worker is left that would do it",
+                cure="virtual shards of a worker run in turn, and all make the same calls in the same order",
+            )
+
+    def wait_on_stream(self, timeout_s: float | None = None) -> None:
+        """As `wait`."""
+        self.wait(timeout_s)
+
+    def tensor(self) -> Tensor:
+        """Not of a turn."""
+        raise TypeError("a turn has no received tensor")
+
+    def tensors(self) -> list[Tensor]:
+        """Not of a turn."""
+        raise TypeError("a turn is no batch")
+
+
 class VirtualShards:
     """The virtual shards of one worker, among those of its group: brings their collectives together.
 

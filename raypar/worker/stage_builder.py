@@ -22,6 +22,7 @@ from raypar.model.layer_skeletons import buffers_of_several_layers, canonical_na
 from raypar.model.materialise import materialise
 from raypar.model.split_linear_backward import defer_weight_gradients
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, sharded_loss
+from raypar.model.tensor_parallel.find_whole_layers import find_leading_layers, find_whole_layers
 from raypar.model.tensor_parallel.linear import ShardedLinear, defer_sharded_weight_gradients
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.weight_gradient_memory_reuse import GradientReusePolicy
@@ -50,6 +51,7 @@ from raypar.worker.stage.stage import Stage, StageLayer, StageValues
 from raypar.worker.stage.stage_coordinate_in_errors import SamplesOfPasses, StageCoordinate
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage, reduction_channel
 from raypar.worker.stage.stage_shard import StageShard
+from raypar.worker.stage.whole_layers import WholeLayers
 from raypar.worker.step.learning_rates import LearningRates
 from raypar.worker.step.optimizer_and_parameter_groups import build_optimizers
 from raypar.worker.step.owned_parameters import OwnedParameter, named_parameters, own_parameters
@@ -74,20 +76,20 @@ def build_stage(
     device: torch.device = CPU,
     guard: TorchStateGuard | None = None,
     in_turn: GeneratorsInTurn | None = None,
+    takes: WholeLayers | None = None,
 ) -> Stage:
     """Stage `index` of the plan on one replica, ready for its first step.
 
     `split`: the schedule computes weight gradients apart. `values`: tensors of all parameters (canonical names) and buffers,
     on `device`, which the stage takes over without a copy; by default the initial ones. `shard`: which shard of the stage this
     is, if the stage is cut; `values` are slices then. `guard`: of the worker's process; by default a new one. `in_turn`: of a
-    worker with several virtual shards of the stage.
+    worker with several virtual shards of the stage; `takes`: the layers that the first of these calls for this one.
     """
     guard = guard if guard is not None else TorchStateGuard(spec.threads)
     layers = graph.layers[plan.stages[index].first : plan.stages[index].last]
     coordinate = stage_coordinate(plan, index, replica, shard, layers[0].name)
-    if (passes := spec.forward_passes) is not None:
-        coordinate.samples_of = SamplesOfPasses(whole_batching(passes.samples, spec.batch_size, spec.microbatches))
-    modules = materialise_stage_modules(graph, plan, index, spec, values, shard, device)
+    coordinate.samples_of = samples_of_passes(spec)
+    modules = materialise_stage_modules(graph, plan, index, spec, values, shard, device, takes)
     weights = StageTensors(graph, layers, modules, parameter_dtype_of(spec.precision), gradient_dtype_of(spec.precision))
     deferred = prepare_split_backward(modules, sharded=shard is not None) if split else DeferredGradients()
     gradients = build_gradient_accumulator(weights, routing, index, replica)
@@ -96,7 +98,6 @@ def build_stage(
     hooks = LayerBackwardHooks(weights.layer_names, crossing.received, gradients, completed, guard, on_cpu=device == CPU)
     precision = StagePrecision(spec.precision, device, guard)
     updates = build_buffer_updates(graph, weights)
-    linears = [part for part in list_all_modules(modules) if isinstance(part, ShardedLinear)]
     loss = build_stage_loss(graph, plan, index, spec, loss_fn, shard, coordinate, guard, precision)
     seeded = seeded_calls_of_layers(layers, loss, device, sharded=shard is not None, in_turn=in_turn)
     return Stage(
@@ -114,11 +115,19 @@ def build_stage(
         gradients=gradients,
         hooks=hooks,
         deferred=deferred,
-        gradient_reuse_policy=GradientReusePolicy(linears),
+        gradient_reuse_policy=GradientReusePolicy([m for m in list_all_modules(modules) if isinstance(m, ShardedLinear)]),
         recomputation=stage_recomputation(graph, plan, index, spec),
         evaluation_calls=[in_evaluation for in_evaluation, _ in seeded],
         buffer_updates=updates,
+        takes=takes,
     )
+
+
+def samples_of_passes(spec: Job) -> SamplesOfPasses | None:
+    """Which samples microbatches have in a run that makes forward passes only; None in others."""
+    if (passes := spec.forward_passes) is None:
+        return None
+    return SamplesOfPasses(whole_batching(passes.samples, spec.batch_size, spec.microbatches))
 
 
 def stage_recomputation(graph: Graph, plan: ParallelPlan, index: int, spec: Job) -> StageRecomputation:
@@ -137,15 +146,25 @@ def materialise_stage_modules(
     values: Mapping[str, Tensor] | None,
     shard: StageShard | None,
     device: torch.device,
+    takes: WholeLayers | None = None,
 ) -> dict[str, nn.Module]:
-    """Layer name -> module with values, on the device; of a stage that is cut, sharded layers in the place of whole ones."""
+    """Layer name -> module with values, on the device; of a stage that is cut, sharded layers in the place of whole ones.
+    `takes`: as in `build_stage`; in the place of these layers there are empty modules."""
     here, dtype = plan.stages[index], getattr(torch, spec.dtype)
     if shard is None:
         modules = materialise(graph, here.first, here.last, seed=spec.seed, dtype=dtype, values=values)
     else:
         layout, group = shard.layout, shard.group
         modules = materialise_shard(
-            graph, here.first, here.last, layout=layout, group=group, seed=spec.seed, dtype=dtype, values=values
+            graph,
+            here.first,
+            here.last,
+            layout=layout,
+            group=group,
+            seed=spec.seed,
+            dtype=dtype,
+            values=values,
+            left_out=takes.positions if takes is not None else (),
         )
     if device != CPU:
         for module in modules.values():
@@ -353,6 +372,7 @@ class StageBuilder:
             loss = make_loss_function(spec.loss, self.device)
         stages: dict[ShardOfStage, Stage] = {}
         digests: dict[str, int] = {}
+        whole: dict[int, WholeLayers | None] = {}
         for (index, number), shard in self.build_shards().items():
             own, made = self._state(index, None if values is None else values[index, number], shard, unfilled=unfilled)
             digests.update(made)
@@ -371,8 +391,29 @@ class StageBuilder:
                     device=self.device,
                     guard=self.guard,
                     in_turn=self.generators if plan.stages[index].division else None,
+                    takes=whole.get(index),
                 )
+            if index not in whole:
+                whole[index] = self._share_whole_layers(stages[index, number])
         return stages, digests
+
+    def _share_whole_layers(self, first: Stage) -> WholeLayers | None:
+        """The layers of a stage that its first virtual shard here calls for the others, too; None: there are none."""
+        shard, role = first.shard, self.assignment.plan.role_in(self.transport.rank, first.index)
+        others = len(self.assignment.plan.stages[first.index].run_of(role.shard)) - 1
+        if shard is None or others == 0:
+            return None
+        here = self.assignment.plan.stages[first.index]
+        found = find_whole_layers(self.graph, here.first, here.last, first.modules, shard.layout, shard.group)
+        if first.loss is not None:  # it goes on with the last layer's random numbers
+            found -= {len(first.layers) - 1}
+        if not found:
+            return None
+        leading = find_leading_layers(self.graph.layers[here.first : here.last], found)
+        first.gives = WholeLayers(found, leading, others)
+        if found != leading:
+            first.hooks.when_left(first.gives.leave)
+        return first.gives
 
     def _state(
         self, index: int, values: Mapping[str, Tensor] | None, shard: StageShard | None, *, unfilled: bool
@@ -437,6 +478,7 @@ class StageBuilder:
             if not self.ownership.divides(index, "optimizer"):
                 continue
             runs = [self.ownership.runs(index, number, replica) for replica in range(plan.stages[index].replicas)]
+            runs = [tuple(run for run in of_replica if run.name in stage.parameters) for of_replica in runs]
             tensors = {run.name: stage.weights.computed_with(run.name) for of_replica in runs for run in of_replica}
             found[index, number] = StageGather(
                 self.transport,

@@ -27,6 +27,7 @@ from raypar.plan import ParallelPlan
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule import registry
 from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_core import WorkerCore
 
 STEPS, BATCH, VOCAB, SEQ = 3, 10, 23, 7
 DEPTH, HEADS, WIDTH = 6, 5, 20
@@ -226,10 +227,19 @@ class Run:
 def held(local: OneProcessRun) -> Iterator[tuple[Key, Tensor, dict[str, Any]]]:
     """Every holder's (what it is, parameter, optimizer state)."""
     for core in local.cores:
-        for (index, number), stage in core.stages.items():
-            for name, parameter in stage.parameters.items():
-                state = core.step_commit.optimizers[index, number].state[parameter]
-                yield (name, local.plan.stages[index].virtual_shards, number), parameter, state
+        for key, name, having in virtual_shards_with(core):
+            parameter = core.stages[having].parameters[name]
+            state = core.step_commit.optimizers[having].state[parameter]
+            yield (name, local.plan.stages[key[0]].virtual_shards, key[1]), parameter, state
+
+
+def virtual_shards_with(core: WorkerCore) -> Iterator[tuple[tuple[int, int], str, tuple[int, int]]]:
+    """(virtual shard of a stage, parameter, virtual shard of this worker that has it): of whole layers the first one has them
+    for all."""
+    for index, number in core.stages:
+        first = next(key for key in core.stages if key[0] == index)
+        for name in core.stages[first].parameters:
+            yield (index, number), name, (index, number) if name in core.stages[index, number].parameters else first
 
 
 def run(cell: Cell, plan: ParallelPlan, order_seed: int = 0, device: torch.device = CPU) -> Run:
@@ -256,7 +266,8 @@ def run_job(job: Job, graph: Graph, plan: ParallelPlan, schedule: str, order_see
             found.state.setdefault(key, []).append({kind: value.cpu() for kind, value in state.items()})
         for core in local.cores:
             for (index, number), stage in core.stages.items():
-                for name, buffer in stage.buffers.items():
+                first = next(of for (at, _), of in core.stages.items() if at == index)
+                for name, buffer in {**first.buffers, **stage.buffers}.items():
                     found.buffers.setdefault((name, plan.stages[index].virtual_shards, number), []).append(buffer.cpu())
     return found
 

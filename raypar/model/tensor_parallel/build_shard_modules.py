@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +46,14 @@ def materialise_shard(
     seed: int,
     dtype: torch.dtype,
     values: Mapping[str, Tensor] | None = None,
+    left_out: Collection[int] = (),
 ) -> dict[str, nn.Module]:
     """Layer name -> this shard's module, for layers [first, last). The counterpart of `model.materialise.materialise`.
 
     `values`: slices of parameters and whole buffers by name, used as they are. None: the initial values, each tensor made whole
     and cut before the next one is made. The layers read and return this shard's tensors (see `_LayerBoundary`). With one shard
-    the layers are as `materialise` makes them.
+    the layers are as `materialise` makes them. `left_out`: positions, in the range, of layers in the place of which there is an
+    empty module.
     """
     if values is None:
         stream = initial_values_of(graph, seed).stream(state_shapes(graph, first, last), dtype)
@@ -60,6 +62,8 @@ def materialise_shard(
 
     def make(index: int) -> nn.Module:
         name = graph.layers[index].name
+        if index - first in left_out:
+            return nn.Module()
         return materialise(graph, index, index + 1, seed=seed, dtype=dtype, values=slices)[name]
 
     return build_shard_modules(graph, first, last, make, layout=layout, group=group, whole=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -74,6 +74,11 @@ class LayerBackwardHooks:
         self._gradients, self._completed, self._guard, self._on_cpu = gradients, completed, guard, on_cpu
         self._running, self._block, self._watching, self._not_left = False, None, False, len(layers)
 
+    def when_left(self, call: Callable[[int], None]) -> None:
+        """Have each backward pass call `call` with a position, once it has left all layers behind that."""
+        for position, hooks in enumerate(self.of_outputs):
+            hooks[1] = partial(_tell_left, call, position)
+
     def begin(self, block: int | None) -> None:
         """Prepare for a backward pass. `block`: the block it closes, if gradients are to be handed over inside the pass."""
         self._running = True
@@ -127,6 +132,11 @@ class LayerBackwardHooks:
     def release(self) -> None:
         """Break the circles between this object and its hooks; it cannot be used any more."""
         vars(self).clear()
+
+
+def _tell_left(call: Callable[[int], None], position: int, gradient: Tensor | None) -> None:
+    """A hook of a value that the layer at `position` has returned."""
+    call(position)
 
 
 def run_autograd_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ from raypar.worker.stage.recomputation import NO_RECOMPUTATION, SavedTensors, St
 from raypar.worker.stage.running_statistics import make_stand_ins
 from raypar.worker.stage.stage_coordinate_in_errors import StageCoordinate
 from raypar.worker.stage.stage_shard import StageShard
+from raypar.worker.stage.whole_layers import BEFORE_ALL, PassKind, WholeLayers
 
 Batch = Mapping[str, Tensor]
 """The fields of one microbatch, collated."""
@@ -186,6 +188,10 @@ class Stage:
     buffer_updates: Mapping[str, BufferUpdates]
     """Layer name -> what forward has written into its buffers in the step under way; layers that write none are left out."""
 
+    gives: WholeLayers | None = None
+    """The whole layers that the stage calls for other virtual shards of the worker, too; None: it calls them for itself."""
+    takes: WholeLayers | None = None
+    """The whole layers that another virtual shard calls, of which this one has nothing; None: it calls all of its layers."""
     place_in_set: Callable[[int], tuple[str, int]] = field(default=lambda microbatch: ("", microbatch))
     """Microbatch of the present pass over validation data -> (data set, its number in it)."""
     metrics: StageMetrics | None = None
@@ -245,6 +251,13 @@ class Stage:
         """Fields of the batch that the stage reads."""
         return self.values.batch_fields
 
+    @cached_property
+    def values_read(self) -> frozenset[str]:
+        """What the layers that are called here read, and the loss."""
+        taken = () if self.takes is None else self.takes.positions
+        read = {name for at, layer in enumerate(self.layers) if at not in taken for name in layer.layer.inputs}
+        return frozenset(read | {*(self.loss.inputs + self.loss.fields if self.loss is not None else ())})
+
     @property
     def on_ready(self) -> Ready | None:
         """Called when the subtree sums of some uses are final, once for each use and step; where possible from inside the last
@@ -284,6 +297,8 @@ class Stage:
             self.shard.group.waited_ns = 0
         self.gradient_reuse_policy.begin_step()
         self.gradients.begin()
+        if self.gives is not None:
+            self.gives.begin_step()
         self._train(True)
 
     def apply_buffer_updates(self) -> None:
@@ -338,7 +353,8 @@ class Stage:
         make_stand_ins(norm for updates in self.buffer_updates.values() for norm in updates.recorders)
         for position, layer in enumerate(self.layers):
             saved = self._new_saved_tensors(position) if position in recomputation.positions else None
-            outputs = layer.call(forward_pass.with_saved_tensors(saved), self.weights.of_layer(position), layer.read(values))
+            inputs = layer.read(values)
+            outputs = self._call_layer("forward", position, forward_pass.with_saved_tensors(saved), inputs)
             live.drop(saved)
             if layer.shared:
                 layer.refuse_hooks(values)
@@ -347,6 +363,7 @@ class Stage:
                     output = own_tensor(output, layer.hooks, is_value=id(output) in with_gradient)
                     with_gradient.add(id(output))
                 values[name] = output
+            self._give("forward", position, microbatch, inputs, [values[name] for name in layer.layer.outputs])
         if self.loss is not None:
             saved = SavedTensors("the loss") if recomputation.with_loss else None
             live.loss, count = self.loss(forward_pass.with_saved_tensors(saved), values)
@@ -360,6 +377,22 @@ class Stage:
         if self.shard is not None and recomputation.positions:
             live.value_layouts = dict(self.shard.group.value_layouts)
         return self._leave(live, values)
+
+    def _call_layer(
+        self, kind: PassKind, position: int, forward_pass: PassContext, inputs: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """What a layer returns, to this virtual shard or to the one that calls it for all of the worker."""
+        layer = self.layers[position]
+        if self.takes is not None and position in self.takes.positions:
+            return self.takes.take(kind, forward_pass.microbatch, position, f"layer {layer.layer.name!r}", inputs)
+        return layer.call(forward_pass, self.weights.of_layer(position), inputs)
+
+    def _give(
+        self, kind: PassKind, position: int, microbatch: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        """Let other virtual shards of the worker have what a whole layer has returned."""
+        if self.gives is not None:
+            self.gives.give(kind, microbatch, position, f"layer {self.weights.layer_names[position]!r}", inputs, outputs)
 
     def _read_received(self, live: _Microbatch, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values from other stages as layers read them. Those that require no gradient there require none here either:
@@ -399,9 +432,10 @@ class Stage:
         dropped = iter(live.dropped)
         for position in self.recomputation.positions:
             layer, again = self.layers[position], self._new_saved_tensors(position)
-            call = forward_pass.with_saved_tensors(again, is_first=False)
-            outputs = layer.call(call, self.weights.of_layer(position), layer.read(values))
+            call, inputs = forward_pass.with_saved_tensors(again, is_first=False), layer.read(values)
+            outputs = self._call_layer("recompute", position, call, inputs)
             next(dropped).refill(again)
+            self._give("recompute", position, microbatch, inputs, outputs)
             values.update(zip(layer.layer.outputs, outputs, strict=True))
         if self.loss is not None and self.recomputation.with_loss:
             again = SavedTensors("the loss")
@@ -442,7 +476,9 @@ class Stage:
     def _evaluate_layers(self, forward_pass: PassContext, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """`values` after the layers: with what they return, without what nothing here reads any more."""
         for position, layer in enumerate(self.layers):
-            outputs = layer.call(forward_pass, self.weights.of_layer(position), layer.read(values))
+            inputs = layer.read(values)
+            outputs = self._call_layer("evaluate", position, forward_pass, inputs)
+            self._give("evaluate", position, forward_pass.microbatch, inputs, outputs)
             values.update(zip(layer.layer.outputs, outputs, strict=True))
             for name in self._read_last[position]:
                 del values[name]
@@ -531,6 +567,8 @@ class Stage:
     ) -> None:
         """`closes`: the block that this pass closes, if finished gradients are to be handed over inside the pass."""
         self.hooks.begin(closes)
+        if self.gives is not None:
+            self.gives.begin_backward(microbatch)
         try:
             if roots:
                 with contextlib.ExitStack() as writes:
@@ -543,6 +581,8 @@ class Stage:
             raise self.coordinate.user_code_error("the backward pass", self.step, microbatch, error) from error
         finally:
             self.hooks.end()
+            if self.gives is not None:
+                self.gives.leave(BEFORE_ALL)
             if self.shard is not None:
                 self.shard.group.shared_input = None  # activation checkpointing in a layer has run its forward again
         self.guard.check("the backward pass")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -112,13 +112,13 @@ class StageInVirtualShards:
 
     def backward(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, HandedBack]:
         """See `Stage.backward`."""
-        given = self._copies(gradients)
-        return self._in_turn(partial(s.backward, microbatch, *each) for s, each in zip(self.shards, given, strict=True))
+        given = self._gradients(gradients)
+        return self._in_turn(partial(s.backward, microbatch, each) for s, each in zip(self.shards, given, strict=True))
 
     def backward_input(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, HandedBack]:
         """See `Stage.backward_input`."""
-        given = self._copies(gradients)
-        return self._in_turn(partial(s.backward_input, microbatch, *each) for s, each in zip(self.shards, given, strict=True))
+        given = self._gradients(gradients)
+        return self._in_turn(partial(s.backward_input, microbatch, each) for s, each in zip(self.shards, given, strict=True))
 
     def backward_weight(self, microbatch: int) -> None:
         """See `Stage.backward_weight`."""
@@ -145,12 +145,17 @@ class StageInVirtualShards:
                 failed = error
             self.waited_ns += time.perf_counter_ns() - start
 
-    def _copies(self, *given: Mapping[str, V]) -> list[tuple[Mapping[str, V], ...]]:
-        """What each virtual shard is given: the first one what came, each other one copies, into which its layers may write."""
-        found: list[tuple[Mapping[str, V], ...]] = [given]
-        found += [tuple([_copied(each) for each in given]) for _ in self.shards[1:]]
+    def _copies(self, *given: Mapping[str, Tensor]) -> list[tuple[Mapping[str, Tensor], ...]]:
+        """What each virtual shard is given: the first one what came, each other one copies, into which its layers may write, of
+        what these read."""
+        found: list[tuple[Mapping[str, Tensor], ...]] = [given]
+        found += [tuple([_copied(each, shard.values_read) for each in given]) for shard in self.shards[1:]]
         return found
 
+    def _gradients(self, given: Mapping[str, Tensor | None]) -> list[Mapping[str, Tensor | None]]:
+        """The same of gradients that came."""
+        return [given, *(_copied(given, given) for _ in self.shards[1:])]
 
-def _copied(given: Mapping[str, V]) -> Mapping[str, V]:
-    return {name: value if value is None else copy_as_it_lies(value) for name, value in given.items()}
+
+def _copied(given: Mapping[str, V], names: Collection[str]) -> Mapping[str, V]:
+    return {name: value if value is None or name not in names else copy_as_it_lies(value) for name, value in given.items()}

@@ -110,6 +110,8 @@ def take_snapshot(
                     if is_first:
                         tensors[name, BUFFER if name in stage.persistent else CACHE] = _copy(stage.buffers[name])
                     continue
+                if name not in stage.parameters:  # of a whole layer, which the first one has
+                    continue
                 shard, parameter = stage.shard, stage.parameters[name]
                 is_cut = shard is not None and name in shard.layout.cuts
                 for key, value in {PARAMETER: parameter, **_beside(name, state)}.items():

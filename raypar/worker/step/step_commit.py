@@ -358,7 +358,7 @@ class StepCommit:
         counted: list[Tensor] = []
         for index, gradients in settled.items():
             shard = self.stages[index].shard
-            defined = [(name, g) for name in self._counted[index[0]] if (g := gradients[name]) is not None]
+            defined = [(name, g) for name in self._counted[index[0]] if (g := gradients.get(name)) is not None]
             counted += [g if shard is None else shard.counted(name, g) for name, g in defined]
             counted += [run for runs in self._settled_runs.get(index, {}).values() for run in runs]
         losses, counts = ([pair[place] for pair in pairs] for place in range(2))

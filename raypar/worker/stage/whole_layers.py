@@ -1,0 +1,195 @@
+"""Whole layers of a stage, which a worker computes once for all of its virtual shards.
+
+All virtual shards would make the same calls on equal values. So the first one of a worker has these layers, with their
+parameters, buffers and gradients, and runs them; the others have nothing of them, and take their results. A gradient that goes
+back through such a layer is the same on all, too: the others take what the first one's backward pass has made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from raypar.comm.blocking_code_as_routine import wait_for_handle
+from raypar.comm.sent_tensor_layout import copy_as_it_lies
+from raypar.comm.virtual_shards import TurnHandle
+from raypar.model.autograd_context_type import AutogradContext
+from raypar.worker.stage.layer_tensors import make_alias
+
+PassKind = Literal["forward", "recompute", "evaluate"]
+"""In which pass a layer is called."""
+
+
+BEFORE_ALL = -1
+"""A position before all layers: the backward pass has left them all."""
+
+
+@dataclass(eq=False)
+class WholeCall:
+    """One call of a whole layer: what the virtual shards that have not made it take."""
+
+    label: str
+    """The layer's name in messages."""
+    outputs: tuple[Tensor, ...]
+    """What it has returned, without a graph."""
+    with_gradient: tuple[bool, ...]
+    """By output: whether it requires a gradient."""
+    takers: int
+    """How many virtual shards take them."""
+    uses: tuple[int, ...] = ()
+    """By input: how many edges of the call's graph lead to it, which are the summands of its gradient; none are counted where
+    nobody takes it."""
+    gradients: list[list[Tensor]] = field(default_factory=list)
+    """By input: these summands, newest first, as the backward pass makes them."""
+    is_left: bool = False
+    """Whether the backward pass has left the call."""
+    _takers_of_gradients: int = 0
+    """How many virtual shards have taken the gradients."""
+
+    def watch(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Have the backward pass keep copies of the inputs' gradients. `outputs`: with their graph."""
+        edges: dict[tuple[Node, int], int] = {}
+        for place, value in enumerate(inputs):
+            if value.requires_grad:
+                edge = get_gradient_edge(value)
+                edges.setdefault((edge.node, edge.output_nr), place)
+        ends = {node for node, _ in edges}
+        uses, self.gradients = [0] * len(inputs), [[] for _ in inputs]
+        nodes, seen = [value.grad_fn for value in outputs], set[Node]()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            found = [(number, edges[edge]) for number, edge in enumerate(node.next_functions) if edge in edges]
+            for _, place in found:
+                uses[place] += 1
+            if found:
+                node.register_hook(partial(self._keep, found))
+            nodes.extend(other for other, _ in node.next_functions if other not in ends)
+        self.uses = tuple(uses)
+
+    def _keep(
+        self, users: Sequence[tuple[int, int]], gradients: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]
+    ) -> None:
+        """A node's hook. Keeps copies: code of an earlier layer may write into what it gets. `users`: (which gradient, of which
+        input)."""
+        for number, place in users:
+            gradient = gradients[number]
+            if gradient is not None:
+                self.gradients[place].append(copy_as_it_lies(gradient))
+
+    def take_gradients(self) -> Iterator[Tensor | None]:
+        """For each summand of each input: its tensor, or None where there is none; memory that the caller may write to."""
+        self._takers_of_gradients += 1
+        is_last = self._takers_of_gradients == self.takers
+        for count, made in zip(self.uses, self.gradients, strict=True):
+            own = made if is_last else [copy_as_it_lies(each) for each in made]
+            yield from chain(own, [None] * (count - len(own)))
+        if is_last:
+            self.gradients = [[] for _ in self.uses]
+
+
+class WholeLayers:
+    """The whole layers of one stage of a worker, between its first virtual shard, which calls them, and the others."""
+
+    def __init__(self, positions: frozenset[int], leading: frozenset[int], takers: int) -> None:
+        """`takers`: number of the other virtual shards."""
+        self.positions, self.leading, self._takers = positions, leading, takers
+        """Positions of the layers in the stage, and of those that nothing is before of which the others take part."""
+        self._made: dict[tuple[PassKind, int, int], tuple[WholeCall, int]] = {}
+        """(pass, microbatch, position) -> call, and by how many it is still to be taken."""
+        self._watched: dict[int, dict[int, WholeCall]] = {}
+        """Microbatch -> position -> call whose gradients the others take."""
+        self._in_backward: dict[int, WholeCall] = {}
+        """Those of the backward pass under way."""
+
+    # -- the first virtual shard ---------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget the last step."""
+        self._made.clear()
+        self._watched.clear()
+        self._in_backward = {}
+
+    def give(
+        self, kind: PassKind, microbatch: int, position: int, label: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        """Let the others have what the call of a layer has returned; nothing where the layer is not whole."""
+        if position not in self.positions:
+            return
+        detached = tuple(value.detach() for value in outputs)
+        call = WholeCall(label, detached, tuple(value.requires_grad for value in outputs), self._takers)
+        if kind == "forward" and position not in self.leading:
+            call.watch(inputs, outputs)
+            self._watched.setdefault(microbatch, {})[position] = call
+        self._made[kind, microbatch, position] = call, self._takers
+
+    def begin_backward(self, microbatch: int) -> None:
+        """Note which microbatch's backward pass begins."""
+        self._in_backward = self._watched.pop(microbatch, {})
+
+    def leave(self, position: int) -> None:
+        """Note that the backward pass has left all layers behind `position`."""
+        for at, call in self._in_backward.items():
+            call.is_left |= at > position
+
+    # -- the others ----------------------------------------------------------------------------------------------------
+
+    def take(self, kind: PassKind, microbatch: int, position: int, label: str, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the layer has returned, once it has. In `forward`, with a graph through which its inputs get the gradients that
+        the first virtual shard's have."""
+        key = kind, microbatch, position
+        if key not in self._made:
+            wait_for_handle(TurnHandle(f"what {label} returns", lambda: key in self._made), f"what {label} returns")
+        call, left = self._made.pop(key)
+        if left > 1:
+            self._made[key] = call, left - 1
+        if not torch.is_grad_enabled():
+            return tuple(value.detach() for value in call.outputs)
+        given = [value for value, uses in zip(inputs, call.uses, strict=False) for _ in range(uses)]
+        if given:
+            return _Taken.apply(call, *given)  # type: ignore[no-any-return, no-untyped-call]
+        return tuple(_end_of_graph(value, needs=needs) for value, needs in zip(call.outputs, call.with_gradient, strict=True))
+
+
+class _TakenContext(AutogradContext):
+    call: WholeCall
+
+
+class _Taken(torch.autograd.Function):
+    """A whole layer's call in the graph of a virtual shard that has not made it. Each input is given once for each summand of
+    its gradient, so that autograd adds these to others in the order in which it does so where the call was made."""
+
+    @staticmethod
+    def forward(ctx: _TakenContext, call: WholeCall, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        outputs = tuple(value.detach() for value in call.outputs)
+        ctx.mark_non_differentiable(*(v for v, needs in zip(outputs, call.with_gradient, strict=True) if not needs))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: _TakenContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        call = ctx.call
+        if not call.is_left:
+            what = f"the gradients that {call.label} gives back"
+            wait_for_handle(TurnHandle(what, lambda: call.is_left), what)
+        return (None, *call.take_gradients())
+
+
+def _end_of_graph(value: Tensor, *, needs: bool) -> Tensor:
+    """A tensor of the same memory, which requires a gradient if it `needs` one, and keeps none."""
+    if not needs:
+        return value.detach()
+    leaf = value.detach().requires_grad_()
+    alias = make_alias(leaf)
+    leaf.requires_grad_(False)
+    return alias

@@ -1,0 +1,270 @@
+"""Layers that no style cuts are computed once by a worker with several virtual shards, with the bits of a worker for each."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import checkpoint_folders
+from helpers.generations import Generations
+from helpers.parity import PRECISIONS
+from helpers.shard_grid import Run, different, run_job
+from helpers.torch_flesh import TorchJob
+from helpers.virtual_shards import divided
+from helpers.zero_layouts import small_pieces
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raypar.job import AverageConfig, DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PlanConfig, ValidationConfig
+from raypar.model.graph import Graph, Layer
+from raypar.plan import ParallelPlan
+from raypar.schedule import registry
+from raypar.worker.run_in_one_process import OneProcessRun
+
+STEPS, MICROBATCHES, WIDTH = 3, 3, 12
+CUT, KINDS = ("cut1", "cut4", "head"), ("weight", "bias")
+STYLES = {"*up": "column", "*down": "row", "whole*": "whole", "stem*": "whole"}
+
+
+@dataclass
+class Calls:
+    """How often the counted modules ran, forward and backward."""
+
+    forward: dict[str, int] = field(default_factory=dict)
+    backward: dict[str, int] = field(default_factory=dict)
+
+
+CALLS = Calls()
+
+
+class Counts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, name):
+        ctx.name = name
+        CALLS.forward[name] = CALLS.forward.get(name, 0) + 1
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        CALLS.backward[ctx.name] = CALLS.backward.get(ctx.name, 0) + 1
+        return gradient.clone(), None
+
+
+class Doubles(torch.autograd.Function):
+    """Its backward pass writes into the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.mul_(2)
+
+
+class Stem(nn.Module):
+    """x [mb, 2, 4, 4] -> [mb, width], by a convolution with a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, WIDTH, 3), nn.BatchNorm2d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Counts.apply(F.relu(self.norm(self.conv(x))).mean((2, 3)), "stem")
+
+
+class Cut(nn.Module):
+    """Two linear layers, cut, which end in a function that writes into its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        return Doubles.apply(sum(more, x) + self.down(torch.tanh(self.up(x))))
+
+
+class Whole(nn.Module):
+    """Reads its first value twice, uses its weight twice, and draws."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.linear, self.norm = name, nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
+        made = F.dropout(self.linear(x) * torch.tanh(self.linear(x)), 0.2, training=self.training)
+        return Counts.apply(self.norm(sum(more, made) + x), self.name), torch.sigmoid(made)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x + y)))
+
+
+def graph() -> Graph:
+    """Whole layers before, between and behind cut ones; values that both kinds read, newer and older readers."""
+    torch.manual_seed(3)
+    made = {
+        "stem": (Stem(), ("x",), ("a",)),
+        "cut1": (Cut(), ("a",), ("b",)),
+        "whole2": (Whole("whole2"), ("b", "a"), ("c", "c2")),
+        "whole3": (Whole("whole3"), ("c", "b"), ("d", "unread")),
+        "cut4": (Cut(), ("d", "b", "c"), ("e",)),
+        "whole5": (Whole("whole5"), ("a",), ("f", "f2")),
+        "head": (Head(), ("e", "f"), ("logits",)),
+    }
+    layers = [Layer(name, partial(copy.deepcopy, module), reads, makes) for name, (module, reads, makes) in made.items()]
+    return Graph(tuple(layers), output="logits")
+
+
+class Images:
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(index)), "y": torch.tensor(index % 5)}
+
+
+JOB = Job(
+    name="whole",
+    steps=STEPS,
+    batch_size=7,
+    microbatches=MICROBATCHES,
+    model=ModelConfig(function=lambda: None),
+    loss=LossConfig(function=F.cross_entropy),
+    data=DataConfig(function=Images),
+    optimizer=OptimizerConfig(function=torch.optim.AdamW, args={"lr": 1e-2}),
+    clip_norm=0.5,
+    plan=PlanConfig(styles=STYLES),
+)
+
+
+def trained(
+    division: tuple[int, ...], schedule: str, job: Job = JOB, *, stages: int = 1, replicas: int = 1, recompute=()
+) -> Run:
+    CALLS.forward.clear(), CALLS.backward.clear()
+    made = graph()
+    plan = ParallelPlan.of(
+        (replicas,) * stages,
+        (len(division),) * stages,
+        layers=len(made.layers),
+        chunks=registry.resolve_chunks_per_worker(schedule, None),
+        placement=registry.placement_of_schedule(schedule),
+        recompute=recompute,
+    )
+    return run_job(job, made, divided(plan, division), schedule)
+
+
+def test_a_worker_with_two_virtual_shards_computes_whole_layers_once():
+    trained((2,), "1f1b")
+    once = dict.fromkeys(("stem", "whole2", "whole3", "whole5"), STEPS * MICROBATCHES)
+    assert (CALLS.forward, CALLS.backward) == (once, once)
+    trained((1, 1), "1f1b")
+    assert CALLS.forward == CALLS.backward == {name: 2 * count for name, count in once.items()}
+
+
+CASES = {
+    "plain": {},
+    "recomputed": {"recompute": tuple(range(7))},
+    "some recomputed": {"recompute": (1, 2, 4)},
+    "split backward": {"schedule": "zb-h1"},
+    "stages and replicas": {"stages": 2, "replicas": 2},
+    "bf16": {"job": JOB.replace(precision=PRECISIONS["bf16"])},
+    "bf16 parameters": {"job": JOB.replace(precision=PRECISIONS["bf16 parameters"])},
+}
+
+
+DEFAULT = [("plain", (2,)), ("recomputed", (4,)), ("split backward", (1, 2))]
+"""Cases of the default suite."""
+
+
+@pytest.mark.parametrize(
+    "case, division",
+    [
+        pytest.param(case, division, marks=() if (case, division) in DEFAULT else pytest.mark.ci)
+        for case in CASES
+        for division in [(2,), (1, 2), (4,)]
+    ],
+    ids=str,
+)
+def test_whole_layers_have_the_bits_of_a_worker_for_each_virtual_shard(case, division):
+    given = {"schedule": "1f1b", **CASES[case]}
+    got, want = trained(division, **given), trained((1,) * sum(division), **given)
+    assert not list(different(got, want))
+
+
+def plan_of(replicas: int, division: tuple[int, ...]) -> ParallelPlan:
+    return divided(ParallelPlan.of((replicas,), (len(division),), layers=len(graph().layers)), division)
+
+
+def state_of(folder: Path) -> dict[str, dict[object, object]]:
+    return checkpoint_folders.read_checkpoint_state(folder)
+
+
+PATH = [(1, (2,)), (1, (1, 1)), (2, (2,)), (1, (2,))]
+"""replicas, division of one generation after the other."""
+
+
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.ci)])
+def test_state_of_whole_layers_moves_and_is_saved(zero, tmp_path):
+    """Parameters, buffers and what the optimizer keeps of whole layers, from one plan to the next, and by checkpoints."""
+    spec = JOB.replace(steps=2 * len(PATH), average=AverageConfig(decay=0.9))
+    with small_pieces():
+        live = Generations(TorchJob(spec, graph(), shards=(2,)))
+        there: Path | None = None
+        for number, shape in enumerate(PATH):
+            plan = plan_of(*shape).with_zero(zero)
+            live.adopt(plan, list(range(number % 2, number % 2 + plan.world)), 2 * number)
+            with OneProcessRun(spec, plan, "1f1b", graph=graph()) as local:
+                for core in local.cores if there is not None else ():
+                    core.load(there)
+                for step in (2 * number, 2 * number + 1):
+                    live.step(step), local.step(step)
+                there = saved(local, tmp_path / "resumed", 2 * number + 2)
+        found = live.save(tmp_path / "live", spec.steps)
+        with OneProcessRun(spec, plan_of(1, (1, 1)), "1f1b", graph=graph()) as local:
+            for step in range(spec.steps):
+                local.step(step)
+            want = state_of(saved(local, tmp_path / "one plan", spec.steps))
+    for other in (state_of(found), state_of(there)):
+        assert other.keys() == want.keys()
+        for name, kinds in want.items():
+            assert other[name].keys() == kinds.keys()
+            assert all(torch.equal(torch.as_tensor(other[name][k]), torch.as_tensor(value)) for k, value in kinds.items()), name
+
+
+def saved(local: OneProcessRun, folder: Path, done: int) -> Path:
+    place = checkpoint_folders.create_checkpoint(folder, done)
+    for core in local.cores:
+        core.start_save(place)
+    records = [core.save_result() for core in local.cores]
+    return checkpoint_folders.commit_checkpoint(place, records, steps_done=done, contract={})
+
+
+def test_a_worker_has_the_parameters_of_whole_layers_once():
+    with OneProcessRun(JOB, plan_of(1, (2,)), "1f1b", graph=graph()) as local:
+        (core,) = local.cores
+        first, other = core.stages.values()
+    assert {"stem.conv.weight", "whole2.linear.bias", "cut1.up.weight"} < first.parameters.keys()
+    assert set(other.parameters) == {f"{name}.{part}.{kind}" for name in CUT for part in ("up", "down") for kind in KINDS}
+    assert not other.buffers
+
+
+def test_validation_computes_whole_layers_once_too():
+    job = JOB.replace(validation=ValidationConfig(function=Images, every=1))
+    losses = []
+    for division in ((2,), (1, 1)):
+        CALLS.forward.clear()
+        with OneProcessRun(job, plan_of(1, division), "1f1b", graph=graph()) as local:
+            losses.append(local.validate(0))
+        assert len(set(CALLS.forward.values())) == 1
+        losses.append(CALLS.forward["stem"] // len(division))
+    assert losses[:2] == losses[2:]
