@@ -67,9 +67,12 @@ def tree(sums):  # the left subtree is the largest power of two below the number
     return add(tree(sums[:left]), tree(sums[left:]))
 
 
+LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def computing_in(precision):  # every operation casts for itself; parameters, their gradients and all below stay float32
-    if (precision or {}).get("compute") == "bf16":
-        return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    if precision.get("compute"):
+        return torch.autocast("cpu", LOWER[precision["compute"]], cache_enabled=False)
     return nullcontext()
 
 
@@ -90,7 +93,7 @@ KNOWN = {  # keys that are computed here or change no result; of other sections 
     "data": ["function", "args", "input", "target", "names", "collate", "processes"],
     "optimizer": ["function", "args"],
     "lr_schedule": ["function", "args"],
-    "precision": ["compute", "parameters", "master", "gradients"],
+    "precision": ["compute", "parameters", "master", "gradients", "loss_scale"],
 }  # fmt: skip
 
 
@@ -131,12 +134,17 @@ def train(job):
     collate = seeded_collate(job["data"])
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [(parameter, parameter.data) for parameter in model.parameters() if not parameter.requires_grad]
-    rounds = (job.get("precision") or {}).get("parameters") == "bf16"  # layers have copies, the optimizer has what is copied
-    in_bf16 = (job.get("precision") or {}).get("gradients") == "bf16"  # all sums of gradients of such copies
+    precision = job.get("precision") or {}
+    lower = LOWER.get(precision.get("compute") or precision.get("parameters"))
+    rounds = precision.get("parameters") is not None  # layers have copies, the optimizer has what is copied
+    in_lower = precision.get("gradients", "float32") != "float32"  # all sums of gradients of such copies
+    scaling = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    scaling |= precision.get("loss_scale") or {}
+    scale, clean = (float(scaling["init_scale"]) if lower is torch.float16 else 1.0), 0
     masters = [torch.nn.Parameter(p.detach().clone()) if rounds else p for p in parameters]
     for part in model.modules() if rounds else ():
         for parameter in part.parameters(recurse=False) if getattr(part, "running_mean", None) is None else ():
-            parameter.data = parameter.data.bfloat16()
+            parameter.data = parameter.data.to(lower)
     optimizer = function(job.get("optimizer") or "torch.optim:AdamW")(masters)
     getattr(optimizer, "train", lambda: None)()  # those that average weights have two modes
     base_lr = optimizer.defaults["lr"]
@@ -162,31 +170,38 @@ def train(job):
                 if not isinstance(fields, tuple) or len(fields) != 2:
                     refuse("a sample or batch is no pair (x, y)", "let data set and collate return pairs of tensors")
                 x, y = fields if collate else (torch.stack(field) for field in zip(*samples, strict=True))
-                with computing_in(job.get("precision")):
-                    output = model(x.bfloat16() if rounds and x.is_floating_point() else x)
+                with computing_in(precision):
+                    output = model(x.to(lower) if rounds and x.is_floating_point() else x)
                     found = loss_of(output.float() if rounds else output, y)
                 if not isinstance(found, tuple):
                     refuse("the loss returns no pair", "let it return (sum, count)")
                 total, count = found
                 model.zero_grad(set_to_none=True)
-                total.float().backward()
-                summed = add(summed, [p.grad if in_bf16 else p.grad.float() for p in parameters])
+                total.float().backward(torch.tensor(scale))
+                summed = add(summed, [p.grad if in_lower else p.grad.float() for p in parameters])
                 losses.append((total.item(), float(count)))
             sums.append(summed)
         gradients = [gradient.float() for gradient in tree(sums)]
         total, count = (math.fsum(column) for column in zip(*losses, strict=True))
         # Of a copy: what `dot` gives depends on the address, and a gradient may be a part of a larger tensor.
         pieces = [piece for g in gradients for piece in g.clone().flatten().split(32768)]
-        norm = math.sqrt(math.fsum(torch.dot(piece, piece).item() for piece in pieces)) / count
+        norm = math.sqrt(math.fsum(torch.dot(piece, piece).item() for piece in pieces)) / scale / count
         clip = job.get("clip_norm")
-        factor = min(1.0, clip / (norm + 1e-6)) / count if clip else 1.0 / count
+        factor = (min(1.0, clip / (norm + 1e-6)) / count if clip else 1.0 / count) / scale
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient.mul_(factor)
+        overflows = lower is torch.float16 and not math.isfinite(norm)  # such a step is skipped
+        clean = 0 if overflows else clean + 1
+        if overflows:
+            scale = max(scale * scaling["backoff_factor"], 2.0**-24)
+        elif lower is torch.float16 and clean == scaling["growth_interval"]:
+            scale, clean = scale * (scaling["growth_factor"] if scale * scaling["growth_factor"] <= 2.0**127 else 1.0), 0
         here = seed_of(seed, "optimizer", step)
         random.seed(here % 2**32), numpy.random.seed(here % 2**32), torch.manual_seed(here)
         for group in optimizer.param_groups if scheduler is None else ():
             group["lr"] = base_lr * lr_factor(step)
-        optimizer.step()
+        if not overflows:
+            optimizer.step()
         for parameter, master in zip(parameters, masters, strict=True):
             parameter.data.copy_(master.data)
         if scheduler is not None:

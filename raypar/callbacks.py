@@ -81,7 +81,10 @@ class StepInfo:
     lr: float | None = None
     """The learning rate, without those of groups of their own; None for a skipped step, and where the optimizer has none."""
     skipped: bool = False
-    """Whether the parameters were left as they were, because loss or norm was not finite (`non_finite: skip`)."""
+    """Whether the parameters were left as they were, because loss or norm was not finite (`non_finite: skip`, or an overflow
+    with `precision.compute: fp16`)."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by before the backward pass; None: it is not scaled."""
     metrics: Mapping[str, Json] = field(default_factory=dict, repr=False)
     """All of the step's metrics: the values above and more, those too that callbacks before this one have added."""
 

@@ -259,6 +259,7 @@ class GenerationChange:
                 cursors=cursors,
                 digests=digests,
                 validated=validated,
+                skipped_steps=order.skipped_steps,
             )
             return pickles.dumps(part)
 

@@ -431,11 +431,15 @@ class RunRecorder:
             busy_shares=brief.get("busy_shares", []) if longest else [],
             peak_rss_bytes=peaks if longest and isinstance(peaks, Sequence) else [],
             skipped=True if brief["skipped"] else None,
+            loss_scale=brief.get("loss_scale"),
             more=brief.get("metrics", {}),
         )
 
     def _warn_of_skipped_step(self, record: StepRecord) -> None:
-        """Warn of the first skipped step, and again whenever their number has doubled: a few lines, however many they are."""
+        """Warn of the first skipped step, and again whenever their number has doubled: a few lines, however many they are. Not
+        where gradients overflow because the loss is scaled: its scale is found so."""
+        if record.overflows:
+            return
         skipped = self.telemetry.totals.skipped_steps
         if skipped & (skipped - 1):
             return

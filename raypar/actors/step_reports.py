@@ -246,6 +246,8 @@ def merge_reports(reports: Mapping[int, Report]) -> Report:
         "peak_rss_bytes": [peak for r in by_rank if isinstance(peak := r["peak_rss_bytes"], int)],
         "workers": len(reports),
     }
+    if (scale := one.get("loss_scale")) is not None:
+        merged["loss_scale"] = scale
     if data_wait >= LEAST_DATA_WAIT:
         merged["data_wait"] = data_wait
     if metrics:
@@ -260,6 +262,7 @@ def reconstruct_lost_report(outcome: VoteResult) -> Report:
         "norm": outcome.norm,
         "count": outcome.count,
         "skipped": outcome.skipped,
+        "loss_scale": outcome.loss_scale,
         "lr": outcome.lr,
         "seconds": 0.0,
         "busy_seconds": 0.0,

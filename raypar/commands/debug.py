@@ -9,6 +9,7 @@ from functools import partial
 
 from raypar.console.command_arguments import add_best_argument, add_run_dir_argument, add_set_argument
 from raypar.errors import NonFiniteError
+from raypar.plan.loss_scale import format_loss_scale
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
                 return 130
             while local.warnings:
                 warn(local.warnings.pop(0))
-            say(f"step {step + 1}: loss {report.loss:.6f}, gradient norm {report.norm:.6f}")
+            scale = "" if report.loss_scale is None else f", loss scale {format_loss_scale(report.loss_scale)}"
+            say(f"step {step + 1}: loss {report.loss:.6f}, gradient norm {report.norm:.6f}{scale}")
             if report.skipped:
                 say(f"  skipped; first not finite: {first.describe()}")
                 first.found = None

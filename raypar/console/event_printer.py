@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from raypar.console.json_stdout import json_text
 from raypar.files.atomic_write import DISK_FULL_ERRNOS
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
+from raypar.plan.loss_scale import format_loss_scale
 from raypar.plan.wording import count_noun
 from raypar.record.events import (
     ActivityNotice,
@@ -158,6 +159,8 @@ class EventPrinter:
         bubble = sum(step.bubble or 0.0 for step in recent) / len(recent)
         data = f" (samples {100 * speed.data_wait:.0f} %)" if speed.waits_for_data else ""
         skipped = "  skipped: not finite" if event.skipped else ""
+        if event.overflows and event.loss_scale is not None:
+            skipped = f"  skipped: overflow with loss scale {format_loss_scale(event.loss_scale)}"
         rates = self.view.steps.learning_rates
         changed = event.lr is not None and rates is not None and event.lr != rates[0]  # by a schedule
         lr = f"  lr {event.lr:.3g}" if changed else ""
@@ -224,8 +227,13 @@ class EventPrinter:
         done, validation = self.view.steps, self.view.last_validation
         part = f" in the last {count_noun(done.count, 'step')}" if 0 < done.count < result.done else ""
         lines = [f"{result.why}: {count_noun(result.done, 'step')}, {self.speed()}{part}"]
-        if done.skipped:
-            lines.append(f"skipped {done.skipped} of {count_noun(done.count, 'step')}: loss or gradient norm not finite")
+        if odd := done.skipped - done.overflows:
+            lines.append(f"skipped {odd} of {count_noun(done.count, 'step')}: loss or gradient norm not finite")
+        if done.overflows and self.view.last_step is not None and (scale := self.view.last_step.loss_scale) is not None:
+            lines.append(
+                f"skipped {done.overflows} of {count_noun(done.count, 'step')}: gradients overflowed; the loss scale is now "
+                f"{format_loss_scale(scale)}"
+            )
         if self.view.faults is not None:
             lines.append(f"survived: {self.view.faults}")
         if validation is not None:

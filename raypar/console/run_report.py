@@ -16,6 +16,7 @@ from raypar.draw.run_history_chart import throughput_svg
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
 from raypar.plan import ParallelPlan, StagePlan
+from raypar.plan.loss_scale import format_loss_scale
 from raypar.plan.wording import count_noun
 from raypar.record.document_fields import LayerFacts, MembersDocument, PlanDocument
 from raypar.record.events import (
@@ -277,6 +278,9 @@ def training_facts(view: RunView) -> list[Fact]:
         first, least, largest, last = view.steps.learning_rates
         note = f"first {first:.4g}, largest {largest:.4g}" if least != largest else "in all steps"
         facts.append(Fact("learning rate", f"{last:.4g}", note))
+    if view.last_step is not None and (scale := view.last_step.loss_scale) is not None:
+        note = f"{count_noun(view.steps.overflows, 'step')} skipped by overflow"
+        facts.append(Fact("loss scale", format_loss_scale(scale), note))
     if started is not None and started.batch_size:
         parts = started.microbatches
         note = f"in {count_noun(parts, 'microbatch', 'microbatches')}" if parts else ""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
+from raypar.plan.loss_scale import format_loss_scale
 from raypar.plan.parallel_plan import describe_mesh
 from raypar.plan.wording import align_columns, count_noun
 from raypar.record.document_fields import ClusterDocument, MembersDocument, NodeFacts, PlanDocument
@@ -119,10 +120,12 @@ class RunStatus:
     """Whether a loss or gradient norm that is not finite has ended the run."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Name -> last value of what steps and validations have measured beside the loss; None for one that is not finite."""
+    loss_scale: float | None = None
+    """What the loss of the last step was multiplied by before the backward pass; None: it is not scaled."""
 
     def facts(self) -> dict[str, Json]:
         """The status as data, for `--json`."""
-        rare = ("data_wait", "earlier_lines", "ended_non_finite", "metrics")
+        rare = ("data_wait", "earlier_lines", "ended_non_finite", "metrics", "loss_scale")
         return {key: value for key, value in asdict(self).items() if value or key not in rare}
 
 
@@ -141,8 +144,7 @@ def build_run_status(
 ) -> RunStatus:
     """The status that a view and the documents of a run folder show. `plan` is plan.json, `members` members.json; `gone`:
     nodes of the local Ray cluster whose raylet does not run any more; `resumable`: there is a checkpoint."""
-    told: MembersDocument = members or {}
-    last, validation = view.last_step, view.validation
+    last, validation, told = view.last_step, view.validation, members or MembersDocument()
     speed, ended, (story, earlier) = view.recent_speed(now), view.ended(members), view.story.summary()
     phase = "ended" if ended else str(members["phase"]) if members else "running" if last else "starting"
     heard_s = max((at for at in (view.last_s, told.get("time")) if at), default=None)
@@ -185,6 +187,7 @@ def build_run_status(
         earlier_lines=earlier,
         ended_non_finite=bool(ended and ended.non_finite),
         metrics={name: finite_or_none(one.last) for name, one in view.metrics.items()},
+        loss_scale=last.loss_scale if last is not None else None,
     )
 
 
@@ -314,6 +317,8 @@ def describe_arithmetic(status: RunStatus) -> str:
     """What follows the plan where a job does not compute as it would by default: its precision, and a reduction that gives up
     equal bits."""
     precision = f", computing in {status.precision}" if status.precision else ""
+    if status.loss_scale is not None:
+        precision += f" (loss scale {format_loss_scale(status.loss_scale)})"
     return precision + (f", {status.reduction} reduction: not bit-identical" if status.reduction else "")
 
 

@@ -201,6 +201,8 @@ class AdoptPlan:
     """Whether the state comes from a mirror snapshot, not from the state that workers compute with."""
     from_checkpoint: bool = False
     """Whether the state is read from the checkpoint; if `done` is 0, it is the initial values."""
+    skipped_steps: tuple[int, ...] = ()
+    """The steps before `done` that were skipped, ascending, where the loss is scaled; a checkpoint has its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,8 +87,18 @@ def find_state_for_plan(m: RunState, plan: ParallelPlan, members: tuple[int, ...
     ways = plan_moves(source.holdings, need)
     seatless = tuple(sorted({way.source for way in ways} - set(members)))
     r.expected = {*members, *seatless}
+    told = [r.statuses[worker].skipped_steps for worker in source.holdings if worker in r.statuses]
+    skipped = sorted({step for steps in told for step in steps if step < source.done})
     r.order = AdoptPlan(
-        m.membership.generation, plan, members, seatless, source.done, ways, source.from_mirror, source.from_checkpoint
+        m.membership.generation,
+        plan,
+        members,
+        seatless,
+        source.done,
+        ways,
+        source.from_mirror,
+        source.from_checkpoint,
+        tuple(skipped),
     )
     r.largest_part = max((sum(p.size for p in pieces) for pieces in need.values()), default=0)
     return Phase.ADOPTING

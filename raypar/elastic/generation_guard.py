@@ -41,6 +41,8 @@ class WorkerStatus:
     """Number of steps -> pieces that it holds of the mirror snapshot after them: its own and copies of others' state."""
     digests: Mapping[int, Digest] = field(default_factory=dict)
     """Number of steps -> digest of its own state after them, if other workers should hold the same state."""
+    skipped_steps: tuple[int, ...] = ()
+    """The steps that were skipped so far, ascending, where the loss is scaled: its scale follows from them."""
     samples: Mapping[tuple[int, int], int] = field(default_factory=dict)
     """(step, microbatch) -> digest of what it has read of a stream, for the last steps."""
 
@@ -83,6 +85,9 @@ class WorkerTrainingBackend(Protocol):
 
     def digests(self) -> Mapping[int, Digest]:
         """Number of steps -> digest of the own state in that snapshot, if other workers should hold the same state."""
+
+    def steps_skipped(self) -> tuple[int, ...]:
+        """The steps that were skipped up to the state here, ascending, where the loss is scaled; else none."""
 
     def abort(self, reason: str) -> None:
         """Make every pending wait raise. Safe from any thread."""
@@ -172,7 +177,12 @@ class GenerationGuard:
         self.outcomes.clear()  # nobody asks for them any more, and an error's frames have all that the step has computed
         backend = self.backend
         if not self.seated:
-            return WorkerStatus(self.worker, mirror_snapshots=dict(backend.held_snapshots()), digests=dict(backend.digests()))
+            return WorkerStatus(
+                self.worker,
+                mirror_snapshots=dict(backend.held_snapshots()),
+                digests=dict(backend.digests()),
+                skipped_steps=backend.steps_skipped(),
+            )
         return WorkerStatus(
             self.worker,
             backend.applied(),
@@ -181,6 +191,7 @@ class GenerationGuard:
             backend.pieces(),
             dict(backend.held_snapshots()),
             dict(backend.digests()),
+            backend.steps_skipped(),
         )
 
     def apply_kept_gradients(self, generation: int, step: int, vote_result: VoteResult) -> WorkerStatus:

@@ -21,8 +21,9 @@ from raypar.job.job import AverageConfig as AverageConfig
 from raypar.job.job import CheckpointConfig as CheckpointConfig
 from raypar.job.job import EarlyStoppingConfig as EarlyStoppingConfig
 from raypar.job.job import Job as Job
-from raypar.job.job import PrecisionConfig as PrecisionConfig
 from raypar.job.job import TrackerConfig as TrackerConfig
 from raypar.job.metrics_section import MetricConfig as MetricConfig
 from raypar.job.placement_section import PlacementConfig as PlacementConfig
 from raypar.job.plan_section import PlanConfig as PlanConfig
+from raypar.job.precision_section import LossScaleConfig as LossScaleConfig
+from raypar.job.precision_section import PrecisionConfig as PrecisionConfig

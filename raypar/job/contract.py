@@ -49,6 +49,10 @@ VALIDATED = "validated"
 """Key under which checkpoints hold the values of validations that the learning rates follow, beside the contract, where they do
 (`job/lr_schedule_metric.py`)."""
 
+SKIPPED_STEPS = "skipped_steps"
+"""Key under which checkpoints hold the steps that were skipped before them, beside the contract, where the loss is scaled by
+what follows from them (`plan/loss_scale.py`)."""
+
 OF_FOLLOWED_METRIC = ("validation", "metrics")
 """Keys of a contract that say how the metric is measured that the learning rates follow; it has them where these do. They may
 be others when a run is resumed."""

@@ -45,9 +45,11 @@ from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.job.metrics_section import MetricConfig, check_metric_is_computed, check_metric_names, mode_of
 from raypar.job.placement_section import PlacementConfig
 from raypar.job.plan_section import DividedOrWhole, PlanConfig
-from raypar.job.precision_and_plan_names import AUTO, GIVEN, PrecisionName
+from raypar.job.precision_and_plan_names import AUTO, GIVEN
+from raypar.job.precision_section import PrecisionConfig, check_precision
 from raypar.job.section import MAX_PARTS, MAX_WORKERS, Parts, PathText, Section
 from raypar.plan.forward_pass_batching import ForwardPasses
+from raypar.plan.loss_scale import LossScaling
 from raypar.plan.microbatches import MAX_STEPS, BatchesOfSteps, Microbatches
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy
@@ -139,22 +141,6 @@ class TrackerConfig(Section):
     @classmethod
     def _short(cls, value: T) -> T | dict[str, str]:
         return {"tracker": value} if isinstance(value, str) else value
-
-
-class PrecisionConfig(Section):
-    """The dtypes in which a job computes, where they are others than its `dtype`."""
-
-    compute: PrecisionName | None = None
-    """`bf16`: layers and the loss run under `torch.autocast` to bfloat16, parameters, their gradients and the optimizer stay
-    float32. None: everything is computed in `dtype`."""
-    parameters: PrecisionName | None = None
-    """`bf16`: layers compute with bfloat16 copies of the parameters, without any cast of their own; the parameters themselves
-    (`master`), the optimizer and checkpoints are float32. In place of `compute`. None: layers compute with the parameters."""
-    master: Literal["float32"] | None = None
-    """Dtype of the parameters that the optimizer changes, of which layers have copies; `parameters` needs it."""
-    gradients: Literal["float32", "bf16"] = "float32"
-    """Dtype in which gradients of `parameters` are added up and sent. `bf16`: half the memory and half the bytes between
-    replicas; each addition is rounded, so of what later microbatches of a block add less than 1/512 of the sum is lost."""
 
 
 class AverageConfig(Section):
@@ -344,7 +330,7 @@ class Job(Section):
                 f"steps is {self.steps} and epochs is {self.epochs:g}, and either of them is the length of the run",
                 cure="leave one of them out",
             )
-        self._check_precision()
+        check_precision(self.precision if self.precision is not None else PrecisionConfig(), self.dtype)
         packs = any(one.pack is not None for one in (self.data, *self.validation_sets.values()))
         if packs and self.loss.is_loss_of_model and self.loss.count is None:
             raise ConfigError(
@@ -373,43 +359,6 @@ class Job(Section):
             )
         self._check_choices()
         return self
-
-    def _check_precision(self) -> None:
-        """Raises `ConfigError` for settings of `precision` that do not go together."""
-        found = self.precision if self.precision is not None else PrecisionConfig()
-        if found.compute is not None and found.parameters is not None:
-            raise ConfigError(
-                f"precision.compute and precision.parameters are both {found.compute}: autocast would cast nothing but what "
-                "layers keep in float32 on purpose",
-                cure="leave one of them out: compute casts float32 parameters at each use, parameters keeps bfloat16 copies",
-            )
-        if found.parameters is not None and found.master is None:
-            raise ConfigError(
-                f"precision.parameters is {found.parameters}, and precision.master is not set: without float32 masters an "
-                "update of less than 1/512 of a parameter would be rounded away",
-                cure="set precision.master: float32",
-            )
-        if found.master is not None and found.parameters is None:
-            raise ConfigError(
-                f"precision.master is {found.master}, and precision.parameters, of which it is the master, is not set",
-                cure="set precision.parameters: bf16, or leave master out",
-            )
-        if found.gradients != "float32" and found.parameters is None:
-            raise ConfigError(
-                f"precision.gradients is {found.gradients}, and precision.parameters is not set: what layers compute with is "
-                f"{self.dtype}, and so are its gradients",
-                cure=f"set precision.parameters: {found.gradients} and precision.master: float32, or leave gradients out",
-            )
-        if found.compute is not None and self.dtype != "float32":
-            raise ConfigError(
-                f"precision.compute is {found.compute}, but dtype is {self.dtype}, which autocast leaves as it is",
-                cure="set dtype: float32, or leave precision out",
-            )
-        if found.parameters is not None and self.dtype != "float32":
-            raise ConfigError(
-                f"precision.master is {found.master}, but dtype, that of the parameters themselves, is {self.dtype}",
-                cure="set dtype: float32, or leave precision out",
-            )
 
     def check_sets(self) -> None:
         """Raises `ConfigError` for metrics of a validation set that the job does not have."""
@@ -731,14 +680,21 @@ class Job(Section):
     def precision_in_words(self) -> str | None:
         """The precision for people; None where everything is computed in `dtype`."""
         found = self.precision if self.precision is not None else PrecisionConfig()
+        scaled = ", the loss is scaled" if found.loss_scaling is not None else ""
         if found.parameters is not None:
-            copies = f"layers compute with {found.parameters} copies of the parameters"
+            copies = f"layers compute with {found.parameters} copies of the parameters{scaled}"
             if found.gradients != "float32":
                 return f"{copies}, and their gradients are added in it; the parameters are {found.master}"
             return f"{copies}; the parameters and the sums of their gradients are {found.master}"
         if found.compute is None:
             return None
-        return f"layers and the loss compute in {found.compute} (torch.autocast), parameters and their gradients are float32"
+        computes = f"layers and the loss compute in {found.compute} (torch.autocast){scaled}"
+        return f"{computes}, parameters and their gradients are float32"
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """How the scale of the loss changes, with float16; None: the loss is not scaled."""
+        return None if self.precision is None else self.precision.loss_scaling
 
     def for_workers(self) -> Job:
         """What workers get of the job: the keys that they need. The others have their defaults, so that no worker has the

@@ -129,8 +129,8 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     _PRECISION: "bf16 fp32 amp autocast mixed_precision torch_dtype param_dtype compute_dtype use_amp",
     "the dtype in which gradients of bfloat16 parameters are added and sent is precision.gradients": "reduce_dtype "
     "communication_data_type grad_reduce_in_fp32 accumulate_allreduce_grads_in_fp32 grad_accum_dtype",
-    "float16, which needs a scaled loss, is not supported yet; bfloat16 is precision.compute": "fp16 half grad_scaler scaler "
-    "loss_scale initial_scale_power",
+    "float16 is precision.compute: fp16, with a loss that is scaled as precision.loss_scale says": "fp16 half float16 "
+    "grad_scaler scaler initial_scale_power loss_scale_window hysteresis min_loss_scale loss_scaler",
     "quantized training is not supported yet; bfloat16 is precision.compute": "quantization load_in_8bit load_in_4bit fp8",
     "compiled models (torch.compile) are not supported yet; `model` is computed as it is written": "torch_compile compile "
     "dynamo_backend torch_compile_backend",

@@ -6,11 +6,9 @@ from typing import Literal, get_args
 
 AUTO, GIVEN = "<auto>", "<given>"
 """Tags of the two types of `plan`. Pydantic puts them into error locations; messages leave them out."""
-PrecisionName = Literal["bf16"]
+PrecisionName = Literal["bf16", "fp16"]
 """The values of a job's `precision.compute` and `precision.parameters`."""
-NO_FLOAT16 = "float16, which needs a scaled loss, is not supported yet"
-"""What is said of float16, for messages."""
-COPIES_TEXT = '{"parameters": "bf16", "master": "float32"}'
+COPIES_TEXT = " or ".join(f'{{"parameters": "{name}", "master": "float32"}}' for name in get_args(PrecisionName))
 """The other form of a job's `precision`, for messages about its keys."""
 
 

@@ -14,7 +14,7 @@ from raypar.errors import ConfigError
 from raypar.files.printable_text import repr_text, shorten
 from raypar.job.importable_name import is_importable_name
 from raypar.job.keys_of_other_frameworks import advice_for
-from raypar.job.precision_and_plan_names import AUTO, COPIES_TEXT, GIVEN, NO_FLOAT16, precision_settings_text
+from raypar.job.precision_and_plan_names import AUTO, COPIES_TEXT, GIVEN, precision_settings_text
 from raypar.job.walk_sections import dotted_keys, keys_of, section_types
 
 _COMMAND_LINE = {
@@ -75,8 +75,7 @@ def _join_cures(cures: Sequence[tuple[str, str]]) -> str:
 FUNCTION_KEY = '"function": ..., '
 _OPTIMIZER_OPTIONS = {"lr": "lr", "learning_rate": "lr", "weight_decay": "weight_decay", "betas": "betas"}
 """Arguments that people give to `Trainer` -> the optimizer's own."""
-_FLOAT16 = {"float16", "fp16", "half"}
-_HALF_PRECISION = {"bfloat16", "bf16", *_FLOAT16}
+_HALF_PRECISION = {"bfloat16", "bf16", "float16", "fp16", "half"}
 _DEVICES = {"cuda": "gpu", "nvidia": "gpu", "gpu": "gpu", "gpus": "gpu", "cpu": "cpu", "cpus": "cpu"}
 """What people write for a kind of device -> the value of `device`."""
 
@@ -227,13 +226,12 @@ class _Explainer:
             return f"; for a model by its name a function makes it: lambda: AutoModel.from_pretrained({repr_text(got)})"
         if path == ["plan"] and isinstance(got, str) and (advice := advice_for(got)) is not None:
             return f"; {advice}"
-        half = f"; {NO_FLOAT16}" if name in _FLOAT16 else ""
         if here == "precision":
             own = path[1:] in (["parameters"], ["master"], ["gradients"])
             mixed = f"for mixed precision it is {COPIES_TEXT if own else precision_settings_text()}"
-            return f"{half}; {mixed}, and without it everything is computed in `dtype`"
+            return f"; {mixed}, and without it everything is computed in `dtype`"
         if here == "dtype" and name in _HALF_PRECISION:
-            return f"{half}; for mixed precision leave it float32, and set precision to {precision_settings_text()}"
+            return f"; for mixed precision leave it float32, and set precision to {precision_settings_text()}"
         if isinstance(got, (int, float)) and not isinstance(got, bool) and len(path) == 1 and here in _MAIN_KEY:
             return f'; for {here}.{_MAIN_KEY[here]} write {{"{_MAIN_KEY[here]}": {got}}}'
         return ""

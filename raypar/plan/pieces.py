@@ -204,6 +204,8 @@ class AdoptPlanCommand:
     validated: Mapping[int, float] = field(default_factory=dict)
     """Number of steps done -> value of the metric that the learning rates follow, of all validations so far; empty if they
     follow none."""
+    skipped_steps: tuple[int, ...] = ()
+    """The steps before `steps_done` that were skipped, ascending, where the loss is scaled; a checkpoint has its own."""
 
 
 class AdoptedStages(TypedDict):

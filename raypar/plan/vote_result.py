@@ -16,10 +16,12 @@ class VoteResult:
     norm: float
     """Norm of the gradient, divided by `count`, before clipping."""
     factor: float
-    """Factor by which every gradient is multiplied once: 1 / `count`, or less if the norm is clipped."""
+    """Factor by which every gradient is multiplied once: 1 / (`count` x `loss_scale`), or less if the norm is clipped."""
     skipped: bool
     """Whether the step is skipped because the loss or the norm is not finite."""
     defined: int = 0
     """See `Ballot.defined`."""
+    loss_scale: float | None = None
+    """The scale from which the backward pass started, which loss and norm are without; None: nothing is scaled."""
     lr: float | None = field(default=None, compare=False)
     """The learning rate with which a worker has applied the step, if it knows one: no part of the vote."""

@@ -426,10 +426,17 @@ class StepRecord(Event):
     """By rank: peak resident memory of the worker's process."""
     skipped: Flag | None = None
     """Whether the update was skipped because loss or norm was not finite."""
+    loss_scale: Real | None = None
+    """What the loss was multiplied by before the backward pass; loss and norm are without it. None: it is not scaled."""
     eta_s: Real | None = None
     """Predicted seconds to the end of the run; in no file."""
     validation_loss: Real | None = None
     """A validation loss that a callback has added."""
+
+    @property
+    def overflows(self) -> bool:
+        """Whether it was skipped because its gradients were not finite with the scale that the loss had."""
+        return bool(self.skipped) and self.loss_scale is not None and math.isfinite(self.loss)
 
     @property
     def samples(self) -> float:

@@ -61,6 +61,8 @@ class StepStatistics:
     """Number of steps."""
     skipped: int = 0
     """Steps that changed nothing."""
+    overflows: int = 0
+    """Those of them whose gradients were not finite with the scale that the loss had."""
     non_finite: int = 0
     """Steps whose loss is NaN or infinite."""
     seconds: float = 0.0
@@ -90,6 +92,7 @@ class StepStatistics:
         """Add a step."""
         self.count += 1
         self.skipped += bool(step.skipped)
+        self.overflows += step.overflows
         self.seconds += step.seconds
         self.samples += step.samples
         if is_finite_number(step.count):

@@ -96,7 +96,13 @@ class CpuBackend(DeviceBackend):
         return CPU
 
     def check_precision(self, precision: PrecisionConfig | None) -> None:
-        """See `DeviceBackend.check_precision`: PyTorch's autocast computes on every processor."""
+        """See `DeviceBackend.check_precision`."""
+        lower = layer_precision_of(precision)
+        if lower is not None and not lower.cpu_supports():
+            raise ClusterError(
+                f"PyTorch {torch.__version__} cannot compute in {lower.dtype_name} on the processor of {socket.gethostname()}",
+                cure='use a newer PyTorch, or set precision: {"compute": "bf16"}, or leave precision out of the job',
+            )
 
     def listen(self, host: str, credential: RunCredential) -> WorkerEndpoint:
         """See `DeviceBackend.listen`."""

@@ -8,10 +8,10 @@ import torch
 
 from raypar.errors import ModelError, UserCodeError
 from raypar.job import Job
-from raypar.job.precision_and_plan_names import NO_FLOAT16, precision_settings_text
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import layer_sizes, shared_skeleton
 from raypar.plan import ParallelPlan
+from raypar.worker.layer_precisions import AUTOCAST_PRECISIONS
 from raypar.worker.plain_microbatches import MOST_BYTES, with_few_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -33,10 +33,9 @@ def line_about_cast_parameters(spec: Job, graph: Graph) -> str | None:
         f"{spec.dtype}, the job's dtype, and trained in it"
     )
     advice = []
-    if counts[torch.float16]:
-        advice.append(f"{NO_FLOAT16}; leave .half() out")
-    if counts[torch.bfloat16] or counts[torch.float16]:
-        advice.append(f"layers compute in bfloat16 with precision: {precision_settings_text()}")
+    for name, lower in AUTOCAST_PRECISIONS.items():
+        if counts[lower.dtype]:
+            advice.append(f'layers compute in {lower.dtype_name} with precision: {{"compute": "{name}"}}')
     if counts[torch.float64]:
         advice.append("dtype: float64 keeps those")
     return f"{text}\n  cure: {'; '.join(advice)}" if advice else text

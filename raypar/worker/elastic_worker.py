@@ -149,6 +149,10 @@ class ElasticWorker:
         """Number of steps done -> digest of the mirror's copy of this worker's own state."""
         return self.mirror.digests
 
+    def steps_skipped(self) -> tuple[int, ...]:
+        """The steps that were skipped up to the state here, ascending, where the loss is scaled."""
+        return tuple(self.core.skipped_steps)
+
     def abort(self, reason: str) -> None:
         """Make every pending wait of this worker raise; may be called from any thread."""
         self.core.abort(reason)
@@ -197,6 +201,8 @@ class ElasticWorker:
                     self.core.not_moved = error
         self.adopt_description["not_kept"] = self.core.why_not_kept()
         self._done, self.core.step_commit.last_decided_step = part.steps_done, part.steps_done - 1
+        if not part.checkpoint_folder:
+            self.core.skipped_steps[:] = part.skipped_steps
         self._old = base
         self.mirror.rank, self.mirror.keeper_of = transport.rank, part.mirror_keepers
         self.mirror.compares_digests = self.core.ownership.has_copies(transport.rank)

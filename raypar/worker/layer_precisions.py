@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raypar.job.job import PrecisionConfig
 from raypar.job.precision_and_plan_names import PrecisionName
+from raypar.job.precision_section import PrecisionConfig
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,8 @@ class AutocastPrecision:
     """Whether PyTorch's current GPU computes in the dtype itself, rather than emulating it more slowly than float32."""
     gpu_needed: str
     """The GPUs that support the dtype, for a cure: `use GPUs of ...`."""
+    cpu_supports: Callable[[], bool] = lambda: True
+    """Whether PyTorch computes in the dtype on this processor."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,6 +54,22 @@ def _gpu_has_bfloat16() -> bool:
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
+def _gpu_has_float16() -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability() >= (5, 3)
+
+
+def _cpu_has_float16() -> bool:
+    import torch
+
+    x = torch.ones(2, 2, dtype=torch.float16)
+    try:
+        return bool((x @ x).sum() == 8)
+    except RuntimeError:  # "addmm_impl_cpu_" not implemented for 'Half'
+        return False
+
+
 AUTOCAST_PRECISIONS: Mapping[PrecisionName, AutocastPrecision] = {
     "bf16": AutocastPrecision(
         dtype_name="bfloat16",
@@ -59,6 +77,14 @@ AUTOCAST_PRECISIONS: Mapping[PrecisionName, AutocastPrecision] = {
         comparison_tolerance=5e-2,
         gpu_supports=_gpu_has_bfloat16,
         gpu_needed="compute capability 8.0 (Ampere) or newer",
+    ),
+    "fp16": AutocastPrecision(
+        dtype_name="float16",
+        kernel_error_words=("Half", "float16", "equal to src.dtype"),
+        comparison_tolerance=1e-2,
+        gpu_supports=_gpu_has_float16,
+        gpu_needed="compute capability 5.3 (Maxwell) or newer",
+        cpu_supports=_cpu_has_float16,
     ),
 }
 """Value of `precision.compute` and of `precision.parameters` -> the precision."""

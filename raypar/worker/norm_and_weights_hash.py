@@ -47,8 +47,9 @@ def _numbers_of(number: Tensor | float) -> list[float]:
     return [] if isinstance(number, Tensor) else [float(number)]
 
 
-def gradient_norm_and_factor(total: float, count: float, clip_norm: float | None) -> tuple[float, float]:
-    """(norm of the scaled gradient, the factor that scales and clips it). `total`: of the squares; `count`: of the loss.
+def gradient_norm_and_factor(total: float, count: float, clip_norm: float | None, exponent: int = 0) -> tuple[float, float]:
+    """(norm of the gradient of the mean loss, the factor that makes it and clips it). `total`: of the squares; `count`: of the
+    loss; `exponent`: the gradient is 2^exponent times that of the loss.
 
     The norm is NaN where the count is no divisor: not positive, or infinite.
     """
@@ -56,10 +57,9 @@ def gradient_norm_and_factor(total: float, count: float, clip_norm: float | None
         return math.nan, 0.0
     if not math.isfinite(total):
         return (math.inf if total == math.inf else math.nan), 0.0
-    norm = math.sqrt(total) / count
-    if clip_norm is None:
-        return norm, 1.0 / count
-    return norm, min(1.0, clip_norm / (norm + 1e-6)) / count
+    norm = math.ldexp(math.sqrt(total), -exponent) / count
+    factor = 1.0 / count if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6)) / count
+    return norm, math.ldexp(factor, -exponent)
 
 
 def weights_hash(parameters: Mapping[str, Tensor]) -> str:

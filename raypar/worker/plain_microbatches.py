@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import ModelError
-from raypar.job import Job, OptimizerConfig
+from raypar.job import Job, LossScaleConfig, OptimizerConfig
 from raypar.model.capture.memoryless_tensor import ValuesNeeded
 from raypar.model.graph import Graph, join_names
 from raypar.model.layer_skeletons import parameters_and_buffers_on_meta
@@ -56,6 +56,7 @@ def with_few_microbatches(spec: Job, few: int) -> Job:
         non_finite="skip",
         device="cpu",
         optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.0}),
+        precision=None if spec.precision is None else spec.precision.replace(loss_scale=LossScaleConfig(init_scale=1.0)),
     )
 
 

@@ -34,7 +34,7 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.plan.wording import after_steps
 from raypar.schedule.instructions import Instruction
 from raypar.schedule.program_assignment import ProgramAssignment
-from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
+from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord, load_manifest
 from raypar.worker.data.loader_of_validation_sets import LoaderOfSets
 from raypar.worker.data.microbatch_loader import BatchSource, MicrobatchLoader
 from raypar.worker.data.microbatch_stream_positions import StreamsRead
@@ -85,6 +85,8 @@ class StepReport:
     """Norm of the gradient before clipping (rule 7)."""
     lr: float | None
     """The learning rate (`StepCommit.learning_rate`); None for a skipped step, and if this worker knows none."""
+    loss_scale: float | None
+    """`VoteResult.loss_scale`."""
     skipped: bool
     """Whether the step was not applied, because loss or norm are not finite."""
     seconds: float
@@ -148,6 +150,7 @@ class Report(TypedDict, total=False):
     norm: float
     count: float
     lr: float | None
+    loss_scale: float | None
     skipped: bool
     seconds: float
     busy_seconds: float
@@ -228,6 +231,10 @@ class WorkerCore:
     """Of the layers of virtual shards that take turns."""
     validated: dict[int, float]
     """Number of steps done -> value of the job's `followed_metric`, of the validations that this worker was told of."""
+    skipped_steps: list[int]
+    """`StepCommit.skipped_steps`; of all plans."""
+    _skipped_when_saved: tuple[int, ...] | None
+    """Those of the checkpoint that is being written; None where the loss is not scaled."""
     _layouts: dict[int, TensorParallelLayout]
     """Number of shards -> how the model is cut over them; kept because it is needed repeatedly."""
     _writer: CheckpointWriter
@@ -266,7 +273,7 @@ class WorkerCore:
         self._compared, self._to_compare = set(), set()
         self.data = WorkerData(spec, self.guard, batch_names=graph.batch_names, stream_process=stream_process)
         self.generators = GeneratorsInTurn(device)
-        self.validated = {}
+        self.validated, self.skipped_steps, self._skipped_when_saved = {}, [], None
         self._writer = CheckpointWriter()
         self._slow_data = SlowDataWatch(spec.data)
         self._sampled_ns = 0
@@ -304,6 +311,7 @@ class WorkerCore:
         self.not_moved = None
         self.stages, digests = builder.build_stages(values, unfilled=load is not None)
         self.step_commit = builder.build_step_commit(self.stages, self.learning_rates)
+        self.step_commit.skipped_steps = self.skipped_steps
         self._build_interpreters(builder.routing, transport, cost_ms, before_compute)
         self._to_compare = self._users_code() - self._compared
         if self._to_compare:
@@ -650,6 +658,7 @@ class WorkerCore:
             count=outcome.count,
             norm=outcome.norm,
             lr=self.step_commit.learning_rate if self.step_commit.applied else None,
+            loss_scale=outcome.loss_scale,
             skipped=outcome.skipped,
             seconds=seconds,
             busy_seconds=self.interpreter.busy_ns / 1e9,
@@ -793,11 +802,12 @@ class WorkerCore:
             for stage, mine in self.ownership.checkpoint_pieces(self.rank).items()
         }
         state = take_snapshot(self.stages, optimizers, pieces, self.step_commit.owned)
+        self._skipped_when_saved = tuple(self.skipped_steps) if self.spec.loss_scaling is not None else None
         self._writer.start(checkpoint, f"worker_{self.rank:04d}.safetensors", state)
 
     def save_result(self) -> ShardRecord:
         """Wait until the file of `start_save` is written, and describe it. Raises `CheckpointError` if the disk refuses it."""
-        return self._writer.result()
+        return replace(self._writer.result(), skipped_steps=self._skipped_when_saved)
 
     def load(self, checkpoint: CheckpointAt, *, only_weights: bool = False) -> None:
         """Put a checkpoint's state into the stages and, unless `only_weights` is set, the optimizers. Raises
@@ -805,6 +815,8 @@ class WorkerCore:
         optimizers = {} if only_weights else self.step_commit.optimizers
         initial = initial_values_of(self.graph, self.spec.seed)
         restore_from_checkpoint(checkpoint, self.stages, optimizers, initial, self.step_commit.owned)
+        if self.spec.loss_scaling is not None and not only_weights:
+            self.skipped_steps[:] = load_manifest(checkpoint).skipped_steps
         for stage in self.stages.values():
             stage.weights.round_parameters()
 

@@ -47,6 +47,7 @@ class Generations:
         need = dict(zip(members, layout(plan), strict=True))
         have = {worker: body.pieces() for worker, body in self.bodies.items()} if done else {}
         moved = plan_moves(have, need) if done else ()
+        skipped = tuple(sorted({step for body in self.bodies.values() for step in body.steps_skipped() if step < done}))
         sources = sorted({move.source for move in moved} - set(members))
         workers = [*members, *sources]
         mesh, ranks = LocalMesh(len(workers), self.number), {w: rank for rank, w in enumerate(workers)}
@@ -70,6 +71,7 @@ class Generations:
                     run_begins=not done,
                     direct=direct,
                     validated=validated or {},
+                    skipped_steps=skipped,
                 ),
                 lambda i=i: mesh.transports[i],
             )

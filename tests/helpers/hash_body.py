@@ -240,6 +240,9 @@ class HashBody:
     def digests(self) -> Mapping[int, tuple[int, int]]:
         return self.compared
 
+    def steps_skipped(self) -> tuple[int, ...]:
+        return ()
+
     def abort(self, reason: str) -> None:
         if self.mesh is not None:
             self.mesh.close(self.worker, reason)

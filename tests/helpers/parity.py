@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from helpers import reference, ugly_models
 
-from raypar.job import DataConfig, Job, PrecisionConfig, ValidationConfig
+from raypar.job import DataConfig, Job, LossScaleConfig, PrecisionConfig, ValidationConfig
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.schedule import registry
@@ -20,12 +20,17 @@ from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.run_in_one_process import OneProcessRun
 
 STEPS = 5
-Precision = Literal["bf16", "bf16 parameters", "bf16 gradients"] | None
+Precision = Literal["bf16", "bf16 parameters", "bf16 gradients", "fp16", "fp16 parameters", "fp16 gradients"] | None
+OFTEN = LossScaleConfig(init_scale=8192, backoff_factor=0.25, growth_interval=2)
+"""A loss scale with which some of the five steps of each model overflow."""
 PRECISIONS: dict[Precision, PrecisionConfig] = {
     None: PrecisionConfig(),
     "bf16": PrecisionConfig(compute="bf16"),
     "bf16 parameters": PrecisionConfig(parameters="bf16", master="float32"),
     "bf16 gradients": PrecisionConfig(parameters="bf16", master="float32", gradients="bf16"),
+    "fp16": PrecisionConfig(compute="fp16", loss_scale=OFTEN),
+    "fp16 parameters": PrecisionConfig(parameters="fp16", master="float32", loss_scale=OFTEN),
+    "fp16 gradients": PrecisionConfig(parameters="fp16", master="float32", gradients="fp16", loss_scale=OFTEN),
 }
 
 
@@ -187,7 +192,8 @@ def check_local(layout: Layout, order_seed: int = 0, *, later: Mapping[int, Shar
                 share_out_anew(run, layout.schedule, later[step])
             reports = run.step(step)
             assert {r.loss for r in reports} == {want.losses[step]}, f"{layout}, step {step}: loss"
-            assert {r.norm for r in reports} == {want.norms[step]}, f"{layout}, step {step}: norm"
+            assert {repr(r.norm) for r in reports} == {repr(want.norms[step])}, f"{layout}, step {step}: norm"
+            assert {r.skipped for r in reports} == {want.skipped[step]}, f"{layout}, step {step}: skipped"
             found = run.gradients()
             bad = [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
             assert not bad, f"{layout}, step {step}: gradients of {bad}"

@@ -24,7 +24,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from raypar.job import Job, SingleOptimizerConfig
+from raypar.job import Job, LossScaleConfig, SingleOptimizerConfig
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import convert_module_dtype
 from raypar.model.materialise import materialise
@@ -62,6 +62,7 @@ class Result:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -107,39 +108,57 @@ def build(graph: Graph, spec: Job, dtype: torch.dtype) -> dict[str, nn.Module]:
 
 
 def computing_in(spec: Job) -> contextlib.AbstractContextManager[Any]:
-    """Rule 13: one layer's forward, or the loss, in bfloat16 as PyTorch's autocast decides."""
+    """Rule 13: one layer's forward, or the loss, in bfloat16 or float16 as PyTorch's autocast decides."""
     if spec.precision is None or spec.precision.compute is None:
         return contextlib.nullcontext()
-    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    return torch.autocast("cpu", lower_dtype(spec), cache_enabled=False)
+
+
+def lower_dtype(spec: Job) -> torch.dtype | None:
+    """Rule 13: what autocast casts to, or parameters are rounded to."""
+    found = spec.precision and (spec.precision.compute or spec.precision.parameters)
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}[found] if found else None
+
+
+def loss_scale_exponent(one: LossScaleConfig, skipped: list[bool]) -> int:
+    """Rule 13: k of the next step's scale 2^k, as GradScaler goes from step to step. `skipped`: by step so far."""
+    scale, clean = one.init_scale, 0
+    for step in skipped:
+        clean = 0 if step else clean + 1
+        if step:
+            scale = max(scale * one.backoff_factor, 2.0**-24)
+        elif clean == one.growth_interval:
+            scale, clean = scale * one.growth_factor if scale * one.growth_factor <= 2.0**127 else scale, 0
+    return math.frexp(scale)[1] - 1
 
 
 def rounds(spec: Job) -> bool:
-    """Rule 13: whether layers compute with bfloat16 copies of float32 parameters."""
-    return spec.precision is not None and spec.precision.parameters == "bf16"
+    """Rule 13: whether layers compute with rounded copies of float32 parameters."""
+    return spec.precision is not None and spec.precision.parameters is not None
 
 
 def adds_in_float32(spec: Job) -> bool:
-    """Rule 13: whether the gradients of such copies are added in float32, not in bfloat16."""
+    """Rule 13: whether the gradients of such copies are added in float32, not in their own dtype."""
     return rounds(spec) and spec.precision is not None and spec.precision.gradients == "float32"
 
 
-def round_to_bfloat16(modules: Iterable[nn.Module]) -> None:
+def round_parameters(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
     """All floating point parameters, but those of norms with running statistics."""
     for module in modules:
         for part in module.modules():
             if not (isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats):
                 for parameter in part.parameters(recurse=False):
-                    parameter.data = parameter.data.bfloat16() if parameter.is_floating_point() else parameter.data
+                    parameter.data = parameter.data.to(dtype) if parameter.is_floating_point() else parameter.data
 
 
 def read_by_layer(spec: Job, fields: Mapping[str, Tensor], values: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
     """A layer's inputs: fields of the batch in the dtype of the parameters."""
     lower = {name for name, field in fields.items() if rounds(spec) and field.is_floating_point()}
-    return [values[name].bfloat16() if name in lower else values[name] for name in names]
+    return [values[name].to(lower_dtype(spec)) if name in lower else values[name] for name in names]
 
 
 def read_by_loss(spec: Job, value: Tensor) -> Tensor:
-    return value.float() if rounds(spec) and value.dtype == torch.bfloat16 else value
+    return value.float() if rounds(spec) and value.dtype == lower_dtype(spec) else value
 
 
 class OtherBuffers:
@@ -148,7 +167,7 @@ class OtherBuffers:
     Non-persistent ones that are replaced are caches."""
 
     def __init__(self, modules: dict[str, nn.Module], policy: str) -> None:
-        self.policy = policy
+        self.policy, self.modules = policy, modules
         self.places = [
             (part, key)
             for module in modules.values()
@@ -159,6 +178,8 @@ class OtherBuffers:
         ]
 
     def begin_step(self) -> None:
+        parts = {id(part): part for module in self.modules.values() for part in module.modules()}.values()
+        self.all = [(part, key, b.clone()) for part in parts for key, b in part._buffers.items() if b is not None]
         self.first = [part._buffers[key].clone() for part, key in self.places]
         self.new = [value.clone() for value in self.first]
 
@@ -175,6 +196,10 @@ class OtherBuffers:
             if now is not given or now._version != version or not torch.equal(now, self.first[place]):
                 added = self.new[place] + (now - self.first[place]) if self.policy == "sum" else now
                 self.new[place] = added.detach().clone()
+
+    def skip_step(self) -> None:
+        for part, key, value in self.all:
+            part._buffers[key] = value.clone()
 
     def end_step(self) -> None:
         for (part, key), value in zip(self.places, self.new, strict=True):
@@ -249,7 +274,7 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
     parameters = {name: uses[names[0]] for name, names in owners.items()}
     if rounds(spec):  # the optimizer's parameters are float32, layers have copies
         parameters = {n: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for n, p in parameters.items()}
-        round_to_bfloat16(modules.values())
+        round_parameters(modules.values(), lower_dtype(spec))
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
     groups = names_of_groups(spec.optimizer, trained)
@@ -278,6 +303,9 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
             schedule = spec.lr_schedule.partial() if spec.lr_schedule else None
         m, batch, blocks = spec.microbatches, spec.batch_size, spec.batching.blocks
         others.begin_step()
+        exponent = (
+            loss_scale_exponent(spec.precision.loss_scale, result.skipped) if lower_dtype(spec) == torch.float16 else None
+        )
         block_sums: list[dict[str, Tensor | None] | None] = []
         losses: list[tuple[float, float]] = []
         for block in range(blocks):
@@ -312,13 +340,13 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
                     weights = fields[spec.loss.sample_weight]
                     found = ((found * weights).sum(), weights.sum())
                 if isinstance(found, tuple):
-                    total, count = found[0].to(dtype) if found[0].dtype == torch.bfloat16 else found[0], found[1]
+                    total, count = found[0].to(dtype) if found[0].dtype == lower_dtype(spec) else found[0], found[1]
                 else:
                     count = len(fields[spec.data.target or "y"])
-                    total = (found.to(dtype) if found.dtype == torch.bfloat16 else found) * float(count)
+                    total = (found.to(dtype) if found.dtype == lower_dtype(spec) else found) * float(count)
                 others.end_microbatch()
                 counted = {buffer: buffer.clone() for module in modules.values() for buffer in module.buffers()}
-                total.backward()
+                total.backward(None if exponent is None else torch.tensor(2.0**exponent))
                 for buffer, value in counted.items():  # what checkpointing inside a layer has counted again
                     buffer.copy_(value)
                 for name, parameter in uses.items() if adds_in_float32(spec) else ():  # each gradient is added in float32
@@ -338,11 +366,24 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
                     total_gradient = summed if total_gradient is None else total_gradient + summed
             gradients[name] = total_gradient
         count = math.fsum(c for _, c in losses)
-        norm = math.sqrt(sum_of_squares(gradients.values())) / count
+        scale = 1.0 if exponent is None else 2.0**exponent
+        total_square = sum_of_squares(gradients.values())
+        norm = math.sqrt(total_square) / scale / count
         factor = 1 / count if spec.clip_norm is None else min(1.0, spec.clip_norm / (norm + 1e-6)) / count
         for name, parameter in trained.items():
             gradient = gradients[name]
-            parameter.grad = None if gradient is None else gradient.mul_(factor)
+            parameter.grad = None if gradient is None else gradient.mul_(factor / scale)
+        loss = math.fsum(s for s, _ in losses) / count
+        result.skipped.append(not math.isfinite(norm))
+        if result.skipped[-1] and exponent is not None:
+            others.skip_step()
+            position += batch
+            result.losses.append(loss)
+            result.norms.append(norm)
+            result.gradients.append({})
+            if scheduler is not None:
+                scheduler.step()
+            continue
         here = seed_of(spec.seed, "optimizer", step)
         torch.manual_seed(here)
         random.seed(here % 2**32)
@@ -364,7 +405,7 @@ def train(graph: Graph, spec: Job, changed: Mapping[int, Job] | None = None) -> 
         if scheduler is not None:
             result.rates.append([group["lr"] for group in optimizer.param_groups])
         position += batch
-        result.losses.append(math.fsum(s for s, _ in losses) / count)
+        result.losses.append(loss)
         result.norms.append(norm)
         result.gradients.append({n: None if g is None else g.clone() for n, g in gradients.items()})
     result.parameters = {name: parameter.detach() for name, parameter in parameters.items()}

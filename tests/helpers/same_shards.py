@@ -30,8 +30,8 @@ def in_order(parts: Any) -> Tensor:
 
 def over_shards(parts: Any) -> Tensor:
     """A sum over shards: over the tree, bfloat16 in float32 and rounded once."""
-    if parts[0].dtype == torch.bfloat16:
-        return over_shards([part.float() for part in parts]).bfloat16()
+    if parts[0].dtype in (torch.bfloat16, torch.float16):
+        return over_shards([part.float() for part in parts]).to(parts[0].dtype)
     if len(parts) == 1:
         return parts[0]
     left = 1 << (len(parts) - 1).bit_length() - 1
@@ -90,19 +90,22 @@ def gpt_on_shards(
     shards: int | dict[str, int],
     sequence: bool,
     compute: str | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """Loss, and by shard the gradients of its `slices` (as `gpt_slices` makes them; of layers with fewer shards, in the first).
 
     `shards`: of all layers, or by layer. With `sequence` the norms' gradients are parts of a sum over shards; else all are
     whole, and those of what every shard holds whole are equal. `compute`: bf16 for PyTorch's autocast; results of sums over
     shards are bfloat16 then (added in float32, rounded once), but for the embedding's, which is not cast. `bf16 parameters`:
-    layers have rounded copies of the slices; `bf16 gradients`: their gradients stay in bfloat16.
+    layers have rounded copies of the slices; `bf16 gradients`: their gradients stay in bfloat16. With `fp16` in the place of
+    bf16 all is float16. `scale`: where the backward pass starts.
     """
-    rounded = compute in ("bf16 parameters", "bf16 gradients")
-    mixed = torch.autocast("cpu", torch.bfloat16, enabled=compute == "bf16", cache_enabled=False)
+    rounded = compute is not None and " " in compute
+    lower = torch.float16 if compute is not None and compute.startswith("fp16") else torch.bfloat16
+    mixed = torch.autocast("cpu", lower, enabled=compute is not None and not rounded, cache_enabled=False)
 
     def cast(x: Tensor) -> Tensor:
-        return x.bfloat16() if compute == "bf16" else x
+        return x.to(lower) if compute is not None and not rounded else x
 
     width, vocab = slices[0]["block0.project.bias"].shape[0], sum(len(s.get("head.logits.weight", ())) for s in slices)
     each = width // heads
@@ -114,7 +117,7 @@ def gpt_on_shards(
 
     def part(name: str, i: int) -> Tensor:
         given = slices[i][name].detach()
-        return leaves[i].setdefault(name, (given.bfloat16() if rounded else given).requires_grad_())
+        return leaves[i].setdefault(name, (given.to(lower) if rounded else given).requires_grad_())
 
     def whole(name: str) -> Tensor:
         """Held by every shard, used once: all of them compute the same."""
@@ -185,9 +188,10 @@ def gpt_on_shards(
         else:
             loss = VocabularyLoss.apply(targets.flatten(), *[part.float() if compute else part for part in logits])
     assert sum(part.shape[1] for part in logits) == vocab
-    loss.backward()
+    loss.backward(torch.tensor(scale, dtype=loss.dtype))
     gradients = [{name: leaf.grad for name, leaf in mine.items()} for mine in leaves]
-    return loss.detach(), [{n: g.float() if compute == "bf16 parameters" else g for n, g in mine.items()} for mine in gradients]
+    widens = rounded and compute is not None and compute.endswith(" parameters")
+    return loss.detach(), [{n: g.float() if widens else g for n, g in mine.items()} for mine in gradients]
 
 
 def index_of(name: str, shape: Sequence[int], heads: int, count: int, i: int) -> Any:
@@ -250,9 +254,10 @@ def train(
     clip_norm: float,
     state: Sequence[dict[str, dict[str, Tensor]]] = (),
     compute: str | None = None,
+    loss_scale: Any = None,
 ) -> Trained:
     """AdamW steps on `batches[step][microbatch]` by the numerics contract. `state`: the optimizers', by shard; `compute`: as in
-    `gpt_on_shards`."""
+    `gpt_on_shards`; `loss_scale`: how the loss is scaled with float16."""
     slices = [{name: tensor.clone() for name, tensor in mine.items()} for mine in slices]
     optimizers = [torch.optim.AdamW(list(mine.values()), lr=lr, eps=eps) for mine in slices]
     for mine, optimizer, kept in zip(slices, optimizers, state, strict=False):
@@ -265,8 +270,10 @@ def train(
         _, module, kind = name.split(".")
         return module not in cut and (kind == "bias" or module not in ("project", "down"))
 
+    skipped: list[bool] = []
     for microbatches in batches:
         m = len(microbatches)
+        scale = 1.0 if loss_scale is None else 2.0 ** reference.loss_scale_exponent(loss_scale, skipped)
         sums: list[Any] = []
         losses = []
         for block in range(blocks):
@@ -280,6 +287,7 @@ def train(
                     shards=shards,
                     sequence=sequence,
                     compute=compute,
+                    scale=scale,
                 )
                 losses.append(float(loss))
                 total = add(total, gradients)
@@ -292,15 +300,21 @@ def train(
                     whole = over_shards([gradients[i][name] for i in holders])
                     for i in holders:
                         gradients[i][name] = whole.clone()
-        if compute == "bf16 gradients":
+        if compute is not None and compute.endswith(" gradients"):
             gradients = [{name: gradient.float() for name, gradient in mine.items()} for mine in gradients]
         count = float(sum(targets.numel() for _, targets in microbatches))
         parts: list[Tensor] = []
         for name in slices[0]:
             parts += [mine[name] for mine in gradients if name in mine][: 1 if held_by_all(name) else None]
         pieces = [piece for part in parts for piece in part.flatten().split(reference.PIECE)]
-        norm = math.sqrt(math.fsum(float(torch.dot(piece, piece)) for piece in pieces)) / count
-        factor = min(1.0, clip_norm / (norm + 1e-6)) / count
+        norm = math.sqrt(math.fsum(float(torch.dot(piece, piece)) for piece in pieces)) / scale / count
+        factor = min(1.0, clip_norm / (norm + 1e-6)) / count / scale
+        skipped.append(not math.isfinite(norm))
+        if skipped[-1]:
+            found.losses.append(math.fsum(losses) / count)
+            found.norms.append(norm)
+            found.gradients.append([])
+            continue
         scaled = []
         for mine, tensors, optimizer in zip(slices, gradients, optimizers, strict=True):
             scaled.append({name: tensor * factor for name, tensor in tensors.items()})

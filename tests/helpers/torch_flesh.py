@@ -148,6 +148,7 @@ class TorchFlesh:
             run_begins=fresh,
             from_mirror=order.from_mirror,
             mirror_keepers=keepers,
+            skipped_steps=order.skipped_steps,
         )
 
     def schedule(self, order: do.AdoptPlan) -> str:

@@ -48,6 +48,10 @@ def test_a_run_on_a_device_has_the_bits_of_one_process(run, layout):
 NORMS = [Layout("norms", schedule, replicas, 4) for schedule, replicas in (("1f1b", (1,)), ("1f1b", (2, 2)), ("gpipe", (3, 1)))]
 
 
+def test_a_run_in_float16_on_a_device_skips_the_steps_of_one_process_and_has_its_bits(run):
+    run(device_calls.trains, Layout("tangled", "1f1b", (2, 1), 5, compute="fp16 gradients"))
+
+
 def test_running_statistics_on_a_device_are_alike_under_every_plan(run):
     run(device_calls.folds, NORMS)
 
@@ -63,7 +67,8 @@ def test_the_other_layouts_on_a_device_have_the_bits_of_one_process(run, layout)
 
 
 @pytest.mark.parametrize(
-    "recompute, precision", [(False, None), (True, None), (False, "bf16 parameters"), (False, "bf16 gradients")]
+    "recompute, precision",
+    [(False, None), (True, None), (False, "bf16 parameters"), (False, "bf16 gradients"), (False, "fp16 parameters")],
 )
 def test_what_the_forward_asks_of_a_batch_is_read_on_the_host_alone(run, recompute, precision):
     run(device_calls.decides, recompute, precision)

@@ -28,6 +28,9 @@ SIZES = {"width": 16, "depth": 2, "heads": 2, "context": 16}
         (3, 2, "bf16"),
         (5, 3, "bf16 parameters"),
         (5, 2, "bf16 gradients"),
+        (3, 2, "fp16"),
+        (5, 3, "fp16 parameters"),
+        (4, 2, "fp16 gradients"),
     ],
 )
 def test_plain_gpt_ends_with_the_weights_of_a_pipeline(microbatches, blocks, compute):

@@ -185,7 +185,7 @@ def test_what_a_failed_step_has_computed_goes_before_the_next_plan_is_adopted():
 
     backend = Backend()
     backend.applied, backend.vote_result, backend.abort = (lambda: 0), (lambda: None), (lambda reason: None)
-    backend.can_apply_late, backend.pieces = (lambda: False), tuple
+    backend.can_apply_late, backend.pieces, backend.steps_skipped = (lambda: False), tuple, tuple
     backend.held_snapshots = backend.digests = dict
     guard = GenerationGuard(0, backend, newest_generation=1, generation=1, seated=True)
     for _ in range(2):  # asked twice, answered twice

@@ -26,6 +26,7 @@ from raypar.errors import CheckpointError
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
 from raypar.files.untrusted_files import parse_untrusted_json
+from raypar.job.contract import SKIPPED_STEPS
 from raypar.plan.shard_ranges import IndexRanges
 from raypar.plan.wording import after_steps
 from raypar.storage.checkpoint_store import (
@@ -156,6 +157,8 @@ class ShardRecord:
     """(stage, optimizer state of the stage that many parameters share), of the worker's stages."""
     kept: KeptState | None = None
     """What the optimizers of the worker's stages held, written by whomever; None: not said."""
+    skipped_steps: tuple[int, ...] | None = None
+    """The steps that were skipped so far, where the loss is scaled by what follows from them; None: it is not."""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------------
@@ -280,11 +283,12 @@ def commit_checkpoint(
     """
     begun = _checkpoint(checkpoint)
     final = CheckpointRef(begun.store, weights_name(steps_done) if only_weights else checkpoint_name(steps_done))
+    skipped = next((record.skipped_steps for record in records if record.skipped_steps is not None), None)
     body = manifest_to_json(
         [*(entry for record in records for entry in record.entries), *merge_shared_state(records)],
         {record.file: (record.nbytes, record.sha256) for record in records},
         steps_done=steps_done,
-        contract=contract,
+        contract=contract if skipped is None else {**contract, SKIPPED_STEPS: list(skipped)},
         metrics=metrics or {},
         kept=_merge_kept_state(records),
     )

@@ -18,6 +18,7 @@ from raypar.job.contract import (
     FINGERPRINT,
     FROZEN,
     SAMPLES,
+    SKIPPED_STEPS,
     VALIDATED,
     contract_of_job,
     keys_that_may_change,
@@ -59,7 +60,7 @@ def compare_contracts(manifest: Manifest, spec: Job) -> list[tuple[str, dict[str
     # Checkpoints from before there was a choice say nothing of the device, nor those from before it was kept of how samples
     # are used.
     then = _as_written_now({"device": "cpu", **manifest.contract})
-    for beside in (CODE, SAMPLES, DATA_DIGEST, FINGERPRINT, CHANGES, FROZEN, VALIDATED):
+    for beside in (CODE, SAMPLES, DATA_DIGEST, FINGERPRINT, CHANGES, FROZEN, VALIDATED, SKIPPED_STEPS):
         then.pop(beside, None)
     if isinstance(then.get("data"), dict):
         later = {key.removeprefix("data.") for key in ALWAYS if key.startswith("data.")} - then["data"].keys()

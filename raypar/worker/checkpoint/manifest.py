@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
-from raypar.job.contract import FROZEN
+from raypar.job.contract import FROZEN, SKIPPED_STEPS
+from raypar.plan.wording import after_steps
 from raypar.worker.checkpoint.frozen_table import FrozenTable, parse_frozen_table
 from raypar.worker.checkpoint.safetensors_header import (
     ITEM_BYTES,
@@ -162,6 +163,15 @@ class Manifest:
         return parse_frozen_table(self.contract.get(FROZEN), DTYPES)
 
     @cached_property
+    def skipped_steps(self) -> tuple[int, ...]:
+        """The steps before the checkpoint that were skipped, where the loss is scaled by what follows from them; else none."""
+        found = self.contract.get(SKIPPED_STEPS, [])
+        steps = [step for step in found if type(step) is int] if isinstance(found, list) else []
+        if steps != found or steps != sorted({*steps}) or not all(0 <= step < self.steps_done for step in steps):
+            raise ValueError(f"{SKIPPED_STEPS} has {shorten(found)}, {after_steps(self.steps_done)}")
+        return tuple(steps)
+
+    @cached_property
     def tensors(self) -> Mapping[str, Mapping[str, ManifestEntry]]:
         """File -> key -> entry of the tensor there; ties are left out."""
         found: dict[str, dict[str, ManifestEntry]] = {file: {} for file in self.files}
@@ -229,6 +239,7 @@ def parse_manifest(body: Mapping[str, Json], checkpoint: CheckpointRef) -> Manif
     _check_kinds(entries)
     _check_ties(entries)
     made = Manifest(checkpoint, steps_done, contract, entries, files, metrics, manifest_format, _kept(body.get("kept")))
+    _ = made.skipped_steps  # raises for what no run writes
     both = {entry.name for entry in entries} & (made.frozen.tensors.keys() if made.frozen is not None else set())
     if both:
         raise ValueError(f"{shorten(min(both))} is there, and is said to be left out")

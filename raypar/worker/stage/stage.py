@@ -198,6 +198,8 @@ class Stage:
     """Measures microbatches where the stage has the last layer and the job has metrics."""
     step: int = -1
     """The step under way, from 0; -1 before the first."""
+    loss_scale: float | None = None
+    """The gradient from which the backward pass of the loss starts in the step under way; None: 1, and nothing is scaled."""
     losses: dict[int, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
     """Microbatch -> (sum, count) of its loss, in the last step or validation pass."""
     _live: dict[int, _Microbatch] = field(default_factory=dict)
@@ -559,7 +561,7 @@ class Stage:
                 starts.append(gradient)
         if live.loss is not None and live.loss.requires_grad:
             roots.append(live.loss)
-            starts.append(None)
+            starts.append(None if self.loss_scale is None else torch.full_like(live.loss, self.loss_scale))
         return roots, starts
 
     def _run_autograd(

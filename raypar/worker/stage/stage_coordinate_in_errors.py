@@ -101,7 +101,7 @@ def _cure_for_autocast(error: BaseException) -> str | None:
             return (
                 "let the operation compute in float32, on x.float() inside "
                 f"`with torch.autocast(x.device.type, enabled=False):` ({autocast.dtype_name} comes from precision.compute "
-                "of the job, or from an autocast of your own); where a value meets bfloat16 parameters (precision.parameters), "
+                "of the job, or from an autocast of your own); where a value meets parameters in it (precision.parameters), "
                 "cast it to their dtype: x.to(self.weight.dtype)"
             )
     return None

@@ -31,11 +31,13 @@ from raypar.plan import MicrobatchRouting, TiedParameter
 from raypar.plan.addition_tree import TreeNode
 from raypar.plan.ballot import Ballot, OrderOfSamples
 from raypar.plan.exact_sum import ExactSum
+from raypar.plan.loss_scale import LEAST as LEAST_EXPONENT
 from raypar.plan.microbatches import divide_by_count, is_divisor
 from raypar.plan.ownership import Ownership
 from raypar.plan.seeds import seed_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.plan.vote_result import VoteResult
+from raypar.plan.wording import count_noun
 from raypar.torch_compat.multi_tensor import copy_all, scale_all
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
@@ -140,6 +142,8 @@ class StepCommit:
     """How long that took in the last step, if the votes were there before it was over; else 0, because nobody waited."""
     gather_metrics: Callable[[], Routine[None]] | None = None
     """A routine to complete before this worker votes in a step whose metrics are measured; None: none is."""
+    skipped_steps: list[int] = field(default_factory=list)
+    """The steps that were skipped so far, ascending, where the loss is scaled: its scale follows from them."""
     order_digest: Callable[[int], int | None] | None = None
     """Step -> a digest of the order of its samples; None for a worker that reads none."""
     before_vote: Callable[[], Routine[None]] | None = None
@@ -159,6 +163,8 @@ class StepCommit:
     step: int = -1
     """The step under way, from 0; -1 before the first."""
 
+    _exponent: int = 0
+    """The exponent of the loss's scale in the step under way; 0 where it is not scaled."""
     _has_buffer_updates: bool = False
     """Whether the stages have what all replicas have written into buffers in the step under way."""
     _reduced_uses: dict[ShardOfStage, list[Tensor | None]] | None = None
@@ -209,7 +215,10 @@ class StepCommit:
             for each in owned:
                 each.parameter.grad = None
         self._exchange.begin_step()
+        scaling = self.spec.loss_scaling
+        self._exponent = 0 if scaling is None else scaling.exponent(step, self.skipped_steps)
         for index, stage in self.stages.items():
+            stage.loss_scale = None if scaling is None else 2.0**self._exponent
             # First what is marked: a replica without blocks posts its marks when it starts.
             self.reductions[index].parameters_to_mark = stage.partial_uses if stage.shard is not None else None
             self.reductions[index].start()
@@ -386,9 +395,10 @@ class StepCommit:
         """Set `outcome` from the votes of all workers (rules 7 and 8 of the numerics contract)."""
         self._refuse_unequal_orders(total)
         loss, count = divide_by_count(total.losses, total.counts)
-        norm, factor = gradient_norm_and_factor(total.squares.rounded(), count, self.spec.clip_norm)
+        norm, factor = gradient_norm_and_factor(total.squares.rounded(), count, self.spec.clip_norm, self._exponent)
         finite = math.isfinite(loss) and math.isfinite(norm)
-        self.outcome = VoteResult(loss, count, norm, factor, skipped=not finite, defined=total.defined)
+        scale = None if self.spec.loss_scaling is None else 2.0**self._exponent
+        self.outcome = VoteResult(loss, count, norm, factor, skipped=not finite, defined=total.defined, loss_scale=scale)
 
     def _refuse_unequal_orders(self, total: Ballot) -> None:
         """Raise `DataError` if workers have other orders of the samples."""
@@ -405,7 +415,8 @@ class StepCommit:
     def apply(self) -> None:
         """Scale every gradient once, run the optimizers, and give the buffers that forward has written their new values.
 
-        A non-finite step is skipped, or stops the job, by policy; a skipped one changes no buffer either.
+        A non-finite step is skipped, or stops the job, by policy; where gradients overflow because the loss is scaled, it is
+        skipped by any. A skipped one changes no buffer either.
 
         Raises `NonFiniteError` where it stops the job, `UserCodeError` for what the lr_schedule or an optimizer raises.
         """
@@ -428,6 +439,8 @@ class StepCommit:
                 self._round(index)
                 stage.apply_buffer_updates()
             self.gather.mark_stale()
+        if outcome.skipped and outcome.loss_scale is not None:
+            self.skipped_steps.append(self.step)
         self.applied = not outcome.skipped
         self.can_apply_late, self.last_decided_step = False, self.step
 
@@ -476,7 +489,14 @@ class StepCommit:
                 f"{self.spec.microbatches} microbatches",
                 cure="return (sum, count) with the number of terms that count, or set `non_finite: skip` to skip such steps",
             )
-        if outcome.skipped and self.spec.non_finite == "stop":
+        overflows = outcome.skipped and outcome.loss_scale is not None and math.isfinite(outcome.loss)
+        if overflows and outcome.loss_scale == 2.0**LEAST_EXPONENT:
+            raise NonFiniteError(
+                f"step {self.step + 1}: gradient norm {outcome.norm} with the smallest loss scale, 2^{LEAST_EXPONENT}, after "
+                f"{count_noun(len(self.skipped_steps), 'skipped step')}: a smaller one would not make the gradients finite",
+                cure=f"`raypar debug JOB` names the first layer that was given or returned such a number; {NON_FINITE_CURE}",
+            )
+        if outcome.skipped and not overflows and self.spec.non_finite == "stop":
             raise NonFiniteError(
                 f"step {self.step + 1}: loss {outcome.loss}, gradient norm {outcome.norm}",
                 cure=f"{self._cure_of_missing_labels(outcome.loss)}`raypar debug JOB` names the first layer that was given or "
