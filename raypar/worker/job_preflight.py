@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ from raypar.worker.check_loss import (
     line_about_mixed_samples,
     random_output,
 )
+from raypar.worker.check_samples_on_shards import check_samples_of_validation, check_samples_suffice
 from raypar.worker.data.check_and_count_streams import key_of_set, resolve_streams
 from raypar.worker.data.data_fingerprint import (
     MODULE,
@@ -515,10 +517,13 @@ def check_model_can_shard(spec: Job, checked: PreflightResult, plan: ParallelPla
                     cure="name layers in plan.styles (for example '*.up': column, '*.down': row), or set it to 1",
                 )
             if layout.divides_samples:
-                _check_samples_suffice(spec, shards)
+                check_samples_suffice(spec, shards)
             (target, *weights), loss = spec.loss_fields, make_loss_function(spec.loss)
             on_meta: dict[str, Any] = {"weights": weights, "sequence": spec.sequence_parallel, "dtype": _dtype(spec)}
             check_shards_on_meta(checked.graph, layout, loss, checked.batch, target, **on_meta)
+            if layout.divides_samples:
+                check = partial(check_shards_on_meta, checked.graph, layout, loss, target=target, training=False, **on_meta)
+                check_samples_of_validation(spec, checked, shards, check)
             if has_inferred_structure(checked.graph, layout) or ExpertsStyle.name in layout.styles.values():
                 not_compared = check_shards_with_numbers(spec, checked.graph, layout)
                 if not_compared is not None:
@@ -527,21 +532,6 @@ def check_model_can_shard(spec: Job, checked: PreflightResult, plan: ParallelPla
                         "that reads the size or the numbers of its own weights is not seen then: try a smaller model once"
                     )
     return tuple(lines)
-
-
-def _check_samples_suffice(spec: Job, shards: int) -> None:
-    """Raise `PlanError` where shards divide the samples and one would have none, or the sequence would be divided, too."""
-    fewest = spec.batch_size // spec.batching.count
-    if fewest < shards:
-        raise PlanError(
-            f"plan.layout divides the samples of a microbatch, {fewest} at least, over {shards} shards: some would have none",
-            cure=f"set microbatches <= {max(1, spec.batch_size // shards)}, or fewer shards",
-        )
-    if spec.sequence_parallel:
-        raise PlanError(
-            "plan.layout divides samples, and plan.sequence_parallel the sequence, over the same shards",
-            cure="leave one of them out",
-        )
 
 
 def check_other_shard_counts(spec: Job, checked: PreflightResult, plan: ParallelPlan, possible: Iterable[int]) -> None:

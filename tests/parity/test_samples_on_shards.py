@@ -14,9 +14,11 @@ import raypar
 from examples import gpt
 from raypar.errors import ModelError, PlanError
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
+from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.plan import ParallelPlan
 from raypar.plan.addition_tree import fold_tree
 from raypar.plan.shard_ranges import even_ranges_by_shard
+from raypar.worker.job_preflight import check_model_can_shard, preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -189,3 +191,107 @@ def test_samples_share_the_shards_with_no_other_dimension():
     with pytest.raises(PlanError, match=r"plan\.layout divides samples, and plan\.styles layers"):
         compute_shard_layout(graph, 2, {"*.up": "column"}, SAMPLES)
     assert compute_shard_layout(graph, 2, {"*.up": "whole"}, SAMPLES | {"heads": "whole"}).divides_samples
+
+
+T, WIDTH = 4, 6
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.view(x.shape[0], T, 2, WIDTH // 2).transpose(1, 2)
+
+
+def masked(x: Tensor, **more: float) -> Tensor:
+    """Of which the mask is made for all samples at once, and the arguments have names, in another order."""
+    mask = torch.arange(x.shape[0]).view(-1, 1, 1, 1) + 1 > torch.arange(T)
+    return F.scaled_dot_product_attention(value=heads(x), key=heads(x), query=heads(x), attn_mask=mask, **more)
+
+
+WITH_NAMES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "attention, a mask of all samples": lambda model, x: masked(x).transpose(1, 2).flatten(2),
+    "attention with dropout": lambda model, x: masked(x, dropout_p=0.4).transpose(1, 2).flatten(2),
+    "attention of learned queries": lambda model, x: F.scaled_dot_product_attention(
+        model.queries.expand(x.shape[0], T, WIDTH), x, x, torch.linspace(-1, 1, x.shape[0], dtype=x.dtype).view(-1, 1, 1)
+    ),
+    "products": lambda model, x: torch.bmm(input=torch.matmul(input=x, other=x.transpose(1, 2)), mat2=x),
+    "cat and where": lambda model, x: torch.where(condition=x > 0, input=torch.cat(tensors=[x, x], dim=1)[:, T:], other=x),
+}
+
+
+class Named(nn.Module):
+    """One of these functions between two dense layers."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.into, self.out = what, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.queries = nn.Parameter(torch.randn(T, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(WITH_NAMES[self.what](self, self.into(x)))
+
+
+@pytest.mark.parametrize("what", WITH_NAMES)
+def test_arguments_with_names_and_tensors_made_for_all_samples_have_the_numbers_of_the_whole(what):
+    graph = on_shards.graph_of(lambda: [("m", Named(what))])
+    layout = compute_shard_layout(graph, 2, None, SAMPLES)
+    x, y = numbers(5, T, WIDTH), numbers(5, T, WIDTH)
+    whole = on_shards.whole(graph, F.mse_loss, x, y)
+    runs, _ = on_shards.sharded(graph, layout, F.mse_loss, x, y)
+    assert max(on_shards.errors(runs, whole, layout).values()) <= 1e-12
+
+
+class ByName(nn.Module):
+    """Gives a method its argument by name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.matmul(other=torch.ones(4, 4))
+
+
+def test_what_fails_only_for_having_some_samples_is_one_error_before_the_run():
+    graph = on_shards.graph_of(lambda: [("m", ByName())])
+    layout, x = compute_shard_layout(graph, 2, None, SAMPLES), torch.randn(4, 4)
+    said = r"layer 'm' \(test_samples_on_shards.py, line \d+: .*\): on 2 shards, .* TypeError"
+    with pytest.raises(ModelError, match=said) as error:
+        check_shards_on_meta(graph, layout, F.mse_loss, {"x": x, "y": x}, "y")
+    assert "samples out of plan.layout" in error.value.cure
+
+
+class WithToken(Images):
+    """Puts a value in front that is made for all samples: one sample alone cannot be told from what is the same for all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cat([torch.zeros(x.shape[0], 3, 1, 6), x], 2))
+
+
+@pytest.mark.parametrize(
+    ("samples", "own_batch", "says"),
+    [
+        (1, None, r"give validation 4 samples or more; or use fewer shards"),
+        pytest.param(9, 1, r"set validation.batch_size: 8, or more; or use fewer shards", marks=pytest.mark.part(5)),
+    ],
+)
+def test_a_validation_of_fewer_samples_than_shards_is_right_or_one_error_before_the_run(samples, own_batch, says):
+    def job(model: type[nn.Module]):
+        validation = {"function": Pairs, "samples": samples, "every": 1, "batch_size": own_batch}
+        return raypar.Trainer(
+            model=model,
+            loss=contrastive,
+            data=Pairs,
+            validation=validation,
+            plan={"layout": SAMPLES},
+            steps=1,
+            batch_size=8,
+            microbatches=2,
+        ).job
+
+    checked, found = preflight(fits := job(Images)), {}
+    for shards in (1, 4):
+        plan = ParallelPlan.mesh(tp=shards, layers=len(checked.graph.layers))
+        check_model_can_shard(fits, checked, plan)
+        with OneProcessRun(fits, plan, "1f1b", graph=checked.graph) as run:
+            found[shards] = run.validate(0)
+    assert found[4] == pytest.approx(found[1], rel=1e-5, abs=1e-6)
+    with pytest.raises(
+        PlanError, match=r"over 4 shards, and a microbatch of validation has 1 of them: .*: on 4 shards, .* RuntimeError: Sizes"
+    ) as error:
+        check_model_can_shard(mixed := job(WithToken), preflight(mixed), plan)
+    assert error.value.cure == says

@@ -17,10 +17,11 @@ from raypar.model.tensor_parallel.sharded_value import (
     take_part,
     unsupported_on_part_error,
 )
+from raypar.model.tensor_parallel.sharded_value_torch_functions import attention_with_dropout
 from raypar.model.tensor_parallel.statistics_over_pieces import normalise_over_pieces, update_running_statistics
 
 _CONVOLUTIONS = [f"conv{transposed}{dims}d" for transposed in ("", "_transpose") for dims in (1, 2, 3)]
-_BY_SAMPLE = ("embedding", "group_norm", "instance_norm", "layer_norm", "rms_norm", "scaled_dot_product_attention")
+_BY_SAMPLE = ("embedding", "group_norm", "instance_norm", "layer_norm", "rms_norm")
 
 
 def _local(x: ShardedValue, value: Any) -> Any:
@@ -45,6 +46,39 @@ def _each_by_itself(func: Callable[..., Tensor], x: ShardedValue, *args: Any, **
 
 def _averages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return [*args[:2], kwargs.get("running_mean"), kwargs.get("running_var")]
+
+
+@implements_on_samples("scaled_dot_product_attention")
+def _attention(
+    func: Callable[..., Tensor],
+    query: Tensor | ShardedValue,
+    key: Tensor | ShardedValue,
+    value: Tensor | ShardedValue,
+    attn_mask: Tensor | ShardedValue | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> ShardedValue:
+    """Attention within each sample. What is a plain tensor, such as a mask, may have been made for all samples."""
+    given = [each for each in (query, key, value, attn_mask) if each is not None]
+    x = next(each for each in given if isinstance(each, ShardedValue))
+    if x.part_layout.dim != 0 or any(each.dim() > x.dim() for each in given):
+        raise unsupported_on_part_error("scaled_dot_product_attention", x, "is possible where the samples are the first dim")
+    q, k, v = (_of_own_samples(x, each) for each in (query, key, value))
+    mask = None if attn_mask is None else _of_own_samples(x, attn_mask)
+    if dropout_p == 0.0:
+        return x.like(func(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa))
+    q, k, v = (each.expand(len(x.local), *each.shape[1:]) for each in (q, k, v))
+    return attention_with_dropout(x.like(q), k, v, mask, dropout_p, is_causal, scale)
+
+
+def _of_own_samples(x: ShardedValue, value: Tensor | ShardedValue) -> Tensor:
+    """This shard's samples of a value, and of a tensor with all samples as its first dim; all of a tensor that has none."""
+    if isinstance(value, Tensor) and value.dim() == x.dim() and len(value) == len(x):
+        return take_part(value, 0, x.part_layout.ranges, x.group)
+    found: Tensor = _local(x, value)
+    return found
 
 
 @implements_on_samples("batch_norm")

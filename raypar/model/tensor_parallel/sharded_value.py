@@ -41,6 +41,10 @@ SAMPLE_IMPLEMENTATIONS: dict[str, Implementation] = {}
 """Those that come first for values of which shards have some samples, as their first dim."""
 _ANY_PLACE: set[str] = set()
 """Names of functions whose `ShardedValue` argument need not be the first."""
+_FIRST_ARGUMENTS = {"matmul": ("input", "other"), "bmm": ("input", "mat2")} | dict.fromkeys(
+    ("cat", "concat", "stack"), ("tensors",)
+)
+"""Name of a function -> the names of the arguments that its implementation takes by their place."""
 
 
 def implements_on_parts(*names: str, any_place: bool = False) -> Callable[[F], F]:
@@ -75,7 +79,7 @@ def implements_on_rows(*names: str) -> Callable[[F], F]:
 
 
 def _implementation(name: str, first: Any) -> Implementation | None:
-    """What computes the torch function of that name, of which `first` is the first argument; None if nothing does."""
+    """What computes the torch function of that name, `first` being the first `ShardedValue` of it; None if nothing does."""
     if isinstance(first, ShardedValue) and first.part_layout.axis == SPATIAL and name in ROW_IMPLEMENTATIONS:
         return ROW_IMPLEMENTATIONS[name]
     if isinstance(first, ShardedValue) and first.part_layout.axis == SAMPLES and name in SAMPLE_IMPLEMENTATIONS:
@@ -129,13 +133,12 @@ class ShardedValue:
         cls, func: Callable[..., Any], types: Collection[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, named = func.__name__, dict(kwargs or {})
-        if not args and "input" in named:
-            args = (named.pop("input"),)
-        found = _implementation(name, args[0])
-        if found is None or not (name in _ANY_PLACE or isinstance(args[0], ShardedValue)):
-            raise unsupported_on_part_error(
-                name, next(v for v in flatten_arguments((*args, *named.values())) if isinstance(v, ShardedValue))
-            )
+        first = _FIRST_ARGUMENTS.get(name, () if name in _ANY_PLACE else ("input",))[len(args) :]
+        args = (*args, *(named.pop(key) for key in first if key in named))
+        cut = next(v for v in flatten_arguments((*args, *named.values())) if isinstance(v, ShardedValue))
+        found = _implementation(name, cut)
+        if found is None or not (name in _ANY_PLACE or (args and args[0] is cut)):
+            raise unsupported_on_part_error(name, cut)
         return found(func, *args, **named)
 
     def __getattr__(self, name: str) -> Any:

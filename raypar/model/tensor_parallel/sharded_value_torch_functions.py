@@ -604,7 +604,7 @@ def _attention(
             query.local, pair[0], pair[1], attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=gqa
         )
         return query.like(made)
-    return _dropped_attention(query, pair[0], pair[1], mask, dropout_p, is_causal, scale)
+    return attention_with_dropout(query, pair[0], pair[1], mask, dropout_p, is_causal, scale)
 
 
 @lru_cache(maxsize=256)
@@ -628,7 +628,7 @@ def _needed(queries: IndexRanges, group: int, held: IndexRanges) -> tuple[int, l
     return (each, distinct) if even else (0, order)
 
 
-def _dropped_attention(
+def attention_with_dropout(
     query: ShardedValue, key: Tensor, value: Tensor, mask: Tensor | None, p: float, is_causal: bool, scale: float | None
 ) -> ShardedValue:
     """softmax(q k^T) v with dropout of the probabilities, whose mask is the whole value's."""
