@@ -27,11 +27,15 @@ def travels_in_parts(makers: Sequence[int], users: Sequence[int], nodes: Sequenc
     return len(here) == 1 and here.isdisjoint(nodes[makers[shard]] for shard in serving_shards(tuple(makers), tuple(users)))
 
 
-def gets_parts(plan: ParallelPlan, connections: StageConnections, stage: int, replica: int, nodes: Sequence[int]) -> bool:
-    """Whether a replica of a stage may get bundles in parts."""
+def gets_parts(
+    plan: ParallelPlan, connections: StageConnections, stage: int, replica: int, nodes: Sequence[int] | None
+) -> bool:
+    """Whether a replica of a stage may get bundles in parts. `nodes`: as of `travels_in_parts`; None: whether on any nodes."""
     stages = plan.stages
     sources = {edge.src for edge in connections.into(stage)} | {relay.src for relay in connections.relays_to(stage)}
     users = stages[stage].workers[replica]
+    if nodes is None:
+        nodes = [int(rank in users) for rank in range(plan.world)]  # if not on these, then on none
     return any(travels_in_parts(row, users, nodes) for source in sources for row in stages[source].workers)
 
 

@@ -29,11 +29,17 @@ from raypar.worker.step.tied_gradients import tied_gradient_transfers
 
 
 def required_communicators(
-    part: AdoptPlanCommand, rank: int, spec: Job, layout: Callable[[int], TensorParallelLayout]
+    part: AdoptPlanCommand,
+    rank: int,
+    spec: Job,
+    layout: Callable[[int], TensorParallelLayout],
+    *,
+    anywhere: bool = False,
 ) -> frozenset[CommunicatorKey]:
     """All communicators that one rank needs in a generation; every member of a communicator names it.
 
-    `layout(shards)`: how the model is cut over that many shards (`WorkerCore.layout`).
+    `layout(shards)`: how the model is cut over that many shards (`WorkerCore.layout`). `anywhere`: the workers may be on other
+    nodes than the part says.
     """
     assignment = part.assignment
     found = {CommunicatorKey(pair, "message") for pair in device_to_device_rank_pairs(part) if rank in pair}
@@ -60,7 +66,8 @@ def required_communicators(
                 rows = "all_to_all" in operations  # norms by rows, and rows that leave the stage, are gathered
                 gathers = last or rows or cut.divides_samples or "all_gather" in operations
                 gathers = gathers or not workers_add_subtrees(plan.stages[stage].runs)
-                gathers = gathers or gets_parts(plan, assignment.crossing, stage, role.replica, part.nodes)
+                nodes = None if anywhere else part.nodes
+                gathers = gathers or gets_parts(plan, assignment.crossing, stage, role.replica, nodes)
                 found |= set(_shards(plan, stage, role.replica, spec.sequence_parallel, gathers, rows))
     return frozenset(found)
 
@@ -68,7 +75,8 @@ def required_communicators(
 def count_communicators(spec: Job, graph: Graph, parts: Sequence[ProgramAssignment]) -> list[int]:
     """How many communicators each worker needs while a plan is carried out, without those that move state, by rank."""
     layout = cache(lambda shards: compute_shard_layout(graph, shards, dict(spec.styles), dict(spec.layout)))
-    return [len(required_communicators(AdoptPlanCommand(part, {}, 0), rank, spec, layout)) for rank, part in enumerate(parts)]
+    orders = (AdoptPlanCommand(part, {}, 0) for part in parts)
+    return [len(required_communicators(order, rank, spec, layout, anywhere=True)) for rank, order in enumerate(orders)]
 
 
 def nccl_environment(spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment]) -> dict[str, str]:

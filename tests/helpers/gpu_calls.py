@@ -103,6 +103,13 @@ def die_inside(state: State, index: int, operation: str) -> None:
     setattr(transport, operation, posted)
 
 
+def cut_everything(state: State, index: int) -> None:
+    """However small, what can be cut travels in parts between nodes."""
+    from raypar.plan import bundle_parts
+
+    bundle_parts.LEAST_BYTES_IN_PARTS = 1
+
+
 def fault(state: State, index: int, setting: Setting, value: int) -> None:
     """In this process's NCCL."""
     standin.load().standin_set(setting, value)

@@ -27,7 +27,7 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout as StyledLay
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.worker.layer_graph_of_job import make_layer_graph
-from raypar.worker.required_communicators import nccl_environment, required_communicators
+from raypar.worker.required_communicators import count_communicators, nccl_environment, required_communicators
 from raypar.worker.run_in_one_process import OneProcessRun
 
 pytestmark = pytest.mark.part(5)
@@ -150,6 +150,19 @@ def test_a_step_on_several_nodes_uses_exactly_the_communicators_of_its_plan(cell
     check(cell, bundle_parts.node_of_each_replica(cell.plan))
 
 
+def test_communicators_are_counted_for_nodes_that_are_not_known_yet():
+    """Blocks of NCCL's kernels follow from the number, before workers have nodes: it may not grow."""
+    cell = Cell("gpt", "1f1b", (1, 1, 1), (2, 2, 2), 2, dtype="float32")
+    with OneProcessRun(cell.job, cell.plan, cell.schedule, graph=cell.graph) as run:
+        parts, layout = [core.assignment for core in run.cores], run.cores[0].layout
+    counts = count_communicators(cell.job, cell.graph, parts)
+    for nodes in ((), (0,) * 6, (0, 0, 1, 1, 2, 2), (0, 0, 1, 1, 0, 0), (0, 1, 2, 2, 2, 2)):
+        orders = [AdoptPlanCommand(part, {}, 0, nodes=nodes) for part in parts]
+        needed = [len(required_communicators(order, rank, cell.job, layout)) for rank, order in enumerate(orders)]
+        assert all(need <= count for need, count in zip(needed, counts, strict=True)), nodes
+        assert (needed == counts) is (nodes[:4] == (0, 0, 1, 1)), nodes
+
+
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_a_step_by_rows_uses_exactly_the_communicators_of_its_plan(mesh):
     smaller = ["model.args={width: 4, depth: 2}", "batch_size=4", "microbatches=2"]
@@ -169,7 +182,7 @@ def test_blocks_of_nccls_kernels_are_few_unless_the_runs_one_plan_waits_for_sums
     with OneProcessRun(cell.job, cell.plan, cell.schedule, graph=cell.graph) as run:
         parts = [core.assignment for core in run.cores]
         most = max(
-            len(required_communicators(AdoptPlanCommand(part, {}, 0), rank, cell.job, core.layout))
+            len(required_communicators(AdoptPlanCommand(part, {}, 0), rank, cell.job, core.layout, anywhere=True))
             for rank, (part, core) in enumerate(zip(parts, run.cores, strict=True))
         )
     fixed = nccl_environment(cell.job, cell.graph, cell.plan, parts)

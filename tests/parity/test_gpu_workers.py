@@ -28,6 +28,7 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import make_model_outline
 from raypar.model.tensor_parallel.compute_shard_layout import make_model_outline_with_layouts
 from raypar.plan import MicrobatchRouting, ModelOutline, ParallelPlan
+from raypar.plan.bundle_parts import node_of_each_replica
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import AdoptPlanCommand, may_move_directly, moves_by_worker, plan_moves
 from raypar.schedule import registry
@@ -264,6 +265,43 @@ def test_a_rank_killed_inside_an_all_reduce_of_shards_costs_no_bit(workers):
     ways, seconds = run.recover([0, 1], plan(1))
     assert not ways and seconds < LIMIT_S
     run.check()
+
+
+class RunOnNodes(RunOnShards):
+    """Of two replicas of two shards and one whole stage behind them, each on a node of its own."""
+
+    plans = tuple(ParallelPlan.of(replicas, shards=(2, 1), layers=DEPTH + 2) for replicas in ((2, 1), (1, 1)))
+    cell = replace(CELL, schedule="gpipe", replicas=(1, 1), shards=(2, 1))
+    want = property(lambda self: one_process(self.cell, self.plan.shards_by_layer))
+
+    def parts(self, plan, members, stands=None):
+        parts, ways = super().parts(plan, members, stands)
+        return {w: replace(part, nodes=node_of_each_replica(plan)) for w, part in parts.items()}, ways
+
+    def wanted(self, rank, name):
+        role = self.plan.roles[rank][0]
+        return self.want.parameters[name, self.plan.stages[role.grid].shards, role.shard][0]
+
+
+@pytest.mark.ci
+def test_a_rank_killed_inside_a_gather_of_what_came_in_parts_costs_no_bit():
+    """The layers of the first stage gather nothing else."""
+    group = Workers(5)
+    try:
+        group.each(gpu_calls.cut_everything)
+        run = RunOnNodes(group, RunOnNodes.plans[0])
+        run.step(), run.step()
+        group.each(gpu_calls.die_inside, "all_gather", on=[3])
+        for worker in run.members:
+            group.workers[worker].call(gpu_calls.call, worker, "step", step_call(run))
+        failed = [group.workers[worker].result() for worker in (0, 1, 2, 4)]
+        assert all(answer[0] == "aborted" for answer in failed), failed
+        group.replace(3)
+        _, seconds = run.recover([0, 1, 4], RunOnNodes.plans[1])
+        assert seconds < LIMIT_S
+        run.check()
+    finally:
+        group.end()
 
 
 def plan_on_shards(*replicas):
