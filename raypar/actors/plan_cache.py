@@ -104,8 +104,9 @@ class PlanCache:
         shards = next(n for n in reachable_shard_counts(self.request.plan) if most % n == 0 and n <= max(1, workers))
         batching, recompute = self.request.batching, self.request.plan.recompute
         try:
-            zero = max(self.request.plan.zero_levels)
-            choice = search_plans(profile, workers, batching, shards, recompute, self.request.job.virtual_shards, zero)
+            zero, virtual = max(self.request.plan.zero_levels), self.request.job.virtual_shards
+            holders = self.request.plan.zero_holders
+            choice = search_plans(profile, workers, batching, shards, recompute, virtual, zero, holders)
         except PlanError as error:
             return error
         self.schedules.setdefault(choice.plan, choice.schedule)

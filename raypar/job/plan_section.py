@@ -145,6 +145,10 @@ class PlanConfig(Section):
     """ZeRO: which state the replicas of a stage divide. 0: each has everything. 1: each has a part of the optimizer's state
     (and of float32 masters), steps it, and gets the other parameters from their owners. One number, or a list with one per
     stage. Results do not depend on it."""
+    zero_holders: Annotated[Literal[1, 2], CLIENT] = 1
+    """How many replicas hold, and step, each part of the state that replicas divide (`zero`). 1: if its only holder dies, all
+    go back to the mirror's last copy. 2: the other one goes on, as without `zero`, for twice the memory of each part; with
+    two replicas each holds everything. Results do not depend on it."""
     recompute: Annotated[Any, BeforeValidator(_recompute_policy), CLIENT] = "none"
     """Activation checkpointing: layers whose activations are dropped after the forward and computed again for the backward, for
     less memory and more time, with the same results. `none`, `full`, or a list of patterns of layer names."""
@@ -213,6 +217,11 @@ class PlanConfig(Section):
     def _fits(self) -> PlanConfig:
         from raypar.schedule.registry import resolve_chunks_per_worker
 
+        if self.zero_holders > 1 and not any(self.zero if isinstance(self.zero, tuple) else (self.zero,)):
+            raise PlanError(
+                f"plan.zero_holders is {self.zero_holders}, and plan.zero is 0: each replica holds all state of its stage",
+                cure="set plan.zero: 1, or leave plan.zero_holders out",
+            )
         if self.placements:
             self._check_placements()
             return self
@@ -283,6 +292,7 @@ class PlanConfig(Section):
 
         levels = plan.zero_levels
         more.setdefault("zero", levels[0] if len(set(levels)) == 1 else levels)
+        more.setdefault("zero_holders", plan.zero_holders if any(levels) else 1)
         if not plan.one_role_each or (find_schedule(schedule).takes_any_plan and not _is_said_by_counts(plan, schedule)):
             check_plan_fits(schedule, plan)
             made = cls(schedule=schedule, **more)
@@ -321,7 +331,9 @@ class PlanConfig(Section):
                 raise PlanError(
                     "plan.placements name layers, and only their number is known", cure="give the names of the layers"
                 )
-            return plan_of_placements([each.to_placement() for each in self.placements], layers).with_zero(self.zero)
+            return plan_of_placements([each.to_placement() for each in self.placements], layers).with_zero(
+                self.zero, self.zero_holders
+            )
         layers = layers if isinstance(layers, int) else len(layers)
         if self._parallel_plan is not None:
             if self._parallel_plan.stages[-1].last != layers:
@@ -337,4 +349,4 @@ class PlanConfig(Section):
             chunks=resolve_chunks_per_worker(self.schedule, self.chunks),
             placement=placement_of_schedule(self.schedule),
             cuts=self.cuts,
-        ).with_zero(self.zero)
+        ).with_zero(self.zero, self.zero_holders)

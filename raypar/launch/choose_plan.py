@@ -132,8 +132,13 @@ def choose_plan(
 
 def lines_about_zero(plan: ParallelPlan, spec: Job) -> tuple[str, ...]:
     """A line for a plan whose ZeRO stage has nothing to divide, or whose parts of state have no second copy; none otherwise."""
-    level = max(plan.zero_levels)
-    if plan.most_zero and spec.elastic is not None and spec.elastic.mirror == "off":
+    level, holders = max(plan.zero_levels), plan.zero_holders
+    if level and holders > 1 and any(1 < stage.replicas <= holders for stage in plan.stages if stage.zero):
+        return (
+            f"plan.zero_holders is {holders}, and a stage has {holders} replicas: each holds everything, and nothing is saved "
+            f"(of {holders + 1} replicas each would hold {holders} parts of {holders + 1})",
+        )
+    if plan.most_zero and holders == 1 and spec.elastic is not None and spec.elastic.mirror == "off":
         return (
             f"plan.zero is {level}, and elastic.mirror is off: each replica's part of the state has no other copy, so the loss "
             "of any worker takes all back to the last checkpoint",

@@ -145,31 +145,43 @@ class Ownership:
         return self._level(self.plan.stages_of_grid[grid][0]) >= SHARED_OUT_FROM[kind]
 
     def _level(self, stage: int) -> int:
-        """A stage's ZeRO stage; 0 for one replica, which has nobody to divide with."""
+        """A stage's ZeRO stage; 0 where each replica holds everything."""
+        return self.plan.stages[stage].zero_in_effect
+
+    def _owners_held_by(self, stage: int, replica: int) -> list[int]:
+        """The owners whose parts a replica of a stage holds: itself, and with several holders those before it."""
         place = self.plan.stages[stage]
-        return place.zero if place.replicas > 1 else 0
+        return [(replica - before) % place.replicas for before in range(place.zero_holders)]
 
     def _divided(self, grid: int, shard: int, replica: int, kind: StateKind) -> Iterator[tuple[str, IndexRanges]]:
         """(parameter, elements) of a kind of state that replicas divide, of one of them."""
         for frozen in (False, True) if kind == "parameter" else (False,):
             tensors, shares = self._share(grid, shard, frozen=frozen)
-            for index, start, stop in shares.runs_of_owner(replica):
-                yield tensors[index].name, indices_at_positions(tensors[index].spans, start, stop)
+            for owner in self._owners_held_by(self.plan.stages_of_grid[grid][0], replica):
+                for index, start, stop in shares.runs_of_owner(owner):
+                    yield tensors[index].name, indices_at_positions(tensors[index].spans, start, stop)
 
     def divides(self, stage: int, kind: StateKind) -> bool:
         """Whether the replicas of a stage divide a kind of state."""
         return self._level(stage) >= SHARED_OUT_FROM[kind]
 
     def runs(self, stage: int, number: int, replica: int) -> tuple[OwnedRun, ...]:
-        """The runs of trained parameters that one replica of a virtual shard of a stage owns where replicas divide state, in
-        layer order; none of empty parameters."""
+        """The runs of trained parameters that one replica of a virtual shard of a stage holds where replicas divide state, in
+        layer order; none of empty parameters. Each owner's run is one by itself, so that all its holders have the same."""
+        return self._runs(stage, number, self._owners_held_by(stage, replica))
+
+    def owned_runs(self, stage: int, number: int, replica: int) -> tuple[OwnedRun, ...]:
+        """Those of `runs` that the replica owns: it alone sends them to others, counts them in the norm and writes them."""
+        return self._runs(stage, number, [replica])
+
+    def _runs(self, stage: int, number: int, owners: Sequence[int]) -> tuple[OwnedRun, ...]:
         place, grid = self.plan.stages[stage], self.plan.grid_of_stage[stage]
         shard = next(index for index, run in enumerate(place.runs) if number in run)
         tensors, shares = self._share(grid, shard, frozen=False)
         here = self._tensors_of_stage(stage)
         return tuple(
             OwnedRun(tensors[index].name, start, stop)
-            for index, start, stop in shares.runs_of_owner(replica)
+            for index, start, stop in sorted(run for owner in owners for run in shares.runs_of_owner(owner))
             if tensors[index].name in here and tensors[index].number in (None, number)
         )
 

@@ -48,10 +48,18 @@ class StagePlan:
     zero: int = 0
     """The ZeRO stage, 0 to 3: which kinds of state the replicas divide (`plan.ownership.SHARED_OUT_FROM`). One replica has
     everything, whatever it is. Results do not depend on it."""
+    zero_holders: int = 1
+    """How many replicas hold each part of the state that replicas divide: its owner, and those whose numbers follow. Where
+    there are no more replicas than that, each has everything."""
 
     def __post_init__(self) -> None:
         if self.division and set(self.division) == {1}:
             object.__setattr__(self, "division", ())
+
+    @property
+    def zero_in_effect(self) -> int:
+        """The ZeRO stage by which the replicas divide anything; 0 if each holds everything anyway."""
+        return self.zero if self.replicas > self.zero_holders else 0
 
     @property
     def replicas(self) -> int:
@@ -95,6 +103,8 @@ class StagePlan:
             )
         if type(self.zero) is not int or not 0 <= self.zero <= 3:
             raise PlanError(f"{name}: there is no ZeRO stage {self.zero!r}", cure="use 0, 1, 2 or 3")
+        if self.zero_holders not in (1, 2):
+            raise PlanError(f"{name} has {self.zero_holders!r} holders of divided state", cure="use 1 or 2")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -135,7 +145,12 @@ class ParallelPlan:
             stage.check(f"stage {index}")
             before = stage.last
         for stages in self.stages_of_grid:
-            of_grid = {"shares of the blocks": "share", "divisions of virtual shards": "division", "ZeRO stages": "zero"}
+            of_grid = {
+                "shares of the blocks": "share",
+                "divisions of virtual shards": "division",
+                "ZeRO stages": "zero",
+                "holders of state": "zero_holders",
+            }
             for what, given in of_grid.items():
                 unlike = sorted({getattr(self.stages[stage], given) for stage in stages})
                 if len(unlike) > 1:
@@ -242,14 +257,18 @@ class ParallelPlan:
         stages = zip(self.stages, self.grid_of_stage, strict=True)
         return replace(self, stages=tuple(replace(s, share=shares.get(grid, s.share)) for s, grid in stages))
 
-    def with_zero(self, levels: int | Sequence[int]) -> ParallelPlan:
+    def with_zero(self, levels: int | Sequence[int], holders: int | None = None) -> ParallelPlan:
         """The same plan with these ZeRO stages: one for all stages of the model, or one for each grid of workers (in a
-        pipeline: for each position). For another number of grids the highest of them counts."""
+        pipeline: for each position). For another number of grids the highest of them counts. `holders`: how many replicas hold
+        each part of the state; None: as many as now."""
         each = [levels] * len(self.grids) if isinstance(levels, int) else list(levels)
         if len(each) != len(self.grids):
             each = [max(each, default=0)] * len(self.grids)
-        stages = zip(self.stages, self.grid_of_stage, strict=True)
-        return replace(self, stages=tuple(replace(stage, zero=each[grid]) for stage, grid in stages))
+        stages = tuple(
+            replace(stage, zero=each[grid], zero_holders=holders or stage.zero_holders)
+            for stage, grid in zip(self.stages, self.grid_of_stage, strict=True)
+        )
+        return replace(self, stages=stages)
 
     @property
     def zero_levels(self) -> tuple[int, ...]:
@@ -258,7 +277,7 @@ class ParallelPlan:
 
     def divides_state(self, stage: int) -> bool:
         """Whether the replicas of a stage divide some state, so that parameters have to be gathered."""
-        return self.stages[stage].zero > 0 and self.stages[stage].replicas > 1
+        return self.stages[stage].zero_in_effect > 0
 
     def reduces_to_owners(self, stage: int) -> bool:
         """Whether the replicas of a stage reduce gradients to the owners of runs alone, but those of tied parameters of several
@@ -267,8 +286,13 @@ class ParallelPlan:
 
     @property
     def most_zero(self) -> int:
-        """The highest ZeRO stage by which replicas divide anything; 0 where no stage has replicas."""
-        return max(stage.zero if stage.replicas > 1 else 0 for stage in self.stages)
+        """The highest ZeRO stage by which replicas divide anything; 0 where each holds everything."""
+        return max(stage.zero_in_effect for stage in self.stages)
+
+    @property
+    def zero_holders(self) -> int:
+        """How many replicas hold each part of the state that replicas divide, at most."""
+        return max(stage.zero_holders for stage in self.stages)
 
     def with_virtual_shards(self, count: int) -> ParallelPlan:
         """The same plan with layers that are cut into `count` virtual shards, which shards divide evenly unless they divide as
@@ -435,6 +459,7 @@ class ParallelPlan:
             text += f", shares of blocks: {', '.join(uneven)}"
         if self.most_zero:
             text += f", ZeRO {'/'.join(map(str, dict.fromkeys(self.zero_levels)))}"
+            text += f", {self.zero_holders} holders" * (self.zero_holders > 1)
         divided = sorted(stage.virtual_shards for stage in self.stages if stage.division)
         return f"{text}, {'/'.join(map(str, dict.fromkeys(divided)))} virtual shards" if divided else text
 

@@ -52,7 +52,13 @@ class StateBytes:
         key = (
             kind,
             *(
-                (s.first, s.last, s.virtual_shards, s.run_of(role.shard), (role.replica, s.replicas) if shared else ())
+                (
+                    s.first,
+                    s.last,
+                    s.virtual_shards,
+                    s.run_of(role.shard),
+                    *((role.replica, s.replicas, s.zero_holders) if shared else ()),
+                )
                 for s, role, shared in places
             ),
         )

@@ -81,9 +81,11 @@ def enumerate_candidates(
     recompute: Collection[int] = (),
     virtual_shards: int = 0,
     zero: int = 0,
+    zero_holders: int = 1,
 ) -> Iterator[PlanCandidate]:
     """Every uniform plan on at most `workers` workers in which each worker has work. `shards`: how many each stage has; 0: any
-    divisor of `virtual_shards`, the job's, which is 0 where none are given. `zero`: the ZeRO stage of all.
+    divisor of `virtual_shards`, the job's, which is 0 where none are given. `zero`: the ZeRO stage of all, `zero_holders`: how
+    many replicas hold each part of what they divide.
 
     So there are no more replicas than blocks or microbatches, no more stages than layers, or than
     the optimizer allows. Layers are cut so that the slowest stage is as fast as possible.
@@ -91,7 +93,7 @@ def enumerate_candidates(
     if not shards:
         counts = [count for count in range(1, min(workers, virtual_shards) + 1) if virtual_shards % count == 0]
         for count in counts:
-            yield from enumerate_candidates(profile, workers, cut, count, recompute, virtual_shards, zero)
+            yield from enumerate_candidates(profile, workers, cut, count, recompute, virtual_shards, zero, zero_holders)
         return
     layers, seats = len(profile.layers), workers // shards
     for stages in range(1, min(seats, layers, profile.most_stages or layers) + 1):
@@ -100,7 +102,7 @@ def enumerate_candidates(
                 for chunks in SCHEDULES[schedule]:
                     if stages * chunks <= layers:
                         made = _candidate(profile, replicas, stages, shards, schedule, chunks, cut, recompute)
-                        made = replace(made, plan=made.plan.with_zero(zero)) if zero else made
+                        made = replace(made, plan=made.plan.with_zero(zero, zero_holders)) if zero else made
                         yield replace(made, plan=made.plan.with_virtual_shards(virtual_shards)) if virtual_shards else made
 
 

@@ -136,7 +136,7 @@ def _other_changes_that_fit(
     for stages in range(len(plan.grids) + 1, layers + 1):
         cuts = balanced_cuts(profile.work_sums(plan.recompute), stages)
         deeper = ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=layers, cuts=cuts, recompute=plan.recompute)
-        deeper = deeper.with_zero(max(plan.zero_levels))
+        deeper = deeper.with_zero(max(plan.zero_levels), plan.zero_holders)
         most = _largest_worker_bytes(profile, deeper, "1f1b", microbatches)
         if most is not None and most < limit:
             yield f"plan.stages={stages} under 1f1b{beside} ({format_mib(most)} a worker)"

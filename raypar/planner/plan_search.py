@@ -77,6 +77,7 @@ def search_plans(
     recompute: Collection[int] = (),
     virtual_shards: int = 0,
     zero: int = 0,
+    zero_holders: int = 1,
 ) -> PlanChoice:
     """The best uniform plan on at most `workers` workers. Raises `PlanError` when none fits into memory.
 
@@ -90,7 +91,7 @@ def search_plans(
     simulated: list[EvaluatedCandidate] = []
     ruled_out: list[EvaluatedCandidate] = []
     best_ms = float("inf")
-    candidates = enumerate_candidates(profile, workers, microbatches, shards, recompute, virtual_shards, zero)
+    candidates = enumerate_candidates(profile, workers, microbatches, shards, recompute, virtual_shards, zero, zero_holders)
     for candidate in sorted(candidates, key=lambda c: c.bound_ms):
         if candidate.bound_ms > (1 + ABOUT_AS_FAST) * best_ms and not candidate.is_yardstick:
             reason = f"its busiest worker computes {candidate.bound_ms:.4g} ms at least"

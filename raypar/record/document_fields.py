@@ -46,6 +46,8 @@ class StageFacts(TypedDict, total=False):
     """Virtual shards of each shard; empty: each is one. Absent in files of older releases."""
     zero: int
     """ZeRO stage. Absent in files of older releases."""
+    zero_holders: int
+    """How many replicas hold each part of divided state. Absent in files of older releases."""
 
 
 class LayerFacts(TypedDict, total=False):

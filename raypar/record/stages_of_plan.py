@@ -26,6 +26,7 @@ def stages_as_data(plan: ParallelPlan) -> list[dict[str, int | list[int] | list[
             "share": list(stage.share),
             "division": list(stage.division),
             "zero": stage.zero,
+            "zero_holders": stage.zero_holders,
         }
         for stage, grid in zip(plan.stages, plan.grid_of_stage, strict=True)
     ]
@@ -48,7 +49,8 @@ def plan_of_stages(stages: Sequence[StageFacts]) -> ParallelPlan | None:
 
 def _stage(stage: StageFacts, otherwise: WorkerGrid) -> StagePlan:
     share, division = tuple(stage.get("share", ())), tuple(stage.get("division", ()))
-    return StagePlan(stage["first"], stage["last"], _grid(stage, otherwise), share, division, stage.get("zero", 0))
+    zero, holders = stage.get("zero", 0), stage.get("zero_holders", 1)
+    return StagePlan(stage["first"], stage["last"], _grid(stage, otherwise), share, division, zero, holders)
 
 
 def _grid(stage: StageFacts, otherwise: WorkerGrid) -> WorkerGrid:

@@ -25,6 +25,7 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Communication
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.worker.stage.stage_in_virtual_shards import reduction_channel
+from raypar.worker.step.parameter_gather import gather_operation
 from raypar.worker.step.tied_gradients import tied_gradient_transfers
 
 
@@ -56,8 +57,11 @@ def required_communicators(
                 channel, routing = reduction_channel(plan, stage, number), MicrobatchRouting(plan, spec.batching)
                 whole = not plan.reduces_to_owners(stage) or any(stage in tie.stages for tie in assignment.crossing.ties)
                 found |= set(_reduction(routing, stage, role.shard, channel, fast=fast, whole=whole))
-                if stage in assignment.crossing.exchanges_buffers or plan.divides_state(stage):
-                    found.add(CommunicatorKey(plan.replica_ranks(stage, role.shard), "all_gather", channel))
+                replicas, gather = plan.replica_ranks(stage, role.shard), gather_operation(plan.stages[stage])
+                if stage in assignment.crossing.exchanges_buffers:
+                    found.add(CommunicatorKey(replicas, "all_gather", channel))
+                if plan.divides_state(stage):
+                    found.add(CommunicatorKey(replicas, gather, channel))
             if shards > 1:
                 # A loss on cut logits gathers. So do layers of the gathered style; every stage is assumed to have one.
                 last = plan.stages[stage].last == max(other.last for other in plan.stages)

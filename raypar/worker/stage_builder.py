@@ -477,7 +477,8 @@ class StageBuilder:
         for (index, number), stage in stages.items():
             if not self.ownership.divides(index, "optimizer"):
                 continue
-            runs = [self.ownership.runs(index, number, replica) for replica in range(plan.stages[index].replicas)]
+            place = plan.stages[index]
+            runs = [self.ownership.owned_runs(index, number, replica) for replica in range(place.replicas)]
             runs = [tuple(run for run in of_replica if run.name in stage.parameters) for of_replica in runs]
             tensors = {run.name: stage.weights.computed_with(run.name) for of_replica in runs for run in of_replica}
             found[index, number] = StageGather(
@@ -485,6 +486,7 @@ class StageBuilder:
                 plan.replica_ranks(index, plan.role_in(rank, index).shard),
                 reduction_channel(plan, index, number),
                 gather_rounds(tensors, runs),
+                place.zero_holders,
             )
         return ParameterGather(found)
 

@@ -43,26 +43,30 @@ def parameters_are_divided() -> Iterator[None]:
         yield
 
 
-def ends(faults: list[list[Fault]], plan: ParallelPlan, **policy: object) -> Counter[str]:
-    """Run each; how they began again: from live state, from the mirror, from a checkpoint or the beginning."""
-    work = replace(membership.job(TANGLED, STEPS), mirror_every=1)
+def ends(faults: list[list[Fault]], plan: ParallelPlan, holders: int = 1, **policy: object) -> Counter[str]:
+    """Run each; how they began again: from live state, from the mirror, from a checkpoint or the beginning; `again`:
+    after a step was done. With two holders there is no mirror."""
+    work = replace(membership.job(TANGLED, STEPS), mirror_every=int(holders == 1))
     reference = undisturbed(TANGLED, STEPS)
     found: Counter[str] = Counter()
     for case in faults:
-        world, end = simulate(work, plan.with_zero(1), case, **QUICK | policy)
+        world, end = simulate(work, plan.with_zero(1, holders), case, **QUICK | policy)
         assert world.over.end == "done", world.tell(f"{case}: {world.over.why}")
         assert end == reference, world.tell(f"{case}: other bits")
         adopted = [line for line in world.story if "AdoptPlan(" in line]
         for way in ("from_mirror=True", "from_checkpoint=True"):
             found[way] += sum(way in line for line in adopted)
+        first = next((at for at, line in enumerate(world.story) if "EmitStep(" in line), len(world.story))
+        back = [line for line in world.story[first:] if "from_mirror=True" in line or "from_checkpoint=True" in line]
+        found["again"] += len(back)
         found["late"] += any("ApplyKeptGradients(" in line for line in world.story)
     return found
 
 
-def kills(plan: ParallelPlan, every: int, first: int = 0) -> list[list[Fault]]:
+def kills(plan: ParallelPlan, every: int, first: int = 0, holders: int = 1) -> list[list[Fault]]:
     """A kill at every so many places of a quiet run."""
-    work = replace(membership.job(TANGLED, STEPS), mirror_every=1)
-    plain, found = simulate(work, plan.with_zero(1), **QUICK)
+    work = replace(membership.job(TANGLED, STEPS), mirror_every=int(holders == 1))
+    plain, found = simulate(work, plan.with_zero(1, holders), **QUICK)
     assert found == undisturbed(TANGLED, STEPS), "the level changes no bit"
     return [[fault] for fault in single_faults(plain, ["kill"])[first::every]]
 
@@ -79,6 +83,27 @@ def test_kills_leave_the_bits(name):
 def test_a_kill_at_any_message_and_instruction_leaves_the_bits(name):
     found = ends(kills(PLANS[name], 1), PLANS[name])
     assert found["from_mirror=True"] > 0 and found["late"] > 0
+
+
+HELD_TWICE = {
+    "three replicas": ParallelPlan.mesh(dp=3, layers=LAYERS),
+    "two stages": ParallelPlan.of([3, 4], layers=LAYERS),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.ci if n == "two stages" else ()) for n in HELD_TWICE])
+def test_with_two_holders_a_kill_runs_nothing_twice(name):
+    plan = HELD_TWICE[name]
+    found = ends(kills(plan, 97, holders=2), plan, holders=2)
+    assert not found["again"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", HELD_TWICE)
+def test_with_two_holders_a_kill_at_any_message_and_instruction_runs_nothing_twice(name):
+    plan = HELD_TWICE[name]
+    found = ends(kills(plan, 1, holders=2), plan, holders=2)
+    assert not found["again"] and found["late"] > 0
 
 
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 60), marks=pytest.mark.full)])

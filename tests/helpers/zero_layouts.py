@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -57,7 +58,7 @@ Read = Callable[[WorkerCore, ShardOfStage, OwnedParameter], Tensor | None]
 
 def put_together(run: OneProcessRun, read: Read) -> dict[tuple[int, int, str], list[Tensor | None]]:
     """(stage, virtual shard, parameter) -> what is read of its owners' runs, as a tensor of its shape; every copy of what no
-    replicas divide. None where no owner has anything. Every element has one owner."""
+    replicas divide. None where no owner has anything. Every element has one owner, and other holders have the same."""
     parts: dict[tuple[int, int, str, int], list[tuple[OwnedParameter, Tensor | None]]] = {}
     shapes: dict[tuple[int, int, str], torch.Size] = {}
     for core in run.cores:
@@ -72,6 +73,10 @@ def put_together(run: OneProcessRun, read: Read) -> dict[tuple[int, int, str], l
         key = (place[0], place[1], place[2])
         runs.sort(key=lambda run: run[0].run or (0, 0))
         size, before = shapes[key].numel(), 0
+        alike = [list(of) for _, of in itertools.groupby(runs, key=lambda run: run[0].run)]
+        for (each, value), *others in alike:
+            assert all(same is value is None or torch.equal(value, same) for _, same in others), f"{key}: holders of {each.key}"
+        runs = [of[0] for of in alike]
         for each, _ in runs:
             start, stop = each.run or (0, size)
             assert start == before, f"{key}: a gap or an overlap at {start}"
@@ -111,11 +116,13 @@ def by_name(found: dict[tuple[int, int, str], list[Any]]) -> dict[str, list[Any]
     return named
 
 
-def check_zero(layout: Layout, level: int, plan: ParallelPlan | None = None, later: Any = None, order_seed: int = 0) -> int:
+def check_zero(
+    layout: Layout, level: int, plan: ParallelPlan | None = None, later: Any = None, order_seed: int = 0, holders: int = 1
+) -> int:
     """Run a layout in one process: loss, norm, gradients, parameters, state and buffers must be those of the reference. Returns
     how many runs are parts of parameters."""
     want = expected(layout.model, layout.microbatches, layout.blocks, layout.compute)
-    plan = (plan or layout.plan).with_zero(level)
+    plan = (plan or layout.plan).with_zero(level, holders)
     with (
         small_pieces(),
         OneProcessRun(layout.job, plan, layout.schedule, graph=layout.graph, seed=order_seed) as run,

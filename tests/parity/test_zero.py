@@ -66,6 +66,26 @@ def test_each_shard_is_divided_by_itself(cell, level):
     check_cell(cell, cell.plan.with_zero(level))
 
 
+HELD_TWICE = [
+    Layout("tangled", "1f1b", (2, 3), 5),
+    Layout("tangled", "1f1b", (4,), 4, compute="bf16 parameters"),
+    *(cell for cell in CELLS if max(cell.replicas) > 2),
+]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("layout", some(HELD_TWICE[:1], HELD_TWICE[1:]), ids=str)
+def test_two_replicas_hold_and_step_each_part(layout, level):
+    assert check_zero(layout, level, holders=2)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("cell", [Cell("llama", "1f1b", (3, 1), (2, 2), 5), Cell("gpt", "1f1b", (1, 4), (1, 2), 4)], ids=str)
+def test_two_replicas_hold_each_part_of_a_shard(cell, level):
+    check_cell(cell, cell.plan.with_zero(level, 2))
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("runs", [(4,), (2, 2), (1, 3)], ids=str)
@@ -138,6 +158,25 @@ def test_owners_alone_hold_state_and_masters_as_many_bytes_as_ownership_says(com
         assert max(elements.values()) - min(elements.values()) <= PIECE
 
 
+def test_with_two_holders_each_replica_sends_and_keeps_twice_its_part_and_gathers_less():
+    """Gradients go to both holders of a part; parameters to the replicas that do not hold it."""
+    layout = Layout("tangled", "1f1b", (4,), 8, blocks=8)
+    with small_pieces(), OneProcessRun(layout.job, layout.plan.with_zero(1, 2), "1f1b", graph=layout.graph) as run:
+        gathered = []
+        for core in run.cores:
+            stages = core.step_commit.gather.stages.values()
+            views = [view for stage in stages for each in stage.rounds for view in each.views[core.rank]]
+            gathered.append(sum(view.nbytes for view in views))
+            held = sum(each.parameter.nbytes for each in core.step_commit.owned[0, 0])
+            assert held == 4 * core.ownership.elements(core.rank, "optimizer")
+        run.step(0)
+        before = [core.transport.ledger.sent["all_to_all"] for core in run.cores]
+        run.step(1)
+        sent = [core.transport.ledger.sent["all_to_all"] - was for core, was in zip(run.cores, before, strict=True)]
+    whole, padding = sum(gathered), 4 * 64 * len(layout.graph.layers) * 8
+    assert all(abs(one - (2 * 3 / 4 * whole + 2 * own)) <= padding for one, own in zip(sent, gathered, strict=True)), sent
+
+
 def test_the_bytes_of_a_step_are_those_of_level_0():
     """Each replica's gradients go to their owners, and owners' parameters to all: n - 1 parts of n, twice."""
     layout = Layout("tangled", "1f1b", (3,), 6, blocks=6)
@@ -171,7 +210,8 @@ def save(run: OneProcessRun, root: Path, done: int) -> Path:
 
 PLANS = [((3,), 0), ((3,), 1), ((2, 2), 1), ((1, 3), 1), ((2,), 0), ((1,), 0)]
 PAIRS = [(before, after) for before in PLANS for after in PLANS if before[1] or after[1]]
-MARKS = {1: (), 9: (pytest.mark.ci,)}
+PAIRS += [(((3,), 1, 2), ((2, 2), 1)), (((1, 3), 1), ((4,), 1, 2)), (((3,), 1, 2), ((2,), 1, 2))]
+MARKS = {1: (), 9: (pytest.mark.ci,), len(PAIRS) - 2: (pytest.mark.ci,)}
 """Pairs that other suites than the full one run."""
 
 
@@ -186,13 +226,13 @@ def test_a_checkpoint_of_any_level_resumes_under_any_other(before, after, comput
     layers, want = len(layout.graph.layers), expected("tangled", 5, 0, compute)
     with small_pieces():
         with OneProcessRun(
-            layout.job, ParallelPlan.of(before[0], layers=layers).with_zero(before[1]), "1f1b", graph=layout.graph
+            layout.job, ParallelPlan.of(before[0], layers=layers).with_zero(*before[1:]), "1f1b", graph=layout.graph
         ) as run:
             run.step(0), run.step(1)
             path = save(run, tmp_path, 2)
         checkpoint_files.verify_checkpoint(path)
         with OneProcessRun(
-            layout.job, ParallelPlan.of(after[0], layers=layers).with_zero(after[1]), "1f1b", graph=layout.graph
+            layout.job, ParallelPlan.of(after[0], layers=layers).with_zero(*after[1:]), "1f1b", graph=layout.graph
         ) as run:
             for core in run.cores:
                 core.load(path)
@@ -250,6 +290,7 @@ def test_weights_alone_are_saved_from_owners_too(tmp_path: Path):
 PATHS = {
     "levels": [((2,), 0), ((2,), 1), ((3,), 1), ((1, 2), 1), ((2, 2), 0), ((2, 2), 1), ((1,), 1)],
     "replicas": [((3,), 1), ((2,), 1), ((4,), 1), ((1,), 1), ((5,), 1)],
+    "holders": [((3,), 1, 2), ((4,), 1, 2), ((2,), 1, 2), ((3,), 1, 1), ((5,), 1, 2)],
     "stages": [((1, 1), 1), ((2, 2), 1), ((3, 1), 1), ((1, 2, 1), 1), ((2,), 1)],
 }
 
@@ -261,8 +302,8 @@ def test_plans_follow_each_other_and_only_owners_state_moves(name, compute, tmp_
     job, want = torch_flesh.TorchJob(layout.job, layout.graph), expected("tangled", 5, 0, compute)
     with small_pieces():
         live = Generations(job)
-        for done, (replicas, level) in enumerate(PATHS[name][: STEPS - 1]):
-            plan = ParallelPlan.of(replicas, layers=len(layout.graph.layers)).with_zero(level)
+        for done, (replicas, *level) in enumerate(PATHS[name][: STEPS - 1]):
+            plan = ParallelPlan.of(replicas, layers=len(layout.graph.layers)).with_zero(*level)
             first = done % 2 if name == "stages" else 0
             live.adopt(plan, list(range(first, first + plan.world)), done)
             live.step(done)

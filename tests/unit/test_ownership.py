@@ -95,16 +95,17 @@ def test_a_tie_counts_once_where_its_layers_are_together():
     assert Counter(p.name for p in Ownership(PLANS["V"], TIED).pieces(0, "parameter"))["0.embed"] == 1
 
 
+@pytest.mark.parametrize("holders", [1, 2])
 @pytest.mark.parametrize("zero, name", list(product(range(4), PLANS)))
-def test_replicas_together_keep_every_element_as_often_as_the_zero_stage_says(zero, name):
+def test_replicas_together_keep_every_element_as_often_as_the_zero_stage_says(zero, name, holders):
     plan, whole = PLANS[name], Ownership(PLANS[name], TIED)
-    keeps = Ownership(plan.with_zero(zero), TIED)
+    keeps = Ownership(plan.with_zero(zero, holders), TIED)
     for kind, shared_from in SHARED_OUT_FROM.items():
         for first in range(plan.world):
             group = [rank for rank in range(plan.world) if plan.compute_keys[rank] == plan.compute_keys[first]]
             together = [piece for rank in group for piece in keeps.pieces(rank, kind)]
             assert merge_pieces(together) == merge_pieces(whole.pieces(first, kind)), "nothing is missing"
-            copies = 1 if zero >= shared_from else len(group)
+            copies = min(holders, len(group)) if zero >= shared_from else len(group)
             assert sum(p.size for p in together) == copies * whole.elements(first, kind), kind
 
 
@@ -166,6 +167,25 @@ def test_each_virtual_shard_of_a_worker_is_divided_by_itself():
     assert keeps.runs(0, 0, 0) != keeps.runs(0, 1, 0)
     whole = [[run for run in keeps.runs(0, number, r) if run.name == "2.weight"] for number in range(2) for r in range(2)]
     assert whole[:2] == whole[2:], "what is not cut has one owner for all virtual shards"
+
+
+def test_the_replica_after_an_owner_holds_its_runs_too_as_runs_by_themselves():
+    plan = PLANS["3 replicas"].with_zero(1, 2)
+    keeps = Ownership(plan, TIED)
+    for replica in range(3):
+        own, before = (set(keeps.owned_runs(0, 0, r)) for r in (replica, (replica - 1) % 3))
+        assert set(keeps.runs(0, 0, replica)) == own | before and not own & before
+        lost = [piece for rank in range(3) if rank != replica for piece in keeps.held[rank]]
+        assert not subtract_pieces(keeps.held[replica], lost), "whoever dies, all of its state is elsewhere"
+
+
+def test_with_as_many_holders_as_replicas_nothing_is_divided():
+    plan = PLANS["3 and 2 replicas"].with_zero(1, 2)
+    assert [Ownership(plan, TIED).divides(stage, "optimizer") for stage in range(2)] == [True, False]
+    assert (plan.zero_levels, plan.most_zero, plan.zero_holders) == ((1, 1), 1, 2)
+    assert plan.with_replicas([2, 1]).most_zero == 0 and "ZeRO 1, 2 holders" in plan.describe()
+    with pytest.raises(PlanError, match="has 3 holders of divided state"):
+        plan.with_zero(1, 3)
 
 
 def test_there_are_three_stages_of_zero():
@@ -288,9 +308,10 @@ def written_pieces(keeps, rank):
     return [piece for names in keeps.checkpoint_pieces(rank).values() for pieces in names.values() for piece in pieces]
 
 
+@pytest.mark.parametrize("holders", [1, 2])
 @pytest.mark.parametrize("zero, name", list(product(range(4), PLANS)))
-def test_every_element_is_written_by_one_rank_that_holds_it(zero, name):
-    keeps = Ownership(PLANS[name].with_zero(zero), TIED)
+def test_every_element_is_written_by_one_rank_that_holds_it(zero, name, holders):
+    keeps = Ownership(PLANS[name].with_zero(zero, holders), TIED)
     written = [written_pieces(keeps, rank) for rank in range(PLANS[name].world)]
     everything = {name: size for layer in TIED.elements for name, size in layer.items()}
     assert merge_pieces(p for mine in written for p in mine) == tuple(sorted(Piece(n, 0, s) for n, s in everything.items()))

@@ -89,8 +89,9 @@ def test_it_is_written_down_with_the_stages():
     plan = ParallelPlan.of([3, 2], layers=4).with_zero([0, 1])
     assert plan_of_stages(stages_as_data(plan)) == plan
     assert plan.describe() == "2 stages x 3/2 replicas, ZeRO 0/1"
-    older = [{key: value for key, value in stage.items() if key != "zero"} for stage in stages_as_data(plan)]
+    older = [{key: value for key, value in stage.items() if "zero" not in key} for stage in stages_as_data(plan)]
     assert plan_of_stages(older) == plan.with_zero(0)
+    assert plan_of_stages(stages_as_data(plan.with_zero(1, 2))) == plan.with_zero(1, 2)
 
 
 def test_without_replicas_a_line_says_that_nothing_is_divided():
@@ -107,6 +108,48 @@ def test_without_a_mirror_a_line_says_what_the_loss_of_a_worker_costs():
     (line,) = lines_about_zero(divided, alone)
     assert line.startswith("plan.zero is 1, and elastic.mirror is off: each replica's part of the state has no other copy")
     assert not lines_about_zero(divided, mirrored) and not lines_about_zero(whole, alone)
+
+
+def test_two_holders_of_each_part_are_a_key_of_their_own():
+    plan = PlanConfig(stages=2, replicas=3, zero=1, zero_holders=2).to_plan(5)
+    assert (plan.zero_levels, plan.zero_holders, plan.most_zero) == ((1, 1), 2, 1)
+    made = PlanConfig.of_plan(plan, "1f1b")
+    assert made.zero_holders == 2 and made.to_plan(5) == plan
+    assert PlanConfig.of_plan(plan.with_zero(0), "1f1b").zero_holders == 1
+    placed = PlanConfig(placements=({"layers": ["*"], "workers": [[0], [1], [2]]},), zero=1, zero_holders=2)
+    assert placed.to_plan(["a", "b"]).zero_holders == 2
+    assert ParallelPlan.mesh(dp=4, layers=4).with_zero(1, 2).with_replicas([3]).zero_holders == 2
+
+
+@pytest.mark.parametrize("given", [0, 3, "2", 1.5])
+def test_one_or_two_replicas_hold_a_part(given):
+    with pytest.raises(ConfigError, match=r"zero_holders"):
+        PlanConfig(replicas=3, zero=1, zero_holders=given)
+
+
+def test_two_holders_of_state_that_nobody_divides_are_an_error():
+    for levels in (0, [0, 0]):
+        with pytest.raises(PlanError, match=r"plan.zero_holders is 2, and plan.zero is 0: each replica holds all") as error:
+            PlanConfig(stages=2, replicas=3, zero=levels, zero_holders=2)
+        assert "set plan.zero: 1" in error.value.cure
+
+
+def test_two_holders_of_two_replicas_save_nothing_and_a_line_says_so():
+    job = parse_job(JOB + "elastic: {mirror: off}\n")
+    (line,) = lines_about_zero(ParallelPlan.mesh(dp=2, layers=4).with_zero(1, 2), job)
+    assert line == (
+        "plan.zero_holders is 2, and a stage has 2 replicas: each holds everything, and nothing is saved (of 3 replicas each "
+        "would hold 2 parts of 3)"
+    )
+    assert not lines_about_zero(ParallelPlan.mesh(dp=3, layers=4).with_zero(1, 2), job), "no mirror is needed"
+    (line,) = lines_about_zero(ParallelPlan.mesh(pp=2, layers=4).with_zero(1, 2), job)
+    assert line == "plan.zero is 1, and no stage has replicas to divide state: each worker keeps all of its own"
+
+
+def test_the_sheet_has_both_copies_of_each_part():
+    plan = ParallelPlan.mesh(dp=4, layers=1)
+    sheets = [memory_sheets(PROFILE, plan.with_zero(1, n), "1f1b", Microbatches(4, 4))[0].state for n in (1, 2)]
+    assert sheets[1]["optimizer"] == 2 * sheets[0]["optimizer"] and sheets[1]["parameter"] == sheets[0]["parameter"]
 
 
 def test_an_optimizer_that_couples_parameters_is_refused():
@@ -142,11 +185,13 @@ def test_it_is_a_way_to_need_less_memory():
 
 
 def test_plans_for_other_numbers_of_workers_have_the_level():
-    choice = search_plans(PROFILE, 2, Microbatches(4, 4, 4), zero=1)
-    assert choice.plan.zero_levels == (1,) * len(choice.plan.grids)
+    choice = search_plans(PROFILE, 2, Microbatches(4, 4, 4), zero=1, zero_holders=2)
+    assert choice.plan.zero_levels == (1,) * len(choice.plan.grids) and choice.plan.zero_holders == 2
 
 
 def test_the_predicted_step_has_the_gather():
     plan = ParallelPlan.mesh(dp=4, layers=1)
     plain, divided = (simulation_costs(PROFILE, p, split=False).reduce_ms[0] for p in (plan, plan.with_zero(1)))
     assert divided == plain, "gradients go to their owners, and parameters come back"
+    twice = simulation_costs(PROFILE, plan.with_zero(1, 2), split=False).reduce_ms[0]
+    assert twice == pytest.approx(plain * (2 * 3 + 2) / (2 * 3)), "gradients to both holders, parameters to two replicas"

@@ -18,6 +18,7 @@ from torch import Tensor
 from raypar.comm.routine import Routine, RoutineWait, StreamWaits
 from raypar.comm.transport import Handle, Transport
 from raypar.plan.ownership import OwnedRun
+from raypar.plan.parallel_plan import StagePlan
 from raypar.torch_compat.multi_tensor import copy_all
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
 
@@ -31,7 +32,7 @@ WINDOW = 4
 
 @dataclass(frozen=True)
 class GatherRound:
-    """One all-gather over the replicas of a stage."""
+    """One message of each owner to the other replicas of a stage that do not hold what it owns."""
 
     views: tuple[tuple[Tensor, ...], ...]
     """By replica: the runs that it sends, flat, where they lie here."""
@@ -40,7 +41,7 @@ class GatherRound:
 
 
 def gather_rounds(tensors: Mapping[str, Tensor], runs: Sequence[Sequence[OwnedRun]]) -> list[GatherRound]:
-    """The all-gathers that bring all `runs` (by replica) of these tensors to everybody: large runs first, in place, tensor by
+    """The rounds that bring all `runs` (by replica) of these tensors to everybody: large runs first, in place, tensor by
     tensor; then small ones, packed, of one dtype each. The same on all replicas."""
     flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
     large: dict[str, list[list[Tensor]]] = {}
@@ -72,6 +73,11 @@ def _packed_rounds(runs: Sequence[tuple[int, Tensor]], replicas: int) -> list[Ga
     return found
 
 
+def gather_operation(place: StagePlan) -> str:
+    """The collective with which the replicas of a stage gather: who holds what another one owns, gets nothing."""
+    return "all_gather" if place.zero_holders == 1 else "all_to_all"
+
+
 @dataclass
 class StageGather:
     """The gather of one stage, or of one virtual shard of it."""
@@ -83,7 +89,9 @@ class StageGather:
     channel: int
     """That of the reduction of their gradients, whose all-gathers are over when these begin."""
     rounds: Sequence[GatherRound]
-    """The all-gathers, in the order in which all replicas post them."""
+    """The rounds, in the order in which all replicas post them."""
+    holders: int = 1
+    """How many replicas hold each run: its owner, who sends it, and those that follow, who do not need it."""
     _next: int = 0
     """The first round that is not posted."""
     _posted: deque[tuple[GatherRound, list[Tensor], Handle]] = field(default_factory=deque)
@@ -103,15 +111,28 @@ class StageGather:
                 return
             own = self.group.index(self.transport.rank)
             pieces = self._pieces(each, own)
-            handle = self.transport.all_gather(pieces, pieces[own], group=self.group, channel=self.channel)
+            handle = self._exchange(pieces, own)
             self._posted.append((each, pieces, handle))
             self._next += 1
 
+    def _exchange(self, pieces: list[Tensor], own: int) -> Handle:
+        if self.holders == 1:
+            return self.transport.all_gather(pieces, pieces[own], group=self.group, channel=self.channel)
+        nothing = pieces[own].new_empty(0)
+        sent = [nothing if self._holds(replica, own) else pieces[own] for replica in range(len(self.group))]
+        sent[own] = pieces[own]
+        return self.transport.all_to_all(pieces, sent, group=self.group, channel=self.channel)
+
+    def _holds(self, replica: int, owner: int) -> bool:
+        return (replica - owner) % len(self.group) < self.holders
+
     def _pieces(self, each: GatherRound, own: int) -> list[Tensor]:
         some = next(view for views in each.views for view in views)
+        needed = [owner == own or not self._holds(own, owner) for owner in range(len(self.group))]
         if not each.packed:
-            return [views[0] if views else some.new_empty(0) for views in each.views]
-        pieces = [some.new_empty(sum(view.numel() for view in views)) for views in each.views]
+            return [views[0] if views and need else some.new_empty(0) for views, need in zip(each.views, needed, strict=True)]
+        sizes = [sum(view.numel() for view in views) * need for views, need in zip(each.views, needed, strict=True)]
+        pieces = [some.new_empty(size) for size in sizes]
         _copy(_split(pieces[own], each.views[own]), each.views[own])
         return pieces
 
@@ -125,7 +146,7 @@ class StageGather:
             self._posted.popleft()
             if each.packed:
                 for rank, views, piece in zip(self.group, each.views, pieces, strict=True):
-                    if rank != self.transport.rank:
+                    if rank != self.transport.rank and piece.numel():
                         _copy(views, _split(piece, views))
             self._post()
 

@@ -180,6 +180,8 @@ class StepCommit:
     """Exchanges with other replicas what forward has written into buffers."""
     _counted: dict[int, tuple[str, ...]] = field(init=False)
     """Index of a stage -> parameters of whose gradients this rank sums the squares, for the norm."""
+    _owns: dict[ShardOfStage, dict[str, list[bool]]] = field(init=False)
+    """Stage -> canonical parameter name -> of each run of it that this rank holds, whether it owns it, and so counts it."""
     _bits: dict[str, int] = field(init=False)
     """Canonical parameter name -> its bit in `Ballot.defined`; empty where no stage has replicas."""
     _places: dict[ShardOfStage, dict[str, list[int]]] = field(init=False)
@@ -195,6 +197,7 @@ class StepCommit:
         self._buffers = BufferExchange(self.rank, self.stages, groups, channels, self.transport, self.stream_waits)
         canonical = canonical_names(self.graph)
         self._counted = self.ownership.norm_parameters(self.rank)
+        self._owns = {key: self._runs_owned(*key) for key in self.stages}
         replicated = any(stage.replicas > 1 for stage in plan.stages)
         self._bits = {name: 1 << place for place, name in enumerate(self.ownership.trained if replicated else ())}
         for reduction in self.reductions.values():
@@ -205,6 +208,15 @@ class StepCommit:
             places = self._places[index] = {}
             for place, use in enumerate(stage.uses):
                 places.setdefault(canonical.get(use.name, use.name), []).append(place)
+
+    def _runs_owned(self, stage: int, number: int) -> dict[str, list[bool]]:
+        found: dict[str, list[bool]] = {}
+        if self.routing.plan.reduces_to_owners(stage):
+            replica = self.routing.plan.role_in(self.rank, stage).replica
+            owned = set(self.ownership.owned_runs(stage, number, replica))
+            for run in self.ownership.runs(stage, number, replica):
+                found.setdefault(run.name, []).append(run in owned)
+        return found
 
     def begin(self, step: int) -> None:
         """Begin a step. Drops the last step's gradients first: kept, they would be a second set beside the new ones."""
@@ -369,7 +381,8 @@ class StepCommit:
             shard = self.stages[index].shard
             defined = [(name, g) for name in self._counted[index[0]] if (g := gradients.get(name)) is not None]
             counted += [g if shard is None else shard.counted(name, g) for name, g in defined]
-            counted += [run for runs in self._settled_runs.get(index, {}).values() for run in runs]
+            for name, runs in self._settled_runs.get(index, {}).items():
+                counted += [run for run, is_own in zip(runs, self._owns[index].get(name, ()), strict=True) if is_own]
         losses, counts = ([pair[place] for pair in pairs] for place in range(2))
         flags = self._buffers.flags()
         numbers = iter(read_together([*losses, *counts, *flags, *square_gradients(counted)]))
