@@ -95,7 +95,8 @@ def _make_outline(spec: Job, graph: Graph, shards: Iterable[int]) -> ModelOutlin
     """The job's model as plain data, cut over these numbers of shards."""
     from raypar.model.tensor_parallel.compute_shard_layout import make_model_outline_with_layouts
 
-    outline = make_model_outline_with_layouts(graph, shards, dict(spec.styles), dict(spec.layout))
+    sequence, layout = spec.sequence_parallel, dict(spec.layout)
+    outline = make_model_outline_with_layouts(graph, shards, dict(spec.styles), layout, sequence=sequence)
     return replace(outline, undivided=spec.undivided)
 
 

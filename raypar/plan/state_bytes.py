@@ -39,8 +39,11 @@ class StateBytes:
 
         So a tied parameter counts in each of its layers, as in a reduction of gradients.
         """
-        layers = self._by_layer(kind, stage.virtual_shards)[stage.first : stage.last]
-        return sum(max(sum(sum(on_shards[v].values()) for v in run) for run in stage.runs) for on_shards in layers)
+        layers, once = self._by_layer(kind, stage.virtual_shards), self._computed_once(stage)
+        return sum(
+            max(sum(sum(layers[layer][v].values()) for v in (run[:1] if layer in once else run)) for run in stage.runs)
+            for layer in range(stage.first, stage.last)
+        )
 
     def _on_rank(self, ownership: Ownership, rank: int, kind: StateKind) -> int:
         plan = ownership.plan
@@ -70,11 +73,17 @@ class StateBytes:
                 runs = [stage.run_of(role.shard) for stage, role in zip(stages, roles, strict=True)]
                 of_virtual_shards = [{} for _ in range(max(map(len, runs)))]
                 for stage, run in zip(stages, runs, strict=True):
-                    for on_shards in self._by_layer(kind, stage.virtual_shards)[stage.first : stage.last]:
-                        for kept, virtual_shard in zip(of_virtual_shards, run, strict=False):
-                            kept.update(on_shards[virtual_shard])
+                    layers, once = self._by_layer(kind, stage.virtual_shards), self._computed_once(stage)
+                    for layer in range(stage.first, stage.last):
+                        for kept, virtual_shard in zip(of_virtual_shards, run[:1] if layer in once else run, strict=False):
+                            kept.update(layers[layer][virtual_shard])
             self._on_ranks[key] = sum(copies[name] * nbytes for kept in of_virtual_shards for name, nbytes in kept.items())
         return self._on_ranks[key]
+
+    def _computed_once(self, stage: StagePlan) -> frozenset[int]:
+        """Layers of a stage of which the first virtual shard of a worker alone has anything."""
+        layout = self.outline.layouts.get(stage.virtual_shards)
+        return frozenset() if layout is None else layout.computed_once(stage.first, stage.last, len(self.outline.elements))
 
     def _by_layer(self, kind: StateKind, shards: int) -> tuple[tuple[dict[str, int], ...], ...]:
         """By layer and shard: tensor -> bytes of a kind of state, the layer being a stage of its own."""

@@ -82,6 +82,8 @@ class TensorParallelLayout:
     """Those of `values_in_parts` that are split in other parts than even ones (flattened channels, units of a style) -> how."""
     spatial_values: frozenset[str] = frozenset()
     """Those of `values_in_parts` that are split along a spatial dim, evenly."""
+    whole_layers: frozenset[int] = frozenset()
+    """Indices of the layers that every shard computes alike, from whole values, if values are not cut along the sequence."""
 
     def operations(self, *, sequence: bool) -> frozenset[CollectiveName]:
         """The kinds of collectives that the layers run over shards; `sequence`: under sequence parallelism."""
@@ -90,6 +92,11 @@ class TensorParallelLayout:
             for traffic in self.traffic.values()
             for collective in (traffic.sequence if sequence else traffic.plain)
         )
+
+    def computed_once(self, first: int, last: int, layers: int) -> frozenset[int]:
+        """Indices of the layers of a stage, [first, last) of a model's `layers`, that a worker computes once for all of its
+        virtual shards. Not the model's last one: the loss goes on with its random numbers."""
+        return frozenset(index for index in self.whole_layers if first <= index < min(last, layers - 1))
 
     def elements_on_shard(self, name: str, elements: int, shard: int) -> int:
         """Number of elements that a shard holds of a parameter with so many `elements`."""

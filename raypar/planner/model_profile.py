@@ -254,8 +254,8 @@ class ModelProfile:
         return sum(layer.in_parts_ms or 0.0 for layer in timed) / whole_ms if whole_ms else None
 
     def work_shares(self, place: StagePlan) -> tuple[float, ...]:
-        """By layer of the model: the share of its work that the busiest shard of such a stage computes. A layer that is whole
-        on virtual shards is computed once for each of them. Where styles are not known all layers are cut."""
+        """By layer of the model: the share of its work that the busiest shard of such a stage computes. What is whole in a
+        layer that is cut is computed once for each virtual shard. Where styles are not known all layers are cut."""
         outline = self.state.outline if self.state is not None else None
         if outline is None or place.virtual_shards not in outline.layouts:
             return (max(map(len, place.runs)) / place.virtual_shards,) * len(self.layers)
@@ -364,15 +364,19 @@ def _edge_of(src: int, dst: int, values: Mapping[str, tuple[int, int]]) -> Stage
 
 def largest_work_shares(outline: ModelOutline, place: StagePlan) -> tuple[float, ...]:
     """By layer of the model: the share of its work that the busiest shard of such a stage computes; 1 for a layer that is
-    computed whole on every shard, and more if a shard has several virtual shards.
+    computed whole on every shard, and more for what is whole in a cut layer if a shard has several virtual shards.
 
     A module's work is assumed to be proportional to its number of elements, as for linear layers.
     """
     shards = place.virtual_shards
-    costs = outline.layouts[shards].costs
+    layout, layers = outline.layouts[shards], len(outline.elements)
+    costs, once = layout.costs, layout.computed_once(0, layers, layers)
     aliases = {names[0]: names for names in outline.ties}
     found = []
     for index, elements in enumerate(outline.elements):
+        if index in once:
+            found.append(1.0)
+            continue
         on_shard, total = [0.0] * shards, 0
         for parameter, size in elements.items():
             if parameter in outline.buffers:

@@ -61,7 +61,8 @@ from raypar.worker.stage.loss import make_loss_function
 from raypar.worker.stage.stage import HandedBack, Stage
 from raypar.worker.stage.stage_in_virtual_shards import StageInVirtualShards
 from raypar.worker.stage.stage_shard import StageShard
-from raypar.worker.stage_builder import build_stage
+from raypar.worker.stage.whole_layers import WholeLayers
+from raypar.worker.stage_builder import build_stage, share_whole_layers
 from raypar.worker.step.optimizer_and_parameter_groups import build_optimizers
 from raypar.worker.step.optimizer_state import read_optimizer_state
 
@@ -108,6 +109,8 @@ def profile_job(
     link = profile_loopback()
     # The vote is one exchange of all with all, and the step ends with its answer. Written buffers are exchanged before it.
     exchanges = 2 + bool(layers_that_write_buffers(graph))
+    sequence, layout = spec.sequence_parallel, dict(spec.layout)
+    outline = make_model_outline_with_layouts(graph, shards, dict(spec.styles), layout, sequence=sequence)
     return ModelProfile(
         measured.layers,
         link,
@@ -115,7 +118,7 @@ def profile_job(
         step_ms=exchanges * link.latency_ms,
         outputs=measured.outputs,
         processors=max(1, count_usable_cpus() // spec.threads),
-        state=StateBytes(make_model_outline_with_layouts(graph, shards, dict(spec.styles), dict(spec.layout)), measured.state),
+        state=StateBytes(outline, measured.state),
         kept=measured.kept,
         recomputable=measured.recomputable,
         lengths=describe_largest_shape(spec),
@@ -281,10 +284,10 @@ def _profile_layer(
     in_parts_ms, in_parts_keep = None, None
     if spec.virtual_shards > 1 and not isinstance(spec.loss.function, Prediction):  # that one reads whole outputs
         parts = layer_in_parts(spec, graph, routing, index, held)
-        in_parts_ms = sum(
-            measure_median_ms(lambda: forward_first_microbatch(parts, received, fields), lambda: parts.backward(0, gradients))
-        )
-        in_parts_keep = kept_in_parts(whole, parts, received, fields)
+        in_parts_ms, in_parts_keep = forward_ms + backward_ms, 1.0
+        if len(parts.shards) > 1:
+            in_parts_ms = _time_in_parts(parts, received, fields, gradients)
+            in_parts_keep = kept_in_parts(whole, parts, received, fields)
     optimizer_ms, optimizer_bytes = _profile_optimizer(spec, whole)
     state = _state_bytes(spec, whole, optimizer_bytes)
     return (
@@ -310,6 +313,23 @@ def _profile_layer(
     )
 
 
+def _time_in_parts(
+    parts: StageInVirtualShards,
+    received: Mapping[str, Tensor],
+    fields: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor | None],
+) -> float:
+    """Milliseconds that forward and backward of all virtual shards of a layer take, without the threads that these begin: a
+    stage begins them once for all of its layers."""
+    forward_ms, backward_ms, turns_ms = measure_median_ms(
+        lambda: forward_first_microbatch(parts, received, fields),
+        lambda: parts.backward(0, gradients),
+        parts.do_nothing,
+        in_turn=True,
+    )
+    return max(0.0, forward_ms - turns_ms) + max(0.0, backward_ms - turns_ms)
+
+
 def _time_steps(
     stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]
 ) -> int:
@@ -325,12 +345,13 @@ def _time_steps(
 def layer_in_parts(
     spec: Job, graph: Graph, routing: MicrobatchRouting, index: int, held: Mapping[str, Tensor]
 ) -> StageInVirtualShards:
-    """All virtual shards of one layer, on one worker. `held`: its whole tensors."""
+    """All virtual shards of one layer that compute anything, on one worker. `held`: its whole tensors."""
     count, loss = spec.virtual_shards, make_loss_function(spec.loss)
     layout = compute_shard_layout(graph, count, dict(spec.styles), dict(spec.layout))
     together = VirtualShards(LocalMesh(1).transports[0], [0], [range(count)])
     generators = GeneratorsInTurn(CPU)
     parts: list[Stage] = []
+    whole: WholeLayers | None = None
     for number in range(count):
         group = ShardGroup(together.member(number), range(count), sequence_parallel=spec.sequence_parallel)
         slices = {name: shard_slice_of(layout, name, whole, number) for name, whole in held.items()}
@@ -346,10 +367,13 @@ def layer_in_parts(
                 values=slices,
                 shard=StageShard(group, layout),
                 in_turn=generators,
+                takes=whole,
             )
         )
         parts[-1].coordinate.is_profiling = True
-    return StageInVirtualShards(parts, generators, None)
+        if number == 0:
+            whole = share_whole_layers(parts[0], count - 1)
+    return StageInVirtualShards([part for part in parts if not part.has_no_layers], generators, None)
 
 
 def _state_bytes(spec: Job, stage: Stage, optimizer: dict[str, int]) -> BytesByTensor:
@@ -409,22 +433,27 @@ def _profile_optimizer(spec: Job, stage: Stage) -> tuple[float, dict[str, int]]:
     return took, {n: nbytes + averaged[n] for n, nbytes in kept.items()}
 
 
-def measure_median_ms(*calls: Callable[[], Mapping[str, Tensor] | Mapping[str, HandedBack] | None]) -> tuple[float, ...]:
+def measure_median_ms(
+    *calls: Callable[[], Mapping[str, Tensor] | Mapping[str, HandedBack] | None], in_turn: bool = False
+) -> tuple[float, ...]:
     """Median time of each call in ms; the calls are made in turn, and the first round is not counted.
 
     Time in which this thread waited for a processor is not counted either, or layers would differ by what else runs here.
+    `in_turn`: the calls run in threads that take turns; where torch has one thread what counts is the processor's time.
     """
-    thread = threading.get_native_id()
+    thread, of_processor = threading.get_native_id(), in_turn and torch.get_num_threads() == 1
     rounds: list[list[float]] = []
     spent_ms = 0.0
     while len(rounds) < 4 or (len(rounds) <= REPEATS and spent_ms < BUDGET_MS):
         took = []
         for call in calls:
-            waited_s, start = thread_cpu_wait_s(thread), time.perf_counter_ns()
+            waited_s, busy_ns, start = thread_cpu_wait_s(thread), time.process_time_ns(), time.perf_counter_ns()
             call()
             passed_ms = (time.perf_counter_ns() - start) / 1e6
             spent_ms += passed_ms
-            took.append(max(0.0, passed_ms - 1000 * (thread_cpu_wait_s(thread) - waited_s)))
+            passed_ms = (time.process_time_ns() - busy_ns) / 1e6 if of_processor else passed_ms
+            waited_ms = 0.0 if of_processor else 1000 * (thread_cpu_wait_s(thread) - waited_s)
+            took.append(max(0.0, passed_ms - waited_ms))
         rounds.append(took)
     return tuple(statistics.median(times) for times in zip(*rounds[1:], strict=True))
 

@@ -22,7 +22,7 @@ from raypar.model.layer_skeletons import buffers_of_several_layers, canonical_na
 from raypar.model.materialise import materialise
 from raypar.model.split_linear_backward import defer_weight_gradients
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, sharded_loss
-from raypar.model.tensor_parallel.find_whole_layers import find_leading_layers, find_whole_layers
+from raypar.model.tensor_parallel.find_whole_layers import find_leading_layers
 from raypar.model.tensor_parallel.linear import ShardedLinear, defer_sharded_weight_gradients
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.weight_gradient_memory_reuse import GradientReusePolicy
@@ -121,6 +121,25 @@ def build_stage(
         buffer_updates=updates,
         takes=takes,
     )
+
+
+def share_whole_layers(first: Stage, others: int) -> WholeLayers | None:
+    """The layers of a stage that its first virtual shard on a worker calls for so many others, too; None: there are none."""
+    if first.shard is None or first.shard.group.sequence_parallel or not others:
+        return None
+    layers = [layer.layer for layer in first.layers]
+    here = [layer.name for layer in first.graph.layers].index(layers[0].name)
+    found = first.shard.layout.computed_once(here, here + len(layers), len(first.graph.layers))
+    if not found:
+        return None
+    positions = frozenset(index - here for index in found)
+    leading = find_leading_layers(layers, positions)
+    whole = WholeLayers(positions, leading, others)
+    if len(positions) < len(layers):  # else the others do not run
+        first.gives = whole
+    if positions != leading:
+        first.hooks.when_left(whole.leave)
+    return whole
 
 
 def samples_of_passes(spec: Job) -> SamplesOfPasses | None:
@@ -394,26 +413,9 @@ class StageBuilder:
                     takes=whole.get(index),
                 )
             if index not in whole:
-                whole[index] = self._share_whole_layers(stages[index, number])
+                others = len(plan.stages[index].run_of(plan.role_in(rank, index).shard)) - 1
+                whole[index] = share_whole_layers(stages[index, number], others)
         return stages, digests
-
-    def _share_whole_layers(self, first: Stage) -> WholeLayers | None:
-        """The layers of a stage that its first virtual shard here calls for the others, too; None: there are none."""
-        shard, role = first.shard, self.assignment.plan.role_in(self.transport.rank, first.index)
-        others = len(self.assignment.plan.stages[first.index].run_of(role.shard)) - 1
-        if shard is None or others == 0:
-            return None
-        here = self.assignment.plan.stages[first.index]
-        found = find_whole_layers(self.graph, here.first, here.last, first.modules, shard.layout, shard.group)
-        if first.loss is not None:  # it goes on with the last layer's random numbers
-            found -= {len(first.layers) - 1}
-        if not found:
-            return None
-        leading = find_leading_layers(self.graph.layers[here.first : here.last], found)
-        first.gives = WholeLayers(found, leading, others)
-        if found != leading:
-            first.hooks.when_left(first.gives.leave)
-        return first.gives
 
     def _state(
         self, index: int, values: Mapping[str, Tensor] | None, shard: StageShard | None, *, unfilled: bool

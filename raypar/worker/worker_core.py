@@ -454,10 +454,11 @@ class WorkerCore:
             self.validation_interpreter = build(routing=validation, batch_sources=sources)
 
     def _by_index(self) -> dict[int, ComputesMicrobatches]:
-        """Index -> stage; the virtual shards of one, if there are several, together."""
+        """Index -> stage; the virtual shards of one, if several compute anything, together."""
         found: dict[int, list[Stage]] = {}
         for (index, _), stage in self.stages.items():
-            found.setdefault(index, []).append(stage)
+            if not stage.has_no_layers:
+                found.setdefault(index, []).append(stage)
         return {
             i: of[0] if len(of) == 1 else StageInVirtualShards(of, self.generators, self.step_timeout_s)
             for i, of in found.items()

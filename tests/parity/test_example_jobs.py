@@ -63,7 +63,8 @@ def test_the_same_workers_in_two_roles_have_the_bits_of_stages_on_workers_of_the
     assert [stage.workers for stage in plan.stages] == [((0,), (1,)), ((0, 1),)] and job.schedule_name == "list"
     shared = OneProcessRun(spec, plan, "list", graph=graph)
     apart = OneProcessRun(spec, ParallelPlan.of([1, 1], [1, 2], layers=7, cuts=[6]), "1f1b", graph=graph)
-    assert losses(shared, 2) == losses(apart, 2)
+    alone = OneProcessRun(spec, ParallelPlan.mesh(layers=7).with_virtual_shards(2), "1f1b", graph=graph)
+    assert losses(shared, 2) == losses(apart, 2) == losses(alone, 2)
     found, wanted = shared.parameters(), apart.parameters()
     assert found.keys() == wanted.keys()
     for name, copies in found.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,11 @@ from torch.nn import functional as F
 
 from raypar.job import AverageConfig, DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PlanConfig, ValidationConfig
 from raypar.model.graph import Graph, Layer
-from raypar.plan import ParallelPlan
+from raypar.plan import ParallelPlan, StagePlan
 from raypar.schedule import registry
+from raypar.worker.measure_profile import profile_job
 from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.stage.stage import Stage
 
 STEPS, MICROBATCHES, WIDTH = 3, 3, 12
 CUT, KINDS = ("cut1", "cut4", "head"), ("weight", "bias")
@@ -268,3 +271,28 @@ def test_validation_computes_whole_layers_once_too():
         assert len(set(CALLS.forward.values())) == 1
         losses.append(CALLS.forward["stem"] // len(division))
     assert losses[:2] == losses[2:]
+
+
+@pytest.mark.parametrize("division", [(2,), (1, 2), (1, 1)], ids=str)
+def test_the_planner_counts_whole_layers_once(division):
+    count, plan = sum(division), plan_of(1, division)
+    profile = profile_job(JOB.replace(virtual_shards=count), workers=1, graph=graph(), shards={count})
+    with OneProcessRun(JOB, plan, "1f1b", graph=graph()) as local:
+        for core, told in zip(local.cores, profile.state.of_plan(plan)["gradient"], strict=True):
+            assert told == sum(parameter.nbytes for stage in core.stages.values() for parameter in stage.parameters.values())
+    shares, cut = profile.work_shares(plan.stages[0]), [1, 4, 6]
+    assert [share for index, share in enumerate(shares) if index not in cut] == [1.0] * 4
+    for index, layer in enumerate(profile.layers):
+        assert (layer.in_parts_keep == 1.0) == (index not in cut), layer.name
+
+
+def test_of_a_stage_of_whole_layers_one_virtual_shard_runs_alone():
+    job = JOB.replace(validation=ValidationConfig(function=Images, every=1))
+    plan = ParallelPlan((StagePlan(0, 1, ((0,), (1,))), StagePlan(1, 7, ((0, 1),)))).with_virtual_shards(2)
+    with OneProcessRun(job, plan, "list", graph=graph()) as local:
+        assert all(isinstance(core.interpreter.stages[0], Stage) for core in local.cores)
+        CALLS.forward.clear()
+        losses = [local.step(0)[0].loss, local.validate(1), local.step(1)[0].loss]
+    assert CALLS.forward["stem"] == 2 * MICROBATCHES + math.ceil(len(Images()) / 3)
+    with OneProcessRun(job, plan_of(1, (1, 1)), "1f1b", graph=graph()) as local:
+        assert losses == [local.step(0)[0].loss, local.validate(1), local.step(1)[0].loss]

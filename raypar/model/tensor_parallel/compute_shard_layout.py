@@ -13,6 +13,7 @@ from torch import nn
 from raypar.errors import PlanError
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import make_model_outline, parameter_shapes
+from raypar.model.tensor_parallel.find_whole_layers import find_whole_layers
 from raypar.model.tensor_parallel.infer_styles import infer_styles
 from raypar.model.tensor_parallel.infer_styles_by_structure import add_styles_by_structure
 from raypar.model.tensor_parallel.layout_of_styles import Owners, layout_of_styles, modules_with_parameters
@@ -66,7 +67,8 @@ def _compute_layout(
         chosen |= styles_by_dimension(modules, dimensions, inferred, given) if dimensions else inferred
     layout = layout_of_styles(graph.layers, modules, chosen, shards)
     _check_ties(graph, layout)
-    return with_values_in_parts(layout, find_split_values_between_layers(graph, layout))
+    layout = with_values_in_parts(layout, find_split_values_between_layers(graph, layout))
+    return replace(layout, whole_layers=find_whole_layers(graph, layout))
 
 
 def _layout_by_samples(
@@ -84,13 +86,21 @@ def _layout_by_samples(
 
 
 def make_model_outline_with_layouts(
-    graph: Graph, shards: Iterable[int], styles: Mapping[str, str], dimensions: Mapping[str, str] | None = None
+    graph: Graph,
+    shards: Iterable[int],
+    styles: Mapping[str, str],
+    dimensions: Mapping[str, str] | None = None,
+    *,
+    sequence: bool = False,
 ) -> ModelOutline:
-    """The graph without the model, and how it is cut over these numbers of shards. Without shards: not at all."""
+    """The graph without the model, and how it is cut over these numbers of shards. Without shards: not at all. `sequence`:
+    under sequence parallelism, where each virtual shard computes every layer."""
     counts = set(shards)
     if max(counts, default=1) == 1:
         return make_model_outline(graph)
     layouts = {count: compute_shard_layout(graph, count, styles, dimensions) for count in sorted(counts)}
+    if sequence:
+        layouts = {count: replace(layout, whole_layers=frozenset()) for count, layout in layouts.items()}
     cuts = {count: layout.cuts for count, layout in layouts.items() if count > 1}
     return replace(make_model_outline(graph), shardings=cuts, layouts=layouts)
 

@@ -253,6 +253,11 @@ class Stage:
         """Fields of the batch that the stage reads."""
         return self.values.batch_fields
 
+    @property
+    def has_no_layers(self) -> bool:
+        """Whether another virtual shard of the worker calls all of its layers: there is nothing to run here."""
+        return self.takes is not None and len(self.takes.positions) == len(self.layers)
+
     @cached_property
     def values_read(self) -> frozenset[str]:
         """What the layers that are called here read, and the loss."""

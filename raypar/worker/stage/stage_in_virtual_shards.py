@@ -124,6 +124,10 @@ class StageInVirtualShards:
         """See `Stage.backward_weight`."""
         self._in_turn(partial(shard.backward_weight, microbatch) for shard in self.shards)
 
+    def do_nothing(self) -> None:
+        """A pass without any work, to measure what turns take."""
+        self._in_turn(lambda: None for _ in self.shards)
+
     def _in_turn(self, works: Iterable[Callable[[], T]]) -> T:
         """Run one work for each virtual shard; returns the first one's result, which is that of all."""
         keep = partial(self.shards[0].guard.keep_in_turn, self._generators.keep)
