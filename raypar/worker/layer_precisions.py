@@ -80,7 +80,7 @@ AUTOCAST_PRECISIONS: Mapping[PrecisionName, AutocastPrecision] = {
     ),
     "fp16": AutocastPrecision(
         dtype_name="float16",
-        kernel_error_words=("Half", "float16", "equal to src.dtype"),
+        kernel_error_words=("for 'Half'", "equal to src.dtype"),  # Half without quotes may be samples, too
         comparison_tolerance=1e-2,
         gpu_supports=_gpu_has_float16,
         gpu_needed="compute capability 5.3 (Maxwell) or newer",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import ModelError
-from raypar.job import Job, LossScaleConfig, OptimizerConfig
+from raypar.job import Job, LossScaleConfig, OptimizerConfig, PrecisionConfig
 from raypar.model.capture.memoryless_tensor import ValuesNeeded
 from raypar.model.graph import Graph, join_names
 from raypar.model.layer_skeletons import parameters_and_buffers_on_meta
@@ -56,8 +56,15 @@ def with_few_microbatches(spec: Job, few: int) -> Job:
         non_finite="skip",
         device="cpu",
         optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.0}),
-        precision=None if spec.precision is None else spec.precision.replace(loss_scale=LossScaleConfig(init_scale=1.0)),
+        precision=_unscaled(spec.precision),
     )
+
+
+def _unscaled(precision: PrecisionConfig | None) -> PrecisionConfig | None:
+    """The same with a loss that begins with the scale 1, as under plain autograd: no overflow is due to a scale then."""
+    if precision is None or precision.loss_scaling is None:
+        return precision
+    return precision.replace(loss_scale=LossScaleConfig(init_scale=1.0))
 
 
 MOST_SECONDS = 3.0

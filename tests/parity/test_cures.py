@@ -197,14 +197,14 @@ def test_the_cure_for_dict_samples_has_their_fields(fields, first, target):
         ({"precision": {"compute": torch.bfloat16}}, 'for mixed precision it is {"compute": "bf16"}'),
         ({"dtype": torch.bfloat16}, 'set precision to {"compute": "bf16"}'),
         (
-            {"precision": {"compute": "fp16"}},
-            "float16, which needs a scaled loss, is not supported yet; for mixed precision it is",
+            {"precision": {"compute": torch.float16}},
+            'for mixed precision it is {"compute": "bf16"} or {"compute": "fp16"}',
         ),
         (
             {"dtype": torch.float16},
-            "float16, which needs a scaled loss, is not supported yet; for mixed precision leave it float32",
+            "for mixed precision leave it float32",
         ),
-        ({"fp16": True}, "float16, which needs a scaled loss, is not supported yet; bfloat16 is precision.compute"),
+        ({"fp16": True}, "float16 is precision.compute: fp16, with a loss that is scaled as precision.loss_scale says"),
         ({"dtype": torch.float64}, '| write dtype="float64"'),
         ({"device": "cuda"}, '| write device="gpu"'),
         ({"device": torch.device("cuda:0")}, '| write device="gpu"'),

@@ -37,6 +37,7 @@ from raypar.schedule import registry
 from raypar.worker.checkpoint.contract_comparison import list_contract_differences
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.step.optimizer_state import read_optimizer_state
 
 pytestmark = pytest.mark.part(4)
 
@@ -367,8 +368,16 @@ def test_several_optimizers_averages_and_state_that_replicas_divide_skip_the_sam
             reports = [run.step(step)[0] for step in range(12)]
             parameters = run.parameters()
             assert all(torch.equal(copy, copies[0]) for copies in parameters.values() for copy in copies)
+            averages = [
+                (name, value)
+                for core in run.cores
+                for optimizer in core.step_commit.optimizers.values()
+                for name, value in read_optimizer_state(optimizer).averages.items()
+            ]
             told = [(report.loss, repr(report.norm), report.skipped, report.loss_scale, report.lr) for report in reports]
-            found.append((told, {name: copies[0] for name, copies in parameters.items()}))
-    (told, weights), (again, others) = found
+            found.append((told, {name: copies[0] for name, copies in parameters.items()}, averages))
+    (told, weights, averages), (again, others, others_averages) = found
+    whole = dict(averages)
+    assert others_averages and all(torch.equal(value, whole[name]) for name, value in others_averages if name in whole)
     assert told == again and 1 <= sum(skipped for _, _, skipped, _, _ in told) <= 6
     assert all(torch.equal(weights[name], others[name]) for name in weights)

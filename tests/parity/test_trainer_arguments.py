@@ -82,11 +82,11 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ),
         (
             {"precision": "bf16"},
-            r"precision: expected keys and values .compute, parameters, master, gradients., got 'bf16'.*\n"
+            r"precision: expected keys and values .compute, parameters, master, gradients, loss_scale., got 'bf16'.*\n"
             r".*for mixed precision it is .*bf16",
         ),
         ({"precision": {"comput": "bf16"}}, r"unknown key precision.comput: did you mean precision.compute\?"),
-        ({"precision": {"compute": "fp8"}}, r"precision.compute: expected 'bf16', got 'fp8'"),
+        ({"precision": {"compute": "fp8"}}, r"precision.compute: expected 'bf16' or 'fp16', got 'fp8'"),
         ({"precision": {"compute": "bf16"}, "dtype": "float64"}, r"precision.compute is bf16, but dtype is float64"),
         ({"device": "tpu"}, r"device: expected 'cpu' or 'gpu', got 'tpu'"),
         ({"steps": -5}, r"steps: expected greater than 0, got -5"),
