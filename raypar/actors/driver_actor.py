@@ -197,7 +197,7 @@ class DriverActor:
         journal, feed, tasks = self.journal, self.feed, self.tasks
         self.loop, self.request = asyncio.get_running_loop(), request
         self.plans = plans = PlanCache(request)
-        self.machine = machine = RunMachine(request.policy, plan=request.plan, held_pieces=plans.held_pieces)
+        self.machine = machine = RunMachine(request.policy, request.plan, plans.held_pieces, plans.memory_lacking)
         register_pickled_filesystems(request.filesystems)
         self.storage_session = DriverStorageSession(request) if request.storage else None
         self.pool = pool = WorkerPool(credential, request.placement, request.environment, request.filesystems)

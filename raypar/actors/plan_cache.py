@@ -43,6 +43,8 @@ class PlanCache:
         """Plan -> `held_pieces`, of the same plans."""
         self._step_s: dict[ParallelPlan, float] = {}
         """Plan -> `predicted_step_s`."""
+        self._lacking: dict[ParallelPlan, str] = {}
+        """Plan -> `memory_lacking`."""
         self._passes: dict[ParallelPlan, tuple[int, ...]] = {}
         """Plan -> `passes`."""
         self._lock = threading.Lock()
@@ -75,6 +77,7 @@ class PlanCache:
             with contextlib.suppress(RayparError):
                 self.assignments(plan)
                 self.held_pieces(plan)
+                self.memory_lacking(plan)
         for plan in (now, *plans[len(after_loss) :]):
             with contextlib.suppress(RayparError):
                 self.predicted_step_s(plan)
@@ -159,19 +162,23 @@ class PlanCache:
         """
         if now is not None:
             self.schedules.setdefault(plan, self.schedule_name(now))
-        request, limit = self.request, self.request.profile.memory_bytes
         self.assignments(plan)
-        if limit is not None:
-            made = registry.build_schedule(self.schedule_name(plan), MicrobatchRouting(plan, request.batching))
-            _, memory = predict_step(request.profile, plan, made, request.batching)
-            most = max(memory)
-            if most > limit:
-                worker, needs, has = plan.coordinate(memory.index(most)), most / 2**20, limit / 2**20
-                raise PlanError(
-                    f"{worker} would need {needs:,.1f} MiB for its blocks, and a worker has {has:,.1f} MiB",
-                    cure="set plan.recompute, or use workers with more memory",
-                )
+        if lacking := self.memory_lacking(plan):
+            raise PlanError(lacking, cure="set plan.recompute, or use workers with more memory")
         self.passes(plan)
+
+    def memory_lacking(self, plan: ParallelPlan) -> str:
+        """Which worker of the plan is predicted to need more memory than a worker has, as text; empty if none is."""
+        request, limit = self.request, self.request.profile.memory_bytes
+        if limit is None:
+            return ""
+        if plan not in self._lacking:
+            _, memory = predict_step(request.profile, plan, self.schedule_name(plan), request.batching)
+            most = max(memory)
+            worker, needs, has = plan.coordinate(memory.index(most)), most / 2**20, limit / 2**20
+            text = f"{worker} would need {needs:,.1f} MiB for its blocks, and a worker has {has:,.1f} MiB"
+            self._lacking[plan] = text if most > limit else ""
+        return self._lacking[plan]
 
     def held_pieces(self, plan: ParallelPlan) -> tuple[tuple[Piece, ...], ...]:
         """By rank: the pieces of state that a worker holds under the plan."""

@@ -44,7 +44,20 @@ def find_plan(m: RunState) -> Phase:
     if grown is not None and grown.world <= len(usable):
         return find_state_for_plan(m, grown, assign_seats(m, grown, usable))
     plan = refill_seats(m, usable) if m.membership.plan is not None else None
-    return Phase.PLANNING if plan is None else find_state_for_plan(m, *plan)
+    return Phase.PLANNING if plan is None or _would_run_out_of_memory(m, plan[0]) else find_state_for_plan(m, *plan)
+
+
+def _would_run_out_of_memory(m: RunState, plan: ParallelPlan) -> bool:
+    """Whether replicas that divide state, of which fewer are left, have too little memory for their larger parts: they would
+    die, too, one after the other. Then the planner is asked; if it finds nothing that fits, the run waits for workers."""
+    now = m.membership.plan
+    assert now is not None
+    if not now.most_zero or plan.world >= now.world or m.memory_lacking(now):  # a prediction that has been wrong says nothing
+        return False
+    lacking = m.memory_lacking(plan)
+    if lacking:
+        m.decide(WarnUser(f"with {count_noun(plan.world, 'worker')} {lacking}"), "replicas that are left would hold more state")
+    return bool(lacking)
 
 
 def _usable_workers(m: RunState) -> list[int]:

@@ -11,7 +11,7 @@ from raypar.elastic.actions import ActionWithReason
 from raypar.elastic.events import RunEvent, Tick
 from raypar.elastic.phases import UnexpectedEvent
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.run_state import HeldPieces, RunState
+from raypar.elastic.run_state import HeldPieces, MemoryLacking, RunState
 from raypar.elastic.transition_table import ON_ENTER, TABLE
 from raypar.plan import ParallelPlan
 
@@ -22,9 +22,15 @@ KEPT_EVENTS = 40
 class RunMachine(RunState):
     """One run of one job. Its state is read by all and changed by `handle` alone."""
 
-    def __init__(self, policy: RunPolicy, plan: ParallelPlan | None = None, held_pieces: HeldPieces | None = None) -> None:
+    def __init__(
+        self,
+        policy: RunPolicy,
+        plan: ParallelPlan | None = None,
+        held_pieces: HeldPieces | None = None,
+        memory_lacking: MemoryLacking | None = None,
+    ) -> None:
         """Start in the phase `STARTING`; arguments as of `RunState`."""
-        super().__init__(policy, plan, held_pieces)
+        super().__init__(policy, plan, held_pieces, memory_lacking)
         self.story: deque[str] = deque(maxlen=KEPT_EVENTS)
         """The last events that led to an action or a new phase, as text."""
 

@@ -445,17 +445,28 @@ class RecoveryState:
 HeldPieces = Callable[[ParallelPlan], tuple[tuple[Piece, ...], ...]]
 """The pieces of state that each rank of a plan has to hold."""
 
+MemoryLacking = Callable[[ParallelPlan], str]
+"""Which worker of a plan is predicted to need more memory than a worker has, as text; empty: none, or it is not known."""
+
 
 class RunState:
     """The state of the run machine for one run. Rules read and change it."""
 
-    def __init__(self, policy: RunPolicy, plan: ParallelPlan | None = None, held_pieces: HeldPieces | None = None) -> None:
+    def __init__(
+        self,
+        policy: RunPolicy,
+        plan: ParallelPlan | None = None,
+        held_pieces: HeldPieces | None = None,
+        memory_lacking: MemoryLacking | None = None,
+    ) -> None:
         """Start in the phase `STARTING`. Without `held_pieces` no worker has to hold any state."""
         first = policy.steps_before_run
         self.policy = policy
         """The limits of the run."""
         self.held_pieces = held_pieces or (lambda plan: ((),) * plan.world)
         """Plan -> by rank, the pieces of state that it has to hold."""
+        self.memory_lacking = memory_lacking or (lambda plan: "")
+        """Plan -> which worker is predicted to have too little memory for it."""
         self.phase = Phase.STARTING
         """The present phase."""
         self.timer = PhaseTimeLimit()

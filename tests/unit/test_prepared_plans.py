@@ -126,6 +126,19 @@ def test_a_plan_with_other_shares_keeps_the_schedule_and_is_refused_where_memory
         cache.lower_shares(other, now)
 
 
+def test_plans_after_a_loss_are_compared_with_memory_beforehand():
+    now = ParallelPlan.mesh(dp=3, layers=LAYERS).with_zero(1)
+    cache = plans(now)
+    assert cache.memory_lacking(now) == "", "how much there is is not known"
+    request, (after, *_) = cache.request, plans_after_one_loss(machine_of(now))
+    most = max(predict_step(request.profile, now, "1f1b", request.batching)[1])
+    request.profile = replace(request.profile, memory_bytes=most)
+    cache.prepare(now, [after])
+    assert after in cache._lacking and "would need" in cache.memory_lacking(after) and cache.memory_lacking(now) == ""
+    found = cache.find(2)
+    assert isinstance(found, PlanError) or not cache.memory_lacking(found)
+
+
 def test_of_workers_with_several_roles_there_is_a_plan_for_fewer_down_to_one():
     whole = ParallelPlan((StagePlan(0, 2, ((0,), (1,), (2,))), StagePlan(2, 4, ((0,), (1,)))))
     cache = plans(whole)

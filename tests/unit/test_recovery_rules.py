@@ -16,6 +16,7 @@ from raypar.elastic.actions import (
     StartCheckpoint,
     StartWorkers,
     Teardown,
+    WarnUser,
     WriteJournal,
 )
 from raypar.elastic.events import (
@@ -85,6 +86,51 @@ def test_a_plan_that_the_workers_cannot_fill_any_more_is_chosen_again():
     assert do(machine, PlanChosen(2, ParallelPlan.mesh(dp=2, layers=2))) == [ChoosePlan(2, 1)]
     (order,) = do(machine, PlanChosen(2, ParallelPlan.mesh(layers=2)))
     assert isinstance(order, AdoptPlan) and order.members == (2,)
+
+
+def divided(lacking, level=1, **policy):
+    """Three replicas that divide state, of which one is lost; `lacking(plan)`: who has too little memory for a plan."""
+    plan = ParallelPlan.mesh(dp=3, layers=2).with_zero(level, 2)
+    machine = RunMachine(RunPolicy(workers=3, job_steps=9, elastic=True, **policy), plan, layout, lacking)
+    do(machine, *first_generation(machine), lost(1), GenerationClaimed(2, True), stood(machine, 0, 0))
+    return machine, machine.handle(stood(machine, 2, 0), 0.0)
+
+
+def too_little(plan):
+    return "worker 0 (replica 0) would need 9 MiB, and a worker has 7 MiB" if plan.world < 3 else ""
+
+
+def test_replicas_that_are_left_do_not_take_more_state_than_they_have_memory_for():
+    machine, asked = divided(too_little, capacity_s=60.0)
+    assert [decision.action for decision in asked] == [
+        WarnUser(f"with 2 workers {too_little(ParallelPlan.mesh())}"),
+        ChoosePlan(2, 2),
+    ]
+    (waits,) = [action for action in do(machine, PlanChosen(2, None, "no plan fits 7 MiB")) if isinstance(action, WarnUser)]
+    assert waits.text == "waiting for more workers of 1 CPU each (no plan fits 7 MiB); 60 s left" and machine.waits
+    do(machine, WorkerJoined(3), GenerationClaimed(3, True))
+    for worker in (0, 2, 3):
+        actions = do(machine, WorkerStatusReported(3, WorkerStatus(worker, 0, pieces=WHOLE if worker != 3 else ())))
+    (order,) = actions
+    assert isinstance(order, AdoptPlan) and order.members == (0, 3, 2)
+
+
+def test_another_plan_that_has_room_is_adopted():
+    machine, _ = divided(too_little)
+    (order,) = do(machine, PlanChosen(2, ParallelPlan.mesh(pp=2, layers=2)))
+    assert isinstance(order, AdoptPlan) and set(order.members) == {0, 2}
+
+
+def test_without_room_and_without_a_wait_the_run_ends_and_says_why():
+    machine, _ = divided(too_little, capacity_s=0.0)
+    (end,) = do(machine, PlanChosen(2, None, "no plan fits 7 MiB"))
+    assert isinstance(end, Teardown) and end.end == "failed" and "no plan fits 7 MiB" in str(end.error)
+
+
+@pytest.mark.parametrize("lacking, level", [(None, 1), (lambda plan: "", 1), (lambda plan: "in any plan", 1), (too_little, 0)])
+def test_what_is_not_known_or_was_wrong_before_keeps_nobody_from_going_on(lacking, level):
+    _, (decision,) = divided(lacking, level)
+    assert isinstance(decision.action, AdoptPlan) and decision.action.plan.world == 2
 
 
 def test_a_drained_worker_without_a_seat_leaves_at_once_and_is_not_lost():
