@@ -66,7 +66,7 @@ class BufferPool:
         nbytes = prod(shape) * dtype.itemsize
         if nbytes < SMALL_BLOCK_BYTES:
             return torch.empty(shape, dtype=dtype)
-        size = 1 << (nbytes - 1).bit_length()
+        size = self._block_bytes(nbytes)
         with self._lock:
             blocks = self._blocks.setdefault(size, [])
             for block in blocks:
@@ -74,14 +74,22 @@ class BufferPool:
                     flat = torch.from_numpy(block)
                     break
             else:
-                raw = np.empty(size + ALIGNED, dtype=np.uint8)
-                start = -raw.ctypes.data % ALIGNED
-                block = raw[start : start + size]
+                block = self._new_block(size)
                 blocks.append(block)
                 self.held_bytes += size
                 flat = torch.from_numpy(block)
         # `.data`: autograd shall not take the tensor for a view of these bytes, which may not be written in place.
         return flat[:nbytes].view(dtype).view(tuple(shape)).data
+
+    def _block_bytes(self, nbytes: int) -> int:
+        """The size of a block for a tensor of so many bytes."""
+        return 1 << (nbytes - 1).bit_length()
+
+    def _new_block(self, size: int) -> np.ndarray:
+        """A block of memory [size], aligned."""
+        raw = np.empty(size + ALIGNED, dtype=np.uint8)
+        start = -raw.ctypes.data % ALIGNED
+        return raw[start : start + size]
 
     def clear(self) -> None:
         """Forget all blocks; tensors that are still held keep theirs."""

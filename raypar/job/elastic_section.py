@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from raypar.errors import ConfigError
-from raypar.job.key import CLIENT
-from raypar.job.section import MAX_WORKERS, Section, Workers
+from raypar.files.printable_text import shorten
+from raypar.job.key import CLIENT, WORKERS
+from raypar.job.section import MAX_WORKERS, PathText, Section, Workers
 
 T = TypeVar("T")
 
@@ -40,6 +41,9 @@ class ElasticConfig(Section):
     mirror: Annotated[Literal["auto", "off"] | PositiveInt, CLIENT] = "auto"
     """Every how many steps each worker copies its state into the memory of another one, for the case that the last worker with
     some state is lost. `auto`: as often as 2 % of the time allows. `off`: never."""
+    mirror_in: Annotated[PathText | None, WORKERS] = None
+    """A folder on a local disk of each worker, in which the mirror's copies lie; None: in memory. They take room for up to four
+    times a worker's state, and are gone when it ends."""
     stragglers: Annotated[Literal["report", "replace", "rebalance"], CLIENT] = "report"
     """What happens to a straggler (a slow worker): a line reports it; or it is replaced as soon as another worker can take its
     place; or it gets a smaller share of the blocks (`virtual_replicas`) until it is as fast as the others again, with the same
@@ -80,6 +84,11 @@ class ElasticConfig(Section):
 
     @model_validator(mode="after")
     def _least_and_most(self) -> ElasticConfig:
+        if self.mirror_in is not None and self.mirror == "off":
+            raise ConfigError(
+                f"elastic.mirror_in is {shorten(self.mirror_in)}, and elastic.mirror is off: there are no copies to put there",
+                cure="leave elastic.mirror_in out, or set elastic.mirror: auto",
+            )
         if self.max_workers is not None and self.min_workers > self.max_workers:
             raise ConfigError(
                 f"elastic.min_workers is {self.min_workers} and elastic.max_workers is {self.max_workers}: there would "

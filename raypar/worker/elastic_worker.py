@@ -33,6 +33,7 @@ from raypar.plan.wording import after_steps
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.required_communicators import device_to_device_rank_pairs
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
+from raypar.worker.state.file_memory import FileMemoryPool
 from raypar.worker.state.mirror import Mirror
 from raypar.worker.state.parameter_state import (
     WHOLE,
@@ -83,7 +84,8 @@ class ElasticWorker:
 
     def __init__(self, core: WorkerCore, worker: int) -> None:
         self.core, self.worker = core, worker
-        self.mirror = Mirror()
+        folder = core.spec.elastic.mirror_in if core.spec.elastic is not None else None
+        self.mirror = Mirror() if folder is None else Mirror(pool=FileMemoryPool(folder))
         self.trace, self.pass_number, self.adopt_description = False, 0, None
         self._done, self._mirror_snapshot_due, self._old = 0, False, {}
 

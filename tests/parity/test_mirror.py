@@ -1,16 +1,36 @@
 """Copies of the state in another worker's memory: the same bits, in memory that is used again."""
 
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from raypar.comm.buffer_pool import BufferPool
 from raypar.comm.local_transport import LocalMesh
 from raypar.comm.routine import run_routine
+from raypar.errors import ConfigError
+from raypar.job.elastic_section import ElasticConfig
+from raypar.job.read_job import parse_job
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, optimizer_key
+from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.state import mirror
+from raypar.worker.state.file_memory import FileMemoryPool
 from raypar.worker.state.mirror import Mirror, StateCopy, split_into_chunks
 from raypar.worker.state.parameter_state import WHOLE, StateByKey, StatePart
 
 A = ("a", WHOLE)
+JOB = """
+model: {function: "helpers.tiny_job:model"}
+loss: {function: "helpers.tiny_job:loss"}
+data: {function: "helpers.tiny_job:data"}
+steps: 2
+batch_size: 8
+microbatches: 4
+"""
 
 
 def state(seed: int) -> dict[StatePart, StateByKey]:
@@ -31,8 +51,8 @@ def same(first, second) -> bool:
     return all(torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
-def pair() -> tuple[list[Mirror], LocalMesh]:
-    return [Mirror({0: 1, 1: 0}, rank) for rank in range(2)], LocalMesh(2)
+def pair(pool: Callable[[], BufferPool] = BufferPool) -> tuple[list[Mirror], LocalMesh]:
+    return [Mirror({0: 1, 1: 0}, rank, pool=pool()) for rank in range(2)], LocalMesh(2)
 
 
 def exchange(mirrors, mesh, done: int) -> None:
@@ -41,6 +61,46 @@ def exchange(mirrors, mesh, done: int) -> None:
     while any(part._at is not None for one in mirrors for part in one._exchange):
         for one in mirrors:
             one.poll()
+
+
+def test_copies_may_lie_in_files_without_names_whose_memory_is_used_again(tmp_path):
+    folder = tmp_path / "made" / "here"
+    mirrors, mesh = pair(lambda: FileMemoryPool(str(folder)))
+    for done in (1, 2, 3, 4):
+        for one in mirrors:
+            run_routine(one.finish(), 1.0)
+        exchange(mirrors, mesh, done)
+        assert same({n: h.state for n, h in mirrors[1]._snapshots[done][0].holdings().items()}, state(10 * done))
+    assert not any(folder.iterdir()), "whatever ends a worker, nothing is left"
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    nbytes = [int(stop, 16) - int(start, 16) for start, stop in (line.split()[0].split("-") for line in mapped)]
+    copy = state(0)[A][PARAMETER].nbytes * 2
+    assert copy * 4 * 2 <= sum(nbytes) <= copy * 6 * 2, "of two or three snapshots: a worker's own and its ward's"
+
+
+def test_a_folder_that_takes_no_copies_is_an_error_of_two_lines(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"mirror_in .*file/here takes no 2.3 MiB of the mirror's copies: .*directory"):
+        StateCopy.of(state(1), FileMemoryPool(str(tmp_path / "file/here")))
+
+    def full(descriptor, start, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"takes no 2.3 MiB of the mirror's copies: .*No space left on device") as error:
+        StateCopy.of(state(1), FileMemoryPool(str(tmp_path)))
+    assert error.value.cure.startswith("give a folder that workers can write to")
+
+
+def test_a_folder_for_copies_that_are_never_made_is_bad_input():
+    with pytest.raises(ConfigError, match=r"elastic.mirror_in is /copies, and elastic.mirror is off: there are no copies"):
+        ElasticConfig(mirror="off", mirror_in="/copies")
+
+
+def test_workers_know_the_folder():
+    for key, pool in (("mirror_in: /copies", FileMemoryPool), ("min_workers: 2", BufferPool)):
+        spec = parse_job(f"{JOB}elastic: {{{key}}}\n").for_workers()
+        assert type(ElasticWorker(SimpleNamespace(spec=spec), 0).mirror.pool) is pool
 
 
 def test_the_buddy_holds_the_same_bits_and_the_last_complete_cut_stays_until_the_next_is_complete():
@@ -65,7 +125,7 @@ def test_memory_is_used_again():
         for one in mirrors:
             run_routine(one.finish(), 1.0)
         exchange(mirrors, mesh, done)
-        held.append(mirrors[0]._pool.held_bytes)
+        held.append(mirrors[0].pool.held_bytes)
     assert held[1] == held[-1], held
 
 

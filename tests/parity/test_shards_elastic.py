@@ -200,7 +200,7 @@ def test_training_goes_on_beside_the_mirrors_cut_and_not_in_it(shards):
     live.step(0)
     body = live.bodies[0]
     copies = {
-        worker: StateCopy.of(other._stages_state(), body.mirror._pool, other._slices())
+        worker: StateCopy.of(other._stages_state(), body.mirror.pool, other._slices())
         for worker, other in live.bodies.items()
         if worker
     }

@@ -164,7 +164,7 @@ class Mirror:
     """Whether other ranks should hold the same state, so that digests are compared."""
     digests: dict[int, Digest] = field(default_factory=dict)
     """Number of steps done -> digest of the copy of this worker's own state; empty if no digests are compared."""
-    _pool: BufferPool = field(default_factory=BufferPool, init=False)
+    pool: BufferPool = field(default_factory=BufferPool)
     """The memory of all copies."""
     _snapshots: dict[int, dict[int, StateCopy]] = field(default_factory=dict, init=False)
     """Number of steps done -> ward's rank, or `OWN` -> copy."""
@@ -194,7 +194,7 @@ class Mirror:
         start = time.perf_counter()
         self._exchange = []
         self._snapshots = {step: copies for step, copies in self._snapshots.items() if step == self._complete}
-        own = StateCopy.of(state, self._pool, slices)
+        own = StateCopy.of(state, self.pool, slices)
         self.digests = {step: digest for step, digest in self.digests.items() if step in self._snapshots}
         if self.compares_digests:
             self.digests[done] = own.digest()
@@ -249,7 +249,7 @@ class Mirror:
         header = transport.recv(None, source=ward, tag=mirror_tag(done, 0))
         yield RoutineWait(header, f"the list of the mirror's copy of rank {ward}")
         entries, nbytes, slices = pickle.loads(header.tensor().numpy().tobytes())
-        copy = StateCopy(entries, self._pool.empty((nbytes,), torch.uint8), slices)
+        copy = StateCopy(entries, self.pool.empty((nbytes,), torch.uint8), slices)
         parts = enumerate(split_into_chunks(copy.memory), 1)
         for handle in [transport.recv(out, source=ward, tag=mirror_tag(done, index)) for index, out in parts]:
             yield RoutineWait(handle, f"the mirror's copy of rank {ward}")

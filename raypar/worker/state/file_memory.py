@@ -1,0 +1,44 @@
+"""Memory for copies of state in files of a local folder: the system may write it out, and take its place in memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from raypar.comm.buffer_pool import BufferPool
+from raypar.errors import ConfigError
+
+PAGE_BYTES = 4096
+
+
+class FileMemoryPool(BufferPool):
+    """A pool whose blocks are mapped files without a name, which are gone with their process, however it ends.
+
+    Their room on the disk is taken when a block is made: without it a write to the memory would end the process (SIGBUS).
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def _block_bytes(self, nbytes: int) -> int:
+        """See `BufferPool._block_bytes`: no more than is needed, since all of it takes room on the disk."""
+        return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+    def _new_block(self, size: int) -> np.ndarray:
+        """See `BufferPool._new_block`. Raises `ConfigError` where the folder does not take it."""
+        try:
+            Path(self._folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+                return np.frombuffer(mmap.mmap(file.fileno(), size), dtype=np.uint8)
+        except OSError as error:
+            raise ConfigError(
+                f"elastic.mirror_in {self._folder} takes no {size / 2**20:,.1f} MiB of the mirror's copies: {error}",
+                cure="give a folder that workers can write to, on a local disk with room for a few times their state, or leave "
+                "elastic.mirror_in out: copies then lie in memory",
+            ) from error
