@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ def shown_plan_as_dict(shown: ShownPlan, job: Job, graph: Graph) -> dict[str, Js
     held = layer_sizes_by_shard(graph, job, plan, sizes)
     found = plan_as_dict(plan, shown.name, job.batching, sizes, shown.profile, shown.schedule, held, graph.crossing(plan))
     found |= shards_as_dict(graph, job, plan, sizes, shown.batch)
+    found["workers_share_caches"] = workers_share_caches(job.device, shown.profile, plan.world)
     if shown.balance is not None:
         found["stage_balance"] = stage_balance_as_dict(shown.balance)
     if shown.choice is not None:
@@ -46,6 +47,11 @@ def shown_plan_as_dict(shown: ShownPlan, job: Job, graph: Graph) -> dict[str, Js
         if advice is not None:
             found["branches"] = branch_advice_as_dict(advice, [layer.name for layer in graph.layers])
     return found
+
+
+def workers_share_caches(device: str, profile: ModelProfile | None, workers: int) -> bool:
+    """Whether a step is predicted of workers that compute at once on the CPUs of one machine. `profile`: None if of none."""
+    return device == "cpu" and workers > 1 and profile is not None and (profile.processors or 1) > 1
 
 
 def branch_advice_as_dict(advice: BranchAdvice, layers: Sequence[str]) -> dict[str, Json]:
@@ -202,7 +208,7 @@ def shards_as_dict(
     return {
         "divides_samples": max(plan.virtual_shard_counts) > 1 and dict(spec.layout).get("samples") == "shards",
         "cut": cut,
-        "travels": traffic_as_dicts(graph, spec, plan, batch, cut) if cut else [],
+        "travels": traffic_as_dicts(graph, spec, plan, batch),
         "whole_on_every_shard": whole_bytes_on_shards(graph, spec, plan),
         "why_whole": reasons_for_whole(graph),
         "parameter_bytes": sum(size.nbytes for size in sizes),
@@ -216,25 +222,29 @@ def shard_style_by_layer(graph: Graph, spec: Job, plan: ParallelPlan) -> dict[st
     most = max(plan.virtual_shard_counts)
     if most == 1:
         return {}
-    sharded = {graph.layers[i].name for s in plan.stages if s.virtual_shards > 1 for i in range(s.first, s.last)}
+    is_on_shards = layers_on_shards(graph, plan)
     styles = compute_shard_layout(graph, most, dict(spec.styles), dict(spec.layout)).styles
+    return {name: str(style) for name, style in styles.items() if is_on_shards(name)}
+
+
+def layers_on_shards(graph: Graph, plan: ParallelPlan) -> Callable[[str], bool]:
+    """A function of a module's name: whether its stage has shards."""
+    sharded = {graph.layers[i].name for s in plan.stages if s.virtual_shards > 1 for i in range(s.first, s.last)}
     names = sorted((layer.name for layer in graph.layers), key=len, reverse=True)  # a block may hold layers, and be one
-    return {
-        name: str(style)
-        for name, style in styles.items()
-        if next((owner for owner in names if name == owner or name.startswith(f"{owner}.")), "") in sharded
-    }
+    return lambda name: next((owner for owner in names if name == owner or name.startswith(f"{owner}.")), "") in sharded
 
 
-def traffic_as_dicts(
-    graph: Graph, spec: Job, plan: ParallelPlan, batch: Mapping[str, Tensor] | None, cut: Mapping[str, str]
-) -> list[dict[str, Json]]:
-    """What layers that are `cut` send over shards for each microbatch. Bytes are known where all is computed in one dtype."""
+def traffic_as_dicts(graph: Graph, spec: Job, plan: ParallelPlan, batch: Mapping[str, Tensor] | None) -> list[dict[str, Json]]:
+    """What layers of stages with shards send over them for each microbatch. Bytes are known where all is computed in one dtype,
+    and those of statistics."""
     import torch
 
     from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
     from raypar.model.tensor_parallel.shard_traffic import layer_traffic
 
+    if max(plan.virtual_shard_counts) == 1:
+        return []
+    is_on_shards = layers_on_shards(graph, plan)
     layout = compute_shard_layout(graph, max(plan.virtual_shard_counts), dict(spec.styles), dict(spec.layout))
     rows = layer_traffic(graph, layout, batch, sequence=spec.sequence_parallel, dtype=getattr(torch, spec.dtype))
     return [
@@ -246,10 +256,10 @@ def traffic_as_dicts(
             "value": row.collective.value,
             "formula": row.collective.formula,
             "numbers": row.numbers,
-            "bytes": row.nbytes if spec.precision is None else None,
+            "bytes": row.nbytes if spec.precision is None or row.collective.value == "statistics" else None,
         }
         for row in rows
-        if row.layers[0] in cut
+        if is_on_shards(row.layers[0])
     ]
 
 

@@ -23,8 +23,9 @@ class LayerCollective:
     """The kind of collective."""
     direction: Literal["forward", "backward"]
     """The pass in which it runs."""
-    value: Literal["input", "output"]
-    """The value that it moves: the layer's unsharded input or output; in the backward pass, the gradient of that value."""
+    value: Literal["input", "output", "statistics"]
+    """The value that it moves: the layer's unsharded input or output, or a norm's statistics, float64; in the backward pass,
+    the gradient of that value."""
     formula: str = ""
     """How many numbers this value has, by the layer's dimensions: `B C_in`."""
 

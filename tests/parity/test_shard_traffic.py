@@ -52,12 +52,65 @@ def test_the_bytes_that_are_said_of_a_u_net_by_rows_are_those_of_the_ledger(shar
     rows = layer_traffic(graph, layout, {"x": x}, dtype=torch.float64)
     target = torch.zeros(2, 24, 16, dtype=torch.long)
     _, ledgers = on_shards.sharded(graph, layout, unet_shapes.loss, x, target)
-    assert {row.dimension for row in rows} == {"height"} and {row.collective.operation for row in rows} == {"all_to_all"}
+    assert {row.dimension for row in rows} == {"height"}
+    of_norms = [row for row in rows if row.collective.value == "statistics"]
+    rows = [row for row in rows if row not in of_norms]
+    assert {row.collective.operation for row in rows} == {"all_to_all"}
+    gathered = sum(ledger.sent["all_gather"] for ledger in ledgers) - (shards - 1) * 2 * 4 * 24 * 16 * 8  # the output's
+    assert gathered == sent_by_all(of_norms, shards)["all_gather"]
     first = next(row for row in rows if row.layers == ("net.downs.0.0",))
     assert first.collective.formula == "h B C_in W" and first.numbers == 2 * (shards - 1) * 2 * 1 * 16
     of_images = 8 * 2 * (shards - 1) * 2 * 4 * 16  # the gradient of what no job asks for
     said, sent = of_images + sum(row.nbytes for row in rows), sum(ledger.sent["all_to_all"] for ledger in ledgers)
     assert said == sent if shards < 4 else said < sent
+
+
+class Norms(nn.Module):
+    """A convolution by rows, then a norm of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.norms = nn.Sequential(
+            nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True), nn.LayerNorm((4, 8, 6)), nn.LayerNorm(6)
+        )
+        self.double()
+
+    def forward(self, x):
+        return self.norms(self.first(x))
+
+
+def test_norms_on_rows_send_their_statistics_and_the_data_has_no_gradient_of_which_any_is_spoken():
+    graph = on_shards.graph_of(lambda: [("net", Norms())])
+    layout = compute_shard_layout(graph, 2, {"*.first": "spatial"}, infer=False)
+    rows = layer_traffic(graph, layout, {"x": torch.randn(3, 2, 8, 6, dtype=torch.float64)}, dtype=torch.float64)
+    assert [(row.layers[0], row.collective.formula, row.numbers) for row in rows] == [
+        ("net.first", "h B C_in W", 2 * 3 * 2 * 6),
+        *[
+            (f"net.norms.{place}", formula, numbers)
+            for place, (of_one, count) in enumerate([("C", 4), ("B G", 3 * 2), ("B C", 3 * 4), ("B", 3)])
+            for formula, numbers in ((f"T (2 {of_one} + 1)", 2 * (2 * count + 1)), (f"2 {of_one}", 2 * count))
+        ],
+    ]
+    assert all(row.dimension == "height" and row.nbytes == row.numbers * 8 for row in rows)
+    samples = layer_traffic(graph, compute_shard_layout(graph, 2, None, {"samples": "shards"}), {"x": torch.randn(4, 2, 8, 6)})
+    assert [(row.layers, row.dimension, row.nbytes) for row in samples] == [
+        (("net.norms.0",), "samples", 2 * 9 * 8),
+        (("net.norms.0",), "samples", 8 * 8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "style", "backward"),
+    [(nn.Conv2d, "column", 0), (nn.Conv2d, "gathered", 0), (nn.Conv2d, "spatial", 0), (nn.ConvTranspose2d, "spatial", 1)],
+)
+def test_where_sizes_are_not_known_nothing_is_said_of_a_gradient_of_the_data(first, style, backward):
+    """A transposed convolution makes the gradient of its weight of the rows that travel backward, too."""
+    graph = on_shards.graph_of(lambda: [("first", first(4, 4, 3)), ("second", first(4, 4, 3))])
+    rows = layer_traffic(graph, compute_shard_layout(graph, 2, {"*": style}, infer=False), None)
+    found = [[row.collective.direction for row in rows if row.layers == (name,)] for name in ("first", "second")]
+    assert [each.count("backward") for each in found] == [backward, 1]
+    assert found[0].count("forward") == found[1].count("forward")
 
 
 class Siblings(nn.Module):

@@ -26,7 +26,7 @@ from raypar.draw.text_grid import text_grid
 from raypar.errors import ConfigError
 from raypar.job import Job
 from raypar.launch.choose_plan import idle_replicas_text
-from raypar.launch.plan_as_dict import plan_as_dict, shard_style_by_layer, whole_bytes_on_shards
+from raypar.launch.plan_as_dict import plan_as_dict, shard_style_by_layer, whole_bytes_on_shards, workers_share_caches
 from raypar.launch.plan_to_show import refuse_no_profile
 from raypar.model.graph import Graph, Layer
 from raypar.plan import Microbatches, ParallelPlan, StagePlan
@@ -89,6 +89,19 @@ def test_the_prediction_is_the_simulators():
     found = plan_as_dict(ParallelPlan.mesh(pp=4, layers=4), "1f1b", Microbatches(8), SIZES, PROFILE)
     assert found["predicted_ms"] == 33
     assert "predicted step 33.0 ms, bubble 27.3 %" in plan_as_text(found)
+
+
+@pytest.mark.parametrize(
+    ("device", "processors", "workers", "said"),
+    [("cpu", 4, 4, True), ("gpu", 4, 4, False), ("cpu", 4, 1, False), ("cpu", None, 4, False), ("cpu", 1, 4, False)],
+)
+def test_workers_on_the_cpus_of_one_machine_are_said_to_slow_each_other(device, processors, workers, said):
+    profile = replace(PROFILE, processors=processors)
+    assert workers_share_caches(device, profile, workers) is said and not workers_share_caches(device, None, workers)
+    found = plan_as_dict(ParallelPlan.mesh(pp=workers, layers=4), "1f1b", Microbatches(8), SIZES, profile)
+    lines = plan_as_text(found | {"workers_share_caches": said}).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("predicted step"))
+    assert lines[at + 1].startswith("layers were timed one at a time") is said
 
 
 def test_chunks_of_one_worker_are_listed_apart():

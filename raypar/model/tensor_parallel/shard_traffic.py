@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from sys import intern
 from typing import Any
 
@@ -20,9 +21,10 @@ from raypar.model.tensor_parallel.layout_of_styles import modules_with_parameter
 from raypar.model.tensor_parallel.meta_check import NoTransport
 from raypar.model.tensor_parallel.shard_group import ShardedModule, ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
+from raypar.model.tensor_parallel.statistics_over_pieces import STATISTICS
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.model.tensor_parallel.styles_by_dimension import divided_dimension
-from raypar.plan.tensor_parallel_layout import LayerCollective, TensorParallelLayout
+from raypar.plan.tensor_parallel_layout import LayerCollective, LayerCollectives, TensorParallelLayout
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
@@ -56,6 +58,10 @@ class _Call:
     output: tuple[int, int] | None = None
     own: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """`ShardedModule.numbers_of_last_call`."""
+    of_data: bool = False
+    """Whether it is known to read fields of the batch, which have no gradients."""
+    of_norm: tuple[LayerCollective, ...] = ()
+    """The collectives of a norm whose statistics are of all shards; empty of other layers."""
 
     def size(self, collective: LayerCollective) -> tuple[int, int] | None:
         """(numbers, bytes) of what a collective moves."""
@@ -79,9 +85,17 @@ def layer_traffic(
     """
     owners = modules_with_parameters(graph.layers)
     dimensions = {name: divided_dimension(parse_style(text), name, owners) for name, text in layout.styles.items()}
-    calls = None if batch is None else _calls_on_meta(graph, layout, batch, sequence, dtype)
+    calls = None if batch is None else _calls_on_meta(graph, layout, batch, owners, sequence=sequence, dtype=dtype)
     if calls is None:
-        calls = [_Call(name, intern(name.rpartition(".")[0])) for name in layout.styles]
+        of_data = _layers_of_data(graph)
+        calls = [_Call(n, intern(n.rpartition(".")[0]), of_data=n in of_data) for n in layout.styles]
+    dimension = "samples"
+
+    def is_for_input_alone(collective: LayerCollective, call: _Call) -> bool:
+        """Whether nothing but the gradient of the input is made of what it moves."""
+        of_rows = collective.operation == "all_to_all" and not getattr(owners[call.layer][0], "transposed", False)
+        return collective.direction == "backward" and (of_rows or collective.value == "input")
+
     rows: list[LayerTraffic] = []
     shared: tuple[Any, list[int]] | None = None  # what sibling layers have read last, and the rows of its collectives
     for call in calls:
@@ -92,16 +106,62 @@ def layer_traffic(
                 rows[number] = replace(rows[number], layers=(*rows[number].layers, call.layer))
         elif shares:
             shared = call.read, []
-        traffic = layout.traffic[call.layer]
+        dimension = dimensions.get(call.layer) or dimension
+        traffic = LayerCollectives(call.of_norm, call.of_norm) if call.of_norm else layout.traffic[call.layer]
         for collective in traffic.sequence if sequence else traffic.plain:
             of_input = collective.value == "input"
             size = call.size(collective)
-            if size == (0, 0) or (of_input and joins):
+            if size == (0, 0) or (of_input and joins) or (call.of_data and is_for_input_alone(collective, call)):
                 continue
             if shares and of_input and shared is not None:
                 shared[1].append(len(rows))
-            rows.append(LayerTraffic((call.layer,), dimensions[call.layer], collective, *(size or (None, None))))
+            rows.append(LayerTraffic((call.layer,), dimension, collective, *(size or (None, None))))
     return _added_up(rows)
+
+
+def _layers_of_data(graph: Graph) -> set[str]:
+    """The layers that read fields of the batch alone: these have no gradients."""
+    made = {name for layer in graph.layers for name in layer.outputs}
+    return {layer.name for layer in graph.layers if made.isdisjoint(layer.inputs)}
+
+
+class _GroupThatNotes(ShardGroup):
+    """A group without peers that notes which statistics of norms are gathered."""
+
+    statistics: list[int]
+    """How many numbers each norm has gathered since somebody made it empty."""
+
+    def all_gather_in_place(self, whole: Tensor, what: str) -> None:
+        """See `ShardGroup`."""
+        if what == STATISTICS:
+            self.statistics.append(whole.numel())
+        super().all_gather_in_place(whole, what)
+
+
+_NUMBERS_OF_NORM: dict[type[nn.Module], str] = {
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), "C"),
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), "B C"),
+    nn.GroupNorm: "B G",
+    nn.LayerNorm: "B",
+}
+"""Kind of a norm -> how many means and variances it has."""
+
+
+def _call_of_norms(name: str, module: nn.Module | None, read: Any, gathered: Sequence[int], shards: int) -> _Call:
+    """What norms within the call of a module send: of each, T shards have `gathered` its means, variances and numbers of
+    elements. `read`: what the module was given."""
+    of_one = next((text for kind, text in _NUMBERS_OF_NORM.items() if isinstance(module, kind)), "n")
+    forward, backward = f"T (2 {of_one} + 1)", f"2 {of_one}"
+    has_gradient = not isinstance(read, ShardedValue) or _has_gradient(read)
+    numbers = {
+        ("forward", forward): sum(gathered),
+        ("backward", backward): sum(count // shards - 1 for count in gathered) * has_gradient,
+    }
+    collectives = (
+        LayerCollective("all_gather", "forward", "statistics", forward),
+        LayerCollective("all_reduce", "backward", "statistics", backward),
+    )
+    return _Call(name, read, output=(1, torch.float64.itemsize), own=numbers, of_norm=collectives)
 
 
 def _added_up(rows: Sequence[LayerTraffic]) -> list[LayerTraffic]:
@@ -117,7 +177,13 @@ def _added_up(rows: Sequence[LayerTraffic]) -> list[LayerTraffic]:
 
 
 def _calls_on_meta(
-    graph: Graph, layout: TensorParallelLayout, batch: Mapping[str, Tensor], sequence: bool, dtype: torch.dtype
+    graph: Graph,
+    layout: TensorParallelLayout,
+    batch: Mapping[str, Tensor],
+    owners: Mapping[str, tuple[nn.Module, tuple[nn.Module, ...]]],
+    *,
+    sequence: bool,
+    dtype: torch.dtype,
 ) -> list[_Call] | None:
     """The calls that a microbatch makes on the meta device; None where that cannot be run so."""
     found: list[_Call] = []
@@ -128,7 +194,15 @@ def _calls_on_meta(
         of_input, of_output = _size(read) if _has_gradient(read) else (0, 0), _size(first)
         found.append(_Call(module.name, read, of_input, of_output, module.numbers_of_last_call()))
 
-    group = ShardGroup(NoTransport(0, layout.shards), range(layout.shards), sequence_parallel=sequence)
+    group = _GroupThatNotes(NoTransport(0, layout.shards), range(layout.shards), sequence_parallel=sequence)
+    group.statistics = []
+
+    def note_norms(name: str, part: nn.Module, args: tuple[Any, ...], made: Any) -> None:
+        if group.statistics:
+            module = owners[name][0] if name in owners else part
+            found.append(_call_of_norms(name, module, args[0] if args else None, group.statistics, layout.shards))
+            group.statistics = []
+
     values = {name: tensor.to("meta") for name, tensor in batch.items()}
     try:
         with torch.enable_grad(), meta_operations_without_dynamo(), torch.device("meta"):
@@ -141,10 +215,10 @@ def _calls_on_meta(
                 group=group,
                 whole=True,
             )
-            for module in modules.values():
-                for part in module.modules():
-                    if isinstance(part, ShardedModule):
-                        part.register_forward_hook(note)
+            for layer in graph.layers:
+                for path, part in modules[layer.name].named_modules():
+                    is_sharded = isinstance(part, ShardedModule)
+                    part.register_forward_hook(note if is_sharded else partial(note_norms, layer.qualify(path) or layer.name))
             for layer in graph.layers:
                 made = modules[layer.name](*(values[name] for name in layer.inputs))
                 values.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))

@@ -207,10 +207,11 @@ class SpatialConvolution(ShardedConvolution):
         return self._last_numbers
 
     def _note_numbers(self, plan: RowPlan, x: ShardedValue, made: Tensor) -> None:
-        """Note how many numbers the shards exchange for a call: rows of `x`, and of the gradient of `made` if `x` has one."""
+        """Note how many numbers the shards exchange for a call: rows of `x`, and of the gradient of `made` if `x` has one, or a
+        transposed convolution makes the gradient of its weight of them."""
         dims, dim, shards = len(self._kernel_size), 2 + self.axis, range(self.group.size)
         forward, backward = (sum(map(exchange.rows_sent_by, shards)) for exchange in (plan.forward, plan.backward))
-        backward *= x.local.requires_grad
+        backward *= self._transposed or x.local.requires_grad
         self._last_numbers = {
             ("forward", halo_formula("C_in", dims, self.axis)): forward * x.local.numel() // x.local.shape[dim],
             ("backward", halo_formula("C_out", dims, self.axis)): backward * made.numel() // made.shape[dim],

@@ -20,6 +20,9 @@ from raypar.model.tensor_parallel.autograd_collectives import first_derivative_o
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan.addition_tree import TreeNode, fold_tree
 
+STATISTICS = "the statistics of a norm's pieces"
+"""What is waited for, in messages."""
+
 
 class StatisticsOfPieces(NamedTuple):
     """Statistics by channel [C] over all pieces, float64."""
@@ -47,7 +50,7 @@ def statistics_over_pieces(x: Tensor, group: ShardGroup) -> StatisticsOfPieces:
         torch.cat([center, away.square_().sum(dims) / own, wide.new_full((1,), own)], out=mine)
     pieces = wide.new_empty((group.size, len(mine)))
     pieces[group.shard] = mine
-    group.all_gather_in_place(pieces, "the statistics of a norm's pieces")
+    group.all_gather_in_place(pieces, STATISTICS)
     means, variances, counts = pieces.split([channels, channels, 1], 1)
     count = _sum_of_pieces(counts)
     mean = _sum_of_pieces(counts * means) / count
