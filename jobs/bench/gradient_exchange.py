@@ -18,7 +18,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from raypar.comm.gradient_buckets import BucketLayout, CanonicalBucket, GradientBucket, HalvingBucket
+from raypar.comm.bucket_layout import BucketLayout
+from raypar.comm.gradient_buckets import CanonicalBucket, GradientBucket, HalvingBucket, ReplicaGroup
 from raypar.comm.gradient_reduction import CanonicalReduction
 from raypar.comm.phased_operation import OperationMessage
 from raypar.comm.routine import run_routine
@@ -44,15 +45,15 @@ Times = dict[tuple[str, str], list[float]]
 class ByOwners(CanonicalReduction):
     """Every bucket has owners."""
 
-    def _bucket(self, layout: BucketLayout) -> GradientBucket:
-        return CanonicalBucket(self.replicas, layout)
+    def _bucket(self, layout: BucketLayout, replicas: ReplicaGroup) -> GradientBucket:
+        return CanonicalBucket(replicas, layout)
 
 
 class ByHalving(CanonicalReduction):
     """Every bucket is halved."""
 
-    def _bucket(self, layout: BucketLayout) -> GradientBucket:
-        return HalvingBucket(self.replicas, layout)
+    def _bucket(self, layout: BucketLayout, replicas: ReplicaGroup) -> GradientBucket:
+        return HalvingBucket(replicas, layout)
 
 
 WAYS = {"owners": ByOwners, "halving": ByHalving, "chosen": CanonicalReduction}

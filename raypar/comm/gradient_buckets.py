@@ -5,134 +5,41 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from raypar.comm.buffer_pool import CPU, alignment_on
-from raypar.comm.collectives import ALIGN, even_slices
+from raypar.comm.bucket_layout import BucketLayout, BucketPart
+from raypar.comm.buffer_pool import ALIGNED, CPU
+from raypar.comm.collectives import even_slices
+from raypar.comm.gradient_sums import GradientSum
 from raypar.comm.recursive_halving import halving_scratch
 from raypar.comm.transport import FAST_REDUCTION_CHANNELS, Handle, Transport
-from raypar.plan.addition_tree import TreeNode, addition_tree_children, fold_tree
-from raypar.torch_compat.multi_tensor import copy_all
+from raypar.plan.addition_tree import TreeNode, fold_tree
+from raypar.torch_compat.multi_tensor import add_all, copy_all
 
-SubtreeSums = Mapping[TreeNode, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
-"""Node of the addition tree -> parameter index -> sum of its gradients over the node's blocks; None: no gradient."""
-ShapeAndDtype = tuple[torch.Size, torch.dtype]
-
-
-@dataclass(frozen=True)
-class BucketLayout:
-    """Which parameters one bucket has, and where each stands in its flat buffer; each starts where a new tensor might."""
-
-    dtype: torch.dtype
-    indices: tuple[int, ...]
-    """Indices of the parameters."""
-    offsets: tuple[int, ...]
-    """First element of each parameter in the buffer."""
-    shapes: tuple[torch.Size, ...]
-    length: int
-    """Elements of the buffer."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        return self.length * self.dtype.itemsize
-
-    def nbytes_shared_by(self, replica: int) -> int:
-        """Bytes that one of two replicas lets the other read in place."""
-        return self.nbytes
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The parameters inside a buffer [length]."""
-        return [flat[o : o + s.numel()].view(s) for o, s in zip(self.offsets, self.shapes, strict=True)]
+Sums = Mapping[int, GradientSum]
+"""Parameter -> what this replica has of its gradient."""
 
 
-Runs = Sequence[tuple[int, int]]
-"""Runs of elements [start, stop) of a flattened parameter, ascending."""
+class SlotMemory:
+    """Memory of a bounded pool that several buckets use, one after the other."""
 
+    def __init__(self, nbytes: int) -> None:
+        self._memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self._taken = 0
+        """Bytes that the bucket which is being made has taken."""
 
-@dataclass(frozen=True)
-class OwnerLayout(BucketLayout):
-    """A bucket whose buffer has what each replica owns of its parameters side by side: `offsets` and `views` mean nothing."""
+    def begin_bucket(self) -> None:
+        """Give all of the memory to another bucket."""
+        self._taken = 0
 
-    segments: tuple[tuple[int, int], ...]
-    """By replica: its part of the buffer."""
-    places: tuple[tuple[tuple[int, int, int, int], ...], ...]
-    """By parameter: (replica, first element in the buffer, elements [start, stop) of the parameter) of each run."""
-
-    def nbytes_shared_by(self, replica: int) -> int:
-        """Bytes that one of two replicas lets the other read in place: of what the other one owns."""
-        start, stop = self.segments[1 - replica]
-        return (stop - start) * self.dtype.itemsize
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """None: see `OwnerBucket.own_runs`."""
-        return []
-
-
-def owner_layout(
-    dtype: torch.dtype, indices: Sequence[int], shapes: Sequence[torch.Size], owners: Sequence[Sequence[Runs]], align: int
-) -> OwnerLayout:
-    """The layout of one bucket. `owners`: by parameter and replica, the runs that it owns; each begins at a multiple of `align`
-    elements of the buffer."""
-    places: list[list[tuple[int, int, int, int]]] = [[] for _ in indices]
-    segments, at = [], 0
-    for replica in range(len(owners[0])):
-        first = at
-        for own, found in zip(owners, places, strict=True):
-            for start, stop in own[replica]:
-                found.append((replica, at, start, stop))
-                at += -(-(stop - start) // align) * align
-        segments.append((first, at))
-    everywhere = tuple(tuple(found) for found in places)
-    return OwnerLayout(dtype, tuple(indices), (0,) * len(indices), tuple(shapes), at, tuple(segments), everywhere)
-
-
-def bucket_layouts(
-    parameters: Sequence[ShapeAndDtype],
-    bucket_bytes: int,
-    device: torch.device,
-    owners: Sequence[Sequence[Runs] | None] = (),
-) -> list[BucketLayout]:
-    """Buckets of about `bucket_bytes` and one dtype each, last layer first: the order in which gradients become final.
-
-    `device`: where the buffers will be. `owners`: by parameter, which runs each replica owns, where they get these alone; those
-    parameters have buckets of their own.
-    """
-    buckets: list[BucketLayout] = []
-    indices: list[int] = []
-    offsets: list[int] = []
-    length = 0
-
-    def owners_of(index: int) -> Sequence[Runs] | None:
-        return owners[index] if owners else None
-
-    def close() -> None:
-        nonlocal length
-        if indices:
-            shapes, dtype = tuple(parameters[i][0] for i in indices), parameters[indices[0]][1]
-            here = [own for i in indices if (own := owners_of(i)) is not None]
-            if here:
-                buckets.append(owner_layout(dtype, indices, shapes, here, max(ALIGN, alignment_on(device) // dtype.itemsize)))
-            else:
-                buckets.append(BucketLayout(dtype, tuple(indices), tuple(offsets), shapes, length))
-            indices.clear()
-            offsets.clear()
-            length = 0
-
-    for index in reversed(range(len(parameters))):
-        shape, dtype = parameters[index]
-        if indices:
-            unlike = (owners_of(index) is None) != (owners_of(indices[0]) is None)
-            if unlike or dtype != parameters[indices[0]][1] or length * dtype.itemsize >= bucket_bytes:
-                close()
-        align = max(ALIGN, alignment_on(device) // dtype.itemsize)
-        indices.append(index)
-        offsets.append(length)
-        length += -(-shape.numel() // align) * align
-    close()
-    return buckets
+    def take(self, length: int, dtype: torch.dtype) -> Tensor:
+        """A buffer [length] for the bucket."""
+        start, nbytes = self._taken, length * dtype.itemsize
+        self._taken += -(-nbytes // ALIGNED) * ALIGNED
+        return self._memory[start : start + nbytes].view(dtype)
 
 
 @dataclass(frozen=True)
@@ -152,26 +59,66 @@ class ReplicaGroup:
     """Complete subtrees of each replica's run of the blocks, left to right."""
     device: torch.device = CPU
     """Device of the gradients."""
+    slot: SlotMemory | None = None
+    """Where a bucket has its buffers; None: in memory of its own."""
+
+    @property
+    def own_subtrees(self) -> tuple[TreeNode, ...]:
+        """Subtrees of this replica."""
+        return self.subtrees_by_replica[self.own_index]
 
     def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
-        """A buffer [length] on the device."""
+        """A buffer [length] on the device, of finite numbers; without a slot, of zeros."""
+        if self.slot is not None:
+            return self.slot.take(length, dtype)
         return torch.zeros(length, dtype=dtype, device=self.device)
 
 
+class Place(NamedTuple):
+    """Where a run of a parameter's elements goes."""
+
+    memory: Tensor
+    """In the parameter's shape if the run is all of it, else flat."""
+    parameter: int
+    """Its index."""
+    start: int
+    stop: int
+    """The run, flattened."""
+    is_whole: bool
+    """Whether it is all of the parameter."""
+
+
+def places_in(layout: BucketLayout, flat: Tensor) -> list[Place]:
+    """A place for each part of a bucket, in a buffer [length]."""
+    return [
+        Place(layout.view(flat, part), part.parameter, part.start, part.stop, layout.is_whole(part)) for part in layout.parts
+    ]
+
+
 class GradientBucket(ABC):
-    """One bucket: buffers kept over all steps, and the state of the current step."""
+    """One bucket: buffers kept over all steps, and the state of the current step.
+
+    Its buffers have memory of their own, and totals stay in `result` until the next step (`views`). Or they lie in a slot that
+    other buckets use in the same step: then totals are put where the parameter's sum says (`put_totals`).
+    """
+
+    adds_into_totals = False
+    """Whether `put_totals` is what adds, so that `add_up` has nothing to do."""
 
     def __init__(self, layout: BucketLayout, result: Tensor) -> None:
         self.layout = layout
         self.result = result
-        """[length], valid at the end of the step."""
-        self.views = layout.views(result)
-        """The parameters in `result`."""
+        """[length], valid when the last phase is done."""
         self.begin()
+
+    @property
+    def views(self) -> dict[int, Tensor]:
+        """Parameter -> its total in `result`; of buckets that have whole parameters."""
+        return {part.parameter: self.layout.view(self.result, part) for part in self.layout.parts}
 
     def begin(self) -> None:
         """Begin a step: no gradient is ready."""
-        self.unready_count = len(self.layout.indices)
+        self.unready_count = len(self.layout.shapes)
         """Parameters whose gradients are not ready."""
         self.first_phase: Handle | None = None
         """The first phase, once it is posted."""
@@ -179,8 +126,8 @@ class GradientBucket(ABC):
         """The second phase, once it is posted, if there is one."""
 
     @abstractmethod
-    def fill(self, rows: Sequence[SubtreeSums]) -> None:
-        """Copy this replica's subtree sums into the buffers; `rows`: for each parameter of the layout."""
+    def fill(self, sums: Sums) -> None:
+        """Copy this replica's subtree sums into the buffers."""
 
     @abstractmethod
     def post_first(self) -> Handle:
@@ -207,21 +154,41 @@ class GradientBucket(ABC):
         """Start the second phase; None: there is none."""
         return None
 
+    def put_totals(self, sums: Sums) -> None:
+        """Copy the totals from `result` to where they stay; the buffers may be used otherwise from then on."""
+        parts = self.layout.parts
+        copy_all([sums[part.parameter].place(*part[1:3]) for part in parts], [_flat(self.result, part) for part in parts])
 
-def _terms(rows: SubtreeSums, index: int, node: TreeNode) -> list[Tensor]:
-    """The terms of a parameter's sum over a node: that sum, or one or both of its children's; none if it is undefined."""
-    parts = (node,) if node in rows or node[1] - node[0] == 1 else addition_tree_children(node)
-    return [term for part in parts if part in rows and (term := rows[part][index]) is not None]
+
+def _flat(buffer: Tensor, part: BucketPart) -> Tensor:
+    return buffer[part.offset : part.offset + part.stop - part.start]
 
 
-def _put(place: Tensor, terms: Sequence[Tensor]) -> None:
-    """Write the sum of at most two terms, or "no gradient", to its place."""
+def fill_places(places: Sequence[Place], sums: Sums, subtree: int) -> None:
+    """Put this replica's sum over one subtree, by its number, into the places: every sum is copied, or added, once."""
+    to: list[Tensor] = []
+    source: list[Tensor] = []
+    for memory, index, start, stop, is_whole in places:
+        terms = sums[index].terms[subtree] if is_whole else sums[index].flat_terms(subtree, start, stop)
+        if len(terms) == 1:
+            to.append(memory)
+            source.append(terms[0])
+        else:
+            put(memory, terms)
+    if to:
+        copy_all(to, source)
+
+
+def put(place: Tensor, terms: Sequence[Tensor]) -> None:
+    """Write the sum of terms, left to right, or "no gradient", to its place."""
     if not terms:
         place.fill_(-0.0)
     elif len(terms) == 1:
         place.copy_(terms[0])
     else:
-        torch.add(*terms, out=place)
+        torch.add(*terms[:2], out=place)
+        for term in terms[2:]:
+            place.add_(term)
 
 
 class CanonicalBucket(GradientBucket):
@@ -252,7 +219,7 @@ class CanonicalBucket(GradientBucket):
         self.own_total = self.totals[me]
         """This rank's slice of `result`, to which the additions write."""
         self._targets = [self._places(outgoing, cut, own, k) for k in range(own)]
-        """By subtree, then parameter of the layout: the places that `fill` writes to (see `_places`)."""
+        """By subtree: the places that `fill` writes to (see `_places`)."""
         self._adds: list[tuple[Tensor, Tensor, Tensor]] = []
         """(left, right, out) of each addition of the tree over this rank's slice, in order."""
         self._total = self._plan_adds(stop - start)
@@ -269,21 +236,19 @@ class CanonicalBucket(GradientBucket):
     def _totals_in_result(self, cut: Sequence[tuple[int, int]]) -> list[Tensor]:
         return [self.result[a:b] for a, b in cut]
 
-    def _places(self, outgoing: Tensor, cut: list[tuple[int, int]], own: int, k: int) -> list[list[tuple[Tensor, int, int]]]:
-        """For each parameter: where its elements [from, to) of the k-th subtree's sum go; several places at slice borders."""
-        places: list[list[tuple[Tensor, int, int]]] = []
-        for offset, shape in zip(self.layout.offsets, self.layout.shapes, strict=True):
-            end = offset + shape.numel()
-            found = []
-            for a, b in cut:
-                lo, hi = max(a, offset), min(b, end)
-                if lo < hi:
-                    at = own * a + k * (b - a) + (lo - a)
-                    found.append((outgoing[at : at + hi - lo], lo - offset, hi - offset))
-            if len(found) == 1:
-                found = [(found[0][0].view(shape), 0, shape.numel())]
-            places.append(found)
-        return places
+    def _places(self, outgoing: Tensor, cut: list[tuple[int, int]], own: int, k: int) -> list[Place]:
+        """Where the k-th subtree's sums go: a part in several places at slice borders."""
+        found = []
+        for part in self.layout.parts:
+            end = part.offset + part.stop - part.start
+            borders = [(a, b) for a, b in cut if max(a, part.offset) < min(b, end)]
+            for a, b in borders:
+                lo, hi = max(a, part.offset), min(b, end)
+                at, first = own * a + k * (b - a) + (lo - a), part.start + lo - part.offset
+                memory, is_whole = outgoing[at : at + hi - lo], len(borders) == 1 and self.layout.is_whole(part)
+                memory = memory.view(self.layout.shapes[part.parameter]) if is_whole else memory
+                found.append(Place(memory, part.parameter, first, first + hi - lo, is_whole))
+        return found
 
     def _plan_adds(self, length: int) -> Tensor | None:
         """List the additions of the tree over all sums of this rank's slice; returns where the total will be."""
@@ -299,28 +264,10 @@ class CanonicalBucket(GradientBucket):
 
         return fold_tree(sums, (0, self.replicas.block_count), add)
 
-    def fill(self, rows: Sequence[SubtreeSums]) -> None:
-        """See `GradientBucket.fill`: every sum is copied, or added, once."""
-        to: list[Tensor] = []
-        source: list[Tensor] = []
-        for k, node in enumerate(self.replicas.subtrees_by_replica[self.replicas.own_index]):
-            for index, given, places in zip(self.layout.indices, rows, self._targets[k], strict=True):
-                terms = _terms(given, index, node)
-                if len(terms) == 1 and len(places) == 1:
-                    to.append(places[0][0])
-                    source.append(terms[0])
-                elif len(places) == 1:
-                    _put(places[0][0], terms)
-                else:
-                    flat = [term.reshape(-1) for term in terms]
-                    for place, lo, hi in places:
-                        if len(flat) == 1:
-                            to.append(place)
-                            source.append(flat[0][lo:hi])
-                        else:
-                            _put(place, [term[lo:hi] for term in flat])
-        if to:
-            copy_all(to, source)
+    def fill(self, sums: Sums) -> None:
+        """See `GradientBucket.fill`."""
+        for k, places in enumerate(self._targets):
+            fill_places(places, sums, k)
 
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
@@ -347,28 +294,26 @@ class CanonicalBucket(GradientBucket):
         return r.transport.all_gather(self.totals, self.own_total, group=r.ranks, channel=r.channel)
 
 
-def own_runs(layout: OwnerLayout, own: int, total: Tensor) -> list[list[Tensor]]:
-    """By parameter of the layout: the runs that replica `own` owns, flat, in `total`, its segment of the buffer."""
-    first = layout.segments[own][0]
-    return [
-        [total[at - first : at - first + stop - start] for replica, at, start, stop in places if replica == own]
-        for places in layout.places
-    ]
-
-
 class OwnerBucket(CanonicalBucket):
     """Bucket of parameters whose runs replicas own: an owner receives all subtree sums of its runs, adds them, and keeps the
     totals; nobody has all of them."""
 
-    layout: OwnerLayout
-
-    def __init__(self, replicas: ReplicaGroup, layout: OwnerLayout) -> None:
+    def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
         super().__init__(replicas, layout)
-        self.own_runs = own_runs(layout, replicas.own_index, self.own_total)
-        """By parameter of the layout: the totals of the runs that this replica owns, valid at the end of the step."""
+        first, _ = self._slices(layout, len(replicas.ranks))[replicas.own_index]
+        mine = [part for part in layout.parts if part.owner == replicas.own_index]
+        self._own = [(part, _flat(self.result, part._replace(offset=part.offset - first))) for part in mine]
+        """Each part that this replica owns, and its total in `result`."""
+
+    def own_runs(self) -> dict[int, list[Tensor]]:
+        """Parameter -> the totals of the runs that this replica owns, flat, valid at the end of the step."""
+        found: dict[int, list[Tensor]] = {index: [] for index in self.layout.indices}
+        for part, total in self._own:
+            found[part.parameter].append(total)
+        return found
 
     def _slices(self, layout: BucketLayout, replicas: int) -> list[tuple[int, int]]:
-        assert isinstance(layout, OwnerLayout)
+        assert layout.segments is not None
         return list(layout.segments)
 
     def _make_result(self, replicas: ReplicaGroup, layout: BucketLayout, outgoing: Tensor, subtrees: int) -> Tensor:
@@ -380,20 +325,6 @@ class OwnerBucket(CanonicalBucket):
         """The result is this replica's total; the others' are not here."""
         return [self.result] * len(cut)
 
-    def _places(self, outgoing: Tensor, cut: list[tuple[int, int]], own: int, k: int) -> list[list[tuple[Tensor, int, int]]]:
-        """As in `CanonicalBucket`, for the runs of all owners."""
-        found = []
-        for shape, places in zip(self.layout.shapes, self.layout.places, strict=True):
-            here = []
-            for replica, offset, start, stop in places:
-                a, b = cut[replica]
-                at = own * a + k * (b - a) + offset - a
-                here.append((outgoing[at : at + stop - start], start, stop))
-            if len(here) == 1:
-                here = [(here[0][0].view(shape), 0, shape.numel())]
-            found.append(here)
-        return found
-
     def post_chained(self) -> Handle | None:
         """See `GradientBucket.post_chained`."""
         assert self.first_phase is not None
@@ -404,22 +335,10 @@ class OwnerBucket(CanonicalBucket):
         """Nothing: each owner keeps its totals."""
         return None
 
-
-def _fill(views: Sequence[Tensor], layout: BucketLayout, rows: Sequence[SubtreeSums], nodes: Sequence[TreeNode]) -> None:
-    """Put the sum over `nodes`, left to right, of every parameter of the layout into its view."""
-    to: list[Tensor] = []
-    source: list[Tensor] = []
-    for index, given, view in zip(layout.indices, rows, views, strict=True):
-        terms = [term for node in nodes for term in _terms(given, index, node)]
-        if len(terms) == 1:
-            to.append(view)
-            source.append(terms[0])
-        else:
-            _put(view, terms[:2])
-            for term in terms[2:]:
-                view.add_(term)
-    if to:
-        copy_all(to, source)
+    def put_totals(self, sums: Sums) -> None:
+        """See `GradientBucket.put_totals`: those of this replica's runs."""
+        if self._own:
+            copy_all([sums[part.parameter].place(*part[1:3]) for part, _ in self._own], [total for _, total in self._own])
 
 
 class FastBucket(GradientBucket):
@@ -428,10 +347,18 @@ class FastBucket(GradientBucket):
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
         super().__init__(layout, replicas.zeros(layout.length, layout.dtype))
         self.replicas = replicas
+        self._places = places_in(layout, self.result)
 
-    def fill(self, rows: Sequence[SubtreeSums]) -> None:
-        """See `GradientBucket.fill`: this replica's subtrees are added here."""
-        _fill(self.views, self.layout, rows, self.replicas.subtrees_by_replica[self.replicas.own_index])
+    def fill(self, sums: Sums) -> None:
+        """See `GradientBucket.fill`: this replica's subtrees are added here, left to right."""
+        for memory, index, start, stop, is_whole in self._places:
+            mine = sums[index]
+            terms = [
+                term
+                for subtree in range(len(self.replicas.own_subtrees))
+                for term in (mine.terms[subtree] if is_whole else mine.flat_terms(subtree, start, stop))
+            ]
+            put(memory, terms)
 
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
@@ -442,15 +369,26 @@ class FastBucket(GradientBucket):
         """See `GradientBucket.add_up`: nothing is left to do."""
 
 
-class PairBucket(FastBucket):
+class PairBucket(GradientBucket):
     """Bucket of two replicas with one subtree each: they swap whole sums, and both add.
 
     Sends as many bytes as `CanonicalBucket` and gives the same bits, with one phase less.
     """
 
+    adds_into_totals = True
+
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
-        super().__init__(replicas, layout)
-        self._pair = [self.result if r == replicas.own_index else torch.zeros_like(self.result) for r in range(2)]
+        super().__init__(layout, replicas.zeros(layout.length, layout.dtype))
+        self.replicas = replicas
+        self._places = places_in(layout, self.result)
+        other = replicas.zeros(layout.length, layout.dtype)
+        self._pair = [self.result if r == replicas.own_index else other for r in range(2)]
+        self._parts = [flat_parts(layout, buffer) for buffer in self._pair]
+        """By replica: its parts."""
+
+    def fill(self, sums: Sums) -> None:
+        """See `GradientBucket.fill`."""
+        fill_places(self._places, sums, 0)
 
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
@@ -467,172 +405,53 @@ class PairBucket(FastBucket):
         """See `GradientBucket.add_up`: the root of the tree."""
         torch.add(self._pair[0], self._pair[1], out=self.result)
 
+    def put_totals(self, sums: Sums) -> None:
+        """See `GradientBucket.put_totals`: the root of the tree."""
+        add_pair(self._parts, self.replicas.own_index, self.layout, sums)
 
-class HalvingBucket(FastBucket):
+
+def add_pair(pair: Sequence[Sequence[Tensor]], own: int, layout: BucketLayout, sums: Sums) -> None:
+    """Add what two replicas have of each part, to where totals stay. `pair[r]`: flat parts of replica r; where this replica's
+    sum lies there already, the other's is added to it: two terms may be added in either order."""
+    into: list[Tensor] = []
+    added: list[Tensor] = []
+    for part, left, right in zip(layout.parts, *pair, strict=True):
+        mine = sums[part.parameter]
+        total = mine.place(part.start, part.stop)
+        if mine.total_is_only_term:
+            into.append(total)
+            added.append(left if own else right)
+        else:
+            torch.add(left, right, out=total)
+    if into:
+        add_all(into, added)
+
+
+def flat_parts(layout: BucketLayout, buffer: Tensor) -> list[Tensor]:
+    """The parts of a bucket in a buffer [length], flat."""
+    return [_flat(buffer, part) for part in layout.parts]
+
+
+class HalvingBucket(GradientBucket):
     """Bucket of 2^k replicas with one subtree of the same size each: recursive halving and doubling adds their sums.
 
     Sends as many bytes as `CanonicalBucket` and gives the same bits, in one operation of 2k messages from each rank.
     """
 
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
-        super().__init__(replicas, layout)
+        super().__init__(layout, replicas.zeros(layout.length, layout.dtype))
+        self.replicas = replicas
+        self._places = places_in(layout, self.result)
         self._scratch = replicas.zeros(halving_scratch(even_slices(layout.length, len(replicas.ranks))), layout.dtype)
+
+    def fill(self, sums: Sums) -> None:
+        """See `GradientBucket.fill`."""
+        fill_places(self._places, sums, 0)
 
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
         r = self.replicas
         return r.transport.halving_all_reduce(self.result, self._scratch, group=r.ranks, channel=r.channel)
 
-
-class CombinedMessage:
-    """One message for several buckets, posted when the last of them is filled; also the `Handle` of each bucket.
-
-    The buckets' bytes lie in shared memory: a message for each would only interrupt the other processor's work.
-    """
-
-    def __init__(self, replicas: ReplicaGroup, buckets: int) -> None:
-        self._replicas = replicas
-        self._buckets = buckets
-        """Number of buckets, all of which are filled in every step."""
-        self._left = buckets
-        """Buckets that are not filled in this step."""
-        self._signals = [torch.zeros(1, dtype=torch.uint8) for _ in replicas.ranks]
-        self._posted: Handle | None = None
-        """The message, once it is posted in this step."""
-
-    def add_filled_bucket(self) -> Handle:
-        """Count a filled bucket; returns the bucket's handle. Every step fills the same number of them."""
-        if self._left == 0:
-            self._left, self._posted = self._buckets, None
-        self._left -= 1
-        if self._left == 0:
-            r = self._replicas
-            self._posted = r.transport.all_gather(self._signals, self._signals[r.own_index], group=r.ranks, channel=r.channel)
-        return self
-
-    def done(self) -> bool:
-        """See `Handle.done`."""
-        return self._posted is not None and self._posted.done()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """See `Handle.wait`; all buckets must be filled."""
-        assert self._posted is not None, "waited for before the last bucket was filled"
-        self._posted.wait(timeout_s)
-
-    def wait_on_stream(self, timeout_s: float | None = None) -> None:
-        """See `Handle.wait_on_stream`: the memory is the host's."""
-        self.wait(timeout_s)
-
-    def tensor(self) -> Tensor:
-        """See `Handle.tensor`."""
-        return self.tensors()[0]
-
-    def tensors(self) -> list[Tensor]:
-        """See `Handle.tensors`."""
-        return [] if self._posted is None else self._posted.tensors()
-
-
-class SharedMemoryPairBucket(GradientBucket):
-    """Bucket of two replicas on one machine: each reads the other's sums in shared memory; a message says that they are ready.
-
-    `sums[r][t]` [length]: memory of replica r that both see, in turn t; turns alternate, step by step. The total of turn t is
-    written to this replica's memory of the other turn, which the other replica no longer reads: its message for step n proves
-    that it has finished reading step n - 1. The same holds for filling.
-    """
-
-    def __init__(
-        self, replicas: ReplicaGroup, layout: BucketLayout, sums: Sequence[Sequence[Tensor]], together: CombinedMessage
-    ) -> None:
-        self.replicas = replicas
-        self._together = together
-        self._left, self._right = sums
-        self._mine = sums[replicas.own_index]
-        self._places = [layout.views(one) for one in self._mine]
-        """By turn: the parameters in this replica's memory."""
-        self._turn = 0
-        """The turn of this step: 0 or 1."""
-        super().__init__(layout, self._mine[1])
-
-    def begin(self) -> None:
-        """See `GradientBucket.begin`."""
-        self._turn = 1 - self._turn
-        self.result = self._mine[1 - self._turn]
-        self.views = self._places[1 - self._turn]
-        super().begin()
-
-    def fill(self, rows: Sequence[SubtreeSums]) -> None:
-        """See `GradientBucket.fill`."""
-        _fill(self._places[self._turn], self.layout, rows, self.replicas.subtrees_by_replica[self.replicas.own_index])
-
-    def post_first(self) -> Handle:
-        """See `GradientBucket.post_first`."""
-        return self._together.add_filled_bucket()
-
     def add_up(self) -> None:
-        """See `GradientBucket.add_up`: the root of the tree."""
-        torch.add(self._left[self._turn], self._right[self._turn], out=self.result)
-        self.replicas.transport.ledger.count("window", sent=self.result.nbytes, received=self.result.nbytes)
-
-
-class SharedMemoryOwnerBucket(GradientBucket):
-    """`OwnerBucket` of two replicas on one machine with one subtree each: an owner reads the other's sums of its runs in shared
-    memory, in turns as `SharedMemoryPairBucket` does, and adds them to its own, which nobody else sees.
-
-    `sums[r][t]`: memory of replica r in turn t for its sums of what the other one owns.
-    """
-
-    def __init__(
-        self, replicas: ReplicaGroup, layout: OwnerLayout, sums: Sequence[Sequence[Tensor]], together: CombinedMessage
-    ) -> None:
-        self.replicas = replicas
-        self._together = together
-        own = replicas.own_index
-        self._theirs = sums[1 - own]
-        start, stop = layout.segments[own]
-        total = replicas.zeros(stop - start, layout.dtype)
-        self._targets = [_places_of_owners(layout, [mine, total] if own else [total, mine]) for mine in sums[own]]
-        """By turn, then parameter: the places that `fill` writes to."""
-        self._turn = 0
-        """The turn of this step: 0 or 1."""
-        super().__init__(layout, total)
-        self.own_runs = own_runs(layout, own, self.result)
-        """See `OwnerBucket.own_runs`."""
-
-    def begin(self) -> None:
-        """See `GradientBucket.begin`."""
-        self._turn = 1 - self._turn
-        super().begin()
-
-    def fill(self, rows: Sequence[SubtreeSums]) -> None:
-        """See `GradientBucket.fill`."""
-        to: list[Tensor] = []
-        source: list[Tensor] = []
-        (node,) = self.replicas.subtrees_by_replica[self.replicas.own_index]
-        for index, given, places in zip(self.layout.indices, rows, self._targets[self._turn], strict=True):
-            terms = [term.reshape(-1) for term in _terms(given, index, node)]
-            for place, lo, hi in places:
-                if len(terms) == 1:
-                    to.append(place)
-                    source.append(terms[0][lo:hi])
-                else:
-                    _put(place, [term[lo:hi] for term in terms])
-        if to:
-            copy_all(to, source)
-
-    def post_first(self) -> Handle:
-        """See `GradientBucket.post_first`."""
-        return self._together.add_filled_bucket()
-
-    def add_up(self) -> None:
-        """See `GradientBucket.add_up`: the root of the tree, whose two terms may be added in either order."""
-        self.result.add_(self._theirs[self._turn])
-        self.replicas.transport.ledger.count("window", sent=self.result.nbytes, received=self.result.nbytes)
-
-
-def _places_of_owners(layout: OwnerLayout, buffers: Sequence[Tensor]) -> list[list[tuple[Tensor, int, int]]]:
-    """For each parameter: where its elements [from, to) go in a buffer for each owner."""
-    firsts = [start for start, _ in layout.segments]
-    return [
-        [(buffers[r][at - firsts[r] : at - firsts[r] + stop - start], start, stop) for r, at, start, stop in places]
-        for places in layout.places
-    ]
+        """See `GradientBucket.add_up`: the exchange has added."""

@@ -8,6 +8,10 @@ on a GPU, are exchanged by recursive halving and doubling between neighbours (`p
 plain all-reduce of each replica's own sum. Where replicas own runs of parameters, the first exchange ends at the owners of
 runs, who keep the totals.
 
+On the host buckets share a pool of bounded memory: a bucket is filled when its gradients are final and the bucket that had its
+memory before has its totals. Until then gradients wait where they are, so a full pool stops nobody; and totals are put where
+the gradients were. On a GPU, where the host is ahead of all exchanges, each bucket has memory of its own, and keeps its totals.
+
 On the host a bucket's additions and all-gather follow when somebody finds its all-to-all done. On a GPU nobody would before the
 backward pass is over, because the host is ahead of it: there all of it is enqueued when the bucket is complete
 (`Transport.run_after`), and runs beside that pass.
@@ -22,31 +26,32 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from raypar.comm.bucket_layout import BucketLayout, BucketRoom, Runs, ShapeAndDtype, bucket_layouts
 from raypar.comm.buffer_pool import CPU, aligned_contiguous
 from raypar.comm.gradient_buckets import (
-    BucketLayout,
     CanonicalBucket,
-    CombinedMessage,
     FastBucket,
     GradientBucket,
     HalvingBucket,
     OwnerBucket,
-    OwnerLayout,
     PairBucket,
     ReplicaGroup,
-    Runs,
-    ShapeAndDtype,
-    SharedMemoryOwnerBucket,
-    SharedMemoryPairBucket,
-    SubtreeSums,
-    bucket_layouts,
+    SlotMemory,
 )
+from raypar.comm.gradient_sums import GradientSum, SubtreeSums, terms_of
 from raypar.comm.routine import Routine, RoutineWait, StreamWaits
-from raypar.comm.shared_memory import NO_ADDRESS, SharedMemoryBlock, open_shared_memory
+from raypar.comm.shared_memory_buckets import (
+    SharedMemoryBucket,
+    bucket_groups,
+    make_shared_buckets,
+    share_turns,
+    turn_bytes,
+)
 from raypar.comm.transport import Handle, Transport
 from raypar.errors import CommError
 from raypar.plan.addition_tree import covering_nodes, fold_tree
@@ -55,6 +60,10 @@ from raypar.torch_compat.multi_tensor import add_all
 
 BUCKET_BYTES = 2 << 20
 """Small enough that the last bucket, which nothing hides, is short; from 0.5 to 8 MB the step time hardly changes."""
+POOL_BYTES = 8 << 20
+"""Memory of all buckets of a stage on the host."""
+SLOTS = 4
+"""Buckets on their way at once that a pool has room for."""
 
 
 class GradientReduction(ABC):
@@ -63,6 +72,7 @@ class GradientReduction(ABC):
     `group`: ranks of the stage's replicas, ascending; `runs[r]`: blocks of replica r; `parameters`: (shape, dtype) of every
     use of a parameter, in layer order; `channel`: one that no other reduction of the group uses (the stage's number);
     `device`: of the gradients; `owners`: by use, the runs that each replica owns, where only owners get totals; None: all do.
+    `pool_bytes`: memory of all buckets; None, and on a GPU: each bucket has memory of its own.
     """
 
     parameters_to_mark: Callable[[], Collection[int]] | None
@@ -89,6 +99,7 @@ class GradientReduction(ABC):
         channel: int = 0,
         device: torch.device = CPU,
         owners: Sequence[Sequence[Runs] | None] = (),
+        pool_bytes: int | None = POOL_BYTES,
     ) -> None:
         if len(runs) != len(group):
             raise CommError(f"{len(runs)} runs of blocks for {len(group)} replicas", cure="give one run per replica")
@@ -104,8 +115,10 @@ class GradientReduction(ABC):
         self.replicas = ReplicaGroup(
             transport, self.group, self.own_index, channel, block_count, tuple(map(tuple, self.subtrees_by_replica)), device
         )
-        self._rows: list[SubtreeSums | None] = [None] * len(self.parameters)
-        """By parameter: its subtree sums, once they are ready in this step."""
+        self.owners = owners
+        self.pool_bytes = pool_bytes if device == CPU else None
+        self._sums: dict[int, GradientSum] = {}
+        """Parameter -> what this replica has of its gradient, once that is final in this step, until the next step."""
         self._totals: list[Tensor | None] = [None] * len(self.parameters)
         """By parameter: its total, where there is one replica only."""
         self._marks = torch.zeros(len(self.parameters), dtype=torch.int32)
@@ -117,32 +130,53 @@ class GradientReduction(ABC):
         self.stream_waits = StreamWaits()
         self._unready = 0
         """Parameters that are not ready in this step."""
-        self._next_first = self._next_second = 0
-        """The first bucket whose first, second phase is not posted in this step."""
-        layouts = bucket_layouts(self.parameters, bucket_bytes, device, owners) if len(self.group) > 1 else []
-        self.buckets: list[GradientBucket] = [self._bucket(layout) for layout in layouts]
+        self._next_first = self._next_second = self._next_put = 0
+        """The first bucket whose first, second phase is not posted, whose totals are not where they stay, in this step."""
+        self._negotiated, self._turn = False, 0
+        """Whether `_negotiate_buckets` has run, and the turn of the next group of buckets in shared memory."""
+        self._take_buckets(*self._make_buckets(bucket_bytes))
+
+    def _make_buckets(self, bucket_bytes: int) -> tuple[list[GradientBucket], list[int]]:
+        """The buckets, and see `_puts_needed`."""
+        if len(self.group) == 1:
+            return [], []
+        room = None
+        if self.pool_bytes is not None:
+            room = BucketRoom(self.pool_bytes // SLOTS, tuple(map(len, self.subtrees_by_replica)))
+        layouts = bucket_layouts(self.parameters, bucket_bytes, self.replicas.device, self.owners, room)
+        if room is None:
+            return [self._bucket(layout, self.replicas) for layout in layouts], [0] * len(layouts)
+        made, slots = list[GradientBucket](), list[SlotMemory]()
+        for number, layout in enumerate(layouts):
+            if number < SLOTS:
+                slots.append(SlotMemory(max(room.bytes_of(each) for each in layouts[number::SLOTS])))
+            slots[number % SLOTS].begin_bucket()
+            made.append(self._bucket(layout, replace(self.replicas, slot=slots[number % SLOTS])))
+        return made, [max(0, number + 1 - SLOTS) for number in range(len(layouts))]
+
+    def _take_buckets(self, buckets: Sequence[GradientBucket], puts_needed: Sequence[int]) -> None:
+        self.buckets = list(buckets)
         """The buckets, in the order in which they are posted; none with one replica."""
-        self._bucket_of = {i: b for b in self.buckets for i in b.layout.indices}
-        """Parameter -> its bucket."""
-        self._next_buckets: list[GradientBucket] | None = None
-        """What `buckets` will be from the next step on."""
-        self._negotiated = False
-        """Whether `_negotiate_buckets` has run."""
+        self._puts_needed = puts_needed
+        """By bucket: how many buckets must have their totals where these stay before it may be filled."""
+        self._buckets_of: list[list[GradientBucket]] = [[] for _ in self.parameters]
+        """By parameter: the buckets that have a part of it."""
+        for bucket in buckets:
+            for index in bucket.layout.indices:
+                self._buckets_of[index].append(bucket)
 
     @abstractmethod
-    def _bucket(self, layout: BucketLayout) -> GradientBucket:
-        """Allocate one bucket."""
+    def _bucket(self, layout: BucketLayout, replicas: ReplicaGroup) -> GradientBucket:
+        """Allocate one bucket, by `replicas.zeros`."""
 
     def start(self) -> None:
         """Begin a step. Results of the step before are no longer valid. A replica without blocks posts everything now."""
-        self._rows = [None] * len(self.parameters)
+        self._sums.clear()
+        self.owned_totals = {}
         self._totals = [None] * len(self.parameters)
         self._marked = None
         self._unready = len(self.parameters)
-        self._next_first = self._next_second = 0
-        if self._next_buckets is not None:
-            self.buckets, self._next_buckets = self._next_buckets, None
-            self._bucket_of = {i: b for b in self.buckets for i in b.layout.indices}
+        self._next_first = self._next_second = self._next_put = 0
         for bucket in self.buckets:
             bucket.begin()
         if not self.subtrees_by_replica[self.own_index]:
@@ -152,20 +186,21 @@ class GradientReduction(ABC):
         """Hand over the final subtree sums of some parameters, `rows[node][index]`; None or no row: no gradient.
 
         Each parameter is handed over once per step. Instead of a node its children may be given, which are added here. The sums
-        belong to the reduction from now on and must stay unchanged until `finish` is done. Posts the first phase of every
-        complete bucket.
+        belong to the reduction from now on, which may write to them. Posts the first phase of every complete bucket.
         """
-        known, alone = self._rows, len(self.group) == 1
+        alone = len(self.group) == 1
         if self._marked is None and not alone:
             self._post_marks()
+        nodes = self.subtrees_by_replica[self.own_index]
         for index in indices:
-            if known[index] is not None:
+            if index in self._sums:
                 raise CommError(
                     f"parameter {index} was declared ready twice in one step", cure="call `submit_gradients` once per step"
                 )
-            known[index] = rows
-            if not alone:
-                self._bucket_of[index].unready_count -= 1
+            terms = [] if alone else [terms_of(rows, index, node) for node in nodes]
+            self._sums[index] = GradientSum(self.parameters[index][0], terms, len(self._buckets_of[index]))
+            for bucket in self._buckets_of[index]:
+                bucket.unready_count -= 1
         self._unready -= len(indices)
         if alone:
             self._add_up_alone(indices, rows)
@@ -183,39 +218,65 @@ class GradientReduction(ABC):
     def _post_ready(self) -> None:
         while self._next_first < len(self.buckets):
             bucket = self.buckets[self._next_first]
-            if bucket.unready_count:
+            if bucket.unready_count or self._puts_needed[self._next_first] > self._next_put:
                 return
-            with torch.no_grad():
-                bucket.fill([self._rows[i] or {} for i in bucket.layout.indices])
+            self._fill(bucket)
             bucket.first_phase = bucket.post_first()
-            if self._next_second == self._next_first:
+            if self.pool_bytes is None and self._next_second == self._next_first:
                 bucket.second_phase = bucket.post_chained()
                 self._next_second += bucket.second_phase is not None
             self._next_first += 1
 
+    @torch.no_grad()
+    def _fill(self, bucket: GradientBucket) -> None:
+        if isinstance(bucket, SharedMemoryBucket):
+            if bucket.begins_group:
+                self._turn = 1 - self._turn
+            bucket.turn = self._turn
+        if self.pool_bytes is not None:
+            for index in bucket.layout.indices:
+                if not self._sums[index].has_memory:
+                    self._sums[index].find_memory(bucket.layout.dtype, self._own_runs(index))
+        bucket.fill(self._sums)
+        for index in bucket.layout.indices:
+            self._sums[index].note_filled()
+
+    def _own_runs(self, index: int) -> Runs | None:
+        owners = self.owners[index] if self.owners else None
+        return None if owners is None else owners[self.own_index]
+
     def poll(self) -> None:
-        """Start the second phase of buckets whose first phase is done. Cheap; never blocks."""
-        while self._next_second < self._next_first:
-            bucket = self.buckets[self._next_second]
-            assert bucket.first_phase is not None
-            if not bucket.first_phase.done():
+        """Start the second phase of buckets whose first phase is done, put totals where they stay, and fill what has got
+        memory by that. Cheap; never blocks."""
+        while True:
+            while self._next_second < self._next_first and _is_done(self.buckets[self._next_second].first_phase):
+                self._start_second(self.buckets[self._next_second])
+            if self.pool_bytes is None:
                 return
-            self._start_second(bucket)
+            before = self._next_put
+            while self._next_put < self._next_second and _is_done(self.buckets[self._next_put].second_phase):
+                with torch.no_grad():
+                    self.buckets[self._next_put].put_totals(self._sums)
+                self._next_put += 1
+            if self._next_put == before:
+                return
+            self._post_ready()
 
     def _start_second(self, bucket: GradientBucket) -> None:
-        with torch.no_grad():
-            bucket.second_phase = bucket.post_second()
+        if self.pool_bytes is None or not bucket.adds_into_totals:
+            with torch.no_grad():
+                bucket.second_phase = bucket.post_second()
         self._next_second += 1
 
     def finish(self) -> Routine[list[Tensor | None]]:
         """Bring the rest to its end. Returns each parameter's reduced gradient, 64-byte aligned: -0.0 where no replica has one;
         of one replica the given sum itself, or None; None where replicas own runs, which `owned_totals` has.
 
-        The tensors are views of the buckets, valid until the next `start`; a device's stream waits for them, and the host only
-        where `stream_waits` are finished.
+        The tensors are valid until the next `start`; a device's stream waits for them, and the host only where `stream_waits`
+        are finished.
         """
         if self._unready:
-            left = [i for i, rows in enumerate(self._rows) if rows is None]
+            left = [i for i in range(len(self.parameters)) if i not in self._sums]
             raise CommError(
                 f"gradients of {len(left)} parameters (first: {left[0]}) were not declared ready",
                 cure="call `submit_gradients` for every parameter of the stage, also for those without a gradient",
@@ -224,43 +285,74 @@ class GradientReduction(ABC):
             self.marked_parameters = frozenset(self.parameters_to_mark() if self.parameters_to_mark is not None else ())
             self.defined_here = frozenset(index for index, total in enumerate(self._totals) if total is not None)
             return self._totals
-        self.defined_here = frozenset(
-            index for index, rows in enumerate(self._rows) if any(row[index] is not None for row in (rows or {}).values())
-        )
-        names = [
-            f"gradient bucket {number} of {len(self.buckets)}, channel {self.channel}" for number in range(len(self.buckets))
-        ]
-        for bucket, name in list(zip(self.buckets, names, strict=True))[self._next_second :]:
-            # Only additions follow: a device's stream may wait for the sums while the host posts the next bucket's totals.
-            assert bucket.first_phase is not None
-            yield RoutineWait(bucket.first_phase, f"{name}, sums", on_stream=True)
-            self.stream_waits.add(bucket.first_phase, f"{name}, sums")
-            self._start_second(bucket)
-        for bucket, name in zip(self.buckets, names, strict=True):
-            if bucket.second_phase is not None:
-                yield RoutineWait(bucket.second_phase, f"{name}, totals", on_stream=True)
-                self.stream_waits.add(bucket.second_phase, f"{name}, totals")
+        self.defined_here = frozenset(index for index, mine in self._sums.items() if mine.is_defined)
+        yield from self._finish_buckets() if self.pool_bytes is None else self._empty_pool()
         if self._marked is not None:
             if not self._marked.done():
                 yield RoutineWait(self._marked, f"which gradients are parts of sums over shards, channel {self.channel}")
             self.marked_parameters = frozenset(self._marks.nonzero().view(-1).tolist())
-        results: list[Tensor | None] = [None] * len(self.parameters)
-        self.owned_totals = {}
-        for bucket in self.buckets:
-            if isinstance(bucket, (OwnerBucket, SharedMemoryOwnerBucket)):
-                self.owned_totals.update(zip(bucket.layout.indices, bucket.own_runs, strict=True))
-                continue
-            for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
-                results[index] = view
-        self._rows = [None] * len(self.parameters)
-        if not self._negotiated:
+        results = self._take_totals()
+        if not self._negotiated and self.pool_bytes is not None:
             self._negotiated = True
-            self._next_buckets = yield from self._negotiate_buckets()
+            yield from self._negotiate_buckets(self.pool_bytes)
         return results
 
-    def _negotiate_buckets(self) -> Routine[list[GradientBucket] | None]:
-        """The buckets of all later steps, agreed with the other replicas after the first step; None: the same as now."""
-        return None
+    def _name(self, number: int) -> str:
+        return f"gradient bucket {number} of {len(self.buckets)}, channel {self.channel}"
+
+    def _finish_buckets(self) -> Routine[None]:
+        """Bring buckets with memory of their own to their end."""
+        for number in range(self._next_second, len(self.buckets)):
+            # Only additions follow: a device's stream may wait for the sums while the host posts the next bucket's totals.
+            bucket, name = self.buckets[number], f"{self._name(number)}, sums"
+            assert bucket.first_phase is not None
+            yield RoutineWait(bucket.first_phase, name, on_stream=True)
+            self.stream_waits.add(bucket.first_phase, name)
+            self._start_second(bucket)
+        for number, bucket in enumerate(self.buckets):
+            if bucket.second_phase is not None:
+                name = f"{self._name(number)}, totals"
+                yield RoutineWait(bucket.second_phase, name, on_stream=True)
+                self.stream_waits.add(bucket.second_phase, name)
+
+    def _empty_pool(self) -> Routine[None]:
+        """Bring buckets of a pool to their end, one after the other, and those that wait for memory."""
+        self.poll()
+        while self._next_put < len(self.buckets):
+            self._post_ready()
+            bucket, name = self.buckets[self._next_put], self._name(self._next_put)
+            if self._next_put == self._next_second:
+                assert bucket.first_phase is not None
+                yield RoutineWait(bucket.first_phase, f"{name}, sums")
+            else:
+                assert bucket.second_phase is not None
+                yield RoutineWait(bucket.second_phase, f"{name}, totals")
+            self.poll()
+
+    def _take_totals(self) -> list[Tensor | None]:
+        """The totals by parameter; sets `owned_totals`."""
+        results: list[Tensor | None] = [None] * len(self.parameters)
+        self.owned_totals = {}
+        if self.pool_bytes is not None:
+            for index, mine in self._sums.items():
+                if self._own_runs(index) is None:
+                    results[index] = None if mine.total is None else mine.total.view(mine.shape)
+                else:
+                    self.owned_totals[index] = [run for _, _, run in mine.runs]
+        for bucket in self.buckets if self.pool_bytes is None else ():
+            if isinstance(bucket, OwnerBucket):
+                self.owned_totals.update(bucket.own_runs())
+            else:
+                for index, view in bucket.views.items():
+                    results[index] = view
+        for mine in self._sums.values():
+            mine.forget()
+        return results
+
+    def _negotiate_buckets(self, pool_bytes: int) -> Routine[None]:
+        """Take other buckets for all later steps, agreed with the other replicas after the first step, if there are better ones
+        in a pool."""
+        return
         yield
 
     @torch.no_grad()
@@ -284,78 +376,40 @@ class GradientReduction(ABC):
             self._totals[index] = None if total is None else aligned_contiguous(total)
 
 
+def _is_done(handle: Handle | None) -> bool:
+    """Whether a phase is over; None: there is none."""
+    return handle is None or handle.done()
+
+
 class CanonicalReduction(GradientReduction):
     """Reduction with the bits of one process, whatever the number of replicas (see the module's docstring)."""
 
-    def _bucket(self, layout: BucketLayout) -> GradientBucket:
-        if isinstance(layout, OwnerLayout):
-            return OwnerBucket(self.replicas, layout)
-        host_bytes = layout.length * layout.dtype.itemsize if self.replicas.device == CPU else None
+    def _bucket(self, layout: BucketLayout, replicas: ReplicaGroup) -> GradientBucket:
+        if layout.segments is not None:
+            return OwnerBucket(replicas, layout)
+        host_bytes = layout.nbytes if replicas.device == CPU else None
+        kinds: dict[str, type[PairBucket | HalvingBucket | CanonicalBucket]]
         kinds = {"swap": PairBucket, "halving": HalvingBucket, "owners": CanonicalBucket}
-        return kinds[gradient_exchange(self.subtrees_by_replica, host_bytes)](self.replicas, layout)
+        return kinds[gradient_exchange(self.subtrees_by_replica, host_bytes)](replicas, layout)
 
-    def _negotiate_buckets(self) -> Routine[list[GradientBucket] | None]:
-        """Buckets in shared memory, for two replicas on one machine that both find that they can read each other's."""
+    def _negotiate_buckets(self, pool_bytes: int) -> Routine[None]:
+        """Take buckets in shared memory, if two replicas on one machine both find that they can read each other's."""
         one_subtree_each = [len(nodes) for nodes in self.subtrees_by_replica] == [1, 1]
-        pairs = one_subtree_each and self.replicas.device == CPU
-        shares_memory = pairs and self.transport.can_share_memory(self.group[1 - self.own_index])
-        if not shares_memory or not all(turn_bytes := self._turn_bytes()):
-            return None
-        try:
-            block = SharedMemoryBlock(2 * turn_bytes[self.own_index])
-        except OSError:
-            block = None
-        addresses = [torch.zeros_like(NO_ADDRESS) for _ in self.group]
-        address = block.address if block is not None else NO_ADDRESS
-        yield RoutineWait(self._gather(addresses, address), "where the other replica's memory is")
-        memories: list[Tensor] = []
-        if block is not None:
-            try:
-                memories = [
-                    block.memory if r == self.own_index else open_shared_memory(address, 2 * turn_bytes[r])
-                    for r, address in enumerate(addresses)
-                ]
-            except OSError:
-                memories = []
-        found = [torch.zeros(1, dtype=torch.uint8) for _ in self.group]
-        mine = torch.tensor([bool(memories)], dtype=torch.uint8)
-        yield RoutineWait(self._gather(found, mine), "whether the other replica can read our memory")
-        if block is not None:
-            block.close()
-        if not all(map(bool, found)):
-            return None
-        made: list[GradientBucket] = []
-        together = CombinedMessage(self.replicas, len(self.buckets))
-        starts = [0, 0]
-        for bucket in self.buckets:
-            layout = bucket.layout
-            shared = [layout.nbytes_shared_by(replica) for replica in range(2)]
-            sums = [
-                [memory[at : at + nbytes].view(layout.dtype) for at in (start, turn + start)]
-                for memory, start, turn, nbytes in zip(memories, starts, turn_bytes, shared, strict=True)
-            ]
-            if isinstance(layout, OwnerLayout):
-                made.append(SharedMemoryOwnerBucket(self.replicas, layout, sums, together))
-            else:
-                made.append(SharedMemoryPairBucket(self.replicas, layout, sums, together))
-            starts = [start + _paged(nbytes) for start, nbytes in zip(starts, shared, strict=True)]
-        return made
-
-    def _turn_bytes(self) -> list[int]:
-        """By replica, of two: the bytes that it shares with the other one in a turn."""
-        return [sum(_paged(bucket.layout.nbytes_shared_by(replica)) for bucket in self.buckets) for replica in range(2)]
-
-    def _gather(self, found: list[Tensor], mine: Tensor) -> Handle:
-        return self.transport.all_gather(found, mine, group=self.group, channel=self.channel)
-
-
-def _paged(nbytes: int) -> int:
-    """Rounded up to a multiple of 4,096: buckets share no page, and are aligned for vector instructions."""
-    return -(-nbytes // 4096) * 4096
+        if not one_subtree_each or not self.transport.can_share_memory(self.group[1 - self.own_index]):
+            return
+        layouts = [bucket.layout for bucket in self.buckets]
+        groups = bucket_groups(layouts, pool_bytes // 2)
+        sizes = turn_bytes(layouts, groups) if groups else []
+        if not sizes or not all(sizes):
+            return
+        turns = yield from share_turns(self.replicas, sizes)
+        if turns is not None:
+            made = make_shared_buckets(self.replicas, layouts, groups, turns)
+            self._take_buckets(made, [group.start for group in groups for _ in group])
 
 
 class FastReduction(GradientReduction):
     """Reduction by a plain all-reduce: the bits depend on the number of replicas."""
 
-    def _bucket(self, layout: BucketLayout) -> GradientBucket:
-        return FastBucket(self.replicas, layout)
+    def _bucket(self, layout: BucketLayout, replicas: ReplicaGroup) -> GradientBucket:
+        return FastBucket(replicas, layout)

@@ -581,6 +581,14 @@ class Job(Section):
         return isinstance(self.plan, PlanConfig) and self.plan.sequence_parallel
 
     @property
+    def reduction_buffer_bytes(self) -> int | None:
+        """Most memory of the buckets of a stage's gradients; None: as much as they need."""
+        if self.device != "cpu":
+            return None
+        section = self.plan if isinstance(self.plan, PlanConfig) else PlanConfig()
+        return section.reduction_buffer_mib << 20
+
+    @property
     def loss_target_name(self) -> str:
         """Name of the value with which the loss compares the model's output; of the labels, if the model computes the loss."""
         return self.data.target or ("labels" if self.loss.is_loss_of_model else "y")

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, Privat
 
 from raypar.errors import ConfigError, PlanError
 from raypar.files.printable_text import shorten
-from raypar.job.key import BITS_OF_SHARDS, CLIENT
+from raypar.job.key import BITS_OF_SHARDS, CLIENT, WORKERS
 from raypar.job.section import MAX_WORKERS, Parts, PathText, Section, Workers
 from raypar.plan.parallel_plan import ParallelPlan, WorkerGrid, describe_mesh
 from raypar.plan.placements import LayerPlacement, check_placements, plan_of_placements
@@ -149,6 +149,9 @@ class PlanConfig(Section):
     """How many replicas hold, and step, each part of the state that replicas divide (`zero`). 1: if its only holder dies, all
     go back to the mirror's last copy. 2: the other one goes on, as without `zero`, for twice the memory of each part; with
     two replicas each holds everything. Results do not depend on it."""
+    reduction_buffer_mib: Annotated[PositiveInt, WORKERS] = 8
+    """Memory of a stage with replicas, in MiB, for gradients that are on their way between these. Gradients that find no room
+    wait where they are. On GPUs there is always room. Results do not depend on it."""
     recompute: Annotated[Any, BeforeValidator(_recompute_policy), CLIENT] = "none"
     """Activation checkpointing: layers whose activations are dropped after the forward and computed again for the backward, for
     less memory and more time, with the same results. `none`, `full`, or a list of patterns of layer names."""

@@ -39,3 +39,18 @@ def gradient_exchange(subtrees: Sequence[Sequence[TreeNode]], host_bytes: int | 
     sizes = {stop - start for ((start, stop),) in subtrees}
     halved = replicas.bit_count() == len(sizes) == 1 and (host_bytes is None or host_bytes <= HALVING_HOST_BYTES)
     return "halving" if halved else "owners"
+
+
+def buffer_elements(length: int, subtrees: Sequence[int], owned: Sequence[int] | None = None) -> int:
+    """Elements of all buffers of a bucket of `length` elements, on the replica where they are most, whichever way it is
+    exchanged: its subtree sums of everything, all others' sums of what it adds, and the total.
+
+    `subtrees`: by replica, the number of its subtree sums. `owned`: by replica, how many elements of the bucket it owns, where
+    only owners get totals; None: each adds an even share, and all get all totals.
+    """
+    most, everybody = 2 * length, sum(subtrees)
+    for replica, own in enumerate(subtrees):
+        share = -(-length // len(subtrees)) if owned is None else owned[replica]
+        total = 0 if own == 1 else length if owned is None else share  # the only sums' memory is free when they are sent
+        most = max(most, own * length + (everybody - own) * share + total)
+    return most

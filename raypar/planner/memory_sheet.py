@@ -11,17 +11,20 @@ from raypar.plan.ownership import STATE_KIND_NOUNS, StateKind
 from raypar.planner.candidate_plans import balanced_cuts
 from raypar.planner.model_profile import ModelProfile
 from raypar.planner.plan_search import format_mib
-from raypar.planner.predicted_step import kept_bytes_by_kind, state_bytes
+from raypar.planner.predicted_step import bucket_bytes, kept_bytes_by_kind, state_bytes
 from raypar.schedule import registry
 from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH, Schedule
 from raypar.schedule.step_timeline import peak_kept_bytes
 
+BUCKETS = "buckets"
+"""The kind of memory in which gradients are on their way between replicas."""
 KEPT_NOUNS: dict[str, str] = {
+    BUCKETS: "buckets of gradients",
     ACTIVATIONS: "activations",
     KEPT_INPUTS: "inputs of recomputed layers",
     STASH: "stash for weight gradients",
 }
-"""Kind of kept memory -> its name in sheets."""
+"""Kind of memory beside the state -> its name in sheets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +35,18 @@ class MemorySheet:
     """Kind of state -> its bytes."""
     kept: Mapping[str, int]
     """Kind of memory kept for backward passes -> its bytes at the moment of the step when all kinds together take most."""
+    buckets: int = 0
+    """Buckets of gradients that are on their way between replicas."""
 
     @property
     def by_kind(self) -> dict[str, int]:
         """All kinds -> their bytes, as data."""
-        return {str(kind): nbytes for kind, nbytes in (*self.state.items(), *self.kept.items())}
+        return {str(kind): nbytes for kind, nbytes in (*self.state.items(), (BUCKETS, self.buckets), *self.kept.items())}
 
     @property
     def total(self) -> int:
         """Bytes of all that is counted."""
-        return sum(self.state.values()) + sum(self.kept.values())
+        return sum(self.by_kind.values())
 
     def __str__(self) -> str:
         state = ", ".join(
@@ -49,9 +54,10 @@ class MemorySheet:
             for kind, nbytes in self.state.items()
             if nbytes or kind != "widened"
         )
+        buckets = f", {format_mib(self.buckets)} of {KEPT_NOUNS[BUCKETS]}" if self.buckets else ""
         parts = [(kind, nbytes) for kind, nbytes in self.kept.items() if nbytes or kind == ACTIVATIONS]
         kept = ", ".join(f"{format_mib(nbytes)} of {KEPT_NOUNS[kind]}" for kind, nbytes in parts)
-        return f"{state} and at most {kept}: {format_mib(self.total)}"
+        return f"{state}{buckets} and at most {kept}: {format_mib(self.total)}"
 
 
 def memory_sheets(
@@ -64,7 +70,10 @@ def memory_sheets(
     sizes = kept_bytes_by_kind(profile, routing, orders)
     kept = [peak_kept_bytes(order, sizes) for order in orders]
     state = state_bytes(profile, routing, [sum(peak.values()) for peak in kept])
-    return tuple(MemorySheet({kind: by_rank[rank] for kind, by_rank in state.items()}, peak) for rank, peak in enumerate(kept))
+    return tuple(
+        MemorySheet({kind: by_rank[rank] for kind, by_rank in state.items()}, peak, buckets)
+        for rank, (peak, buckets) in enumerate(zip(kept, bucket_bytes(profile, routing), strict=True))
+    )
 
 
 def out_of_memory_advice(

@@ -152,7 +152,8 @@ class ModelProfile:
     each layer's `activation_bytes` are used instead. `recomputable`: indices of the layers that passed the check for
     recomputation; the others failed it or were not checked. `most_stages`: how many stages a plan may have; None: any number (1
     for an optimizer that couples parameters). `lengths`: of which length the microbatches are that were measured, in
-    words, where others are shorter: `microbatches of length 128`; empty: all are as the first one.
+    words, where others are shorter: `microbatches of length 128`; empty: all are as the first one. `reduction_buffer_bytes`:
+    most memory of the buckets in which a stage's replicas reduce gradients; None: as much as they need.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -166,6 +167,7 @@ class ModelProfile:
     recomputable: tuple[int, ...] = ()
     most_stages: int | None = None
     lengths: str = ""
+    reduction_buffer_bytes: int | None = 0
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
+from raypar.plan.addition_tree import covering_nodes
+from raypar.plan.gradient_exchange import buffer_elements
 from raypar.plan.ownership import StateKind
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.schedule import registry
@@ -34,7 +36,8 @@ def predict_step(
             slower = simulation_costs(profile, plan, split=split, factor=needed_ms / timeline.makespan_ms)
             timeline = simulate_schedule(orders, routing, crossing, replace(slower, kept_bytes=costs.kept_bytes))
     activations = timeline.peak_bytes or (0,) * plan.world
-    memory = tuple(map(sum, zip(activations, *state_bytes(profile, routing, kept=activations).values(), strict=True)))
+    state = state_bytes(profile, routing, kept=activations).values()
+    memory = tuple(map(sum, zip(activations, bucket_bytes(profile, routing), *state, strict=True)))
     return timeline, memory
 
 
@@ -88,6 +91,23 @@ def reduction_ms(stage: LayerProfile, place: StagePlan, link: LinkProfile) -> fl
         gathered = (replicas - holders) / replicas
         times = gathered + (times if place.virtual_shards > 1 else holders * times / 2)
     return link.ms(times * stage.reduced_bytes)
+
+
+def bucket_bytes(profile: ModelProfile, routing: MicrobatchRouting) -> tuple[int, ...]:
+    """By rank: bytes of the buckets in which its stages' gradients are on their way between replicas, those that others send
+    included."""
+    plan, limit = routing.plan, profile.reduction_buffer_bytes
+    found = [0] * plan.world
+    for stage, place in enumerate(plan.stages):
+        if place.replicas == 1 or limit == 0:
+            continue
+        blocks = [routing.blocks_of_replica(stage, replica) for replica in range(place.replicas)]
+        subtrees = [len(covering_nodes(run, routing.microbatches.blocks)) for run in blocks]
+        needed = buffer_elements(profile.stage(place).reduced_bytes, subtrees)
+        for row in place.workers:
+            for rank in row:
+                found[rank] += needed if limit is None else min(limit, needed)
+    return tuple(found)
 
 
 def state_bytes(

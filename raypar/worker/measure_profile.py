@@ -122,6 +122,7 @@ def profile_job(
         kept=measured.kept,
         recomputable=measured.recomputable,
         lengths=describe_largest_shape(spec),
+        reduction_buffer_bytes=spec.reduction_buffer_bytes,
     )
 
 

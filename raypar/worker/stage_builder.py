@@ -506,9 +506,16 @@ class StageBuilder:
                 channel=reduction_channel(plan, index, number),
                 device=self.device,
                 owners=self._owners_of_uses(index, stage),
+                pool_bytes=self._pool_bytes(index),
             )
             for (index, number), stage in stages.items()
         }
+
+    def _pool_bytes(self, index: int) -> int | None:
+        """Memory for buckets of the gradients of one virtual shard of a stage here."""
+        stage, limit = self.assignment.plan.stages[index], self.spec.reduction_buffer_bytes
+        role = self.assignment.plan.role_in(self.transport.rank, index)
+        return None if limit is None else limit // len(stage.run_of(role.shard))
 
     def _owners_of_uses(self, index: int, stage: Stage) -> list[list[list[tuple[int, int]]] | None]:
         """By use of a parameter: the runs that each replica owns, where gradients are reduced to these; empty if none are."""

@@ -12,13 +12,16 @@ import pytest
 import torch
 from helpers import standin
 from helpers.transport_cases import CREDENTIAL, over_nccl
+from torch.utils._pytree import tree_leaves
 
-from raypar.comm import gradient_reduction, shared_memory
+from raypar.comm import shared_memory, shared_memory_buckets
+from raypar.comm.bucket_layout import bucket_layouts
 from raypar.comm.cooperative_scheduler import CooperativeScheduler
-from raypar.comm.gradient_buckets import CanonicalBucket, HalvingBucket, ReplicaGroup, bucket_layouts
+from raypar.comm.gradient_buckets import CanonicalBucket, HalvingBucket, ReplicaGroup
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.local_transport import LocalMesh
 from raypar.comm.routine import RoutineWork, run_routine
+from raypar.comm.shared_memory_buckets import SharedMemoryBucket
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.errors import CommError
 from raypar.plan.addition_tree import covering_nodes, fold_tree
@@ -55,12 +58,30 @@ def parameters(dtype=torch.float32):
     return [(torch.Size(s), dtype) for s in SHAPES]
 
 
-def replica(transport, kind, runs, gradients, steps=2, bucket_bytes=1500):
+def sums_of(gradients, index, run):
+    """A parameter's sums over the subtrees of some blocks, which a reduction may write to."""
+    leaves = {(b, b + 1): None if gradients[b][index] is None else gradients[b][index].clone() for b in run}
+    return {node: {index: fold_tree(leaves, node, torch.add)} for node in covering_nodes(run, len(gradients))}
+
+
+POOLS = [None, 8 << 20, 16 << 10]
+"""Memory of buckets: their own; a pool for all of them; one that has less room than the gradients."""
+
+
+def replica(transport, kind, runs, gradients, steps=2, bucket_bytes=1500, pool_bytes=8 << 20):
     """The routine of one replica: declares gradients ready in its own order, works in between."""
     blocks = len(gradients)
     dtype = gradients[0][0].dtype
     group = range(len(runs))
-    made = kind(transport, group=group, runs=runs, block_count=blocks, parameters=parameters(dtype), bucket_bytes=bucket_bytes)
+    made = kind(
+        transport,
+        group=group,
+        runs=runs,
+        block_count=blocks,
+        parameters=parameters(dtype),
+        bucket_bytes=bucket_bytes,
+        pool_bytes=pool_bytes,
+    )
     run = runs[transport.rank]
     results = []
     for step in range(steps):
@@ -68,8 +89,7 @@ def replica(transport, kind, runs, gradients, steps=2, bucket_bytes=1500):
         order = sorted(range(len(SHAPES)), key=lambda i: (i * 5 + transport.rank + step) % len(SHAPES))
         for index in order if len(run) else ():
             yield RoutineWork("backward", 1 + transport.rank)
-            leaves = {(b, b + 1): gradients[b][index] for b in run}
-            made.submit_gradients([index], {n: {index: fold_tree(leaves, n, torch.add)} for n in covering_nodes(run, blocks)})
+            made.submit_gradients([index], sums_of(gradients, index, run))
         results = yield from made.finish()
         yield from made.stream_waits.finish()
     return results
@@ -90,15 +110,16 @@ def same_bits(got, want):
     )
 
 
+@pytest.mark.parametrize("pool_bytes", POOLS)
 @pytest.mark.parametrize("replicas", range(1, 6))
 @pytest.mark.parametrize("blocks", range(1, 10))
-def test_every_number_of_replicas_has_the_bits_of_one_process(replicas, blocks):
+def test_every_number_of_replicas_has_the_bits_of_one_process(replicas, blocks, pool_bytes):
     gradients = block_gradients(blocks, seed=10 * replicas + blocks)
     want = by_one_process(gradients)
     want = want if replicas == 1 else as_reduced(want)
     mesh = LocalMesh(replicas)
     runs = [contiguous_part(r, replicas, blocks) for r in range(replicas)]
-    routines = [replica(t, CanonicalReduction, runs, gradients) for t in mesh.transports]
+    routines = [replica(t, CanonicalReduction, runs, gradients, pool_bytes=pool_bytes) for t in mesh.transports]
     for results in CooperativeScheduler(seed=blocks).run(routines, mesh):
         assert [same_bits(got, one) for got, one in zip(results, want, strict=True)] == [True] * len(SHAPES)
         assert all(t is None or t.data_ptr() % 64 == 0 or t.numel() == 0 for t in results)
@@ -134,10 +155,7 @@ def test_what_one_replica_notes_of_a_parameter_all_know_also_those_without_block
             made.parameters_to_mark = lambda notes=notes: notes if busy else ()
             made.start()
             for index in range(len(SHAPES)) if busy else ():
-                leaves = {(b, b + 1): gradients[b][index] for b in runs[transport.rank]}
-                made.submit_gradients(
-                    [index], {n: {index: fold_tree(leaves, n, torch.add)} for n in covering_nodes(runs[transport.rank], blocks)}
-                )
+                made.submit_gradients([index], sums_of(gradients, index, runs[transport.rank]))
             results = yield from made.finish()
             assert results[0] is not None and made.defined_here == (set(range(len(SHAPES))) - {UNUSED, *missing(run)})
             told.append(made.marked_parameters)
@@ -228,7 +246,7 @@ def test_only_a_stream_waits_for_sums_and_totals_until_the_host_asks_whether_the
                 return Ordered(post(*args, **more), name, logs[rank])
 
             setattr(end, name, posted)
-        run_routine(replica(end, kind, runs, gradients, steps=1), timeout_s=10)
+        run_routine(replica(end, kind, runs, gradients, steps=1, pool_bytes=None), timeout_s=10)
 
     threads = [threading.Thread(target=body, args=(r,)) for r in range(3)]
     for thread in threads:
@@ -312,11 +330,57 @@ def test_bytes_are_those_of_a_ring_where_runs_are_complete_subtrees(replicas, bl
         assert "all_reduce" not in ledger, "which gradients are defined is told with the votes"
 
 
+def buffers_of(made):
+    """Bytes of all memory in which a reduction's buckets lie; what two replicas see counts for the one that made it."""
+    found = {}
+    for bucket in made.buckets:
+        held = bucket._sums[made.own_index] if isinstance(bucket, SharedMemoryBucket) else vars(bucket)
+        for tensor in tree_leaves(held):
+            if isinstance(tensor, torch.Tensor):
+                found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("replicas, blocks", [(2, 2), (2, 3), (3, 3), (4, 4), (5, 12)])
+@pytest.mark.parametrize("kind", [CanonicalReduction, FastReduction])
+def test_buckets_take_no_more_than_their_pool_and_totals_lie_where_the_gradients_were(kind, replicas, blocks):
+    size, pool_bytes = 40_000, 256 << 10
+    mesh, runs = LocalMesh(replicas), [contiguous_part(r, replicas, blocks) for r in range(replicas)]
+
+    def routine(transport):
+        made = kind(
+            transport,
+            group=range(replicas),
+            runs=runs,
+            block_count=blocks,
+            parameters=[(torch.Size((size,)), torch.float32)] * 5,
+            pool_bytes=pool_bytes,
+        )
+        nodes, taken = covering_nodes(runs[transport.rank], blocks), []
+        for _ in range(3):
+            made.start()
+            given = {}
+            for index in reversed(range(5)):
+                rows = {node: {index: torch.full((size,), 1.0 + index)} for node in nodes}
+                given[index] = {row[index].data_ptr() for row in rows.values()}
+                made.submit_gradients([index], rows)
+                yield RoutineWork("backward", 1.0)
+            results = yield from made.finish()
+            subtrees = sum(len(covering_nodes(run, blocks)) for run in runs)
+            assert all(bool((total == (1.0 + index) * subtrees).all()) for index, total in enumerate(results))
+            assert all(total.data_ptr() in given[index] for index, total in enumerate(results))
+            taken.append(buffers_of(made))
+        return taken
+
+    for taken in CooperativeScheduler().run([routine(t) for t in mesh.transports], mesh):
+        assert all(pool_bytes / 2 < one <= pool_bytes for one in taken), taken
+
+
 class ByOwners(CanonicalReduction):
     """Replicas send each owner its slice, whatever their number."""
 
-    def _bucket(self, layout):
-        return CanonicalBucket(self.replicas, layout)
+    def _bucket(self, layout, replicas):
+        return CanonicalBucket(replicas, layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -448,14 +512,14 @@ def test_replicas_that_cannot_read_each_others_memory_go_on_with_messages(broken
         return refused() if len(calls) == 2 else call(*given)
 
     if broken == "no windows":
-        monkeypatch.setattr(gradient_reduction, "SharedMemoryBlock", refused)
+        monkeypatch.setattr(shared_memory_buckets, "SharedMemoryBlock", refused)
     elif broken == "one has none":
-        monkeypatch.setattr(gradient_reduction, "SharedMemoryBlock", lambda nbytes: sometimes(made, nbytes))
+        monkeypatch.setattr(shared_memory_buckets, "SharedMemoryBlock", lambda nbytes: sometimes(made, nbytes))
     elif broken == "one cannot read the other's":
-        monkeypatch.setattr(gradient_reduction, "open_shared_memory", lambda card, nbytes: sometimes(opened, card, nbytes))
+        monkeypatch.setattr(shared_memory_buckets, "open_shared_memory", lambda card, nbytes: sometimes(opened, card, nbytes))
     else:
         monkeypatch.setattr(
-            gradient_reduction, "open_shared_memory", lambda card, nbytes: opened(card + torch.tensor([0, 0, 0, 1]), nbytes)
+            shared_memory_buckets, "open_shared_memory", lambda card, nbytes: opened(card + torch.tensor([0, 0, 0, 1]), nbytes)
         )
     before = set(os.listdir("/proc/self/fd"))
     mesh = LocalMesh(2)

@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from test_gradient_reduction import SHAPES, as_reduced, block_gradients, by_one_process, parameters, same_bits
+from test_gradient_reduction import POOLS, SHAPES, as_reduced, block_gradients, by_one_process, parameters, same_bits, sums_of
 
 from raypar.comm.cooperative_scheduler import CooperativeScheduler
-from raypar.comm.gradient_buckets import OwnerBucket, SharedMemoryOwnerBucket
+from raypar.comm.gradient_buckets import OwnerBucket
 from raypar.comm.gradient_reduction import CanonicalReduction
 from raypar.comm.local_transport import LocalMesh
 from raypar.comm.routine import RoutineWork
-from raypar.plan.addition_tree import covering_nodes, fold_tree
+from raypar.comm.shared_memory_buckets import SharedMemoryOwnerBucket
+from raypar.plan.addition_tree import covering_nodes
 from raypar.plan.microbatches import contiguous_part
 from raypar.plan.nested_shares import NestedTensorShares
 
@@ -30,7 +31,7 @@ def owners_of(replicas):
     return found
 
 
-def replica(transport, runs, gradients, steps=3):
+def replica(transport, runs, gradients, steps=3, pool_bytes=8 << 20):
     """One replica's routine: declares gradients ready in an order of its own. Returns what each step gave, and its buckets."""
     blocks, dtype = len(gradients), gradients[0][0].dtype
     made = CanonicalReduction(
@@ -41,6 +42,7 @@ def replica(transport, runs, gradients, steps=3):
         parameters=parameters(dtype),
         bucket_bytes=1500,
         owners=owners_of(len(runs)),
+        pool_bytes=pool_bytes,
     )
     run, found = runs[transport.rank], []
     for step in range(steps):
@@ -49,8 +51,7 @@ def replica(transport, runs, gradients, steps=3):
             sorted(range(len(SHAPES)), key=lambda i: (i * 5 + transport.rank + step) % len(SHAPES)) if len(run) else ()
         ):
             yield RoutineWork("backward", 1 + transport.rank)
-            leaves = {(b, b + 1): gradients[b][index] for b in run}
-            made.submit_gradients([index], {n: {index: fold_tree(leaves, n, torch.add)} for n in covering_nodes(run, blocks)})
+            made.submit_gradients([index], sums_of(gradients, index, run))
         results = yield from made.finish()
         yield from made.stream_waits.finish()
         totals = {index: [one.clone() for one in of] for index, of in made.owned_totals.items()}
@@ -72,16 +73,18 @@ def check(results, gradients):
                 assert len(mine) == len(runs) and all(map(same_bits, mine, runs)), (number, index)
 
 
+@pytest.mark.parametrize("pool_bytes", POOLS)
 @pytest.mark.parametrize("replicas", range(2, 6))
 @pytest.mark.parametrize("blocks", [1, 2, 4, 5, 7, 8])
-def test_owners_have_the_bits_of_one_process(replicas, blocks):
+def test_owners_have_the_bits_of_one_process(replicas, blocks, pool_bytes):
     gradients = block_gradients(blocks, seed=10 * replicas + blocks)
     mesh = LocalMesh(replicas)
     runs = [contiguous_part(r, replicas, blocks) for r in range(replicas)]
-    results = CooperativeScheduler(seed=blocks).run([replica(t, runs, gradients) for t in mesh.transports], mesh)
+    routines = [replica(t, runs, gradients, pool_bytes=pool_bytes) for t in mesh.transports]
+    results = CooperativeScheduler(seed=blocks).run(routines, mesh)
     check(results, gradients)
     kinds = {type(bucket) for _, buckets in results for bucket in buckets}
-    in_place = replicas == 2 and blocks in (2, 4, 8)
+    in_place = replicas == 2 and blocks in (2, 4, 8) and pool_bytes is not None
     assert (SharedMemoryOwnerBucket if in_place else OwnerBucket) in kinds, "two replicas read each other's memory"
 
 

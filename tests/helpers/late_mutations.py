@@ -342,21 +342,21 @@ MUTATIONS = (
     ),
     _reduction(
         "totals wait for sums on the stream",
-        "GradientReduction.finish",
-        ('yield RoutineWait(bucket.first_phase, f"{name}, sums", on_stream=True)', "yield from ()"),
+        "GradientReduction._finish_buckets",
+        ("yield RoutineWait(bucket.first_phase, name, on_stream=True)", "yield from ()"),
         program=SUMS,
     ),
     _reduction(
         "the host asks for sums before a worker votes",
-        "GradientReduction.finish",
-        ('self.stream_waits.add(bucket.first_phase, f"{name}, sums")', "pass"),
+        "GradientReduction._finish_buckets",
+        ("self.stream_waits.add(bucket.first_phase, name)", "pass"),
         program=SUMS,
         stays="the stream waits already; the host asks, so that no worker votes for a sum that has failed",
     ),
     _reduction(
         "totals are waited for on the stream",
-        "GradientReduction.finish",
-        ('yield RoutineWait(bucket.second_phase, f"{name}, totals", on_stream=True)', "yield from ()"),
+        "GradientReduction._finish_buckets",
+        ("yield RoutineWait(bucket.second_phase, name, on_stream=True)", "yield from ()"),
         program=SUMS,
     ),
     _transport(
@@ -383,7 +383,7 @@ MUTATIONS = (
     _reduction(
         "a second phase begins when the first is done",
         "GradientReduction.poll",
-        ("if not bucket.first_phase.done():", "if False:"),
+        ("_is_done(self.buckets[self._next_second].first_phase)", "True"),
         program=SUMS,
     ),
     _ties(

@@ -140,7 +140,9 @@ def _copy(tensor: Tensor) -> Tensor:
 def _not_kept(stage: Stage) -> set[int]:
     """Addresses of a stage's state, sums of gradients and losses."""
     sums = stage.gradients
+    reduction = getattr(sums.on_ready, "__self__", None)
     held: list[Any] = [
+        *([] if reduction is None else (reduction._totals, [(one.terms, one.total) for one in reduction._sums.values()])),
         *stage.parameters.values(),
         *stage.buffers.values(),
         *(leaf.grad for leaf in sums.leaves),

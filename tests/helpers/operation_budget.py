@@ -122,6 +122,7 @@ CAUSES = {
     "addition_tree.py": ADDITIONS,
     "gradient_reduction.py": "reduction over replicas",
     "gradient_buckets.py": "reduction over replicas",
+    "gradient_sums.py": "reduction over replicas",
     "collectives.py": "sums over shards",
     "tree_sum.py": "sums over shards",
     "autograd_collectives.py": "sums over shards",

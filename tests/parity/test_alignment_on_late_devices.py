@@ -14,7 +14,7 @@ from helpers.late_device import World
 from helpers.late_runs import late
 from torch import Tensor, nn
 
-from raypar.comm import buffer_pool, gradient_buckets
+from raypar.comm import bucket_layout, buffer_pool
 from raypar.comm.buffer_pool import ALIGNED, ALIGNED_ON_CUDA
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
@@ -74,7 +74,7 @@ def products(schedule: str, replicas: tuple[int, ...], chunks: int, seed: int = 
 def aligned_to(alignment: int) -> Iterator[None]:
     """The pretended device, taken for one whose new tensors begin at multiples of this."""
     own = {"alignment_on": lambda device: alignment}
-    with mock.patch.multiple(buffer_pool, **own), mock.patch.multiple(gradient_buckets, **own):
+    with mock.patch.multiple(buffer_pool, **own), mock.patch.multiple(bucket_layout, **own):
         yield
 
 

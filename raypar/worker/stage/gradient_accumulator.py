@@ -15,7 +15,7 @@ from raypar.torch_compat.multi_tensor import add_all, copy_all
 Row = list[Tensor | None]
 """One tensor for each use of a parameter; None: no gradient."""
 Ready = Callable[[Sequence[int], Mapping[TreeNode, Row]], None]
-"""Called with some uses, and the sums of all uses by subtree; the sums of the uses named are final."""
+"""Called with some uses, and the sums of all uses by subtree; those of the uses named are final, and belong to the callee."""
 Merge = tuple[TreeNode, TreeNode, TreeNode]
 """(parent, left child, right child): one addition of the tree."""
 
@@ -156,11 +156,6 @@ class GradientAccumulator:
             self._add(block, (), [])
             self._completed(block)
 
-    def drop_sums(self) -> None:
-        """Drop all sums, which the reduction has taken: what refers to their rows has them no more."""
-        for row in self._sums.values():
-            row[:] = [None] * len(row)
-
     def settles_inside_backward(self, block: int) -> bool:
         """Whether `settle` should be called inside the next whole backward pass on the block.
 
@@ -277,7 +272,11 @@ class GradientAccumulator:
                 gradients[i] = deferred[use]
         self._add(block, uses, gradients)
         if last and self.on_ready is not None:
-            self.on_ready(uses, {node: self._sums[node] for node in self._roots if node in self._sums})
+            rows = {node: self._sums[node] for node in self._roots if node in self._sums}
+            self.on_ready(uses, rows)
+            for row in rows.values():
+                for use in uses:
+                    row[use] = None
 
     def _add(self, block: int, uses: Sequence[int], gradients: Row) -> None:
         """Put gradients of some uses at the block's node, and add them up the tree as far as siblings are complete."""

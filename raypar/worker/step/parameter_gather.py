@@ -26,8 +26,9 @@ PACKED_BYTES = 2 << 20
 """About the size of a message in which small runs travel together."""
 IN_PLACE_BYTES = 128 << 10
 """Runs of this size and more travel from and to where they lie, each as a message of its own."""
-WINDOW = 4
-"""Most packed messages of a stage that are on their way at once: their memory is `WINDOW * PACKED_BYTES`."""
+WINDOW_BYTES = 8 << 20
+"""About how much of a stage is on its way at once: packed messages take so much memory, and so do those in memory of the
+transport that come to a replica which has not begun to gather."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class GatherRound:
     """By replica: the runs that it sends, flat, where they lie here."""
     packed: bool
     """Whether they travel together, in a buffer; else each replica has one run at most, which travels in place."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs."""
+        return sum(view.nbytes for views in self.views for view in views)
 
 
 def gather_rounds(tensors: Mapping[str, Tensor], runs: Sequence[Sequence[OwnedRun]]) -> list[GatherRound]:
@@ -105,9 +111,8 @@ class StageGather:
 
     def _post(self) -> None:
         while self._next < len(self.rounds):
-            packed = sum(each.packed for each, _, _ in self._posted)
             each = self.rounds[self._next]
-            if each.packed and packed == WINDOW:
+            if self._posted and sum(posted.nbytes for posted, _, _ in self._posted) + each.nbytes > WINDOW_BYTES:
                 return
             own = self.group.index(self.transport.rank)
             pieces = self._pieces(each, own)

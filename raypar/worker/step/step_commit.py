@@ -325,7 +325,6 @@ class StepCommit:
         one by one: the optimizer gets gradients in the parameters' dtype, and memory has room for one set of these."""
         if stage.weights.sums_in is None:
             return
-        stage.gradients.drop_sums()
         for place, gradient in enumerate(uses):
             if gradient is not None and gradient.dtype == stage.weights.sums_in:
                 uses[place] = gradient.float()
