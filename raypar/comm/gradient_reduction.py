@@ -72,7 +72,8 @@ class GradientReduction(ABC):
     `group`: ranks of the stage's replicas, ascending; `runs[r]`: blocks of replica r; `parameters`: (shape, dtype) of every
     use of a parameter, in layer order; `channel`: one that no other reduction of the group uses (the stage's number);
     `device`: of the gradients; `owners`: by use, the runs that each replica owns, where only owners get totals; None: all do.
-    `pool_bytes`: memory of all buckets; None, and on a GPU: each bucket has memory of its own.
+    `pool_bytes`: memory of all buckets; None, and on a GPU: each bucket has memory of its own. `keeps_gradients_of_others`:
+    whether totals of runs may lie in the memory of whole gradients, which then stays until the next step.
     """
 
     parameters_to_mark: Callable[[], Collection[int]] | None
@@ -100,6 +101,7 @@ class GradientReduction(ABC):
         device: torch.device = CPU,
         owners: Sequence[Sequence[Runs] | None] = (),
         pool_bytes: int | None = POOL_BYTES,
+        keeps_gradients_of_others: bool = True,
     ) -> None:
         if len(runs) != len(group):
             raise CommError(f"{len(runs)} runs of blocks for {len(group)} replicas", cure="give one run per replica")
@@ -115,7 +117,7 @@ class GradientReduction(ABC):
         self.replicas = ReplicaGroup(
             transport, self.group, self.own_index, channel, block_count, tuple(map(tuple, self.subtrees_by_replica)), device
         )
-        self.owners = owners
+        self.owners, self._keeps_gradients_of_others = owners, keeps_gradients_of_others
         self.pool_bytes = pool_bytes if device == CPU else None
         self._sums: dict[int, GradientSum] = {}
         """Parameter -> what this replica has of its gradient, once that is final in this step, until the next step."""
@@ -236,7 +238,9 @@ class GradientReduction(ABC):
         if self.pool_bytes is not None:
             for index in bucket.layout.indices:
                 if not self._sums[index].has_memory:
-                    self._sums[index].find_memory(bucket.layout.dtype, self._own_runs(index))
+                    self._sums[index].find_memory(
+                        bucket.layout.dtype, self._own_runs(index), keep_others=self._keeps_gradients_of_others
+                    )
         bucket.fill(self._sums)
         for index in bucket.layout.indices:
             self._sums[index].note_filled()

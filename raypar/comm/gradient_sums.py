@@ -51,9 +51,10 @@ class GradientSum:
             self._flat = [[term.reshape(-1) for term in terms] for terms in self.terms]
         return [term[start:stop] for term in self._flat[subtree]]
 
-    def find_memory(self, dtype: torch.dtype, own_runs: Runs | None) -> None:
+    def find_memory(self, dtype: torch.dtype, own_runs: Runs | None, *, keep_others: bool = True) -> None:
         """Choose where the total will be: in the memory of the first term, of which a bucket has a copy before anything is
-        written there; or in new memory. `own_runs`: the runs of which this replica gets totals; None: all."""
+        written there; or in new memory. `own_runs`: the runs of which this replica gets totals; None: all. `keep_others`:
+        whether the memory of the others' runs may stay with these."""
         self.has_memory = True
         first = next((term for terms in self.terms for term in terms if _is_free(term)), None)
         self.total_is_only_term = first is not None and sum(map(len, self.terms)) == 1
@@ -61,7 +62,7 @@ class GradientSum:
             self.total = torch.empty(self.shape.numel(), dtype=dtype) if first is None else first.view(-1)
             return
         for start, stop in own_runs:
-            run = None if first is None else first.view(-1)[start:stop]
+            run = first.view(-1)[start:stop] if first is not None and (keep_others or stop - start == first.numel()) else None
             if run is None or bytes_behind_alignment(run):
                 run = torch.empty(stop - start, dtype=dtype)
             self.runs.append((start, stop, run))

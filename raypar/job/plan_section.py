@@ -29,7 +29,7 @@ def _counts(value: T) -> T | tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
-MOST_ZERO = 1
+MOST_ZERO = 2
 """The highest ZeRO stage that runs can carry out."""
 
 
@@ -37,7 +37,7 @@ def _zero_levels(value: T) -> T | tuple[int, ...]:
     """`value`, if it is a ZeRO stage or a list with one per stage of the pipeline. Raises `ValueError`."""
     each = value if isinstance(value, (list, tuple)) and value else [value]
     if any(type(level) is not int or not 0 <= level <= MOST_ZERO for level in each):
-        raise ValueError("0 or 1 (2 and 3 are not supported yet), or a list with one per stage")
+        raise ValueError("0, 1 or 2 (3 is not supported yet), or a list with one per stage")
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
@@ -143,8 +143,9 @@ class PlanConfig(Section):
 
     zero: Annotated[Any, BeforeValidator(_zero_levels), CLIENT] = 0
     """ZeRO: which state the replicas of a stage divide. 0: each has everything. 1: each has a part of the optimizer's state
-    (and of float32 masters), steps it, and gets the other parameters from their owners. One number, or a list with one per
-    stage. Results do not depend on it."""
+    (and of float32 masters), steps it, and gets the other parameters from their owners. 2: each also frees the gradients of
+    the others' parts once they are reduced (on GPUs as 1). One number, or a list with one per stage. Results do not depend on
+    it."""
     zero_holders: Annotated[Literal[1, 2], CLIENT] = 1
     """How many replicas hold, and step, each part of the state that replicas divide (`zero`). 1: if its only holder dies, all
     go back to the mirror's last copy. 2: the other one goes on, as without `zero`, for twice the memory of each part; with

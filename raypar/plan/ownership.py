@@ -263,11 +263,10 @@ class Ownership:
 
         Every element is counted by one rank: the replicas of a stage take whole, consecutive parameters in layer order, each
         shard sums the elements that it owns, and the first stage with a tied parameter sums it. Every replica must have
-        whole gradients (ZeRO stages 0 and 1).
+        whole gradients until the norm is taken (ZeRO stages 0 to 2).
         """
         found = {}
         for stage in self.plan.stages_of(rank):
-            assert not self.divides(stage, "gradient"), "the norm of gradients that replicas divide is summed by piece"
             here = [name for name in self._tensors_of_stage(stage) if self._first_stage[name] == stage]
             names = [name for name in here if self._is_trained(name)]
             sizes = [self._owned_elements(rank, name) for name in names]

@@ -121,6 +121,10 @@ def state_bytes(
     """
     plan = routing.plan
     state = profile.state_on_shards(plan.virtual_shard_counts).of_plan(plan)
+    if plan.most_zero > 1:  # each replica has whole gradients of its blocks until they are reduced
+        whole = plan.with_zero([min(1, level) for level in plan.zero_levels])
+        of_whole = profile.state_on_shards(plan.virtual_shard_counts).of_plan(whole)
+        state |= {kind: of_whole[kind] for kind in ("gradient", "widened") if kind in of_whole}
     blocks = [max(len(routing.blocks_of_worker(s, rank)) for s in plan.stages_of(rank)) for rank in range(plan.world)]
     gradients = (nbytes * max(1, count.bit_length()) for nbytes, count in zip(state["gradient"], blocks, strict=True))
     found = {**state, "gradient": tuple(gradients)}

@@ -507,6 +507,7 @@ class StageBuilder:
                 device=self.device,
                 owners=self._owners_of_uses(index, stage),
                 pool_bytes=self._pool_bytes(index),
+                keeps_gradients_of_others=not self.ownership.divides(index, "gradient"),
             )
             for (index, number), stage in stages.items()
         }

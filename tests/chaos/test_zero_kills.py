@@ -30,6 +30,10 @@ PLANS = {
 }
 
 
+LEVEL = 2
+"""It moves state as level 1 does, and gradients besides."""
+
+
 @cache
 def undisturbed(spec: int, steps: int = ALL_STEPS) -> int:
     """As `helpers.membership.undisturbed`, with small pieces of the norm."""
@@ -50,7 +54,7 @@ def ends(faults: list[list[Fault]], plan: ParallelPlan, holders: int = 1, **poli
     reference = undisturbed(TANGLED, STEPS)
     found: Counter[str] = Counter()
     for case in faults:
-        world, end = simulate(work, plan.with_zero(1, holders), case, **QUICK | policy)
+        world, end = simulate(work, plan.with_zero(LEVEL, holders), case, **QUICK | policy)
         assert world.over.end == "done", world.tell(f"{case}: {world.over.why}")
         assert end == reference, world.tell(f"{case}: other bits")
         adopted = [line for line in world.story if "AdoptPlan(" in line]
@@ -66,7 +70,7 @@ def ends(faults: list[list[Fault]], plan: ParallelPlan, holders: int = 1, **poli
 def kills(plan: ParallelPlan, every: int, first: int = 0, holders: int = 1) -> list[list[Fault]]:
     """A kill at every so many places of a quiet run."""
     work = replace(membership.job(TANGLED, STEPS), mirror_every=int(holders == 1))
-    plain, found = simulate(work, plan.with_zero(1, holders), **QUICK)
+    plain, found = simulate(work, plan.with_zero(LEVEL, holders), **QUICK)
     assert found == undisturbed(TANGLED, STEPS), "the level changes no bit"
     return [[fault] for fault in single_faults(plain, ["kill"])[first::every]]
 
@@ -110,7 +114,7 @@ def test_with_two_holders_a_kill_at_any_message_and_instruction_runs_nothing_twi
 def test_faults_of_all_kinds_leave_the_bits(seeds):
     plan = PLANS["three replicas"]
     work = replace(membership.job(TANGLED, STEPS), mirror_every=1)
-    plain, _ = simulate(work, plan.with_zero(1), **QUICK, save_every=1)
+    plain, _ = simulate(work, plan.with_zero(LEVEL), **QUICK, save_every=1)
     kinds = [kind for kind in KINDS if places(plain, kind)]
     ends([random_faults(seed, 2, plain, workers=3, kinds=kinds) for seed in seeds], plan, save_every=1)
 
@@ -122,12 +126,12 @@ def test_levels_and_sizes_change_as_workers_come_and_go():
 
     def plans(generation: int, workers: int) -> ParallelPlan:
         made = ParallelPlan.mesh(layers=LAYERS, pp=2 if workers > 1 else 1, dp=max(1, workers // 2))
-        return made.with_zero(generation % 2)
+        return made.with_zero((generation + 1) % 3)
 
     case = Case(TANGLED, plan.with_zero(1), changes, policy=(("save_every", 1),))
     world, found, _ = membership.run(case, plans)
     assert found == undisturbed(TANGLED)
-    assert {adopted.most_zero for adopted, _ in world.records.values()} == {0, 1}
+    assert {adopted.most_zero for adopted, _ in world.records.values()} == {0, 1, 2}
 
 
 @pytest.mark.full
@@ -138,7 +142,7 @@ def test_histories_of_joins_losses_and_hangs_leave_the_bits(seed):
     def plans(generation: int, workers: int) -> ParallelPlan:
         dice = membership.random.Random(f"{case.seed}/{generation}/{workers}")
         layers = membership.job(case.spec, case.steps).layers
-        return membership.any_plan(dice, workers, layers, case.replicas).with_zero(dice.randrange(2))
+        return membership.any_plan(dice, workers, layers, case.replicas).with_zero(dice.randrange(3))
 
     policy = (*case.policy, ("save_every", 1)) if "save_every" not in dict(case.policy) else case.policy
     case = replace(case, plan=case.plan.with_zero(1), policy=policy)

@@ -25,7 +25,7 @@ from raypar.worker.run_in_one_process import OneProcessRun
 
 pytestmark = pytest.mark.part(4)
 
-LEVELS = (1,)
+LEVELS = (1, pytest.param(2, marks=pytest.mark.ci))
 CELLS = [cell for cell in layouts() if max(cell.replicas) > 1]
 SAMPLE = [
     Layout("tangled", "1f1b", (2, 1, 3), 8),
@@ -138,6 +138,31 @@ def storages(tensors) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("tangled", "1f1b", (2, 3), 6),
+        pytest.param(Layout("tangled", "zb-v", (2, 2), 5), marks=pytest.mark.ci),
+        pytest.param(Layout("tangled", "1f1b", (3,), 7, compute="bf16 gradients"), marks=pytest.mark.ci),
+    ],
+    ids=str,
+)
+def test_of_gradients_what_is_owned_alone_lives_when_they_are_reduced_at_level_2(layout):
+    """Ties over stages included, whose gradients are whole until they are added up."""
+    assert check_zero(layout, 2)
+    with small_pieces(), OneProcessRun(layout.job, layout.plan.with_zero(2), layout.schedule, graph=layout.graph) as run:
+        run.step(0)
+        for core in run.cores:
+            assert not any(part is not None for uses in core.step_commit._reduced_uses.values() for part in uses)
+            for index, owned in core.step_commit.owned.items():
+                kept = [each.parameter.grad for each in owned if each.parameter.grad is not None]
+                assert storages(kept) == sum(one.nbytes for one in kept)
+                whole = [g for g in core.step_commit._settled[index].values() if g is not None]
+                assert {one.untyped_storage().data_ptr() for one in whole} <= {
+                    one.untyped_storage().data_ptr() for one in kept if one.numel()
+                } | {0}, "those of whole parameters"
+
+
 @pytest.mark.parametrize("compute", [None, "bf16 parameters"])
 def test_owners_alone_hold_state_and_masters_as_many_bytes_as_ownership_says(compute):
     layout = Layout("tangled", "1f1b", (3,), 4, compute=compute)
@@ -208,7 +233,7 @@ def save(run: OneProcessRun, root: Path, done: int) -> Path:
     return checkpoint_files.commit_checkpoint(folder, records, steps_done=done, contract=contract_of_job(run.spec))
 
 
-PLANS = [((3,), 0), ((3,), 1), ((2, 2), 1), ((1, 3), 1), ((2,), 0), ((1,), 0)]
+PLANS = [((3,), 0), ((3,), 1), ((2, 2), 2), ((1, 3), 1), ((2,), 0), ((1,), 0)]
 PAIRS = [(before, after) for before in PLANS for after in PLANS if before[1] or after[1]]
 PAIRS += [(((3,), 1, 2), ((2, 2), 1)), (((1, 3), 1), ((4,), 1, 2)), (((3,), 1, 2), ((2,), 1, 2))]
 MARKS = {1: (), 9: (pytest.mark.ci,), len(PAIRS) - 2: (pytest.mark.ci,)}

@@ -355,6 +355,7 @@ class StepCommit:
             yield from self.before_vote()
         ballot, flags = self._ballot(self._settled)  # its read waits for the device, and so for all that streams wait for
         yield from self.stream_waits.finish()  # a worker votes for what is valid
+        self._drop_gradients_of_others()
         yield from self._buffers.finish(self.step, iter(flags))
         self.can_apply_late = True
         read_ahead = partial(self.while_votes_arrive, self.step + 1) if self.while_votes_arrive is not None else None
@@ -392,6 +393,21 @@ class StepCommit:
             digest = self.order_digest(self.step)
         orders = () if digest is None else (OrderOfSamples(self.rank, digest),)
         return Ballot(1, total_loss, total_count, squares, self._defined_here(), orders), raised
+
+    def _drop_gradients_of_others(self) -> None:
+        """Keep the gradients of what is owned alone, where replicas divide gradients. Whole ones, of parameters tied over
+        stages and of stages on shards, are there until the norm is taken; on a device they lie in buckets, which stay."""
+        for index, gradients in self._settled.items():
+            if not self.ownership.divides(index[0], "gradient"):
+                continue
+            whole = {each.name for each in self.owned[index] if each.run is None}
+            for name, gradient in gradients.items():
+                if gradient is not None and gradient.is_cpu and name not in whole:
+                    own = [each for each in self.owned[index] if each.name == name]
+                    self._settled_runs[index][name] = [each.of(gradient).clone() for each in own]
+                    gradients[name] = None
+            if self._reduced_uses is not None:
+                self._reduced_uses[index] = []
 
     def _defined_here(self) -> int:
         """The bits of the parameters of which this worker has a gradient."""
