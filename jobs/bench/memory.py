@@ -20,7 +20,7 @@ from peers import raypar
 
 WORK = {"depth": 7, "width": 384, "heads": 6, "context": 64, "batch_size": 8}
 """12.9 million parameters, and few samples: state is most of the memory."""
-MICROBATCHES, WORLD, LEVELS = 4, 2, (0, 1)
+MICROBATCHES, WORLD, LEVELS = 4, 2, (0, 1, 2)
 
 
 def peer(name: str, kind: str, **options: Any) -> Contender:
@@ -60,6 +60,8 @@ def predicted() -> tuple[int, dict[str, int]]:
 
 CLAIMS = (("raypar zero 0", "raypar zero 1", 0.97), ("ZeroRedundancyOptimizer", "raypar zero 1", 1.0))
 """(base, own, how many times as fast own shall be at least)."""
+MEMORY_CLAIMS = (("DDP", "raypar zero 0"), ("ZeroRedundancyOptimizer", "raypar zero 1"))
+"""(base, own): own shall take no more resident memory."""
 
 
 def measure(rounds: int, steps: int) -> dict[str, Any]:
@@ -96,7 +98,13 @@ def tables(found: dict[str, Any]) -> str:
         ratios.append([own, base, f"{r.median:.3f}", f"{r.lower:.3f}", f"{bound:.2f}", "yes" if r.lower >= bound else "NO"])
     first = table(["contender", "sheet", "resident", "peak", "step ms", "quartiles"], rows)
     second = table(["raypar", "beside", "times as fast", "95 % lower bound", "wanted", "holds"], ratios)
-    return f"{first}\n\n{second}"
+    held = [
+        [own, base, *(f"{found['rss_bytes'][name] / found['parameters']:.2f}" for name in (own, base))]
+        + ["yes" if found["rss_bytes"][own] <= found["rss_bytes"][base] else "NO"]
+        for base, own in MEMORY_CLAIMS
+    ]
+    third = table(["raypar", "beside", "resident", "the other's", "no more"], held)
+    return f"{first}\n\n{second}\n\n{third}"
 
 
 def main() -> None:
