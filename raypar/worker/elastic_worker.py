@@ -18,6 +18,7 @@ from raypar.comm.routine import Routine, RoutineWait
 from raypar.comm.transport import Transport
 from raypar.errors import RayparError, StateNotKeptError
 from raypar.model.layer_skeletons import state_shapes
+from raypar.plan import StagePlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import AdoptedStages, AdoptPlanCommand, Digest, Piece, merge_pieces
 from raypar.plan.shard_ranges import (
@@ -259,8 +260,9 @@ class ElasticWorker:
             for number in run if layout is not None else (0,):
                 here, runs = found.setdefault((index, number), {}), found_runs.setdefault((index, number), {})
                 own = self._runs_to_own(owner, index, number, role.replica)
+                left_out = self._computed_once(stage) if number > run[0] else frozenset[str]()
                 for name in state_shapes(self.core.graph, stage.first, stage.last):
-                    if name not in sizes:
+                    if name not in sizes or name in left_out:
                         continue
                     cut = layout.cuts.get(name) if layout is not None else None
                     place = ParameterSlice() if cut is None else ParameterSlice(cut, number)
@@ -281,6 +283,14 @@ class ElasticWorker:
                     taken.add(id(tensor))
                     here[name] = kept if is_new else {**kept, PARAMETER: tensor.clone()}
         return found, found_runs
+
+    def _computed_once(self, stage: StagePlan) -> frozenset[str]:
+        """Parameters and buffers of the layers of a stage that only the first virtual shard of a worker has."""
+        graph, core = self.core.graph, self.core
+        if core.spec.sequence_parallel:
+            return frozenset()
+        found = core.layout(stage.virtual_shards).computed_once(stage.first, stage.last, len(graph.layers))
+        return frozenset(name for layer in found for name in state_shapes(graph, layer, layer + 1))
 
     def _lacks(self, part: AdoptPlanCommand, name: str) -> RayparError:
         what = f"worker {self.worker} lacks elements of {name} of the state {after_steps(part.steps_done)}"
