@@ -5,24 +5,35 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.on_shards import SEED, TOLERANCE, check, error, graph_of, sharded
+from helpers.networks_on_shards import (
+    MIXED_PRECISIONS,
+    SHARDS,
+    check_division,
+    check_gradients,
+    check_layouts,
+    check_numbers_of_whole,
+    check_recomputation_and_zero_bubble,
+    check_same,
+    numbers,
+    slices_of,
+    steps_of,
+    two_steps,
+)
+from helpers.on_shards import SEED, check, error, graph_of, sharded
 from helpers.same_rows import SameRows
 from helpers.virtual_shards import divided
 from torch import Tensor, nn
 
-import raypar
 from examples.inception_digits import GoogLeNet
 from examples.resnet_digits import ResNet18
 from raypar.errors import ModelError, PlanError
 from raypar.job import Job
 from raypar.model.materialise import materialise
-from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.plan import ParallelPlan
@@ -31,7 +42,6 @@ from raypar.plan.spatial_shards import RowPlan, Window, plan_linear, plan_transp
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
-SHARDS = (2, 3)
 NAMES = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 
 
@@ -48,10 +58,6 @@ def waves(output: Tensor, target: Tensor) -> Tensor:
     """A loss with another gradient for each element, which no norm takes away."""
     ramp = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).view(output.shape)
     return (output * ramp.cos()).sum() + (output * output).sum()
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(dtype)
 
 
 # -- one layer ---------------------------------------------------------------------------------------------------------------
@@ -133,8 +139,7 @@ def test_shards_have_the_bits_of_the_pieces_in_one_process(name: str, shards: in
     want = {f"net.{path}": gradient for path, gradient in plain.gradients().items()}
     for run in runs:
         assert torch.equal(run.loss, loss) and run.inputs is not None and torch.equal(run.inputs, leaf.grad)
-        assert run.gradients.keys() == want.keys()
-        assert [name for name, gradient in want.items() if not torch.equal(run.gradients[name], gradient)] == []
+        check_gradients(run, want)
 
 
 # -- what lies between -------------------------------------------------------------------------------------------------------
@@ -289,40 +294,13 @@ class SmallUNet(nn.Module):
 STYLES = {"down*": "spatial", "up": "spatial", "join": "spatial", "logits": "spatial"}
 
 
-def job_of(model: object = SmallUNet, styles: dict[str, str] = STYLES, **given: object) -> Job:
-    """Two steps in two microbatches."""
-    job = {
-        "loss": nn.functional.cross_entropy,
-        "data": Images,
-        "steps": 2,
-        "batch_size": 8,
-        "microbatches": 2,
-        "optimizer": ("torch.optim:SGD", {"lr": 0.1}),
-        "plan": {"styles": styles},
-    }
-    return raypar.Trainer(model=model, **(job | given)).job
+def job_of(model: object = SmallUNet, styles: dict[str, str] = STYLES, data: object = Images, **given: object) -> Job:
+    return two_steps(model, data, styles, **given)
 
 
-def steps_of(job: Job, plan: ParallelPlan, schedule: str = "1f1b") -> OneProcessRun:
-    found = OneProcessRun(job, plan, schedule, graph=make_layer_graph(job))
-    for step in range(job.steps):
-        found.step(step)
-    return found
-
-
-def values(run: OneProcessRun) -> dict[str, list[Tensor]]:
-    """Name -> a parameter or buffer, once: all shards have the same; of the two dense layers the slices, in order of shards."""
-    found = run.parameters() | run.buffers()
-    once = {name: {tuple(copy.flatten().tolist()): copy for copy in copies} for name, copies in found.items()}
-    cut = {name for name, copies in once.items() if len(copies) > 1}
-    assert cut <= {"squeeze.weight", "squeeze.bias", "excite.weight"}
-    return {name: list(copies.values()) for name, copies in once.items()}
-
-
-def check_same(run: OneProcessRun, want: dict[str, list[Tensor]]) -> None:
-    found = values(run)
-    assert found.keys() == want.keys()
-    assert [name for name, slices in found.items() if not all(map(torch.equal, slices, want[name]))] == []
+def check_shared(found: dict[str, list[Tensor]]) -> None:
+    """All shards have the same parameters and buffers, but those of the two dense layers."""
+    assert {name for name, slices in found.items() if len(slices) > 1} <= {"squeeze.weight", "squeeze.bias", "excite.weight"}
 
 
 @pytest.mark.part(6)
@@ -330,47 +308,26 @@ def check_same(run: OneProcessRun, want: dict[str, list[Tensor]]) -> None:
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 3, "dp": 2}, {"pp": 5}], ids=str)
 def test_a_network_has_the_same_bits_in_every_layout(mesh: dict[str, int], shards: int):
     job = job_of()
-    layers = len(make_layer_graph(job).layers)
-    wanted = values(steps_of(job, ParallelPlan.mesh(tp=shards, layers=layers)))
-    check_same(steps_of(job, ParallelPlan.mesh(tp=shards, layers=layers, **mesh)), wanted)
-    check_same(steps_of(job, divided(ParallelPlan.mesh(layers=layers, **mesh), (shards,))), wanted)
+    check_shared(check_layouts(job, shards, mesh))
 
 
 @pytest.mark.part(5)
 @pytest.mark.parametrize("division", [(1, 3), (2, 2), (3, 1), (1, 1, 2), (4,)], ids=str)
 def test_any_workers_have_the_bits_of_four_pieces(division: tuple[int, ...]):
-    job = job_of(data=(Images, {"rows": 16}))
-    layers = len(make_layer_graph(job).layers)
-    wanted = values(steps_of(job, ParallelPlan.mesh(tp=4, layers=layers)))
-    check_same(steps_of(job, divided(ParallelPlan.mesh(tp=len(division), layers=layers), division)), wanted)
+    check_shared(check_division(job_of(data=(Images, {"rows": 16})), division))
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "precision", [{"compute": "bf16"}, {"parameters": "bf16", "master": "float32"}], ids=["autocast", "bf16 parameters"]
-)
+@MIXED_PRECISIONS
 def test_bf16_recomputation_and_zero_bubble_have_the_same_bits_in_every_layout(precision: dict[str, str]):
-    job = job_of(precision=precision)
-    layers = len(make_layer_graph(job).layers)
-    wanted = values(steps_of(job, ParallelPlan.mesh(tp=2, layers=layers)))
-    plan = ParallelPlan.mesh(tp=2, pp=2, layers=layers)
-    check_same(steps_of(job, replace(plan, recompute=tuple(range(0, layers, 2)))), wanted)
-    check_same(steps_of(job, plan, "zb-h1"), wanted)
-    check_same(steps_of(job, divided(ParallelPlan.mesh(layers=layers), (2,))), wanted)
+    check_shared(check_recomputation_and_zero_bubble(job_of(precision=precision)))
 
 
 @pytest.mark.part(2)
 @pytest.mark.parametrize("shards", SHARDS)
 def test_a_network_has_the_numbers_of_the_whole_one(shards: int):
     job = job_of((SmallUNet, {"p": 0.0}), dtype="float64", data=(Images, {"dtype": "float64"}))
-    graph = make_layer_graph(job)
-    layout = compute_shard_layout(graph, shards, STYLES)
-    whole, cut = (steps_of(job, ParallelPlan.mesh(tp=n, layers=len(graph.layers))) for n in (1, shards))
-    found, wanted = cut.parameters() | cut.buffers(), whole.parameters() | whole.buffers()
-    assert found.keys() == wanted.keys()
-    for name, copies in found.items():
-        for shard, got in enumerate(copies):
-            assert error(got, shard_slice_of(layout, name, wanted[name][0], shard)) <= TOLERANCE, name
+    check_numbers_of_whole(job, shards)
 
 
 class Photographs:
@@ -396,7 +353,7 @@ def test_networks_that_end_in_a_dense_layer_have_the_numbers_of_the_whole_ones(m
     found, wanted = cut.parameters() | cut.buffers(), whole.parameters() | whole.buffers()
     assert found.keys() == wanted.keys()
     assert [name for name, copies in found.items() for got in copies if error(got, wanted[name][0]) > 1e-11] == []
-    check_same(steps_of(job, divided(ParallelPlan.mesh(layers=layers, pp=2), (2,))), values(cut))
+    check_same(steps_of(job, divided(ParallelPlan.mesh(layers=layers, pp=2), (2,))), slices_of(cut))
 
 
 def chain() -> nn.Module:

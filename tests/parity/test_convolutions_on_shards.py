@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
-from helpers.on_shards import SEED, TOLERANCE, check, error, graph_of, sharded
+from helpers.networks_on_shards import (
+    MIXED_PRECISIONS,
+    SHARDS,
+    check_gradients,
+    check_layouts,
+    check_numbers_of_whole,
+    check_recomputation_and_zero_bubble,
+    check_same,
+    numbers,
+    slices_of,
+    steps_of,
+    two_steps,
+)
+from helpers.on_shards import SEED, check, graph_of, sharded
 from helpers.same_shards_of_convolutions import SameShards
 from helpers.virtual_shards import divided
 from torch import Tensor, nn
 
-import raypar
 from raypar.errors import ModelError, PlanError
 from raypar.job import Job
 from raypar.model.materialise import materialise
@@ -25,8 +36,6 @@ from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-
-SHARDS = (2, 3)
 
 
 class Chain(NamedTuple):
@@ -129,10 +138,6 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
     return (output * output).sum() + output[0].sum()
 
 
-def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(dtype)
-
-
 def check_chain(chain: Chain, shards: int) -> None:
     """Numbers of the whole layers in float64; bits of the same shards in float32."""
     x, y = numbers(*chain.input), torch.zeros(1)
@@ -148,8 +153,7 @@ def check_chain(chain: Chain, shards: int) -> None:
     for shard, run in enumerate(runs):
         assert torch.equal(run.loss, loss) and torch.equal(run.inputs, leaf.grad)
         want = {f"net.{path}": gradient for path, gradient in plain.gradients(shard).items()}
-        assert run.gradients.keys() == want.keys()
-        assert [name for name, gradient in want.items() if not torch.equal(run.gradients[name], gradient)] == []
+        check_gradients(run, want)
 
 
 @pytest.mark.part(6)
@@ -215,38 +219,8 @@ STYLES = {
 }
 
 
-def job_of(model: object = Network, styles: dict[str, str] = STYLES, **given: object) -> Job:
-    """Two steps in two microbatches."""
-    job = {
-        "loss": nn.functional.cross_entropy,
-        "data": Images,
-        "steps": 2,
-        "batch_size": 8,
-        "microbatches": 2,
-        "optimizer": ("torch.optim:SGD", {"lr": 0.1}),
-        "plan": {"styles": styles},
-    }
-    return raypar.Trainer(model=model, **(job | given)).job
-
-
-def steps_of(job: Job, plan: ParallelPlan, schedule: str = "1f1b") -> OneProcessRun:
-    found = OneProcessRun(job, plan, schedule, graph=make_layer_graph(job))
-    for step in range(job.steps):
-        found.step(step)
-    return found
-
-
-def by_slice(run: OneProcessRun) -> dict[str, list[Tensor]]:
-    """Name -> the slices of a parameter, or the buffer, each once in the order of shards."""
-    found = {name: {tuple(v.flatten().tolist()): v for v in copies} for name, copies in run.parameters().items()}
-    found |= {name: {tuple(v.flatten().tolist()): v for v in copies} for name, copies in run.buffers().items()}
-    return {name: list(copies.values()) for name, copies in found.items()}
-
-
-def check_same(run: OneProcessRun, want: dict[str, list[Tensor]]) -> None:
-    found = by_slice(run)
-    assert found.keys() == want.keys()
-    assert [name for name, slices in found.items() if not all(map(torch.equal, slices, want[name]))] == []
+def job_of(model: object = Network, styles: dict[str, str] = STYLES, data: object = Images, **given: object) -> Job:
+    return two_steps(model, data, styles, **given)
 
 
 class TensorsOfChain:
@@ -304,39 +278,20 @@ def test_any_workers_have_the_bits_of_the_same_shards_built_by_hand(name: str, d
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 3, "dp": 2}], ids=str)
 def test_a_captured_network_has_the_same_bits_in_every_layout(mesh: dict[str, int], shards: int):
     job = job_of()
-    layers = len(make_layer_graph(job).layers)
-    wanted = by_slice(steps_of(job, ParallelPlan.mesh(tp=shards, layers=layers)))
-    check_same(steps_of(job, ParallelPlan.mesh(tp=shards, layers=layers, **mesh)), wanted)
-    check_same(steps_of(job, divided(ParallelPlan.mesh(layers=layers, **mesh), (shards,))), wanted)
+    check_layouts(job, shards, mesh)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "precision", [{"compute": "bf16"}, {"parameters": "bf16", "master": "float32"}], ids=["autocast", "bf16 parameters"]
-)
+@MIXED_PRECISIONS
 def test_bf16_recomputation_and_zero_bubble_have_the_same_bits_in_every_layout(precision: dict[str, str]):
-    job = job_of(precision=precision)
-    layers = len(make_layer_graph(job).layers)
-    wanted = by_slice(steps_of(job, ParallelPlan.mesh(tp=2, layers=layers)))
-    plan = ParallelPlan.mesh(tp=2, pp=2, layers=layers)
-    check_same(steps_of(job, replace(plan, recompute=tuple(range(0, layers, 2)))), wanted)
-    check_same(steps_of(job, plan, "zb-h1"), wanted)
-    check_same(steps_of(job, divided(ParallelPlan.mesh(layers=layers), (2,))), wanted)
+    check_recomputation_and_zero_bubble(job_of(precision=precision))
 
 
 @pytest.mark.part(2)
 @pytest.mark.parametrize("shards", SHARDS)
 def test_a_captured_network_has_the_numbers_of_the_whole_one(shards: int):
     job = job_of((Network, {"p": 0.0}), dtype="float64", data=(Images, {"dtype": "float64"}))
-    graph = make_layer_graph(job)
-    whole = steps_of(job, ParallelPlan.mesh(layers=len(graph.layers)))
-    cut = steps_of(job, ParallelPlan.mesh(tp=shards, layers=len(graph.layers)))
-    layout = compute_shard_layout(graph, shards, STYLES)
-    found, wanted = cut.parameters() | cut.buffers(), whole.parameters() | whole.buffers()
-    assert found.keys() == wanted.keys()
-    for name, copies in found.items():
-        for shard, got in enumerate(copies):
-            assert error(got, shard_slice_of(layout, name, wanted[name][0], shard)) <= TOLERANCE, name
+    check_numbers_of_whole(job, shards)
 
 
 class Uneven(nn.Module):
@@ -356,7 +311,7 @@ class Uneven(nn.Module):
 def test_values_between_layers_may_be_in_uneven_parts(shards: int):
     job = job_of(Uneven, {"first": "column:5", "grouped": "groups", "dense": "row:5"}, steps=1)
     layers = len(make_layer_graph(job).layers)
-    wanted = by_slice(steps_of(job, ParallelPlan.mesh(tp=shards, layers=layers)))
+    wanted = slices_of(steps_of(job, ParallelPlan.mesh(tp=shards, layers=layers)))
     check_same(steps_of(job, ParallelPlan.mesh(tp=shards, pp=4, layers=layers)), wanted)
     whole = steps_of(job, ParallelPlan.mesh(layers=layers))
     assert torch.allclose(wanted["norm.running_var"][0], whole.buffers()["norm.running_var"][0], rtol=1e-5)

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers.on_shards import SEED, TOLERANCE, check, error, graph_of, sharded
+from helpers.networks_on_shards import (
+    MIXED_PRECISIONS,
+    SHARDS,
+    check_division,
+    check_gradients,
+    check_layouts,
+    check_numbers_of_whole,
+    check_recomputation_and_zero_bubble,
+    numbers,
+    two_steps,
+)
+from helpers.on_shards import SEED, check, graph_of, sharded
 from helpers.same_shards_of_recurrent import SameShardsRecurrent
-from helpers.virtual_shards import divided
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-import raypar
 from raypar.comm.collectives import ONE_PHASE_BYTES
 from raypar.errors import ModelError, PlanError
 from raypar.job import Job
 from raypar.model.materialise import materialise
-from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.tensor_parallel.shard_traffic import layer_traffic
 from raypar.plan import ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.worker.count_time_steps import count_time_steps
-from raypar.worker.layer_graph_of_job import make_layer_graph
-from raypar.worker.run_in_one_process import OneProcessRun
 
-SHARDS = (2, 3)
 LENGTH, BATCH, WIDTH, HIDDEN = 5, 4, 5, 7
 OPTIONS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
     "LSTM": (nn.LSTM, {}),
@@ -45,10 +49,6 @@ OPTIONS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
 
 def squares(output: Tensor, target: Tensor) -> Tensor:
     return (output * output).sum() + output.sum()
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 3) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def in_a_layer(module: nn.Module) -> nn.Sequential:
@@ -131,8 +131,7 @@ def test_a_layer_by_gates_has_the_bits_of_the_same_shards_written_down(name: str
     for shard, run in enumerate(runs):
         assert torch.equal(run.loss, squares(out, y)) and torch.equal(run.inputs, of_input)
         want = {f"net.rnn.{key}": gradient for key, gradient in plain.gradients[shard].items()}
-        assert run.gradients.keys() == want.keys()
-        assert [key for key, gradient in want.items() if not torch.equal(run.gradients[key], gradient)] == []
+        check_gradients(run, want)
 
 
 class PackedNet(nn.Module):
@@ -315,37 +314,8 @@ class Network(nn.Module):
 STYLES = {"lstm": "gates", "gru": "gates", "rnn": "gates-column", "after": "row", "cell": "gates"}
 
 
-def job_of(model: object = Network, styles: dict[str, str] = STYLES, **given: object) -> Job:
-    """Two steps in two microbatches."""
-    job = {
-        "loss": nn.functional.cross_entropy,
-        "data": Words,
-        "steps": 2,
-        "batch_size": 8,
-        "microbatches": 2,
-        "optimizer": ("torch.optim:SGD", {"lr": 0.1}),
-        "plan": {"styles": styles},
-    }
-    return raypar.Trainer(model=model, **(job | given)).job
-
-
-def steps_of(job: Job, plan: ParallelPlan, schedule: str = "1f1b") -> OneProcessRun:
-    found = OneProcessRun(job, plan, schedule, graph=make_layer_graph(job))
-    for step in range(job.steps):
-        found.step(step)
-    return found
-
-
-def by_slice(run: OneProcessRun) -> dict[str, list[Tensor]]:
-    """Name -> the slices of a parameter, each once in the order of shards."""
-    found = {name: {tuple(v.flatten().tolist()): v for v in copies} for name, copies in run.parameters().items()}
-    return {name: list(copies.values()) for name, copies in found.items()}
-
-
-def check_same(run: OneProcessRun, want: dict[str, list[Tensor]]) -> None:
-    found = by_slice(run)
-    assert found.keys() == want.keys()
-    assert [name for name, slices in found.items() if not all(map(torch.equal, slices, want[name]))] == []
+def job_of(model: object = Network, **given: object) -> Job:
+    return two_steps(model, Words, STYLES, **given)
 
 
 @pytest.mark.part(4)
@@ -353,48 +323,26 @@ def check_same(run: OneProcessRun, want: dict[str, list[Tensor]]) -> None:
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 4, "dp": 2}], ids=str)
 def test_a_captured_network_has_the_same_bits_in_every_layout(mesh: dict[str, int], shards: int):
     job = job_of()
-    layers = len(make_layer_graph(job).layers)
-    wanted = by_slice(steps_of(job, ParallelPlan.mesh(tp=shards, layers=layers)))
-    check_same(steps_of(job, ParallelPlan.mesh(tp=shards, layers=layers, **mesh)), wanted)
-    check_same(steps_of(job, divided(ParallelPlan.mesh(layers=layers, **mesh), (shards,))), wanted)
+    check_layouts(job, shards, mesh)
 
 
 @pytest.mark.part(3)
 @pytest.mark.parametrize("division", [(4,), (2, 2), (1, 3)], ids=str)
 def test_any_workers_have_the_bits_of_as_many_virtual_shards(division: tuple[int, ...]):
-    job = job_of()
-    layers = len(make_layer_graph(job).layers)
-    wanted = by_slice(steps_of(job, ParallelPlan.mesh(tp=4, layers=layers)))
-    check_same(steps_of(job, divided(ParallelPlan.mesh(tp=len(division), layers=layers), division)), wanted)
+    check_division(job_of(), division)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "precision", [{"compute": "bf16"}, {"parameters": "bf16", "master": "float32"}], ids=["autocast", "bf16 parameters"]
-)
+@MIXED_PRECISIONS
 def test_bf16_recomputation_and_zero_bubble_have_the_same_bits_in_every_layout(precision: dict[str, str]):
-    job = job_of(precision=precision)
-    layers = len(make_layer_graph(job).layers)
-    wanted = by_slice(steps_of(job, ParallelPlan.mesh(tp=2, layers=layers)))
-    plan = ParallelPlan.mesh(tp=2, pp=2, layers=layers)
-    check_same(steps_of(job, replace(plan, recompute=tuple(range(0, layers, 2)))), wanted)
-    check_same(steps_of(job, plan, "zb-h1"), wanted)
-    check_same(steps_of(job, divided(ParallelPlan.mesh(layers=layers), (2,))), wanted)
+    check_recomputation_and_zero_bubble(job_of(precision=precision))
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("shards", SHARDS)
 def test_a_captured_network_has_the_numbers_of_the_whole_one(shards: int):
     job = job_of((Network, {"p": 0.0}), dtype="float64")
-    graph = make_layer_graph(job)
-    whole = steps_of(job, ParallelPlan.mesh(layers=len(graph.layers)))
-    cut = steps_of(job, ParallelPlan.mesh(tp=shards, layers=len(graph.layers)))
-    layout = compute_shard_layout(graph, shards, STYLES)
-    found, wanted = cut.parameters(), whole.parameters()
-    assert found.keys() == wanted.keys()
-    for name, copies in found.items():
-        for shard, got in enumerate(copies):
-            assert error(got, shard_slice_of(layout, name, wanted[name][0], shard)) <= TOLERANCE, name
+    check_numbers_of_whole(job, shards)
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------------------

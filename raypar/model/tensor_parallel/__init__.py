@@ -15,6 +15,7 @@ of `raypar/NUMERICS.md` says of all runs. The rules (`tests/helpers/same_shards.
 """
 
 # Importing them fills the table of operations of `sharded_value.ShardedValue`.
+from raypar.model.tensor_parallel import batch_norm as batch_norm
 from raypar.model.tensor_parallel import channel_functions as channel_functions
 from raypar.model.tensor_parallel import sample_functions as sample_functions
 from raypar.model.tensor_parallel import sharded_value_torch_functions as sharded_value_torch_functions

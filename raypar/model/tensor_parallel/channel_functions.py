@@ -1,8 +1,7 @@
 """Torch functions of images and signals on a part that is cut by channels: pooling, interpolation, norms, dropout of channels.
 
 They compute each channel from itself. Norms read whole parameters, of which each shard takes its channels: their gradients are
-sums over shards. Buffers stay whole and equal on all shards: in training each shard makes the running statistics of its
-channels, and the shards tell each other theirs.
+sums over shards.
 """
 
 from __future__ import annotations
@@ -62,62 +61,19 @@ def _drop_channels(
 def _prelu(func: Callable[..., Tensor], x: ShardedValue, weight: Tensor) -> ShardedValue:
     """With one slope for all channels, or one for each."""
     if weight.numel() > 1 and x.part_layout.dim == 1:
-        return x.like(func(x.local, _own_channels(x, weight)))
+        return x.like(func(x.local, own_channels(x, weight)))
     return x.like(func(x.local, take_part(weight, 0, ((0, weight.shape[0]),), x.group)))
 
 
-def _own_channels(x: ShardedValue, whole: Tensor | None) -> Any:
+def own_channels(x: ShardedValue, whole: Tensor | None) -> Any:
     """Of a tensor that has a number for each channel, those of this shard."""
     return None if whole is None else take_part(whole, 0, x.part_layout.ranges, x.group)
 
 
-def _check_channels(name: str, x: ShardedValue) -> None:
+def check_channels(name: str, x: ShardedValue) -> None:
     """Raises `ModelError` unless the value is cut by its channels, which each are on one shard."""
     if x.part_layout.dim != 1 or x.part_layout.axis not in (FEATURES, SEQUENCE):
         raise unsupported_on_part_error(name, x)
-
-
-@implements_on_parts("batch_norm")
-def _batch_norm(
-    func: Callable[..., Tensor],
-    x: ShardedValue,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> ShardedValue:
-    """Each channel by its own statistics. The input is made contiguous: running averages have the bits of contiguous inputs on
-    every shard."""
-    _check_channels("batch_norm", x)
-    averages = [
-        None if whole is None else select_ranges(whole, 0, x.part_layout.ranges) for whole in (running_mean, running_var)
-    ]
-    if training:
-        averages = [None if part is None else part.clone() for part in averages]
-    scale = [_own_channels(x, each) for each in (weight, bias)]
-    made = func(x.local.contiguous(), *averages, *scale, training=training, momentum=momentum, eps=eps)
-    if training and running_mean is not None and running_var is not None:
-        _tell_averages(x, (running_mean, running_var), averages)
-    return x.like(made)
-
-
-@torch.no_grad()
-def _tell_averages(x: ShardedValue, whole: tuple[Tensor, Tensor], parts: list[Tensor | None]) -> None:
-    """Write this shard's channels of the averages, and those of the other shards, into the whole ones."""
-    size, ranges = x.part_layout.size, x.part_layout.ranges
-    every = torch.zeros(2, size, dtype=whole[0].dtype, device=whole[0].device)
-    start = 0
-    for first, last in ranges:
-        for row, part in zip(every, parts, strict=True):
-            assert part is not None
-            row[first:last] = part[start : start + last - first]
-        start += last - first
-    x.group.all_reduce(every, "the running statistics of the channels")
-    for target, row in zip(whole, every, strict=True):
-        target.copy_(row)
 
 
 @implements_on_parts("instance_norm")
@@ -132,13 +88,13 @@ def _instance_norm(
     **kwargs: Any,
 ) -> ShardedValue:
     """Each channel of each sample by itself, without running statistics."""
-    _check_channels("instance_norm", x)
+    check_channels("instance_norm", x)
     if running_mean is not None or running_var is not None:
         raise ModelError(
             f"instance_norm with running statistics of a value {list(x.shape)} cut by channels over {x.group.size} shards",
             cure="give it track_running_stats=False, or the layer before it the style gathered (plan.styles)",
         )
-    return x.like(func(x.local, None, None, _own_channels(x, weight), _own_channels(x, bias), *args, **kwargs))
+    return x.like(func(x.local, None, None, own_channels(x, weight), own_channels(x, bias), *args, **kwargs))
 
 
 @implements_on_parts("group_norm")
@@ -151,7 +107,7 @@ def _group_norm(
     eps: float = 1e-5,
 ) -> ShardedValue:
     """Where whole groups are on a shard."""
-    _check_channels("group_norm", x)
+    check_channels("group_norm", x)
     each = x.part_layout.size // num_groups
     if any(bound % each for span in x.part_layout.ranges for bound in span):
         raise ModelError(
@@ -161,4 +117,4 @@ def _group_norm(
             f"that whole groups are on a shard, with at most {num_groups} shards; or the style gathered",
         )
     here = count_indices(x.part_layout.ranges) // each
-    return x.like(F.group_norm(x.local, here, _own_channels(x, weight), _own_channels(x, bias), eps))
+    return x.like(F.group_norm(x.local, here, own_channels(x, weight), own_channels(x, bias), eps))

@@ -1,4 +1,4 @@
-"""Torch functions on some samples of a value: each sample is computed by itself with whole parameters, but for batch norms.
+"""Torch functions on some samples of a value: each sample is computed by itself with whole parameters.
 
 What a backward pass adds to the gradient of a parameter is a shard's part of a sum over the shards.
 """
@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from raypar.errors import ModelError
 from raypar.model.tensor_parallel.sharded_value import (
     ShardedValue,
     implements_on_samples,
@@ -18,7 +17,6 @@ from raypar.model.tensor_parallel.sharded_value import (
     unsupported_on_part_error,
 )
 from raypar.model.tensor_parallel.sharded_value_torch_functions import attention_with_dropout
-from raypar.model.tensor_parallel.statistics_over_pieces import normalise_over_pieces, update_running_statistics
 
 _CONVOLUTIONS = [f"conv{transposed}{dims}d" for transposed in ("", "_transpose") for dims in (1, 2, 3)]
 _BY_SAMPLE = ("embedding", "group_norm", "instance_norm", "layer_norm", "rms_norm")
@@ -79,31 +77,3 @@ def _of_own_samples(x: ShardedValue, value: Tensor | ShardedValue) -> Tensor:
         return take_part(value, 0, x.part_layout.ranges, x.group)
     found: Tensor = _local(x, value)
     return found
-
-
-@implements_on_samples("batch_norm")
-def _batch_norm(
-    func: Callable[..., Tensor],
-    x: ShardedValue,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> ShardedValue:
-    """By the statistics of all samples, whichever shard has them."""
-    if x.part_layout.dim != 0:
-        raise unsupported_on_part_error("batch_norm", x)
-    weight, bias, local = _local(x, weight), _local(x, bias), x.local.contiguous()
-    if not training:
-        return x.like(func(local, running_mean, running_var, weight, bias, False, momentum, eps))
-    if x.numel() == x.shape[1]:
-        raise ModelError(
-            f"batch_norm in training has one value for each channel {list(x.shape)}", cure="give microbatches more samples"
-        )
-    made, found = normalise_over_pieces(local, weight, bias, eps, x.group)
-    if running_mean is not None and running_var is not None:
-        update_running_statistics(running_mean, running_var, found, momentum)
-    return x.like(made)

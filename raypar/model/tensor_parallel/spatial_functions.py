@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raypar.errors import ModelError
 from raypar.model.autograd_context_type import AutogradContext
 from raypar.model.tensor_parallel.autograd_collectives import first_derivative_only, reduce_from_shards
 from raypar.model.tensor_parallel.halo_exchange import fetch_rows, fit_rows
@@ -29,7 +28,7 @@ from raypar.model.tensor_parallel.sharded_value import (
     take_part,
     unsupported_on_part_error,
 )
-from raypar.model.tensor_parallel.statistics_over_pieces import normalise_over_pieces, update_running_statistics
+from raypar.model.tensor_parallel.statistics_over_pieces import normalise_over_pieces
 from raypar.plan.shard_ranges import IndexRange, even_ranges_by_shard
 from raypar.plan.spatial_shards import (
     Enlargement,
@@ -460,35 +459,6 @@ def _normalised_in_groups(x: ShardedValue, groups: int, eps: float) -> Tensor:
     local = x.local.contiguous()
     made, _ = normalise_over_pieces(local.view(1, len(local) * groups, -1), None, None, eps, x.group)
     return made.view(local.shape)
-
-
-@implements_on_rows("batch_norm")
-def _batch_norm(
-    func: Callable[..., Tensor],
-    x: ShardedValue,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> ShardedValue:
-    """By the statistics of all shards' rows."""
-    if x.part_layout.dim < 2:
-        raise unsupported_on_part_error("batch_norm", x)
-    scale = _whole(x, weight), _whole(x, bias)
-    local = x.local.contiguous()
-    if not training:
-        return x.like(func(local, running_mean, running_var, *scale, False, momentum, eps))
-    if x.numel() == x.shape[1]:
-        raise ModelError(
-            f"batch_norm in training has one value for each channel {list(x.shape)}", cure="give it more samples or rows"
-        )
-    made, found = normalise_over_pieces(local, *scale, eps, x.group)
-    if running_mean is not None and running_var is not None:
-        update_running_statistics(running_mean, running_var, found, momentum)
-    return x.like(made)
 
 
 @implements_on_rows("instance_norm")
