@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from helpers.same_shards import over_shards
 
+from raypar.model.convolution_call import ConvolutionCall
 from raypar.model.tensor_parallel.halo_exchange import fit_rows
 from raypar.model.tensor_parallel.spatial_convolution import ConvolutionByRows
 from raypar.plan.spatial_shards import Window, plan_linear, plan_transposed
@@ -155,58 +156,54 @@ def by_rows(
     plan = (plan_transposed if shape.transposed else plan_linear)(window, rows, outputs, parts)
     if parts > min(rows, outputs) or plan.forward.why_not_from_neighbours() or plan.backward.why_not_from_neighbours():
         return
-    call = ConvolutionByRows(
+    rows_of = ConvolutionByRows(
         plan=plan,
         window=window,
         dim=2,
         rows=rows,
-        stride=layer.stride,
-        padding=(0, int(padding[1])),
-        dilation=layer.dilation,
-        output_padding=(0, 0),
-        groups=1,
+        call=ConvolutionCall(layer.stride, (0, int(padding[1])), layer.dilation, shape.transposed, (0, 0), 1, has_bias=False),
     )
     weight = layer.weight.detach()
-    pieces = [one_part(call, part, x, gradient, weight, transposed=shape.transposed) for part in range(parts)]
+    pieces = [one_part(rows_of, part, x, gradient, weight, transposed=shape.transposed) for part in range(parts)]
     yield PRODUCTS[0], torch.equal(torch.cat([piece.output for piece in pieces], 2), whole[0])
     if split == ROWS:
         yield PRODUCTS[1], torch.equal(torch.cat([piece.of_input for piece in pieces], 2), whole[1])
     elif not shape.transposed:
-        yield PRODUCTS[1], torch.equal(overlapping_rows_added(call, pieces), whole[1])
+        yield PRODUCTS[1], torch.equal(overlapping_rows_added(rows_of, pieces), whole[1])
     yield PRODUCTS[2], torch.equal(over_shards([piece.of_weight for piece in pieces]), whole[2])
 
 
-def one_part(call: ConvolutionByRows, part: int, x: Tensor, gradient: Tensor, weight: Tensor, *, transposed: bool) -> Piece:
+def one_part(rows_of: ConvolutionByRows, part: int, x: Tensor, gradient: Tensor, weight: Tensor, *, transposed: bool) -> Piece:
     """What a shard makes of its rows, as `spatial_convolution.py` does."""
     memory = memory_of(x)
 
     def taken(value: Tensor, start: int, stop: int) -> Tensor:
         return fit_rows(value, 2, 0, start, stop).contiguous(memory_format=memory)
 
-    (start, stop), (first, last) = call.plan.outputs[part], call.plan.forward.held[part]
+    (start, stop), (first, last) = rows_of.plan.outputs[part], rows_of.plan.forward.held[part]
     if transposed:
-        (needed,) = call.plan.forward.needed[part]
-        made = call.convolve(taken(x, *needed), weight, None, transposed=True)
-        output = fit_rows(made, 2, call.window.reads(*needed)[0], start, stop)
-        wide = taken(gradient, *call.window.reads(first, last))
-        of_input, of_weight, _ = call.gradients(wide, taken(x, first, last), weight, (True, True, False), transposed=True)
+        (needed,) = rows_of.plan.forward.needed[part]
+        made = rows_of.call.convolve(taken(x, *needed), weight, None)
+        output = fit_rows(made, 2, rows_of.window.reads(*needed)[0], start, stop)
+        wide = taken(gradient, *rows_of.window.reads(first, last))
+        of_input, of_weight, _ = rows_of.call.gradients((wide, taken(x, first, last)), weight, (True, True, False))
         return Piece(output, of_input, of_weight, None)
-    wide, own = taken(x, *call.window.reads(start, stop)), taken(gradient, start, stop)
-    _, of_weight, _ = call.gradients(own, wide, weight, (False, True, False), transposed=False)
-    (needed,) = call.plan.backward.needed[part]
-    begin, end = call.window.reads(*needed)
+    wide, own = taken(x, *rows_of.window.reads(start, stop)), taken(gradient, start, stop)
+    _, of_weight, _ = rows_of.call.gradients((own, wide), weight, (False, True, False))
+    (needed,) = rows_of.plan.backward.needed[part]
+    begin, end = rows_of.window.reads(*needed)
     like = torch.empty(*x.shape[:2], max(end, last) - begin, x.shape[3]).to(memory_format=memory)
-    of_rows, _, _ = call.gradients(taken(gradient, *needed), like, weight, (True, False, False), transposed=False)
-    overlap, _, _ = call.gradients(own, wide, weight, (True, False, False), transposed=False)
-    output = call.convolve(wide, weight, None, transposed=False)
+    of_rows, _, _ = rows_of.call.gradients((taken(gradient, *needed), like), weight, (True, False, False))
+    overlap, _, _ = rows_of.call.gradients((own, wide), weight, (True, False, False))
+    output = rows_of.call.convolve(wide, weight, None)
     return Piece(output, fit_rows(of_rows, 2, begin, first, last), of_weight, overlap)
 
 
-def overlapping_rows_added(call: ConvolutionByRows, pieces: Sequence[Piece]) -> Tensor:
+def overlapping_rows_added(rows_of: ConvolutionByRows, pieces: Sequence[Piece]) -> Tensor:
     """The gradient of the input, the rows that several parts have read added up, first to last."""
     whole = [
-        fit_rows(piece.overlap, 2, call.window.reads(*outputs)[0], 0, call.rows)
-        for piece, outputs in zip(pieces, call.plan.outputs, strict=True)
+        fit_rows(piece.overlap, 2, rows_of.window.reads(*outputs)[0], 0, rows_of.rows)
+        for piece, outputs in zip(pieces, rows_of.plan.outputs, strict=True)
     ]
     return sum(whole[1:], whole[0])
 

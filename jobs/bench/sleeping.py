@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.model.split_linear_backward import DeferredWeightGradient
+from raypar.model.split_backward import DeferredWeightGradient
 
 
 def rest(ms: float) -> None:
@@ -39,7 +39,7 @@ class _Resting(torch.autograd.Function):
 class Sleep(nn.Module):
     """x [samples, 1] -> same shape, after `forward_ms`; its gradients take `input_ms` and `weight_ms`.
 
-    Where the backward is split, raypar has taken over the Linear's forward and calls `DeferredWeightGradient.weight` for W.
+    Where the backward is split, raypar has taken over the Linear's forward and calls `DeferredWeightGradient.gradients` for W.
     """
 
     def __init__(self, forward_ms: float, input_ms: float, weight_ms: float) -> None:
@@ -54,15 +54,15 @@ class Sleep(nn.Module):
         return _Resting.apply(self.linear(x), self.input_ms if split else self.input_ms + self.weight_ms)
 
 
-_weight = DeferredWeightGradient.weight_gradient
+_gradients = DeferredWeightGradient.gradients
 
 
-def _resting_weight(self: DeferredWeightGradient) -> Tensor:
-    rest(getattr(self.linear, "resting_ms", 0.0))
-    return _weight(self)
+def _resting_gradients(self: DeferredWeightGradient) -> list[tuple[Tensor, Tensor]]:
+    rest(getattr(self.layer, "resting_ms", 0.0))
+    return _gradients(self)
 
 
-DeferredWeightGradient.weight_gradient = _resting_weight
+DeferredWeightGradient.gradients = _resting_gradients
 
 
 def layers(forward_ms: Sequence[float], input_ms: Sequence[float], weight_ms: Sequence[float]) -> nn.Sequential:

@@ -153,7 +153,7 @@ class KeptStoragesMeasurement:
         forward_first_microbatch(split, received, fields)
         split.backward_input(0, gradients)
         known = dict(self._numbers)
-        kept = [tensor for deferred in split.stash_of(0) for tensor in (deferred.gradient, deferred.x, deferred.bias_operand)]
+        kept = [tensor for deferred in split.stash_of(0) for tensor in deferred.kept]
         return tuple(dict.fromkeys(self._number(tensor, known) for tensor in kept))
 
     def _number(self, tensor: Tensor, known: dict[int, int]) -> int:

@@ -20,11 +20,12 @@ from raypar.job import Job
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import buffers_of_several_layers, canonical_names
 from raypar.model.materialise import materialise
-from raypar.model.split_linear_backward import defer_weight_gradients
+from raypar.model.split_backward import defer_weight_gradients
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, sharded_loss
 from raypar.model.tensor_parallel.find_whole_layers import find_leading_layers
-from raypar.model.tensor_parallel.linear import ShardedLinear, defer_sharded_weight_gradients
+from raypar.model.tensor_parallel.linear import ShardedLinear
 from raypar.model.tensor_parallel.shard_group import ShardGroup
+from raypar.model.tensor_parallel.split_shards_backward import defer_sharded_weight_gradients
 from raypar.model.tensor_parallel.weight_gradient_memory_reuse import GradientReusePolicy
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.forward_pass_batching import whole_batching
@@ -192,12 +193,12 @@ def materialise_stage_modules(
 
 
 def prepare_split_backward(modules: Mapping[str, nn.Module], *, sharded: bool) -> DeferredGradients:
-    """Make every Linear that can do so defer its weight gradient; returns the store of deferred gradients."""
+    """Make every linear layer and convolution that can do so defer its weight gradient; returns the store of deferred ones."""
     deferred = DeferredGradients()
     for module in modules.values():
         for find in (defer_weight_gradients, defer_sharded_weight_gradients) if sharded else (defer_weight_gradients,):
-            for linear in find(module, deferred.current):
-                deferred.parameters |= {id(p) for p in linear.parameters(recurse=False)}
+            for part in find(module, deferred.current):
+                deferred.parameters |= {id(p) for p in part.parameters(recurse=False)}
     return deferred
 
 

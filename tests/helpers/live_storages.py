@@ -119,7 +119,7 @@ class LiveStorages(TorchDispatchMode):
             for stage in interpreter.stages.values()
             for live in stage._live.values()
             for deferred in live.stash
-            for t in (deferred.gradient, deferred.x, deferred.bias_operand)
+            for t in deferred.kept
         }
         alive = [one for one in seen.values() if one.address not in others]
         return Kept(

@@ -11,10 +11,11 @@ from helpers.model_zoo import import_transformers
 from helpers.on_shards import on_shards
 from torch import Tensor, nn
 
-from raypar.model.split_linear_backward import DeferredWeightGradient, defer_weight_gradients
-from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear, defer_sharded_weight_gradients
+from raypar.model.split_backward import Stash, defer_weight_gradients
+from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
+from raypar.model.tensor_parallel.split_shards_backward import defer_sharded_weight_gradients
 from raypar.plan.shard_ranges import even_ranges_by_shard
 
 pytestmark = pytest.mark.part(5)
@@ -100,7 +101,7 @@ def of_autograd(linear: nn.Linear, x: Tensor, gradient: Tensor, trained: bool, m
 
 def of_split(linear: nn.Linear, x: Tensor, gradient: Tensor, trained: bool, mixed: bool = False) -> list[Tensor]:
     """The same, the weight gradients after the backward pass."""
-    start, of_input, stash = torch.zeros((), requires_grad=True), [], list[DeferredWeightGradient]()
+    start, of_input, stash = torch.zeros((), requires_grad=True), [], Stash()
     defer_weight_gradients(linear, lambda: stash)
     value = Ends.apply(x, start, of_input) if trained else x
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
@@ -108,7 +109,7 @@ def of_split(linear: nn.Linear, x: Tensor, gradient: Tensor, trained: bool, mixe
     made.backward(gradient)
     (deferred,) = stash
     with torch.no_grad():
-        own = [deferred.weight_gradient(), *([] if linear.bias is None else [deferred.bias_gradient()])]
+        own = [gradient for _, gradient in deferred.gradients()]
         return [made, *([gradient.to(linear.weight.dtype) for gradient in own] if mixed else own), *of_input]
 
 
@@ -160,9 +161,52 @@ def test_a_split_linear_makes_autograds_calls_in_bfloat16_too(inputs, gradients)
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(split, plain, strict=True)), case
 
 
+def channels_last(*shape: int) -> Tensor:
+    return whole(*shape).to(memory_format=torch.channels_last)
+
+
+HALVES = ["[True, False, False]", "[False, True, True]"]
+"""The gradients that the two calls of a split convolution's backward pass ask for: of the input; of weight and bias."""
+
+
+@pytest.mark.parametrize(
+    "inputs, gradients", [(whole, whole), (channels_last, whole), (whole, channels_last), (sliced, expanded)]
+)
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        (nn.Conv2d, {"padding": 1, "groups": 2}),
+        (nn.Conv2d, {"padding": "same", "dilation": 2}),
+        (nn.Conv2d, {"stride": 2, "padding": 1, "padding_mode": "circular"}),
+        (nn.ConvTranspose2d, {"stride": 2, "output_padding": 1}),
+    ],
+    ids=str,
+)
+def test_a_split_convolution_asks_for_the_halves_of_autograds_call(kind, options, inputs, gradients):
+    """Each with all arguments of the whole call; all other calls are autograd's, too."""
+    torch.set_num_threads(1)
+    layer = kind(4, 6, (2, 3), dtype=torch.float64, **options)
+    x = inputs(3, 4, 7, 8)
+    gradient = gradients(*layer(x).shape)
+
+    def run(put_off: bool) -> None:
+        stash, start, of_input = Stash(), torch.zeros((), requires_grad=True), []
+        if put_off:
+            defer_weight_gradients(layer, lambda: stash)
+        layer(Ends.apply(x, start, of_input)).backward(gradient)
+        with torch.no_grad():
+            assert len([deferred.gradients() for deferred in stash]) == put_off
+
+    want, got = (calls_of(run, put_off)[0] for put_off in (False, True))
+    (call,) = {one for one in want if one.startswith("convolution_backward(")}
+    assert call.endswith("[True, True, True])")
+    halves = Counter([call.replace("[True, True, True])", f"{half})") for half in HALVES])
+    assert got == want - Counter([call]) + halves
+
+
 def of_shard(kind: str, group, x: Tensor, gradient: Tensor, linear: nn.Linear, put_off: bool):
     """What a shard computes with its slice, which is `linear`, and what it adds to the bits of one process beside that."""
-    stash = list[DeferredWeightGradient]()
+    stash = Stash()
     fan_out, fan_in = linear.weight.shape
     value: Tensor | ShardedValue = x.detach().requires_grad_()
     if kind == "row":
@@ -181,7 +225,7 @@ def of_shard(kind: str, group, x: Tensor, gradient: Tensor, linear: nn.Linear, p
     made.backward(gradient)
     with torch.no_grad():
         for deferred in stash:
-            deferred.weight_gradient(), deferred.bias_gradient()
+            deferred.gradients()
 
 
 @pytest.mark.parametrize("kind", ["column", "shared column", "row"])

@@ -787,9 +787,7 @@ def test_weight_gradients_may_be_put_off(sequence):
             gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
             names = {id(p): name for name, p in parameters.items()}
             for deferred in stash:
-                gradients[names[id(deferred.linear.weight)]] = deferred.weight_gradient()
-                if deferred.linear.bias is not None:
-                    gradients[names[id(deferred.linear.bias)]] = deferred.bias_gradient()
+                gradients |= {names[id(parameter)]: gradient for parameter, gradient in deferred.gradients()}
             found.append(gradients)
         return found
 

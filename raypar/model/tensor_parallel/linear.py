@@ -6,7 +6,7 @@ Weight gradients are computed while the input's gradient is being summed over sh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -14,95 +14,62 @@ from torch import Tensor, nn
 
 from raypar.comm.transport import Handle
 from raypar.errors import ModelError
-from raypar.model import split_linear_backward
+from raypar.model.autocast_casts import cast_for_autocast
 from raypar.model.autograd_context_type import AutogradContext
-from raypar.model.split_linear_backward import (
-    CastMarkingStash,
-    DeferredWeightGradient,
-    Stash,
-    as_matrix,
-    bias_gradient,
-    cast_for_autocast,
-    find_deferrable_modules,
-    is_autocast_enabled,
-    will_accumulate_weight_gradient,
-)
+from raypar.model.linear_call import LinearCall, bias_gradient, is_row_major
+from raypar.model.split_backward import DeferredWeightGradient, Stash, put_off
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.local_part_layout import FEATURES, LocalPartLayout, sequence_part_layout
-from raypar.model.tensor_parallel.shard_group import ShardedModule, ShardGroup
+from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, take_part
+from raypar.model.tensor_parallel.split_shards_backward import SplitShard
 from raypar.model.tensor_parallel.weight_gradient_memory_reuse import KeptGradientMemory
 from raypar.model.transposed_linear import is_transposed_linear, linear_features
 from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
 
-class ShardedLinear(ShardedModule):
+class ShardedLinear(SplitShard):
     """Base of the column and row layers of one shard. `linear`: a linear layer, whose parameters are this shard's slices."""
 
     def __init__(self, linear: nn.Module, name: str, group: ShardGroup) -> None:
-        super().__init__(name, group)
+        super().__init__(linear, name, group)
         self.in_features, self.out_features = linear_features(linear)
         """Of the unsharded layer."""
-        self.transposed = is_transposed_linear(linear)
-        """Whether the weight is [in, out]."""
-        self.weight: Tensor
-        """This shard's slice [out here, in here]; [in here, out here] if `transposed`."""
-        self.register_parameter("weight", linear._parameters["weight"])
-        self.bias: Tensor | None
-        self.register_parameter("bias", linear._parameters["bias"])
-        self.stash: Callable[[], Stash] | None = None
-        """Where a zero-bubble schedule wants what the weight gradient needs. None: autograd computes that gradient."""
+        self.call = LinearCall(is_transposed_linear(linear))
+        """How it calls PyTorch. The weight is [out here, in here]; [in here, out here] if that is transposed."""
         self._gradient_memory = KeptGradientMemory()
         """The memory that the weight's gradient had in the last step."""
-
-    def _stash(self) -> Stash | None:
-        stash = self.stash() if self.stash is not None and torch.is_grad_enabled() else None
-        if stash is not None and is_autocast_enabled(self.weight.device):
-            return CastMarkingStash(stash, object())  # a new object: on shards each call casts for itself
-        return stash
 
     def keep_gradient_memory(self) -> None:
         """Keep the memory of the last step's gradient, which is no longer needed, for the next gradient."""
         self._gradient_memory.keep(self.weight)
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + b, for the forward of an autograd function."""
-        compute = split_linear_backward.transposed_linear_forward if self.transposed else split_linear_backward.linear_forward
-        return compute(x, weight, bias)
+    def input_gradient(self, operands: tuple[Tensor, ...], weight: Tensor, shape: Sequence[int]) -> Tensor:
+        """Gradient of x, which has this shape [..., in]. `operands`: as `LinearCall.operands` has them."""
+        found, _, _ = self.call.gradients(operands, weight, (True, False, False))
+        assert found is not None
+        return found.reshape(shape)
 
-    def input_gradient(self, rows: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-        """Gradient of x [..., in], of grad [rows, out]."""
-        found = split_linear_backward.input_gradient(rows, weight.t() if self.transposed else weight, as_matrix(x))
-        return found.reshape(x.shape)
-
-    def bias_operand(self, gradient: Tensor, rows: Tensor, x: Tensor) -> Tensor:
-        """The gradient that the bias's gradient sums, where the product has added the bias."""
-        return rows if self.transposed else split_linear_backward.bias_gradient_operand(gradient, rows, x)
-
-    def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
+    def weight_gradient(self, rows: Tensor, flat: Tensor) -> Tensor:
         """grad^T x [out, in] of grad [rows, out] and x [rows, in], in the memory of the last step's gradient where possible.
 
-        Same call and bits as `split_linear_backward.weight_gradient`; x^T grad [in, out] if `transposed`.
+        Same call and bits as `LinearCall.gradients`; x^T grad [in, out] if `transposed`.
         """
-        memory = self._gradient_memory.take(gradient, x)
-        if self.transposed:
-            if memory is None or split_linear_backward.is_row_major(self.weight.t()) or not self.weight.is_contiguous():
-                return split_linear_backward.transposed_weight_gradient(gradient, x, self.weight)
-            return torch.mm(x.t(), gradient, out=memory).data
-        if memory is None or not split_linear_backward.is_row_major(self.weight):
-            return split_linear_backward.weight_gradient(gradient, x, self.weight)
+        memory = self._gradient_memory.take(rows, flat)
+        transposed, weight = self.call.transposed, self.weight
+        whole = memory is not None and (
+            not is_row_major(weight.t()) and weight.is_contiguous() if transposed else is_row_major(weight)
+        )
+        if not whole:
+            _, found, _ = self.call.gradients((rows, flat, rows), weight, (False, True, False))
+            assert found is not None
+            return found
         # `.data` has a version count of its own, which this first writing does not raise.
-        return torch.mm(gradient.t(), x, out=memory).data
+        return torch.mm(*((flat.t(), rows) if transposed else (rows.t(), flat)), out=memory).data
 
-
-def defer_sharded_weight_gradients(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Module]:
-    """As `split_linear_backward.defer_weight_gradients`, for the linear layers that are cut over shards."""
-    chosen: list[nn.Module] = []
-    for part in find_deferrable_modules(module, ShardedLinear):
-        assert isinstance(part, ShardedLinear)
-        part.stash = stash
-        chosen.append(part)
-    return chosen
+    def deferred_gradients(self, rows: Tensor, flat: Tensor, summed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of weight and bias, as `DeferredWeightGradient.compute`."""
+        return self.weight_gradient(rows, flat), None if self.bias is None else bias_gradient(summed)
 
 
 class ColumnLinear(ShardedLinear):
@@ -142,7 +109,7 @@ class ColumnLinear(ShardedLinear):
             made = _apply_to_shared_input(self, local, seq)
         else:
             operands = cast_for_autocast(local, self.weight, self.bias)
-            made = _Column.apply(*operands, seq, self.group, self, self._stash())  # type: ignore[no-untyped-call]
+            made = _Column.apply(*operands, seq, self.group, self, self.current_stash())  # type: ignore[no-untyped-call]
         if self.gather_output:
             even = even_ranges_by_shard(self.out_features, self.group.size)
             return autograd_collectives.gather_from_shards(made, made.dim() - 1, even, self.group)
@@ -177,7 +144,7 @@ class RowLinear(ShardedLinear):
         if self.group.sequence_parallel:
             _check_sequence(self.name, local.dim())
         operands = cast_for_autocast(local, self.weight, self.bias)
-        made: Tensor = _Row.apply(*operands, self.group, self, self._stash())  # type: ignore[no-untyped-call]
+        made: Tensor = _Row.apply(*operands, self.group, self, self.current_stash())  # type: ignore[no-untyped-call]
         if not self.group.sequence_parallel:
             return made
         return ShardedValue(made, sequence_part_layout(local.shape[1], self.group.shard, self.group.size), self.group)
@@ -206,24 +173,14 @@ def _input_of(layer: ColumnLinear, x: Tensor | ShardedValue) -> tuple[Tensor, in
 
 
 def _weight_gradients(
-    ctx: AutogradContext,
-    gradient: Tensor,
-    rows: Tensor,
-    x: Tensor,
-    layer: ShardedLinear,
-    stash: Stash | None,
-    *,
-    added_apart: bool = False,
+    ctx: AutogradContext, operands: tuple[Tensor, ...], layer: ShardedLinear, stash: Stash | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """(gradient of the weight, gradient of the bias); None for what a zero-bubble schedule computes later.
 
-    They are the second and third argument of the autograd function. `added_apart`: the bias was added to the layer's output,
-    not by the matrix product.
+    They are the second and third argument of the autograd function. `operands`: as `LinearCall.operands` has them.
     """
-    summed = gradient if added_apart else layer.bias_operand(gradient, rows, x)
-    flat = as_matrix(x)
-    if stash is not None and ctx.needs_input_grad[1] and will_accumulate_weight_gradient(ctx):
-        stash.append(DeferredWeightGradient(layer, rows, flat.detach(), summed, layer.weight_gradient))
+    rows, flat, summed = operands
+    if put_off(ctx, stash, DeferredWeightGradient(layer, (rows, flat.detach(), summed), layer.deferred_gradients)):
         return None, None
     weight = layer.weight_gradient(rows, flat) if ctx.needs_input_grad[1] else None
     return weight, bias_gradient(summed) if ctx.needs_input_grad[2] else None
@@ -253,7 +210,7 @@ class _Column(torch.autograd.Function):
         if seq is not None:
             x = group.gather_and_concat(x, 1, even_ranges_by_shard(seq, group.size), "the sequence's parts")
         ctx.save_for_backward(x, weight)
-        return layer.product(x, weight, bias)
+        return layer.call.output(x, weight, bias)
 
     @staticmethod
     @autograd_collectives.first_derivative_only
@@ -262,11 +219,11 @@ class _Column(torch.autograd.Function):
         if gradient is None:
             return (None,) * 7
         x, weight = ctx.saved_tensors
-        rows = as_matrix(gradient)
+        operands = ctx.layer.call.operands(gradient, x)
         pending: _Pending | None = None
         if ctx.needs_input_grad[0]:
-            pending = _Pending(ctx.group, ctx.layer.input_gradient(rows, weight, x), ctx.seq)
-        own = _weight_gradients(ctx, gradient, rows, x, ctx.layer, ctx.stash)
+            pending = _Pending(ctx.group, ctx.layer.input_gradient(operands, weight, x.shape), ctx.seq)
+        own = _weight_gradients(ctx, operands, ctx.layer, ctx.stash)
         return (None if pending is None else pending.take(), *own, None, None, None, None)
 
 
@@ -401,7 +358,7 @@ class _Reader(torch.autograd.Function):
         ctx.layer, ctx.stash, ctx.left = layer, stash, left
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        return layer.product(x, weight, bias)
+        return layer.call.output(x, weight, bias)
 
     @staticmethod
     @autograd_collectives.first_derivative_only
@@ -410,20 +367,20 @@ class _Reader(torch.autograd.Function):
         if gradient is None:
             return (None,) * 6
         x, weight = ctx.saved_tensors
-        rows, flat = as_matrix(gradient), as_matrix(x)
-        dx = ctx.layer.input_gradient(rows, weight, x)
+        operands = rows, flat, summed = ctx.layer.call.operands(gradient, x)
+        dx = ctx.layer.input_gradient(operands, weight, x.shape)
         if ctx.left is None:
-            return (dx, *_weight_gradients(ctx, gradient, rows, x, ctx.layer, ctx.stash), None, None, None)
+            return (dx, *_weight_gradients(ctx, operands, ctx.layer, ctx.stash), None, None, None)
         ctx.left[:] = [rows, flat]
         # What `_Late` gets is only a sign that it may begin.
         sign = _zero(rows.dtype, rows.device).expand(weight.shape)
-        bias = bias_gradient(ctx.layer.bias_operand(gradient, rows, x)) if ctx.needs_input_grad[2] else None
+        bias = bias_gradient(summed) if ctx.needs_input_grad[2] else None
         return dx, sign, bias, None, None, None
 
 
 def _apply_to_shared_input(layer: ColumnLinear, x: Tensor, seq: int | None) -> Tensor:
     """The layer's output for an x that other layers of the module read, too; the first of them leads x to all."""
-    group, stash = layer.group, layer._stash()
+    group, stash = layer.group, layer.current_stash()
     left: list[Tensor] | None = None
     weight: Tensor = layer.weight
     if group.shared_input is None or group.shared_input[0].source() is not x or group.shared_input[0].version != x._version:
@@ -460,7 +417,7 @@ class _Row(torch.autograd.Function):
         ctx.group, ctx.layer, ctx.stash, ctx.seq = group, layer, stash, x.shape[1] if group.sequence_parallel else None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        made = layer.product(x, weight, None)
+        made = layer.call.output(x, weight, None)
         what = "the sum of a layer's outputs"
         made = group.reduce_scatter(made, 1, what) if group.sequence_parallel else group.all_reduce(made, what)
         return made if bias is None else made.add_(bias)
@@ -476,6 +433,6 @@ class _Row(torch.autograd.Function):
             gradient = ctx.group.gather_and_concat(
                 gradient, 1, even_ranges_by_shard(ctx.seq, ctx.group.size), "the parts of a gradient"
             )
-        rows = as_matrix(gradient)
-        dx = ctx.layer.input_gradient(rows, weight, x) if ctx.needs_input_grad[0] else None
-        return (dx, *_weight_gradients(ctx, gradient, rows, x, ctx.layer, ctx.stash, added_apart=True), None, None, None)
+        operands = (*ctx.layer.call.operands(gradient, x)[:2], gradient)  # the bias was added to the sum over shards
+        dx = ctx.layer.input_gradient(operands, weight, x.shape) if ctx.needs_input_grad[0] else None
+        return (dx, *_weight_gradients(ctx, operands, ctx.layer, ctx.stash), None, None, None)

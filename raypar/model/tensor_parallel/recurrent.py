@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from raypar.errors import ModelError
-from raypar.model.split_linear_backward import cast_for_autocast, is_autocast_enabled
+from raypar.model.autocast_casts import cast_for_autocast, is_autocast_enabled
 from raypar.model.tensor_parallel.autograd_collectives import copy_to_shards, gather_from_shards, scatter_to_shards
 from raypar.model.tensor_parallel.local_part_layout import FEATURES, LocalPartLayout
 from raypar.model.tensor_parallel.recurrence import (

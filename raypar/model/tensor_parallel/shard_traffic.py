@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from raypar.errors import RayparError
+from raypar.model.convolution_call import CONVOLUTIONS
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype
 from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules
-from raypar.model.tensor_parallel.convolution import CONVOLUTIONS
 from raypar.model.tensor_parallel.layout_of_styles import modules_with_parameters
 from raypar.model.tensor_parallel.meta_check import NoTransport
 from raypar.model.tensor_parallel.shard_group import ShardedModule, ShardGroup

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
+from raypar.model.autocast_casts import cast_for_autocast
 from raypar.model.autograd_context_type import AutogradContext
-from raypar.model.split_linear_backward import cast_for_autocast
+from raypar.model.convolution_call import ConvolutionCall
+from raypar.model.split_backward import Stash, deferred_gradients_of, put_off
 from raypar.model.tensor_parallel.autograd_collectives import first_derivative_only, gather_from_shards, scatter_to_shards
 from raypar.model.tensor_parallel.convolution import ShardedConvolution
 from raypar.model.tensor_parallel.halo_exchange import fetch_rows, fit_rows, post_rows
@@ -51,116 +52,102 @@ class ConvolutionByRows:
     dim: int
     rows: int
     """Rows of the whole input."""
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    """0 in the cut dim, where rows of zeros are put in."""
-    dilation: tuple[int, ...]
-    output_padding: tuple[int, ...]
-    """0 in the cut dim."""
-    groups: int
-
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
-        """The layer's product with rows that need no padding."""
-        return torch.convolution(
-            x, weight, bias, self.stride, self.padding, self.dilation, transposed, self.output_padding, self.groups
-        )
-
-    def gradients(
-        self, gradient: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool], *, transposed: bool
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of (input, weight, bias) of `convolve`, those that `mask` asks for."""
-        found = torch.ops.aten.convolution_backward(
-            gradient,
-            x,
-            weight,
-            [gradient.shape[1]] if mask[2] else None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            transposed,
-            self.output_padding,
-            self.groups,
-            mask,
-        )
-        return cast("tuple[Tensor | None, ...]", tuple(found))
+    call: ConvolutionCall
+    """The layer's call with rows that need no padding: none of the cut dim, neither before nor after."""
 
 
 class _Context(AutogradContext):
-    call: ConvolutionByRows
-    group: ShardGroup
+    by_rows: ConvolutionByRows
+    layer: SpatialConvolution
+    stash: Stash | None
 
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context, x: Tensor, weight: Tensor, bias: Tensor | None, call: ConvolutionByRows, group: ShardGroup
+        ctx: _Context,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        by_rows: ConvolutionByRows,
+        layer: SpatialConvolution,
+        stash: Stash | None,
     ) -> Tensor:
-        first, last = call.window.reads(*call.plan.outputs[group.shard])
-        above, below = max(0, -first), max(0, last - call.rows)
-        wide = fetch_rows(x, call.dim, call.plan.forward, group, _HALO, before=above, after=below)
-        ctx.call, ctx.group = call, group
+        first, last = by_rows.window.reads(*by_rows.plan.outputs[layer.group.shard])
+        above, below = max(0, -first), max(0, last - by_rows.rows)
+        wide = fetch_rows(x, by_rows.dim, by_rows.plan.forward, layer.group, _HALO, before=above, after=below)
+        ctx.by_rows, ctx.layer, ctx.stash = by_rows, layer, stash
         ctx.save_for_backward(wide, weight)
-        return call.convolve(wide, weight, bias, transposed=False)
+        return by_rows.call.convolve(wide, weight, bias)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        call, group, (wide, weight) = ctx.call, ctx.group, ctx.saved_tensors
-        gradient = gradients[0].contiguous()
+        by_rows, group, (wide, weight) = ctx.by_rows, ctx.layer.group, ctx.saved_tensors
+        operands = gradient, _ = gradients[0].contiguous(), wide
         needs_input, *others = ctx.needs_input_grad[:3]
-        fetch = post_rows(gradient, call.dim, call.plan.backward, group, _GRADIENTS) if needs_input else None
+        fetch = post_rows(gradient, by_rows.dim, by_rows.plan.backward, group, _GRADIENTS) if needs_input else None
         of_weight = of_bias = None
-        if any(others):  # while the rows travel
-            mask = (False, others[0], others[1])
-            _, of_weight, of_bias = call.gradients(gradient, wide, weight, mask, transposed=False)
-        of_input = None if fetch is None else _input_gradient(call, group.shard, fetch(), wide.shape, weight)
-        return of_input, of_weight, of_bias, None, None
+        later = put_off(ctx, ctx.stash, deferred_gradients_of(ctx.layer, by_rows.call, operands, has_bias=others[1]))
+        if any(others) and not later:  # while the rows travel
+            _, of_weight, of_bias = by_rows.call.gradients(operands, weight, (False, others[0], others[1]))
+        of_input = None if fetch is None else _input_gradient(by_rows, group.shard, fetch(), wide.shape, weight)
+        return of_input, of_weight, of_bias, None, None, None
 
 
 def _input_gradient(
-    call: ConvolutionByRows, shard: int, gradient: Tensor, input_shape: Sequence[int], weight: Tensor
+    by_rows: ConvolutionByRows, shard: int, gradient: Tensor, input_shape: Sequence[int], weight: Tensor
 ) -> Tensor:
     """The gradient of this shard's rows of the input, from all rows of the output's gradient that they are read by."""
-    start, stop = call.plan.forward.held[shard]
-    needed, shape = call.plan.backward.needed[shard], list(input_shape)
+    start, stop = by_rows.plan.forward.held[shard]
+    needed, shape = by_rows.plan.backward.needed[shard], list(input_shape)
     if not needed:  # rows that nothing reads
-        shape[call.dim] = stop - start
+        shape[by_rows.dim] = stop - start
         return gradient.new_zeros(shape)
-    first, last = call.window.reads(*needed[0])
-    shape[call.dim] = max(last, stop) - first  # rows behind the last window are fewer than a stride
+    first, last = by_rows.window.reads(*needed[0])
+    shape[by_rows.dim] = max(last, stop) - first  # rows behind the last window are fewer than a stride
     like = gradient.new_empty(1).expand(shape)
-    found, _, _ = call.gradients(gradient, like, weight, (True, False, False), transposed=False)
+    found, _, _ = by_rows.call.gradients((gradient, like), weight, (True, False, False))
     assert found is not None
-    return fit_rows(found, call.dim, first, start, stop)
+    return fit_rows(found, by_rows.dim, first, start, stop)
 
 
 class _ConvolveTransposed(torch.autograd.Function):
     """A shard's rows of the input read a run of the output's gradient: so it makes their gradient, and their part of the
-    weight's, in one call."""
+    weight's, in one call, if the second is not put off."""
 
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, weight: Tensor, call: ConvolutionByRows, group: ShardGroup) -> Tensor:
-        start, stop = call.plan.outputs[group.shard]
-        ctx.call, ctx.group = call, group
+    def forward(
+        ctx: _Context,
+        x: Tensor,
+        weight: Tensor,
+        by_rows: ConvolutionByRows,
+        layer: SpatialConvolution,
+        stash: Stash | None,
+    ) -> Tensor:
+        start, stop = by_rows.plan.outputs[layer.group.shard]
+        ctx.by_rows, ctx.layer, ctx.stash = by_rows, layer, stash
         ctx.save_for_backward(x, weight)
-        needed = call.plan.forward.needed[group.shard]
-        wide = fetch_rows(x, call.dim, call.plan.forward, group, _HALO)
+        needed = by_rows.plan.forward.needed[layer.group.shard]
+        wide = fetch_rows(x, by_rows.dim, by_rows.plan.forward, layer.group, _HALO)
         if not needed:  # rows that no row of the input reaches
-            wide, needed = x.new_zeros([*x.shape[: call.dim], 1, *x.shape[call.dim + 1 :]]), ((0, 1),)
-        made = call.convolve(wide, weight, None, transposed=True)
-        return fit_rows(made, call.dim, call.window.reads(*needed[0])[0], start, stop)
+            wide, needed = x.new_zeros([*x.shape[: by_rows.dim], 1, *x.shape[by_rows.dim + 1 :]]), ((0, 1),)
+        made = by_rows.call.convolve(wide, weight, None)
+        return fit_rows(made, by_rows.dim, by_rows.window.reads(*needed[0])[0], start, stop)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        call, group, (x, weight) = ctx.call, ctx.group, ctx.saved_tensors
+        by_rows, group, (x, weight) = ctx.by_rows, ctx.layer.group, ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        first, last = call.window.reads(*call.plan.forward.held[group.shard])
-        above, below = max(0, -first), max(0, last - call.plan.backward.rows)
-        wide = fetch_rows(gradient, call.dim, call.plan.backward, group, _GRADIENTS, before=above, after=below)
-        mask = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], False)
-        of_input, of_weight, _ = call.gradients(wide, x, weight, mask, transposed=True)
-        return of_input, of_weight, None, None
+        first, last = by_rows.window.reads(*by_rows.plan.forward.held[group.shard])
+        above, below = max(0, -first), max(0, last - by_rows.plan.backward.rows)
+        wide = fetch_rows(gradient, by_rows.dim, by_rows.plan.backward, group, _GRADIENTS, before=above, after=below)
+        of_x, of_weight = ctx.needs_input_grad[:2]
+        if put_off(ctx, ctx.stash, deferred_gradients_of(ctx.layer, by_rows.call, (wide, x), has_bias=False)):
+            of_weight = False
+        dx, dw, _ = by_rows.call.gradients((wide, x), weight, (of_x, of_weight, False))
+        return dx, dw, None, None, None
 
 
 class SpatialConvolution(ShardedConvolution):
@@ -177,28 +164,28 @@ class SpatialConvolution(ShardedConvolution):
     def forward(self, x: Tensor | ShardedValue, output_size: Sequence[int] | None = None) -> Tensor | ShardedValue:
         """This shard's rows of the output, or all of it if `gather_output`. Raises `ModelError` where they cannot be made of
         the rows that shards have."""
-        unbatched = x.dim() == len(self._kernel_size) + 1
+        unbatched = x.dim() == self.geometry.dims + 1
         if unbatched:
             x = x.unsqueeze(0)
         x = self._pad(self._cut(x))
-        call = self._call(x, output_size)
+        by_rows, stash = self._call(x, output_size), self.current_stash()
         weight, bias = (
             None if whole is None else take_part(whole, 0, ((0, whole.shape[0]),), self.group)
             for whole in (self.weight, self.bias)
         )
         given, weight, bias = cast_for_autocast(x.local.contiguous(), weight, bias)
-        if self._transposed:
-            made = _ConvolveTransposed.apply(given, weight, call, self.group)  # type: ignore[no-untyped-call]
-            made = made if bias is None else made + bias.view(-1, *[1] * len(self._kernel_size))
+        if self.geometry.transposed:
+            made = _ConvolveTransposed.apply(given, weight, by_rows, self, stash)  # type: ignore[no-untyped-call]
+            made = made if bias is None else made + bias.view(-1, *[1] * self.geometry.dims)
         else:
-            made = _Convolve.apply(given, weight, bias, call, self.group)  # type: ignore[no-untyped-call]
-        self._note_numbers(call.plan, x, made)
-        size = call.plan.backward.rows
+            made = _Convolve.apply(given, weight, bias, by_rows, self, stash)  # type: ignore[no-untyped-call]
+        self._note_numbers(by_rows.plan, x, made)
+        size = by_rows.plan.backward.rows
         held = even_ranges_by_shard(size, self.group.size)
         if self.gather_output:
-            whole = gather_from_shards(made, call.dim, held, self.group)
+            whole = gather_from_shards(made, by_rows.dim, held, self.group)
             return whole.squeeze(0) if unbatched else whole
-        part = LocalPartLayout(call.dim, size, held[self.group.shard], SPATIAL)
+        part = LocalPartLayout(by_rows.dim, size, held[self.group.shard], SPATIAL)
         found = ShardedValue(made, part, self.group)
         return found.squeeze(0) if unbatched else found
 
@@ -209,9 +196,9 @@ class SpatialConvolution(ShardedConvolution):
     def _note_numbers(self, plan: RowPlan, x: ShardedValue, made: Tensor) -> None:
         """Note how many numbers the shards exchange for a call: rows of `x`, and of the gradient of `made` if `x` has one, or a
         transposed convolution makes the gradient of its weight of them."""
-        dims, dim, shards = len(self._kernel_size), 2 + self.axis, range(self.group.size)
+        dims, dim, shards = self.geometry.dims, 2 + self.axis, range(self.group.size)
         forward, backward = (sum(map(exchange.rows_sent_by, shards)) for exchange in (plan.forward, plan.backward))
-        backward *= self._transposed or x.local.requires_grad
+        backward *= self.geometry.transposed or x.local.requires_grad
         self._last_numbers = {
             ("forward", halo_formula("C_in", dims, self.axis)): forward * x.local.numel() // x.local.shape[dim],
             ("backward", halo_formula("C_out", dims, self.axis)): backward * made.numel() // made.shape[dim],
@@ -239,47 +226,52 @@ class SpatialConvolution(ShardedConvolution):
     def _pad(self, x: ShardedValue) -> ShardedValue:
         """The input with the padding around it that PyTorch's convolutions do not make themselves: other modes than zeros, and
         unequal sides of other dims than the cut one."""
-        if self._transposed:
+        geometry = self.geometry
+        if geometry.transposed:
             return x
-        sides, at = self._sides(), 2 * (len(self._kernel_size) - 1 - self.axis)
+        sides, at, mode = geometry.sides(), 2 * (geometry.dims - 1 - self.axis), geometry.padding_mode
         others = [*sides[:at], 0, 0, *sides[at + 2 :]]
-        if self._padding_mode != "zeros":
-            x = pad_rows(x, sides[at], sides[at + 1], self._padding_mode, f"{self.name} (padding_mode {self._padding_mode})")
-            return x.like(F.pad(x.local, others, mode=self._padding_mode)) if any(others) else x
+        if mode != "zeros":
+            x = pad_rows(x, sides[at], sides[at + 1], mode, f"{self.name} (padding_mode {mode})")
+            return x.like(F.pad(x.local, others, mode=mode)) if any(others) else x
         return x if others[::2] == others[1::2] else x.like(F.pad(x.local, others))
 
     def _padding_left(self) -> tuple[int, ...]:
         """The padding of each dim that is left to PyTorch: none of the cut one, and none of what `_pad` has made."""
-        sides = self._sides()
+        sides = self.geometry.sides()
         before, after = sides[::2][::-1], sides[1::2][::-1]
         before[self.axis] = after[self.axis] = 0
-        made = not self._transposed and (self._padding_mode != "zeros" or before != after)
+        made = not self.geometry.transposed and (self.geometry.padding_mode != "zeros" or before != after)
         return (0,) * len(before) if made else tuple(before)
 
     def _call(self, x: ShardedValue, output_size: Sequence[int] | None) -> ConvolutionByRows:
         """Raises `ModelError` where the halo is larger than a part."""
-        axis, shards, rows = self.axis, self.group.size, x.part_layout.size
-        sides, spatial = self._sides(), len(self._kernel_size)
+        geometry, axis, shards, rows = self.geometry, self.axis, self.group.size, x.part_layout.size
+        sides, spatial = geometry.sides(), geometry.dims
         before, after = sides[2 * (spatial - 1 - axis) : 2 * (spatial - axis)]
-        if not self._transposed and self._padding_mode != "zeros":
+        if not geometry.transposed and geometry.padding_mode != "zeros":
             before = after = 0
-        window = Window(self._kernel_size[axis], self._stride[axis], self._dilation[axis], before, after)
+        window = Window(geometry.kernel_size[axis], geometry.stride[axis], geometry.dilation[axis], before, after)
         more = [0] * spatial
-        if self._transposed:
-            more = list(self._output_padding if output_size is None else self._padding_for(x, output_size))
+        if geometry.transposed:
+            more = list(geometry.output_padding if output_size is None else geometry.output_padding_for(x.shape, output_size))
             outputs = (rows - 1) * window.stride - before - after + window.extent + more[axis]
             more[axis] = 0
         else:
             outputs = window.outputs(rows)
-        plan_for = plan_transposed if self._transposed else plan_linear
+        plan_for = plan_transposed if geometry.transposed else plan_linear
         return ConvolutionByRows(
             plan=check_row_plan(self.name, lambda n: plan_for(window, rows, outputs, n), rows, outputs, shards),
             window=window,
             dim=2 + axis,
             rows=rows,
-            stride=self._stride,
-            padding=self._padding_left(),
-            dilation=self._dilation,
-            output_padding=tuple(more),
-            groups=self.groups,
+            call=ConvolutionCall(
+                stride=geometry.stride,
+                padding=self._padding_left(),
+                dilation=geometry.dilation,
+                transposed=geometry.transposed,
+                output_padding=tuple(more),
+                groups=geometry.groups,
+                has_bias=self.bias is not None and not geometry.transposed,  # else it is added to the rows
+            ),
         )

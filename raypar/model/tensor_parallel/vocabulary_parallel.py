@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
+from raypar.model.autocast_casts import is_autocast_enabled
 from raypar.model.autograd_context_type import AutogradContext
-from raypar.model.split_linear_backward import is_autocast_enabled
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.autograd_collectives import first_derivative_only
 from raypar.model.tensor_parallel.local_part_layout import sequence_part_layout

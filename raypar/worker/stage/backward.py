@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from raypar.model.split_linear_backward import Stash
+from raypar.model.split_backward import Stash
 from raypar.torch_compat.autograd import backward_engine, root_metadata
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
@@ -209,7 +209,7 @@ def _take_gradients(
 
 
 class DeferredGradients:
-    """Where a stage's Linears put off their weight gradients, and the parameters for which they do so."""
+    """Where a stage's layers put off their weight gradients, and the parameters for which they do so."""
 
     stash: Stash
     """The stash of the microbatch under way, also in a backward pass: a layer that checkpoints runs its forward again there."""
@@ -234,12 +234,9 @@ def sum_deferred_gradients(stash: Stash, weights: StageTensors) -> dict[int, Ten
     sums: dict[int, Tensor] = {}
     with torch.no_grad():
         for deferred in stash:
-            pairs = [(deferred.linear.weight, deferred.weight_gradient)]
-            if deferred.linear.bias is not None:
-                pairs.append((deferred.linear.bias, deferred.bias_gradient))
-            for parameter, compute in pairs:
+            for parameter, gradient in deferred.gradients():
                 use = weights.use_of(parameter), deferred.cast_token
-                by_cast[use] = by_cast[use] + compute() if use in by_cast else compute()
+                by_cast[use] = by_cast[use] + gradient if use in by_cast else gradient
         for (index, _), total in by_cast.items():
             total = total.to(weights.leaves[index].dtype)
             sums[index] = sums[index] + total if index in sums else total

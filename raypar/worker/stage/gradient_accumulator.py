@@ -266,7 +266,7 @@ class GradientAccumulator:
                     continue
                 if gradients[i] is not None:
                     raise ModelError(
-                        f"{self.names[use]} is used by its Linear module and apart from it, so its gradient cannot be split",
+                        f"{self.names[use]} is used by its module and apart from it, so its gradient cannot be split",
                         cure="use a schedule without weight-gradient instructions (1f1b, interleaved, gpipe)",
                     )
                 gradients[i] = deferred[use]

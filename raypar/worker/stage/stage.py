@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import RayparError, UserCodeError
 from raypar.model.graph import Graph, Layer
-from raypar.model.split_linear_backward import DeferredWeightGradient, Stash
+from raypar.model.split_backward import DeferredWeightGradient, Stash
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.model.tensor_parallel.weight_gradient_memory_reuse import GradientReusePolicy
 from raypar.plan import MicrobatchRouting
@@ -132,7 +132,7 @@ class _Microbatch:
     loss: Tensor | None = None
     """The loss's sum with its graph, where the stage has the last layer."""
     stash: Stash = field(default_factory=list)
-    """Weight gradients that split Linears have put off."""
+    """Weight gradients that layers with a split backward have put off."""
     kept_inputs: dict[str, Tensor] = field(default_factory=dict)
     """Value -> the tensor that `recompute` will read; empty where nothing was dropped."""
     dropped: list[SavedTensors] = field(default_factory=list)
@@ -178,7 +178,7 @@ class Stage:
     hooks: LayerBackwardHooks
     """Called when a backward pass has completed the gradient of a value."""
     deferred: DeferredGradients
-    """Weight gradients that split Linears put off."""
+    """Weight gradients that layers with a split backward put off."""
     gradient_reuse_policy: GradientReusePolicy
     """Keeps the memory of the weight gradients of sharded Linears from step to step."""
     recomputation: StageRecomputation
@@ -518,7 +518,7 @@ class Stage:
         return self._backward(microbatch, gradients, halves=2)
 
     def backward_input(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, HandedBack]:
-        """As `backward`, but the weight gradients of split Linears are left to `backward_weight`."""
+        """As `backward`, but the weight gradients of layers with a split backward are left to `backward_weight`."""
         return self._backward(microbatch, gradients, halves=1)
 
     def backward_weight(self, microbatch: int) -> None:

@@ -7,7 +7,7 @@ from math import prod
 
 from torch import nn
 
-from raypar.model.tensor_parallel.convolution import CONVOLUTIONS, is_transposed_convolution
+from raypar.model.convolution_call import CONVOLUTIONS, is_transposed_convolution
 from raypar.model.tensor_parallel.spatial_convolution import AXES
 from raypar.model.transposed_linear import is_transposed_linear, linear_features
 from raypar.plan.layer_dimensions import LayerDimensions, LayerKind

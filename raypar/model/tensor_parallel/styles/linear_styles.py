@@ -12,7 +12,8 @@ from typing import ClassVar, Self
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.tensor_parallel.convolution import CONVOLUTIONS, ColumnConvolution, GroupsConvolution, RowConvolution
+from raypar.model.convolution_call import CONVOLUTIONS
+from raypar.model.tensor_parallel.convolution import ColumnConvolution, GroupsConvolution, RowConvolution
 from raypar.model.tensor_parallel.experts import ExpertsCutByFeatures
 from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear
 from raypar.model.tensor_parallel.local_part_layout import FEATURES

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.tensor_parallel.convolution import CONVOLUTIONS
+from raypar.model.convolution_call import CONVOLUTIONS
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.tensor_parallel.spatial_convolution import AXES, SpatialConvolution
 from raypar.model.tensor_parallel.styles.layer_kinds import NORM, convolution_dimensions

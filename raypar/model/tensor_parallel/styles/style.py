@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.tensor_parallel.convolution import CONVOLUTIONS, convolution_class
+from raypar.model.convolution_call import CONVOLUTIONS, convolution_class
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.model.transposed_linear import is_linear, is_transposed_linear
 from raypar.plan.layer_dimensions import LayerDimensions, LayerDivision, divide
