@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import convolution_layers
 from models import CLIP_NORM, OPTIMIZER, SEED, Workload
 from vgg import STYLES
 
@@ -90,6 +91,23 @@ def block_and_plan(name: str, batch: int, stages: Sequence[Sequence[int]]) -> tu
     """`block_job` under a plan of (first layer, last, worker) of each stage."""
     plan = ParallelPlan(tuple(StagePlan(first, last, ((worker,),)) for first, last, worker in stages))
     return block_job(name, batch), plan, "list"
+
+
+def convolutions_and_plan(shards: int) -> tuple[Job, ParallelPlan, str]:
+    """A small network of convolutions (`convolution_layers.py`) whose images are cut by width."""
+    spec = Job(
+        name="convolutions",
+        seed=convolution_layers.SEED,
+        steps=MAX_STEPS,
+        batch_size=convolution_layers.BATCH,
+        microbatches=convolution_layers.MICROBATCHES,
+        model=ModelConfig(function="convolution_layers:Layers"),
+        loss=LossConfig(function="convolution_layers:loss"),
+        data=DataConfig(function="convolution_layers:Samples"),
+        optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": convolution_layers.LR}),
+        plan=PlanConfig(styles=convolution_layers.STYLES),
+    )
+    return spec, ParallelPlan.mesh(tp=shards, layers=len(make_layer_graph(spec).layers)), "1f1b"
 
 
 def vgg_job(batch: int, microbatches: int) -> Job:

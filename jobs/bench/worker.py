@@ -311,6 +311,7 @@ def ray_train(address: str, work: dict[str, int], microbatches: int, workers: in
 def main() -> None:
     parser = argparse.ArgumentParser()
     kinds = ["plain", "ddp", "zero-redundancy", "fsdp2", "pipelining", "dtensor", "ray-train"]
+    kinds += ["plain-convolutions", "dtensor-convolutions", "convolutions"]
     kinds += ["raypar", "raypar-ray", "sleep", "block", "vgg"]
     parser.add_argument("kind", choices=kinds)
     parser.add_argument("--address", required=True)
@@ -332,6 +333,11 @@ def main() -> None:
         serve(given.address, Pipelining(**given.options))
     elif given.kind == "dtensor":
         serve(given.address, DTensors(**given.options))
+    elif given.kind in ("plain-convolutions", "dtensor-convolutions"):
+        import convolution_layers
+
+        bodies = {"plain-convolutions": convolution_layers.Plain, "dtensor-convolutions": convolution_layers.DTensors}
+        serve(given.address, bodies[given.kind]())
     elif given.kind == "ray-train":
         ray_train(given.address, **given.options)
     else:
@@ -342,6 +348,8 @@ def main() -> None:
             serve(given.address, ours.Raypar(*ours.job_and_plan(**given.options), given.rank), begun)
         elif given.kind == "block":
             serve(given.address, ours.Raypar(*ours.block_and_plan(**given.options), given.rank))
+        elif given.kind == "convolutions":
+            serve(given.address, ours.Raypar(*ours.convolutions_and_plan(**given.options), given.rank))
         elif given.kind == "vgg":
             host = given.options.pop("host", None)
             serve(given.address, ours.Raypar(*ours.vgg_and_plan(**given.options), given.rank, host=host))
