@@ -164,6 +164,35 @@ class DTensors(Plain):
         dist.destroy_process_group()
 
 
+class Residual(nn.Module):
+    """Two convolutions with batch norms around a skip (He et al. 2016, arXiv:1512.03385)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+
+
+class ResidualNetwork(nn.Module):
+    """x [mb, 3, SIZE, SIZE] -> [mb, 32]: a stem, and blocks of one width, so that all stages have as much to do."""
+
+    def __init__(self, blocks: int = 8, width: int = 48) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of the image, of which the last layer makes 32 numbers."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
 # -- what each can cut -------------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +268,7 @@ CASES = [
     Case("instance norm", behind(lambda: nn.InstanceNorm2d(4, affine=True))),
     Case("upsampling, nearest", behind(lambda: nn.Upsample(scale_factor=2))),
     Case("upsampling, bilinear", behind(lambda: nn.Upsample(scale_factor=2, mode="bilinear"))),
-    Case("residual: x + 3 x 3 of x", lambda: Residual()),
+    Case("residual: x + 3 x 3 of x", lambda: AroundASkip()),
 ]
 
 
@@ -250,7 +279,7 @@ class MeanOfImage(nn.Module):
         return x.mean((-2, -1))
 
 
-class Residual(nn.Module):
+class AroundASkip(nn.Module):
     """A convolution around a skip, with ReLU."""
 
     def __init__(self) -> None:

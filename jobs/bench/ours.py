@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import convolution_layers
 from models import CLIP_NORM, OPTIMIZER, SEED, Workload
@@ -16,6 +18,7 @@ from vgg import STYLES
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PlanConfig
+from raypar.model import split_backward
 from raypar.plan import MicrobatchRouting, ParallelPlan, StagePlan
 from raypar.plan.microbatches import MAX_STEPS
 from raypar.plan.pieces import AdoptPlanCommand
@@ -108,6 +111,42 @@ def convolutions_and_plan(shards: int) -> tuple[Job, ParallelPlan, str]:
         plan=PlanConfig(styles=convolution_layers.STYLES),
     )
     return spec, ParallelPlan.mesh(tp=shards, layers=len(make_layer_graph(spec).layers)), "1f1b"
+
+
+RESIDUAL = "a stem, 8 residual blocks of width 48 and a dense layer, images of 48 x 48 in the blocks, SGD"
+
+
+def residual_job(microbatches: int) -> Job:
+    """A residual network (`convolution_layers.py`); two images a microbatch."""
+    return Job(
+        name="residual",
+        seed=convolution_layers.SEED,
+        steps=MAX_STEPS,
+        batch_size=2 * microbatches,
+        microbatches=microbatches,
+        model=ModelConfig(function="convolution_layers:ResidualNetwork"),
+        loss=LossConfig(function="convolution_layers:loss"),
+        data=DataConfig(function="convolution_layers:Samples"),
+        optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": convolution_layers.LR}),
+    )
+
+
+@contextlib.contextmanager
+def convolutions_split(splits: bool) -> Iterator[None]:
+    """Stages that are made inside put off the weight gradients of convolutions, or, as before, of linear layers alone."""
+    if splits:
+        yield
+        return
+    with mock.patch.object(split_backward, "convolution_class", lambda module: None):
+        yield
+
+
+def residual_and_plan(microbatches: int, schedule: str, cuts: Sequence[int], splits: bool) -> tuple[Job, ParallelPlan, str]:
+    """`residual_job` on two workers, from now on with convolutions as `convolutions_split` says."""
+    convolutions_split(splits).__enter__()
+    spec = residual_job(microbatches)
+    plan = plan_of(schedule, [1, 1], len(make_layer_graph(spec).layers))
+    return spec, plan.with_split_points(cuts), schedule
 
 
 def vgg_job(batch: int, microbatches: int) -> Job:

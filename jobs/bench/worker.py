@@ -311,7 +311,7 @@ def ray_train(address: str, work: dict[str, int], microbatches: int, workers: in
 def main() -> None:
     parser = argparse.ArgumentParser()
     kinds = ["plain", "ddp", "zero-redundancy", "fsdp2", "pipelining", "dtensor", "ray-train"]
-    kinds += ["plain-convolutions", "dtensor-convolutions", "convolutions"]
+    kinds += ["plain-convolutions", "dtensor-convolutions", "convolutions", "residual"]
     kinds += ["raypar", "raypar-ray", "sleep", "block", "vgg"]
     parser.add_argument("kind", choices=kinds)
     parser.add_argument("--address", required=True)
@@ -350,6 +350,8 @@ def main() -> None:
             serve(given.address, ours.Raypar(*ours.block_and_plan(**given.options), given.rank))
         elif given.kind == "convolutions":
             serve(given.address, ours.Raypar(*ours.convolutions_and_plan(**given.options), given.rank))
+        elif given.kind == "residual":
+            serve(given.address, ours.Raypar(*ours.residual_and_plan(**given.options), given.rank))
         elif given.kind == "vgg":
             host = given.options.pop("host", None)
             serve(given.address, ours.Raypar(*ours.vgg_and_plan(**given.options), given.rank, host=host))
