@@ -146,7 +146,7 @@ def check_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
     dice = random.Random(seed)
     cell = draw_cell(dice)
     plan = random_plan(dice, len(cell.graph.layers), most_workers=5, shards=(1, 2, 2, 3))
-    nodes = tuple(dice.randrange(2) for _ in range(plan.world))
+    nodes = tuple(dice.randrange(2) for _ in range(64))
     with monkeypatch.context() as patch:
         gathered = put_apart(patch, lambda plan: nodes[: plan.world])
         check_drawn(dice, cell, plan, seed)
