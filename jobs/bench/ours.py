@@ -194,14 +194,16 @@ def job_and_plan(
     shards: int = 1,
     cuts: Sequence[int] | None = None,
     zero: int = 0,
+    zero_holders: int = 1,
     **model: Any,
 ) -> tuple[Job, ParallelPlan, str]:
-    """The benches' GPT under a uniform plan. `cuts`: first layers of stages 1, 2, ...; `zero`: its ZeRO stage; `model`: as
-    `gpt_job` takes it."""
+    """The benches' GPT under a uniform plan. `cuts`: first layers of stages 1, 2, ...; `zero`: its ZeRO stage, `zero_holders`:
+    how many replicas hold each part; `model`: as `gpt_job` takes it."""
     size = Workload(**(work or {}))
     spec = gpt_job(size, microbatches, reduction, **model)
     plan = plan_of(schedule, [replicas] * stages, size.depth + 2, size.bounds, chunks, shards)
-    plan = plan.with_zero(zero) if zero else plan  # older checkouts, which are compared with, have no such thing
+    if zero:  # older checkouts, which are compared with, have no such thing
+        plan = plan.with_zero(zero, *[zero_holders] * (zero_holders > 1))
     return spec, plan.with_split_points(cuts) if cuts is not None else plan, schedule
 
 

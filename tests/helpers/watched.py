@@ -23,6 +23,7 @@ from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.data.user_dataset import make_dataset
 from raypar.worker.data.worker_data import WorkerData
 from raypar.worker.elastic_worker import ElasticWorker
+from raypar.worker.state.parameter_state import tensor_in
 from raypar.worker.step.message_tags import state_tag
 from raypar.worker.worker_core import WorkerCore
 
@@ -203,7 +204,8 @@ class WatchedFlesh(TorchFlesh):
         if order.from_checkpoint:
             return weighed
         held: dict[int, tuple[Piece, ...]] = {}
-        size_of: dict[str, int] = {}
+        size_of: dict[str, tuple[float, int]] = {}
+        """Tensor -> bytes of an element, and of what is kept once for a piece, whatever its size."""
         for process in self.world.processes:
             body: Any = process.body
             if order.from_mirror:
@@ -214,12 +216,16 @@ class WatchedFlesh(TorchFlesh):
                 continue
             for name, holdings in body._held_state().items():
                 for holding in holdings:
-                    nbytes = sum(value.nbytes for value in holding.state.values() if isinstance(value, Tensor))
-                    size_of[name] = max(nbytes, size_of.get(name, 0))
+                    kept = [value for value in holding.state.values() if isinstance(value, Tensor)]
+                    shape = tensor_in(holding.state).shape
+                    by_element = sum(value.nbytes for value in kept if value.shape == shape)
+                    found = by_element / shape.numel(), sum(value.nbytes for value in kept) - by_element
+                    size_of[name] = max(found, size_of.get(name, found))
         for worker, need in zip(order.members, self.layout(order.plan), strict=True):
             for piece in subtract_pieces(need, held.get(worker, ())):
                 weighed.lacked_elements += piece.size
-                weighed.lacked_bytes += size_of[piece.name]
+                each, once = size_of[piece.name]
+                weighed.lacked_bytes += round(each * piece.size) + once
         return weighed
 
     # -- afterwards --------------------------------------------------------------------------------------------------------
