@@ -154,6 +154,9 @@ class GradientBucket(ABC):
         """Start the second phase; None: there is none."""
         return None
 
+    def receive_in_place(self, sums: Sums) -> None:  # noqa: B027
+        """Prepare to receive totals where they stay, if the bucket can."""
+
     def put_totals(self, sums: Sums) -> None:
         """Copy the totals from `result` to where they stay; the buffers may be used otherwise from then on."""
         parts = self.layout.parts
@@ -224,6 +227,8 @@ class CanonicalBucket(GradientBucket):
         """(left, right, out) of each addition of the tree over this rank's slice, in order."""
         self._total = self._plan_adds(stop - start)
         """Where the additions leave the total of this rank's slice; None: there is no sum."""
+        self._in_place: list[Tensor] | None = None
+        """By owner: where its slice stays, if it is received there."""
 
     def _slices(self, layout: BucketLayout, replicas: int) -> list[tuple[int, int]]:
         """By owner: its slice of the buffer."""
@@ -291,7 +296,23 @@ class CanonicalBucket(GradientBucket):
     def gather(self) -> Handle:
         """See `GradientBucket.gather`."""
         r = self.replicas
-        return r.transport.all_gather(self.totals, self.own_total, group=r.ranks, channel=r.channel)
+        if self._in_place is None:
+            return r.transport.all_gather(self.totals, self.own_total, group=r.ranks, channel=r.channel)
+        mine = self.own_total[: self._in_place[r.own_index].numel()]
+        return r.transport.all_gather(self._in_place, mine, group=r.ranks, channel=r.channel)
+
+    def receive_in_place(self, sums: Sums) -> None:
+        """See `GradientBucket.receive_in_place`."""
+        if len(self.layout.parts) == 1 and self.layout.segments is None:
+            (part,) = self.layout.parts
+            total, size = sums[part.parameter].place(part.start, part.stop), part.stop - part.start
+            self._in_place = [total[a : max(a, min(b, size))] for a, b in self._slices(self.layout, len(self.replicas.ranks))]
+
+    def put_totals(self, sums: Sums) -> None:
+        """See `GradientBucket.put_totals`."""
+        if self._in_place is None:
+            super().put_totals(sums)
+        self._in_place = None
 
 
 class OwnerBucket(CanonicalBucket):

@@ -270,6 +270,8 @@ class GradientReduction(ABC):
     def _start_second(self, bucket: GradientBucket) -> None:
         if self.pool_bytes is None or not bucket.adds_into_totals:
             with torch.no_grad():
+                if self.pool_bytes is not None:
+                    bucket.receive_in_place(self._sums)
                 bucket.second_phase = bucket.post_second()
         self._next_second += 1
 
