@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
-from raypar.model.tensor_parallel.local_part_layout import FEATURES, SEQUENCE
+from raypar.model.tensor_parallel.local_part_layout import FEATURES, SAMPLES, SEQUENCE
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, implements_on_parts, take_part, unsupported_on_part_error
 from raypar.plan.shard_ranges import count_indices
 
@@ -46,11 +46,12 @@ def _drop_channels(
     """The whole value's mask is drawn, one number for each sample and channel."""
     if not training or p == 0.0:
         return x
-    if x.part_layout.dim != 1 or x.dim() != int(func.__name__[-2]) + 2:
+    part = x.part_layout
+    if part.dim != (0 if part.axis == SAMPLES else 1) or x.dim() != int(func.__name__[-2]) + 2:
         raise unsupported_on_part_error(func.__name__, x)
     with torch.no_grad():
         ones = torch.ones([*x.shape[:2], *[1] * (x.dim() - 2)], dtype=x.local.dtype, device=x.local.device)
-        mask = select_ranges(func(ones, p, True), 1, x.part_layout.ranges)
+        mask = select_ranges(func(ones, p, True), part.dim, part.ranges)
     if inplace:  # other names of the value see it
         x.like(x.local.mul_(mask))
         return x

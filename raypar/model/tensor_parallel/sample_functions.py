@@ -5,6 +5,7 @@ What a backward pass adds to the gradient of a parameter is a shard's part of a 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from raypar.model.tensor_parallel.sharded_value import (
     unsupported_on_part_error,
 )
 from raypar.model.tensor_parallel.sharded_value_torch_functions import attention_with_dropout
+from raypar.plan.shard_ranges import scale_ranges
 
 _CONVOLUTIONS = [f"conv{transposed}{dims}d" for transposed in ("", "_transpose") for dims in (1, 2, 3)]
 _BY_SAMPLE = ("embedding", "group_norm", "instance_norm", "layer_norm", "rms_norm")
@@ -77,3 +79,33 @@ def _of_own_samples(x: ShardedValue, value: Tensor | ShardedValue) -> Tensor:
         return take_part(value, 0, x.part_layout.ranges, x.group)
     found: Tensor = _local(x, value)
     return found
+
+
+@implements_on_samples("multi_head_attention_forward")
+def _multihead_attention(
+    func: Callable[..., tuple[Tensor, Tensor | None]], query: ShardedValue, *args: Any, **kwargs: Any
+) -> tuple[ShardedValue, ShardedValue | None]:
+    """`nn.MultiheadAttention`, whose function has values [length, samples, features]. Its dropout would draw a part's masks."""
+    name, samples = "multi_head_attention_forward", query.part_layout
+    given = inspect.signature(func).bind(query, *args, **kwargs).arguments
+    if query.dim() != 3 or samples.dim != 1:
+        raise unsupported_on_part_error(name, query, "is possible where the samples are the dim of the batch")
+    if given["training"] and given["dropout_p"] > 0.0:
+        raise unsupported_on_part_error(
+            "nn.MultiheadAttention with dropout", query, "would draw a mask for the samples of one shard, as the others do"
+        )
+    dims = {"key_padding_mask": 2, "attn_mask": 3}
+    masks = [key for key, value in given.items() if value is not None and key in dims and value.dim() == dims[key]]
+    local = {key: _of_own_batch(query, value) if key in masks else _local(query, value) for key, value in given.items()}
+    out, weights = func(**local)
+    return query.like(out), None if weights is None else ShardedValue(weights, samples.moved_to(0), query.group)
+
+
+def _of_own_batch(x: ShardedValue, mask: Tensor | ShardedValue) -> Tensor:
+    """This shard's samples of a mask [samples, ...] or [samples x heads, ...]."""
+    own = scale_ranges(x.part_layout.ranges, len(mask) // x.part_layout.size)
+    if isinstance(mask, Tensor):
+        return take_part(mask, 0, own, x.group)
+    if mask.part_layout.dim != 0 or mask.part_layout.ranges != own:
+        raise unsupported_on_part_error("multi_head_attention_forward", mask, "is a mask of other samples")
+    return mask.local

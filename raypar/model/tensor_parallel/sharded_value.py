@@ -277,6 +277,7 @@ _OF_THE_PART = {
     "is_floating_point",
     "is_complex",
     "is_leaf",
+    "is_nested",
 }
 
 

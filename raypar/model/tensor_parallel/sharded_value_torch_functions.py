@@ -56,12 +56,14 @@ def elementwise_on_parts(func: Callable[..., Tensor], *args: Any, **kwargs: Any)
     return model.like(made)
 
 
-def _write_into(func: Callable[..., Tensor], x: ShardedValue, other: Tensor | ShardedValue | float) -> ShardedValue:
+def _write_into(
+    func: Callable[..., Tensor], x: ShardedValue, other: Tensor | ShardedValue | float, **kwargs: Operand
+) -> ShardedValue:
     """`x += other`: writes into the part itself, so that views and other names of `x` see it, as with a whole tensor."""
     (part, operand), _ = take_common_part_of_operands(func.__name__, (x, other))
     if part is not x.local:
         raise unsupported_on_part_error(func.__name__, x, "would write into less than is here")
-    x.like(func(part, operand))
+    x.like(func(part, operand, **kwargs))
     return x
 
 
@@ -110,15 +112,45 @@ def _dropout(
 def dropout_mask(x: ShardedValue, p: float) -> Tensor:
     """This shard's part of the mask, scaled, by which `F.dropout` multiplies the whole value. It is drawn in the order of
     memory, in which the whole value's dims lie as the part's."""
+    order, shape = _order_in_memory(x)
+    with torch.no_grad():
+        drawn = F.dropout(torch.ones(shape, dtype=x.local.dtype, device=x.local.device), p, True)
+        drawn = drawn.permute([order.index(dim) for dim in range(x.dim())])
+        return select_ranges(drawn, x.part_layout.dim, x.part_layout.ranges)
+
+
+def _order_in_memory(x: ShardedValue) -> tuple[list[int], list[int]]:
+    """(dims of the whole value, outermost first, their sizes): as those of the part lie, if its memory has no gaps."""
     strides = x.local.stride()
     order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
-    is_dense = x.local.permute(order).is_contiguous()
+    order = order if x.local.permute(order).is_contiguous() else list(range(x.dim()))
+    return order, [x.shape[dim] for dim in order]
+
+
+def _drawn(x: ShardedValue, draw: Callable[..., Tensor], *args: Operand, **kwargs: Operand) -> Tensor:
+    """This shard's part of what `draw` makes of a tensor like the whole value."""
+    if any(isinstance(each, (Tensor, ShardedValue)) for each in (*args, *kwargs.values())):
+        raise unsupported_on_part_error(draw.__name__, x, "reads a tensor: which numbers are drawn depends on it")
+    order, shape = _order_in_memory(x)
     with torch.no_grad():
-        shape = [x.shape[dim] for dim in order] if is_dense else x.shape
-        drawn = F.dropout(torch.ones(shape, dtype=x.local.dtype, device=x.local.device), p, True)
-        if is_dense:
-            drawn = drawn.permute([order.index(dim) for dim in range(x.dim())])
+        whole = torch.empty(shape, dtype=x.local.dtype, device=x.local.device)
+        drawn = draw(whole.permute([order.index(dim) for dim in range(x.dim())]), *args, **kwargs)
         return select_ranges(drawn, x.part_layout.dim, x.part_layout.ranges)
+
+
+@implements_on_parts("bernoulli_", "exponential_", "normal_", "uniform_")
+def _draw_into(func: Callable[..., Tensor], x: ShardedValue, *args: Operand, **kwargs: Operand) -> ShardedValue:
+    """Random numbers into the part: those at the same places of the whole value, for which all are drawn."""
+    x.check_recorded()
+    x.local.copy_(_drawn(x, func, *args, **kwargs))
+    return x
+
+
+@implements_on_parts("rand_like", "randint_like", "randn_like")
+def _draw_like(func: Callable[..., Tensor], x: ShardedValue, *args: Operand, **kwargs: Any) -> ShardedValue:
+    """Random numbers of the whole value's shape, all of which are drawn."""
+    needs_gradient = bool(kwargs.pop("requires_grad", False))
+    return ShardedValue(_drawn(x, func, *args, **kwargs).requires_grad_(needs_gradient), x.part_layout, x.group)
 
 
 # -- shape -------------------------------------------------------------------------------------------------------------
@@ -308,6 +340,32 @@ def _getitem(func: Callable[..., Tensor] | None, x: ShardedValue, *index: Any) -
     return ShardedValue(x.local[tuple(entries)], x.part_layout.moved_to(place), x.group)
 
 
+@implements_on_parts("masked_fill_")
+def _fill_into(
+    func: Callable[..., Tensor], x: ShardedValue, mask: Tensor | ShardedValue, value: float | Tensor
+) -> ShardedValue:
+    """As `masked_fill`, into the part itself."""
+    (part, chosen), _ = take_common_part_of_operands(func.__name__, (x, mask))
+    if part is not x.local:
+        raise unsupported_on_part_error(func.__name__, x, "would write into less than is here")
+    x.like(func(part, chosen, value))
+    return x
+
+
+@implements_on_parts("is_complex", "is_floating_point")
+def _asked_of_dtype(func: Callable[..., bool], x: ShardedValue) -> bool:
+    """Of the part's dtype."""
+    return func(x.local)
+
+
+@implements_on_parts("div_", "mul_")
+def _scale_into(
+    func: Callable[..., Tensor], x: ShardedValue, other: Tensor | ShardedValue | float, **kwargs: Operand
+) -> ShardedValue:
+    """As `*=` and `/=`: drop paths scale what they have drawn."""
+    return _write_into(func, x, other, **kwargs)
+
+
 @implements_on_parts("copy_")
 def _copy_into(func: Callable[..., Tensor], x: ShardedValue, source: Tensor | ShardedValue, *args: Operand) -> ShardedValue:
     """A value into memory that is cut as it is."""
@@ -323,6 +381,12 @@ def _new(func: Callable[..., Tensor], x: ShardedValue, *shape: int | Sequence[in
         raise unsupported_on_part_error(func.__name__, x)
     sizes[part.dim] = count_indices(part.ranges)
     return ShardedValue(getattr(x.local, func.__name__)(sizes, **kwargs), part, x.group)
+
+
+@implements_on_parts("empty_like", "full_like", "ones_like", "zeros_like")
+def _new_like(func: Callable[..., Tensor], x: ShardedValue, *args: Operand, **kwargs: Operand) -> ShardedValue:
+    """Of the value's shape."""
+    return ShardedValue(func(x.local, *args, **kwargs), x.part_layout, x.group)
 
 
 def _as_slice(entry: Any) -> Any:
