@@ -32,12 +32,20 @@ class CheckedModel(Protocol):
 
 
 def check_samples_suffice(spec: Job, shards: int) -> None:
-    """Raise `PlanError` where shards divide the samples and one would have none, or the sequence would be divided, too."""
+    """Raise `PlanError` where shards divide the samples and one would have none, where they are packed, or where the
+    sequence would be divided, too."""
     fewest = spec.batch_size // spec.batching.count
     if fewest < shards:
         raise PlanError(
             f"plan.layout divides the samples of a microbatch, {fewest} at least, over {shards} shards: some would have none",
             cure=f"set microbatches <= {max(1, spec.batch_size // shards)}, or fewer shards",
+        )
+    own = [(key_of_set(name), one.pack) for name, one in spec.validation_sets.items()]
+    if packing := [key for key, pack in (("data", spec.data.pack), *own) if pack is not None]:
+        raise PlanError(
+            f"plan.layout divides the samples of a microbatch over {shards} shards, and {packing[0]}.pack puts several into a "
+            "row and says in fields of all samples where they are",
+            cure=f"use {packing[0]}.pad, or take samples out of plan.layout",
         )
     if spec.sequence_parallel:
         raise PlanError(

@@ -18,6 +18,7 @@ from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.plan import ParallelPlan
 from raypar.plan.addition_tree import fold_tree
 from raypar.plan.shard_ranges import even_ranges_by_shard
+from raypar.worker.check_samples_on_shards import check_samples_suffice
 from raypar.worker.job_preflight import check_model_can_shard, preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -253,6 +254,15 @@ def test_what_fails_only_for_having_some_samples_is_one_error_before_the_run():
     with pytest.raises(ModelError, match=said) as error:
         check_shards_on_meta(graph, layout, F.mse_loss, {"x": x, "y": x}, "y")
     assert "samples out of plan.layout" in error.value.cure
+
+
+def test_packed_samples_are_not_divided():
+    job = raypar.Trainer(
+        model=Images, loss=contrastive, data={"function": Pairs, "pack": {"to": 12}}, steps=1, batch_size=8, microbatches=2
+    ).job
+    with pytest.raises(PlanError, match=r"over 2 shards, and data\.pack puts several into a row") as error:
+        check_samples_suffice(job, 2)
+    assert error.value.cure == "use data.pad, or take samples out of plan.layout"
 
 
 class WithToken(Images):
