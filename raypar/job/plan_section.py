@@ -146,7 +146,7 @@ class PlanConfig(Section):
     (and of float32 masters), steps it, and gets the other parameters from their owners. 2: each also frees the gradients of
     the others' parts once they are reduced (on GPUs as 1). One number, or a list with one per stage. Results do not depend on
     it."""
-    zero_holders: Annotated[Literal[1, 2], CLIENT] = 1
+    zero_holders: Annotated[int, Field(ge=1, le=2), CLIENT] = 1
     """How many replicas hold, and step, each part of the state that replicas divide (`zero`). 1: if its only holder dies, all
     go back to the mirror's last copy. 2: the other one goes on, as without `zero`, for twice the memory of each part; with
     two replicas each holds everything. Results do not depend on it."""

@@ -25,6 +25,7 @@ from raypar.job.plain_values import to_plain_values
 from raypar.job.section import MAX_WORKERS, FileList, PathText
 from raypar.job.section_docstrings import key_docstring, section_docstring
 from raypar.job.walk_sections import short_key
+from raypar.plan.loss_scale import LEAST, MOST
 from raypar.schedule.registry import ALIASES, NAMES
 
 Schema = dict[str, Json]
@@ -55,9 +56,17 @@ SCHEMA_OF_VALIDATOR: dict[Callable[..., Any], tuple[Schema, ...]] = {
 }
 """Validator that accepts more, or less, than the annotated type -> the alternatives that it accepts in a job file."""
 
+
+def _powers_of_two(least: int, most: int) -> list[float]:
+    return [2.0**exponent for exponent in range(least, most + 1)]
+
+
 SCHEMA_OF_KEY: dict[str, tuple[Schema, ...]] = {
     "name": ({"type": "string", "pattern": f"^{RUN_NAME}$"},),
     "plan.schedule": ({"enum": [*NAMES, *ALIASES]},),
+    "precision.loss_scale.init_scale": ({"enum": _powers_of_two(LEAST, MOST)},),
+    "precision.loss_scale.growth_factor": ({"enum": _powers_of_two(1, MOST)},),
+    "precision.loss_scale.backoff_factor": ({"enum": _powers_of_two(LEAST, -1)},),
     "elastic.mirror": ({"enum": ["auto", "off"]}, {"type": "boolean"}, {"type": "integer", "minimum": 1}),
 }
 """Key -> what it accepts, where neither its annotation nor a validator of `SCHEMA_OF_VALIDATOR` says it."""

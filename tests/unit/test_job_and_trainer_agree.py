@@ -125,6 +125,8 @@ def with_value(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
         tree["optimizer"] = {"entries": [entry, {"match": "*", "function": "torch.optim:SGD"}]}
     if path[1:2] == ("placements",) and len(path) > 2:  # in the place of stages
         tree["plan"] = {"placements": [{"layers": "a", "workers": [[0]], "share": [1]}]}
+    if "loss_scale" in path[1:-1]:  # which only fp16 has
+        tree["precision"] = {"compute": "fp16", "loss_scale": {}}
     if path[:2] == ("validation", "sets"):
         every = tree["validation"].pop("every")
         tree["validation"] = {"every": every, "sets": {"accuracy": tree["validation"]}}

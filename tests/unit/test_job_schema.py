@@ -43,7 +43,7 @@ plan: {}
 elastic: {}
 placement: {}
 checkpoint: {best: [{metric: validation_accuracy, mode: max}]}
-precision: {}
+precision: {compute: fp16, loss_scale: {}}
 average: {}
 init_from: {path: FILE}
 early_stopping: {}
@@ -90,6 +90,7 @@ OF_OTHER_KEYS: dict[str, list[Any]] = {
     "checkpoint.best.metric": ["text", "auto", "m:f", "model"],
     "checkpoint.best.mode": [None],  # the name of the metric does not say it
     "checkpoint.best": [["a"]],
+    "precision.compute": [None],  # which loss_scale needs
     "plan.chunks": [3],  # the schedule has 1
     "plan.cuts": [[1]],  # there is 1 stage
     "plan.warmup": [[]],
