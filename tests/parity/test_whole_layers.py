@@ -296,3 +296,54 @@ def test_of_a_stage_of_whole_layers_one_virtual_shard_runs_alone():
     assert CALLS.forward["stem"] == 2 * MICROBATCHES + math.ceil(len(Images()) / 3)
     with OneProcessRun(job, plan_of(1, (1, 1)), "1f1b", graph=graph()) as local:
         assert losses == [local.step(0)[0].loss, local.validate(1), local.step(1)[0].loss]
+
+
+class Hooked(nn.Module):
+    """Triples the gradient of what it reads, by a hook on it or on the node behind it, and returns it, too."""
+
+    def __init__(self, on: str) -> None:
+        super().__init__()
+        self.on, self.linear = on, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if x.requires_grad and self.on == "value":
+            x.register_hook(lambda gradient: gradient * 3)
+        elif x.requires_grad:
+            x.grad_fn.register_prehook(lambda gradients: (gradients[0] * 3,))
+        return torch.tanh(self.linear(x)) * torch.sigmoid(x), x
+
+
+@pytest.mark.parametrize("on", ["value", "node"])
+def test_hooks_of_a_whole_layer_on_what_it_alone_reads_are_called_for_all_virtual_shards(on):
+    got, want = (run_of(hooked(on), division) for division in ((2,), (1, 1)))
+    assert not list(different(got, want))
+
+
+Made = dict[str, tuple[nn.Module, tuple[str, ...], tuple[str, ...]]]
+"""Layer -> module, what it reads, what it returns."""
+
+
+def hooked(on: str) -> Made:
+    torch.manual_seed(3)
+    return {
+        "stem": (Stem(), ("x",), ("a",)),
+        "cut1": (Cut(), ("a",), ("b",)),
+        "whole2": (Hooked(on), ("b",), ("c", "same")),
+        "cut4": (Cut(), ("c",), ("d",)),
+        "head": (Head(), ("d", "same"), ("logits",)),
+    }
+
+
+def run_of(
+    made: dict[str, tuple[nn.Module, tuple[str, ...], tuple[str, ...]]], division: tuple[int, ...], job: Job = JOB
+) -> Run:
+    layers = [Layer(name, partial(copy.deepcopy, module), reads, makes) for name, (module, reads, makes) in made.items()]
+    plan = divided(ParallelPlan.of((1,), (len(division),), layers=len(layers)), division)
+    return run_job(job, Graph(tuple(layers), output="logits"), plan, "1f1b")
+
+
+def test_gradients_of_a_stage_of_whole_layers_may_be_added_in_a_lower_precision():
+    job = JOB.replace(precision=PRECISIONS["bf16 gradients"])
+    plan = ParallelPlan((StagePlan(0, 1, ((0,),)), StagePlan(1, 7, ((1,),)))).with_virtual_shards(2)
+    got, want = run_job(job, graph(), plan, "1f1b"), trained((1, 1), "1f1b", job)
+    assert (got.losses, got.norms) == (want.losses, want.norms)

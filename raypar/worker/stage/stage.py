@@ -361,13 +361,15 @@ class Stage:
         for position, layer in enumerate(self.layers):
             saved = self._new_saved_tensors(position) if position in recomputation.positions else None
             inputs = layer.read(values)
-            outputs = self._call_layer("forward", position, forward_pass.with_saved_tensors(saved), inputs)
+            given = self._alias_inputs(position, inputs)
+            outputs = self._call_layer("forward", position, forward_pass.with_saved_tensors(saved), given)
             live.drop(saved)
             if layer.shared:
                 layer.refuse_hooks(values)
+            of_call = with_gradient.union(map(id, given)) if given is not inputs else with_gradient
             for name, output in zip(layer.layer.outputs, outputs, strict=True):
                 if output.requires_grad:
-                    output = own_tensor(output, layer.hooks, is_value=id(output) in with_gradient)
+                    output = own_tensor(output, layer.hooks, is_value=id(output) in of_call)
                     with_gradient.add(id(output))
                 values[name] = output
             self._give("forward", position, microbatch, inputs, [values[name] for name in layer.layer.outputs])
@@ -393,6 +395,13 @@ class Stage:
         if self.takes is not None and position in self.takes.positions:
             return self.takes.take(kind, forward_pass.microbatch, position, f"layer {layer.layer.name!r}", inputs)
         return layer.call(forward_pass, self.weights.of_layer(position), inputs)
+
+    def _alias_inputs(self, position: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What the layer at `position` is called with in `forward`."""
+        layer = self.layers[position]
+        if self.gives is None:
+            return inputs
+        return self.gives.alias_inputs(position, layer.layer.inputs, inputs, layer.shared)
 
     def _give(
         self, kind: PassKind, position: int, microbatch: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]

@@ -7,7 +7,7 @@ back through such a layer is the same on all, too: the others take what the firs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -54,7 +54,8 @@ class WholeCall:
     """How many virtual shards have taken the gradients."""
 
     def watch(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Have the backward pass keep copies of the inputs' gradients. `outputs`: with their graph."""
+        """Have the backward pass keep copies of the inputs' gradients. `inputs`: the values as they came, before what
+        `alias_inputs` has made; `outputs`: with their graph."""
         edges: dict[tuple[Node, int], int] = {}
         for place, value in enumerate(inputs):
             if value.requires_grad:
@@ -118,6 +119,19 @@ class WholeLayers:
         self._made.clear()
         self._watched.clear()
         self._in_backward = {}
+
+    def alias_inputs(
+        self, position: int, names: Sequence[str], inputs: Sequence[Tensor], shared: Collection[str]
+    ) -> Sequence[Tensor]:
+        """What a layer is called with in `forward`: an alias of each value that it alone reads, if others take the gradient.
+
+        A hook that the layer registers on such a value, or on the node behind it, so belongs to the call, and changes what the
+        others take. Hooks on `shared` values are refused, and the gradients of these are added in the order of the reads.
+        """
+        if position not in self.positions or position in self.leading:
+            return inputs
+        own = {n: make_alias(v) for n, v in zip(names, inputs, strict=True) if v.requires_grad and n not in shared}
+        return [own.get(name, value) for name, value in zip(names, inputs, strict=True)]
 
     def give(
         self, kind: PassKind, microbatch: int, position: int, label: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
