@@ -299,6 +299,39 @@ def test_a_checkpoint_of_owners_who_had_other_runs_resumes(tmp_path: Path):
             assert all(torch.equal(copy, want.parameters[name]) for name, of in run.parameters().items() for copy in of)
 
 
+@pytest.mark.parametrize("virtual", [2, 4])
+def test_owners_alone_write_each_virtual_shards_slice_of_what_two_hold(virtual, tmp_path: Path):
+    """A worker that owns one virtual shard's slice of a tensor, and only holds all of another one's, wrote both."""
+    cell = Cell(SHALLOW, "1f1b", (3,), (1,), 4)
+    one, two = (replace(cell, replicas=(n,) * n, shards=(n,) * n).plan for n in (1, 2))
+    plans = {
+        "never saved": [divided(one, (virtual,))] * 2,
+        "held twice": [divided(cell.plan, (virtual,)).with_zero(1, 2), divided(two, (virtual // 2,) * 2).with_zero(1)],
+        "held twice after": [divided(two, (virtual // 2,) * 2), divided(cell.plan, (virtual,)).with_zero(1, 2)],
+    }
+    ends = []
+    for name, (before, after) in plans.items():
+        with small_pieces(), OneProcessRun(cell.job, before, "1f1b", graph=cell.graph) as run:
+            run.step(0)
+            path = save(run, tmp_path / name, 1)
+            checkpoint_files.verify_checkpoint(path)
+        with small_pieces(), OneProcessRun(cell.job, after, "1f1b", graph=cell.graph) as run:
+            for core in run.cores:
+                core.load(path)
+            run.step(1)
+            ends.append(checkpoint_files.read_checkpoint_state(save(run, tmp_path / name, 2)))
+    assert all(same_state(end, ends[0]) for end in ends[1:])
+
+
+def same_state(first, second) -> bool:
+    """Whether checkpoints have the same bits under the same names."""
+    return first.keys() == second.keys() and all(
+        torch.equal(torch.as_tensor(value), torch.as_tensor(second[name][key]))
+        for name, kinds in first.items()
+        for key, value in kinds.items()
+    )
+
+
 def test_weights_alone_are_saved_from_owners_too(tmp_path: Path):
     layout = Layout("tangled", "1f1b", (3,), 5)
     with small_pieces(), OneProcessRun(layout.job, layout.plan.with_zero(1), "1f1b", graph=layout.graph) as run:
@@ -362,12 +395,27 @@ def test_shards_and_levels_change_together(tmp_path: Path):
                 live.step(done)
             ends.append(live.save(tmp_path / str(len(ends)), 5))
     first, *others = (checkpoint_files.read_checkpoint_state(end) for end in ends)
-    for other in others:
-        assert all(
-            torch.equal(torch.as_tensor(value), torch.as_tensor(other[name][key]))
-            for name, kinds in first.items()
-            for key, value in kinds.items()
-        )
+    assert all(same_state(first, other) for other in others)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("virtual", [2, 4])
+def test_state_of_virtual_shards_that_two_hold_moves_to_other_plans_and_back(virtual, tmp_path: Path):
+    cell = Cell(SHALLOW, "1f1b", (1,), (1,), 4)
+    job = torch_flesh.TorchJob(cell.job, graph(SHALLOW), shards=SHARDS)
+    path = [((3,), (virtual,)), ((1, 1), (virtual // 2,) * 2), ((4,), (virtual,)), ((3,), (virtual,))]
+    ends = []
+    for holders in (0, 1, 2):
+        with small_pieces():
+            live = Generations(job)
+            for done, (replicas, runs) in enumerate(path):
+                plan = divided(replace(cell, replicas=replicas, shards=(len(runs),) * len(replicas)).plan, runs)
+                plan = plan.with_zero(1, holders) if holders else plan
+                first = done % 2
+                live.adopt(plan, list(range(first, first + plan.world)), done)
+                live.step(done)
+            ends.append(checkpoint_files.read_checkpoint_state(live.save(tmp_path / str(holders), len(path))))
+    assert same_state(ends[0], ends[1]) and same_state(ends[0], ends[2])
 
 
 def test_an_old_job_with_frozen_and_empty_parameters_has_these_whole_everywhere():

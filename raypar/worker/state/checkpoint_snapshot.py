@@ -14,7 +14,7 @@ from torch import Tensor
 from raypar.errors import CheckpointError
 from raypar.model.initial_values_source_protocol import InitialValues
 from raypar.plan.pieces import Piece
-from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_ranges, merge_ranges, positions_of_indices
+from raypar.plan.shard_ranges import IndexRanges, TensorCut, count_indices, intersect_ranges, merge_ranges, positions_of_indices
 from raypar.worker.checkpoint.checkpoint_files import (
     CheckpointAt,
     KeptState,
@@ -113,13 +113,15 @@ def take_snapshot(
                 if name not in stage.parameters:  # of a whole layer, which the first one has
                     continue
                 shard, parameter = stage.shard, stage.parameters[name]
-                is_cut = shard is not None and name in shard.layout.cuts
+                cut = shard.layout.cuts.get(name) if shard is not None else None
+                if cut is not None and not _is_written(cut, number, parameter, pieces[index][name]):
+                    continue
                 for key, value in {PARAMETER: parameter, **_beside(name, state)}.items():
-                    if shard is not None and is_cut and isinstance(value, Tensor) and value.shape == parameter.shape:
+                    if shard is not None and cut is not None and isinstance(value, Tensor) and value.shape == parameter.shape:
                         counted = shard.owned(name, value)
                         if counted.numel():
                             parts.setdefault((name, key), []).append((counted, shard.slices(name, value)))
-                    elif is_first and not (is_cut and shard is not None and shard.group.shard > 0):
+                    elif is_first and not (shard is not None and cut is not None and shard.group.shard > 0):
                         # A step count of what is cut, which is every shard's, is written by the first of all.
                         if isinstance(value, Tensor):
                             tensors[name, key] = _copy(value)
@@ -142,6 +144,13 @@ def _beside(key: str, state: OptimizerState) -> dict[StateKey, Value]:
 def _is_here(name: str, stage: Stage, keys: Mapping[str, str]) -> bool:
     """Whether a parameter's state is this worker's: what is trained may be another replica's."""
     return not stage.parameters[name].requires_grad or name in keys
+
+
+def _is_written(cut: TensorCut, number: int, parameter: Tensor, pieces: Sequence[Piece]) -> bool:
+    """Whether a virtual shard's slice is among the pieces that the worker writes: it may own that of another of its virtual
+    shards, and only hold this one, which its owner writes. True of a slice without elements."""
+    own = cut.element_ranges(cut.owned(number), ParameterSlice(cut, number).size(parameter.shape))
+    return not own or bool(intersect_ranges(own, tuple((piece.start, piece.stop) for piece in pieces)))
 
 
 class SnapshotOfRuns:
