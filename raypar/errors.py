@@ -65,6 +65,10 @@ class StateNotKeptError(CheckpointError):
     """An optimizer has state that cannot be saved, or moved to another worker."""
 
 
+class UnreadableStateError(CheckpointError):
+    """What the workers wrote makes no checkpoint that could be read. It is no matter of the disk: later it would not either."""
+
+
 class ClusterError(RayparError):
     """The cluster cannot give, or no longer gives, what the plan needs."""
 

@@ -22,7 +22,7 @@ from raypar.elastic.failures import begin_recovery, end_recovery, is_caused_by_w
 from raypar.elastic.hire_and_release_workers import start_missing_workers
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.run_state import Due, RunState
-from raypar.errors import CheckpointError, StateNotKeptError
+from raypar.errors import CheckpointError, StateNotKeptError, UnreadableStateError
 from raypar.plan.wording import after_steps, count_noun
 
 MAX_OPEN_STEPS = 2
@@ -213,7 +213,7 @@ def wait_for_disk(m: RunState) -> bool:
     p, now_s = m.progress, m.timer.now_s
     since_s = now_s if p.unsaved_since_s is None else p.unsaved_since_s
     left_s = m.policy.save_wait_s - (now_s - since_s)
-    if left_s <= 0 or m.stopping.interrupted or isinstance(p.save_error, StateNotKeptError):
+    if left_s <= 0 or m.stopping.interrupted or isinstance(p.save_error, StateNotKeptError | UnreadableStateError):
         return False
     minutes = [math.ceil(s / 60.0) for s in (left_s, left_s + m.policy.save_retry_s)]
     if p.unsaved_since_s is None or minutes[0] != minutes[1]:  # again every minute

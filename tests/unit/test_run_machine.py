@@ -48,6 +48,7 @@ from raypar.errors import (
     GroupAborted,
     LeaseLostError,
     StateNotKeptError,
+    UnreadableStateError,
     UserCodeError,
     WorkerLost,
 )
@@ -392,6 +393,16 @@ def test_a_run_whose_state_cannot_be_saved_waits_for_no_disk():
     error = StateNotKeptError("a list", cure="a tensor")
     warning, teardown = do(machine, CheckpointFailed(1, error))
     assert "a list" in warning.text and teardown.end == "failed" and teardown.error is error
+
+
+def test_a_run_whose_state_makes_no_readable_checkpoint_waits_for_no_disk():
+    """It tried for 300 s, and advised to free disk space."""
+    machine = RunMachine(RunPolicy(workers=2, job_steps=1))
+    begin(machine)
+    commit(machine, 0)
+    warning, teardown = do(machine, CheckpointFailed(1, UnreadableStateError("slices overlap", cure="report this")))
+    assert "slices overlap" in warning.text and teardown.end == "failed" and teardown.error.cure == "report this"
+    assert teardown.error.what == "the last checkpoint could not be written, and the only step is lost: slices overlap"
 
 
 def test_an_event_without_a_rule_raises_with_the_story():

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raypar.errors import CheckpointError
+from raypar.errors import CheckpointError, UnreadableStateError
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
 from raypar.files.untrusted_files import parse_untrusted_json
@@ -278,8 +278,8 @@ def commit_checkpoint(
 ) -> CheckpointRef:
     """Add the manifest and give the checkpoint its final name. One that is there already is replaced. Returns the new one.
 
-    `only_weights`: it was begun so. Raises `CheckpointError` for state that no reader would accept, or on whose shared part
-    stages disagree.
+    `only_weights`: it was begun so. Raises `UnreadableStateError` for state that no reader would accept, or on whose shared
+    part stages disagree.
     """
     begun = _checkpoint(checkpoint)
     final = CheckpointRef(begun.store, weights_name(steps_done) if only_weights else checkpoint_name(steps_done))
@@ -296,7 +296,7 @@ def commit_checkpoint(
     try:
         parse_manifest({key: value for key, value in json.loads(text).items() if key != "sha256"}, final)
     except ValueError as error:
-        raise CheckpointError(
+        raise UnreadableStateError(
             f"the state {after_steps(steps_done)} makes no checkpoint that could be read: {shorten(str(error), 600)}",
             cure="report this",
         ) from error
@@ -305,7 +305,8 @@ def commit_checkpoint(
 
 
 def merge_shared_state(records: Sequence[ShardRecord]) -> list[ManifestEntry]:
-    """The entries of optimizer state that many parameters share, once each. Raises `CheckpointError` where stages disagree."""
+    """The entries of optimizer state that many parameters share, once each. Raises `UnreadableStateError` where stages
+    disagree."""
     first: dict[tuple[str, str], tuple[int, Mapping[str, Scalar | EncodedTensor]]] = {}
     for record in records:
         for stage, shared in record.shared:
@@ -314,7 +315,7 @@ def merge_shared_state(records: Sequence[ShardRecord]) -> list[ManifestEntry]:
                 for name in sorted({*wanted, *state}):
                     if _shown(wanted, name) != _shown(state, name):
                         what = f"of the optimizer group {pattern!r}" if kind == GROUP else "an attribute of the optimizer,"
-                        raise CheckpointError(
+                        raise UnreadableStateError(
                             f"stages disagree on {name!r} {what} which all of them should have alike: "
                             f"{_shown(wanted, name)} in stage {of_stage}, {_shown(state, name)} in stage {stage}",
                             cure="set plan.stages: 1, or use an optimizer that takes each parameter by itself",
