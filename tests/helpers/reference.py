@@ -52,8 +52,9 @@ def sum_of_squares(gradients: Iterable[Tensor | None]) -> float:
 def name_values(values: dict[str, Tensor], names: tuple[str, ...], returned: tuple[Tensor, ...]) -> None:
     """Rule 4: the tensors themselves; but a parameter, a tensor with a hook, and one that is a value already as a view."""
     for name, value in zip(names, returned, strict=True):
-        again = value.is_leaf or value._backward_hooks or any(value is other for other in values.values())
-        values[name] = value.view_as(value) if value.requires_grad and again else value
+        apart = value.requires_grad and (value.is_leaf or value._backward_hooks)
+        again = any(value is other for other in values.values())
+        values[name] = value.view_as(value) if apart or again else value
 
 
 @dataclass
@@ -430,7 +431,7 @@ def validated(graph: Graph, spec: Job, modules: dict[str, nn.Module], metric: st
         values = dict(fields)
         for layer in graph.layers:
             out = modules[layer.name](*read_by_layer(spec, fields, values, layer.inputs))
-            values.update(zip(layer.outputs, out if isinstance(out, tuple) else (out,), strict=True))
+            name_values(values, layer.outputs, out if isinstance(out, tuple) else (out,))
         target = fields[spec.data.target or "y"]
         output = read_by_loss(spec, values[graph.output]) if name == "loss" else values[graph.output]
         found = (spec.loss if name == "loss" else spec.metrics[name]).partial()(output, target)

@@ -21,7 +21,7 @@ from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.process.seeded_calls import SeededCalls
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerCall, LayerFunction, PassContext, training_pass_context, validation_pass_context
-from raypar.worker.stage.layer_tensors import LayerTensors, StageTensors, alias_received, own_tensor
+from raypar.worker.stage.layer_tensors import LayerTensors, StageTensors, alias_received, own_tensors
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_coordinate_in_errors import StageCoordinate
 from raypar.worker.stage_builder import build_stage
@@ -271,7 +271,7 @@ def test_a_layer_that_writes_into_an_input_is_refused():
 def test_a_layer_that_returns_one_tensor_twice_has_two_outputs():
     scene = Scene(Twice, outputs=("b", "c"))
     outputs = scene.call(passes(0, 0), scene.weights, [X.clone().requires_grad_()])
-    b, c = (own_tensor(output, OrderedDict(), is_value=place > 0) for place, output in enumerate(outputs))
+    b, c = own_tensors(outputs, set())
     assert b is outputs[0] and b is not c and torch.equal(b, c) and c.requires_grad
     with pytest.raises(UserCodeError, match=r"returned \(Tensor, Tensor\) where 1 tensor"):
         Scene(Twice).run(passes(0, 0), X)
@@ -279,7 +279,7 @@ def test_a_layer_that_returns_one_tensor_twice_has_two_outputs():
 
 def test_an_alias_has_the_strides_of_its_value_also_in_dims_of_length_1():
     image = torch.empty_strided((2, 1, 2, 2), (4, 1, 2, 1)).requires_grad_()
-    for alias in (alias_received(image, OrderedDict()), own_tensor(image, OrderedDict(), is_value=True)):
+    for alias in (alias_received(image, OrderedDict()), *own_tensors([image], {id(image)})):
         assert alias is not image and alias.data_ptr() == image.data_ptr() and alias.stride() == (4, 1, 2, 1)
 
 

@@ -112,6 +112,10 @@ class Head(nn.Module):
         return self.down(F.relu(self.up(x + y)))
 
 
+Made = dict[str, tuple[nn.Module, tuple[str, ...], tuple[str, ...]]]
+"""Layer -> module, what it reads, what it returns."""
+
+
 def graph() -> Graph:
     """Whole layers before, between and behind cut ones; values that both kinds read, newer and older readers."""
     torch.manual_seed(3)
@@ -124,6 +128,10 @@ def graph() -> Graph:
         "whole5": (Whole("whole5"), ("a",), ("f", "f2")),
         "head": (Head(), ("e", "f"), ("logits",)),
     }
+    return graph_of(made)
+
+
+def graph_of(made: Made) -> Graph:
     layers = [Layer(name, partial(copy.deepcopy, module), reads, makes) for name, (module, reads, makes) in made.items()]
     return Graph(tuple(layers), output="logits")
 
@@ -319,10 +327,6 @@ def test_hooks_of_a_whole_layer_on_what_it_alone_reads_are_called_for_all_virtua
     assert not list(different(got, want))
 
 
-Made = dict[str, tuple[nn.Module, tuple[str, ...], tuple[str, ...]]]
-"""Layer -> module, what it reads, what it returns."""
-
-
 def hooked(on: str) -> Made:
     torch.manual_seed(3)
     return {
@@ -334,12 +338,9 @@ def hooked(on: str) -> Made:
     }
 
 
-def run_of(
-    made: dict[str, tuple[nn.Module, tuple[str, ...], tuple[str, ...]]], division: tuple[int, ...], job: Job = JOB
-) -> Run:
-    layers = [Layer(name, partial(copy.deepcopy, module), reads, makes) for name, (module, reads, makes) in made.items()]
-    plan = divided(ParallelPlan.of((1,), (len(division),), layers=len(layers)), division)
-    return run_job(job, Graph(tuple(layers), output="logits"), plan, "1f1b")
+def run_of(made: Made, division: tuple[int, ...]) -> Run:
+    plan = divided(ParallelPlan.of((1,), (len(division),), layers=len(made)), division)
+    return run_job(JOB, graph_of(made), plan, "1f1b")
 
 
 def test_gradients_of_a_stage_of_whole_layers_may_be_added_in_a_lower_precision():
@@ -347,3 +348,44 @@ def test_gradients_of_a_stage_of_whole_layers_may_be_added_in_a_lower_precision(
     plan = ParallelPlan((StagePlan(0, 1, ((0,),)), StagePlan(1, 7, ((1,),)))).with_virtual_shards(2)
     got, want = run_job(job, graph(), plan, "1f1b"), trained((1, 1), "1f1b", job)
     assert (got.losses, got.norms) == (want.losses, want.norms)
+
+
+class Passes(nn.Module):
+    """Returns what it reads, in evaluation twice, and a value without gradient under two names."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        again, mask = (x * 2 if self.training else x), x.detach().sign()
+        return x, again, mask, mask
+
+
+class Asks(Cut):
+    """Asks whether what it reads is one tensor."""
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        read = (x, *more)
+        return super().forward(x) * (2 ** sum(a is b for place, a in enumerate(read) for b in read[:place]))
+
+
+def asking() -> Made:
+    torch.manual_seed(3)
+    return {
+        "stem": (Stem(), ("x",), ("a",)),
+        "cut1": (Cut(), ("a",), ("b",)),
+        "whole2": (Passes(), ("b",), ("c", "d", "e", "f")),
+        "cut4": (Asks(), ("b", "c", "d", "e", "f"), ("g",)),
+        "head": (Head(), ("g", "a"), ("logits",)),
+    }
+
+
+@pytest.mark.parametrize("recompute", [(), tuple(range(5))], ids=["kept", "recomputed"])
+def test_each_value_is_a_tensor_of_its_own_under_every_plan(recompute):
+    """Training and validation; the plan of two virtual shards, of two workers on shards, of one worker, and of two stages."""
+    styles = PlanConfig(styles={"*up": "column", "*down": "row"})
+    job, layers = JOB.replace(validation=ValidationConfig(function=Images, every=1), plan=styles), graph_of(asking())
+    found: dict[int, list[list[float]]] = {1: [], 2: []}
+    for division, cuts in [((2,), ()), ((1, 1), ()), ((2,), (3,)), ((1,), ()), ((1,), (3,))]:
+        stages = len(cuts) + 1
+        plan = ParallelPlan.of((1,) * stages, (len(division),) * stages, layers=5, cuts=list(cuts), recompute=recompute)
+        with OneProcessRun(job, divided(plan, division), "1f1b", graph=layers) as local:
+            found[sum(division)].append([local.step(0)[0].loss, local.validate(1), local.step(1)[0].norm, local.validate(2)])
+    assert all(each == of[0] for of in found.values() for each in of)

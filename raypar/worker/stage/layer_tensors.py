@@ -14,7 +14,7 @@ numerics contract).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from raypar.errors import UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import canonical_names
 from raypar.model.rounded_parameters import ids_of_rounded_parameters
-from raypar.torch_compat.autograd import has_gradient_hooks, share_hooks, share_hooks_of_leaf
+from raypar.torch_compat.autograd import has_gradient_hooks, share_hooks_of_leaf
 from raypar.torch_compat.modules import non_persistent_buffer_names
 from raypar.torch_compat.multi_tensor import copy_all
 from raypar.worker.data.sample_reader import WHERE_FIELDS_ARE_NAMED
@@ -46,18 +46,25 @@ def make_alias(value: Tensor) -> Tensor:
     return torch.ops.aten.alias.default(value)  # type: ignore[no-any-return]
 
 
-def own_tensor(output: Tensor, hooks: Hooks, *, is_value: bool) -> Tensor:
-    """The tensor of a value that requires a gradient and that a layer returned as `output`: as a rule `output` itself.
+def own_tensors(outputs: Sequence[Tensor], values: Collection[int]) -> tuple[Tensor, ...]:
+    """The tensors of the values that a layer returned as `outputs`: as a rule these themselves.
 
-    It is an alias if `output` `is_value` already (the layer has returned what it read, or one tensor under two names), because
-    the gradients of each value are added apart; if `output` has hooks of users' code, which then come after those that readers
-    register, in one stage as in two; and if it is a leaf (a parameter). A leaf's gradient would come at another time than that
-    of what a layer computes, and autocast would keep one cast of it for several readers.
+    `values`: the `id` of each tensor that is a value already.
+
+    One is an alias if its output is such a value (the layer has returned what it read, or one tensor under two names): the
+    gradients of each value are added apart, and users' code may ask whether two values are one object, which they are not where
+    they come from another stage. It is one, too, if the output has hooks of users' code, which then come after those that
+    readers register, in one stage as in two; and if it is a leaf (a parameter). A leaf's gradient would come at another time
+    than that of what a layer computes, and autocast would keep one cast of it for several readers.
     """
-    if is_value or output.is_leaf or has_gradient_hooks(output):
-        output = make_alias(output)
-    share_hooks(output, hooks)
-    return output
+    known, found = set[int](), list[Tensor]()
+    for output in outputs:
+        is_value = id(output) in values or id(output) in known
+        if is_value or (output.requires_grad and (output.is_leaf or has_gradient_hooks(output))):
+            output = make_alias(output)
+        known.add(id(output))
+        found.append(output)
+    return tuple(found)
 
 
 def alias_received(value: Tensor, hooks: Hooks) -> Tensor:

@@ -21,7 +21,7 @@ from raypar.model.split_backward import DeferredWeightGradient, Stash
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.model.tensor_parallel.weight_gradient_memory_reuse import GradientReusePolicy
 from raypar.plan import MicrobatchRouting
-from raypar.torch_compat.autograd import has_gradient_hooks
+from raypar.torch_compat.autograd import has_gradient_hooks, share_hooks
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.metrics.stage_metrics import StageMetrics
 from raypar.worker.process.seed_generators import HostGenerators
@@ -43,7 +43,7 @@ from raypar.worker.stage.layer_tensors import (
     StageTensors,
     alias_received,
     make_alias,
-    own_tensor,
+    own_tensors,
     read_inputs,
 )
 from raypar.worker.stage.loss import LossCall
@@ -355,7 +355,7 @@ class Stage:
         live = self._live[microbatch] = _Microbatch()
         self.deferred.stash = live.stash
         values: dict[str, Tensor] = {**self._read_received(live, received), **batch}
-        with_gradient = {id(value) for value in values.values() if value.requires_grad}
+        known = set(map(id, values.values()))
         forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
         make_stand_ins(norm for updates in self.buffer_updates.values() for norm in updates.recorders)
         for position, layer in enumerate(self.layers):
@@ -366,13 +366,13 @@ class Stage:
             live.drop(saved)
             if layer.shared:
                 layer.refuse_hooks(values)
-            of_call = with_gradient.union(map(id, given)) if given is not inputs else with_gradient
-            for name, output in zip(layer.layer.outputs, outputs, strict=True):
+            outputs = own_tensors(outputs, known if given is inputs else known.union(map(id, given)))
+            for output in outputs:
                 if output.requires_grad:
-                    output = own_tensor(output, layer.hooks, is_value=id(output) in of_call)
-                    with_gradient.add(id(output))
-                values[name] = output
-            self._give("forward", position, microbatch, inputs, [values[name] for name in layer.layer.outputs])
+                    share_hooks(output, layer.hooks)
+            known.update(map(id, outputs))
+            values.update(zip(layer.layer.outputs, outputs, strict=True))
+            self._give("forward", position, microbatch, inputs, outputs)
         if self.loss is not None:
             saved = SavedTensors("the loss") if recomputation.with_loss else None
             live.loss, count = self.loss(forward_pass.with_saved_tensors(saved), values)
@@ -445,11 +445,12 @@ class Stage:
         forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
         again_called = [self.buffer_updates.get(self.weights.layer_names[i]) for i in self.recomputation.positions]
         make_stand_ins(norm for updates in again_called if updates is not None for norm in updates.recorders)
-        dropped = iter(live.dropped)
+        dropped, known = iter(live.dropped), set(map(id, values.values()))
         for position in self.recomputation.positions:
             layer, again = self.layers[position], self._new_saved_tensors(position)
             call, inputs = forward_pass.with_saved_tensors(again, is_first=False), layer.read(values)
-            outputs = self._call_layer("recompute", position, call, inputs)
+            outputs = own_tensors(self._call_layer("recompute", position, call, inputs), known)
+            known.update(map(id, outputs))
             next(dropped).refill(again)
             self._give("recompute", position, microbatch, inputs, outputs)
             values.update(zip(layer.layer.outputs, outputs, strict=True))
@@ -491,13 +492,14 @@ class Stage:
 
     def _evaluate_layers(self, forward_pass: PassContext, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """`values` after the layers: with what they return, without what nothing here reads any more."""
+        known = set(map(id, values.values()))
         for position, layer in enumerate(self.layers):
             inputs = layer.read(values)
-            outputs = self._call_layer("evaluate", position, forward_pass, inputs)
+            outputs = own_tensors(self._call_layer("evaluate", position, forward_pass, inputs), known)
+            known.update(map(id, outputs))
             self._give("evaluate", position, forward_pass.microbatch, inputs, outputs)
             values.update(zip(layer.layer.outputs, outputs, strict=True))
-            for name in self._read_last[position]:
-                del values[name]
+            known.difference_update([id(values.pop(name)) for name in self._read_last[position]])
         return values
 
     def _find_last_reads(self) -> tuple[tuple[str, ...], ...]:
