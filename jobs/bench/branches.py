@@ -1,11 +1,10 @@
 """The branches of one block of Inception-v3 and of GoogLeNet on two workers: the gain by simulation, and in real processes.
 
 `python jobs/bench/branches.py [--json] [--page FILE] [--rounds 9] [--steps 3] [--batch 32] [--blocks NAME ...]`
-Layers are timed on one thread, twice: alone, and while the other processor trains the same block. The placement is the one that
-`raypar plan` advises. One worker is simulated with the first times, two with the second ones, because processors share the
-machine's memory and cache, so that each is slower when both compute; with this machine's links. Then one worker, and two over
-raypar's own transport, train in turn; a round runs each of them once. Exit code 1 if the measured gain is more than 10 % below
-the simulated one, if a step of one worker takes less than 100 ms, or if losses differ. It wants two idle processors.
+Layers are timed on one thread. The placement is the one that `raypar plan` advises; it is simulated beside one worker, with
+this machine's links and a processor for each worker. Then one worker, and two over raypar's own transport, train in turn; a
+round runs each of them once. Exit code 1 if the measured gain is more than 10 % below the simulated one, if a step of one
+worker takes less than 100 ms, or if losses differ. It wants two idle processors.
 """
 
 from __future__ import annotations
@@ -14,9 +13,6 @@ import argparse
 import json
 import statistics
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,10 +22,8 @@ import torch
 from branch_blocks import SIZES
 from harness import BenchError, Contender, alternate, environment, page, ratio, spread, table, worker_command
 
-from raypar.job import Job
 from raypar.plan import ParallelPlan
 from raypar.planner.branch_advice import place_branches
-from raypar.planner.model_profile import ModelProfile
 from raypar.planner.predicted_step import predict_step
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_job
@@ -44,20 +38,22 @@ def measure(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """The simulated and measured steps of a block on one worker and on two."""
     spec = ours.block_job(name, given.batch)
     graph = make_layer_graph(spec)
-    alone = profile_job(spec, workers=WORKERS, graph=graph)
-    placed = place_branches(alone, WORKERS)
+    profile = profile_job(spec, workers=WORKERS, graph=graph)
+    placed = place_branches(profile, WORKERS)
     if placed is None:
         raise BenchError(f"{name}: all layers end sooner on one worker")
     plans = {"one worker": ParallelPlan.mesh(layers=len(graph.layers)), "two workers": placed}
-    with busy(trainer_of("busy", plans["one worker"], name, given)):
-        beside = profile_job(spec, workers=WORKERS, graph=graph)
+    simulated = {key: predict_step(profile, plan, "list", spec.batching)[0].makespan_ms for key, plan in plans.items()}
     started: list[Contender] = []
     try:
         for key, plan in plans.items():
-            started.append(trainer_of(key, plan, name, given))
+            stages = [[stage.first, stage.last, stage.workers[0][0]] for stage in plan.stages]
+            options = {"name": name, "batch": given.batch, "stages": stages}
+            commands = lambda a, plan=plan, options=options: [  # noqa: E731
+                worker_command("block", a, rank, **options) for rank in range(plan.world)
+            ]
+            started.append(Contender(key, plan.world, commands))
             started[-1].start()
-        times = {"one worker": alone, "two workers": beside}
-        simulated = {key: simulated_ms(times[key], plan, spec) for key, plan in plans.items()}
         seconds = alternate(started, rounds=given.rounds, steps=given.steps, say=say)
         losses = {c.name: next(i["loss"] for i in c.info() if i["loss"] is not None) for c in started}
     finally:
@@ -69,44 +65,11 @@ def measure(name: str, given: argparse.Namespace) -> dict[str, Any]:
         "simulated_ms": simulated,
         "seconds": seconds,
         "simulated_gain": simulated["one worker"] / simulated["two workers"],
-        "gain_if_alone": simulated["one worker"] / simulated_ms(alone, placed, spec),
         "measured_gain": asdict(ratio(seconds["one worker"], seconds["two workers"])),
         "same_loss": len(set(losses.values())) == 1,
         "placed": {rank: [names[i] for s in placed.stages if s.workers == ((rank,),) for i in range(s.first, s.last)]
                    for rank in range(WORKERS)},
     }  # fmt: skip
-
-
-def trainer_of(key: str, plan: ParallelPlan, name: str, given: argparse.Namespace) -> Contender:
-    stages = [[stage.first, stage.last, stage.workers[0][0]] for stage in plan.stages]
-    options = {"name": name, "batch": given.batch, "stages": stages}
-    return Contender(key, plan.world, lambda a: [worker_command("block", a, rank, **options) for rank in range(plan.world)])
-
-
-def simulated_ms(profile: ModelProfile, plan: ParallelPlan, spec: Job) -> float:
-    return predict_step(profile, plan, "list", spec.batching)[0].makespan_ms
-
-
-@contextmanager
-def busy(contender: Contender) -> Iterator[None]:
-    """It trains meanwhile, without a pause."""
-    ended = threading.Event()
-
-    def train() -> None:
-        while not ended.is_set():
-            contender.run(2)
-
-    thread = threading.Thread(target=train, daemon=True)
-    try:
-        contender.start()
-        contender.run(1)  # in the first step memory is mapped, and the processor idles now and then
-        thread.start()
-        yield
-    finally:
-        ended.set()
-        if thread.ident is not None:
-            thread.join(60)
-        contender.stop()
 
 
 def text_of(found: list[dict[str, Any]], given: argparse.Namespace) -> tuple[str, bool]:
@@ -123,8 +86,7 @@ def text_of(found: list[dict[str, Any]], given: argparse.Namespace) -> tuple[str
             )
         second = ", ".join(name.removeprefix("block.") for name in one["placed"][1])
         told.append(
-            f"{one['block']}: simulated gain {one['simulated_gain']:.3f} (with the times of layers alone "
-            f"{one['gain_if_alone']:.3f}), measured {gain['median']:.3f} ({gain['lower']:.3f} "
+            f"{one['block']}: simulated gain {one['simulated_gain']:.3f}, measured {gain['median']:.3f} ({gain['lower']:.3f} "
             f"to {gain['upper']:.3f}, {gain['pairs']} pairs); wanted: at least {1 - WITHIN:.0%} of the simulated one, and a "
             f"step of {LEAST_MS:.0f} ms: {'holds' if holds else 'DOES NOT HOLD'}. The second worker has {second}. Losses "
             f"{'are equal to the last bit' if one['same_loss'] else 'DIFFER'}."
