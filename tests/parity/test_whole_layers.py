@@ -19,6 +19,7 @@ from helpers.virtual_shards import divided
 from helpers.zero_layouts import small_pieces
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from raypar.job import AverageConfig, DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PlanConfig, ValidationConfig
 from raypar.model.graph import Graph, Layer
@@ -341,6 +342,38 @@ def hooked(on: str) -> Made:
 def run_of(made: Made, division: tuple[int, ...]) -> Run:
     plan = divided(ParallelPlan.of((1,), (len(division),), layers=len(made)), division)
     return run_job(JOB, graph_of(made), plan, "1f1b")
+
+
+class Checkpointed(Cut):
+    """Runs its forward again in the backward pass, where it sums over shards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(lambda a: self.down(torch.tanh(self.up(a))), x, use_reentrant=False)
+
+
+class Unmixed(nn.Module):
+    """Makes its first value of one of what it reads, the second one of the other, and the third one of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tanh(self.linear(x)) * x, torch.sigmoid(y), x + y * y
+
+
+@pytest.mark.parametrize("read", [("d", "b"), ("d", "e"), ("e", "f"), ("d", "f")], ids=str)
+def test_the_backward_pass_reaches_the_same_layers_on_all_virtual_shards(read):
+    torch.manual_seed(3)
+    made = {
+        "stem": (Stem(), ("x",), ("a",)),
+        "cut1": (Cut(), ("a",), ("b",)),
+        "cut2": (Checkpointed(), ("b",), ("c",)),
+        "whole3": (Unmixed(), ("b", "c"), ("d", "e", "f")),
+        "head": (Head(), read, ("logits",)),
+    }
+    got, want = (run_of(made, division) for division in ((2,), (1, 1)))
+    assert not list(different(got, want))
 
 
 def test_gradients_of_a_stage_of_whole_layers_may_be_added_in_a_lower_precision():

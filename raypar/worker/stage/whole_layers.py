@@ -7,7 +7,8 @@ back through such a layer is the same on all, too: the others take what the firs
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -26,9 +27,11 @@ from raypar.worker.stage.layer_tensors import make_alias
 PassKind = Literal["forward", "recompute", "evaluate"]
 """In which pass a layer is called."""
 
-
 BEFORE_ALL = -1
 """A position before all layers: the backward pass has left them all."""
+
+_Edge = tuple[Node | None, int]
+"""(a node of autograd's graph, the number of one of its outputs)."""
 
 
 @dataclass(eq=False)
@@ -46,35 +49,30 @@ class WholeCall:
     uses: tuple[int, ...] = ()
     """By input: how many edges of the call's graph lead to it, which are the summands of its gradient; none are counted where
     nobody takes it."""
+    reached: tuple[frozenset[int], ...] = ()
+    """By output: the inputs to which its graph leads."""
     gradients: list[list[Tensor]] = field(default_factory=list)
-    """By input: these summands, newest first, as the backward pass makes them."""
+    """By input: its summands, newest first, as the backward pass makes them."""
     is_left: bool = False
     """Whether the backward pass has left the call."""
-    _takers_of_gradients: int = 0
-    """How many virtual shards have taken the gradients."""
+    _taken: Counter[int] = field(default_factory=Counter)
+    """By input: how many virtual shards have taken its gradient."""
 
     def watch(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Have the backward pass keep copies of the inputs' gradients. `inputs`: the values as they came, before what
         `alias_inputs` has made; `outputs`: with their graph."""
-        edges: dict[tuple[Node, int], int] = {}
+        edges: dict[_Edge, int] = {}
         for place, value in enumerate(inputs):
             if value.requires_grad:
                 edge = get_gradient_edge(value)
                 edges.setdefault((edge.node, edge.output_nr), place)
-        ends = {node for node, _ in edges}
+        users: dict[Node, list[tuple[int, int]]] = {}
+        self.reached = tuple(_find_inputs(value.grad_fn, edges, users) for value in outputs)
         uses, self.gradients = [0] * len(inputs), [[] for _ in inputs]
-        nodes, seen = [value.grad_fn for value in outputs], set[Node]()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            found = [(number, edges[edge]) for number, edge in enumerate(node.next_functions) if edge in edges]
+        for node, found in users.items():
             for _, place in found:
                 uses[place] += 1
-            if found:
-                node.register_hook(partial(self._keep, found))
-            nodes.extend(other for other, _ in node.next_functions if other not in ends)
+            node.register_hook(partial(self._keep, found))
         self.uses = tuple(uses)
 
     def _keep(
@@ -87,15 +85,43 @@ class WholeCall:
             if gradient is not None:
                 self.gradients[place].append(copy_as_it_lies(gradient))
 
-    def take_gradients(self) -> Iterator[Tensor | None]:
-        """For each summand of each input: its tensor, or None where there is none; memory that the caller may write to."""
-        self._takers_of_gradients += 1
-        is_last = self._takers_of_gradients == self.takers
-        for count, made in zip(self.uses, self.gradients, strict=True):
-            own = made if is_last else [copy_as_it_lies(each) for each in made]
-            yield from chain(own, [None] * (count - len(own)))
-        if is_last:
-            self.gradients = [[] for _ in self.uses]
+    @property
+    def has_one_graph(self) -> bool:
+        """Whether a gradient of any output goes to all inputs that get one."""
+        used = frozenset(place for place, uses in enumerate(self.uses) if uses)
+        return all(found == used for found, needs in zip(self.reached, self.with_gradient, strict=True) if needs)
+
+    def take_gradients(self, place: int) -> tuple[Tensor | None, ...]:
+        """For each summand of an input, once the call is left: its tensor, or None where there is none; memory that the caller
+        may write to."""
+        if not self.is_left:
+            what = f"the gradients that {self.label} gives back"
+            wait_for_handle(TurnHandle(what, lambda: self.is_left), what)
+        made = self.gradients[place]
+        self._taken[place] += 1
+        if self._taken[place] == self.takers:
+            self.gradients[place] = []
+        else:
+            made = [copy_as_it_lies(each) for each in made]
+        return (*made, *[None] * (self.uses[place] - len(made)))
+
+
+def _find_inputs(start: Node | None, edges: Mapping[_Edge, int], users: dict[Node, list[tuple[int, int]]]) -> frozenset[int]:
+    """The inputs to which the graph behind a node leads. `edges`: where they are; `users` gets each node that has such an edge:
+    (which gradient, of which input)."""
+    ends = {node for node, _ in edges}
+    nodes, seen, reached = [start], set[Node](), set[int]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found = [(number, edges[edge]) for number, edge in enumerate(node.next_functions) if edge in edges]
+        if found:
+            users[node] = found
+            reached.update(place for _, place in found)
+        nodes.extend(other for other, _ in node.next_functions if other not in ends)
+    return frozenset(reached)
 
 
 class WholeLayers:
@@ -168,14 +194,34 @@ class WholeLayers:
             self._made[key] = call, left - 1
         if not torch.is_grad_enabled():
             return tuple(value.detach() for value in call.outputs)
-        given = [value for value, uses in zip(inputs, call.uses, strict=False) for _ in range(uses)]
-        if given:
-            return _Taken.apply(call, *given)  # type: ignore[no-any-return, no-untyped-call]
+        return _with_graph(call, inputs)
+
+
+def _with_graph(call: WholeCall, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs of a call, in a graph that leads from each to the same inputs as where the call was made.
+
+    Where it leads decides which code of earlier layers runs in the backward pass, if without a gradient: activation
+    checkpoints run their forward again then, and wait for other shards.
+    """
+    if not any(call.uses):
         return tuple(_end_of_graph(value, needs=needs) for value, needs in zip(call.outputs, call.with_gradient, strict=True))
+    uses = {place: [inputs[place]] * count for place, count in enumerate(call.uses) if count}
+    if call.has_one_graph:
+        return _Taken.apply(call, tuple(uses), *chain(*uses.values()))  # type: ignore[no-any-return, no-untyped-call]
+    ends = {place: _GradientOfInput.apply(call, place, *values) for place, values in uses.items()}  # type: ignore[no-untyped-call]
+    found = list[Tensor]()
+    for number, (value, needs, reached) in enumerate(zip(call.outputs, call.with_gradient, call.reached, strict=True)):
+        if reached:
+            of_inputs = (ends[place] for place in sorted(reached))
+            found.append(_TakenOutput.apply(call, number, *of_inputs))  # type: ignore[no-untyped-call]
+        else:
+            found.append(_end_of_graph(value, needs=needs))
+    return tuple(found)
 
 
 class _TakenContext(AutogradContext):
     call: WholeCall
+    places: Sequence[int]
 
 
 class _Taken(torch.autograd.Function):
@@ -183,8 +229,8 @@ class _Taken(torch.autograd.Function):
     its gradient, so that autograd adds these to others in the order in which it does so where the call was made."""
 
     @staticmethod
-    def forward(ctx: _TakenContext, call: WholeCall, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
+    def forward(ctx: _TakenContext, call: WholeCall, places: Sequence[int], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.places = call, places
         ctx.set_materialize_grads(False)
         outputs = tuple(value.detach() for value in call.outputs)
         ctx.mark_non_differentiable(*(v for v, needs in zip(outputs, call.with_gradient, strict=True) if not needs))
@@ -192,11 +238,34 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _TakenContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        call = ctx.call
-        if not call.is_left:
-            what = f"the gradients that {call.label} gives back"
-            wait_for_handle(TurnHandle(what, lambda: call.is_left), what)
-        return (None, *call.take_gradients())
+        return (None, None, *chain.from_iterable(map(ctx.call.take_gradients, ctx.places)))
+
+
+class _GradientOfInput(torch.autograd.Function):
+    """One input's summands in such a graph, behind the outputs whose gradients make them. Returns a sign alone."""
+
+    @staticmethod
+    def forward(ctx: _TakenContext, call: WholeCall, place: int, *inputs: Tensor) -> Tensor:
+        ctx.call, ctx.places = call, (place,)
+        ctx.set_materialize_grads(False)
+        return inputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: _TakenContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.call.take_gradients(ctx.places[0]))
+
+
+class _TakenOutput(torch.autograd.Function):
+    """One output in such a graph."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, call: WholeCall, number: int, *ends: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return call.outputs[number].detach()
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
 
 
 def _end_of_graph(value: Tensor, *, needs: bool) -> Tensor:
