@@ -91,13 +91,62 @@ class _LocalTensor(NamedTuple):
 
 
 @dataclass(frozen=True)
+class _SharedTensors:
+    """The parameters that the replicas of a shard in a grid divide, and how they do."""
+
+    tensors: tuple[_LocalTensor, ...]
+    """In layer order."""
+    shares: tuple[tuple[NestedTensorShares, tuple[tuple[int, ...], ...]], ...]
+    """(how some of them are divided, by tensor there: the indices of the local tensors that it stands for)."""
+
+    def runs_of_owner(self, owner: int) -> list[tuple[int, int, int]]:
+        """The runs of one owner, ascending: (index of the tensor, first element, element behind the last)."""
+        found = []
+        for shares, places in self.shares:
+            for entry, start, stop in shares.runs_of_owner(owner):
+                if entry not in shares.undivided:
+                    found.append((places[entry][0], start, stop))
+                    continue
+                sizes = [(place, count_indices(self.tensors[place].spans)) for place in places[entry]]
+                found += [(place, 0, size) for place, size in sizes if size]
+        return sorted(found)
+
+
+class _Divided:
+    """Tensors that replicas divide, while they are listed."""
+
+    def __init__(self, owners: int) -> None:
+        self.owners = owners
+        """Number of replicas."""
+        self.counts: list[int] = []
+        """Elements of each."""
+        self._places: list[tuple[int, ...]] = []
+        self._undivided = set[int]()
+
+    def add(self, count: int, places: tuple[int, ...], *, is_divisible: bool) -> None:
+        """Add a tensor of `count` elements, which stands for the local tensors at these `places`."""
+        if not is_divisible:
+            self._undivided.add(len(self.counts))
+        self.counts.append(count)
+        self._places.append(places)
+
+    def shares(self) -> tuple[NestedTensorShares, tuple[tuple[int, ...], ...]]:
+        """How they are divided, and their places."""
+        shares = NestedTensorShares(tuple(self.counts), self.owners, CANONICAL_PIECE, frozenset(self._undivided))
+        return shares, tuple(self._places)
+
+
+@dataclass(frozen=True)
 class Ownership:
     """The state that each rank of a plan keeps. Elements are numbered as in `Piece`, alike under every plan of a model.
 
     Which kinds of state the replicas of a stage divide says `StagePlan.zero` (`SHARED_OUT_FROM`). They divide tensors as they
     lie in memory, each virtual shard's slice by itself, so that an owner's runs are views of them and hold whole terms of the
-    norm. Two kinds of slices go to one owner each, whole: those along another dim than the first, of which a run in memory is
-    no run of `Piece`, and those of which the shard counts only a part in the norm.
+    norm. Slices along another dim than the first, of which a run in memory is no run of `Piece`, go to one owner each, whole.
+
+    The gradients of two kinds of parameters are added up over shards, after replicas: of what every shard has whole, and of
+    what several shards have the same elements of. So of these a replica owns the same on every shard: the same runs of whole
+    parameters, and of the others all slices.
     """
 
     plan: ParallelPlan
@@ -106,9 +155,7 @@ class Ownership:
     """The model's parameters and buffers, which of them are frozen, and how they are cut over shards."""
     _answers: dict[tuple[Hashable, ...], tuple[Piece, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of pieces; ranks that keep the same pieces share one tuple."""
-    _shares: dict[tuple[int, int, bool], tuple[list[_LocalTensor], NestedTensorShares]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _shares: dict[tuple[int, int, bool], _SharedTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
     """(grid, shard, whether frozen) -> these parameters, and how the replicas divide them."""
     _cuts: dict[tuple[Hashable, ...], TensorCut] = field(default_factory=dict, init=False, repr=False, compare=False)
     """(name, virtual shards, their division) -> how the tensor is cut over shards that hold several of these."""
@@ -156,10 +203,10 @@ class Ownership:
     def _divided(self, grid: int, shard: int, replica: int, kind: StateKind) -> Iterator[tuple[str, IndexRanges]]:
         """(parameter, elements) of a kind of state that replicas divide, of one of them."""
         for frozen in (False, True) if kind == "parameter" else (False,):
-            tensors, shares = self._share(grid, shard, frozen=frozen)
+            shared = self._share(grid, shard, frozen=frozen)
             for owner in self._owners_held_by(self.plan.stages_of_grid[grid][0], replica):
-                for index, start, stop in shares.runs_of_owner(owner):
-                    yield tensors[index].name, indices_at_positions(tensors[index].spans, start, stop)
+                for index, start, stop in shared.runs_of_owner(owner):
+                    yield shared.tensors[index].name, indices_at_positions(shared.tensors[index].spans, start, stop)
 
     def divides(self, stage: int, kind: StateKind) -> bool:
         """Whether the replicas of a stage divide a kind of state."""
@@ -177,13 +224,17 @@ class Ownership:
     def _runs(self, stage: int, number: int, owners: Sequence[int]) -> tuple[OwnedRun, ...]:
         place, grid = self.plan.stages[stage], self.plan.grid_of_stage[stage]
         shard = next(index for index, run in enumerate(place.runs) if number in run)
-        tensors, shares = self._share(grid, shard, frozen=False)
-        here = self._tensors_of_stage(stage)
+        shared, here = self._share(grid, shard, frozen=False), self._tensors_of_stage(stage)
         return tuple(
-            OwnedRun(tensors[index].name, start, stop)
-            for index, start, stop in sorted(run for owner in owners for run in shares.runs_of_owner(owner))
-            if tensors[index].name in here and tensors[index].number in (None, number)
+            OwnedRun(shared.tensors[index].name, start, stop)
+            for index, start, stop in sorted(run for owner in owners for run in shared.runs_of_owner(owner))
+            if shared.tensors[index].name in here and shared.tensors[index].number in (None, number)
         )
+
+    def counted_runs(self, stage: int, number: int, replica: int) -> frozenset[OwnedRun]:
+        """Those of `owned_runs` whose squares the replica sums for the norm: of a tied parameter in its first stage alone."""
+        runs = self.owned_runs(stage, number, replica)
+        return frozenset(run for run in runs if self._first_stage[run.name] == stage)
 
     def elements(self, rank: int, kind: StateKind) -> int:
         """How many elements of a kind a rank keeps."""
@@ -313,9 +364,9 @@ class Ownership:
         for frozen, kind in kinds.items():
             if self._level(stage) < SHARED_OUT_FROM[kind]:
                 continue
-            tensors, shares = self._share(self.plan.grid_of_stage[stage], shard, frozen=frozen)
-            for index, start, stop in shares.runs_of_owner(replica):
-                name, number, spans = tensors[index]
+            shared = self._share(self.plan.grid_of_stage[stage], shard, frozen=frozen)
+            for index, start, stop in shared.runs_of_owner(replica):
+                name, number, spans = shared.tensors[index]
                 own = indices_at_positions(spans, start, stop)
                 if number is not None:
                     cut = self._cut_over_virtual_shards(stage, name)
@@ -381,28 +432,33 @@ class Ownership:
             return size if shard == 0 else 0
         return count_indices(cut.element_ranges(cut.owned(shard), size))
 
-    def _share(self, grid: int, shard: int, *, frozen: bool) -> tuple[list[_LocalTensor], NestedTensorShares]:
+    def _share(self, grid: int, shard: int, *, frozen: bool) -> _SharedTensors:
         """The trained or the frozen parameters that the replicas of a shard in a grid divide, and how they do."""
         key = grid, shard, frozen
         if key not in self._shares:
-            stages = self.plan.stages_of_grid[grid]
             sizes = self._sizes((grid,))
-            trained = [name for name in sizes if (name in self.outline.frozen if frozen else self._is_trained(name))]
             tensors: list[_LocalTensor] = []
-            undivided = set[int]()
-            for name in trained:
-                stage = next(stage for stage in stages if name in self._tensors_of_stage(stage))
-                cut = self._cut_over_virtual_shards(stage, name)
-                for number in (None,) if cut is None else self.plan.stages[stage].run_of(shard):
-                    if not self._is_divisible(name, cut, number):
-                        undivided.add(len(tensors))
-                    spans: IndexRanges = ((0, sizes[name]),)
-                    if cut is not None and number is not None:
-                        spans = cut.element_ranges(cut.indices_by_shard[number], sizes[name])
-                    tensors.append(_LocalTensor(name, number, spans))
-            counts = tuple(count_indices(tensor.spans) for tensor in tensors)
-            shares = NestedTensorShares(counts, len(self.plan.grids[grid]), CANONICAL_PIECE, frozenset(undivided))
-            self._shares[key] = tensors, shares
+            alone = _Divided(len(self.plan.grids[grid]))
+            alike = _Divided(len(self.plan.grids[grid]))
+            for name, size in sizes.items():
+                if not (name in self.outline.frozen if frozen else self._is_trained(name)):
+                    continue
+                stage = next(stage for stage in self.plan.stages_of_grid[grid] if name in self._tensors_of_stage(stage))
+                cut, place = self._cut_over_virtual_shards(stage, name), self.plan.stages[stage]
+                here = [_LocalTensor(name, None, ((0, size),))]
+                if cut is not None:
+                    held = [cut.element_ranges(spans, size) for spans in cut.indices_by_shard]
+                    here = [_LocalTensor(name, number, held[number]) for number in place.run_of(shard)]
+                places = range(len(tensors), len(tensors) + len(here))
+                tensors += here
+                if cut is not None and cut.overlaps:
+                    most = max(sum(count_indices(held[number]) for number in run) for run in place.runs)
+                    alike.add(most, tuple(places), is_divisible=False)
+                    continue
+                for index in places:
+                    count = count_indices(tensors[index].spans)
+                    (alike if cut is None else alone).add(count, (index,), is_divisible=self._is_divisible(name))
+            self._shares[key] = _SharedTensors(tuple(tensors), tuple(each.shares() for each in (alone, alike) if each.counts))
         return self._shares[key]
 
     def _cut_over_virtual_shards(self, stage: int, name: str) -> TensorCut | None:
@@ -414,15 +470,10 @@ class Ownership:
             raise PlanError(f"it is not known how the model is cut over {count} shards", cure="report this")
         return self.outline.shardings[count].get(name)
 
-    def _is_divisible(self, name: str, cut: TensorCut | None, number: int | None) -> bool:
-        """Whether a tensor may be divided: runs of it in memory are runs of `Piece`, and hold whole terms of the norm, and its
-        optimizer takes runs (`StateDivision`)."""
-        if name in self._numbered_otherwise or name in self.outline.undivided:
-            return False
-        if cut is None or number is None:
-            return True
-        held, counted = count_indices(cut.indices_by_shard[number]), count_indices(cut.owned(number))
-        return counted in (0, held)
+    def _is_divisible(self, name: str) -> bool:
+        """Whether a tensor may be divided: runs of it in memory are runs of `Piece`, and its optimizer takes runs
+        (`StateDivision`)."""
+        return name not in self._numbered_otherwise and name not in self.outline.undivided
 
     @cached_property
     def _numbered_otherwise(self) -> frozenset[str]:

@@ -276,13 +276,9 @@ class ParallelPlan:
         return tuple(self.stages[stages[0]].zero for stages in self.stages_of_grid)
 
     def divides_state(self, stage: int) -> bool:
-        """Whether the replicas of a stage divide some state, so that parameters have to be gathered."""
+        """Whether the replicas of a stage divide some state, so that gradients are reduced to owners alone, and parameters have
+        to be gathered."""
         return self.stages[stage].zero_in_effect > 0
-
-    def reduces_to_owners(self, stage: int) -> bool:
-        """Whether the replicas of a stage reduce gradients to the owners of runs alone, but those of tied parameters of several
-        stages. Not where virtual shards may have to complete whole gradients."""
-        return self.divides_state(stage) and self.stages[stage].virtual_shards == 1
 
     @property
     def most_zero(self) -> int:

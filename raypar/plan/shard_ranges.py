@@ -139,6 +139,13 @@ class TensorCut:
         return TensorCut(self.dim, self.whole_size, tuple(held))
 
     @property
+    def overlaps(self) -> bool:
+        """Whether several shards hold the same indices."""
+        return sum(map(count_indices, self.indices_by_shard)) > count_indices(
+            merge_ranges(span for spans in self.indices_by_shard for span in spans)
+        )
+
+    @property
     def shared(self) -> IndexRanges:
         """Indices that more than one shard holds; each of these shards has a partial sum of their gradient."""
         pairs = itertools.combinations(self.indices_by_shard, 2)

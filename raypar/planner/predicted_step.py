@@ -81,15 +81,14 @@ def reduction_ms(stage: LayerProfile, place: StagePlan, link: LinkProfile) -> fl
 
     Each moves 2 (n-1)/n of the bytes, as a ring does (Patarasuk and Yuan 2009). Which one it is (`plan/gradient_exchange.py`),
     and in how many messages, is left out. Where replicas divide state, the first of the two ends at the holders of a part, and
-    its owner sends parameters in the second; with virtual shards all get gradients as without, and then parameters.
+    its owner sends parameters in the second.
     """
     replicas = place.replicas
     if replicas == 1:
         return 0.0
     times, holders = 2 * (replicas - 1) / replicas, place.zero_holders
     if place.zero_in_effect:
-        gathered = (replicas - holders) / replicas
-        times = gathered + (times if place.virtual_shards > 1 else holders * times / 2)
+        times = (replicas - holders) / replicas + holders * times / 2
     return link.ms(times * stage.reduced_bytes)
 
 

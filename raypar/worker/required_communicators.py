@@ -55,7 +55,7 @@ def required_communicators(
             role = plan.role_in(rank, stage)
             for number in plan.stages[stage].run_of(role.shard):
                 channel, routing = reduction_channel(plan, stage, number), MicrobatchRouting(plan, spec.batching)
-                whole = not plan.reduces_to_owners(stage) or any(stage in tie.stages for tie in assignment.crossing.ties)
+                whole = not plan.divides_state(stage) or any(stage in tie.stages for tie in assignment.crossing.ties)
                 found |= set(_reduction(routing, stage, role.shard, channel, fast=fast, whole=whole))
                 replicas, gather = plan.replica_ranks(stage, role.shard), gather_operation(plan.stages[stage])
                 if stage in assignment.crossing.exchanges_buffers:
@@ -148,7 +148,7 @@ def _reduction(
     if fast:
         yield CommunicatorKey(group, "all_reduce", FAST_REDUCTION_CHANNELS + channel)
         return
-    if routing.plan.reduces_to_owners(stage):
+    if routing.plan.divides_state(stage):
         yield CommunicatorKey(group, "all_to_all", channel)
     if not whole:
         return

@@ -506,7 +506,7 @@ class StageBuilder:
                 parameters=[(use.shape, use.dtype) for use in stage.uses],
                 channel=reduction_channel(plan, index, number),
                 device=self.device,
-                owners=self._owners_of_uses(index, stage),
+                owners=self._owners_of_uses(index, number, stage),
                 pool_bytes=self._pool_bytes(index),
                 keeps_gradients_of_others=not self.ownership.divides(index, "gradient"),
             )
@@ -519,15 +519,15 @@ class StageBuilder:
         role = self.assignment.plan.role_in(self.transport.rank, index)
         return None if limit is None else limit // len(stage.run_of(role.shard))
 
-    def _owners_of_uses(self, index: int, stage: Stage) -> list[list[list[tuple[int, int]]] | None]:
+    def _owners_of_uses(self, index: int, number: int, stage: Stage) -> list[list[list[tuple[int, int]]] | None]:
         """By use of a parameter: the runs that each replica owns, where gradients are reduced to these; empty if none are."""
         plan = self.assignment.plan
-        if not plan.reduces_to_owners(index) or self.spec.reduction != "canonical":
+        if not plan.divides_state(index) or self.spec.reduction != "canonical":
             return []
         canonical, several = canonical_names(self.graph), {tie.name for tie in self.assignment.crossing.ties}
         of_name: dict[str, list[list[tuple[int, int]]]] = {}
         for replica in range(plan.stages[index].replicas):
-            for name, start, stop in self.ownership.runs(index, 0, replica):
+            for name, start, stop in self.ownership.runs(index, number, replica):
                 of_name.setdefault(name, [[] for _ in range(plan.stages[index].replicas)])[replica].append((start, stop))
         nothing: list[list[tuple[int, int]]] = [[] for _ in range(plan.stages[index].replicas)]
         names = [canonical.get(use.name, use.name) for use in stage.uses]

@@ -149,12 +149,37 @@ def test_it_has_one_owner_under_plans_without_shards_too_where_the_job_may_have_
     assert [sum(run.name == "1.weight" for r in range(3) for run in of.runs(0, 0, r)) for of in keeps] == [1, 3]
 
 
-def test_a_slice_of_which_a_shard_counts_a_part_has_one_owner():
+@pytest.mark.parametrize("runs", [(1, 1), (2,)], ids=["two workers", "one worker"])
+def test_slices_with_common_elements_have_one_owner_on_all_shards(runs):
+    """Their gradients are added up over shards: whoever has one of them needs all."""
     cut = TensorCut(0, 100, (((0, 60),), ((40, 100),)))
-    outline = replace(TIED, shardings={2: {"1.weight": cut}})
-    keeps = Ownership(PLANS["2 shards"].with_zero(1), outline)
-    first, second = ([run for r in range(2) for run in keeps.runs(0, shard, r) if run.name == "1.weight"] for shard in range(2))
-    assert len(first) > 1 and second == [OwnedRun("1.weight", 0, 120_000)]
+    outline = replace(TIED, shardings={2: {**TIED.shardings[2], "1.weight": cut}})
+    plan = ParallelPlan.mesh(dp=2, tp=len(runs), layers=4)
+    plan = replace(plan, stages=tuple(replace(stage, division=runs) for stage in plan.stages)).with_zero(1)
+    keeps = Ownership(plan, outline)
+    owned = [[[run for run in keeps.runs(0, n, r) if run.name == "1.weight"] for n in range(2)] for r in range(2)]
+    assert sorted(owned) == [[[], []], [[OwnedRun("1.weight", 0, 120_000)]] * 2]
+
+
+@pytest.mark.parametrize("holders", [1, 2])
+def test_of_what_every_shard_has_whole_a_replica_owns_the_same_runs_on_all(holders):
+    """Also where shards have more or less of what is cut: gradients of whole parameters may be added up over shards."""
+    ragged = replace(TIED, shardings={2: {**TIED.shardings[2], "1.weight": TensorCut(0, 20, (((0, 17),), ((17, 20),)))}})
+    keeps = Ownership(ParallelPlan.mesh(dp=3, tp=2, layers=4).with_zero(1, holders), ragged)
+    for replica in range(3):
+        first, second = ([run for run in keeps.runs(0, n, replica) if run.name not in ragged.shardings[2]] for n in range(2))
+        assert first == second and first
+
+
+def test_of_a_tied_parameter_the_first_stage_counts_runs_for_the_norm():
+    plan = ParallelPlan.mesh(dp=3, pp=2, layers=4).with_zero(1)
+    keeps = Ownership(plan, TIED)
+    counted = [run for stage in range(2) for r in range(3) for run in keeps.counted_runs(stage, 0, r)]
+    sizes = Counter()
+    for run in counted:
+        sizes[run.name] += run.stop - run.start
+    assert sizes == {"0.embed": 90_000, "1.weight": 200_000, "1.bias": 300, "2.weight": 150_000, "3.norm": 40}
+    assert any(run.name == "0.embed" for r in range(3) for run in keeps.owned_runs(1, 0, r))
 
 
 def test_each_virtual_shard_of_a_worker_is_divided_by_itself():

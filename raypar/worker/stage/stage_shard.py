@@ -15,6 +15,7 @@ from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan.shard_ranges import TensorCut, positions_of_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.worker.checkpoint.checkpoint_files import TensorSlices
+from raypar.worker.stage.layer_tensors import ParameterUse
 from raypar.worker.stage.sum_gradients_over_shards import sum_partial_gradients
 
 
@@ -27,22 +28,31 @@ class StageShard:
     layout: TensorParallelLayout
     """How the model is cut over the shards of `group`."""
 
-    def complete(self, names: Sequence[str], gradients: Sequence[Tensor | None], partial: Collection[int]) -> Routine[None]:
-        """Add up over shards, in place, the gradients of uses of parameters (`names`) that are parts of a sum.
+    def complete(
+        self,
+        uses: Sequence[ParameterUse],
+        gradients: Sequence[Tensor | None],
+        runs: Mapping[int, Sequence[Tensor]],
+        partial: Collection[int],
+    ) -> Routine[None]:
+        """Add up over shards, in place, the gradients of uses of parameters that are parts of a sum.
 
         They are those of parameters that several shards hold elements of, and of `partial`: indices of uses of parameters that
-        every shard holds whole but that have met parts of values.
+        every shard holds whole but that have met parts of values. `runs`: use -> the runs of its gradient that this replica
+        holds, flat, where replicas divide it: the same runs on all shards, and of what several shards hold elements of, all.
         """
-        parts = [i for i, name in enumerate(names) if i in partial or name in self._overlapping]
-        yield from sum_partial_gradients(
-            {names[i]: gradients[i] for i in parts},
-            partial={names[i] for i in partial},
-            cuts=self._overlapping,
-            group=self.group,
-        )
+        parts = [i for i, use in enumerate(uses) if i in partial or use.name in self._overlapping]
+        found: dict[str, Sequence[Tensor] | Tensor | None] = {}
+        for i in parts:
+            name, shape = uses[i].name, uses[i].shape
+            own = [run.view(shape) for run in runs[i]] if i in runs and name in self._overlapping else runs.get(i)
+            found[name] = gradients[i] if own is None else own
+        names = {uses[i].name for i in partial}
+        yield from sum_partial_gradients(found, partial=names, cuts=self._overlapping, group=self.group)
 
     def counted(self, name: str, gradient: Tensor) -> Tensor:
-        """The elements of a parameter's gradient that this shard counts in the norm: each element is counted by one shard."""
+        """The elements of a parameter's gradient, or of a run of it, that this shard counts in the norm: one shard counts each.
+        Of what several shards hold elements of, `gradient` has this shard's shape."""
         if name not in self.layout.cuts and self.group.shard > 0:
             return gradient.new_empty(0)
         return self.owned(name, gradient)
@@ -73,4 +83,4 @@ class StageShard:
     @cached_property
     def _overlapping(self) -> Mapping[str, TensorCut]:
         """Parameter -> its cut, where several shards hold the same indices."""
-        return {name: cut for name, cut in self.layout.cuts.items() if cut.shared}
+        return {name: cut for name, cut in self.layout.cuts.items() if cut.overlaps}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +13,15 @@ from raypar.plan.shard_ranges import IndexRanges, TensorCut, count_indices, inte
 
 
 def sum_partial_gradients(
-    gradients: Mapping[str, Tensor | None], *, partial: set[str], cuts: Mapping[str, TensorCut], group: ShardGroup
+    gradients: Mapping[str, Sequence[Tensor] | Tensor | None],
+    *,
+    partial: set[str],
+    cuts: Mapping[str, TensorCut],
+    group: ShardGroup,
 ) -> Routine[None]:
     """Sum over the shards, in place, the gradients `name -> tensor` (names in the same order on every shard): once a step,
-    those of which each shard has a part.
+    those of which each shard has a part. Of a gradient that replicas divide there are this replica's runs, the same on every
+    shard.
 
     There are two kinds. A parameter that all shards hold whole may have been used on parts of values: norms under sequence
     parallelism, norms of single heads (`ShardGroup.partially_used_parameters`). And several shards may hold the same indices
@@ -29,10 +34,9 @@ def sum_partial_gradients(
     if group.size == 1:
         return
     jobs: dict[torch.dtype, list[tuple[Tensor, Tensor, list[tuple[int, IndexRanges, IndexRanges]]]]] = {}
-    for name, gradient in gradients.items():
-        if gradient is None:
-            continue
-        if name in cuts and cuts[name].shared:
+    of_all = ((name, found) for name, one in gradients.items() for found in ([one] if isinstance(one, Tensor) else one or ()))
+    for name, gradient in of_all:
+        if name in cuts and cuts[name].overlaps:
             cut = cuts[name]
             shape = list(gradient.shape)
             shape[cut.dim] = count_indices(cut.shared)

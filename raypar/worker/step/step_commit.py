@@ -180,8 +180,8 @@ class StepCommit:
     """Exchanges with other replicas what forward has written into buffers."""
     _counted: dict[int, tuple[str, ...]] = field(init=False)
     """Index of a stage -> parameters of whose gradients this rank sums the squares, for the norm."""
-    _owns: dict[ShardOfStage, dict[str, list[bool]]] = field(init=False)
-    """Stage -> canonical parameter name -> of each run of it that this rank holds, whether it owns it, and so counts it."""
+    _counts: dict[ShardOfStage, dict[str, list[bool]]] = field(init=False)
+    """Stage -> canonical parameter name -> of each run of it that this rank holds, whether it counts it in the norm."""
     _bits: dict[str, int] = field(init=False)
     """Canonical parameter name -> its bit in `Ballot.defined`; empty where no stage has replicas."""
     _places: dict[ShardOfStage, dict[str, list[int]]] = field(init=False)
@@ -197,7 +197,7 @@ class StepCommit:
         self._buffers = BufferExchange(self.rank, self.stages, groups, channels, self.transport, self.stream_waits)
         canonical = canonical_names(self.graph)
         self._counted = self.ownership.norm_parameters(self.rank)
-        self._owns = {key: self._runs_owned(*key) for key in self.stages}
+        self._counts = {key: self._runs_counted(*key) for key in self.stages}
         replicated = any(stage.replicas > 1 for stage in plan.stages)
         self._bits = {name: 1 << place for place, name in enumerate(self.ownership.trained if replicated else ())}
         for reduction in self.reductions.values():
@@ -209,13 +209,13 @@ class StepCommit:
             for place, use in enumerate(stage.uses):
                 places.setdefault(canonical.get(use.name, use.name), []).append(place)
 
-    def _runs_owned(self, stage: int, number: int) -> dict[str, list[bool]]:
+    def _runs_counted(self, stage: int, number: int) -> dict[str, list[bool]]:
         found: dict[str, list[bool]] = {}
-        if self.routing.plan.reduces_to_owners(stage):
+        if self.routing.plan.divides_state(stage):
             replica = self.routing.plan.role_in(self.rank, stage).replica
-            owned = set(self.ownership.owned_runs(stage, number, replica))
+            counted = self.ownership.counted_runs(stage, number, replica)
             for run in self.ownership.runs(stage, number, replica):
-                found.setdefault(run.name, []).append(run in owned)
+                found.setdefault(run.name, []).append(run in counted)
         return found
 
     def begin(self, step: int) -> None:
@@ -258,10 +258,9 @@ class StepCommit:
         return self._reduced_uses
 
     def _complete_over_shards(self, key: ShardOfStage, reduced: Sequence[Tensor | None]) -> Routine[None]:
-        shard = self.stages[key].shard
+        shard, reduction = self.stages[key].shard, self.reductions[key]
         if shard is not None:
-            names = [use.name for use in self.stages[key].uses]
-            yield from shard.complete(names, reduced, self.reductions[key].marked_parameters)
+            yield from shard.complete(self.stages[key].uses, reduced, reduction.owned_totals, reduction.marked_parameters)
 
     # -- ties --------------------------------------------------------------------------------------------------------
 
@@ -382,7 +381,10 @@ class StepCommit:
             defined = [(name, g) for name in self._counted[index[0]] if (g := gradients.get(name)) is not None]
             counted += [g if shard is None else shard.counted(name, g) for name, g in defined]
             for name, runs in self._settled_runs.get(index, {}).items():
-                counted += [run for run, is_own in zip(runs, self._owns[index].get(name, ()), strict=True) if is_own]
+                own = [run for run, is_counted in zip(runs, self._counts[index].get(name, ()), strict=True) if is_counted]
+                shape = self.stages[index].parameters[name].shape
+                whole = [run.view(shape) if run.numel() == shape.numel() else run for run in own]
+                counted += whole if shard is None else [shard.counted(name, run) for run in whole]
         losses, counts = ([pair[place] for pair in pairs] for place in range(2))
         flags = self._buffers.flags()
         numbers = iter(read_together([*losses, *counts, *flags, *square_gradients(counted)]))
@@ -396,7 +398,7 @@ class StepCommit:
 
     def _drop_gradients_of_others(self) -> None:
         """Keep the gradients of what is owned alone, where replicas divide gradients. Whole ones, of parameters tied over
-        stages and of stages on shards, are there until the norm is taken; on a device they lie in buckets, which stay."""
+        stages, are there until the norm is taken; on a device they lie in buckets, which stay."""
         for index, gradients in self._settled.items():
             if not self.ownership.divides(index[0], "gradient"):
                 continue
