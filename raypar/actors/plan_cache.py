@@ -107,7 +107,8 @@ class PlanCache:
         shards = next(n for n in reachable_shard_counts(self.request.plan) if most % n == 0 and n <= max(1, workers))
         batching, recompute = self.request.batching, self.request.plan.recompute
         try:
-            zero, virtual = max(self.request.plan.zero_levels), self.request.job.virtual_shards
+            virtual = self.request.job.virtual_shards
+            zero = None if profile.zero_is_open else max(self.request.plan.zero_levels)
             holders = self.request.plan.zero_holders
             choice = search_plans(profile, workers, batching, shards, recompute, virtual, zero, holders)
         except PlanError as error:

@@ -80,6 +80,9 @@ RETOLD = 1000
 MOST_PREDICTED = 2048
 """Workers x microbatches of a plan whose memory is predicted again while the run lasts: that takes some milliseconds."""
 
+MOST_MEASURED = 128
+"""Workers of a plan of which totals.json says what they hold: as many as reports show."""
+
 TOTALS_S = 5.0
 """Time from one replacement of totals.json to the next."""
 
@@ -554,7 +557,10 @@ class RunRecorder:
         self._totals_saved_s = now_s
         totals = self.telemetry.totals
         totals.time = time.time()
-        self._replace(self.run_folder.totals, json.dumps(totals.as_document()) + "\n")
+        document = totals.as_document()
+        if (plan := self.telemetry.seated) is not None and plan.world <= MOST_MEASURED:
+            document["worker_memory_bytes"] = [dict[str, Json](self.telemetry.held_bytes(r)) for r in range(plan.world)]
+        self._replace(self.run_folder.totals, json.dumps(document) + "\n")
 
     def _former_totals(self) -> Mapping[str, Json] | None:
         """The content of totals.json; None if it is missing or damaged."""

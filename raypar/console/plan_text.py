@@ -173,6 +173,13 @@ def memory_sheet_lines(found: dict[str, Any]) -> list[str]:
         numbers = (*(sheet[kind] for kind in kinds), sum(sheet.values()))
         rows.append((f"worker {rank}", *(f"{nbytes / 2**20:.1f}" for nbytes in numbers)))
     lines = align_columns(rows, right_from=1)
+    if in_files := max(found["mirror_file_bytes"]):
+        lines.append(
+            f"the mirror's copies lie in files (elastic.mirror_in): at most {in_files / 2**20:,.1f} MiB of a worker, no part "
+            "of its memory"
+        )
+    lines += holders_lines(found["holders"])
+    lines += [found["why_zero"]] if "why_zero" in found else []
     if "does_not_fit" in found:
         most, has = max(found["memory_bytes"]), found["does_not_fit"]["worker_bytes"]
         lines.append(
@@ -180,6 +187,27 @@ def memory_sheet_lines(found: dict[str, Any]) -> list[str]:
             f"{has / 2**20:,.1f} MiB; {found['does_not_fit']['advice']}"
         )
     return lines
+
+
+def holders_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The largest worker with one holder of each part of divided state and with two, side by side, and what either costs after
+    a loss. `rows`: from `launch.plan_as_dict`; empty: nothing is divided."""
+    if not rows:
+        return []
+    mirrored = any(row["mirror"] for row in rows)
+    table: list[tuple[str, ...]] = [
+        ("holders of each part", *["mirror"] * mirrored, "divided state", *["the mirror's copies"] * mirrored, "largest worker")
+    ]
+    for row in rows:
+        divided, copies, total = (f"{row[key] / 2**20:.1f}" for key in ("divided_bytes", "mirror_bytes", "memory_bytes"))
+        mirror = "on" if row["mirror"] else "off"
+        table.append((str(row["holders"]), *[mirror] * mirrored, divided, *[copies] * mirrored, total))
+    loss = "all go back to the mirror's last copy" if mirrored else "the run ends, or begins again from a checkpoint"
+    return [
+        "",
+        *align_columns(table, right_from=2 if mirrored else 1),
+        f"in MiB; when one worker is lost: with one holder {loss}, with two the others go on, and nothing is run twice",
+    ]
 
 
 def whole_on_shards_line(whole: Mapping[str, int], parameter_bytes: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from raypar.console.run_status import RunStatus, describe_arithmetic, format_loss
 from raypar.draw.line_chart import ChartSeries, line_chart_svg
@@ -93,6 +93,13 @@ class WorkerRow:
     """Kind of memory -> bytes that it is predicted to hold; empty if nobody has predicted."""
     peak_bytes: int | None
     """The largest resident memory of its process that the last steps report."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Kind of memory -> bytes that it has reported last (`WorkerCore.memory`); empty if it has not."""
+
+    @property
+    def above_empty_bytes(self) -> int | None:
+        """The resident memory of its process above that before it held anything of the model; None if it is not known."""
+        return max(0, self.held["rss"] - self.held["empty"]) if {"rss", "empty"} <= self.held.keys() else None
 
 
 @dataclass(frozen=True)
@@ -458,6 +465,8 @@ def worker_rows(plan: ParallelPlan | None, files: RunFiles, text: Callable[[str]
     members = (files.members.get("members") if files.members is not None else None) or ()
     layers, predicted = facts.get("layers") or (), facts.get("predicted_memory_bytes") or ()
     peaks = peak_sizes(files.view.last_step)
+    held = (files.totals or {}).get("worker_memory_bytes")
+    measured = held if isinstance(held, list) and len(held) == plan.world else [{}] * plan.world
     rows = []
     for rank in range(min(plan.world, MOST_WORKERS)):
         stages = plan.stages_of(rank)
@@ -469,9 +478,15 @@ def worker_rows(plan: ParallelPlan | None, files: RunFiles, text: Callable[[str]
                 + " + ..." * (len(stages) > 4),
                 dict(predicted[rank]) if len(predicted) == plan.world else {},
                 int(peaks[rank]) if len(peaks) == plan.world else None,
+                _sizes(measured[rank]),
             )
         )
     return rows
+
+
+def _sizes(found: Json) -> dict[str, int]:
+    """The whole numbers of a JSON object."""
+    return {kind: n for kind, n in found.items() if type(n) is int} if isinstance(found, dict) else {}
 
 
 def _process(member: WorkerFacts, text: Callable[[str], str]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from raypar.console.run_report import FIRST_LINES, RunReport, StageRow, WorkerRow
@@ -24,7 +24,8 @@ MEMORY_NOUNS: dict[str, str] = {**{str(k): noun for k, noun in STATE_KIND_NOUNS.
 MEMORY_COLOURS = {
     "parameter": "#2B7BBA", "gradient": "#7FB2DC", "widened": "#7FB2DC", "master": "#1F5A8A",
     "optimizer": "#7A4FA3", "buffer": "#6B7480",
-    "average": "#6B7480", "activations": "#2FA584", "kept inputs": "#8ACDB7", "stash": "#D9861A",
+    "average": "#B07CC6", "buckets": "#A8C66C", "gather": "#CBDDA5", "mirror": "#C25B56",
+    "activations": "#2FA584", "kept inputs": "#8ACDB7", "stash": "#D9861A",
 }  # fmt: skip
 """Kind of memory -> its colour in bars."""
 
@@ -211,33 +212,66 @@ def _memory(report: RunReport) -> str:
     """Predicted and measured memory by worker, and over time."""
     text = ""
     if any(worker.predicted or worker.peak_bytes for worker in report.workers):
-        kinds = [k for k in MEMORY_NOUNS if any(worker.predicted.get(k) for worker in report.workers)]
+        bars = [(w, part) for w in report.workers for part in (dict(w.predicted), measured_parts(w)) if part]
+        kinds = [kind for kind in (*MEMORY_NOUNS, REST) if any(part.get(kind) for _, part in bars)]
+        above = any(worker.above_empty_bytes for worker in report.workers)
         if kinds:
-            keys = "".join(f'<li><i style="background:{_memory_colour(k)}"></i>{escape(MEMORY_NOUNS[k])}</li>' for k in kinds)
-            text += f'<p>Predicted: what the job keeps. Measured: the largest resident memory of the whole process, in which \
-Python, PyTorch and Ray have several hundred MiB of their own.</p><ul class="keys">{keys}</ul>'
-        most = max((sum(worker.predicted.values()) for worker in report.workers), default=0)
-        measured = any(worker.peak_bytes for worker in report.workers)
-        rows = [_memory_cells(worker, kinds, most)[: None if measured else -1] for worker in report.workers]
-        heads = ["seat", *["predicted", "MiB"] * bool(kinds), *["measured peak, MiB"] * measured]
-        text += _table(heads, rows, numbers=(2, 3) if kinds else (1,))
+            named = ((_memory_colour(kind), escape(MEMORY_NOUNS.get(kind, kind))) for kind in kinds)
+            keys = "".join(f'<li><i style="background:{colour}"></i>{name}</li>' for colour, name in named)
+            text += f'<p>{BOTH_MEASURED if above else PEAK_MEASURED}</p><ul class="keys">{keys}</ul>'
+        most = max((sum(part.values()) for _, part in bars), default=0)
+        peak = any(worker.peak_bytes for worker in report.workers)
+        rows = [_memory_cells(worker, kinds, most, above=above, peak=peak) for worker in report.workers]
+        heads = ["seat", *["predicted and measured" if above else "predicted", "MiB"] * bool(kinds)]
+        heads += [*["measured, MiB"] * above, *["measured peak, MiB"] * peak]
+        first = 2 if kinds else 1
+        text += _table(heads, rows, numbers=tuple(range(first, len(heads))))
         more = report.all_workers - len(report.workers)
         text += f"<p>And {count_noun(more, 'worker')} more.</p>" if more > 0 else ""
     return text + _drawing(report.memory_chart)
 
 
-def _memory_cells(worker: WorkerRow, kinds: Sequence[str], most: int) -> tuple[str, ...]:
-    """A worker's row: its seat, a bar of what it is predicted to hold, and the numbers."""
-    total = sum(worker.predicted.values())
-    parts = "".join(
-        f'<i style="width:{100 * worker.predicted.get(kind, 0) / most:.2f}%;background:{_memory_colour(kind)}" '
-        f'title="{escape(MEMORY_NOUNS[kind])}: {format_mib(worker.predicted.get(kind, 0))}"></i>'
-        for kind in kinds
-        if most
-    )
-    peak = f"{worker.peak_bytes / 2**20:,.1f}" if worker.peak_bytes else "not recorded"
-    predicted = (f'<div class="bar">{parts}</div>', f"{total / 2**20:,.1f}" if total else "not recorded")
-    return (escape(worker.seat), *(predicted if kinds else ()), peak)
+PEAK_MEASURED = (
+    "Predicted: what the job keeps. Measured: the largest resident memory of the whole process, in which Python, PyTorch and "
+    "Ray have several hundred MiB of their own."
+)
+BOTH_MEASURED = (
+    "Upper bars: what the job is predicted to keep at most. Lower bars: the resident memory of the process above that before "
+    "it held anything of the model, with the tensors that it held between two steps; gradients and activations come and go "
+    "within a step. The peak is of the whole process, in which Python, PyTorch and Ray have several hundred MiB of their own."
+)
+"""What the table of memory says."""
+REST = "everything else"
+"""What a process holds beside the tensors that are told apart."""
+
+
+def measured_parts(worker: WorkerRow) -> dict[str, int]:
+    """What a worker holds above its start: the tensors by kind, as it has reported them, and the rest; empty if not known."""
+    if (above := worker.above_empty_bytes) is None:
+        return {}
+    parts = {kind: nbytes for kind, nbytes in worker.held.items() if kind in MEMORY_NOUNS}
+    return {**parts, REST: max(0, above - sum(parts.values()))}
+
+
+def _memory_cells(worker: WorkerRow, kinds: Sequence[str], most: int, *, above: bool, peak: bool) -> tuple[str, ...]:
+    """A worker's row: its seat, bars of what it is predicted to hold and of what it holds, and the numbers that are known."""
+
+    def bar(sizes: Mapping[str, int]) -> str:
+        parts = "".join(
+            f'<i style="width:{100 * sizes.get(kind, 0) / most:.2f}%;background:{_memory_colour(kind)}" '
+            f'title="{escape(MEMORY_NOUNS.get(kind, kind))}: {format_mib(sizes.get(kind, 0))}"></i>'
+            for kind in kinds
+            if most
+        )
+        return f'<div class="bar">{parts}</div>'
+
+    def mib(nbytes: int | None) -> str:
+        return f"{nbytes / 2**20:,.1f}" if nbytes else "not recorded"
+
+    measured = measured_parts(worker)
+    drawn = bar(worker.predicted) + (bar(measured) if measured else "")
+    predicted = (drawn, mib(sum(worker.predicted.values()))) if kinds else ()
+    return (escape(worker.seat), *predicted, *[mib(worker.above_empty_bytes)] * above, *[mib(worker.peak_bytes)] * peak)
 
 
 def _memory_colour(kind: str) -> str:

@@ -52,6 +52,11 @@ class ElasticConfig(Section):
     """A worker is a straggler if it computes more than this many times as long as its replicas, 20 steps in a row; a worker
     without replicas is compared with its own first 20 steps."""
 
+    @property
+    def mirror_place(self) -> Literal["memory", "files"] | None:
+        """Where the mirror's copies lie; None: there are none."""
+        return None if self.mirror == "off" else "memory" if self.mirror_in is None else "files"
+
     @field_validator("mirror", mode="before")
     @classmethod
     def _words(cls, value: Any) -> Any:

@@ -581,6 +581,17 @@ class Job(Section):
         return isinstance(self.plan, PlanConfig) and self.plan.sequence_parallel
 
     @property
+    def leaves_zero_open(self) -> bool:
+        """Whether the planner chooses the ZeRO stage: the lowest with which a plan fits into workers' memory."""
+        return not isinstance(self.plan, PlanConfig) or self.plan.zero == "auto"
+
+    @property
+    def worker_memory_bytes(self) -> int | None:
+        """What a worker may use, as the job says it; None: it does not."""
+        given = self.placement.worker_memory_mib
+        return None if given is None else round(given * 2**20)
+
+    @property
     def reduction_buffer_bytes(self) -> int | None:
         """Most memory of the buckets of a stage's gradients; None: as much as they need."""
         if self.device != "cpu":

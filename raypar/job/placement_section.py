@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator, model_validator
 
 from raypar.elastic.placement_constraints import NODE_LABEL, ON_DEMAND, PlacementConstraints, is_label_selector
 from raypar.errors import ConfigError
@@ -24,6 +24,10 @@ class PlacementConfig(Section):
     """At least so many workers are on nodes that the cloud does not take back; one copy of every stage goes there first."""
     on_demand_label_selector: Annotated[dict[str, str], CLIENT] = ON_DEMAND
     """The labels of those nodes; they are added to `label_selector`, and replace its values for the same labels."""
+    worker_memory_mib: Annotated[Annotated[PositiveFloat, Field(allow_inf_nan=False)] | None, CLIENT] = None
+    """What a worker may use beside what it takes empty, in MiB. A plan whose memory sheet says more is refused before the run,
+    and the planner looks for one that fits. None: it counts with each worker's part of this machine's free memory, and a plan
+    that needs more gets a warning."""
 
     @field_validator("label_selector", "on_demand_label_selector")
     @classmethod

@@ -34,10 +34,12 @@ MOST_ZERO = 2
 
 
 def _zero_levels(value: T) -> T | tuple[int, ...]:
-    """`value`, if it is a ZeRO stage or a list with one per stage of the pipeline. Raises `ValueError`."""
+    """`value`, if it is `auto`, a ZeRO stage or a list with one per stage of the pipeline. Raises `ValueError`."""
+    if value == "auto":
+        return value
     each = value if isinstance(value, (list, tuple)) and value else [value]
     if any(type(level) is not int or not 0 <= level <= MOST_ZERO for level in each):
-        raise ValueError("0, 1 or 2 (3 is not supported yet), or a list with one per stage")
+        raise ValueError("0, 1 or 2 (3 is not supported yet), a list with one per stage, or auto")
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
@@ -144,8 +146,8 @@ class PlanConfig(Section):
     zero: Annotated[Any, BeforeValidator(_zero_levels), CLIENT] = 0
     """ZeRO: which state the replicas of a stage divide. 0: each has everything. 1: each has a part of the optimizer's state
     (and of float32 masters), steps it, and gets the other parameters from their owners. 2: each also frees the gradients of
-    the others' parts once they are reduced (on GPUs as 1). One number, or a list with one per stage. Results do not depend on
-    it."""
+    the others' parts once they are reduced (on GPUs as 1). One number, or a list with one per stage; `auto`: the lowest with
+    which the memory sheet of the largest worker fits into its memory. Results do not depend on it."""
     zero_holders: Annotated[int, Field(ge=1, le=2), CLIENT] = 1
     """How many replicas hold, and step, each part of the state that replicas divide (`zero`). 1: if its only holder dies, all
     go back to the mirror's last copy. 2: the other one goes on, as without `zero`, for twice the memory of each part; with
@@ -176,6 +178,11 @@ class PlanConfig(Section):
         if (grids := self._grids) is not None:
             return tuple(len(grid[0]) for grid in grids)
         return self.shards if isinstance(self.shards, tuple) else (self.shards,) * self.stages
+
+    @property
+    def given_zero(self) -> int | tuple[int, ...]:
+        """The ZeRO stages that the section gives; 0 until the planner has chosen."""
+        return 0 if self.zero == "auto" else self.zero
 
     @property
     def workers(self) -> int:
@@ -336,7 +343,7 @@ class PlanConfig(Section):
                     "plan.placements name layers, and only their number is known", cure="give the names of the layers"
                 )
             return plan_of_placements([each.to_placement() for each in self.placements], layers).with_zero(
-                self.zero, self.zero_holders
+                self.given_zero, self.zero_holders
             )
         layers = layers if isinstance(layers, int) else len(layers)
         if self._parallel_plan is not None:
@@ -353,4 +360,4 @@ class PlanConfig(Section):
             chunks=resolve_chunks_per_worker(self.schedule, self.chunks),
             placement=placement_of_schedule(self.schedule),
             cuts=self.cuts,
-        ).with_zero(self.zero, self.zero_holders)
+        ).with_zero(self.given_zero, self.zero_holders)

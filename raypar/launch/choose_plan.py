@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raypar.errors import PlanError
 from raypar.files.json_type import Json
 from raypar.job import Job
 from raypar.plan import MicrobatchRouting, ParallelPlan
@@ -90,9 +91,9 @@ def choose_plan(
     from raypar.planner.plan_report import stage_balance_text
     from raypar.planner.plan_search import balance_stages
     from raypar.planner.predicted_step import predict_step
+    from raypar.planner.zero_level import choose_zero_level
     from raypar.schedule import registry
     from raypar.worker.job_preflight import check_model_can_shard
-    from raypar.worker.measure_profile import profile_job
 
     spec = checked.job
     fixed = plan([layer.name for layer in checked.graph.layers]) if plan is not None else None
@@ -102,7 +103,35 @@ def choose_plan(
         warnings = check_model_can_shard(spec, checked, any_plan)
     if fixed is not None:
         fixed = apply_recompute_policy(fixed, recompute, [layer.name for layer in checked.graph.layers])
-        warnings = (*check_model_can_shard(spec, checked, fixed), *lines_about_zero(fixed, spec))
+        warnings = check_model_can_shard(spec, checked, fixed)
+    profile = _profile(spec, checked, fixed, workers)
+    if fixed is None:
+        return _planners_choice(spec, profile, workers, warnings)
+    why: list[str] = []
+    balance = None
+    if balanced and fixed.has_movable_split_points:
+        balance = balance_stages(profile, fixed, make_schedule or schedule, spec.batching)
+        fixed = balance.plan
+        why.append(stage_balance_text(balance))
+    routing, crossing = MicrobatchRouting(fixed, spec.batching), checked.graph.crossing(fixed)
+    if make_schedule is None:
+        made = registry.build_schedule(schedule, routing, connections=crossing)
+    else:
+        made = make_schedule(routing, crossing)
+    if spec.leaves_zero_open:
+        fixed, line = choose_zero_level(profile, fixed, made, spec.batching)
+        why.append(line)
+    timeline, _ = predict_step(profile, fixed, made, spec.batching)
+    memory = predict_memory(profile, fixed, made, spec.batching)
+    by_name = schedule if make_custom_schedule_builder(spec) is None else made
+    warnings += (*lines_about_zero(fixed, spec), *check_memory(profile, fixed, by_name, spec, memory))
+    return ChosenPlan(fixed, schedule, made, timeline, profile, "\n".join(why), balance, memory, warnings)
+
+
+def _profile(spec: Job, checked: PreflightResult, fixed: ParallelPlan | None, workers: int) -> ModelProfile:
+    """The job's profile for its plan; None: for any that the planner may choose for `workers` workers."""
+    from raypar.worker.measure_profile import profile_job
+
     profile = profile_job(
         spec,
         workers=fixed.world if fixed is not None else workers,
@@ -110,24 +139,33 @@ def choose_plan(
         shards=fixed.virtual_shard_counts if fixed is not None else {spec.virtual_shards or 1},
         recompute=fixed.recompute if fixed is not None else None,
     )
-    if checked.optimizer is not None:
-        profile = replace(profile, most_stages=checked.optimizer.most_stages)
-        if fixed is not None and fixed.most_zero:
-            profile = profile.with_undivided(checked.optimizer.undivided)
-    if fixed is None:
-        return _planners_choice(spec, profile, workers, warnings)
-    why, balance = "", None
-    if balanced and fixed.has_movable_split_points:
-        balance = balance_stages(profile, fixed, make_schedule or schedule, spec.batching)
-        fixed, why = balance.plan, stage_balance_text(balance)
-    routing, crossing = MicrobatchRouting(fixed, spec.batching), checked.graph.crossing(fixed)
-    if make_schedule is None:
-        made = registry.build_schedule(schedule, routing, connections=crossing)
-    else:
-        made = make_schedule(routing, crossing)
-    timeline, _ = predict_step(profile, fixed, made, spec.batching)
-    memory = predict_memory(profile, fixed, made, spec.batching)
-    return ChosenPlan(fixed, schedule, made, timeline, profile, why, balance, memory, warnings)
+    if checked.optimizer is None:
+        return profile
+    profile = replace(profile, most_stages=checked.optimizer.most_stages)
+    divides = spec.leaves_zero_open or (fixed is not None and fixed.most_zero)
+    return profile.with_undivided(checked.optimizer.undivided) if divides else profile
+
+
+def check_memory(
+    profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, spec: Job, memory: Sequence[MemorySheet]
+) -> tuple[str, ...]:
+    """A line where the largest worker of a plan is predicted to hold more than its part of this machine's free memory; none
+    where it fits. `memory`: the plan's sheets.
+
+    Raises `PlanError` where it is more than the job says that a worker may use.
+    """
+    from raypar.planner.memory_sheet import describe_changes_that_fit
+    from raypar.planner.plan_search import format_mib
+
+    limit = profile.memory_bytes
+    largest = max(range(len(memory)), key=lambda rank: memory[rank].total, default=None)
+    if limit is None or largest is None or memory[largest].total <= limit:
+        return ()
+    what = f"the plan does not fit: {plan.coordinate(largest)} is predicted to hold {memory[largest]}"
+    advice = describe_changes_that_fit(profile, plan, schedule, spec.batching, limit)
+    if spec.worker_memory_bytes is not None:
+        raise PlanError(f"{what}; placement.worker_memory_mib is {spec.placement.worker_memory_mib:,g}", cure=advice)
+    return (f"{what}; each worker's part of this machine's free memory is {format_mib(limit)}\n  cure: {advice}",)
 
 
 def lines_about_zero(plan: ParallelPlan, spec: Job) -> tuple[str, ...]:
@@ -156,7 +194,8 @@ def _planners_choice(spec: Job, profile: ModelProfile, workers: int, warnings: t
     from raypar.schedule import registry
 
     shards = 0 if spec.virtual_shards else 1  # any, or none
-    choice = search_plans(profile, workers, spec.batching, shards, virtual_shards=spec.virtual_shards)
+    choice = search_plans(profile, workers, spec.batching, shards, virtual_shards=spec.virtual_shards, zero=None)
+    warnings += lines_about_zero(choice.plan, spec)
     timeline, _ = predict_step(profile, choice.plan, choice.schedule, spec.batching)
     routing, crossing = MicrobatchRouting(choice.plan, spec.batching), profile.crossing(choice.plan)
     made = registry.build_schedule(choice.schedule, routing, connections=crossing)

@@ -152,7 +152,7 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
                 options, contract = replace(options, job=job), with_frozen_values(contract, table.as_json())
             now_checking(f"how long the layers of {job.model.label} take, for the plan")
             chosen = choose(checked)  # if it raises, nothing but the error is worth reading
-            if any(chosen.plan.zero_levels) and checked.optimizer is not None:
+            if (any(chosen.plan.zero_levels) or job.leaves_zero_open) and checked.optimizer is not None:
                 job = job.with_undivided(checked.optimizer.undivided)
                 options = replace(options, job=job)
             for line in (*(checked.notes if not options.forward_passes else ()), *chosen.warnings):

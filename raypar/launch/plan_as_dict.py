@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from raypar.model.graph import Graph
     from raypar.model.layer_skeletons import LayerSize
     from raypar.planner.branch_advice import BranchAdvice
+    from raypar.planner.memory_sheet import HoldersSheet
     from raypar.planner.model_profile import ModelProfile
     from raypar.schedule.instructions import Schedule
 
@@ -39,6 +40,8 @@ def shown_plan_as_dict(shown: ShownPlan, job: Job, graph: Graph) -> dict[str, Js
     found["workers_share_caches"] = workers_share_caches(job.device, shown.profile, plan.world)
     if shown.balance is not None:
         found["stage_balance"] = stage_balance_as_dict(shown.balance)
+    if shown.why:
+        found["why_zero"] = shown.why
     if shown.choice is not None:
         found["choice"] = plan_report_as_dict(shown.choice)
     if shown.profile is not None:
@@ -106,11 +109,11 @@ def plan_as_dict(
         "imbalance": max(role["share"] for worker in workers for role in worker["roles"]) - 1,
     }
     if profile is not None:
-        found["between_stages"] = stage_messages_as_dicts(routing, profile.crossing(plan))
-        from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
+        from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets, sheets_by_holders
         from raypar.planner.plan_report import processors_of_prediction
         from raypar.planner.predicted_step import predict_step
 
+        found["between_stages"] = stage_messages_as_dicts(routing, profile.crossing(plan))
         timeline, memory = predict_step(profile, plan, schedule or name, cut)
         predicted_for = processors_of_prediction(profile.processors, plan.world, profile.lengths)
         sheets = memory_sheets(profile, plan, schedule or name, cut)
@@ -119,6 +122,8 @@ def plan_as_dict(
             found["does_not_fit"] = {"worker_bytes": profile.memory_bytes, "advice": advice}
         found |= {
             "memory_sheet": [sheet.by_kind for sheet in sheets],
+            "mirror_file_bytes": [sheet.mirror_files for sheet in sheets],
+            "holders": [holders_as_dict(each) for each in sheets_by_holders(profile, plan, schedule or name, cut)],
             "predicted_ms": timeline.makespan_ms,
             "predicted_for": predicted_for,
             "price_of_virtual_shards": profile.price_of_virtual_shards,
@@ -129,6 +134,17 @@ def plan_as_dict(
             "bandwidth_bytes_per_ms": profile.link.bandwidth,
         }
     return found
+
+
+def holders_as_dict(found: HoldersSheet) -> dict[str, Json]:
+    """What the largest worker holds with some number of holders of each part of divided state, as data."""
+    return {
+        "holders": found.holders,
+        "mirror": found.is_mirrored,
+        "divided_bytes": found.divided_bytes,
+        "mirror_bytes": found.sheet.mirror + found.sheet.mirror_files,
+        "memory_bytes": found.sheet.total,
+    }
 
 
 def stage_messages_as_dicts(routing: MicrobatchRouting, connections: StageConnections) -> list[dict[str, Json]]:

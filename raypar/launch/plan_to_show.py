@@ -42,6 +42,8 @@ class ShownPlan:
     """Where the layers of a plan without `cuts` were cut, and why; None for other plans."""
     batch: Mapping[str, Tensor] | None = None
     """The first microbatch, where layers are cut over shards and a profile was made."""
+    why: str = ""
+    """Why it has its ZeRO stage, where the job leaves that open."""
 
 
 def refuse_no_profile(choose: bool, svg: Path | None, memory: float | None = None) -> None:
@@ -101,7 +103,10 @@ def choose_plan_to_show(job: Job, graph: Graph, workers: int | None, memory_mib:
     trial = try_optimizer_of_job(job, graph)
     profile = replace(profile_with_memory(profile, memory_mib), most_stages=trial.most_stages if trial is not None else None)
     any_shards = 0 if job.virtual_shards else shards
-    choice = search_plans(profile, workers, job.batching, any_shards, recompute, job.virtual_shards)
+    zero, holders = given_zero_of(job)
+    if trial is not None:
+        profile = profile.with_undivided(trial.undivided)
+    choice = search_plans(profile, workers, job.batching, any_shards, recompute, job.virtual_shards, zero, holders)
     batch = preflight(job).batch if max(choice.plan.virtual_shard_counts) > 1 else None
     return ShownPlan(choice.plan, choice.schedule, profile, choice=choice, batch=batch)
 
@@ -118,6 +123,7 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
     over its shards.
     """
     from raypar.planner.plan_search import balance_stages
+    from raypar.planner.zero_level import choose_zero_level
     from raypar.schedule.validate import validate_schedule
     from raypar.worker.job_preflight import check_model_can_shard, preflight, try_optimizer_of_job
     from raypar.worker.measure_profile import profile_job
@@ -138,12 +144,31 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
             batch = checked.batch
         profile = profile_job(job, workers=plan.world, graph=graph, shards=counts, recompute=plan.recompute)
         profile = profile_with_memory(profile, memory_mib)
+        if trial is not None:
+            profile = replace(profile, most_stages=trial.most_stages)
+            if plan.most_zero or job.leaves_zero_open:
+                profile = profile.with_undivided(trial.undivided)
+        balance = None
         if job.leaves_cuts_open and plan.has_movable_split_points:
             balance = balance_stages(profile, plan, build or job.schedule_name, job.batching)
+            plan = balance.plan
             if build is not None:
-                schedule = build(MicrobatchRouting(balance.plan, job.batching), graph.crossing(balance.plan))
-            return ShownPlan(balance.plan, job.schedule_name, profile, schedule, balance=balance, batch=batch)
+                schedule = build(MicrobatchRouting(plan, job.batching), graph.crossing(plan))
+        why = ""
+        if job.leaves_zero_open:
+            plan, why = choose_zero_level(profile, plan, schedule or job.schedule_name, job.batching)
+        return ShownPlan(plan, job.schedule_name, profile, schedule, balance=balance, batch=batch, why=why)
     return ShownPlan(plan, job.schedule_name, profile, schedule, batch=batch)
+
+
+def given_zero_of(job: Job) -> tuple[int | None, int]:
+    """(the highest ZeRO stage that the job gives, or None: the planner chooses it, the number of holders of each part)."""
+    from raypar.job import PlanConfig
+
+    if not isinstance(job.plan, PlanConfig):
+        return None, 1
+    given = job.plan.given_zero
+    return max(given if isinstance(given, tuple) else (given,)) or None, job.plan.zero_holders
 
 
 def _shards_of(job: Job) -> int:

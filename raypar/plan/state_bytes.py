@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from raypar.plan.model_outline import ModelOutline
 from raypar.plan.ownership import Ownership, StateKind
@@ -33,6 +34,26 @@ class StateBytes:
         """
         ownership = Ownership(plan, self.outline)
         return {kind: tuple(self._on_rank(ownership, rank, kind) for rank in range(plan.world)) for kind in self.by_tensor}
+
+    def owned_by(self, plan: ParallelPlan) -> tuple[int, ...]:
+        """By rank: bytes of the state that it has to hold, and of which the mirror makes copies: of what replicas divide its
+        own part, of what is kept in several precisions the most precise.
+
+        Raises `PlanError` for a number of shards that the outline does not know.
+        """
+        return tuple(map(sum, zip(*self._owned.of_plan(plan).values(), strict=True)))
+
+    @cached_property
+    def _owned(self) -> StateBytes:
+        """The bytes of each tensor's state that moves with it, as those of a kind that is divided as it is."""
+        of = {kind: self.by_tensor.get(kind, {}) for kind in ("parameter", "master", "optimizer", "average", "buffer")}
+        frozen = {name: nbytes for name, nbytes in of["parameter"].items() if name in self.outline.frozen}
+        trained = {
+            name: of["master"].get(name, nbytes) + of["optimizer"].get(name, 0) + of["average"].get(name, 0)
+            for name, nbytes in of["parameter"].items()
+            if name not in frozen
+        }
+        return StateBytes(self.outline, {"optimizer": trained, "parameter": frozen, "buffer": of["buffer"]})
 
     def on_fullest_shard(self, kind: StateKind, stage: StagePlan) -> int:
         """Bytes of a kind of state in a stage: the sum over its layers of the bytes on the layer's fullest shard.

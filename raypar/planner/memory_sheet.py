@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
-from raypar.plan.ownership import STATE_KIND_NOUNS, StateKind
+from raypar.plan.ownership import SHARED_OUT_FROM, STATE_KIND_NOUNS, StateKind
 from raypar.planner.candidate_plans import balanced_cuts
-from raypar.planner.model_profile import ModelProfile
+from raypar.planner.model_profile import MirrorPlace, ModelProfile
 from raypar.planner.plan_search import format_mib
-from raypar.planner.predicted_step import bucket_bytes, kept_bytes_by_kind, state_bytes
+from raypar.planner.predicted_step import bucket_bytes, gather_bytes, kept_bytes_by_kind, mirror_bytes, state_bytes
 from raypar.schedule import registry
 from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH, Schedule
 from raypar.schedule.step_timeline import peak_kept_bytes
 
 BUCKETS = "buckets"
 """The kind of memory in which gradients are on their way between replicas."""
+GATHER = "gather"
+"""The kind of memory in which parameters are on their way from their owners."""
+MIRROR = "mirror"
+"""The kind of memory of the mirror's copies."""
 KEPT_NOUNS: dict[str, str] = {
     BUCKETS: "buckets of gradients",
+    GATHER: "parameters on their way",
+    MIRROR: "the mirror's copies",
     ACTIVATIONS: "activations",
     KEPT_INPUTS: "inputs of recomputed layers",
     STASH: "stash for weight gradients",
@@ -37,11 +44,18 @@ class MemorySheet:
     """Kind of memory kept for backward passes -> its bytes at the moment of the step when all kinds together take most."""
     buckets: int = 0
     """Buckets of gradients that are on their way between replicas."""
+    gather: int = 0
+    """Parameters that are on their way from their owners, at most."""
+    mirror: int = 0
+    """The mirror's copies, when they are most."""
+    mirror_files: int = 0
+    """The mirror's copies that lie in files; they are no part of the memory."""
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """All kinds -> their bytes, as data."""
-        return {str(kind): nbytes for kind, nbytes in (*self.state.items(), (BUCKETS, self.buckets), *self.kept.items())}
+        """All kinds of memory -> their bytes, as data."""
+        beside = {BUCKETS: self.buckets, GATHER: self.gather, MIRROR: self.mirror}
+        return {**{str(kind): nbytes for kind, nbytes in self.state.items()}, **beside, **self.kept}
 
     @property
     def total(self) -> int:
@@ -52,9 +66,10 @@ class MemorySheet:
         state = ", ".join(
             f"{format_mib(nbytes)} of {STATE_KIND_NOUNS[kind]}"
             for kind, nbytes in self.state.items()
-            if nbytes or kind != "widened"
+            if nbytes or kind not in ("widened", "buffer", "average")
         )
-        buckets = f", {format_mib(self.buckets)} of {KEPT_NOUNS[BUCKETS]}" if self.buckets else ""
+        beside = {kind: nbytes for kind, nbytes in self.by_kind.items() if kind in (BUCKETS, GATHER, MIRROR) and nbytes}
+        buckets = "".join(f", {format_mib(nbytes)} of {KEPT_NOUNS[kind]}" for kind, nbytes in beside.items())
         parts = [(kind, nbytes) for kind, nbytes in self.kept.items() if nbytes or kind == ACTIVATIONS]
         kept = ", ".join(f"{format_mib(nbytes)} of {KEPT_NOUNS[kind]}" for kind, nbytes in parts)
         return f"{state}{buckets} and at most {kept}: {format_mib(self.total)}"
@@ -70,10 +85,44 @@ def memory_sheets(
     sizes = kept_bytes_by_kind(profile, routing, orders)
     kept = [peak_kept_bytes(order, sizes) for order in orders]
     state = state_bytes(profile, routing, [sum(peak.values()) for peak in kept])
+    beside = zip(kept, bucket_bytes(profile, routing), gather_bytes(profile, plan), *mirror_bytes(profile, plan), strict=True)
     return tuple(
-        MemorySheet({kind: by_rank[rank] for kind, by_rank in state.items()}, peak, buckets)
-        for rank, (peak, buckets) in enumerate(zip(kept, bucket_bytes(profile, routing), strict=True))
+        MemorySheet({kind: by_rank[rank] for kind, by_rank in state.items()}, *of_rank) for rank, of_rank in enumerate(beside)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HoldersSheet:
+    """What the largest worker of a plan holds with some number of holders of each part of divided state."""
+
+    holders: int
+    """How many replicas hold each part."""
+    is_mirrored: bool
+    """Whether the mirror is on."""
+    sheet: MemorySheet
+    """The worker's sheet."""
+
+    @property
+    def divided_bytes(self) -> int:
+        """The state that replicas divide from the first ZeRO stage on."""
+        return sum(nbytes for kind, nbytes in self.sheet.state.items() if SHARED_OUT_FROM[kind] == 1)
+
+
+def sheets_by_holders(
+    profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches
+) -> tuple[HoldersSheet, ...]:
+    """The plan with one holder of each part and with two, with the mirror that it has and, for two, without; empty where
+    replicas divide nothing, or are so few that two holders save nothing."""
+    if not any(stage.zero and stage.replicas > 2 for stage in plan.stages):
+        return ()
+    mirrored = profile.mirror is not None
+    cases = [(1, mirrored), (2, mirrored), *[(2, False)] * mirrored]
+    found = []
+    for holders, on in cases:
+        known = profile if on else replace(profile, mirror=None)
+        sheets = memory_sheets(known, plan.with_zero(plan.zero_levels, holders), schedule, microbatches)
+        found.append(HoldersSheet(holders, on, max(sheets, key=lambda sheet: sheet.total + sheet.mirror_files)))
+    return tuple(found)
 
 
 def out_of_memory_advice(
@@ -99,38 +148,76 @@ def describe_changes_that_fit(
     if not ways:
         least = f"less than {format_mib(limit)} a worker"
         return (
-            f"neither recomputation nor more stages, another schedule or smaller microbatches are predicted to take {least}: "
-            "use larger workers"
+            "neither recomputation nor plan.zero, more stages, another schedule or smaller microbatches are predicted to take "
+            f"{least}: use larger workers"
         )
     return f"predicted to fit: {'; or '.join(ways)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change to a job that leaves its results as they are, and may need less memory."""
+
+    text: str
+    """What to set."""
+    mirror: MirrorPlace | None = None
+    """Where the mirror's copies lie then; None: where they lie now."""
+    recompute: tuple[int, ...] | None = None
+    """The layers that are recomputed then; None: as now."""
+    zero: int | None = None
+    """The ZeRO stage of all stages then; None: theirs."""
+
+
+def _changes(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule) -> list[_Change]:
+    """The changes that may help, those that cost least first."""
+    every = tuple(range(len(profile.layers)))
+    found = [_Change("elastic.mirror_in=FOLDER", mirror="files")] if profile.mirror == "memory" else []
+    if plan.recompute != every and isinstance(schedule, str):
+        found.append(_Change("plan.recompute=full", recompute=every))
+    if not plan.most_zero and plan.with_zero(1).most_zero:
+        found += [_Change(f"plan.zero={level}", zero=level) for level in profile.zero_levels if level]
+    return found
+
+
+def _changed(profile: ModelProfile, plan: ParallelPlan, changes: Iterable[_Change]) -> tuple[ModelProfile, ParallelPlan]:
+    """Profile and plan after some changes."""
+    for change in changes:
+        profile = profile if change.mirror is None else replace(profile, mirror=change.mirror)
+        plan = plan if change.recompute is None else replace(plan, recompute=change.recompute)
+        plan = plan if change.zero is None else plan.with_zero(change.zero)
+    return profile, plan
 
 
 def _changes_that_fit(
     profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches, limit: int
 ) -> Iterator[str]:
-    """Each change that fits, as text: full recomputation first, then other changes, the smallest of each kind.
-
-    The other changes are combined with full recomputation only if nothing fits without.
+    """Each change that fits, as text: those that cost little first, then others, the smallest of each kind. Changes are
+    combined only if nothing fits without.
     """
+    changes = _changes(profile, plan, schedule)
+    several = [
+        each
+        for count in range(2, len(changes) + 1)
+        for each in combinations(changes, count)
+        if sum(change.zero is not None for change in each) <= 1
+    ]
     found = False
-    every = tuple(range(len(profile.layers)))
-    if plan.recompute != every and isinstance(schedule, str):
-        most = _largest_worker_bytes(profile, replace(plan, recompute=every), schedule, microbatches)
+    for each in [*((change,) for change in changes), *several]:
+        if found and (len(each) > 1 or each[0].zero not in (None, 1)):
+            break  # more changes, or a higher ZeRO stage, than are needed
+        known, other = _changed(profile, plan, each)
+        most = largest_worker_bytes(known, other, schedule, microbatches)
         if most is not None and most < limit:
             found = True
-            yield f"plan.recompute=full ({format_mib(most)} a worker, the same results)"
-    if plan.with_zero(1).most_zero and not plan.most_zero:
-        most = _largest_worker_bytes(profile, plan.with_zero(1), schedule, microbatches)
-        if most is not None and most < limit:
-            found = True
-            yield f"plan.zero=1 ({format_mib(most)} a worker, the same results)"
-    for recompute in dict.fromkeys((plan.recompute, every)):
-        beside = "" if recompute == plan.recompute else " with plan.recompute=full"
-        for way in _other_changes_that_fit(profile, replace(plan, recompute=recompute), schedule, microbatches, limit, beside):
+            yield f"{' with '.join(change.text for change in each)} ({format_mib(most)} a worker, the same results)"
+    for each in [(), *((change,) for change in changes), *several]:
+        if found and each:
+            return
+        known, other = _changed(profile, plan, each)
+        beside = "".join(f" with {change.text}" for change in each)
+        for way in _other_changes_that_fit(known, other, schedule, microbatches, limit, beside):
             found = True
             yield way
-        if found:
-            return
 
 
 def _other_changes_that_fit(
@@ -146,12 +233,12 @@ def _other_changes_that_fit(
         cuts = balanced_cuts(profile.work_sums(plan.recompute), stages)
         deeper = ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=layers, cuts=cuts, recompute=plan.recompute)
         deeper = deeper.with_zero(max(plan.zero_levels), plan.zero_holders)
-        most = _largest_worker_bytes(profile, deeper, "1f1b", microbatches)
+        most = largest_worker_bytes(profile, deeper, "1f1b", microbatches)
         if most is not None and most < limit:
             yield f"plan.stages={stages} under 1f1b{beside} ({format_mib(most)} a worker)"
             break
     if schedule != "1f1b" and registry.schedule_fits_plan("1f1b", plan):
-        most = _largest_worker_bytes(profile, plan, "1f1b", microbatches)
+        most = largest_worker_bytes(profile, plan, "1f1b", microbatches)
         if most is not None and most < limit:
             named = schedule if isinstance(schedule, str) else "the file's"
             yield f"schedule 1f1b instead of {named}{beside} ({format_mib(most)})"
@@ -159,7 +246,7 @@ def _other_changes_that_fit(
     while count <= microbatches.batch_size and isinstance(schedule, str):
         parts = tuple(replace(x, activation_bytes=x.activation_bytes * microbatches.count // count) for x in profile.layers)
         finer = Microbatches(count, microbatches.blocks, microbatches.batch_size)
-        most = _largest_worker_bytes(replace(profile, layers=parts), plan, schedule, finer)
+        most = largest_worker_bytes(replace(profile, layers=parts), plan, schedule, finer)
         if most is not None and most < limit:
             yield (
                 f"microbatches={count} instead of {microbatches.count}{beside} ({format_mib(most)}; another sum, so other bits)"
@@ -168,7 +255,7 @@ def _other_changes_that_fit(
         count *= 2
 
 
-def _largest_worker_bytes(
+def largest_worker_bytes(
     profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches
 ) -> int | None:
     """Predicted memory of the largest worker in bytes; None if the schedule cannot run the plan."""

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from raypar.errors import PlanError
 from raypar.plan import ModelOutline, ParallelPlan, StageConnections, StageEdge, StagePlan
@@ -17,6 +17,9 @@ from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 from raypar.plan.stage_connections import owner_of
 from raypar.plan.state_bytes import StateBytes
 from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH
+
+MirrorPlace = Literal["memory", "files"]
+"""Where the mirror's copies lie: in workers' memory, or in files, which the system may write out."""
 
 BATCH = -1
 """Stands for the producing layer of a field of the batch."""
@@ -153,7 +156,9 @@ class ModelProfile:
     recomputation; the others failed it or were not checked. `most_stages`: how many stages a plan may have; None: any number (1
     for an optimizer that couples parameters). `lengths`: of which length the microbatches are that were measured, in
     words, where others are shorter: `microbatches of length 128`; empty: all are as the first one. `reduction_buffer_bytes`:
-    most memory of the buckets in which a stage's replicas reduce gradients; None: as much as they need.
+    most memory of the buckets in which a stage's replicas reduce gradients; None: as much as they need; 0: not counted.
+    `mirror`: where workers keep the mirror's copies of their state; None: there are none. `most_zero`: the highest ZeRO stage
+    that a plan may have (an optimizer that couples parameters allows none). `zero_is_open`: whether the planner chooses it.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -168,10 +173,18 @@ class ModelProfile:
     most_stages: int | None = None
     lengths: str = ""
     reduction_buffer_bytes: int | None = 0
+    mirror: MirrorPlace | None = None
+    most_zero: int = 1
+    zero_is_open: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise PlanError("the profile has no layers", cure="profile a model with at least one layer")
+
+    @property
+    def zero_levels(self) -> range:
+        """The ZeRO stages that a plan may have."""
+        return range(1 if self.most_stages == 1 else self.most_zero + 1)
 
     def work_sums(self, recompute: Collection[int] = ()) -> tuple[float, ...]:
         """Prefix sums [layers + 1] of the least time of each layer per microbatch, its backward whole or split.

@@ -26,6 +26,7 @@ def plan_report(choice: PlanChoice, *, rows: int = 12) -> str:
     hidden = len(choice.verdicts) - len(shown)
     if hidden:
         text.append(f"and {hidden} more, none better")
+    text += [line] if (line := memory_line(choice)) else []
     if len(choice.plan.stages) > 1:
         text.append(f"stages cut by measured times: plan.cuts={list(choice.plan.split_points)}")
     cut = choice.microbatches
@@ -49,10 +50,20 @@ def short_plan_report(choice: PlanChoice) -> str:
             shown.append(f"{describe_mesh(replicas, shards)} {verdict.predicted_ms:.1f} ms")
     beside = f" (then {', '.join(shown[:2])})" if shown else ""
     cuts = f"; plan.cuts={list(choice.plan.split_points)}, by measured times" if len(choice.plan.stages) > 1 else ""
+    more = f"{cuts}; {line}" if (line := memory_line(choice)) else cuts
     return (
-        f"{choice.best.reason} of {len(choice.verdicts)} plans of up to {count_noun(choice.workers, 'worker')}{beside}{cuts}\n"
+        f"{choice.best.reason} of {len(choice.verdicts)} plans of up to {count_noun(choice.workers, 'worker')}{beside}{more}\n"
         "all of them: `raypar plan JOB --workers N`, or candidates in the run's plan.json"
     )
+
+
+def memory_line(choice: PlanChoice) -> str:
+    """What the chosen plan does so that it fits into memory, and why; empty if it fits without."""
+    best = choice.best
+    if not best.changed_for_memory:
+        return ""
+    needed, has = format_mib(best.bytes_without or 0), format_mib(choice.worker_bytes or 0)
+    return f"{best.changed_for_memory}, for memory: without, a worker would need {needed}, and it has {has}"
 
 
 def stage_balance_text(balance: StageBalance) -> str:
@@ -148,7 +159,8 @@ def _row(verdict: EvaluatedCandidate, why: str) -> tuple[str, ...]:
     chunks = f", {candidate.chunks} chunks" if candidate.chunks > 1 else ""
     return (
         f"{candidate.replicas} x {candidate.stages}" + f" x {candidate.shards} shards" * (candidate.shards > 1),
-        f"{candidate.schedule}{chunks}{', recomputing' if candidate.plan.recompute else ''}",
+        f"{candidate.schedule}{chunks}{', recomputing' if candidate.plan.recompute else ''}"
+        + f", ZeRO {candidate.plan.most_zero}" * bool(candidate.plan.most_zero),
         str(candidate.plan.world),
         "" if verdict.predicted_ms is None else f"{verdict.predicted_ms:.1f}",
         "" if verdict.bubble is None else f"{100 * verdict.bubble:.1f} %",
@@ -171,6 +183,7 @@ def plan_report_as_dict(choice: PlanChoice) -> dict[str, Json]:
                 "schedule": v.candidate.schedule,
                 "chunks": v.candidate.chunks,
                 "recompute": list(v.candidate.plan.recompute),
+                "zero": v.candidate.plan.most_zero,
                 "layers": [[s.first, s.last] for s in v.candidate.plan.stages],
                 "predicted_ms": v.predicted_ms,
                 "bubble_of_total": v.bubble,

@@ -40,6 +40,10 @@ class EvaluatedCandidate:
     predicted_ms: float | None = None
     bubble: float | None = None
     memory_bytes: int | None = None
+    changed_for_memory: str = ""
+    """What it has, in words, because it would not fit as it was given; empty: nothing."""
+    bytes_without: int | None = None
+    """What its largest worker would need without that."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class PlanChoice:
     verdicts: tuple[EvaluatedCandidate, ...]
     workers: int
     microbatches: Microbatches
+    worker_bytes: int | None = None
+    """The memory of a worker, where it is known."""
 
     @property
     def best(self) -> EvaluatedCandidate:
@@ -76,22 +82,25 @@ def search_plans(
     shards: int = 1,
     recompute: Collection[int] = (),
     virtual_shards: int = 0,
-    zero: int = 0,
+    zero: int | None = 0,
     zero_holders: int = 1,
 ) -> PlanChoice:
     """The best uniform plan on at most `workers` workers. Raises `PlanError` when none fits into memory.
 
     All stages have `shards` shards. The bits depend on that number, so it is not chosen here, unless the job gives
     `virtual_shards` on which they depend in its place: then with `shards` 0 any divisor of these is tried. Every plan has the
-    ZeRO stage `zero` and recomputes the layers with the indices `recompute`; one that does not fit recomputes all layers that
-    can be (`profile.recomputable`). Of the plans that are about as fast as the fastest one (`ABOUT_AS_FAST`) the one with the
-    fewest workers wins, then with the fewest stages, then the faster. A candidate whose busiest worker alone computes longer
-    than that is not simulated, unless it has one stage and one or two replicas, which people compare others with.
+    ZeRO stage `zero` (None: the lowest with which it fits) and recomputes the layers with the indices `recompute`; one that
+    does not fit recomputes all layers that can be (`profile.recomputable`), if no ZeRO stage makes it fit in less time. Of the
+    plans that are about as fast as the fastest one (`ABOUT_AS_FAST`) the one with the fewest workers wins, then with the fewest
+    stages, then the faster. A candidate whose busiest worker alone computes longer than that is not simulated, unless it has
+    one stage and one or two replicas, which people compare others with.
     """
     simulated: list[EvaluatedCandidate] = []
     ruled_out: list[EvaluatedCandidate] = []
     best_ms = float("inf")
-    candidates = enumerate_candidates(profile, workers, microbatches, shards, recompute, virtual_shards, zero, zero_holders)
+    levels = profile.zero_levels if zero is None else range(zero, zero + 1)
+    least = levels[0]
+    candidates = enumerate_candidates(profile, workers, microbatches, shards, recompute, virtual_shards, least, zero_holders)
     for candidate in sorted(candidates, key=lambda c: c.bound_ms):
         if candidate.bound_ms > (1 + ABOUT_AS_FAST) * best_ms and not candidate.is_yardstick:
             reason = f"its busiest worker computes {candidate.bound_ms:.4g} ms at least"
@@ -101,7 +110,7 @@ def search_plans(
         if oversized is not None:
             ruled_out.append(EvaluatedCandidate(candidate, f"{oversized}, too many for messages"))
             continue
-        verdict = _evaluated_within_memory(profile, candidate, microbatches)
+        verdict = _evaluated_within_memory(profile, candidate, microbatches, levels)
         if profile.memory_bytes is not None and (excess := (verdict.memory_bytes or 0) - profile.memory_bytes) > 0:
             reason = f"needs {format_mib(verdict.memory_bytes or 0)} a worker, {format_mib(excess)} more than there is"
             ruled_out.append(replace(verdict, reason=reason))
@@ -110,9 +119,9 @@ def search_plans(
         assert verdict.predicted_ms is not None
         best_ms = min(best_ms, verdict.predicted_ms)
     if not simulated:
-        least = min((v.memory_bytes for v in ruled_out if v.memory_bytes is not None), default=0)
+        smallest = min((v.memory_bytes for v in ruled_out if v.memory_bytes is not None), default=0)
         raise PlanError(
-            f"no plan for {count_noun(workers, 'worker')} fits: the smallest needs {format_mib(least)} a worker, "
+            f"no plan for {count_noun(workers, 'worker')} fits: the smallest needs {format_mib(smallest)} a worker, "
             f"a worker has {format_mib(profile.memory_bytes or 0)}",
             cure="use workers with more memory, more of them on other machines, or more microbatches (smaller ones keep less)",
         )
@@ -124,17 +133,30 @@ def search_plans(
     others = [replace(v, reason=_why(v, chosen)) for v in simulated if v is not chosen]
     told = [replace(chosen, reason=_why_chosen(chosen, fastest)), *others]
     ruled_out.sort(key=lambda v: (v.predicted_ms is None, v.predicted_ms or v.candidate.bound_ms))
-    return PlanChoice((*told, *ruled_out), workers, microbatches)
+    return PlanChoice((*told, *ruled_out), workers, microbatches, profile.memory_bytes)
 
 
-def _evaluated_within_memory(profile: ModelProfile, candidate: PlanCandidate, microbatches: Microbatches) -> EvaluatedCandidate:
-    """The candidate; one that does not fit into a worker's memory recomputes all layers that can be."""
-    verdict = evaluate_candidate(profile, candidate, microbatches)
-    more = tuple(sorted({*candidate.plan.recompute, *profile.recomputable}))
-    fits = profile.memory_bytes is None or (verdict.memory_bytes or 0) <= profile.memory_bytes
-    if fits or more == candidate.plan.recompute:
-        return verdict
-    return evaluate_candidate(profile, replace(candidate, plan=replace(candidate.plan, recompute=more)), microbatches)
+def _evaluated_within_memory(
+    profile: ModelProfile, candidate: PlanCandidate, microbatches: Microbatches, levels: range
+) -> EvaluatedCandidate:
+    """The candidate; if it does not fit into a worker's memory, the fastest that fits of those with a higher one of the ZeRO
+    stages `levels`, and with all layers recomputed that can be; if none fits, the one that needs least."""
+    given = evaluate_candidate(profile, candidate, microbatches)
+    limit, plan = profile.memory_bytes, candidate.plan
+    if limit is None or (given.memory_bytes or 0) <= limit:
+        return given
+    more = tuple(sorted({*plan.recompute, *profile.recomputable}))
+    zeros = [plan, *(plan.with_zero(level) for level in levels[1:] if plan.with_zero(level).most_zero)]
+    others = [replace(each, recompute=recompute) for recompute in dict.fromkeys((plan.recompute, more)) for each in zeros]
+    tried = [given, *(evaluate_candidate(profile, replace(candidate, plan=each), microbatches) for each in others[1:])]
+    fit = [verdict for verdict in tried if (verdict.memory_bytes or 0) <= limit]
+    best = min(fit, key=_order) if fit else min(tried, key=lambda verdict: verdict.memory_bytes or 0)
+    if best is given:
+        return given
+    took = best.candidate.plan
+    level = f"plan.zero={took.most_zero}" if took.zero_levels != plan.zero_levels else ""
+    changes = [level, "recomputation" if took.recompute != plan.recompute else ""]
+    return replace(best, changed_for_memory=" and ".join(filter(None, changes)), bytes_without=given.memory_bytes)
 
 
 def _balanced(profile: ModelProfile, verdict: EvaluatedCandidate, microbatches: Microbatches) -> EvaluatedCandidate:
@@ -144,6 +166,7 @@ def _balanced(profile: ModelProfile, verdict: EvaluatedCandidate, microbatches: 
         return verdict
     plan = balance_stages(profile, candidate.plan.with_even_stages(), candidate.schedule, microbatches).plan
     other = evaluate_candidate(profile, replace(candidate, plan=plan), microbatches)
+    other = replace(other, changed_for_memory=verdict.changed_for_memory, bytes_without=verdict.bytes_without)
     fits = profile.memory_bytes is None or (other.memory_bytes or 0) <= profile.memory_bytes
     fits = fits and find_oversized_message(profile.crossing(plan)) is None
     return min(verdict, other, key=_order) if fits else verdict

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
 from raypar.plan.addition_tree import covering_nodes
@@ -36,9 +37,9 @@ def predict_step(
             slower = simulation_costs(profile, plan, split=split, factor=needed_ms / timeline.makespan_ms)
             timeline = simulate_schedule(orders, routing, crossing, replace(slower, kept_bytes=costs.kept_bytes))
     activations = timeline.peak_bytes or (0,) * plan.world
+    beside = (bucket_bytes(profile, routing), gather_bytes(profile, plan), mirror_bytes(profile, plan).in_memory)
     state = state_bytes(profile, routing, kept=activations).values()
-    memory = tuple(map(sum, zip(activations, bucket_bytes(profile, routing), *state, strict=True)))
-    return timeline, memory
+    return timeline, tuple(map(sum, zip(activations, *beside, *state, strict=True)))
 
 
 def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, factor: float = 1.0) -> SimulationCosts:
@@ -107,6 +108,41 @@ def bucket_bytes(profile: ModelProfile, routing: MicrobatchRouting) -> tuple[int
             for rank in row:
                 found[rank] += needed if limit is None else min(limit, needed)
     return tuple(found)
+
+
+GATHER_BYTES = 8 << 20
+"""Most memory of the messages with which a stage's replicas get the parameters that they do not own."""
+
+
+def gather_bytes(profile: ModelProfile, plan: ParallelPlan) -> tuple[int, ...]:
+    """By rank: bytes of the parameters that are on their way from their owners, at most. None where buckets are not counted."""
+    found = [0] * plan.world
+    for place in plan.stages if profile.reduction_buffer_bytes != 0 else ():
+        if place.zero_in_effect:
+            others = profile.stage(place).parameter_bytes * (place.replicas - place.zero_holders) // place.replicas
+            for rank in (rank for row in place.workers for rank in row):
+                found[rank] += min(GATHER_BYTES, others)
+    return tuple(found)
+
+
+class MirrorBytes(NamedTuple):
+    """What the mirror's copies take, by rank."""
+
+    in_memory: tuple[int, ...]
+    in_files: tuple[int, ...]
+    """What they take in files instead, whose pages the system may write out."""
+
+
+def mirror_bytes(profile: ModelProfile, plan: ParallelPlan) -> MirrorBytes:
+    """Bytes of the mirror's copies when they are most: a worker has those of the last complete snapshot and those of the next
+    one, and of each its own state's and that of another worker, whichever that is. A worker without others has none."""
+    none = (0,) * plan.world
+    if profile.mirror is None or plan.world == 1:
+        return MirrorBytes(none, none)
+    owned = profile.state_on_shards(plan.virtual_shard_counts).owned_by(plan)
+    second, most = sorted(owned)[-2:]
+    copies = tuple(2 * (own + (second if own == most else most)) for own in owned)
+    return MirrorBytes(none, copies) if profile.mirror == "files" else MirrorBytes(copies, none)
 
 
 def state_bytes(

@@ -145,7 +145,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     },
     CLUSTER: {"kind": is_text, "address": is_text, "nodes": _records(_NODE, *_NODE), "submitted": is_flag},
     TRACE: {},  # `draw.swimlane_as_json` checks what is read of it
-    TOTALS: {"time": TIME},  # the rest is checked by `totals.read_totals`
+    TOTALS: {"time": TIME, "worker_memory_bytes": is_list_of(is_mapping_of(_BYTES))},  # the rest: `totals.read_totals`
 }  # fmt: skip
 """Document -> its fields and their checks."""
 

@@ -67,7 +67,8 @@ METRIC_DEFINITIONS: tuple[MetricDefinition, ...] = (
     MetricDefinition(
         "raypar_worker_memory_bytes",
         "gauge",
-        "Memory of the worker: rss, peak_rss, gpu_allocated, gpu_reserved",
+        "Memory of the worker: rss, peak_rss, empty (before the model), gpu_allocated, gpu_reserved; of its tensors parameter, "
+        "master, optimizer, average, buffer, mirror",
         (*SEAT_LABELS, "kind"),
     ),
     MetricDefinition("raypar_step_duration_seconds", "histogram", "Times of steps, pauses not counted", (), STEP_BUCKETS_S),

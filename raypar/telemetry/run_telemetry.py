@@ -143,6 +143,10 @@ class RunTelemetry:
             if ledger := report.get("ledger"):
                 self._add_ledger(rank, ledger)
 
+    def held_bytes(self, rank: int) -> dict[str, int]:
+        """Kind of memory -> bytes that a worker has reported last, in this generation; empty if it has not."""
+        return {kind: int(nbytes) for kind, nbytes in self.memory.get(rank, {}).items()}
+
     def _add_ledger(self, rank: int, ledger: Mapping[str, Mapping[str, int]]) -> None:
         """Count the bytes that a worker has sent since its last report. A ledger counts from the start of the generation."""
         sent = {operation: counts["sent"] for operation, counts in ledger.items() if counts.get("sent")}

@@ -101,7 +101,9 @@ class ElasticWorker:
             self._take_mirror_snapshot(self.core.transport)
         digest = self.mirror.digests.get(step + 1) if into_mirror else None
         not_kept = report.not_kept or (self.core.why_not_kept() if into_mirror else "")
-        return replace(report, mirror_seconds=self.mirror.pop_seconds_spent(), digest=digest, not_kept=not_kept)
+        memory = {**report.memory, self.mirror.memory_kind: self.mirror.held_bytes} if report.memory else report.memory
+        seconds = self.mirror.pop_seconds_spent()
+        return replace(report, mirror_seconds=seconds, digest=digest, not_kept=not_kept, memory=memory)
 
     def validate(self) -> Routine[ValidationReport]:
         """Run one validation pass."""

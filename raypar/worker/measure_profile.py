@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import statistics
 import threading
 import time
@@ -22,6 +24,7 @@ from raypar.comm.transport import Transport
 from raypar.comm.virtual_shards import VirtualShards
 from raypar.errors import ConfigError, ModelError, RayparError, UserCodeError
 from raypar.job import Job
+from raypar.job.plan_section import MOST_ZERO
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_by_layer
 from raypar.model.layer_skeletons import layers_that_write_buffers
@@ -114,7 +117,7 @@ def profile_job(
     return ModelProfile(
         measured.layers,
         link,
-        free_memory_per_worker(workers) if spec.device == "cpu" else None,
+        spec.worker_memory_bytes or (free_memory_per_worker(workers) if spec.device == "cpu" else None),
         step_ms=exchanges * link.latency_ms,
         outputs=measured.outputs,
         processors=max(1, count_usable_cpus() // spec.threads),
@@ -123,6 +126,9 @@ def profile_job(
         recomputable=measured.recomputable,
         lengths=describe_largest_shape(spec),
         reduction_buffer_bytes=spec.reduction_buffer_bytes,
+        mirror=spec.elastic.mirror_place if spec.elastic is not None else None,
+        most_zero=MOST_ZERO,
+        zero_is_open=spec.leaves_zero_open,
     )
 
 
@@ -239,7 +245,8 @@ def profile_layers(
         recomputable += [index] if may_recompute else []
         found.append(profile)
         for kind, sizes_of_kind in of_layer.items():
-            state[kind].update(sizes_of_kind)
+            if sizes_of_kind:
+                state.setdefault(kind, {}).update(sizes_of_kind)
         sizes.update((name, tensor_nbytes(value)) for name, value in outputs.items())
     producers = dict.fromkeys(graph.handed_on, 0) | {name: i for i, layer in enumerate(graph.layers) for name in layer.outputs}
     between = tuple(
@@ -381,12 +388,15 @@ def _state_bytes(spec: Job, stage: Stage, optimizer: dict[str, int]) -> BytesByT
     """What the parameters of a stage take. `optimizer`: parameter -> bytes that the optimizer keeps for it."""
     trained = {name: tensor_nbytes(p) for name, p in stage.parameters.items() if p.requires_grad}
     parameters = {name: tensor_nbytes(p) for name, p in stage.parameters.items()}
+    more: BytesByTensor = {"buffer": {name: tensor_nbytes(buffer) for name, buffer in stage.buffers.items()}}
+    if spec.average is not None:
+        more["average"] = trained
     if parameter_dtype_of(spec.precision) is None:
-        return {"parameter": parameters, "gradient": trained, "optimizer": optimizer}
+        return {"parameter": parameters, "gradient": trained, "optimizer": optimizer, **more}
     copies = {name: tensor_nbytes(copy) for name, copy in stage.weights.rounded.items()}
     masters = {name: nbytes for name, nbytes in trained.items() if name in copies}  # a frozen one is counted with its copy
     parameters = {name: nbytes + copies.get(name, 0) - masters.get(name, 0) for name, nbytes in parameters.items()}
-    found: BytesByTensor = {"parameter": parameters, "master": masters, "gradient": trained, "optimizer": optimizer}
+    found: BytesByTensor = {"parameter": parameters, "master": masters, "gradient": trained, "optimizer": optimizer, **more}
     if gradient_dtype_of(spec.precision) is not None:
         found["gradient"] = {name: copies.get(name, nbytes) for name, nbytes in trained.items()}
         found["widened"] = {name: nbytes - copies[name] for name, nbytes in masters.items()}
@@ -429,9 +439,7 @@ def _profile_optimizer(spec: Job, stage: Stage) -> tuple[float, dict[str, int]]:
             cure="the last lines of the traceback are where your code, or what it called, raised",
         ) from error
     state = read_optimizer_state(optimizer).parameters
-    averaged = {n: p.nbytes if spec.average is not None else 0 for n, p in trainable.items()}
-    kept = {n: sum(tensor_nbytes(v) for v in entry.values() if isinstance(v, Tensor)) for n, entry in state.items()}
-    return took, {n: nbytes + averaged[n] for n, nbytes in kept.items()}
+    return took, {n: sum(tensor_nbytes(v) for v in entry.values() if isinstance(v, Tensor)) for n, entry in state.items()}
 
 
 def measure_median_ms(
@@ -467,15 +475,25 @@ def tensor_nbytes(tensor: Tensor) -> int:
 def free_memory_per_worker(workers: int) -> int | None:
     """What each of `workers` may use of this machine's free memory beside what a worker takes empty; None if unknown.
 
-    More workers than two a processor are taken to be on several machines like this one.
+    More workers than two a processor are taken to be on several machines like this one. A container's limit counts (cgroup
+    version 2), and so do limits of a process (`ulimit -d`, `ulimit -v`), which workers of a local cluster inherit.
     """
     try:
         info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = [int(number) * os.sysconf("SC_PAGE_SIZE") for number in Path("/proc/self/statm").read_text().split()]
     except (OSError, ValueError):
         return None
     free = int(info["MemAvailable"].split()[0]) * 1024
-    return max(0, free // min(workers, 2 * count_usable_cpus()) - pages * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(OSError, ValueError, KeyError):  # "max" where there is no limit
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(stat["inactive_file"]))  # files that were read make room for others
+    size, resident, data = pages[0], pages[1], pages[5]
+    found = free // min(workers, 2 * count_usable_cpus()) - resident
+    for which, used in ((resource.RLIMIT_AS, size), (resource.RLIMIT_DATA, data)):
+        if (limit := resource.getrlimit(which)[0]) != resource.RLIM_INFINITY:
+            found = min(found, limit - used)
+    return max(0, found)
 
 
 def count_usable_cpus() -> int:

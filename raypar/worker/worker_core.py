@@ -43,6 +43,7 @@ from raypar.worker.data.stream_feed_process import StreamFeedProcess
 from raypar.worker.data.stream_loader import StreamLoader
 from raypar.worker.data.worker_data import WorkerData
 from raypar.worker.forward_passes import MicrobatchesOfPass, pack_measures
+from raypar.worker.held_memory import held_memory
 from raypar.worker.kept_predictions import Prediction
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.metrics.metric import Metric, make_metrics
@@ -106,7 +107,7 @@ class StepReport:
     peak_rss_bytes: int
     """Peak resident memory of the process so far."""
     memory: Mapping[str, int] = field(default_factory=dict)
-    """Kind of memory -> bytes in use now (`process.memory_in_use`), every `SAMPLE_S`; else empty."""
+    """Kind of memory -> bytes in use now (`WorkerCore.memory`), every `SAMPLE_S`; else empty."""
     mirror_seconds: float = 0.0
     """Time that went into the mirror; not part of `seconds`."""
     digest: Digest | None = None
@@ -247,6 +248,8 @@ class WorkerCore:
     """Tells when steps are long because samples are read slowly."""
     _sampled_ns: int
     """When a report last had the memory and the bytes sent (`time.perf_counter_ns`)."""
+    _empty_bytes: int
+    """Resident memory of this process before it held anything of the model."""
 
     def __init__(
         self,
@@ -263,7 +266,7 @@ class WorkerCore:
         self.guard = guard if guard is not None else TorchStateGuard(spec.threads)
         self.guard.establish("the process that made this worker")
         self.step_timeout_s = step_timeout_s
-        self.device = device
+        self.device, self._empty_bytes = device, memory_in_use(CPU).get("rss", 0)
         if graph is None:
             graph = make_layer_graph(spec, self.guard.watching)
         self.graph = guard_graph_builds(graph, self.guard)
@@ -668,12 +671,20 @@ class WorkerCore:
             spans=tuple(self.interpreter.spans),
             ledger=self.transport.ledger.as_dict() if trace or sampled else {},
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            memory=memory_in_use(self.device) if sampled else {},
+            memory=self.memory() if sampled else {},
             streams=self.loader.report(step) if isinstance(self.loader, StreamLoader) else None,
             warnings=self._lines_for_user(),
             not_kept="" if (step + 1) & step else self.why_not_kept(),
             metrics=metrics,
         )
+
+    def memory(self) -> dict[str, int]:
+        """Kind of memory -> bytes in use now: of the process (`process.memory_in_use`), `empty` before it held anything of the
+        model, and of its tensors by the kinds of the memory sheet (`held_memory`)."""
+        commit = self.step_commit
+        owned = [each for of_stage in commit.owned.values() for each in of_stage]
+        held = held_memory(self.stages.values(), commit.optimizers.values(), owned)
+        return {**memory_in_use(self.device), "empty": self._empty_bytes, **held}
 
     def optimizer_state(self, index: ShardOfStage) -> OptimizerState:
         """The state of a stage's optimizer. Raises `StateNotKeptError` for what cannot be, or was not, moved or saved."""

@@ -257,6 +257,26 @@ def test_a_plan_shows_what_it_recomputes_and_its_memory_sheet():
     assert header.split()[-2:] == ["in", "all"] and "activations" in header and first.startswith("worker 0")
 
 
+def test_a_plan_that_divides_state_shows_one_holder_of_each_part_beside_two_and_where_the_mirrors_copies_lie():
+    known = replace(
+        HEAVY, layers=tuple(replace(layer, parameter_bytes=4 << 20, optimizer_bytes=8 << 20) for layer in HEAVY.layers)
+    )
+    plan, more = ParallelPlan.mesh(dp=4, layers=4).with_zero(1), ("1f1b", Microbatches(4), SIZES)
+    lines = plan_as_text(plan_as_dict(plan, *more, replace(known, mirror="memory"))).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("holders of each part"))
+    assert lines[at].split("  ")[-1].strip() == "largest worker" and "the mirror's copies" in lines[at]
+    rows = [line.split() for line in lines[at + 1 : at + 4]]
+    assert [row[:4] for row in rows] == [
+        ["1", "on", "8.0", "48.0"],
+        ["2", "on", "16.0", "96.0"],
+        ["2", "off", "16.0", "0.0"],
+    ]
+    assert lines[at + 4].startswith("in MiB; when one worker is lost: with one holder all go back to the mirror's last copy")
+    text = plan_as_text(plan_as_dict(plan, *more, replace(known, mirror="files")))
+    assert "the mirror's copies lie in files (elastic.mirror_in): at most 48.0 MiB of a worker, no part of its memory" in text
+    assert "holders of each part" not in plan_as_text(plan_as_dict(plan.with_zero(0), *more, known))
+
+
 def test_a_plan_that_does_not_fit_names_the_nearest_that_does():
     small = replace(HEAVY, memory_bytes=max(plan_as_dict(*GPIPE, HEAVY)["memory_bytes"]) - 1)
     found = plan_as_dict(*GPIPE, small)

@@ -1,14 +1,21 @@
 """Out of memory: what a worker holds under its plan, and what would fit, from a profile."""
 
+import resource
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from raypar.errors import ConfigError, PlanError
+from raypar.job.read_job import parse_job
+from raypar.launch.choose_plan import check_memory
 from raypar.plan import Microbatches, ParallelPlan
-from raypar.planner.memory_sheet import memory_sheets, out_of_memory_advice
+from raypar.planner.memory_sheet import MIRROR, describe_changes_that_fit, memory_sheets, out_of_memory_advice
 from raypar.planner.model_profile import BATCH, KeptStorages, LayerProfile, LayerStorages, ModelProfile, ReadStorage
-from raypar.planner.predicted_step import predict_step
+from raypar.planner.predicted_step import GATHER_BYTES, predict_step
 from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH
+from raypar.worker import measure_profile
+from raypar.worker.step.parameter_gather import WINDOW_BYTES
 
 MIB = 1 << 20
 LAYER = LayerProfile(
@@ -120,3 +127,86 @@ def test_a_microbatch_of_another_size_takes_its_part():
     plan = ParallelPlan.mesh(layers=3)
     assert known.kept_bytes(plan, 0, 2, recompute=False)[ACTIVATIONS] == 147
     assert known.kept_bytes(plan, 0, 4, recompute=False)[ACTIVATIONS] == 294
+
+
+def test_the_mirror_takes_two_snapshots_of_the_own_state_and_of_anothers():
+    two = ParallelPlan.mesh(pp=2, layers=3)
+    known = replace(profile(layers=3), mirror="memory")
+    owned = [12 * MIB * (stage.last - stage.first) for stage in two.stages]  # parameters and optimizer state
+    sheets = memory_sheets(known, two, "1f1b", CUT)
+    assert [sheet.mirror for sheet in sheets] == [2 * sum(owned)] * 2 == [sheet.by_kind[MIRROR] for sheet in sheets]
+    assert [sheet.total for sheet in sheets] == list(predict_step(known, two, "1f1b", CUT)[1])
+    assert f"{2 * sum(owned) / MIB:.1f} MiB of the mirror's copies and at most" in str(sheets[0])
+    alone = memory_sheets(known, ParallelPlan.mesh(layers=3), "1f1b", CUT)
+    assert alone[0].mirror == 0, "nobody to give a copy to"
+
+
+def test_copies_in_files_are_no_part_of_the_memory():
+    plan = ParallelPlan.mesh(pp=2, layers=8)
+    places = ("memory", "files", None)
+    in_memory, in_files, off = (memory_sheets(replace(profile(), mirror=place), plan, "1f1b", CUT)[0] for place in places)
+    assert in_files.mirror_files == in_memory.mirror and in_files.mirror == 0
+    assert in_files.total == off.total == in_memory.total - in_memory.mirror
+    advice = describe_changes_that_fit(replace(profile(), mirror="memory"), plan, "1f1b", CUT, off.total + 1)
+    assert advice.startswith(
+        f"predicted to fit: elastic.mirror_in=FOLDER ({off.total / MIB:.1f} MiB a worker, the same results)"
+    )
+
+
+def test_what_owners_send_counts_where_replicas_divide_state():
+    known = replace(profile(), reduction_buffer_bytes=8 * MIB)
+    plan = ParallelPlan.mesh(dp=4, layers=8)
+    assert memory_sheets(known, plan, "1f1b", Microbatches(4, 4, 64))[0].gather == 0
+    assert memory_sheets(known, plan.with_zero(1), "1f1b", Microbatches(4, 4, 64))[0].gather == GATHER_BYTES == WINDOW_BYTES
+    few = replace(known, layers=(replace(LAYER, parameter_bytes=4096),))
+    assert memory_sheets(few, ParallelPlan.mesh(dp=4, layers=1).with_zero(1), "1f1b", Microbatches(4, 4, 64))[0].gather == 3072
+
+
+JOB = """
+model: {function: "helpers.tiny_job:model"}
+loss: {function: "helpers.tiny_job:loss"}
+data: {function: "helpers.tiny_job:data"}
+steps: 2
+batch_size: 64
+microbatches: 8
+virtual_replicas: 1
+"""
+
+
+def test_a_plan_that_needs_more_than_the_job_gives_a_worker_is_refused_with_the_nearest_that_fits():
+    known, plan = profile(memory_mib=110), ParallelPlan.mesh(pp=2, layers=8)
+    sheets = memory_sheets(known, plan, "gpipe", CUT)
+    limited = parse_job(JOB + "placement: {worker_memory_mib: 110}")
+    assert limited.worker_memory_bytes == 110 * MIB and parse_job(JOB).worker_memory_bytes is None
+    with pytest.raises(PlanError) as error:
+        check_memory(known, plan, "gpipe", limited, sheets)
+    assert error.value.what == (
+        "the plan does not fit: worker 0 (stage 0, replica 0) is predicted to hold 16.0 MiB of parameters, 16.0 MiB of "
+        "gradients, 32.0 MiB of optimizer state and at most 256.0 MiB of activations: 320.0 MiB; placement.worker_memory_mib "
+        "is 110"
+    )
+    assert error.value.cure.startswith("predicted to fit: plan.recompute=full (96.0 MiB a worker, the same results)")
+    (line,) = check_memory(known, plan, "gpipe", parse_job(JOB), sheets)
+    assert "each worker's part of this machine's free memory is 110.0 MiB\n  cure: predicted to fit: plan.recompute" in line
+    assert (
+        check_memory(profile(memory_mib=320), plan, "gpipe", limited, sheets)
+        == ()
+        == check_memory(profile(), plan, "gpipe", limited, sheets)
+    )
+
+
+@pytest.mark.parametrize("given", [0, -1, "x", ".inf", ".nan"])
+def test_a_workers_memory_is_a_number_of_mib(given):
+    with pytest.raises(ConfigError, match="worker_memory_mib"):
+        parse_job(JOB + f"placement: {{worker_memory_mib: {given}}}")
+
+
+def test_limits_of_a_process_and_of_a_container_count(monkeypatch):
+    free = measure_profile.free_memory_per_worker(1)
+    assert free > 100 * MIB
+    monkeypatch.setattr(measure_profile.resource, "getrlimit", lambda which: (1 << 40, 1 << 40))
+    assert measure_profile.free_memory_per_worker(1) > 0.5 * free
+    data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_DATA: data + 50 * MIB}
+    monkeypatch.setattr(measure_profile.resource, "getrlimit", lambda which: (limits[which], resource.RLIM_INFINITY))
+    assert 20 * MIB < measure_profile.free_memory_per_worker(1) <= 60 * MIB

@@ -416,3 +416,20 @@ def test_the_goodput_is_that_of_the_runs_totals_as_in_raypar_top():
     files = RunFiles(view, PLAN, None, None, None, totals.as_document())
     facts = {fact.name: fact.value for fact in build_run_report(status, files, BEGAN + 9).facts}
     assert facts["goodput"] == f"{100 * totals.goodput:.1f} %" == "60.0 %"
+
+
+def test_what_workers_hold_stands_below_what_they_were_predicted_to_hold():
+    view = view_of(METRICS)
+    status = build_run_status("run", "runs/run", view, steps=50, plan=PLAN, members=None, cluster=None, now=BEGAN + 30)
+    held = {"rss": 350 << 20, "empty": 300 << 20, "peak_rss": 400 << 20, "parameter": 8 << 20, "optimizer": 17 << 20}
+    files = RunFiles(view, PLAN, None, None, None, {"worker_memory_bytes": [held] * 4})
+    report = build_run_report(status, files, BEGAN + 30)
+    assert report.workers[0].above_empty_bytes == 50 << 20
+    page = run_report_html(report)
+    text = Page(page).text
+    for words in ("predicted and measured", "measured, MiB", "measured peak, MiB", "everything else", "50.0"):
+        assert words in text, words
+    assert 'title="optimizer state: 17.0 MiB"' in page and 'title="everything else: 25.0 MiB"' in page
+    for damaged in ([held] * 3, "x", [{"rss": "x", "empty": True}] * 4, [{}] * 4):
+        files = RunFiles(view, PLAN, None, None, None, {"worker_memory_bytes": damaged})
+        assert "measured, MiB" not in Page(run_report_html(build_run_report(status, files, BEGAN + 30))).text

@@ -139,3 +139,23 @@ def test_the_sheet_counts_every_kind_of_state_that_was_measured():
     before, after = (memory_sheets(known, plan, "1f1b", batching)[0] for known in (PROFILE, profile))
     assert after.state["average"] == after.total - before.total == sum(averages.values())
     assert "of averages and at most" in str(after)
+
+
+@pytest.mark.parametrize("zero, holders", [(0, 1), (1, 1), (1, 2), (2, 1), (3, 1)])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.describe())
+def test_a_rank_owns_what_it_has_to_hold(plan, zero, holders):
+    """Of each element of `held`, its parameter and what the optimizer keeps for it; a tie counts in each stage of a worker."""
+    nbytes = {name: 12 * size for name, size in TRAINED.items()} | {"1.old": 4 * 300, "mask": 4 * 50}
+    state = StateBytes(MODEL, {**STATE.by_tensor, "buffer": {"mask": 4 * 50}})
+    placed = plan.with_zero(zero, holders)
+    sizes = {name: size for layer in MODEL.elements for name, size in layer.items()}
+    held = Ownership(placed, MODEL).held
+    wanted = [sum(nbytes[piece.name] * piece.size // sizes[piece.name] for piece in pieces) for pieces in held]
+    twice = len(plan.grids) < len(plan.stages)  # of the worker with both ends, the embedding
+    found = state.owned_by(placed)
+    assert all(theirs == wanted[rank] or (twice and theirs > wanted[rank]) for rank, theirs in enumerate(found)), (
+        found,
+        wanted,
+    )
+    masters = StateBytes(MODEL, {**STATE.by_tensor, "master": {name: 8 * n for name, n in TRAINED.items()}})
+    assert sum(masters.owned_by(placed)) > sum(STATE.owned_by(placed)), "the most precise of its copies"

@@ -14,10 +14,12 @@ from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StagePlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.placements import plan_for_fewer_workers
 from raypar.plan.state_bytes import StateBytes
-from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
+from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets, sheets_by_holders
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.plan_report import plan_report, plan_report_as_dict, short_plan_report
 from raypar.planner.plan_search import search_plans
 from raypar.planner.predicted_step import simulation_costs
+from raypar.planner.zero_level import choose_zero_level
 from raypar.record.stages_of_plan import plan_of_stages, stages_as_data
 from raypar.worker.step.optimizer_trial import try_optimizer
 
@@ -44,7 +46,7 @@ def test_one_level_or_one_for_each_stage(given, levels):
 
 @pytest.mark.parametrize("given", [3, [1, 3], -1, 4, True, "1", 0.5, [], None], ids=str)
 def test_other_values_and_levels_that_runs_cannot_carry_out_yet_are_refused(given):
-    with pytest.raises(ConfigError, match=r"expected 0, 1 or 2 \(3 is not supported yet\), or a list with one"):
+    with pytest.raises(ConfigError, match=r"expected 0, 1 or 2 \(3 is not supported yet\), a list with one"):
         PlanConfig(stages=2, replicas=2, zero=given)
 
 
@@ -182,6 +184,81 @@ def test_it_is_a_way_to_need_less_memory():
     text = describe_changes_that_fit(PROFILE, plan, "1f1b", Microbatches(4, 4, 4), limit)
     assert "plan.zero=1 (40.0 MiB a worker, the same results)" in text
     assert "plan.zero" not in describe_changes_that_fit(PROFILE, plan.with_zero(1), "1f1b", Microbatches(4, 4, 4), limit)
+
+
+def test_a_stage_and_recomputation_are_named_together_where_neither_suffices():
+    profile = replace(PROFILE, layers=(replace(PROFILE.layers[0], activation_bytes=8 * SIZE),), mirror=None)
+    plan, batching = ParallelPlan.mesh(dp=2, layers=1), Microbatches(8, 2, 8)
+    text = describe_changes_that_fit(profile, plan, "gpipe", batching, 21 * SIZE)
+    assert text.startswith("predicted to fit: plan.recompute=full with plan.zero=1 (80.0 MiB a worker, the same results)"), text
+    text = describe_changes_that_fit(replace(profile, mirror="memory"), plan, "gpipe", batching, 21 * SIZE)
+    assert "elastic.mirror_in=FOLDER with plan.recompute=full with plan.zero=1 (80.0 MiB" in text
+
+
+@pytest.mark.parametrize("mib, level, line", [
+    (100, 0, "plan.zero=0, the lowest that fits: the largest worker needs 64.0 MiB, a worker has 100.0 MiB"),
+    (
+        50, 1,
+        "plan.zero=1, the lowest that fits: the largest worker needs 40.0 MiB (64.0 MiB with plan.zero=0), a worker has 50.0 "
+        "MiB",
+    ),
+    (
+        30, 1,
+        "plan.zero=1, which needs least, and does not fit: the largest worker needs 40.0 MiB (64.0 MiB with plan.zero=0), a "
+        "worker has 30.0 MiB",
+    ),
+])  # fmt: skip
+def test_auto_is_the_lowest_level_that_fits_and_says_why(mib, level, line):
+    profile = replace(PROFILE, memory_bytes=mib << 20, most_zero=2)
+    plan, why = choose_zero_level(profile, ParallelPlan.mesh(dp=4, layers=1), "1f1b", Microbatches(4, 4, 4))
+    assert (plan.zero_levels, why) == ((level,), line)
+
+
+def test_auto_divides_nothing_where_nothing_can_be_divided_or_nobody_knows_the_memory():
+    def chosen(profile: ModelProfile, plan: ParallelPlan) -> tuple[int, str]:
+        found, why = choose_zero_level(replace(profile, most_zero=2), plan, "1f1b", Microbatches(4, 4, 4))
+        return max(found.zero_levels), why
+
+    four, small = ParallelPlan.mesh(dp=4, layers=1), replace(PROFILE, memory_bytes=1)
+    assert chosen(small, ParallelPlan.mesh(layers=1)) == (0, "plan.zero=0: no stage has replicas to divide state")
+    assert chosen(replace(small, most_stages=1), four) == (0, "plan.zero=0: the optimizer couples parameters")
+    assert chosen(PROFILE, four) == (0, "plan.zero=0: it is not known how much memory a worker has")
+
+
+def test_auto_is_a_value_of_the_key_and_level_0_until_it_is_chosen():
+    config = PlanConfig(stages=2, replicas=3, zero="auto", zero_holders=2)
+    assert config.zero == "auto" and config.to_plan(5).zero_levels == (0, 0) and config.to_plan(5).zero_holders == 2
+    assert parse_job(JOB + "plan: {replicas: 2, zero: auto}").leaves_zero_open
+    assert parse_job(JOB + "plan: auto").leaves_zero_open and not parse_job(JOB).leaves_zero_open
+
+
+def test_the_planner_divides_state_where_a_plan_would_not_fit_and_says_so():
+    """One layer of 16 MiB on four workers: replicas of it, or one."""
+    slow = replace(PROFILE, most_zero=2, link=LinkProfile(0.0, 1e9))
+    assert search_plans(slow, 4, Microbatches(4, 4, 4), zero=None).plan.most_zero == 0
+    tight = replace(slow, memory_bytes=50 << 20)
+    choice = search_plans(tight, 4, Microbatches(4, 4, 4), zero=None)
+    assert choice.plan.zero_levels == (1,) and choice.plan.stages[0].replicas == 4
+    report = plan_report(choice)
+    assert "plan.zero=1, for memory: without, a worker would need 64.0 MiB, and it has 50.0 MiB" in report
+    assert "1f1b, ZeRO 1" in report.splitlines()[1] and "; plan.zero=1, for memory" in short_plan_report(choice)
+    assert plan_report_as_dict(choice)["candidates"][0]["zero"] == 1
+    with pytest.raises(PlanError, match="no plan for 4 workers fits"):
+        search_plans(tight, 4, Microbatches(4, 4, 4))
+    with pytest.raises(PlanError, match="no plan for 4 workers fits"):
+        search_plans(replace(tight, most_stages=1), 4, Microbatches(4, 4, 4), zero=None)
+
+
+def test_both_numbers_of_holders_stand_side_by_side():
+    mirrored = replace(PROFILE, mirror="memory")
+    plan, batching = ParallelPlan.mesh(dp=4, layers=1).with_zero(1), Microbatches(4, 4, 4)
+    found = sheets_by_holders(mirrored, plan, "1f1b", batching)
+    assert [(each.holders, each.is_mirrored) for each in found] == [(1, True), (2, True), (2, False)]
+    assert [each.divided_bytes for each in found] == [2 * SIZE, 4 * SIZE, 4 * SIZE]
+    # of each of two snapshots a worker has its own quarter (or half) of parameters and optimizer state, and another's
+    assert [each.sheet.mirror for each in found] == [4 * 3 * SIZE, 4 * 6 * SIZE, 0]
+    assert not sheets_by_holders(mirrored, plan.with_zero(0), "1f1b", batching)
+    assert not sheets_by_holders(mirrored, ParallelPlan.mesh(dp=2, layers=1).with_zero(1), "1f1b", batching)
 
 
 def test_plans_for_other_numbers_of_workers_have_the_level():

@@ -177,6 +177,16 @@ class Mirror:
     _seconds: float = field(default=0.0, init=False)
     """Time spent since the last call of `pop_seconds_spent`."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all copies here."""
+        return sum(copy.memory.nbytes for copies in self._snapshots.values() for copy in copies.values())
+
+    @property
+    def memory_kind(self) -> str:
+        """The kind of memory that they take, in reports."""
+        return "mirror" if type(self.pool) is BufferPool else "mirror files"
+
     # -- while a generation runs ---------------------------------------------------------------------------------------------
 
     def take_snapshot(

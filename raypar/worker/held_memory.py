@@ -1,0 +1,59 @@
+"""What a worker's tensors take between two steps, by the kinds of the memory sheet: the measured side of its prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from raypar.worker.stage.stage import Stage
+from raypar.worker.step.owned_parameters import OwnedParameter
+from raypar.worker.step.several_optimizers import averages_of, optimizers_in
+
+
+def held_memory(
+    stages: Iterable[Stage], optimizers: Iterable[torch.optim.Optimizer], owned: Iterable[OwnedParameter]
+) -> dict[str, int]:
+    """Kind of memory -> bytes of the storages of its tensors, each storage once; kinds without any are left out.
+
+    Gradients and activations come and go within a step, so that they are not among them.
+    """
+    found: dict[str, int] = {}
+    seen = set[int]()
+    stages, optimizers = list(stages), list(optimizers)
+    for kind, tensors in (
+        ("parameter", _computed_with(stages)),
+        ("master", (each for stage in stages for name, each in stage.parameters.items() if name in stage.weights.rounded)),
+        ("master", (each.parameter for each in owned)),
+        ("buffer", (each for stage in stages for each in stage.buffers.values())),
+        ("average", (each for optimizer in optimizers for each in _averages(optimizer))),
+        ("optimizer", (each for optimizer in optimizers for each in _state(optimizer))),
+    ):
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[kind] = found.get(kind, 0) + storage.nbytes()
+    return found
+
+
+def _computed_with(stages: Iterable[Stage]) -> Iterator[Tensor]:
+    """The parameters that layers compute with."""
+    for stage in stages:
+        rounded = stage.weights.rounded
+        yield from rounded.values()
+        yield from (each for name, each in stage.parameters.items() if name not in rounded)
+
+
+def _averages(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    averages = averages_of(optimizer)
+    if averages is not None:
+        yield from averages.values.values()
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The tensors that an optimizer keeps, scalars too."""
+    for each in optimizers_in(optimizer):
+        for kept in each.state.values():
+            yield from (value for value in kept.values() if isinstance(value, Tensor))

@@ -1,0 +1,72 @@
+"""What workers hold between two steps beside what the memory sheet says of it, kind by kind."""
+
+from functools import partial
+
+import pytest
+from helpers.generations import Generations
+from helpers.torch_flesh import TorchJob
+
+from raypar.comm import blocking_code_as_routine
+from raypar.comm.blocking_code_as_routine import as_routine
+from raypar.comm.cooperative_scheduler import CooperativeScheduler
+from raypar.job.read_job import parse_job
+from raypar.plan import ParallelPlan
+from raypar.plan.ownership import CANONICAL_PIECE
+from raypar.planner.memory_sheet import memory_sheets
+from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.measure_profile import profile_job
+from raypar.worker.run_in_one_process import OneProcessRun
+
+JOB = """
+model: {function: "examples.gpt:layers", args: {depth: 2, width: 128, heads: 2, context: 16}}
+loss: {function: "examples.gpt:loss"}
+data: {function: "examples.gpt:text", args: {context: 16}}
+optimizer: {function: "torch.optim:AdamW", args: {lr: 0.001}}
+steps: 3
+batch_size: 4
+microbatches: 4
+"""
+KEPT = ("parameter", "master", "optimizer", "average", "buffer")
+"""Kinds of state that are there between two steps."""
+PIECE_BYTES = 4 * CANONICAL_PIECE
+
+
+@pytest.mark.parametrize("more", ["", "average: {decay: 0.9}", "precision: {parameters: bf16, master: float32}"], ids=str)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_each_kind_of_state_is_within_a_piece_of_the_sheet(zero, more):
+    spec = parse_job(JOB + more)
+    graph = make_layer_graph(spec)
+    plan = ParallelPlan.mesh(dp=3, layers=len(graph.layers)).with_zero(zero)
+    profile = profile_job(spec, workers=3, graph=graph)
+    sheets = memory_sheets(profile, plan, "1f1b", spec.batching)
+    with OneProcessRun(spec, plan, "1f1b") as run:
+        reports = run.step(0)
+    assert max(sheet.state["optimizer"] for sheet in sheets) > 4 * PIECE_BYTES, "there is something to compare"
+    for sheet, report in zip(sheets, reports, strict=True):
+        predicted = {kind: sheet.state.get(kind, 0) for kind in KEPT}
+        held = {kind: report.memory.get(kind, 0) for kind in KEPT}
+        assert all(abs(held[kind] - predicted[kind]) <= PIECE_BYTES for kind in KEPT), (predicted, held)
+        assert 0 < report.memory["empty"] <= report.memory["rss"]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_mirrors_copies_are_what_the_sheet_says_once_two_snapshots_are_there(zero):
+    spec = parse_job(JOB + "elastic: {mirror: 1}")
+    graph = make_layer_graph(spec)
+    plan = ParallelPlan.mesh(dp=2, layers=len(graph.layers)).with_zero(zero)
+    sheets = memory_sheets(profile_job(spec, workers=2, graph=graph), plan, "1f1b", spec.batching)
+    run = Generations(TorchJob(spec, graph))
+    run.adopt(plan, [0, 1], 0)
+    for rank, body in run.bodies.items():
+        body.mirror.rank, body.mirror.keeper_of = rank, {0: 1, 1: 0}
+    for step in range(3):  # the copies of the second step travel beside the third
+        routines = [
+            as_routine(partial(blocking_code_as_routine.run_or_yield, body.step(step, into_mirror=step < 2)))
+            for body in run.bodies.values()
+        ]
+        CooperativeScheduler().run(routines, run.mesh)
+    for body in run.bodies.values():
+        body.mirror.poll()
+    for sheet, body in zip(sheets, run.bodies.values(), strict=True):
+        assert abs(body.mirror.held_bytes - sheet.mirror) <= 8 * PIECE_BYTES
+        assert body.mirror.memory_kind == "mirror"
