@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
@@ -149,6 +149,47 @@ def _call_all(hooks: dict[int, Callable[[Tensor], Tensor | None]]) -> Callable[[
     return call
 
 
+def _look_for_hooks_of_nodes() -> bool:
+    node = (torch.ones(1, requires_grad=True) * 1).grad_fn
+    before, after = _hooks_of_node(node)
+    assert not before and not after
+    node.register_prehook(_do_nothing)  # type: ignore[union-attr]
+    assert len(before) == 1 and not after
+    node.register_hook(_do_nothing)  # type: ignore[union-attr]
+    assert len(before) == len(after) == 1
+    return True
+
+
+NODE_HOOKS = Fence(
+    api="torch.utils.hooks.RemovableHandle.hooks_dict_ref",
+    reason="nothing public says which hooks a node of the graph has",
+    versions=TESTED,
+    feature="noticing hooks on `grad_fn`",
+    without="a hook that a layer registers on the grad_fn of a value that others read, too, is not refused, and the gradients "
+    "it is called with depend on the plan; register it on that of a view: x = x.view_as(x)",
+    probe=_look_for_hooks_of_nodes,
+)
+
+
+def hooks_of_node(node: Any) -> tuple[Collection[int], ...]:
+    """What PyTorch keeps a node's pre-hooks in, and its hooks: both grow with each that is registered. Empty in a PyTorch that
+    does not say."""
+    return () if NODE_HOOKS.find() is None else _hooks_of_node(node)
+
+
+def _hooks_of_node(node: Any) -> tuple[Collection[int], ...]:
+    found = []
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_do_nothing)
+        found.append(handle.hooks_dict_ref())
+        handle.remove()
+    return tuple(found)
+
+
+def _do_nothing(*gradients: Any) -> None:
+    """A hook."""
+
+
 # -- torch.func, custom functions, distributions -------------------------------------------------------------------------------
 
 
@@ -250,5 +291,5 @@ def custom_function_apply() -> tuple[type, Callable[..., Tensor | tuple[Tensor, 
     return found
 
 
-for _fence in (ENGINE, HOOKS, TRANSFORMS):
+for _fence in (ENGINE, HOOKS, NODE_HOOKS, TRANSFORMS):
     _fence.run_probe()  # on import: their tensor operations must not run while a model is recorded

@@ -212,12 +212,37 @@ def test_hooks_of_users_code_on_values_are_called_once_and_may_change_the_gradie
     assert all(torch.equal(copy, want.parameters[name]) for name, copies in found.items() for copy in copies)
 
 
+def double_on_node(x: Tensor) -> None:
+    """Doubles the gradient by a hook that the node behind it is called with."""
+    x.grad_fn.register_prehook(lambda gradients: (2 * gradients[0],))
+
+
+def double_behind_node(x: Tensor) -> None:
+    """Doubles what the node behind it makes of the gradient."""
+    x.grad_fn.register_hook(lambda made, gradients: tuple(2 * each if each is not None else None for each in made))
+
+
+HOOKS = {
+    "value": (lambda x: None, r"its input 'a'"),  # `Hooked` registers one
+    "before the node": (double_on_node, r"the grad_fn of its input 'a'"),
+    "behind the node": (double_behind_node, r"the grad_fn of its input 'a'"),
+}
+
+
 @pytest.mark.parametrize("viewed", [False, True], ids=["itself", "a view"])
 @pytest.mark.parametrize("cuts", [(), (1, 2)], ids=str)
-def test_a_hook_on_a_value_that_others_read_too_is_refused_and_one_on_a_view_of_it_is_not(cuts, viewed):
-    class Reader(Hooked):
+@pytest.mark.parametrize("on", HOOKS)
+def test_a_hook_on_a_value_that_others_read_too_is_refused_and_one_on_a_view_of_it_is_not(on, cuts, viewed):
+    register, place = HOOKS[on]
+
+    class Reader(Hooked if on == "value" else nn.Linear):
+        def __init__(self) -> None:
+            nn.Linear.__init__(self, W, W)
+
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.view_as(x) if viewed else x)
+            x = x.view_as(x) if viewed else x
+            register(x)
+            return super().forward(x)
 
     class Sum(nn.Module):
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
@@ -235,7 +260,7 @@ def test_a_hook_on_a_value_that_others_read_too_is_refused_and_one_on_a_view_of_
     plan = ParallelPlan.mesh(pp=len(cuts) + 1, layers=3, cuts=cuts)
     with OneProcessRun(spec, plan, "1f1b", graph=shared()) as run:
         if not viewed:
-            with pytest.raises(UserCodeError, match=r"layer 'reader' registers a hook on its input 'a', which others read too"):
+            with pytest.raises(UserCodeError, match=rf"layer 'reader' registers a hook on {place}, which others read too"):
                 run.step(0)
             return
         for step in range(spec.steps):

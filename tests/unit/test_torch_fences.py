@@ -201,6 +201,12 @@ CASES: dict[str, Case] = {
         lambda: (autograd.has_gradient_hooks(parameter(1.0)), autograd.has_hooks_on_sums(parameter(1.0))),
         (False, False),
     ),
+    "hooks of nodes kept otherwise": (
+        autograd.NODE_HOOKS,
+        {"torch.utils.hooks.RemovableHandle": lambda kept: SimpleNamespace(id=0, remove=kept.clear)},
+        lambda: autograd.hooks_of_node(parameter(1.0).sum().grad_fn),
+        (),
+    ),
     "transforms gone": (
         autograd.TRANSFORMS,
         {"torch._C._functorch.peek_interpreter_stack": GONE},

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from raypar.model.split_backward import DeferredWeightGradient, Stash
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.model.tensor_parallel.weight_gradient_memory_reuse import GradientReusePolicy
 from raypar.plan import MicrobatchRouting
-from raypar.torch_compat.autograd import has_gradient_hooks, share_hooks
+from raypar.torch_compat.autograd import has_gradient_hooks, hooks_of_node, share_hooks
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.metrics.stage_metrics import StageMetrics
 from raypar.worker.process.seed_generators import HostGenerators
@@ -91,18 +91,25 @@ class StageLayer:
         """The layer's arguments."""
         return read_inputs(values, self.layer.inputs, self.layer.name)
 
-    def refuse_hooks(self, values: Mapping[str, Tensor]) -> None:
-        """Raises `UserCodeError` if the layer has registered a hook on a value that others read too.
+    @contextlib.contextmanager
+    def refusing_hooks(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """A context for the layer's call. Raises `UserCodeError` if it has registered a hook on a value that others read too,
+        or on the node behind that.
 
         It would be called with the sum of the gradients of all readers in this stage: another sum under another plan.
         """
-        for name in self.shared:
-            if has_gradient_hooks(values[name]):
-                raise UserCodeError(
-                    f"layer {self.layer.name!r} registers a hook on its input {name!r}, which others read too: which of their "
-                    "gradients the hook is called with would depend on the plan",
-                    cure="register the hook on a view of the input, which the layer then computes with: x = x.view_as(x)",
-                )
+        nodes = [(name, values[name].grad_fn) for name in self.shared]
+        before = [(name, kept, len(kept)) for name, node in nodes if node is not None for kept in hooks_of_node(node)]
+        yield
+        on_values = [f"its input {name!r}" for name in self.shared if has_gradient_hooks(values[name])]
+        on_nodes = [f"the grad_fn of its input {name!r}" for name, kept, count in before if len(kept) != count]
+        refused = on_values + on_nodes
+        if refused:
+            raise UserCodeError(
+                f"layer {self.layer.name!r} registers a hook on {refused[0]}, which others read too: which of their gradients "
+                "the hook is called with would depend on the plan",
+                cure="register the hook on a view of the input, which the layer then computes with: x = x.view_as(x)",
+            )
 
 
 @dataclass(frozen=True)
@@ -362,10 +369,9 @@ class Stage:
             saved = self._new_saved_tensors(position) if position in recomputation.positions else None
             inputs = layer.read(values)
             given = self._alias_inputs(position, inputs)
-            outputs = self._call_layer("forward", position, forward_pass.with_saved_tensors(saved), given)
+            with layer.refusing_hooks(values) if layer.shared else contextlib.nullcontext():
+                outputs = self._call_layer("forward", position, forward_pass.with_saved_tensors(saved), given)
             live.drop(saved)
-            if layer.shared:
-                layer.refuse_hooks(values)
             outputs = own_tensors(outputs, known if given is inputs else known.union(map(id, given)))
             for output in outputs:
                 if output.requires_grad:
