@@ -140,15 +140,22 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 def check_chain(chain: Chain, shards: int) -> None:
     """Numbers of the whole layers in float64; bits of the same shards in float32."""
-    x, y = numbers(*chain.input), torch.zeros(1)
-    check(chain.make, squares, x, y, shards, styles=chain.by_name)
-    graph = graph_of(chain.make)
+    check(chain.make, squares, numbers(*chain.input), torch.zeros(1), shards, styles=chain.by_name)
+    check_bits(chain, chain.make, shards)
+
+
+def check_bits(
+    chain: Chain, make: Callable[[], nn.Module], shards: int, call: Callable[[SameShards, Tensor], Tensor] = SameShards.run
+) -> None:
+    """Bits of the same shards in float32. `make`: the chain as a layer; `call`: runs the same shards."""
+    x, y = numbers(*chain.input, dtype=torch.float32), torch.zeros(1)
+    graph = graph_of(make)
     layout = compute_shard_layout(graph, shards, chain.by_name)
-    runs, _ = sharded(graph, layout, squares, x.float(), y, dtype=torch.float32)
+    runs, _ = sharded(graph, layout, squares, x, y, dtype=torch.float32)
     modules = materialise(graph, 0, 1, seed=SEED, dtype=torch.float32)["net"]
     plain = SameShards(list(modules.children()), chain.styles, shards)
-    leaf = x.float().requires_grad_()
-    loss = squares(plain.run(leaf), y)
+    leaf = x.clone().requires_grad_()
+    loss = squares(call(plain, leaf), y)
     loss.backward()
     for shard, run in enumerate(runs):
         assert torch.equal(run.loss, loss) and torch.equal(run.inputs, leaf.grad)
@@ -168,6 +175,50 @@ def test_a_column_and_a_row_have_the_bits_of_the_same_shards(name: str, shards: 
 @pytest.mark.parametrize("name", NETS)
 def test_what_lies_between_is_computed_by_channels(name: str, shards: int):
     check_chain(NETS[name], shards)
+
+
+class InAutocast(nn.Sequential):
+    """Modules in a row, which compute in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return super().forward(x)
+
+
+PADDED = {
+    "column and row": Chain(
+        lambda: [
+            nn.Conv2d(4, 7, 3, padding=1, padding_mode="circular"),
+            nn.ReLU(),
+            nn.Conv2d(7, 5, 3, padding="same", padding_mode="reflect", bias=False),
+        ],
+        ("column", "", "row"),
+        (2, 4, 6, 5),
+    ),
+    "groups": Chain(
+        lambda: [
+            nn.Conv2d(4, 8, 3, padding=1, padding_mode="reflect"),
+            nn.Conv2d(8, 8, 3, padding=1, groups=8, padding_mode="replicate"),
+            nn.SiLU(),
+            nn.Conv2d(8, 5, 3, padding=1, padding_mode="circular", bias=False),
+        ],
+        ("column", "groups", "", "row"),
+        (4, 4, 6, 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("name", PADDED)
+def test_under_autocast_an_input_is_padded_before_it_is_cast(name: str, shards: int):
+    """So the gradients of what is copied into the padding are added in float32."""
+    chain = PADDED[name]
+
+    def in_autocast(plain: SameShards, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return plain.run(x)
+
+    check_bits(chain, lambda: nn.Sequential(OrderedDict([("net", InAutocast(*chain.modules()))])), shards, in_autocast)
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------------------------

@@ -41,10 +41,10 @@ class ShardedConvolution(SplitShard):
         return x.dim() - 1 - self.geometry.dims
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None) -> Tensor:
-        """What the layer makes of an input with these parameters, by the calls of its class."""
+        """What the layer makes of an input that is padded and cast, and of these parameters, by the calls of its class."""
         more = None if output_size is None else self.geometry.output_padding_for(x.shape, output_size)
         call = self.geometry.call(more, has_bias=bias is not None)
-        return split_convolution(self.geometry, call, (self.geometry.pad(x), weight, bias), self, self.current_stash())
+        return split_convolution(self.geometry, call, (x, weight, bias), self, self.current_stash())
 
     def _taken(self, x: Tensor | ShardedValue, held: IndexRanges, cure: str) -> Tensor:
         """This shard's channels `held` of the input. Raises `ModelError` where it comes with others."""
@@ -81,8 +81,12 @@ class ColumnConvolution(ShardedConvolution):
                 cure=f"give {self.name} the style row (a grouped convolution: groups), or the layer before it the style "
                 "gathered, spatial-gathered or whole",
             )
+        is_padded = self.geometry.padding_mode != "zeros"
+        if is_padded:  # PyTorch pads before autocast's cast: what is summed over shards is the gradient of what is padded
+            x = self.geometry.pad(copy_to_shards(x, self.group))
         operands = cast_for_autocast(x, self.weight, self.bias)
-        made = self.product(copy_to_shards(_tensor(operands[0]), self.group), _tensor(operands[1]), operands[2], output_size)
+        given = _tensor(operands[0]) if is_padded else copy_to_shards(_tensor(operands[0]), self.group)
+        made = self.product(given, _tensor(operands[1]), operands[2], output_size)
         dim = self.channel_dim(made)
         if self.gather_output:
             return gather_from_shards(made, dim, even_ranges_by_shard(self.out_channels, self.group.size), self.group)
@@ -102,7 +106,7 @@ class RowConvolution(ShardedConvolution):
     def forward(self, x: Tensor | ShardedValue, output_size: Sequence[int] | None = None) -> Tensor:
         """The whole output. Raises `ModelError` where x is cut otherwise than the weight."""
         local = self._taken(x, self.held, "styles of layers that follow each other cut alike: column, row; column:8, row:8")
-        operands = cast_for_autocast(local, self.weight, self.bias)
+        operands = cast_for_autocast(self.geometry.pad(local), self.weight, self.bias)
         made = self.product(_tensor(operands[0]), _tensor(operands[1]), None, output_size)
         total = reduce_from_shards(made, self.group)
         bias = operands[2]
@@ -131,7 +135,7 @@ class GroupsConvolution(ShardedConvolution):
             f"a channel cut across groups: cut the layer before it by the groups, too (column:{self._whole_groups}), or give "
             "both the style whole",
         )
-        operands = cast_for_autocast(local, self.weight, self.bias)
+        operands = cast_for_autocast(self.geometry.pad(local), self.weight, self.bias)
         made = self.product(_tensor(operands[0]), _tensor(operands[1]), operands[2], output_size)
         part = LocalPartLayout(self.channel_dim(made), self.out_channels, self.held, FEATURES)
         return ShardedValue(made, part, self.group)
