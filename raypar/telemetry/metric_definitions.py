@@ -52,6 +52,7 @@ METRIC_DEFINITIONS: tuple[MetricDefinition, ...] = (
     MetricDefinition("raypar_metric", "gauge", "Last value of each of the job's metrics, by name", ("metric",)),
     MetricDefinition("raypar_gradient_norm", "gauge", "Norm of the last step's gradient before clipping"),
     MetricDefinition("raypar_learning_rate", "gauge", "Learning rate of the last step, without those of groups of their own"),
+    MetricDefinition("raypar_loss_scale", "gauge", "Scale of the last step's loss; with float16 alone"),
     MetricDefinition("raypar_samples_per_second", "gauge", "Samples a second in the last steps, pauses not counted"),
     MetricDefinition("raypar_bubble_ratio", "gauge", "Share of the last steps' worker time in which workers did not compute"),
     MetricDefinition("raypar_data_wait_ratio", "gauge", "Share of the last steps in which a worker waited for samples"),

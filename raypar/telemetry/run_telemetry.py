@@ -226,6 +226,8 @@ class RunTelemetry:
                 "raypar_loss": float(step.loss),
                 "raypar_gradient_norm": math.nan if step.norm is None else float(step.norm),
             }
+        if step is not None and step.loss_scale is not None:
+            found["raypar_loss_scale"] = step.loss_scale
         if step is not None and self._means.get("seconds"):
             found["raypar_samples_per_second"] = step.samples / self._means["seconds"]
         if "bubble" in self._means:

@@ -171,6 +171,15 @@ def test_a_loss_that_is_no_number_is_not_the_last_one_that_was():
     assert math.isnan(found["raypar_loss"]) and found["raypar_skipped_steps_total"] == 1
 
 
+def test_the_scale_of_the_loss_is_that_of_the_last_step_and_none_without_float16():
+    telemetry = RunTelemetry()
+    telemetry.add_step(line(1), 1.0)
+    assert "raypar_loss_scale" not in values(telemetry)
+    for step, scale in ((2, 2.0**16), (3, 2.0**15)):
+        telemetry.add_step(line(step, loss_scale=scale), 1.0)
+    assert values(telemetry)["raypar_loss_scale"] == 2.0**15
+
+
 # -- drivers that take over, and runs that are resumed --------------------------------------------------------------------
 
 
@@ -328,7 +337,7 @@ def test_when_ray_takes_no_metrics_the_run_is_told_once_and_goes_on(make_recorde
 def test_every_value_has_a_definition_with_its_labels():
     telemetry = of_plan(ParallelPlan.mesh(dp=4))
     telemetry.advance(0.0, FOUR)
-    telemetry.add_step(line(1), 4.0, {0: {"ledger": {"send": {"sent": 3}}, "memory": {"rss": 3}}})
+    telemetry.add_step(line(1, loss_scale=2.0**9), 4.0, {0: {"ledger": {"send": {"sent": 3}}, "memory": {"rss": 3}}})
     telemetry.view.apply(ValidationRecord(step=1, validation_loss=1.0, more={"validation_f1": 0.5, "told_by": "a callback"}))
     found = telemetry.values(100, 1.0)
     assert ("raypar_metric", (("metric", "validation_f1"),), 0.5) in found
