@@ -66,7 +66,8 @@ class StateNotKeptError(CheckpointError):
 
 
 class UnreadableStateError(CheckpointError):
-    """What the workers wrote makes no checkpoint that could be read. It is no matter of the disk: later it would not either."""
+    """What the workers wrote makes no checkpoint that could be read, or cannot be seen by the driver. It is no matter of a disk
+    that is full: later it would not either."""
 
 
 class ClusterError(RayparError):

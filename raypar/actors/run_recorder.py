@@ -31,7 +31,7 @@ from raypar.actors.step_timeline_files import write_step_timeline_files
 from raypar.callbacks import Callbacks
 from raypar.elastic.actions import Teardown
 from raypar.elastic.step_flow_rules import MAX_OPEN_STEPS
-from raypar.errors import CheckpointError, NonFiniteError, RayparError, error_first_line
+from raypar.errors import NonFiniteError, RayparError, UnreadableStateError, error_first_line
 from raypar.files.atomic_write import replace_file_atomically
 from raypar.files.json_type import Json
 from raypar.files.os_error_cure import cure_of_os_error
@@ -693,7 +693,7 @@ class RunRecorder:
         try:
             for record in written:
                 if not begun.has_file(record.file):
-                    raise CheckpointError(
+                    raise UnreadableStateError(
                         f"{begun.file_location(record.file)}, written by a worker, cannot be seen by the driver",
                         cure="set run_dir to storage that all nodes share",
                     )

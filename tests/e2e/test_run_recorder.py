@@ -17,7 +17,7 @@ from raypar.actors.run_recorder import RunRecorder
 from raypar.callbacks import Callback, Callbacks, Tracker
 from raypar.elastic.actions import Teardown
 from raypar.elastic.run_policy import RunPolicy
-from raypar.errors import CheckpointError
+from raypar.errors import CheckpointError, UnreadableStateError
 from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.record.events import DriverLoss, RunWarning, StepRecord, ValidationRecord
 
@@ -88,6 +88,15 @@ def test_a_checkpoint_that_cannot_be_committed_gives_its_room_back(tmp_path, mon
     with pytest.raises(CheckpointError):
         recorder.checkpoint_end(4, folder, [])
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_file_that_the_driver_cannot_see_is_no_matter_of_a_full_disk(tmp_path):
+    """The run machine would try again for minutes, and advise to free room."""
+    recorder = RunRecorder(SimpleNamespace(folder=tmp_path, contract={}))
+    begun = recorder.checkpoint_begin(4)
+    with pytest.raises(UnreadableStateError, match=r"seen\.bin, written by a worker, cannot be seen by the driver") as error:
+        recorder.checkpoint_end(4, begun, [SimpleNamespace(file="seen.bin")])
+    assert error.value.cure == "set run_dir to storage that all nodes share"
 
 
 def test_a_new_driver_knows_which_of_the_present_workers_were_told_to_be_lost():
