@@ -90,6 +90,19 @@ def _refuse_limits_of_this_machine(options: LaunchOptions) -> None:
             raise
 
 
+def _refuse_folder_of_mirror(options: LaunchOptions) -> None:
+    """Raise `ConfigError` where all workers would be on this machine, and its folder for the mirror's copies takes none.
+    Workers of a cluster that is there already look for themselves, as they start."""
+    from raypar.actors.ray_connection import uses_existing_ray
+
+    elastic = options.job.elastic
+    if elastic is None or elastic.mirror_in is None or options.forward_passes or uses_existing_ray(options.address):
+        return
+    from raypar.worker.state.file_memory import check_folder_for_copies
+
+    check_folder_for_copies(elastic.mirror_in)
+
+
 @contextlib.contextmanager
 def keep_callers_state() -> Iterator[None]:
     """Put back on exit what the checks before a run change of this process, which may be a user's notebook: PyTorch's settings
@@ -133,6 +146,7 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
     from raypar.worker.job_preflight import preflight
     from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 
+    _refuse_folder_of_mirror(options)
     with recording_ctrl_c(), spoken_for("the weights of init_from") as now_checking:
         try:
             # A resumed run has its values in the checkpoint; the file may be gone by now.

@@ -34,7 +34,7 @@ from raypar.plan.wording import after_steps
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.required_communicators import device_to_device_rank_pairs
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
-from raypar.worker.state.file_memory import FileMemoryPool
+from raypar.worker.state.file_memory import FileMemoryPool, check_folder_for_copies
 from raypar.worker.state.mirror import Mirror
 from raypar.worker.state.parameter_state import (
     WHOLE,
@@ -84,8 +84,11 @@ class ElasticWorker:
     """Parameter -> its state that the plan before this one left here; valid, and kept, until the first step of this plan."""
 
     def __init__(self, core: WorkerCore, worker: int) -> None:
+        """Raises `ConfigError` where the folder for the mirror's copies takes none."""
         self.core, self.worker = core, worker
         folder = core.spec.elastic.mirror_in if core.spec.elastic is not None else None
+        if folder is not None and core.spec.forward_passes is None:
+            check_folder_for_copies(folder)  # now, and not in the step after which the first copies are made
         self.mirror = Mirror() if folder is None else Mirror(pool=FileMemoryPool(folder))
         self.trace, self.pass_number, self.adopt_description = False, 0, None
         self._done, self._mirror_snapshot_due, self._old = 0, False, {}

@@ -30,6 +30,10 @@ CASES = {
     "sample of the wrong shape": (["model.args.width=9"], "the first microbatch does not fit the model: layer 'layer0'"),
     "loss that is not a scalar": (["loss=helpers.tiny_job:vector_loss"], "not a scalar"),
     "loss that raises": (["loss=helpers.tiny_job:picky_loss"], "ArithmeticError: not these numbers"),
+    "folder that takes no copies": (
+        ["elastic={mirror_in: /dev/null/here}"],
+        "elastic.mirror_in /dev/null/here takes none of the mirror's copies: ",
+    ),
     "unknown schedule": (["plan.schedule=1f1c"], "did you mean 1f1b"),
     "style of no layer": (["plan.shards=2", "plan.styles={layer9.linear: column}"], "matches no layer (nearest: layer3.linear"),
     "a dimension of no layer": (

@@ -97,10 +97,16 @@ def test_a_folder_for_copies_that_are_never_made_is_bad_input():
         ElasticConfig(mirror="off", mirror_in="/copies")
 
 
-def test_workers_know_the_folder():
-    for key, pool in (("mirror_in: /copies", FileMemoryPool), ("min_workers: 2", BufferPool)):
-        spec = parse_job(f"{JOB}elastic: {{{key}}}\n").for_workers()
-        assert type(ElasticWorker(SimpleNamespace(spec=spec), 0).mirror.pool) is pool
+def test_workers_know_the_folder_and_start_with_no_other_than_one_that_takes_copies(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    def worker(key: str) -> ElasticWorker:
+        return ElasticWorker(SimpleNamespace(spec=parse_job(f"{JOB}elastic: {{{key}}}\n").for_workers()), 0)
+
+    for key, pool in ((f"mirror_in: {tmp_path}/copies", FileMemoryPool), ("min_workers: 2", BufferPool)):
+        assert type(worker(key).mirror.pool) is pool
+    with pytest.raises(ConfigError, match=r"mirror_in .*file/here takes none of the mirror's copies: "):
+        worker(f"mirror_in: {tmp_path}/file/here")
 
 
 def test_the_buddy_holds_the_same_bits_and_the_last_complete_cut_stays_until_the_next_is_complete():

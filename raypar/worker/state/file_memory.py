@@ -31,14 +31,24 @@ class FileMemoryPool(BufferPool):
 
     def _new_block(self, size: int) -> np.ndarray:
         """See `BufferPool._new_block`. Raises `ConfigError` where the folder does not take it."""
-        try:
-            Path(self._folder).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._folder) as file:
-                os.posix_fallocate(file.fileno(), 0, size)
-                return np.frombuffer(mmap.mmap(file.fileno(), size), dtype=np.uint8)
-        except OSError as error:
-            raise ConfigError(
-                f"elastic.mirror_in {self._folder} takes no {size / 2**20:,.1f} MiB of the mirror's copies: {error}",
-                cure="give a folder that workers can write to, on a local disk with room for a few times their state, or leave "
-                "elastic.mirror_in out: copies then lie in memory",
-            ) from error
+        return np.frombuffer(_map_file(self._folder, size, f"no {size / 2**20:,.1f} MiB"), dtype=np.uint8)
+
+
+def check_folder_for_copies(folder: str) -> None:
+    """Raise `ConfigError` where a folder takes no copies at all."""
+    _map_file(folder, PAGE_BYTES, "none")
+
+
+def _map_file(folder: str, size: int, refused: str) -> mmap.mmap:
+    """The memory of a new file in the folder, which has room on the disk. `refused`: what the folder does not take, if so."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise ConfigError(
+            f"elastic.mirror_in {folder} takes {refused} of the mirror's copies: {error}",
+            cure="give a folder that workers can write to, on a local disk with room for a few times their state, or leave "
+            "elastic.mirror_in out: copies then lie in memory",
+        ) from error
