@@ -80,6 +80,15 @@ class OwnedRun(NamedTuple):
     stop: int
 
 
+class GradientRun(NamedTuple):
+    """Elements [start, stop) of a tensor as it lies in memory, flattened, of whose gradient a replica gets the total."""
+
+    start: int
+    stop: int
+    elements: IndexRanges
+    """The same elements, numbered as in `Piece`."""
+
+
 class _LocalTensor(NamedTuple):
     """A parameter as a worker has it, or a virtual shard's slice of one, which replicas may divide."""
 
@@ -146,7 +155,8 @@ class Ownership:
 
     The gradients of two kinds of parameters are added up over shards, after replicas: of what every shard has whole, and of
     what several shards have the same elements of. So of these a replica owns the same on every shard: the same runs of whole
-    parameters, and of the others all slices.
+    parameters, and of the others all slices. Tied parameters of several grids are divided by themselves, so that two stages
+    with as many replicas divide them alike, and each replica exchanges their gradients with one other.
     """
 
     plan: ParallelPlan
@@ -235,6 +245,22 @@ class Ownership:
         """Those of `owned_runs` whose squares the replica sums for the norm: of a tied parameter in its first stage alone."""
         runs = self.owned_runs(stage, number, replica)
         return frozenset(run for run in runs if self._first_stage[run.name] == stage)
+
+    def gradient_runs(
+        self, stage: int, number: int, replica: int, name: str, *, to_owners: bool = True
+    ) -> tuple[GradientRun, ...]:
+        """Of which runs of a trained parameter a replica of a virtual shard of a stage gets the reduced gradient: all of it as
+        one, or, where replicas divide state and gradients go `to_owners`, those that it holds."""
+        size, cut = self._tensors_of_stage(stage)[name], self._cut_over_virtual_shards(stage, name)
+        spans: IndexRanges = ((0, size),) if cut is None else cut.element_ranges(cut.indices_by_shard[number], size)
+        runs = [(0, count_indices(spans))]
+        if to_owners and self.divides(stage, "optimizer"):
+            runs = [(start, stop) for other, start, stop in self.runs(stage, number, replica) if other == name]
+        return tuple(GradientRun(start, stop, indices_at_positions(spans, start, stop)) for start, stop in runs)
+
+    def slowest_dim(self, name: str) -> int:
+        """The dim of a parameter along which `Piece` numbers its elements."""
+        return next((cuts[name].dim for cuts in self.outline.shardings.values() if name in cuts), 0)
 
     def elements(self, rank: int, kind: StateKind) -> int:
         """How many elements of a kind a rank keeps."""
@@ -438,9 +464,9 @@ class Ownership:
         if key not in self._shares:
             sizes = self._sizes((grid,))
             tensors: list[_LocalTensor] = []
-            alone = _Divided(len(self.plan.grids[grid]))
-            alike = _Divided(len(self.plan.grids[grid]))
-            for name, size in sizes.items():
+            divided: dict[tuple[tuple[int, ...], bool], _Divided] = {}
+            for name, grids in ((name, grids) for name, grids in self._grids_of.items() if name in sizes):
+                size = sizes[name]
                 if not (name in self.outline.frozen if frozen else self._is_trained(name)):
                     continue
                 stage = next(stage for stage in self.plan.stages_of_grid[grid] if name in self._tensors_of_stage(stage))
@@ -451,6 +477,8 @@ class Ownership:
                     here = [_LocalTensor(name, number, held[number]) for number in place.run_of(shard)]
                 places = range(len(tensors), len(tensors) + len(here))
                 tensors += here
+                alike = divided.setdefault((grids, True), _Divided(len(self.plan.grids[grid])))
+                alone = divided.setdefault((grids, False), _Divided(len(self.plan.grids[grid])))
                 if cut is not None and cut.overlaps:
                     most = max(sum(count_indices(held[number]) for number in run) for run in place.runs)
                     alike.add(most, tuple(places), is_divisible=False)
@@ -458,8 +486,18 @@ class Ownership:
                 for index in places:
                     count = count_indices(tensors[index].spans)
                     (alike if cut is None else alone).add(count, (index,), is_divisible=self._is_divisible(name))
-            self._shares[key] = _SharedTensors(tuple(tensors), tuple(each.shares() for each in (alone, alike) if each.counts))
+            self._shares[key] = _SharedTensors(tuple(tensors), tuple(each.shares() for each in divided.values() if each.counts))
         return self._shares[key]
+
+    @cached_property
+    def _grids_of(self) -> dict[str, tuple[int, ...]]:
+        """Name of a parameter or buffer -> the grids of workers that have it, in the order of their first stages."""
+        found: dict[str, list[int]] = {}
+        for stage, grid in enumerate(self.plan.grid_of_stage):
+            for name in self._tensors_of_stage(stage):
+                grids = found.setdefault(name, [])
+                grids += [grid] if grid not in grids else []
+        return {name: tuple(grids) for name, grids in found.items()}
 
     def _cut_over_virtual_shards(self, stage: int, name: str) -> TensorCut | None:
         """How a parameter is cut over the virtual shards of a stage; None: each has all of it."""

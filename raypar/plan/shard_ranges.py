@@ -95,6 +95,20 @@ def indices_at_positions(held: IndexRanges, start: int, stop: int) -> IndexRange
     return merge_ranges(found)
 
 
+def matched_ranges(first: IndexRanges, second: IndexRanges) -> list[tuple[IndexRange, IndexRange]]:
+    """Pairs of runs of equal length that cover both sides, which list equally many indices in the same order."""
+    found = []
+    left, right = [list(s) for s in first], [list(s) for s in second]
+    while left:
+        n = min(left[0][1] - left[0][0], right[0][1] - right[0][0])
+        found.append(((left[0][0], left[0][0] + n), (right[0][0], right[0][0] + n)))
+        for side in (left, right):
+            side[0][0] += n
+            if side[0][0] == side[0][1]:
+                side.pop(0)
+    return found
+
+
 def view_ranges_as_dims(spans: IndexRanges, sizes: Sequence[int]) -> tuple[int, IndexRanges] | None:
     """(dim, indices in it) for the same elements when the dim is viewed as several dims of `sizes`.
 

@@ -22,11 +22,11 @@ from raypar.plan.bundle_parts import gets_parts
 from raypar.plan.gradient_exchange import gradient_exchange
 from raypar.plan.pieces import MAX_DIRECT, AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.plan.tied_gradient_transfers import tied_gradient_pairs
 from raypar.schedule.instructions import Communication
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.worker.stage.stage_in_virtual_shards import reduction_channel
 from raypar.worker.step.parameter_gather import gather_operation
-from raypar.worker.step.tied_gradients import tied_gradient_transfers
 
 
 def required_communicators(
@@ -55,8 +55,7 @@ def required_communicators(
             role = plan.role_in(rank, stage)
             for number in plan.stages[stage].run_of(role.shard):
                 channel, routing = reduction_channel(plan, stage, number), MicrobatchRouting(plan, spec.batching)
-                whole = not plan.divides_state(stage) or any(stage in tie.stages for tie in assignment.crossing.ties)
-                found |= set(_reduction(routing, stage, role.shard, channel, fast=fast, whole=whole))
+                found |= set(_reduction(routing, stage, role.shard, channel, fast=fast))
                 replicas, gather = plan.replica_ranks(stage, role.shard), gather_operation(plan.stages[stage])
                 if stage in assignment.crossing.exchanges_buffers:
                     found.add(CommunicatorKey(replicas, "all_gather", channel))
@@ -130,18 +129,17 @@ def device_to_device_rank_pairs(part: AdoptPlanCommand) -> frozenset[tuple[int, 
 def _ties(
     plan: ParallelPlan, ties: Iterable[TiedParameter], layout: Callable[[int], TensorParallelLayout]
 ) -> Iterator[CommunicatorKey]:
-    """Messages by which workers with a tied parameter get its gradients of other stages, each from one replica
-    (`worker.step.tied_gradients`)."""
+    """Messages by which workers with a tied parameter get its gradients of other stages (`worker.step.tied_gradients`)."""
     for tie in ties:
-        for transfer in tied_gradient_transfers(plan, tie, layout):
-            yield CommunicatorKey((transfer.sender, transfer.receiver), "message")
+        cuts = {
+            count: layout(count).cuts.get(tie.name) for count in {plan.stages[stage].virtual_shards for stage in tie.stages}
+        }
+        for pair in tied_gradient_pairs(plan, tie, cuts):
+            yield CommunicatorKey(pair, "message")
 
 
-def _reduction(
-    routing: MicrobatchRouting, stage: int, shard: int, channel: int, *, fast: bool, whole: bool
-) -> Iterator[CommunicatorKey]:
-    """Collectives that reduce gradients over the replicas of a stage (`comm.gradient_reduction`). `whole`: some to all of them,
-    and not to owners alone."""
+def _reduction(routing: MicrobatchRouting, stage: int, shard: int, channel: int, *, fast: bool) -> Iterator[CommunicatorKey]:
+    """Collectives that reduce gradients over the replicas of a stage (`comm.gradient_reduction`)."""
     group = routing.plan.replica_ranks(stage, shard)
     if len(group) == 1:
         return
@@ -150,7 +148,6 @@ def _reduction(
         return
     if routing.plan.divides_state(stage):
         yield CommunicatorKey(group, "all_to_all", channel)
-    if not whole:
         return
     blocks = routing.microbatches.blocks
     subtrees = [covering_nodes(routing.blocks_of_replica(stage, r), blocks) for r in range(len(group))]

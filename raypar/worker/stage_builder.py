@@ -519,19 +519,19 @@ class StageBuilder:
         role = self.assignment.plan.role_in(self.transport.rank, index)
         return None if limit is None else limit // len(stage.run_of(role.shard))
 
-    def _owners_of_uses(self, index: int, number: int, stage: Stage) -> list[list[list[tuple[int, int]]] | None]:
+    def _owners_of_uses(self, index: int, number: int, stage: Stage) -> list[list[list[tuple[int, int]]]]:
         """By use of a parameter: the runs that each replica owns, where gradients are reduced to these; empty if none are."""
         plan = self.assignment.plan
         if not plan.divides_state(index) or self.spec.reduction != "canonical":
             return []
-        canonical, several = canonical_names(self.graph), {tie.name for tie in self.assignment.crossing.ties}
+        canonical = canonical_names(self.graph)
         of_name: dict[str, list[list[tuple[int, int]]]] = {}
         for replica in range(plan.stages[index].replicas):
             for name, start, stop in self.ownership.runs(index, number, replica):
                 of_name.setdefault(name, [[] for _ in range(plan.stages[index].replicas)])[replica].append((start, stop))
         nothing: list[list[tuple[int, int]]] = [[] for _ in range(plan.stages[index].replicas)]
         names = [canonical.get(use.name, use.name) for use in stage.uses]
-        return [None if name in several else of_name.get(name, nothing) for name in names]
+        return [of_name.get(name, nothing) for name in names]
 
     def share_out_anew(self, stages: Mapping[ShardOfStage, Stage], step_commit: StepCommit) -> StepCommit:
         """The step commit of the same stages, whose replicas have other blocks from the next step on. Tensors and optimizers
@@ -558,7 +558,6 @@ class StageBuilder:
             transport=self.transport,
             spec=self.spec,
             rates=rates,
-            layout=self.layout,
             ownership=self.ownership,
             guard=self.guard,
             seed_generators=make_seeder(self.device),

@@ -26,6 +26,7 @@ STEPS = 3
 PLANS = {
     "three replicas": ParallelPlan.mesh(dp=3, layers=LAYERS),
     "two stages": ParallelPlan.of([1, 3], layers=LAYERS),
+    "ties of divided stages": ParallelPlan.of([2, 3], layers=LAYERS),
     "a V": ParallelPlan.mesh(dp=2, pp=2, chunks=2, placement="v", layers=LAYERS),
 }
 

@@ -1,5 +1,6 @@
 """The communicators that a plan needs are known before anything is built: those that its workers then use, and no others, but
-for what turns out to be undefined, reductions of stages without parameters, and gathering for a loss of whole logits."""
+for what turns out to be undefined, reductions of stages without parameters, gathering for a loss of whole logits, and tied
+parameters of which stages with other numbers of replicas own runs."""
 
 import contextlib
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from helpers import ugly_models
 from helpers.parity import Layout, layouts, validation_on
 from helpers.shard_grid import Cell, cells
-from helpers.zero_layouts import DividedLayout
+from helpers.zero_layouts import DividedLayout, small_pieces
 
 from raypar.comm.nccl.device import COMMUNICATORS, WORKER_ENVIRONMENT
 from raypar.comm.transport import COLLECTIVES, FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
@@ -24,6 +25,7 @@ from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle
 from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections, bundle_parts
 from raypar.plan.pieces import MAX_DIRECT, AdoptPlanCommand, Piece, PieceMove, may_move_directly
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout as StyledLayout
+from raypar.plan.tied_gradient_transfers import tied_gradient_pairs
 from raypar.schedule import registry
 from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.worker.layer_graph_of_job import make_layer_graph
@@ -97,6 +99,10 @@ def check(layout, nodes=(), **changes):
     idle -= {w for w in idle if set(w.members) <= spares}  # a replica without a block computes nothing
     if not job.sequence_parallel:  # then only the loss gathers, of logits that are cut
         idle -= {CommunicatorKey(w.members, "all_gather", SHARD_CHANNELS + len(layout.plan.stages) - 1) for w in idle}
+    ties = [tie for core in run.cores[:1] for tie in core.assignment.crossing.ties if plan.most_zero]
+    uneven = [tie for tie in ties if len({plan.stages[stage].replicas for stage in tie.stages}) > 1]
+    maybe = (pair for tie in uneven for pair in tied_gradient_pairs(plan, tie, {1: None}))
+    idle -= {CommunicatorKey(pair, "message") for pair in maybe}
     assert not {w for w in idle if w.operation == "message" or w.channel % FAST_REDUCTION_CHANNELS not in untrained}
 
 
@@ -119,11 +125,16 @@ def test_a_step_uses_exactly_the_communicators_of_its_plan(layout):
 
 @pytest.mark.parametrize(
     "layout",
-    [DividedLayout("tangled", "1f1b", (2, 3), 6, blocks=6), DividedLayout("relayed", "gpipe", (2, 1), 4)],
+    [
+        DividedLayout("tangled", "1f1b", (2, 3), 6, blocks=6),
+        DividedLayout("tangled", "1f1b", (2, 2), 4),
+        DividedLayout("relayed", "gpipe", (2, 1), 4),
+    ],
     ids=str,
 )
 def test_a_step_whose_replicas_divide_state_uses_exactly_the_communicators_of_its_plan(layout):
-    check(layout)
+    with small_pieces():  # each replica owns a part of every parameter
+        check(layout)
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from helpers import torch_flesh
 from helpers.generations import SHARDS, Generations, mesh
 from helpers.protocol import Fault
 from helpers.shard_grid import SHALLOW, Cell, graph
+from helpers.zero_layouts import small_pieces
 
 from raypar.comm.local_transport import LocalMesh
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
@@ -122,6 +123,26 @@ def test_whatever_befalls_a_worker_the_bits_of_so_many_shards_stay(model, sequen
         world, found = torch_flesh.simulate(job, plan, faults, plans=plans_of(model, 2), **QUICK)
         assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
         assert found in (reference, None), world.tell(f"{faults}: other bits")
+
+
+@pytest.mark.parametrize("holders", [1, 2])
+@pytest.mark.parametrize("every", [pytest.param(41, marks=pytest.mark.ci), pytest.param(1, marks=pytest.mark.full)])
+def test_a_kill_of_an_owner_on_shards_leaves_the_bits(every, holders):
+    """Replicas divide state and gradients; of the sequence shards have parts, so that gradients are completed over them."""
+    from helpers.protocol import single_faults
+
+    spec = Cell(SHALLOW, "1f1b", (1,), (1,), 3, True).job
+    job = torch_flesh.TorchJob(spec, graph(SHALLOW), shards=SHARDS, mirror_every=int(holders == 1))
+    plan, chosen = mesh(SHALLOW, 3, 1, 2), plans_of(SHALLOW, 2)
+    with small_pieces():
+        plain, reference = torch_flesh.simulate(job, plan, plans=chosen, **QUICK)
+        divided = {"plans": lambda number, workers: chosen(number, workers).with_zero(2, holders), **QUICK}
+        plain, found = torch_flesh.simulate(job, plan.with_zero(2, holders), **divided)
+        assert found == reference
+        for fault in single_faults(plain, ["kill"])[::every]:
+            world, found = torch_flesh.simulate(job, plan.with_zero(2, holders), [fault], **divided)
+            assert world.over.end == "done", world.tell(f"{fault}: {world.over.why}")
+            assert found == reference, world.tell(f"{fault}: other bits")
 
 
 @pytest.mark.ci

@@ -148,7 +148,7 @@ def storages(tensors) -> int:
     ids=str,
 )
 def test_of_gradients_what_is_owned_alone_lives_when_they_are_reduced_at_level_2(layout):
-    """Ties over stages included, whose gradients are whole until they are added up."""
+    """Ties over stages included."""
     assert check_zero(layout, 2)
     with small_pieces(), OneProcessRun(layout.job, layout.plan.with_zero(2), layout.schedule, graph=layout.graph) as run:
         run.step(0)
@@ -157,10 +157,7 @@ def test_of_gradients_what_is_owned_alone_lives_when_they_are_reduced_at_level_2
             for index, owned in core.step_commit.owned.items():
                 kept = [each.parameter.grad for each in owned if each.parameter.grad is not None]
                 assert storages(kept) == sum(one.nbytes for one in kept)
-                whole = [g for g in core.step_commit._settled[index].values() if g is not None]
-                assert {one.untyped_storage().data_ptr() for one in whole} <= {
-                    one.untyped_storage().data_ptr() for one in kept if one.numel()
-                } | {0}, "those of whole parameters"
+                assert not any(one is not None for one in core.step_commit._settled[index].values()), "none is whole"
 
 
 @pytest.mark.parametrize("compute", [None, "bf16 parameters"])

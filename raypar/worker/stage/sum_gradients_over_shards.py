@@ -9,7 +9,14 @@ from torch import Tensor
 
 from raypar.comm.routine import Routine, RoutineWait
 from raypar.model.tensor_parallel.shard_group import ShardGroup
-from raypar.plan.shard_ranges import IndexRanges, TensorCut, count_indices, intersect_ranges, positions_of_indices
+from raypar.plan.shard_ranges import (
+    IndexRanges,
+    TensorCut,
+    count_indices,
+    intersect_ranges,
+    matched_ranges,
+    positions_of_indices,
+)
 
 
 def sum_partial_gradients(
@@ -60,7 +67,7 @@ def sum_partial_gradients(
             if not pairs:
                 gradient.copy_(total)
             for dim, here, there in pairs:
-                for (a, b), (c, d) in _matched(here, there):
+                for (a, b), (c, d) in matched_ranges(here, there):
                     gradient.narrow(dim, a, b - a).copy_(total.narrow(dim, c, d - c))
 
 
@@ -69,20 +76,6 @@ def _spread(gradient: Tensor, room: Tensor, pairs: list[tuple[int, IndexRanges, 
     if not pairs:
         return gradient
     for dim, here, there in pairs:
-        for (a, b), (c, d) in _matched(here, there):
+        for (a, b), (c, d) in matched_ranges(here, there):
             room.narrow(dim, c, d - c).copy_(gradient.narrow(dim, a, b - a))
     return room
-
-
-def _matched(first: IndexRanges, second: IndexRanges) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Pairs of runs of equal length that cover both sides, which list equally many indices in the same order."""
-    found = []
-    left, right = [list(s) for s in first], [list(s) for s in second]
-    while left:
-        n = min(left[0][1] - left[0][0], right[0][1] - right[0][0])
-        found.append(((left[0][0], left[0][0] + n), (right[0][0], right[0][0] + n)))
-        for side in (left, right):
-            side[0][0] += n
-            if side[0][0] == side[0][1]:
-                side.pop(0)
-    return found

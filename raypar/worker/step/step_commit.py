@@ -35,7 +35,6 @@ from raypar.plan.loss_scale import LEAST as LEAST_EXPONENT
 from raypar.plan.microbatches import divide_by_count, is_divisor
 from raypar.plan.ownership import Ownership
 from raypar.plan.seeds import seed_of
-from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.plan.vote_result import VoteResult
 from raypar.plan.wording import count_noun
 from raypar.torch_compat.multi_tensor import copy_all, scale_all
@@ -50,7 +49,7 @@ from raypar.worker.step.learning_rates import LearningRates
 from raypar.worker.step.owned_parameters import OwnedParameter, rounded_runs
 from raypar.worker.step.parameter_gather import ParameterGather
 from raypar.worker.step.several_optimizers import averages_of
-from raypar.worker.step.tied_gradients import TiedGradientExchange
+from raypar.worker.step.tied_gradients import Runs, TiedGradientExchange
 from raypar.worker.step.vote_exchange import VoteExchange
 
 NON_FINITE_CURE = (
@@ -127,8 +126,6 @@ class StepCommit:
     """The job."""
     rates: LearningRates
     """The learning rates by step."""
-    layout: Callable[[int], TensorParallelLayout]
-    """How the model is cut over so many shards."""
     ownership: Ownership
     """Which rank keeps, and so counts, which piece of state."""
     guard: TorchStateGuard
@@ -189,7 +186,15 @@ class StepCommit:
 
     def __post_init__(self) -> None:
         self._exchange = TiedGradientExchange(
-            self.rank, self.graph, self.routing, self.ties, self.transport, self.layout, self.stream_waits
+            self.rank,
+            self.graph,
+            self.routing,
+            self.ties,
+            self.transport,
+            self.ownership,
+            self.spec.reduction == "canonical",
+            self.stages,
+            self.stream_waits,
         )
         plan = self.routing.plan
         groups = {key: plan.replica_ranks(key[0], plan.role_in(self.rank, key[0]).shard) for key in self.stages}
@@ -264,60 +269,42 @@ class StepCommit:
 
     # -- ties --------------------------------------------------------------------------------------------------------
 
-    def _uses_of(self, stage: ShardOfStage, tie: str) -> list[int]:
-        """Indices of the stage's uses of a parameter, in layer order."""
-        return self._places[stage].get(tie, [])
+    def _gradients_of_uses(
+        self, reduced: Mapping[ShardOfStage, Sequence[Tensor | None]], stage: ShardOfStage, name: str
+    ) -> list[Runs | None]:
+        """The reduced gradients of the stage's uses of a parameter, in layer order: their runs, or all as one."""
+        totals, found = self.reductions[stage].owned_totals, list[Runs | None]()
+        for use in self._places[stage].get(name, ()):
+            whole = None if use in totals else reduced[stage][use]
+            found.append(totals.get(use, None if whole is None else [whole]))
+        return found
 
     def exchange_ties(self) -> Routine[None]:
         """Exchange the reduced gradients of tied parameters with the other workers that hold them."""
         reduced = yield from self._reduced()
-        yield from self._exchange.run(self.step, lambda stage, name: [reduced[stage][i] for i in self._uses_of(stage, name)])
+        yield from self._exchange.run(self.step, partial(self._gradients_of_uses, reduced))
 
     def _settle(self) -> Routine[dict[ShardOfStage, dict[str, Tensor | None]]]:
         """Stage -> canonical parameter name -> gradient, unscaled, uses added from the last layer to the first, in the
         parameter's dtype. Sums in a lower one are dropped here."""
         reduced = yield from self._reduced()
-        for index, uses_here in reduced.items():
-            self._widen(self.stages[index], uses_here)
-        tied = {tie.name: tie for tie in self.ties}
+        for index, found in reduced.items():
+            self._widen(self.stages[index], found)
+        tied = {tie.name for tie in self.ties}
+        uses_here = partial(self._gradients_of_uses, reduced)
         settled: dict[ShardOfStage, dict[str, Tensor | None]] = {}
-        for stage in sorted(self.stages):
-            gradients: dict[str, Tensor | None] = {}
-            own, places = reduced[stage], self._places[stage]
-            for name, parameter in self.stages[stage].parameters.items():
-                if name not in tied:
-                    uses = [own[place] for place in places.get(name, ())]
-                else:
-                    uses = self._uses_in_stages(tied[name].stages, stage[1], name, reduced)
-                dtype = parameter.dtype
-                gradients[name] = fold_gradients([None if use is None else use.to(dtype) for use in uses[::-1]])
-            settled[stage] = gradients
-            self._settled_runs[stage] = self._settle_runs(stage)
+        for key in sorted(self.stages):
+            gradients, of_runs = settled.setdefault(key, {}), self._settled_runs.setdefault(key, {})
+            for name, parameter in self.stages[key].parameters.items():
+                uses = self._exchange.of_all_stages(name, key, uses_here) if name in tied else uses_here(key, name)
+                runs = zip(*(use for use in reversed(uses) if use is not None), strict=True)
+                folded = [fold_gradients([part.reshape(-1).to(parameter.dtype) for part in of_run]) for of_run in runs]
+                gradients[name] = None
+                if self._places[key].get(name, [-1])[0] in self.reductions[key].owned_totals:
+                    of_runs[name] = [run for run in folded if run is not None]
+                elif folded and folded[0] is not None:
+                    gradients[name] = folded[0].view(parameter.shape)
         return settled
-
-    def _settle_runs(self, stage: ShardOfStage) -> dict[str, list[Tensor]]:
-        """As `_settle`, of the runs that this rank owns, of parameters whose gradients are reduced to their owners."""
-        totals, found = self.reductions[stage].owned_totals, dict[str, list[Tensor]]()
-        for name, places in self._places[stage].items():
-            if places[0] in totals:
-                dtype = self.stages[stage].parameters[name].dtype
-                uses = zip(*(totals[place] for place in places[::-1]), strict=True)
-                folded = [fold_gradients([use.to(dtype) for use in of_run]) for of_run in uses]
-                found[name] = [run for run in folded if run is not None]
-        return found
-
-    def _uses_in_stages(
-        self, stages: Sequence[int], number: int, tie: str, reduced: Mapping[ShardOfStage, Sequence[Tensor | None]]
-    ) -> list[Tensor | None]:
-        """The gradients of a tied parameter's uses in all its stages, here and elsewhere. `number`: of the virtual shard."""
-        uses: list[Tensor | None] = []
-        for stage in stages:
-            src = stage, number
-            if src in self.stages:
-                uses += [reduced[src][i] for i in self._uses_of(src, tie)]
-            else:
-                uses += self._exchange.received_gradients.get((tie, *src), ())
-        return uses
 
     def _widen(self, stage: Stage, uses: list[Tensor | None]) -> None:
         """Convert reduced gradients that are summed in a lower precision than their parameters', in place, and drop the sums
@@ -397,8 +384,8 @@ class StepCommit:
         return Ballot(1, total_loss, total_count, squares, self._defined_here(), orders), raised
 
     def _drop_gradients_of_others(self) -> None:
-        """Keep the gradients of what is owned alone, where replicas divide gradients. Whole ones, of parameters tied over
-        stages, are there until the norm is taken; on a device they lie in buckets, which stay."""
+        """Keep the gradients of what is owned alone, where replicas divide gradients. Under the fast reduction whole ones are
+        there until the norm is taken; on a device they lie in buckets, which stay."""
         for index, gradients in self._settled.items():
             if not self.ownership.divides(index[0], "gradient"):
                 continue
@@ -408,6 +395,7 @@ class StepCommit:
                     own = [each for each in self.owned[index] if each.name == name]
                     self._settled_runs[index][name] = [each.of(gradient).clone() for each in own]
                     gradients[name] = None
+            self.reductions[index].owned_totals = {}  # they are settled
             if self._reduced_uses is not None:
                 self._reduced_uses[index] = []
 
@@ -553,17 +541,16 @@ class StepCommit:
         for index, gradients in self._settled.items():
             of_runs = {name: iter(runs) for name, runs in self._settled_runs[index].items()}
             for each in self.owned[index]:
-                if each.name in of_runs and each.name not in missing:
+                each.parameter.grad = None
+                if each.name in missing:
+                    continue
+                if each.name in of_runs:
                     gradient = next(of_runs[each.name], each.parameter.new_empty(0)).view(each.parameter.shape)
-                    each.parameter.grad = gradient
-                    unscaled.append(gradient)
+                elif (reduced := gradients[each.name]) is not None:
+                    gradient = each.of(reduced)
+                else:
                     continue
-                reduced = None if each.name in missing else gradients[each.name]
-                if reduced is None:
-                    each.parameter.grad = None
-                    continue
-                gradient = each.of(reduced)
-                if first.setdefault(id(reduced), index) != index:
+                if gradient.numel() and first.setdefault(gradient.data_ptr(), index) != index:
                     gradient = gradient.clone()
                 each.parameter.grad = gradient
                 unscaled.append(gradient)
