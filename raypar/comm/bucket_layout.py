@@ -82,11 +82,16 @@ class BucketRoom:
     """At most so many bytes, if a bucket can be cut that small."""
     subtrees: tuple[int, ...]
     """By replica: the number of its subtree sums."""
+    holders: int = 1
+    """How many replicas get the total of a run that one of them owns."""
 
     def needed(self, length: int, segments: Sequence[int] | None, itemsize: int) -> int:
         """Bytes that a bucket of `length` elements takes on the replica where it takes most, whichever way it is exchanged.
         `segments`: how many elements each replica owns; None: even shares."""
-        return (buffer_elements(length, self.subtrees, segments) + ALIGN * sum(self.subtrees)) * itemsize
+        held = segments
+        if segments is not None and self.holders > 1:
+            held = [sum(segments[(r - before) % len(segments)] for before in range(self.holders)) for r in range(len(segments))]
+        return (buffer_elements(length, self.subtrees, held) + ALIGN * sum(self.subtrees)) * itemsize
 
     def bytes_of(self, layout: BucketLayout) -> int:
         """`needed` of a bucket, whose buffers begin at multiples of the alignment."""
@@ -149,14 +154,14 @@ def bucket_layouts(
     parameters: Sequence[ShapeAndDtype],
     bucket_bytes: int,
     device: torch.device,
-    owners: Sequence[Sequence[Runs] | None] = (),
+    owners: Sequence[Sequence[Runs]] = (),
     room: BucketRoom | None = None,
 ) -> list[BucketLayout]:
     """Buckets of about `bucket_bytes` and one dtype each, last layer first: the order in which gradients become final.
 
-    `device`: where the buffers will be. `owners`: by parameter, which runs each replica owns, where they get these alone; those
-    parameters have buckets of their own. `room`: what a bucket may take at most; larger parameters are cut, each owner's runs
-    alike, so that all owners have something to add of each bucket. None: no parameter is cut.
+    `device`: where the buffers will be. `owners`: by parameter, which runs each replica owns; empty: they own none. `room`:
+    what a bucket may take at most; larger parameters are cut, each owner's runs alike, so that all owners have something to add
+    of each bucket. None: no parameter is cut.
     """
     found: list[BucketLayout] = []
     current: _Bucket | None = None
@@ -167,8 +172,7 @@ def bucket_layouts(
         for piece in _pieces(_Bucket(dtype, replicas, align), shape, own, room):
             if current is not None:
                 full = sum(current.taken) * dtype.itemsize >= bucket_bytes
-                unlike = (dtype, replicas) != (current.dtype, current.replicas)
-                if full or unlike or not (room is None or current.fits_with(piece, room)):
+                if full or dtype != current.dtype or not (room is None or current.fits_with(piece, room)):
                     found.append(current.layout())
                     current = None
             current = current or _Bucket(dtype, replicas, align)

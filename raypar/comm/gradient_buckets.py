@@ -61,6 +61,8 @@ class ReplicaGroup:
     """Device of the gradients."""
     slot: SlotMemory | None = None
     """Where a bucket has its buffers; None: in memory of its own."""
+    holders: int = 1
+    """How many replicas get the total of a run that one of them owns: it, and those that follow."""
 
     @property
     def own_subtrees(self) -> tuple[TreeNode, ...]:
@@ -194,6 +196,30 @@ def put(place: Tensor, terms: Sequence[Tensor]) -> None:
             place.add_(term)
 
 
+class TreeAdditions:
+    """The additions of the tree over subtree sums of some elements, planned once."""
+
+    def __init__(self, sums: Mapping[TreeNode, Tensor], blocks: int, total: Tensor) -> None:
+        """`total`: where the root goes. It may be the memory of a sum; that of all sums is used on the way."""
+        self._adds: list[tuple[Tensor, Tensor, Tensor]] = []
+        """(left, right, out) of each, in order."""
+
+        def add(left: Tensor, right: Tensor) -> Tensor:
+            out = total if len(self._adds) == len(sums) - 2 else left  # the last addition writes the total
+            self._adds.append((left, right, out))
+            return out
+
+        self._root, self._total = fold_tree(sums, (0, blocks), add), total
+        """`_root`: where the additions leave the total; None: there is no sum."""
+
+    def run(self) -> None:
+        """Add."""
+        for left, right, out in self._adds:
+            torch.add(left, right, out=out)
+        if self._root is not None and self._root.data_ptr() != self._total.data_ptr():
+            self._total.copy_(self._root)
+
+
 class CanonicalBucket(GradientBucket):
     """Bucket of which every replica owns a slice: the owner receives all subtree sums of it, adds them, sends the total to all.
 
@@ -205,10 +231,10 @@ class CanonicalBucket(GradientBucket):
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
         nodes, me = replicas.subtrees_by_replica, replicas.own_index
         own = len(nodes[me])
-        cut = self._slices(layout, len(nodes))
+        cut = even_slices(layout.length, len(nodes))
         start, stop = cut[me]
         outgoing = replicas.zeros(own * layout.length, layout.dtype)
-        super().__init__(layout, self._make_result(replicas, layout, outgoing, own))
+        super().__init__(layout, outgoing if own == 1 else replicas.zeros(layout.length, layout.dtype))
         self.replicas = replicas
         """The replicas that reduce together."""
         self.pieces = [outgoing[own * a : own * b] for a, b in cut]
@@ -217,29 +243,18 @@ class CanonicalBucket(GradientBucket):
             self.pieces[me] if r == me else replicas.zeros(len(n) * (stop - start), layout.dtype) for r, n in enumerate(nodes)
         ]
         """By replica: the memory for its subtree sums of this rank's slice."""
-        self.totals = self._totals_in_result(cut)
+        self.totals = [self.result[a:b] for a, b in cut]
         """By owner: its slice of `result`."""
         self.own_total = self.totals[me]
         """This rank's slice of `result`, to which the additions write."""
         self._targets = [self._places(outgoing, cut, own, k) for k in range(own)]
         """By subtree: the places that `fill` writes to (see `_places`)."""
-        self._adds: list[tuple[Tensor, Tensor, Tensor]] = []
-        """(left, right, out) of each addition of the tree over this rank's slice, in order."""
-        self._total = self._plan_adds(stop - start)
-        """Where the additions leave the total of this rank's slice; None: there is no sum."""
+        size = stop - start
+        sums = {node: part[k * size :][:size] for part, of in zip(self.parts, nodes, strict=True) for k, node in enumerate(of)}
+        self._additions = TreeAdditions(sums, replicas.block_count, self.own_total)
+        """Those over this rank's slice."""
         self._in_place: list[Tensor] | None = None
         """By owner: where its slice stays, if it is received there."""
-
-    def _slices(self, layout: BucketLayout, replicas: int) -> list[tuple[int, int]]:
-        """By owner: its slice of the buffer."""
-        return even_slices(layout.length, replicas)
-
-    def _make_result(self, replicas: ReplicaGroup, layout: BucketLayout, outgoing: Tensor, subtrees: int) -> Tensor:
-        """The memory for the totals: that of the only subtree's sums, if there is one."""
-        return outgoing if subtrees == 1 else replicas.zeros(layout.length, layout.dtype)
-
-    def _totals_in_result(self, cut: Sequence[tuple[int, int]]) -> list[Tensor]:
-        return [self.result[a:b] for a, b in cut]
 
     def _places(self, outgoing: Tensor, cut: list[tuple[int, int]], own: int, k: int) -> list[Place]:
         """Where the k-th subtree's sums go: a part in several places at slice borders."""
@@ -254,20 +269,6 @@ class CanonicalBucket(GradientBucket):
                 memory = memory.view(self.layout.shapes[part.parameter]) if is_whole else memory
                 found.append(Place(memory, part.parameter, first, first + hi - lo, is_whole))
         return found
-
-    def _plan_adds(self, length: int) -> Tensor | None:
-        """List the additions of the tree over all sums of this rank's slice; returns where the total will be."""
-        sums: dict[TreeNode, Tensor | None] = {}
-        for part, nodes in zip(self.parts, self.replicas.subtrees_by_replica, strict=True):
-            for k, node in enumerate(nodes):
-                sums[node] = part[k * length : (k + 1) * length]
-
-        def add(left: Tensor, right: Tensor) -> Tensor:
-            out = self.own_total if len(self._adds) == len(sums) - 2 else left  # the last addition writes the result
-            self._adds.append((left, right, out))
-            return out
-
-        return fold_tree(sums, (0, self.replicas.block_count), add)
 
     def fill(self, sums: Sums) -> None:
         """See `GradientBucket.fill`."""
@@ -288,10 +289,7 @@ class CanonicalBucket(GradientBucket):
 
     def add_up(self) -> None:
         """See `GradientBucket.add_up`."""
-        for left, right, out in self._adds:
-            torch.add(left, right, out=out)
-        if self._total is not None and self._total.data_ptr() != self.own_total.data_ptr():
-            self.own_total.copy_(self._total)
+        self._additions.run()
 
     def gather(self) -> Handle:
         """See `GradientBucket.gather`."""
@@ -303,63 +301,17 @@ class CanonicalBucket(GradientBucket):
 
     def receive_in_place(self, sums: Sums) -> None:
         """See `GradientBucket.receive_in_place`."""
-        if len(self.layout.parts) == 1 and self.layout.segments is None:
+        if len(self.layout.parts) == 1:
             (part,) = self.layout.parts
             total, size = sums[part.parameter].place(part.start, part.stop), part.stop - part.start
-            self._in_place = [total[a : max(a, min(b, size))] for a, b in self._slices(self.layout, len(self.replicas.ranks))]
+            cut = even_slices(self.layout.length, len(self.replicas.ranks))
+            self._in_place = [total[a : max(a, min(b, size))] for a, b in cut]
 
     def put_totals(self, sums: Sums) -> None:
         """See `GradientBucket.put_totals`."""
         if self._in_place is None:
             super().put_totals(sums)
         self._in_place = None
-
-
-class OwnerBucket(CanonicalBucket):
-    """Bucket of parameters whose runs replicas own: an owner receives all subtree sums of its runs, adds them, and keeps the
-    totals; nobody has all of them."""
-
-    def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
-        super().__init__(replicas, layout)
-        first, _ = self._slices(layout, len(replicas.ranks))[replicas.own_index]
-        mine = [part for part in layout.parts if part.owner == replicas.own_index]
-        self._own = [(part, _flat(self.result, part._replace(offset=part.offset - first))) for part in mine]
-        """Each part that this replica owns, and its total in `result`."""
-
-    def own_runs(self) -> dict[int, list[Tensor]]:
-        """Parameter -> the totals of the runs that this replica owns, flat, valid at the end of the step."""
-        found: dict[int, list[Tensor]] = {index: [] for index in self.layout.indices}
-        for part, total in self._own:
-            found[part.parameter].append(total)
-        return found
-
-    def _slices(self, layout: BucketLayout, replicas: int) -> list[tuple[int, int]]:
-        assert layout.segments is not None
-        return list(layout.segments)
-
-    def _make_result(self, replicas: ReplicaGroup, layout: BucketLayout, outgoing: Tensor, subtrees: int) -> Tensor:
-        """The memory for this replica's totals."""
-        start, stop = self._slices(layout, len(replicas.ranks))[replicas.own_index]
-        return outgoing[start:stop] if subtrees == 1 else replicas.zeros(stop - start, layout.dtype)
-
-    def _totals_in_result(self, cut: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """The result is this replica's total; the others' are not here."""
-        return [self.result] * len(cut)
-
-    def post_chained(self) -> Handle | None:
-        """See `GradientBucket.post_chained`."""
-        assert self.first_phase is not None
-        r = self.replicas
-        return r.transport.run_after(self.first_phase, self.add_up, group=r.ranks, channel=r.channel)
-
-    def gather(self) -> Handle | None:  # type: ignore[override]
-        """Nothing: each owner keeps its totals."""
-        return None
-
-    def put_totals(self, sums: Sums) -> None:
-        """See `GradientBucket.put_totals`: those of this replica's runs."""
-        if self._own:
-            copy_all([sums[part.parameter].place(*part[1:3]) for part, _ in self._own], [total for _, total in self._own])
 
 
 class FastBucket(GradientBucket):

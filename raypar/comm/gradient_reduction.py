@@ -5,7 +5,7 @@ owner of a slice receives all replicas' subtree sums of the slice (all-to-all), 
 the total to all (all-gather). The additions are those of one process, whatever the number of replicas. Where each run is one
 complete subtree, the bytes are those of a ring: 2 (R-1)/R N per replica; if there are 2^k of one size, small buckets, and all
 on a GPU, are exchanged by recursive halving and doubling between neighbours (`plan/gradient_exchange.py` chooses). *Fast*: a
-plain all-reduce of each replica's own sum. Where replicas own runs of parameters, the first exchange ends at the owners of
+plain all-reduce of each replica's own sum. Where replicas own runs of parameters, the first exchange ends at the holders of
 runs, who keep the totals.
 
 On the host buckets share a pool of bounded memory: a bucket is filled when its gradients are final and the bucket that had its
@@ -38,12 +38,12 @@ from raypar.comm.gradient_buckets import (
     FastBucket,
     GradientBucket,
     HalvingBucket,
-    OwnerBucket,
     PairBucket,
     ReplicaGroup,
     SlotMemory,
 )
 from raypar.comm.gradient_sums import GradientSum, SubtreeSums, terms_of
+from raypar.comm.holder_buckets import OwnerBucket
 from raypar.comm.routine import Routine, RoutineWait, StreamWaits
 from raypar.comm.shared_memory_buckets import (
     SharedMemoryBucket,
@@ -72,7 +72,8 @@ class GradientReduction(ABC):
 
     `group`: ranks of the stage's replicas, ascending; `runs[r]`: blocks of replica r; `parameters`: (shape, dtype) of every
     use of a parameter, in layer order; `channel`: one that no other reduction of the group uses (the stage's number);
-    `device`: of the gradients; `owners`: by use, the runs that each replica owns, where only owners get totals; None: all do.
+    `device`: of the gradients; `owners`: by use, the runs that each replica owns, where it and the `holders - 1` replicas that
+    follow alone get their totals; empty: all get all.
     `pool_bytes`: memory of all buckets; None, and on a GPU: each bucket has memory of its own. `keeps_gradients_of_others`:
     whether totals of runs may lie in the memory of whole gradients, which then stays until the next step.
     """
@@ -100,25 +101,25 @@ class GradientReduction(ABC):
         bucket_bytes: int = BUCKET_BYTES,
         channel: int = 0,
         device: torch.device = CPU,
-        owners: Sequence[Sequence[Runs] | None] = (),
+        owners: Sequence[Sequence[Runs]] = (),
+        holders: int = 1,
         pool_bytes: int | None = POOL_BYTES,
         keeps_gradients_of_others: bool = True,
     ) -> None:
         if len(runs) != len(group):
             raise CommError(f"{len(runs)} runs of blocks for {len(group)} replicas", cure="give one run per replica")
-        self.transport = transport
-        self.group = tuple(group)
-        self.block_count = block_count
+        self.transport, self.channel = transport, channel
+        self.group, self.block_count = tuple(group), block_count
         self.parameters = tuple(parameters)
-        self.channel = channel
         self.own_index = self.group.index(transport.rank)
         """This rank's index in the group."""
         self.subtrees_by_replica = [covering_nodes(run, block_count) for run in runs]
         """Subtrees of each replica, left to right."""
-        self.replicas = ReplicaGroup(
-            transport, self.group, self.own_index, channel, block_count, tuple(map(tuple, self.subtrees_by_replica)), device
-        )
+        nodes = tuple(map(tuple, self.subtrees_by_replica))
+        self.replicas = ReplicaGroup(transport, self.group, self.own_index, channel, block_count, nodes, device, None, holders)
         self.owners, self._keeps_gradients_of_others = owners, keeps_gradients_of_others
+        self._held_runs: list[Runs] = [_held_runs(of, self.own_index, holders) for of in owners]
+        """By parameter: the runs of which this replica gets totals; empty: all of every parameter."""
         self.pool_bytes = pool_bytes if device == CPU else None
         self._sums: dict[int, GradientSum] = {}
         """Parameter -> what this replica has of its gradient, once that is final in this step, until the next step."""
@@ -145,7 +146,7 @@ class GradientReduction(ABC):
             return [], []
         room = None
         if self.pool_bytes is not None:
-            room = BucketRoom(self.pool_bytes // SLOTS, tuple(map(len, self.subtrees_by_replica)))
+            room = BucketRoom(self.pool_bytes // SLOTS, tuple(map(len, self.subtrees_by_replica)), self.replicas.holders)
         layouts = bucket_layouts(self.parameters, bucket_bytes, self.replicas.device, self.owners, room)
         if room is None:
             return [self._bucket(layout, self.replicas) for layout in layouts], [0] * len(layouts)
@@ -239,16 +240,11 @@ class GradientReduction(ABC):
         if self.pool_bytes is not None:
             for index in bucket.layout.indices:
                 if not self._sums[index].has_memory:
-                    self._sums[index].find_memory(
-                        bucket.layout.dtype, self._own_runs(index), keep_others=self._keeps_gradients_of_others
-                    )
+                    runs = self._held_runs[index] if self._held_runs else None
+                    self._sums[index].find_memory(bucket.layout.dtype, runs, keep_others=self._keeps_gradients_of_others)
         bucket.fill(self._sums)
         for index in bucket.layout.indices:
             self._sums[index].note_filled()
-
-    def _own_runs(self, index: int) -> Runs | None:
-        owners = self.owners[index] if self.owners else None
-        return None if owners is None else owners[self.own_index]
 
     def poll(self) -> None:
         """Start the second phase of buckets whose first phase is done, put totals where they stay, and fill what has got
@@ -342,7 +338,7 @@ class GradientReduction(ABC):
         self.owned_totals = {}
         if self.pool_bytes is not None:
             for index, mine in self._sums.items():
-                if self._own_runs(index) is None:
+                if not self._held_runs:
                     results[index] = None if mine.total is None else mine.total.view(mine.shape)
                 else:
                     self.owned_totals[index] = [run for _, _, run in mine.runs]
@@ -381,6 +377,11 @@ class GradientReduction(ABC):
             add_all(into, added)
         for index, total in zip(indices, totals, strict=True):
             self._totals[index] = None if total is None else aligned_contiguous(total)
+
+
+def _held_runs(owners: Sequence[Runs], replica: int, holders: int) -> Runs:
+    """The runs of a parameter that a replica holds, ascending: its own, and those of the replicas before it."""
+    return sorted(run for before in range(holders) for run in owners[(replica - before) % len(owners)])
 
 
 def _is_done(handle: Handle | None) -> bool:

@@ -45,8 +45,8 @@ def buffer_elements(length: int, subtrees: Sequence[int], owned: Sequence[int] |
     """Elements of all buffers of a bucket of `length` elements, on the replica where they are most, whichever way it is
     exchanged: its subtree sums of everything, all others' sums of what it adds, and the total.
 
-    `subtrees`: by replica, the number of its subtree sums. `owned`: by replica, how many elements of the bucket it owns, where
-    only owners get totals; None: each adds an even share, and all get all totals.
+    `subtrees`: by replica, the number of its subtree sums. `owned`: by replica, of how many elements of the bucket it gets the
+    totals, where only their holders do; None: each adds an even share, and all get all totals.
     """
     most, everybody = 2 * length, sum(subtrees)
     for replica, own in enumerate(subtrees):

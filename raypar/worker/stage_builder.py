@@ -507,6 +507,7 @@ class StageBuilder:
                 channel=reduction_channel(plan, index, number),
                 device=self.device,
                 owners=self._owners_of_uses(index, number, stage),
+                holders=plan.stages[index].zero_holders,
                 pool_bytes=self._pool_bytes(index),
                 keeps_gradients_of_others=not self.ownership.divides(index, "gradient"),
             )
@@ -527,7 +528,7 @@ class StageBuilder:
         canonical = canonical_names(self.graph)
         of_name: dict[str, list[list[tuple[int, int]]]] = {}
         for replica in range(plan.stages[index].replicas):
-            for name, start, stop in self.ownership.runs(index, number, replica):
+            for name, start, stop in self.ownership.owned_runs(index, number, replica):
                 of_name.setdefault(name, [[] for _ in range(plan.stages[index].replicas)])[replica].append((start, stop))
         nothing: list[list[tuple[int, int]]] = [[] for _ in range(plan.stages[index].replicas)]
         names = [canonical.get(use.name, use.name) for use in stage.uses]

@@ -11,7 +11,7 @@ from helpers.virtual_shards import divided
 from helpers.zero_layouts import small_pieces
 
 from raypar.comm.collectives import ALIGN
-from raypar.comm.gradient_buckets import OwnerBucket
+from raypar.comm.holder_buckets import OwnerBucket
 from raypar.plan.addition_tree import covering_nodes
 from raypar.worker.run_in_one_process import OneProcessRun
 
