@@ -31,10 +31,12 @@ def held_memory(
         ("optimizer", (each for optimizer in optimizers for each in _state(optimizer))),
     ):
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                found[kind] = found.get(kind, 0) + storage.nbytes()
+            nbytes = tensor.untyped_storage().nbytes()
+            # Not of the storage: not every device tells where that is.
+            begin = tensor.data_ptr() - int(tensor.storage_offset()) * tensor.itemsize
+            if nbytes and begin not in seen:
+                seen.add(begin)
+                found[kind] = found.get(kind, 0) + nbytes
     return found
 
 
