@@ -2,8 +2,9 @@
 
 `python jobs/bench/memory.py [--json] [--page FILE] [--rounds 12] [--steps 2]`
 DDP, DDP with ZeroRedundancyOptimizer, FSDP2 with parameters kept and resharded, and raypar's workers at the levels of
-`plan.zero`. Memory is that of a process above what it had before the model was made, in multiples of the parameters; raypar's
-sheet is beside.
+`plan.zero` (`zero_peers.py`). Memory is that of a process above what it had before the model was made, in multiples of the
+parameters; raypar's sheet is beside, kind by kind too, and with the mirror, which these workers have not. `peers.py --zero` has
+the times, on a quiet machine.
 """
 
 from __future__ import annotations
@@ -12,63 +13,53 @@ import argparse
 import json
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness import Contender, alternate, page, ratio, spread, table, torchrun_command
-from peers import raypar
+from harness import Contender, alternate, page, ratio, spread, table
+from zero_peers import LEVELS, WORK, WORLD, claims, contenders, left_out
 
-WORK = {"depth": 7, "width": 384, "heads": 6, "context": 64, "batch_size": 8}
-"""12.9 million parameters, and few samples: state is most of the memory."""
-MICROBATCHES, WORLD, LEVELS = 4, 2, (0, 1, 2)
+MICROBATCHES = 4
 
 
-def peer(name: str, kind: str, **options: Any) -> Contender:
-    """One of PyTorch's ways, under torchrun."""
-    given = {"work": WORK, "microbatches": MICROBATCHES, **options}
-    return Contender(name, WORLD, lambda address: [torchrun_command(kind, address, WORLD, **given)])
-
-
-def contenders() -> list[Contender]:
-    """All that run side by side."""
-    return [
-        peer("DDP", "ddp"),
-        peer("ZeroRedundancyOptimizer", "zero-redundancy"),
-        peer("FSDP2, kept", "fsdp2", reshard=False),
-        peer("FSDP2, resharded", "fsdp2", reshard=True),
-        *(raypar(f"zero {level}", MICROBATCHES, replicas=WORLD, zero=level, work=WORK) for level in LEVELS),
-    ]
-
-
-def predicted() -> tuple[int, dict[str, int]]:
-    """(bytes of the parameters, contender -> bytes that the sheet says of its largest worker)."""
+def predicted() -> dict[str, Any]:
+    """What the sheet says of the largest worker of each level, and of it with the mirror; bytes of the parameters."""
     import ours
 
     from raypar.planner.memory_sheet import memory_sheets
     from raypar.worker.layer_graph_of_job import make_layer_graph
     from raypar.worker.measure_profile import profile_job
 
-    found, parameters = {}, 0
+    kinds, mirrored = {}, {}
     for level in LEVELS:
         spec, plan, schedule = ours.job_and_plan(MICROBATCHES, replicas=WORLD, zero=level, work=WORK)
         profile = profile_job(spec, workers=WORLD, graph=make_layer_graph(spec))
-        sheets = memory_sheets(profile, plan, schedule, spec.batching)
-        found[f"raypar zero {level}"] = max(sheet.total for sheet in sheets)
-        parameters = sheets[0].state["parameter"]
-    return parameters, found
+        largest = max(memory_sheets(profile, plan, schedule, spec.batching), key=lambda sheet: sheet.total)
+        with_mirror = memory_sheets(replace(profile, mirror="memory"), plan, schedule, spec.batching)
+        kinds[f"raypar zero {level}"] = largest.by_kind
+        mirrored[f"raypar zero {level}"] = max(sheet.total for sheet in with_mirror)
+    return {
+        "parameters": kinds["raypar zero 0"]["parameter"],
+        "sheet": {name: sum(of.values()) for name, of in kinds.items()},
+        "predicted_kinds": kinds,
+        "sheet_with_mirror": mirrored,
+    }
 
 
-CLAIMS = (("raypar zero 0", "raypar zero 1", 0.97), ("ZeroRedundancyOptimizer", "raypar zero 1", 1.0))
-"""(base, own, how many times as fast own shall be at least)."""
-MEMORY_CLAIMS = (("DDP", "raypar zero 0"), ("ZeroRedundancyOptimizer", "raypar zero 1"))
-"""(base, own): own shall take no more resident memory."""
+MEMORY_CLAIMS = (
+    ("DDP", "raypar zero 0", 1.0),
+    ("ZeroRedundancyOptimizer", "raypar zero 1", 1.0),
+    ("FSDP2, resharded", "raypar zero 3", 0.6),
+)
+"""(base, own, how many times the base's resident memory own shall take at most); those count whose contenders run."""
 
 
 def measure(rounds: int, steps: int) -> dict[str, Any]:
     """Seconds a step, and bytes above the start, of each."""
     started: list[Contender] = []
     try:
-        for contender in contenders():
+        for contender in contenders(MICROBATCHES):
             print(f"starting {contender.name}", file=sys.stderr, flush=True)
             started.append(contender)
             contender.start()
@@ -77,34 +68,54 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
     finally:
         for contender in started:
             contender.stop()
+    largest = {name: max(of, key=lambda i: i["rss_bytes"] - i["begun_bytes"]) for name, of in facts.items()}
     return {
         "seconds": seconds,
-        "rss_bytes": {name: max(i["rss_bytes"] - i["begun_bytes"] for i in of) for name, of in facts.items()},
+        "rss_bytes": {name: one["rss_bytes"] - one["begun_bytes"] for name, one in largest.items()},
         "peak_bytes": {name: max(i["peak_rss_bytes"][0] - i["begun_bytes"] for i in of) for name, of in facts.items()},
+        "held_kinds": {name: one["memory"] for name, one in largest.items() if "memory" in one},
     }
 
 
 def tables(found: dict[str, Any]) -> str:
     """What was measured, for people."""
+
+    def times(nbytes: int | None) -> str:
+        return "" if nbytes is None else f"{nbytes / found['parameters']:.2f}"
+
     rows = []
     for name, values in found["seconds"].items():
         median, (low, high) = statistics.median(values), spread(values)
-        sheet = f"{found['sheet'][name] / found['parameters']:.2f}" if name in found["sheet"] else ""
-        memory = [f"{found[kind][name] / found['parameters']:.2f}" for kind in ("rss_bytes", "peak_bytes")]
-        rows.append([name, sheet, *memory, f"{1e3 * median:.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}"])
+        predicted = [times(found[kind].get(name)) for kind in ("sheet", "sheet_with_mirror")]
+        memory = [times(found[kind][name]) for kind in ("rss_bytes", "peak_bytes")]
+        rows.append([name, *predicted, *memory, f"{1e3 * median:.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}"])
     ratios = []
-    for base, own, bound in CLAIMS:
+    for base, own, bound in claims(found["seconds"]):
         r = ratio(found["seconds"][base], found["seconds"][own])
         ratios.append([own, base, f"{r.median:.3f}", f"{r.lower:.3f}", f"{bound:.2f}", "yes" if r.lower >= bound else "NO"])
-    first = table(["contender", "sheet", "resident", "peak", "step ms", "quartiles"], rows)
-    second = table(["raypar", "beside", "times as fast", "95 % lower bound", "wanted", "holds"], ratios)
-    held = [
-        [own, base, *(f"{found['rss_bytes'][name] / found['parameters']:.2f}" for name in (own, base))]
-        + ["yes" if found["rss_bytes"][own] <= found["rss_bytes"][base] else "NO"]
-        for base, own in MEMORY_CLAIMS
-    ]
-    third = table(["raypar", "beside", "resident", "the other's", "no more"], held)
-    return f"{first}\n\n{second}\n\n{third}"
+    held = []
+    for base, own, most in MEMORY_CLAIMS:
+        if own in found["rss_bytes"] and base in found["rss_bytes"]:
+            ours, theirs = found["rss_bytes"][own], found["rss_bytes"][base]
+            held.append([own, base, times(ours), times(theirs), f"{most:.2f}", "yes" if ours <= most * theirs else "NO"])
+    first = ["contender", "sheet", "with the mirror", "resident", "peak", "step ms", "quartiles"]
+    second = ["raypar", "beside", "times as fast", "95 % lower bound", "wanted", "holds"]
+    third = ["raypar", "beside", "resident", "the other's", "at most, of it", "holds"]
+    return "\n\n".join([table(first, rows), table(third, held), kinds_table(found), table(second, ratios)])
+
+
+def kinds_table(found: dict[str, Any]) -> str:
+    """What each level's largest worker is predicted to hold, kind by kind, and what its tensors take between two steps."""
+    predicted, measured = found["predicted_kinds"], found["held_kinds"]
+    kinds = [kind for kind in predicted["raypar zero 0"] if any(of.get(kind) for of in predicted.values())]
+    rows = []
+    for name, of in predicted.items():
+        here = measured.get(name, {})
+        above = found["rss_bytes"].get(name)
+        rows.append([name, *(f"{of.get(kind, 0) / 2**20:.1f}" for kind in kinds), f"{sum(of.values()) / 2**20:.1f}"])
+        held = (f"{here[kind] / 2**20:.1f}" if kind in here else "" for kind in kinds)
+        rows.append(["measured", *held, "" if above is None else f"{above / 2**20:.1f}"])
+    return table(["MiB", *kinds, "in all"], rows)
 
 
 def main() -> None:
@@ -114,15 +125,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=2, help="steps of each contender in a round")
     given = parser.parse_args()
-    parameters, sheet = predicted()
-    found = {"parameters": parameters, "sheet": sheet, **measure(given.rounds, given.steps)}
+    found = {**predicted(), **measure(given.rounds, given.steps)}
     print(json.dumps(found) if given.json else tables(found))
     if given.page:
         command = "python jobs/bench/memory.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
         note = (
-            f"A GPT of {parameters // 4:,} parameters, float32, AdamW with clipping, two processes with one thread each on one "
-            "machine; raypar without a mirror. Memory is resident memory above that before the model was made, now and at its "
-            "peak, in multiples of the parameters' bytes. A round runs every contender once."
+            f"A GPT of {found['parameters'] // 4:,} parameters, float32, AdamW with clipping, two processes with one thread "
+            "each on one machine; raypar without a mirror. Memory is resident memory above that before the model was made, now "
+            "and at its peak, in multiples of the parameters' bytes. In the table of kinds `measured` is what tensors take "
+            f"between two steps, and, in all, the resident memory. A round runs every contender once. {left_out()}"
         )
         given.page.write_text(page("Memory of replicas that divide state", command, f"{note}\n\n{tables(found)}"))
 

@@ -264,6 +264,7 @@ class Raypar:
             "seconds": [r.seconds for r in self.reports],
             "busy_seconds": [r.busy_seconds for r in self.reports],
             "rank": self.rank,
+            "memory": self.core.memory(),
             "spans": [[(s.label, s.start_ns / 1e6, s.end_ns / 1e6) for s in r.spans] for r in self.reports],
         }
 

@@ -1,10 +1,12 @@
 """raypar beside its peers: the same GPT, batch, optimizer and threads (one a process), alternating in one run.
 
 `python jobs/bench/peers.py [--json] [--page FILE] [--rounds 24] [--steps 4] [--microbatches 4 8] [--ray] [--only TEXT ...]
-[--old CHECKOUT]`
+[--old CHECKOUT] [--zero]`
 Without `--ray`: plain loop, torchrun DDP, torch.distributed.pipelining, and raypar's workers over TCP. With `--ray`: Ray
 Train and raypar's actors, and some of the others beside them. Ray's own processes use some processor even when idle:
 each Ray is stopped (SIGSTOP) between its turns. `--old`: a checkout of an older commit, whose workers run beside all others.
+`--zero`: replicas that divide state (`plan.zero`) beside ZeroRedundancyOptimizer and FSDP2, a larger GPT in two processes;
+`memory.py` has their memory.
 """
 
 from __future__ import annotations
@@ -113,9 +115,27 @@ def claims(seconds: dict[str, list[float]], on_ray: bool) -> list[Claim]:
     return list(dict.fromkeys(c for c in wanted if c.base in seconds and c.own in seconds))
 
 
+def chosen_contenders(given: argparse.Namespace, microbatches: int, storage: str | None) -> list[Contender]:
+    """Those that the arguments ask for."""
+    if given.zero:
+        import zero_peers
+
+        return zero_peers.contenders(microbatches)
+    return contenders(microbatches, storage, given.old)
+
+
+def chosen_claims(given: argparse.Namespace, seconds: dict[str, list[float]], on_ray: bool) -> list[Claim]:
+    """What the project promises of them."""
+    if given.zero:
+        import zero_peers
+
+        return [Claim(*claim) for claim in zero_peers.claims(seconds)]
+    return claims(seconds, on_ray)
+
+
 def measure(given: argparse.Namespace, microbatches: int, storage: str | None) -> dict[str, Any]:
     """Run one set for one number of microbatches."""
-    chosen = contenders(microbatches, storage, given.old)
+    chosen = chosen_contenders(given, microbatches, storage)
     if given.only:
         chosen = [c for c in chosen if any(text in c.name for text in given.only)]
     started: list[Contender] = []
@@ -138,9 +158,19 @@ def measure(given: argparse.Namespace, microbatches: int, storage: str | None) -
         "loss": {name: next((i["loss"] for i in found if i["loss"] is not None), None) for name, found in facts.items()},
         "ratios": [
             asdict(claim) | asdict(ratio(seconds[claim.base], seconds[claim.own]))
-            for claim in claims(seconds, storage is not None)
+            for claim in chosen_claims(given, seconds, storage is not None)
         ],
+        "tokens": tokens_of_step(given),
     }
+
+
+def tokens_of_step(given: argparse.Namespace) -> int:
+    """Tokens of one step of every contender."""
+    if not given.zero:
+        return TOKENS
+    import zero_peers
+
+    return zero_peers.WORK["batch_size"] * zero_peers.WORK["context"]
 
 
 def tables(found: dict[str, Any]) -> str:
@@ -149,7 +179,7 @@ def tables(found: dict[str, Any]) -> str:
     for name, values in found["seconds"].items():
         median, (low, high) = statistics.median(values), spread(values)
         memory = "/".join(f"{n / 2**20:.0f}" for n in found["peak_rss_bytes"][name])
-        timing = [f"{1e3 * median:.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}", f"{TOKENS / median:,.0f}"]
+        timing = [f"{1e3 * median:.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}", f"{found['tokens'] / median:,.0f}"]
         rows.append([name, *timing, memory, f"{found['loss'][name]:.4f}"])
     ratios = []
     for one in found["ratios"]:
@@ -174,9 +204,12 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="the set with Ray Train and raypar's actors")
     parser.add_argument("--only", nargs="+", help="contenders whose name contains one of these")
     parser.add_argument("--old", type=Path, help="a checkout of an older commit; without --ray")
+    parser.add_argument("--zero", action="store_true", help="replicas that divide state beside their peers; without the others")
     given = parser.parse_args()
-    if given.old is not None and given.ray:
-        parser.error("--old compares workers without Ray")
+    if given.old is not None and (given.ray or given.zero):
+        parser.error("--old compares workers without Ray, and with none of --zero")
+    if given.ray and given.zero:
+        parser.error("--zero compares workers without Ray")
     facts = environment()
     found = []
     for microbatches in given.microbatches:
@@ -185,12 +218,28 @@ def main() -> None:
     print(json.dumps({"environment": facts, "results": found}) if given.json else "\n\n".join(map(tables, found)))
     if given.page:
         command = "python jobs/bench/peers.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
-        note = (
-            "One GPT (8 blocks, width 128, context 128, bytes), 32 samples a step, AdamW with clipping, one thread a process, "
-            "on one machine. A round runs every contender once, in an order that is reversed every other round; ratios are "
-            "taken inside a round; bounds are of the two-sided 95 % bootstrap interval of the median ratio."
-        )
-        given.page.write_text(page("Step time beside peers", command, "\n\n".join([note, *map(tables, found)])))
+        title = "Step time of replicas that divide state" if given.zero else "Step time beside peers"
+        given.page.write_text(page(title, command, "\n\n".join([*notes(given), *map(tables, found)])))
+
+
+def notes(given: argparse.Namespace) -> list[str]:
+    """What a page says above its tables."""
+    rounds = (
+        "A round runs every contender once, in an order that is reversed every other round; ratios are taken inside a round; "
+        "bounds are of the two-sided 95 % bootstrap interval of the median ratio."
+    )
+    if not given.zero:
+        work = "One GPT (8 blocks, width 128, context 128, bytes), 32 samples a step"
+        return [f"{work}, AdamW with clipping, one thread a process, on one machine. {rounds}"]
+    import zero_peers
+
+    work = "A GPT of 12.6 million parameters (7 blocks, width 384, context 64, bytes), 8 samples a step"
+    peers = (
+        "FSDP2 is `fully_shard` of every block and of the whole, over gloo: `kept` keeps parameters from forward to backward, "
+        "`one reduction` also adds up gradients of a step whole and reduces them once (`set_requires_gradient_sync`)."
+    )
+    first = f"{work}, AdamW with clipping, two processes with one thread each on one machine, without a mirror. {rounds}"
+    return [first, peers, *filter(None, [zero_peers.left_out()])]
 
 
 if __name__ == "__main__":

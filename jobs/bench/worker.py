@@ -119,8 +119,7 @@ class Plain(Stepwise):
         total = torch.zeros(())
         pairs = list(zip(x.chunk(self.microbatches), y.chunk(self.microbatches), strict=True))
         for index, (inputs, target) in enumerate(pairs):
-            if self.ddp:
-                self.model.require_backward_grad_sync = index == len(pairs) - 1  # what `no_sync` sets
+            self.before_backward(index == len(pairs) - 1)
             value = mean_loss(self.model(inputs), target) / self.microbatches
             value.backward()
             total += value.detach()
@@ -128,6 +127,10 @@ class Plain(Stepwise):
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total.item()
+
+    def before_backward(self, is_last: bool) -> None:
+        if self.ddp:
+            self.model.require_backward_grad_sync = is_last  # what `no_sync` sets
 
     def close(self) -> None:
         if self.ddp and dist.is_initialized():
@@ -146,9 +149,11 @@ class ZeroRedundancy(Plain):
 
 
 class FullyShard(Plain):
-    """`fully_shard` (FSDP2) of every block and the whole. `reshard`: after each forward, as it does by default."""
+    """`fully_shard` (FSDP2) of every block and the whole. `reshard`: after each forward, as it does by default. `reductions`:
+    after `every` microbatch, as it does by default, or in the `last` backward of a step alone, with parameters that stay whole
+    until then."""
 
-    def __init__(self, work: dict[str, int], microbatches: int, reshard: bool) -> None:
+    def __init__(self, work: dict[str, int], microbatches: int, reshard: bool, reductions: str = "every") -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -160,8 +165,48 @@ class FullyShard(Plain):
             return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
         super().__init__(work, microbatches, dist.get_rank(), dist.get_world_size(), wrap)
-        self.ddp = False
+        self.ddp, self.once = False, reductions == "last"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=OPTIMIZER["lr"])
+
+    def before_backward(self, is_last: bool) -> None:
+        if self.once:
+            self.model.set_requires_gradient_sync(is_last)
+            self.model.set_reshard_after_backward(is_last)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class DeepSpeedZero(Stepwise):
+    """DeepSpeed's ZeRO at one of its levels, over gloo, with its own clipping and accumulation."""
+
+    def __init__(self, work: dict[str, int], microbatches: int, level: int) -> None:
+        import deepspeed
+
+        size, world = Workload(**work), dist.get_world_size()
+        torch.manual_seed(SEED)
+        model = gpt.layers(**size.model_args)
+        self.microbatches = microbatches // world
+        config = {
+            "train_micro_batch_size_per_gpu": size.batch_size // microbatches,
+            "gradient_accumulation_steps": self.microbatches,
+            "gradient_clipping": CLIP_NORM,
+            "zero_optimization": {"stage": level},
+            "zero_allow_untested_optimizer": True,
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self.batches = Batches(size, (dist.get_rank(), world))
+
+    def step(self, number: int) -> float:
+        x, y = self.batches.get(number)
+        total = 0.0
+        for inputs, target in zip(x.chunk(self.microbatches), y.chunk(self.microbatches), strict=True):
+            value = mean_loss(self.engine(inputs), target)
+            self.engine.backward(value)
+            self.engine.step()
+            total += value.item() / self.microbatches
+        return total
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -310,7 +355,7 @@ def ray_train(address: str, work: dict[str, int], microbatches: int, workers: in
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    kinds = ["plain", "ddp", "zero-redundancy", "fsdp2", "pipelining", "dtensor", "ray-train"]
+    kinds = ["plain", "ddp", "zero-redundancy", "fsdp2", "deepspeed", "pipelining", "dtensor", "ray-train"]
     kinds += ["plain-convolutions", "dtensor-convolutions", "convolutions", "residual"]
     kinds += ["raypar", "raypar-ray", "sleep", "block", "vgg"]
     parser.add_argument("kind", choices=kinds)
@@ -325,10 +370,11 @@ def main() -> None:
         dist.init_process_group("gloo")
         wrap, begun = nn.parallel.DistributedDataParallel, rss_bytes()
         serve(given.address, Plain(**given.options, rank=dist.get_rank(), world=dist.get_world_size(), wrap=wrap), begun)
-    elif given.kind in ("zero-redundancy", "fsdp2"):
+    elif given.kind in ("zero-redundancy", "fsdp2", "deepspeed"):
         dist.init_process_group("gloo")
         begun = rss_bytes()
-        serve(given.address, (ZeroRedundancy if given.kind == "zero-redundancy" else FullyShard)(**given.options), begun)
+        divided = {"zero-redundancy": ZeroRedundancy, "fsdp2": FullyShard, "deepspeed": DeepSpeedZero}[given.kind]
+        serve(given.address, divided(**given.options), begun)
     elif given.kind == "pipelining":
         serve(given.address, Pipelining(**given.options))
     elif given.kind == "dtensor":

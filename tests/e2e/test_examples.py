@@ -26,6 +26,16 @@ def test_a_run_that_loses_a_node_ends_with_the_weights_of_one_that_does_not(tmp_
 
 
 @pytest.mark.chaos
+def test_a_model_that_is_too_big_is_refused_with_the_plan_with_which_it_trains_under_the_limit(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "too_big.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGING_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ">>> refused with exit code 2: plan.recompute=full and plan.zero=1 fits\n" in done.stdout
+    assert re.search(r">>> without the check it ends with exit code [1-9]\d*: smaller is plan\.", done.stdout)
+    assert "nobody else has its part of the state" in done.stdout and done.stdout.splitlines()[-1] == "equal"
+
+
+@pytest.mark.chaos
 def test_a_stream_that_is_killed_and_resumed_under_another_plan_gives_the_samples_of_one_that_is_not(tmp_path):
     command = [sys.executable, str(EXAMPLES / "stream.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANGING_S, check=False)

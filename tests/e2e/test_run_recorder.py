@@ -19,6 +19,7 @@ from raypar.elastic.actions import Teardown
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError, UnreadableStateError
 from raypar.job.lr_schedule_metric import FollowedMetric
+from raypar.plan import ParallelPlan
 from raypar.record.events import DriverLoss, RunWarning, StepRecord, ValidationRecord
 
 
@@ -213,3 +214,16 @@ def test_skipped_steps_are_told_at_first_and_whenever_their_number_has_doubled(t
     told = [event.text.splitlines() for event in recorder.new_events() if isinstance(event, RunWarning)]
     assert [what.partition(" was skipped")[0] for what, _ in told] == ["step 2", "step 3", "step 5", "step 9"]
     assert told[0][0].endswith("loss nan, gradient norm 0.5") and told[3][0].endswith("so were 7 steps before it")
+
+
+def test_what_workers_hold_is_saved_with_the_totals_for_the_report(tmp_path):
+    recorder = RunRecorder(SimpleNamespace(folder=tmp_path))
+    plan = ParallelPlan.mesh(dp=2, layers=2)
+    recorder.telemetry.begin_generation(plan)
+    held = [{"rss": 300, "empty": 200, "parameter": 8}, {"rss": 301, "empty": 200}]
+    step = StepRecord(step=1, loss=0.5, seconds=0.1, samples_per_s=8.0, busy_shares=[0.5, 0.5], peak_rss_bytes=[400, 401])
+    recorder.telemetry.add_step(step, 1.0, {rank: {"memory": each} for rank, each in enumerate(held)})
+    recorder._save_totals(2.0)
+    saved = json.loads((tmp_path / "totals.json").read_text())["worker_memory_bytes"]
+    assert saved == [{"peak_rss": 400, **held[0]}, {"peak_rss": 401, **held[1]}]
+    assert RunRecorder(SimpleNamespace(folder=tmp_path)).telemetry.totals.steps == 1, "and the totals are read as ever"
