@@ -216,7 +216,7 @@ class SharedMemoryOwnerBucket(SharedMemoryBucket):
 
         def places(buffer: Tensor, owner: int) -> list[Place]:
             moved = [part._replace(offset=part.offset - firsts[owner]) for part in layout.parts if part.owner == owner]
-            return [Place(layout.view(buffer, p), *p[:3], layout.is_whole(p)) for p in moved]
+            return [Place(layout.view(buffer, p), p.parameter, p.start, p.stop, layout.is_whole(p)) for p in moved]
 
         self._given = [places(mine, 1 - own) for mine in sums[own]]
         """By turn: the places in this replica's memory for its sums of what the other one owns."""

@@ -48,8 +48,9 @@ def find_plan(m: RunState) -> Phase:
 
 
 def _would_run_out_of_memory(m: RunState, plan: ParallelPlan) -> bool:
-    """Whether replicas that divide state, of which fewer are left, have too little memory for their larger parts: they would
-    die, too, one after the other. Then the planner is asked; if it finds nothing that fits, the run waits for workers."""
+    """Whether replicas that divide state, of which fewer are left, have too little memory for their larger parts, and a warning
+    if so: they would die, too, one after the other. Then the planner is asked; if it finds nothing that fits, the run waits for
+    workers."""
     now = m.membership.plan
     assert now is not None
     if not now.most_zero or plan.world >= now.world or m.memory_lacking(now):  # a prediction that has been wrong says nothing

@@ -66,6 +66,10 @@ class PrecisionConfig(Section):
         return self.loss_scale.scaling if "fp16" in (self.compute, self.parameters) else None
 
 
+_LOST: dict[PrecisionName, str] = {"bf16": "1/512", "fp16": "1/4096"}
+"""The part of a number below which an addition to it is rounded away."""
+
+
 def check_precision(found: PrecisionConfig, dtype: str) -> None:
     """Raises `ConfigError` for settings of `precision` that do not go together, or not with the job's `dtype`."""
     if found.compute is not None and found.parameters is not None:
@@ -77,13 +81,13 @@ def check_precision(found: PrecisionConfig, dtype: str) -> None:
     if found.parameters is not None and found.master is None:
         raise ConfigError(
             f"precision.parameters is {found.parameters}, and precision.master is not set: without float32 masters an "
-            "update of less than 1/512 of a parameter would be rounded away",
+            f"update of less than {_LOST[found.parameters]} of a parameter would be rounded away",
             cure="set precision.master: float32",
         )
     if found.master is not None and found.parameters is None:
         raise ConfigError(
             f"precision.master is {found.master}, and precision.parameters, of which it is the master, is not set",
-            cure="set precision.parameters: bf16, or leave master out",
+            cure="set precision.parameters: bf16 or fp16, or leave master out",
         )
     if found.gradients != "float32" and found.parameters != found.gradients:
         parameters = f"{found.parameters}, whose gradients are added in it or in float32"

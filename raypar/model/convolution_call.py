@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 """PyTorch's classes of convolutions."""
 
 
@@ -32,7 +33,7 @@ def convolution_class(module: object) -> type[nn.Module] | None:
 
 def is_transposed_convolution(module: object) -> bool:
     """Whether its weight is [in, out / groups, ...], not [out, in / groups, ...]."""
-    return isinstance(module, CONVOLUTIONS[3:])
+    return isinstance(module, _TRANSPOSED)
 
 
 @dataclass(frozen=True, slots=True)

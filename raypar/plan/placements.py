@@ -124,8 +124,9 @@ def _without(plan: ParallelPlan, gone: int, virtual_shards: int) -> ParallelPlan
     anew = (replace(s, workers=tuple(tuple(number[rank] for rank in row) for row in s.workers)) for s in joined)
     kept = list(anew)
     like = {s.workers: [other for other in kept if other.workers == s.workers] for s in kept}
-    levels = {key: (max(s.zero for s in of), max(s.zero_holders for s in of)) for key, of in like.items()}
-    return replace(plan, stages=tuple(replace(s, zero=levels[s.workers][0], zero_holders=levels[s.workers][1]) for s in kept))
+    zero = {workers: max(s.zero for s in of) for workers, of in like.items()}
+    holders = {workers: max(s.zero_holders for s in of) for workers, of in like.items()}
+    return replace(plan, stages=tuple(replace(s, zero=zero[s.workers], zero_holders=holders[s.workers]) for s in kept))
 
 
 def _loss(plan: ParallelPlan, left: ParallelPlan) -> tuple[int, int, int]:

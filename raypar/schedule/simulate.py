@@ -165,7 +165,8 @@ class _Slots:
         self.total = self.of_shard * max(self.shards)
         self.flow = DataFlow(crossing, len(stages))
         self.ranks = [[routing.ranks(s, m) for m in range(self.count)] for s in stages]
-        self._of_shards: dict[tuple[int, int, int, int], list[int]] = {}
+        self._known_users: dict[tuple[int, int, int, int], list[int]] = {}
+        """Arguments of `_users` -> what it returns."""
         self.first: dict[tuple[MessageKind, int, int], tuple[int, int]] = {}
         """(kind, earlier stage, later stage) -> (slot of microbatch 0, bytes)."""
         carried: list[tuple[str, StageEdge | GradientRelay]] = [(VALUES, edge) for edge in crossing.edges]
@@ -193,11 +194,11 @@ class _Slots:
 
     def _users(self, maker: int, shard: int, stage: int, other: int) -> list[int]:
         """By microbatch: the rank of one shard of the stage, where this shard of `maker` serves it; else `_NOBODY`."""
-        found = self._of_shards.get((maker, shard, stage, other))
+        found = self._known_users.get((maker, shard, stage, other))
         if found is None:
             rows = zip(self.ranks[maker], self.ranks[stage], strict=True)
             found = [row[other] if serving_shards(makers, row)[other] == shard else _NOBODY for makers, row in rows]
-            self._of_shards[maker, shard, stage, other] = found
+            self._known_users[maker, shard, stage, other] = found
         return found
 
 

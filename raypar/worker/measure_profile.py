@@ -448,7 +448,7 @@ def measure_median_ms(
     """Median time of each call in ms; the calls are made in turn, and the first round is not counted.
 
     Time in which this thread waited for a processor is not counted either, or layers would differ by what else runs here.
-    `in_turn`: the calls run in threads that take turns; where torch has one thread what counts is the processor's time.
+    `in_turn`: the calls run in threads that take turns; where torch has one thread, the process's processor time is measured.
     """
     thread, of_processor = threading.get_native_id(), in_turn and torch.get_num_threads() == 1
     rounds: list[list[float]] = []

@@ -73,6 +73,7 @@ REFUSED = {
         "of a parameter would be rounded away",
         "set precision.master: float32",
     ),
+    ("precision.parameters=fp16",): ("an update of less than 1/4096 of a parameter would be", "set precision.master: float32"),
     ("precision.master=float32",): ("precision.master is float32, and precision.parameters, of which", "or leave master out"),
     (*ON, "precision.compute=bf16"): ("precision.compute and precision.parameters are both set", "leave one of them out"),
     (*ON, "dtype=float64"): (

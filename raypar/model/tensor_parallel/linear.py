@@ -36,7 +36,7 @@ class ShardedLinear(SplitShard):
         self.in_features, self.out_features = linear_features(linear)
         """Of the unsharded layer."""
         self.call = LinearCall(is_transposed_linear(linear))
-        """How it calls PyTorch. The weight is [out here, in here]; [in here, out here] if that is transposed."""
+        """How it calls PyTorch. The weight is [out here, in here]; [in here, out here] if `call.transposed`."""
         self._gradient_memory = KeptGradientMemory()
         """The memory that the weight's gradient had in the last step."""
 
@@ -53,14 +53,13 @@ class ShardedLinear(SplitShard):
     def weight_gradient(self, rows: Tensor, flat: Tensor) -> Tensor:
         """grad^T x [out, in] of grad [rows, out] and x [rows, in], in the memory of the last step's gradient where possible.
 
-        Same call and bits as `LinearCall.gradients`; x^T grad [in, out] if `transposed`.
+        Same call and bits as `LinearCall.gradients`; x^T grad [in, out] if `call.transposed`.
         """
         memory = self._gradient_memory.take(rows, flat)
         transposed, weight = self.call.transposed, self.weight
-        whole = memory is not None and (
-            not is_row_major(weight.t()) and weight.is_contiguous() if transposed else is_row_major(weight)
-        )
-        if not whole:
+        # The memory is row-major, as the gradient of such a weight is.
+        suits = not is_row_major(weight.t()) and weight.is_contiguous() if transposed else is_row_major(weight)
+        if memory is None or not suits:
             _, found, _ = self.call.gradients((rows, flat, rows), weight, (False, True, False))
             assert found is not None
             return found
@@ -367,7 +366,8 @@ class _Reader(torch.autograd.Function):
         if gradient is None:
             return (None,) * 6
         x, weight = ctx.saved_tensors
-        operands = rows, flat, summed = ctx.layer.call.operands(gradient, x)
+        operands = ctx.layer.call.operands(gradient, x)
+        rows, flat, summed = operands
         dx = ctx.layer.input_gradient(operands, weight, x.shape)
         if ctx.left is None:
             return (dx, *_weight_gradients(ctx, operands, ctx.layer, ctx.stash), None, None, None)

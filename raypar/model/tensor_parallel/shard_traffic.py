@@ -106,7 +106,7 @@ def layer_traffic(
                 rows[number] = replace(rows[number], layers=(*rows[number].layers, call.layer))
         elif shares:
             shared = call.read, []
-        dimension = dimensions.get(call.layer) or dimension
+        dimension = dimensions.get(call.layer) or dimension  # a norm has that of the layer before it
         traffic = LayerCollectives(call.of_norm, call.of_norm) if call.of_norm else layout.traffic[call.layer]
         for collective in traffic.sequence if sequence else traffic.plain:
             of_input = collective.value == "input"

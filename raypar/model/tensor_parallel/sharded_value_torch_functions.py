@@ -57,13 +57,13 @@ def elementwise_on_parts(func: Callable[..., Tensor], *args: Any, **kwargs: Any)
 
 
 def _write_into(
-    func: Callable[..., Tensor], x: ShardedValue, other: Tensor | ShardedValue | float, **kwargs: Operand
+    func: Callable[..., Tensor], x: ShardedValue, other: Tensor | ShardedValue | float, *args: Operand, **kwargs: Operand
 ) -> ShardedValue:
     """`x += other`: writes into the part itself, so that views and other names of `x` see it, as with a whole tensor."""
     (part, operand), _ = take_common_part_of_operands(func.__name__, (x, other))
     if part is not x.local:
         raise unsupported_on_part_error(func.__name__, x, "would write into less than is here")
-    x.like(func(part, operand, **kwargs))
+    x.like(func(part, operand, *args, **kwargs))
     return x
 
 
@@ -345,11 +345,7 @@ def _fill_into(
     func: Callable[..., Tensor], x: ShardedValue, mask: Tensor | ShardedValue, value: float | Tensor
 ) -> ShardedValue:
     """As `masked_fill`, into the part itself."""
-    (part, chosen), _ = take_common_part_of_operands(func.__name__, (x, mask))
-    if part is not x.local:
-        raise unsupported_on_part_error(func.__name__, x, "would write into less than is here")
-    x.like(func(part, chosen, value))
-    return x
+    return _write_into(func, x, mask, value)
 
 
 @implements_on_parts("is_complex", "is_floating_point")

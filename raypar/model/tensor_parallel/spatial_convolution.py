@@ -84,7 +84,8 @@ class _Convolve(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         by_rows, group, (wide, weight) = ctx.by_rows, ctx.layer.group, ctx.saved_tensors
-        operands = gradient, _ = gradients[0].contiguous(), wide
+        gradient = gradients[0].contiguous()
+        operands = gradient, wide
         needs_input, *others = ctx.needs_input_grad[:3]
         fetch = post_rows(gradient, by_rows.dim, by_rows.plan.backward, group, _GRADIENTS) if needs_input else None
         of_weight = of_bias = None

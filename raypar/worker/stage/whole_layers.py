@@ -129,8 +129,11 @@ class WholeLayers:
 
     def __init__(self, positions: frozenset[int], leading: frozenset[int], takers: int) -> None:
         """`takers`: number of the other virtual shards."""
-        self.positions, self.leading, self._takers = positions, leading, takers
-        """Positions of the layers in the stage, and of those that nothing is before of which the others take part."""
+        self.positions = positions
+        """Positions of the whole layers in the stage."""
+        self.leading = leading
+        """Those of them that read nothing which other layers of the stage have had a part in: of these the others take no gradients."""
+        self._takers = takers
         self._made: dict[tuple[PassKind, int, int], tuple[WholeCall, int]] = {}
         """(pass, microbatch, position) -> call, and by how many it is still to be taken."""
         self._watched: dict[int, dict[int, WholeCall]] = {}

@@ -1,4 +1,4 @@
-"""Memory for copies of state in files of a local folder: the system may write it out, and take its place in memory."""
+"""Memory for copies of state in files of a local folder: the system may write it to disk, and use its memory otherwise."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from raypar.comm.buffer_pool import BufferPool
 from raypar.errors import ConfigError
 
 PAGE_BYTES = 4096
+"""Files are mapped by whole pages."""
 
 
 class FileMemoryPool(BufferPool):
