@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from helpers import norm_networks, plain_module
 from helpers.model_zoo import ZOO
-from helpers.parity import differences
+from helpers.parity import differences, different_gradients
 from helpers.reference import Result
 from torch import Tensor, nn
 
@@ -148,8 +148,7 @@ def check_run(job: Job, plan: ParallelPlan, schedule: str, order_seed: int = 0) 
         for step in range(job.steps):
             reports = run.step(step)
             assert {r.loss for r in reports} == {want.losses[step]}, f"step {step}: loss"
-            found = run.gradients()
-            bad = [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+            bad = different_gradients(run, want, step)
             assert not bad, f"step {step}: gradients of {bad}"
             assert {r.norm for r in reports} == {want.norms[step]}, f"step {step}: norm"
         assert unequal_state(want, run.parameters(), run.buffers()) == []

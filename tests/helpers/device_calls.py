@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from raypar.job import DataConfig, Job, LossConfig, MetricConfig, ModelConfig, OptimizerConfig, ValidationConfig
-from raypar.job.contract import contract_of_job
 from raypar.job.read_job import load_job
 from raypar.model.capture.captured_layer import cache_of
 from raypar.plan import ParallelPlan
@@ -195,11 +194,7 @@ def resumes(state: State, folder: str) -> None:
     for first in places:
         with OneProcessRun(spec, plan, "1f1b", device=first) as run:
             run.step(0), run.step(1)
-            part = checkpoint_files.create_checkpoint(Path(folder) / first.type, 2)
-            for core in run.cores:
-                core.start_save(part)
-            records = [core.save_result() for core in run.cores]
-            path = checkpoint_files.commit_checkpoint(part, records, steps_done=2, contract=contract_of_job(spec))
+            path = checkpoint_files.save_run(run, Path(folder) / first.type, 2)
         for second in places:
             with OneProcessRun(spec, plan, "zb-h1", device=second) as run:
                 for core in run.cores:
@@ -333,11 +328,7 @@ def changes_shards(state: State, model: str, path: list[tuple[int, int, int]], f
             for core in local.cores:
                 core.load(path_saved)
             local.step(2 * len(path))
-            part = checkpoint_files.create_checkpoint(Path(folder) / f"last-{device.type}", 1)
-            for core in local.cores:
-                core.start_save(part)
-            records = [core.save_result() for core in local.cores]
-            last.append(checkpoint_files.commit_checkpoint(part, records, steps_done=1, contract={}))
+            last.append(checkpoint_files.save_run(local, Path(folder) / f"last-{device.type}", 1, contract={}))
     same_tensors(*last)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from raypar.errors import ConfigError
 from raypar.job import Job
-from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
 from raypar.storage.run_folder import RunFolder
 from raypar.worker.layer_graph_of_job import make_layer_graph
@@ -36,15 +35,6 @@ def train_into_folder(
     with OneProcessRun(job, ParallelPlan.mesh(layers=len(graph.layers), **mesh), "1f1b", graph=graph) as local:
         for step in range(job.steps):
             local.step(step)
-        save(local, folder.checkpoints, job.steps)
+        checkpoint_folders.save_run(local, folder.checkpoints, job.steps)
         then(local)
         return folder.path, {name: copies[0].detach().clone() for name, copies in local.parameters().items()}
-
-
-def save(local: OneProcessRun, checkpoints: Path, done: int) -> Path:
-    """A checkpoint of the workers' state; returns its folder."""
-    begun = checkpoint_folders.create_checkpoint(checkpoints, done)
-    for core in local.cores:
-        core.start_save(begun)
-    records = [core.save_result() for core in local.cores]
-    return checkpoint_folders.commit_checkpoint(begun, records, steps_done=done, contract=contract_of_job(local.spec))

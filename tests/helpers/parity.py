@@ -173,6 +173,19 @@ def differences(want: reference.Result, name: str, got: Iterable[Any], wanted: A
     return bad
 
 
+def different_gradients(run: OneProcessRun, want: reference.Result, step: int) -> list[str]:
+    """Holders whose gradient of the step that is done is not bit for bit the reference's."""
+    found = run.gradients()
+    return [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+
+
+def check_gradients(run: OneProcessRun, want: reference.Result) -> None:
+    """Run all steps of a job: each has the gradients of the reference."""
+    for step in range(run.spec.steps):
+        run.step(step)
+        assert not different_gradients(run, want, step), f"step {step}"
+
+
 def share_out_anew(run: OneProcessRun, schedule: str, shares: Shares) -> None:
     """Give the replicas of a run under way other shares, between two steps."""
     plan = with_shares(run.plan, shares)
@@ -194,8 +207,7 @@ def check_local(layout: Layout, order_seed: int = 0, *, later: Mapping[int, Shar
             assert {r.loss for r in reports} == {want.losses[step]}, f"{layout}, step {step}: loss"
             assert {repr(r.norm) for r in reports} == {repr(want.norms[step])}, f"{layout}, step {step}: norm"
             assert {r.skipped for r in reports} == {want.skipped[step]}, f"{layout}, step {step}: skipped"
-            found = run.gradients()
-            bad = [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+            bad = different_gradients(run, want, step)
             assert not bad, f"{layout}, step {step}: gradients of {bad}"
         parameters, state = run.parameters(), run.optimizer_state()
         assert parameters.keys() == want.parameters.keys()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, product
 
 from helpers import ugly_models
-from helpers.parity import STEPS, Layout, differences, expected
+from helpers.parity import STEPS, Layout, differences, different_gradients, expected
 
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy, resolve_recomputed_layers
@@ -85,8 +85,7 @@ def check_recomputed(cell: RecomputedLayout, order_seed: int = 0) -> None:
             reports = run.step(step, trace=True)
             assert {r.loss for r in reports} == {want.losses[step]}, f"{cell}, step {step}: loss"
             assert {r.norm for r in reports} == {want.norms[step]}, f"{cell}, step {step}: norm"
-            found = run.gradients()
-            bad = [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+            bad = different_gradients(run, want, step)
             assert not bad, f"{cell}, step {step}: gradients of {bad}"
         parameters = run.parameters()
         assert parameters.keys() == want.parameters.keys()

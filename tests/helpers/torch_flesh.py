@@ -37,6 +37,16 @@ from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey, extract_elements
 from raypar.worker.worker_core import WorkerCore
 
+QUICK: dict[str, Any] = {
+    "validates": False,
+    "step_deadline_s": 0.5,
+    "start_deadline_s": 1.0,
+    "status_s": 0.5,
+    "adopt_s": 2.0,
+    "capacity_s": 5.0,
+}
+"""Limits for runs without validations: a loss is found soon."""
+
 
 @dataclass(frozen=True)
 class TorchJob:

@@ -12,16 +12,13 @@ import pytest
 import torch
 from helpers import checkpoint_folders as checkpoint_files
 from helpers import reference, shard_grid, torch_flesh, ugly_models
-from helpers.generations import Generations
 from helpers.parity import PRECISIONS, STEPS, Layout, Precision, check_local, layouts
-from helpers.protocol import Fault, World
+from helpers.precisions_through_changes import check_growing_and_shrinking, check_through_faults, tangled
 from helpers.recomputed_layouts import RecomputedLayout, check_recomputed, recomputed_layouts
 from torch import Tensor, nn
 
 from raypar.errors import DataError, ModelError
 from raypar.job import DataConfig, Job, LossConfig, LossScaleConfig, ModelConfig, OptimizerConfig
-from raypar.job.contract import contract_of_job
-from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.model_profile import LinkProfile
@@ -33,7 +30,7 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_job
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
-from raypar.worker.stage.stage import Stage
+from raypar.worker.worker_core import WorkerCore
 
 ROUNDED: Precision = "bf16 parameters"
 BF16_SUMS: Precision = "bf16 gradients"
@@ -101,75 +98,38 @@ def test_recomputed_layers_give_the_bits_of_one_process(cell):
 
 # -- through faults, growth and a resume ---------------------------------------------------------------------------------------
 
-QUICK = {
-    "validates": False,
-    "step_deadline_s": 0.5,
-    "start_deadline_s": 1.0,
-    "status_s": 0.5,
-    "adopt_s": 2.0,
-    "capacity_s": 5.0,
-}
 CHANGES = {
-    "a kill": (ParallelPlan.of((2, 2), layers=9), [("kill", 0.6)]),
-    "all copies lost": (ParallelPlan.of((1, 1), layers=9), [("kill", 0.7)]),
+    "a kill": (ParallelPlan.of((2, 2), layers=9), [("kill", 0.6)], 0),
+    "all copies lost": (ParallelPlan.of((1, 1), layers=9), [("kill", 0.7)], 2),
 }
-
-
-def tangled(steps: int, compute: Precision) -> tuple[Job, Graph]:
-    """The model with ties within a stage and across stages."""
-    spec = ugly_models.job("tangled", microbatches=4, steps=steps, precision=PRECISIONS[compute])
-    return spec, make_layer_graph(spec)
+"""(plan, losses, every how many steps the mirror is made)."""
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("compute", [ROUNDED, BF16_SUMS])
 @pytest.mark.parametrize("change", CHANGES)
 def test_workers_that_come_and_go_change_no_bit(change, compute):
-    plan, faults = CHANGES[change]
+    plan, faults, mirror_every = CHANGES[change]
     spec, graph = tangled(4, compute)
-    work = torch_flesh.TorchJob(spec, graph, ("1f1b",), mirror_every=2 if change == "all copies lost" else 0)
-    want, sizes, points = reference.train(graph, spec).parameters, [], 0
-    for events in ([], faults):
-        world = World(work, plan, [Fault(int(at * points), kind) for kind, at in events], flesh=torch_flesh.TorchFlesh, **QUICK)
-        try:
-            assert world.run().end == "done", world.tell(str(world.over))
-            points = world.points
-            members = world.driver.machine.membership.members
-            sizes.append(len(members))
-            for worker in members:
-                for stage in world.processes[worker].body.core.stages.values():
-                    assert_masters_and_copies(stage, want)
-        finally:
-            world.flesh.close()
-    assert sizes[0] != sizes[1], "nobody came or went"
+    want = reference.train(graph, spec).parameters
+    work = torch_flesh.TorchJob(spec, graph, ("1f1b",), mirror_every=mirror_every)
+    check_through_faults(work, plan, faults, lambda core: assert_masters_and_copies(core, want))
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("compute", [ROUNDED, BF16_SUMS])
 def test_growing_and_shrinking_plans_change_no_bit(compute):
     spec, graph = tangled(4, compute)
-    want = reference.train(graph, spec)
-    live = Generations(torch_flesh.TorchJob(spec, graph))
-    for done, (plan, members) in enumerate(
-        (
-            (ParallelPlan.of((1,), layers=9), [0]),
-            (ParallelPlan.of((2, 1), layers=9), [0, 1, 2]),
-            (ParallelPlan.of((1, 1, 2), layers=9), [3, 1, 2, 4]),
-            (ParallelPlan.of((1, 1), layers=9), [4, 2]),
-        )
-    ):
-        assert live.adopt(plan, members, done) or not done
-        live.step(done)
-    for body in live.bodies.values():
-        for stage in body.core.stages.values():
-            assert_masters_and_copies(stage, want.parameters)
+    want = reference.train(graph, spec).parameters
+    check_growing_and_shrinking(spec, graph, lambda core: assert_masters_and_copies(core, want))
 
 
-def assert_masters_and_copies(stage: Stage, want: dict[str, Tensor]) -> None:
+def assert_masters_and_copies(core: WorkerCore, want: dict[str, Tensor]) -> None:
     """The parameters are those wanted, and what layers compute with is these, rounded."""
-    for name, parameter in stage.parameters.items():
-        assert parameter.dtype == torch.float32 and torch.equal(parameter, want[name]), name
-        assert torch.equal(stage.weights.rounded[name], want[name].bfloat16()), name
+    for stage in core.stages.values():
+        for name, parameter in stage.parameters.items():
+            assert parameter.dtype == torch.float32 and torch.equal(parameter, want[name]), name
+            assert torch.equal(stage.weights.rounded[name], want[name].bfloat16()), name
 
 
 @pytest.mark.ci
@@ -181,11 +141,7 @@ def test_a_run_that_is_resumed_under_another_plan_has_the_bits_of_one_process(tm
     with OneProcessRun(spec, ParallelPlan.of((1, 2), layers=9), "1f1b", graph=graph) as run:
         for step in range(2):
             run.step(step)
-        folder = checkpoint_files.create_checkpoint(tmp_path, 2)
-        for core in run.cores:
-            core.start_save(folder)
-        records = [core.save_result() for core in run.cores]
-    path = checkpoint_files.commit_checkpoint(folder, records, steps_done=2, contract=contract_of_job(spec))
+        path = checkpoint_files.save_run(run, tmp_path, 2)
     kept = checkpoint_files.read_checkpoint_state(path)
     assert all(torch.equal(kept[name][PARAMETER], p) for name, p in half.parameters.items()), "float32, not rounded"
     with OneProcessRun(spec, ParallelPlan.of((1, 1, 1), layers=9), "gpipe", graph=graph) as run:
@@ -194,8 +150,7 @@ def test_a_run_that_is_resumed_under_another_plan_has_the_bits_of_one_process(tm
         losses = [run.step(step)[0].loss for step in (2, 3)]
         assert losses == want.losses[2:]
         for core in run.cores:
-            for stage in core.stages.values():
-                assert_masters_and_copies(stage, want.parameters)
+            assert_masters_and_copies(core, want.parameters)
 
 
 # -- a plain loop, as people write it ------------------------------------------------------------------------------------------

@@ -201,20 +201,11 @@ def test_an_export_is_what_the_module_itself_loads_strictly(name: str, tmp_path:
     else:
         spec = spec_of((make_zoo_model, {"name": name}), loss=loss_of_logits, steps=1)
     found = run(spec, pp=2)
-    assert main(["export", str(save(found, tmp_path)), "--out", str(tmp_path / "model.pt")]) == 0
+    assert main(["export", str(checkpoint_folders.save_run(found, tmp_path, 1)), "--out", str(tmp_path / "model.pt")]) == 0
     fresh = spec.model.call()
     fresh.load_state_dict(torch.load(tmp_path / "model.pt"), strict=True)
     state = dict(fresh.named_parameters(remove_duplicate=False))
     assert [n for n, value in parameters_of(found).items() if not torch.equal(state[n], value)] == []
-
-
-def save(found: OneProcessRun, root: Path) -> Path:
-    """A checkpoint of a run, as the driver makes it."""
-    folder = checkpoint_folders.create_checkpoint(root, 1)
-    for core in found.cores:
-        core.start_save(folder)
-    records = [core.save_result() for core in found.cores]
-    return checkpoint_folders.commit_checkpoint(folder, records, steps_done=1, contract=contract_of_job(found.spec))
 
 
 @pytest.mark.ci

@@ -31,15 +31,6 @@ SPEC = job("tangled", steps=6)
 LAYERS = 9
 
 
-def save(local: OneProcessRun, root: Path, done: int) -> Path:
-    """What the driver does: all workers write, one commits."""
-    folder = checkpoint_files.create_checkpoint(root, done)
-    for core in local.cores:
-        core.start_save(folder)
-    records = [core.save_result() for core in local.cores]
-    return checkpoint_files.commit_checkpoint(folder, records, steps_done=done, contract=contract_of_job(local.spec))
-
-
 def finished(local: OneProcessRun) -> str:
     parameters = {name: copies[0] for name, copies in local.parameters().items()}
     return weights_hash(parameters)
@@ -80,7 +71,7 @@ def test_a_run_resumed_under_another_plan_ends_in_the_same_bits(before, after, u
     with OneProcessRun(SPEC, ParallelPlan.mesh(pp=before[0], dp=before[1], layers=LAYERS), "1f1b") as local:
         for step in range(3):
             local.step(step)
-        path = save(local, tmp_path, 3)
+        path = checkpoint_files.save_run(local, tmp_path, 3)
         assert checkpoint_files.checkpoint_weights_hash(path) == finished(local)
     manifest = checkpoint_files.verify_checkpoint(path)
     assert not contract_comparison.list_contract_differences(manifest, SPEC)

@@ -11,7 +11,6 @@ from helpers import checkpoint_folders as checkpoint_files
 
 from raypar.cli import main
 from raypar.errors import NonFiniteError, UserCodeError
-from raypar.job.contract import contract_of_job
 from raypar.job.read_job import load_job
 from raypar.launch import Result, raise_run_failure
 from raypar.launch.run_of_submitted_job import SUBMITTED_VARIABLE
@@ -64,21 +63,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     with OneProcessRun(job, job.to_plan(2), "1f1b") as local:
         for step in range(DONE):
             if step == SAVED:
-                save(local, made.checkpoints)
+                checkpoint_files.save_run(local, made.checkpoints, SAVED)
             report = local.step(step)[0]
             line = {"step": step + 1, "loss": report.loss, "seconds": 0.1, "samples_per_s": 40.0, "time": 1000.0 + step}
             made.append_line(made.metrics, line)
         with pytest.raises(NonFiniteError):
             local.step(DONE)
     return made
-
-
-def save(local: OneProcessRun, root: Path) -> None:
-    aside = checkpoint_files.create_checkpoint(root, SAVED)
-    for core in local.cores:
-        core.start_save(aside)
-    records = [core.save_result() for core in local.cores]
-    checkpoint_files.commit_checkpoint(aside, records, steps_done=SAVED, contract=contract_of_job(local.spec))
 
 
 @pytest.mark.parametrize("given", ["odd", "runs/odd", "{folder}"])

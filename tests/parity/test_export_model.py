@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from raypar.cli import main
 from raypar.job import Job, ModelConfig
-from raypar.job.contract import contract_of_job
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.worker.norm_and_weights_hash import weights_hash
@@ -68,11 +67,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
     with OneProcessRun(spec(), ParallelPlan.mesh(pp=3, dp=2, layers=len(LAYERS)), "1f1b") as local:
         for step in range(2):
             local.step(step)
-        folder = checkpoint_files.create_checkpoint(root, 2)
-        for core in local.cores:
-            core.start_save(folder)
-        records = [core.save_result() for core in local.cores]
-        path = checkpoint_files.commit_checkpoint(folder, records, steps_done=2, contract=contract_of_job(local.spec))
+        path = checkpoint_files.save_run(local, root, 2)
         return path, {name: copies[0].detach().clone() for name, copies in local.parameters().items()}
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import checkpoint_folders as checkpoint_files
-from helpers import reference, shard_grid, torch_flesh, ugly_models
-from helpers.generations import Generations
-from helpers.parity import PRECISIONS, Layout, Precision, check_local, expected, layouts
-from helpers.protocol import Fault, World
+from helpers import reference, shard_grid, torch_flesh
+from helpers.parity import Layout, Precision, check_local, expected, layouts
+from helpers.precisions_through_changes import check_growing_and_shrinking, check_through_faults, tangled
 from helpers.recomputed_layouts import RecomputedLayout, check_recomputed, recomputed_layouts
 from torch import Tensor, nn
 
@@ -31,13 +30,12 @@ from raypar.job import (
     PrecisionConfig,
 )
 from raypar.job.contract import SKIPPED_STEPS, contract_of_job
-from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
 from raypar.worker.checkpoint.contract_comparison import list_contract_differences
-from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.step.optimizer_state import read_optimizer_state
+from raypar.worker.worker_core import WorkerCore
 
 pytestmark = pytest.mark.part(4)
 
@@ -242,50 +240,30 @@ def test_gradients_that_are_not_finite_with_the_smallest_scale_end_the_run(polic
 
 # -- through faults, growth, other plans and a resume --------------------------------------------------------------------------
 
-QUICK = {
-    "validates": False,
-    "step_deadline_s": 0.5,
-    "start_deadline_s": 1.0,
-    "status_s": 0.5,
-    "adopt_s": 2.0,
-    "capacity_s": 5.0,
-}
 CHANGES = {
     "a kill": (ParallelPlan.of((2, 2), layers=9), [("kill", 0.6)], 0),
     "two kills": (ParallelPlan.of((3, 1), layers=9), [("kill", 0.3), ("kill", 0.7)], 2),
     "all copies lost": (ParallelPlan.of((1, 1), layers=9), [("kill", 0.7)], 2),
 }
+"""(plan, losses, every how many steps the mirror is made)."""
 
 
-def tangled(steps: int, compute: Precision = AUTOCAST) -> tuple[Job, Graph]:
-    """The model with ties within a stage and across stages; its scale grows and falls all the time."""
-    spec = ugly_models.job("tangled", microbatches=4, steps=steps, precision=PRECISIONS[compute])
-    return spec, make_layer_graph(spec)
+def assert_weights_and_skipped_steps(core: WorkerCore, want: reference.Result) -> None:
+    assert [step in core.skipped_steps for step in range(len(want.skipped))] == want.skipped
+    for stage in core.stages.values():
+        assert all(torch.equal(p, want.parameters[name]) for name, p in stage.parameters.items())
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("change", CHANGES)
 def test_workers_that_come_and_go_have_the_scale_of_the_step(change):
+    """The scale of this model grows and falls all the time."""
     plan, faults, mirror_every = CHANGES[change]
-    spec, graph = tangled(7)
-    work = torch_flesh.TorchJob(spec, graph, ("1f1b",), mirror_every=mirror_every)
-    want, sizes, points = reference.train(graph, spec), [], 0
+    spec, graph = tangled(7, AUTOCAST)
+    want = reference.train(graph, spec)
     assert 2 <= sum(want.skipped) <= 5
-    for events in ([], faults):
-        world = World(work, plan, [Fault(int(at * points), kind) for kind, at in events], flesh=torch_flesh.TorchFlesh, **QUICK)
-        try:
-            assert world.run().end == "done", world.tell(str(world.over))
-            points = world.points
-            members = world.driver.machine.membership.members
-            sizes.append(len(members))
-            for worker in members:
-                core = world.processes[worker].body.core
-                assert [step in core.skipped_steps for step in range(7)] == want.skipped
-                for stage in core.stages.values():
-                    assert all(torch.equal(p, want.parameters[name]) for name, p in stage.parameters.items())
-        finally:
-            world.flesh.close()
-    assert sizes[0] != sizes[1], "nobody came or went"
+    work = torch_flesh.TorchJob(spec, graph, ("1f1b",), mirror_every=mirror_every)
+    check_through_faults(work, plan, faults, lambda core: assert_weights_and_skipped_steps(core, want))
 
 
 @pytest.mark.ci
@@ -293,26 +271,12 @@ def test_workers_that_come_and_go_have_the_scale_of_the_step(change):
 def test_growing_and_shrinking_plans_change_no_bit(compute):
     spec, graph = tangled(6, compute)
     want = reference.train(graph, spec)
-    live = Generations(torch_flesh.TorchJob(spec, graph))
-    plans = [
-        (ParallelPlan.of((1,), layers=9), [0]),
-        (ParallelPlan.of((2, 1), layers=9), [0, 1, 2]),
-        (ParallelPlan.of((1, 1, 2), layers=9), [3, 1, 2, 4]),
-        (ParallelPlan.of((1, 1), layers=9), [4, 5]),
-    ]
-    for done in range(6):
-        if done < len(plans):
-            assert live.adopt(*plans[done], done) or not done
-        live.step(done)
     assert any(want.skipped[:3]) and not all(want.skipped)
-    for body in live.bodies.values():
-        assert [step in body.core.skipped_steps for step in range(6)] == want.skipped
-        for stage in body.core.stages.values():
-            assert all(torch.equal(p, want.parameters[name]) for name, p in stage.parameters.items())
+    check_growing_and_shrinking(spec, graph, lambda core: assert_weights_and_skipped_steps(core, want))
 
 
 def test_a_run_that_is_resumed_under_another_plan_goes_on_with_its_scale(tmp_path: Path):
-    spec, graph = tangled(6)
+    spec, graph = tangled(6, AUTOCAST)
     want = reference.train(graph, spec)
     with OneProcessRun(spec, ParallelPlan.of((1, 2), layers=9), "1f1b", graph=graph) as run:
         for step in range(3):

@@ -232,11 +232,7 @@ def test_checkpoints_hold_buffers_and_those_of_an_older_raypar_are_completed(tmp
     plan = ParallelPlan.mesh(pp=2, dp=2, layers=4)
     with OneProcessRun(spec, plan, "1f1b") as run:
         run.step(0)
-        folder = checkpoint_files.create_checkpoint(tmp_path, 1)
-        for core in run.cores:
-            core.start_save(folder)
-        records = [core.save_result() for core in run.cores]
-        path = checkpoint_files.commit_checkpoint(folder, records, steps_done=1, contract=contract_of_job(spec))
+        path = checkpoint_files.save_run(run, tmp_path, 1)
     kinds = {(e.name, e.kind) for e in checkpoint_files.load_manifest(path).entries}
     assert {("0.mask", BUFFER), ("3.shift", CACHE), ("2.count", BUFFER), ("0.up.weight", PARAMETER)} <= kinds
     older = checkpoint_files.create_checkpoint(tmp_path, 2)
@@ -346,11 +342,7 @@ def test_complex_buffers_are_mirrored_exported_and_read_by_init_from(tmp_path):
     copy = StateCopy.of({("1.phase", WHOLE): {PARAMETER: phase}, ("0.ids", WHOLE): {PARAMETER: begun["0.ids"]}}, BufferPool())
     assert torch.equal(copy.holdings()["1.phase", WHOLE].state[PARAMETER], phase)
     with OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
-        folder = checkpoint_files.create_checkpoint(tmp_path / "checkpoints", 0)
-        for core in run.cores:
-            core.start_save(folder)
-        records = [core.save_result() for core in run.cores]
-        path = checkpoint_files.commit_checkpoint(folder, records, steps_done=0, contract=contract_of_job(spec))
+        path = checkpoint_files.save_run(run, tmp_path / "checkpoints", 0)
     assert main(["export", str(path), "--out", str(tmp_path / "m.safetensors")]) == 0
     exported = load_file(tmp_path / "m.safetensors")
     assert torch.equal(exported["1.phase"], phase) and exported["1.phase"].dtype == torch.complex64

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers import ragged, reference, shard_grid, torch_flesh, ugly_models
 from helpers.generations import SHARDS, mesh
-from helpers.parity import Layout, check_local, differences, layouts
+from helpers.parity import Layout, check_local, differences, different_gradients, layouts
 from helpers.protocol import Fault, World
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -68,15 +68,6 @@ def test_a_layout_with_shards_in_bfloat16_gives_the_bits_of_the_same_shards_unde
 
 # -- through a kill ------------------------------------------------------------------------------------------------------------
 
-QUICK = {
-    "validates": False,
-    "step_deadline_s": 0.5,
-    "start_deadline_s": 1.0,
-    "status_s": 0.5,
-    "adopt_s": 2.0,
-    "capacity_s": 5.0,
-}
-
 
 @dataclass(frozen=True)
 class Killed:
@@ -92,7 +83,7 @@ class Killed:
     def run(self, faults: list[Fault], work: torch_flesh.TorchJob, plan: ParallelPlan) -> tuple[World, dict[str, list[Tensor]]]:
         """The world at its end, and the parameters that its last workers hold."""
         plans = None if self.shards == 1 else self.plan_for
-        world = World(work, plan, faults, flesh=torch_flesh.TorchFlesh, plans=plans, **QUICK)
+        world = World(work, plan, faults, flesh=torch_flesh.TorchFlesh, plans=plans, **torch_flesh.QUICK)
         try:
             assert world.run().end == "done", world.tell(str(world.over))
             found: dict[str, list[Tensor]] = {}
@@ -298,9 +289,8 @@ def test_a_layer_in_bfloat16_has_the_bits_of_one_process(middle, loss, schedule,
     with OneProcessRun(job, ParallelPlan.of((1,) * stages, layers=4), schedule, graph=graph) as run:
         for step in range(job.steps):
             assert [report.loss for report in run.step(step)] == [want.losses[step]] * stages
-            found = run.gradients()
-            assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
-            assert {g.dtype for copies in found.values() for g in copies} == {torch.float32}
+            assert not different_gradients(run, want, step)
+            assert {g.dtype for copies in run.gradients().values() for g in copies} == {torch.float32}
         assert run.warnings == []
 
 

@@ -17,14 +17,6 @@ from raypar.worker.run_in_one_process import OneProcessRun
 
 JOB = Path(__file__).parents[2] / "jobs" / "unet_rows.yaml"
 VIRTUAL = 4
-QUICK = {
-    "validates": False,
-    "step_deadline_s": 0.5,
-    "start_deadline_s": 1.0,
-    "status_s": 0.5,
-    "adopt_s": 2.0,
-    "capacity_s": 5.0,
-}
 
 
 def job_of(steps: int) -> Job:
@@ -45,10 +37,10 @@ def test_kills_that_change_the_number_of_bands_a_worker_has_change_no_bit():
     shards = {4: 4, 3: 2, 2: 2, 1: 1}
     job = torch_flesh.TorchJob(spec, graph, shards=(1, 2, 4), mirror_every=1)
     plans = lambda generation, workers: plan_of(layers, shards[min(workers, 4)])  # noqa: E731
-    plain, reference = torch_flesh.simulate(job, plan_of(layers, 4), plans=plans, **QUICK)
+    plain, reference = torch_flesh.simulate(job, plan_of(layers, 4), plans=plans, **torch_flesh.QUICK)
     assert reference is not None
     for at in range(plain.points // 3, plain.points, plain.points // 3):
-        world, found = torch_flesh.simulate(job, plan_of(layers, 4), [Fault(at, "kill")], plans=plans, **QUICK)
+        world, found = torch_flesh.simulate(job, plan_of(layers, 4), [Fault(at, "kill")], plans=plans, **torch_flesh.QUICK)
         assert world.over.end == "done", world.tell(f"{at}: {world.over.why}")
         assert found == reference, world.tell(f"{at}: other bits")
 

@@ -58,11 +58,7 @@ def test_workers_that_change_their_shards_go_on_as_from_a_checkpoint(model, path
             for step in (done, done + 1):
                 live.step(step)
                 local.step(step)
-            folder = checkpoint_files.create_checkpoint(tmp_path / "local", done + 2)
-            for core in local.cores:
-                core.start_save(folder)
-            records = [core.save_result() for core in local.cores]
-            there = checkpoint_files.commit_checkpoint(folder, records, steps_done=done + 2, contract={})
+            there = checkpoint_files.save_run(local, tmp_path / "local", done + 2, contract={})
         found, want = (
             checkpoint_files.read_checkpoint_state(live.save(tmp_path / "live", done + 2)),
             checkpoint_files.read_checkpoint_state(there),
@@ -85,16 +81,6 @@ def test_a_new_worker_in_the_seat_of_a_shard_gets_its_slices_and_nobody_else_any
     live.step(1)
 
 
-QUICK = {
-    "validates": False,
-    "step_deadline_s": 0.5,
-    "start_deadline_s": 1.0,
-    "status_s": 0.5,
-    "adopt_s": 2.0,
-    "capacity_s": 5.0,
-}
-
-
 def plans_of(model: str, shards: int):
     """The planner: as many workers as make whole seats, with so many shards each."""
 
@@ -115,12 +101,12 @@ def test_whatever_befalls_a_worker_the_bits_of_so_many_shards_stay(model, sequen
     spec = Cell(model, "1f1b", (1,), (1,), 2, sequence).job
     job = torch_flesh.TorchJob(spec, graph(model), shards=SHARDS)
     plan = mesh(model, 2, 1, 2)
-    plain, reference = torch_flesh.simulate(job, plan, plans=plans_of(model, 2), **QUICK)
+    plain, reference = torch_flesh.simulate(job, plan, plans=plans_of(model, 2), **torch_flesh.QUICK)
     assert reference is not None
     kinds = ("kill", "zombie", "stop", "late_answer", "kill_driver", "join", "drain")
     for seed in range(30 if whole else 3):
         faults = random_faults(seed, 2, plain, workers=4, kinds=kinds)
-        world, found = torch_flesh.simulate(job, plan, faults, plans=plans_of(model, 2), **QUICK)
+        world, found = torch_flesh.simulate(job, plan, faults, plans=plans_of(model, 2), **torch_flesh.QUICK)
         assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
         assert found in (reference, None), world.tell(f"{faults}: other bits")
 
@@ -150,7 +136,7 @@ def test_the_only_copy_of_a_slice_comes_back_from_the_mirror():
     spec = Cell("llama", "1f1b", (1,), (1,), 2).job
     job = torch_flesh.TorchJob(spec, graph("llama"), shards=SHARDS, mirror_every=1)
     plan = mesh("llama", 1, 1, 4)
-    policy = QUICK | {"hires": True, "min_workers": 4}
+    policy = torch_flesh.QUICK | {"hires": True, "min_workers": 4}
     plain, reference = torch_flesh.simulate(job, plan, plans=plans_of("llama", 4), **policy)
     cured = 0
     for at in range(plain.points // 3, plain.points, plain.points // 4):
@@ -166,11 +152,11 @@ def test_steps_that_are_executed_again_with_other_shards_are_not_held_against_th
     spec = Cell(SHALLOW, "1f1b", (1,), (1,), 2).job.replace(steps=5)
     job = torch_flesh.TorchJob(spec, graph(SHALLOW), shards=SHARDS, mirror_every=2)
     plan = mesh(SHALLOW, 1, 1, 2)
-    plain, reference = torch_flesh.simulate(job, plan, plans=plans_of(SHALLOW, 2), **QUICK)
+    plain, reference = torch_flesh.simulate(job, plan, plans=plans_of(SHALLOW, 2), **torch_flesh.QUICK)
     replayed, other = 0, 0
     for at in range(plain.points // 8, plain.points, plain.points // 6):
         faults = [Fault(at, "kill")]
-        world, found = torch_flesh.simulate(job, plan, faults, plans=lambda _, n: mesh(SHALLOW, 1, 1, n), **QUICK)
+        world, found = torch_flesh.simulate(job, plan, faults, plans=lambda _, n: mesh(SHALLOW, 1, 1, n), **torch_flesh.QUICK)
         assert world.over.end == "done", world.tell(f"{at}: {world.over.why}")
         replayed, other = replayed + world.replayed, other + (found != reference)
     assert replayed and other

@@ -31,15 +31,6 @@ def by_key(state: dict[str, torch.Tensor]) -> dict[StateKey, torch.Tensor]:
     return {optimizer_key(name): value for name, value in state.items()}
 
 
-def save(local: OneProcessRun, root: Path, done: int) -> Path:
-    """What the driver does: all workers write, one commits."""
-    folder = checkpoint_files.create_checkpoint(root, done)
-    for core in local.cores:
-        core.start_save(folder)
-    records = [core.save_result() for core in local.cores]
-    return checkpoint_files.commit_checkpoint(folder, records, steps_done=done, contract=contract_of_job(local.spec))
-
-
 def mesh(model: str, replicas: int, stages: int, shards: int) -> ParallelPlan:
     return ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=len(graph(model).layers))
 
@@ -53,7 +44,7 @@ def trained(
             core.load(resume)
         for step in steps:
             local.step(step)
-        return save(local, root, steps.stop)
+        return checkpoint_files.save_run(local, root, steps.stop)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +129,7 @@ def test_every_element_is_written_once_also_of_key_heads_that_shards_share(tmp_p
     job = Cell("llama", "1f1b", (1,), (1,), 4).job
     with OneProcessRun(job, mesh("llama", 2, 1, 4), "1f1b", graph=graph("llama")) as local:
         local.step(0)
-        path = save(local, tmp_path, 1)
+        path = checkpoint_files.save_run(local, tmp_path, 1)
         found = checkpoint_files.read_checkpoint_state(path)
         for (name, shards, shard), parameter, state in held(local):
             layout = layout_for("llama", shards)
@@ -187,7 +178,7 @@ def test_a_run_goes_on_with_another_way_to_cut(tmp_path):
                     whole = found[parameter][kind]
                     assert torch.equal(shard_slice_of(layout, parameter, whole, shard) if own.dim() else whole, own)
             local.step(1)
-            save(local, tmp_path / str(number), 2)
+            checkpoint_files.save_run(local, tmp_path / str(number), 2)
 
 
 @pytest.mark.ci

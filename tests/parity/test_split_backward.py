@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ugly_models
-from helpers.parity import differences
+from helpers.parity import check_gradients
 from helpers.reference import train
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -171,10 +171,7 @@ def test_zero_bubble_has_the_bits_of_one_process(middle, stages):
     graph, job = job_of(middle)
     want = train(graph, job)
     with OneProcessRun(job, ParallelPlan.of((1,) * stages, layers=4), "zb-h1", graph=graph) as run:
-        for step in range(job.steps):
-            run.step(step)
-            found = run.gradients()
-            assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+        check_gradients(run, want)
 
 
 @pytest.mark.parametrize("blocks", [2, 7])
@@ -184,10 +181,7 @@ def test_a_schedule_may_mix_whole_and_split_backwards(blocks):
     want = train(graph, job)
     text = "0F0,0F1,0I0,0W0,0B1,0F2,0I2,0F3,0B3,0W2,0F4,0B4,0F5,0I5,0W5,0F6,0B6"
     with OneProcessRun(job, ParallelPlan.of((1,), layers=4), parse_schedule_csv(text), graph=graph) as run:
-        for step in range(job.steps):
-            run.step(step)
-            found = run.gradients()
-            assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+        check_gradients(run, want)
 
 
 class Fused(nn.Module):
@@ -207,10 +201,7 @@ def test_parameters_that_are_used_as_one_have_the_bits_of_one_process(blocks):
     job = job.replace(virtual_replicas=blocks)
     want = train(graph, job)
     with OneProcessRun(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run:
-        for step in range(job.steps):
-            run.step(step)
-            found = run.gradients()
-            assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+        check_gradients(run, want)
 
 
 class RecomputedTwice(Recomputed):
@@ -224,10 +215,7 @@ def test_two_reentrant_checkpoints_of_one_layer_have_the_bits_of_one_process(blo
     job = job.replace(virtual_replicas=blocks)
     want = train(graph, job)
     with OneProcessRun(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run:
-        for step in range(job.steps):
-            run.step(step)
-            found = run.gradients()
-            assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+        check_gradients(run, want)
 
 
 @pytest.mark.parametrize(
@@ -238,10 +226,7 @@ def test_a_replica_whose_blocks_are_all_empty_takes_part_in_every_step(microbatc
     job = ugly_models.job("plain", microbatches=microbatches, steps=2, virtual_replicas=blocks)
     with OneProcessRun(job, ParallelPlan.of(replicas, layers=8), schedule) as run:
         want = train(run.graph, job)
-        for step in range(job.steps):
-            run.step(step)
-            found = run.gradients()
-            assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+        check_gradients(run, want)
 
 
 class NowAndThen(RecomputedTwice):

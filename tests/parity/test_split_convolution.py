@@ -13,7 +13,7 @@ from helpers import drawn_layouts, pretend, ugly_models
 from helpers.late_device import World
 from helpers.late_runs import late
 from helpers.on_shards import graph_of, on_shards
-from helpers.parity import differences
+from helpers.parity import check_gradients, different_gradients
 from helpers.reference import train
 from helpers.shard_grid import different, run_job
 from torch import Tensor, nn
@@ -225,8 +225,7 @@ def check_bits(graph: Graph, job: Job, plan: ParallelPlan, schedule: str, splits
     with OneProcessRun(job, plan, schedule, graph=graph) as run:
         for step in range(job.steps):
             reports = run.step(step)
-            found = run.gradients()
-            assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+            assert not different_gradients(run, want, step)
             assert {r.norm for r in reports} == {want.norms[step]}
         for stage in (stage for core in run.cores for stage in core.stages.values()):
             found = [p for p in stage.parameters.values() if p.dim() > 2 and id(p) in stage.deferred.parameters]
@@ -279,10 +278,7 @@ def test_a_residual_network_has_the_bits_of_the_plain_module(schedule: str):
     job, graph = drawn_layouts.job_of("resnet-18"), drawn_layouts.graph_of("resnet-18")
     want = drawn_layouts.train_plainly("resnet-18")
     with OneProcessRun(job, pipeline_of(graph, schedule), schedule, graph=graph) as run:
-        for step in range(job.steps):
-            run.step(step)
-            found = run.gradients()
-            assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+        check_gradients(run, want)
 
 
 def chain() -> nn.Sequential:

@@ -27,14 +27,6 @@ PATHS = [
     [(2, 2, 2), (1, 2, 1), (1, 1, 4)],
 ]
 """replicas x stages x shards of one generation after the other."""
-QUICK = {
-    "validates": False,
-    "step_deadline_s": 0.5,
-    "start_deadline_s": 1.0,
-    "status_s": 0.5,
-    "adopt_s": 2.0,
-    "capacity_s": 5.0,
-}
 
 
 def virtual(model: str, replicas: int, stages: int, shards: int) -> ParallelPlan:
@@ -73,25 +65,18 @@ def test_workers_that_change_their_shards_have_the_bits_of_those_that_do_not(mod
             for core in local.cores if there is not None else ():
                 core.load(there)
             local.step(2 * number), local.step(2 * number + 1)
-            there = saved(local, tmp_path / "resumed", 2 * number + 2)
+            there = checkpoint_files.save_run(local, tmp_path / "resumed", 2 * number + 2, contract={})
 
     with OneProcessRun(spec, virtual(model, 1, 1, VIRTUAL), "1f1b", graph=graph(model)) as local:
         for step in range(2 * len(path)):
             local.step(step)
-        want = read(saved(local, tmp_path / "one plan", 2 * len(path)))
+        want = read(checkpoint_files.save_run(local, tmp_path / "one plan", 2 * len(path), contract={}))
     for other in (found, read(there)):
         assert other.keys() == want.keys()
         for name, kinds in want.items():
             assert other[name].keys() == kinds.keys()
             for kind, value in kinds.items():
                 assert torch.equal(torch.as_tensor(other[name][kind]), torch.as_tensor(value)), (name, kind)
-
-
-def saved(local: OneProcessRun, folder: Path, done: int) -> Path:
-    place = checkpoint_files.create_checkpoint(folder, done)
-    for core in local.cores:
-        core.start_save(place)
-    return checkpoint_files.commit_checkpoint(place, [core.save_result() for core in local.cores], steps_done=done, contract={})
 
 
 SHARDS_FIRST = {4: (1, 1, 4), 3: (1, 1, 2), 2: (1, 1, 2), 1: (1, 1, 1)}
@@ -113,10 +98,10 @@ def test_kills_that_change_the_number_of_shards_change_no_bit(shapes, mirror_eve
     spec = Cell(SHALLOW, "1f1b", (1,), (1,), 2).job.replace(steps=5)
     job = torch_flesh.TorchJob(spec, graph(SHALLOW), shards=SHARDS, mirror_every=mirror_every)
     plan, plans = virtual(SHALLOW, *shapes[4]), planner(SHALLOW, shapes)
-    plain, reference = torch_flesh.simulate(job, plan, plans=plans, **QUICK)
+    plain, reference = torch_flesh.simulate(job, plan, plans=plans, **torch_flesh.QUICK)
     assert reference is not None
     for at in range(plain.points // 8, plain.points, plain.points // 5):
-        world, found = torch_flesh.simulate(job, plan, [Fault(at, "kill")], plans=plans, **QUICK)
+        world, found = torch_flesh.simulate(job, plan, [Fault(at, "kill")], plans=plans, **torch_flesh.QUICK)
         assert world.over.end == "done", world.tell(f"{at}: {world.over.why}")
         assert found == reference, world.tell(f"{at}: other bits")
 
@@ -128,7 +113,7 @@ def test_kills_inside_a_gather_of_what_travels_in_parts_change_no_bit(monkeypatc
     job = torch_flesh.TorchJob(spec, graph(SHALLOW), shards=SHARDS, mirror_every=1)
     shapes = {4: (1, 2, 2), 3: (1, 2, 1), 2: (1, 1, 2), 1: (1, 1, 1)}
     plan, plans = virtual(SHALLOW, *shapes[4]), planner(SHALLOW, shapes)
-    _, reference = torch_flesh.simulate(job, plan, plans=plans, **QUICK)
+    _, reference = torch_flesh.simulate(job, plan, plans=plans, **torch_flesh.QUICK)
     command, gather, interrupted = torch_flesh.TorchFlesh.command, bundle_gather.BundleGather.gather, list[str]()
 
     def on_nodes(self, order, workers, worker):
@@ -144,10 +129,10 @@ def test_kills_inside_a_gather_of_what_travels_in_parts_change_no_bit(monkeypatc
     monkeypatch.setattr(bundle_parts, "LEAST_BYTES_IN_PARTS", 1)
     monkeypatch.setattr(torch_flesh.TorchFlesh, "command", on_nodes)
     monkeypatch.setattr(bundle_gather.BundleGather, "gather", watched)
-    plain, found = torch_flesh.simulate(job, plan, plans=plans, **QUICK)
+    plain, found = torch_flesh.simulate(job, plan, plans=plans, **torch_flesh.QUICK)
     assert found == reference
     for at in range(plain.points // 3, plain.points // 3 + 60, 5):
-        world, found = torch_flesh.simulate(job, plan, [Fault(at, "kill")], plans=plans, **QUICK)
+        world, found = torch_flesh.simulate(job, plan, [Fault(at, "kill")], plans=plans, **torch_flesh.QUICK)
         assert world.over.end == "done", world.tell(f"{at}: {world.over.why}")
         assert found == reference, world.tell(f"{at}: other bits")
     assert interrupted
@@ -165,7 +150,7 @@ def test_four_virtual_shards_on_any_workers_and_on_four_then_one_then_two_of_the
 
     hashes = set()
     for division in ((4,), (2, 2), (1, 3), (3, 1), (1, 1, 1, 1)):
-        plain, found = torch_flesh.simulate(job, on(*division), plans=lambda *_, of=division: on(*of), **QUICK)
+        plain, found = torch_flesh.simulate(job, on(*division), plans=lambda *_, of=division: on(*of), **torch_flesh.QUICK)
         hashes.add(found)
     assert len(hashes) == 1 and None not in hashes
     of_workers = {1: on(4), 2: on(2, 2), 3: on(4), 4: on(1, 1, 1, 1)}
@@ -179,7 +164,7 @@ def test_four_virtual_shards_on_any_workers_and_on_four_then_one_then_two_of_the
     for at in range(plain.points // 6, plain.points // 3, plain.points // 12):
         went.append([4])
         kills = [Fault(at, "kill", 3), Fault(at + 60, "kill", 0)]
-        world, found = torch_flesh.simulate(job, on(1, 1, 1, 1), kills, plans=choose, **QUICK)
+        world, found = torch_flesh.simulate(job, on(1, 1, 1, 1), kills, plans=choose, **torch_flesh.QUICK)
         assert found in hashes, world.tell(f"{at}: other bits")
     assert [4, 1, 2] in went, went
 
@@ -190,11 +175,11 @@ def test_a_hundred_histories(seeds):
     spec = Cell("llama", "1f1b", (1,), (1,), 2, True).job.replace(steps=5)
     job = torch_flesh.TorchJob(spec, graph("llama"), shards=SHARDS, mirror_every=1)
     plan, plans = virtual("llama", 1, 1, 4), planner("llama", SHARDS_FIRST)
-    plain, reference = torch_flesh.simulate(job, plan, plans=plans, **QUICK)
+    plain, reference = torch_flesh.simulate(job, plan, plans=plans, **torch_flesh.QUICK)
     for seed in seeds:
         kinds = ("kill", "zombie", "stop", "late_answer", "kill_driver", "join", "drain")
         faults = random_faults(seed, 2, plain, workers=4, kinds=kinds)
-        world, found = torch_flesh.simulate(job, plan, faults, plans=plans, **QUICK)
+        world, found = torch_flesh.simulate(job, plan, faults, plans=plans, **torch_flesh.QUICK)
         assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
         assert found in (reference, None), world.tell(f"{faults}: other bits")
 

@@ -109,11 +109,7 @@ def saved(spec, plan: ParallelPlan, folder: Path, steps: int) -> Path:
     with OneProcessRun(spec, plan, "1f1b") as run:
         for step in range(steps):
             run.step(step)
-        begun = checkpoint_files.create_checkpoint(folder, steps)
-        for core in run.cores:
-            core.start_save(begun)
-        records = [core.save_result() for core in run.cores]
-        return checkpoint_files.commit_checkpoint(begun, records, steps_done=steps, contract=contract_of_job(spec))
+        return checkpoint_files.save_run(run, folder, steps)
 
 
 @pytest.mark.parametrize("plan", ["2 stages x 2 replicas", "2 stages x 2 replicas that divide state"])

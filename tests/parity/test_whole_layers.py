@@ -240,25 +240,17 @@ def test_state_of_whole_layers_moves_and_is_saved(zero, tmp_path):
                     core.load(there)
                 for step in (2 * number, 2 * number + 1):
                     live.step(step), local.step(step)
-                there = saved(local, tmp_path / "resumed", 2 * number + 2)
+                there = checkpoint_folders.save_run(local, tmp_path / "resumed", 2 * number + 2, contract={})
         found = live.save(tmp_path / "live", spec.steps)
         with OneProcessRun(spec, plan_of(1, (1, 1)), "1f1b", graph=graph()) as local:
             for step in range(spec.steps):
                 local.step(step)
-            want = state_of(saved(local, tmp_path / "one plan", spec.steps))
+            want = state_of(checkpoint_folders.save_run(local, tmp_path / "one plan", spec.steps, contract={}))
     for other in (state_of(found), state_of(there)):
         assert other.keys() == want.keys()
         for name, kinds in want.items():
             assert other[name].keys() == kinds.keys()
             assert all(torch.equal(torch.as_tensor(other[name][k]), torch.as_tensor(value)) for k, value in kinds.items()), name
-
-
-def saved(local: OneProcessRun, folder: Path, done: int) -> Path:
-    place = checkpoint_folders.create_checkpoint(folder, done)
-    for core in local.cores:
-        core.start_save(place)
-    records = [core.save_result() for core in local.cores]
-    return checkpoint_folders.commit_checkpoint(place, records, steps_done=done, contract={})
 
 
 def test_a_worker_has_the_parameters_of_whole_layers_once():

@@ -16,7 +16,6 @@ from helpers.shard_grid import SHALLOW, Cell, graph
 from helpers.virtual_shards import divided
 from helpers.zero_layouts import PIECE, check_cell, check_zero, expected, small_pieces
 
-from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan, ownership
 from raypar.plan.nested_shares import NestedTensorShares
 from raypar.plan.pieces import merge_pieces
@@ -223,11 +222,7 @@ def test_the_bytes_of_a_step_are_those_of_level_0():
 
 
 def save(run: OneProcessRun, root: Path, done: int) -> Path:
-    folder = checkpoint_files.create_checkpoint(root, done)
-    for core in run.cores:
-        core.start_save(folder)
-    records = [core.save_result() for core in run.cores]
-    return checkpoint_files.commit_checkpoint(folder, records, steps_done=done, contract=contract_of_job(run.spec))
+    return checkpoint_files.save_run(run, root, done)
 
 
 PLANS = [((3,), 0), ((3,), 1), ((2, 2), 2), ((1, 3), 1), ((2,), 0), ((1,), 0)]

@@ -38,12 +38,7 @@ def test_optimizers_of_whole_parameters_divide_these(which: str, tmp_path: Path)
             owned = [each for core in run.cores for mine in core.step_commit.owned.values() for each in mine]
             assert {each.name for each in owned if each.run is not None}.isdisjoint(trial.undivided)
             assert len({each.name for each in owned}) == len(want), "each has an owner"
-            begun = checkpoint_folders.create_checkpoint(tmp_path, 3)
-            for core in run.cores:
-                core.start_save(begun)
-            path = checkpoint_folders.commit_checkpoint(
-                begun, [core.save_result() for core in run.cores], steps_done=3, contract={}
-            )
+            path = checkpoint_folders.save_run(run, tmp_path, 3, contract={})
             for step in range(3, 6):
                 run.step(step)
             found = [run.parameters()]
