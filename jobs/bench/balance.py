@@ -10,17 +10,27 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ours
 import torch
-from harness import Contender, alternate, environment, page, ratio, spread, table, worker_command
+from harness import Contender, environment, ratio, table, worker_command
 from models import Workload
+from side_by_side import (
+    bench_parser,
+    interval_text,
+    last_losses,
+    losses_text,
+    ms_cells,
+    print_and_write,
+    say,
+    train_in_turn,
+    turns_text,
+    verdict,
+)
 
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.planner.model_profile import ModelProfile
@@ -118,30 +128,19 @@ def measure(cell: Cell, given: argparse.Namespace) -> dict[str, Any]:
     others = [points for points in cell.predicted_ms if points not in (cell.default, cell.even)]
     kept = list(dict.fromkeys([cell.default, cell.even, *others]))[:CONTENDERS]
     work = MODELS[cell.model]
-    started: list[Contender] = []
-    try:
-        for points in kept:
-            options: dict[str, Any] = {"work": work, "microbatches": MICROBATCHES, "stages": cell.workers}
-            options |= {"schedule": cell.schedule, "cuts": list(points)}
-            started.append(
-                Contender(
-                    str(list(points)),
-                    cell.workers,
-                    lambda a, options=options: [worker_command("raypar", a, rank, **options) for rank in range(cell.workers)],
-                )
-            )
-            started[-1].start()
-        seconds = alternate(started, rounds=given.rounds, steps=given.steps, say=say)
-        losses = {c.name: next(i["loss"] for i in c.info() if i["loss"] is not None) for c in started}
-    finally:
-        for contender in started:
-            contender.stop()
+    contenders = []
+    for points in kept:
+        options: dict[str, Any] = {"work": work, "microbatches": MICROBATCHES, "stages": cell.workers}
+        options |= {"schedule": cell.schedule, "cuts": list(points)}
+        commands = lambda a, o=options: [worker_command("raypar", a, rank, **o) for rank in range(cell.workers)]  # noqa: E731
+        contenders.append(Contender(str(list(points)), cell.workers, commands))
+    seconds, infos = train_in_turn(contenders, given)
     fastest = min(seconds, key=lambda name: statistics.median(seconds[name]))
     default, even = str(list(cell.default)), str(list(cell.even))
     return {
         "cell": f"{cell.model}, {cell.schedule}",
         "seconds": seconds,
-        "same_loss": len(set(losses.values())) == 1,
+        "same_loss": len(set(last_losses(infos).values())) == 1,
         "default": default,
         "even": even,
         "fastest": fastest,
@@ -172,7 +171,7 @@ def predicted_text(cells: list[Cell]) -> tuple[list[str], bool]:
         f"The example GPT in {MICROBATCHES} microbatches of 4 x 128 tokens; the simulated step of every cut of its layers, on "
         "workers that have a processor each and this machine's links.",
         table(header, rows),
-        f"Wanted: the default within {WITHIN:.0%} of the best of all cuts: {'holds' if good else 'DOES NOT HOLD'}.",
+        f"Wanted: the default within {WITHIN:.0%} of the best of all cuts: {verdict(good)}.",
     ]
     return told, good
 
@@ -181,45 +180,32 @@ def measured_text(found: list[dict[str, Any]], given: argparse.Namespace) -> tup
     """(parts of the results page, whether the limit holds)."""
     told = [
         "## Measured",
-        f"Two workers, one thread each, over raypar's own transport; {given.rounds} rounds of {given.steps} steps of each cut "
-        "in turn, in an order that is reversed every other round. Ratios are taken inside a round; intervals are a bootstrap's "
-        "of their median.",
+        f"Two workers, one thread each, over raypar's own transport; {turns_text(given, 'of each cut')}",
     ]
     good = True
     for one in found:
         rows = []
         for name, values in one["seconds"].items():
-            (low, high), role = spread(values), []
+            role = []
             role += ["default"] if name == one["default"] else []
             role += ["by number of layers"] if name == one["even"] else []
             role += ["fastest"] if name == one["fastest"] else []
-            times = [f"{1e3 * statistics.median(values):.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}"]
-            rows.append([name, *times, f"{one['predicted_ms'][name]:.1f}", ", ".join(role)])
+            rows.append([name, *ms_cells(values), f"{one['predicted_ms'][name]:.1f}", ", ".join(role)])
         slower, gain = one["default_over_fastest"], one["even_over_default"]
         holds = slower["median"] <= 1 + WITHIN and one["same_loss"]
         good &= holds
         told += [
             f"### {one['cell']}",
             table(["cut", "step ms", "quartiles", "predicted ms", ""], rows),
-            f"The default takes {slower['median']:.3f} of the time of the fastest ({slower['lower']:.3f} to "
-            f"{slower['upper']:.3f}, {slower['pairs']} pairs); wanted at most {1 + WITHIN:.2f}: "
-            f"{'holds' if holds else 'DOES NOT HOLD'}. The cut by number of layers takes {gain['median']:.3f} of the default's "
-            f"({gain['lower']:.3f} to {gain['upper']:.3f}). "
-            f"Losses {'are equal to the last bit' if one['same_loss'] else 'DIFFER'}.",
+            f"The default takes {slower['median']:.3f} of the time of the fastest ({interval_text(slower)}); wanted at most "
+            f"{1 + WITHIN:.2f}: {verdict(holds)}. The cut by number of layers takes {gain['median']:.3f} of the default's "
+            f"({interval_text(gain)}). {losses_text(equal=one['same_loss'])}",
         ]
     return told, good
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
-    parser.add_argument("--page", type=Path, help="also write a results page")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=3, help="steps of each cut in a round")
+    parser = bench_parser(__doc__, rounds=12, steps=3, of_each="of each cut")
     parser.add_argument("--no-measure", action="store_true", help="predictions only")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -237,10 +223,8 @@ def main() -> None:
         told, good = told + more, good and holds
     text = "\n\n".join(told)
     predicted = [{**asdict(cell), "predicted_ms": {str(k): v for k, v in cell.predicted_ms.items()}} for cell in cells]
-    print(json.dumps({"environment": facts, "predicted": predicted, "measured": measured}) if given.json else text)
-    if given.page:
-        command = "python jobs/bench/balance.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
-        given.page.write_text(page("Stages cut by measured times beside every other cut", command.strip(), text))
+    title = "Stages cut by measured times beside every other cut"
+    print_and_write(given, title, text, {"environment": facts, "predicted": predicted, "measured": measured})
     sys.exit(0 if good else 1)
 
 

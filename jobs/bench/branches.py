@@ -10,17 +10,27 @@ worker takes less than 100 ms, or if losses differ. It wants two idle processors
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import ours
 import torch
 from branch_blocks import SIZES
-from harness import BenchError, Contender, alternate, environment, page, ratio, spread, table, worker_command
+from harness import BenchError, Contender, environment, ratio, table, worker_command
+from side_by_side import (
+    bench_parser,
+    interval_text,
+    last_losses,
+    losses_text,
+    ms_cells,
+    print_and_write,
+    say,
+    train_in_turn,
+    turns_text,
+    verdict,
+)
 
 from raypar.plan import ParallelPlan
 from raypar.planner.branch_advice import place_branches
@@ -44,21 +54,15 @@ def measure(name: str, given: argparse.Namespace) -> dict[str, Any]:
         raise BenchError(f"{name}: all layers end sooner on one worker")
     plans = {"one worker": ParallelPlan.mesh(layers=len(graph.layers)), "two workers": placed}
     simulated = {key: predict_step(profile, plan, "list", spec.batching)[0].makespan_ms for key, plan in plans.items()}
-    started: list[Contender] = []
-    try:
-        for key, plan in plans.items():
-            stages = [[stage.first, stage.last, stage.workers[0][0]] for stage in plan.stages]
-            options = {"name": name, "batch": given.batch, "stages": stages}
-            commands = lambda a, plan=plan, options=options: [  # noqa: E731
-                worker_command("block", a, rank, **options) for rank in range(plan.world)
-            ]
-            started.append(Contender(key, plan.world, commands))
-            started[-1].start()
-        seconds = alternate(started, rounds=given.rounds, steps=given.steps, say=say)
-        losses = {c.name: next(i["loss"] for i in c.info() if i["loss"] is not None) for c in started}
-    finally:
-        for contender in started:
-            contender.stop()
+    contenders = []
+    for key, plan in plans.items():
+        stages = [[stage.first, stage.last, stage.workers[0][0]] for stage in plan.stages]
+        options = {"name": name, "batch": given.batch, "stages": stages}
+        commands = lambda a, plan=plan, options=options: [  # noqa: E731
+            worker_command("block", a, rank, **options) for rank in range(plan.world)
+        ]
+        contenders.append(Contender(key, plan.world, commands))
+    seconds, infos = train_in_turn(contenders, given)
     names = [layer.name for layer in graph.layers]
     return {
         "block": name,
@@ -66,7 +70,7 @@ def measure(name: str, given: argparse.Namespace) -> dict[str, Any]:
         "seconds": seconds,
         "simulated_gain": simulated["one worker"] / simulated["two workers"],
         "measured_gain": asdict(ratio(seconds["one worker"], seconds["two workers"])),
-        "same_loss": len(set(losses.values())) == 1,
+        "same_loss": len(set(last_losses(infos).values())) == 1,
         "placed": {rank: [names[i] for s in placed.stages if s.workers == ((rank,),) for i in range(s.first, s.last)]
                    for rank in range(WORKERS)},
     }  # fmt: skip
@@ -76,40 +80,27 @@ def text_of(found: list[dict[str, Any]], given: argparse.Namespace) -> tuple[str
     """(the page's text, whether the limits hold)."""
     rows, told, good = [], [], True
     for one in found:
-        gain, medians = one["measured_gain"], {key: 1e3 * statistics.median(s) for key, s in one["seconds"].items()}
-        holds = gain["median"] >= (1 - WITHIN) * one["simulated_gain"] and medians["one worker"] >= LEAST_MS
+        gain, alone_ms = one["measured_gain"], 1e3 * statistics.median(one["seconds"]["one worker"])
+        holds = gain["median"] >= (1 - WITHIN) * one["simulated_gain"] and alone_ms >= LEAST_MS
         good &= holds and one["same_loss"]
-        for key, median in medians.items():
-            low, high = spread(one["seconds"][key])
-            rows.append(
-                [one["block"], key, f"{one['simulated_ms'][key]:.1f}", f"{median:.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}"]
-            )
+        for key, seconds in one["seconds"].items():
+            rows.append([one["block"], key, f"{one['simulated_ms'][key]:.1f}", *ms_cells(seconds)])
         second = ", ".join(name.removeprefix("block.") for name in one["placed"][1])
         told.append(
-            f"{one['block']}: simulated gain {one['simulated_gain']:.3f}, measured {gain['median']:.3f} ({gain['lower']:.3f} "
-            f"to {gain['upper']:.3f}, {gain['pairs']} pairs); wanted: at least {1 - WITHIN:.0%} of the simulated one, and a "
-            f"step of {LEAST_MS:.0f} ms: {'holds' if holds else 'DOES NOT HOLD'}. The second worker has {second}. Losses "
-            f"{'are equal to the last bit' if one['same_loss'] else 'DIFFER'}."
+            f"{one['block']}: simulated gain {one['simulated_gain']:.3f}, measured {gain['median']:.3f} "
+            f"({interval_text(gain)}); wanted: at least {1 - WITHIN:.0%} of the simulated one, and a step of "
+            f"{LEAST_MS:.0f} ms: {verdict(holds)}. The second worker has {second}. {losses_text(equal=one['same_loss'])}"
         )
     header = ["block", "on", "simulated ms", "measured ms", "quartiles"]
     how = (
-        f"Batches of {given.batch} in one microbatch, one thread a worker; {given.rounds} rounds of {given.steps} steps of "
-        "each in turn, in an order that is reversed every other round. A step is forward, backward and optimizer. Ratios are "
-        "taken inside a round; intervals are a bootstrap's of their median."
+        f"Batches of {given.batch} in one microbatch, one thread a worker; {turns_text(given)} A step is forward, backward and "
+        "optimizer."
     )
     return "\n\n".join([how, table(header, rows), *told]), good
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
-    parser.add_argument("--page", type=Path, help="also write a results page")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=3, help="steps of each in a round")
+    parser = bench_parser(__doc__, rounds=9, steps=3)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--blocks", nargs="*", choices=list(SIZES), default=list(SIZES))
     given = parser.parse_args()
@@ -120,10 +111,8 @@ def main() -> None:
         say(name)
         found.append(measure(name, given))
     text, good = text_of(found, given)
-    print(json.dumps({"environment": facts, "blocks": found}) if given.json else text)
-    if given.page:
-        command = "python jobs/bench/branches.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
-        given.page.write_text(page("The branches of one block on two workers: simulated and real", command.strip(), text))
+    title = "The branches of one block on two workers: simulated and real"
+    print_and_write(given, title, text, {"environment": facts, "blocks": found})
     sys.exit(0 if good else 1)
 
 

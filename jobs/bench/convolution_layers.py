@@ -1,4 +1,4 @@
-"""What `convolution_shards.py` compares: a small network that DTensor can cut by width, and the cases that it is asked for.
+"""Networks of convolutions that `convolution_shards.py` and `convolution_pipeline.py` train, and layers that the first cuts.
 
 `python convolution_layers.py FIRST [--mended]` under torchrun tries the cases from number FIRST on by DTensor, and prints a
 line for each.

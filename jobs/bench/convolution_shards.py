@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 from collections import OrderedDict
@@ -21,18 +20,17 @@ from typing import Any
 
 import torch
 from convolution_layers import BATCH, CASES, MICROBATCHES, SIZE, Case
-from harness import (
-    ROOT,
-    Contender,
-    alternate,
-    environment,
-    environment_of_children,
-    page,
-    ratio,
-    spread,
-    table,
-    torchrun_command,
-    worker_command,
+from harness import ROOT, Contender, environment, environment_of_children, ratio, table, torchrun_command, worker_command
+from side_by_side import (
+    bench_parser,
+    interval_text,
+    last_losses,
+    ms_cells,
+    print_and_write,
+    say,
+    train_in_turn,
+    turns_text,
+    verdict,
 )
 from torch import Tensor, nn
 
@@ -55,15 +53,8 @@ def time_steps(given: argparse.Namespace) -> dict[str, Any]:
         Contender(OURS, SHARDS, lambda a: [worker_command("convolutions", a, r, shards=SHARDS) for r in range(SHARDS)]),
         Contender(PLAIN, 1, lambda a: [worker_command("plain-convolutions", a, 0)]),
     ]
-    try:
-        for contender in contenders:
-            contender.start()
-        seconds = alternate(contenders, rounds=given.rounds, steps=given.steps, say=say)
-        losses = {c.name: next(i["loss"] for i in c.info() if i["loss"] is not None) for c in contenders}
-    finally:
-        for contender in contenders:
-            contender.stop()
-    return {"seconds": seconds, "loss": losses, "ratio": asdict(ratio(seconds[THEIRS], seconds[OURS]))}
+    seconds, infos = train_in_turn(contenders, given)
+    return {"seconds": seconds, "loss": last_losses(infos), "ratio": asdict(ratio(seconds[THEIRS], seconds[OURS]))}
 
 
 def by_dtensor(*options: str) -> list[str]:
@@ -116,22 +107,18 @@ def time_table(given: argparse.Namespace, timed: dict[str, Any]) -> tuple[list[s
     """For people; and whether the limit holds."""
     rows = []
     for name, values in timed["seconds"].items():
-        low, high = spread(values)
-        median, between = f"{1e3 * statistics.median(values):.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}"
-        rows.append([name, median, between, f"{timed['loss'][name]:.6f}"])
+        rows.append([name, *ms_cells(values), f"{timed['loss'][name]:.6f}"])
     found = timed["ratio"]
     fast = found["lower"] >= WANTED
     told = [
         "## Time",
         f"Six convolutions (5 x 5, 3 x 3, 2 x 2 with stride 2, 3 x 3, 1 x 1, 3 x 3; 32 and 64 channels) with ReLU, then means "
         f"over the images; {BATCH} images of {SIZE} x {SIZE} in {MICROBATCHES} microbatches, SGD, one thread a process, one "
-        f"machine. {given.rounds} rounds of {given.steps} steps of each in turn, in an order that is reversed every other "
-        "round. Ratios are taken inside a round; the interval is a bootstrap's of their median. All begin with the same "
-        "weights and read the same images, so their losses are equal but for rounding.",
+        f"machine. {turns_text(given)} All begin with the same weights and read the same images, so their losses are equal but "
+        "for rounding.",
         table(["contender", "step ms", "quartiles", "last loss"], rows),
-        f"raypar is {found['median']:.3f} times as fast as DTensor (95 % interval {found['lower']:.3f} to "
-        f"{found['upper']:.3f}, {found['pairs']} pairs); wanted of its lower end {WANTED:.2f}: "
-        f"{'holds' if fast else 'DOES NOT HOLD'}.",
+        f"raypar is {found['median']:.3f} times as fast as DTensor ({interval_text(found)}); wanted of its lower end "
+        f"{WANTED:.2f}: {verdict(fast)}.",
         "A step of raypar is a worker's whole step, with the gradient's norm and the vote that ends it.",
     ]
     return told, fast
@@ -155,17 +142,8 @@ def case_table(answers: dict[str, list[str]]) -> tuple[list[str], bool]:
     return told, all(answer == "right" for answer in answers["raypar"])
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
-    parser.add_argument("--page", type=Path, help="also write a results page")
-    parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=2, help="steps of each contender in a round")
-    given = parser.parse_args()
+    given = bench_parser(__doc__, rounds=24, steps=2).parse_args()
     facts = environment()
     timed = time_steps(given)
     answers = {
@@ -176,10 +154,8 @@ def main() -> None:
     before, fast = time_table(given, timed)
     parts, right = case_table(answers)
     text = "\n\n".join([*before, *parts])
-    print(json.dumps({"environment": facts, "time": timed, "cases": answers}) if given.json else text)
-    if given.page:
-        command = "python jobs/bench/convolution_shards.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
-        given.page.write_text(page("Convolutions on two shards beside DTensor's", command.strip(), text))
+    title = "Convolutions on two shards beside DTensor's"
+    print_and_write(given, title, text, {"environment": facts, "time": timed, "cases": answers})
     sys.exit(0 if fast and right else 1)
 
 

@@ -11,19 +11,18 @@ plan. It wants two idle processors, and 18 GB of memory.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ours
 import torch
-from harness import Contender, alternate, environment, page, ratio, spread, table, worker_command
+from harness import Contender, environment, ratio, table, worker_command
 from linked_hosts import two_linked_hosts
+from side_by_side import bench_parser, interval_text, last_losses, ms_cells, print_and_write, train_in_turn, turns_text, verdict
 
 from raypar.plan import ParallelPlan, StagePlan
 from raypar.planner.model_profile import LinkProfile, ModelProfile
@@ -68,29 +67,25 @@ def plans_of(
 def measure(profile: ModelProfile, given: argparse.Namespace, gbit: float) -> dict[str, Any]:
     """The simulated and measured steps of all plans, with workers that a link of this rate joins."""
     plans, simulated = plans_of(profile, given, gbit)
-    started: list[Contender] = []
-    with ExitStack() as ended:
-        hosts = ended.enter_context(two_linked_hosts(gbit)) if gbit else None
-        ended.callback(lambda: [contender.stop() for contender in started])
+    with two_linked_hosts(gbit) if gbit else nullcontext() as hosts:
 
         def commands(address: str, options: dict[str, Any]) -> list[list[str]]:
             if hosts is None:
                 return [worker_command("vgg", address, rank, **options) for rank in range(2)]
             return [h.command(worker_command("vgg", address, n, host=h.address, **options)) for n, h in enumerate(hosts)]
 
+        contenders = []
         for name, (schedule, plan) in plans.items():
             stages = [[stage.first, stage.last, stage.workers] for stage in plan.stages]
             options = {"batch": given.batch, "microbatches": given.microbatches, "schedule": schedule, "stages": stages}
-            started.append(Contender(name, 2, partial(commands, options=options)))
-            started[-1].start()
-        seconds = alternate(started, rounds=given.rounds, steps=given.steps, say=say)
-        losses = {c.name: next(i["loss"] for i in c.info() if i["loss"] is not None) for c in started}
+            contenders.append(Contender(name, 2, partial(commands, options=options)))
+        seconds, infos = train_in_turn(contenders, given)
     best = min((name for name in plans if name != HYBRID), key=lambda name: statistics.median(seconds[name]))
     return {
         "gbit": gbit,
         "simulated_ms": simulated,
         "seconds": seconds,
-        "losses": losses,
+        "losses": last_losses(infos),
         "best": best,
         "of_best": asdict(ratio(seconds[HYBRID], seconds[best])),
     }
@@ -102,40 +97,30 @@ def text_of(found: list[dict[str, Any]], given: argparse.Namespace) -> tuple[str
     for one in found:
         link = f"{one['gbit']:g} Gbit/s" if one["gbit"] else "one machine"
         for name, seconds in one["seconds"].items():
-            low, high = spread(seconds)
-            simulated, median = f"{one['simulated_ms'][name]:.0f}", f"{1e3 * statistics.median(seconds):.0f}"
-            rows.append([link, name, simulated, median, f"{1e3 * low:.0f} to {1e3 * high:.0f}", f"{one['losses'][name]:.6f}"])
+            simulated, loss = f"{one['simulated_ms'][name]:.0f}", f"{one['losses'][name]:.6f}"
+            rows.append([link, name, simulated, *ms_cells(seconds, 0), loss])
         of_best, wanted = one["of_best"], "no limit, for comparison"
         if one["gbit"]:
             holds = of_best["median"] <= AT_MOST
             good &= holds
-            wanted = f"wanted: at most {AT_MOST}: {'holds' if holds else 'DOES NOT HOLD'}"
+            wanted = f"wanted: at most {AT_MOST}: {verdict(holds)}"
         told.append(
             f"{link}: a step of the hybrid takes {of_best['median']:.3f} of that of the best uniform plan, {one['best']} "
-            f"({of_best['lower']:.3f} to {of_best['upper']:.3f}, {of_best['pairs']} pairs); {wanted}."
+            f"({interval_text(of_best)}); {wanted}."
         )
     how = (
         f"VGG-11 with its own dense layers, {given.batch} images of 224 x 224 in {given.microbatches} microbatches, SGD, one "
-        f"thread a worker; {given.rounds} rounds of {given.steps} steps of each in turn, in an order that is reversed every "
-        "other round. Ratios are taken inside a round; the interval is a bootstrap's of their median. Whole dense layers and "
-        "those on shards have other bits. Workers on one machine read each other's gradients in its memory; with a link each "
-        "is a host of its own, and all travels over TCP at the link's rate."
+        f"thread a worker; {turns_text(given)} Whole dense layers and those on shards have other bits. Workers on one machine "
+        "read each other's gradients in its memory; with a link each is a host of its own, and all travels over TCP at the "
+        "link's rate."
     )
     return "\n\n".join(
         [how, table(["workers", "plan", "simulated ms", "measured ms", "quartiles", "last loss"], rows), *told]
     ), good
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
-    parser.add_argument("--page", type=Path, help="also write a results page")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=1, help="steps of each in a round")
+    parser = bench_parser(__doc__, rounds=7, steps=1)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--gbit", type=float, nargs="+", default=[0.0, 10.0], help="rates of links; 0: one machine")
@@ -145,12 +130,8 @@ def main() -> None:
     profile = profile_vgg(given)
     found = [measure(profile, given, gbit) for gbit in given.gbit]
     text, good = text_of(found, given)
-    print(json.dumps({"environment": facts, "links": found}) if given.json else text)
-    if given.page:
-        command = "python jobs/bench/hybrid.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
-        given.page.write_text(
-            page("Replicas of convolutions and shards of dense layers on the same workers", command.strip(), text)
-        )
+    title = "Replicas of convolutions and shards of dense layers on the same workers"
+    print_and_write(given, title, text, {"environment": facts, "links": found})
     sys.exit(0 if good else 1)
 
 

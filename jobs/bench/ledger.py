@@ -18,6 +18,7 @@ import torch
 from harness import environment, page, table
 from models import Workload
 from ours import gpt_job
+from side_by_side import command_line
 
 from raypar.comm.collectives import ONE_PHASE_BYTES
 from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PlanConfig
@@ -358,8 +359,7 @@ def main() -> None:
     text = note + "\n\n" + table(["t, w, R", "what", "formula (elements)", "bytes", "ledger", "equal"], cells)
     print(json.dumps({"environment": environment(), "rows": found}) if given.json else text)
     if given.page:
-        command = "python jobs/bench/ledger.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
-        given.page.write_text(page("Are the bytes that workers send those of the formulas?", command.strip(), text))
+        given.page.write_text(page("Are the bytes that workers send those of the formulas?", command_line(), text))
     sys.exit(0 if good else 1)
 
 

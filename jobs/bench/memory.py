@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from harness import Contender, alternate, page, ratio, spread, table
+from harness import page, ratio, table
+from side_by_side import bench_parser, command_line, ms_cells, train_in_turn
 from zero_peers import LEVELS, WORK, WORLD, claims, contenders, left_out
 
 MICROBATCHES = 4
@@ -55,19 +53,9 @@ MEMORY_CLAIMS = (
 """(base, own, how many times the base's resident memory own shall take at most); those count whose contenders run."""
 
 
-def measure(rounds: int, steps: int) -> dict[str, Any]:
+def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Seconds a step, and bytes above the start, of each."""
-    started: list[Contender] = []
-    try:
-        for contender in contenders(MICROBATCHES):
-            print(f"starting {contender.name}", file=sys.stderr, flush=True)
-            started.append(contender)
-            contender.start()
-        seconds = alternate(started, rounds=rounds, steps=steps, say=lambda text: print(text, file=sys.stderr, flush=True))
-        facts = {one.name: one.info() for one in started}
-    finally:
-        for contender in started:
-            contender.stop()
+    seconds, facts = train_in_turn(contenders(MICROBATCHES), given)
     largest = {name: max(of, key=lambda i: i["rss_bytes"] - i["begun_bytes"]) for name, of in facts.items()}
     return {
         "seconds": seconds,
@@ -85,10 +73,9 @@ def tables(found: dict[str, Any]) -> str:
 
     rows = []
     for name, values in found["seconds"].items():
-        median, (low, high) = statistics.median(values), spread(values)
         predicted = [times(found[kind].get(name)) for kind in ("sheet", "sheet_with_mirror")]
         memory = [times(found[kind][name]) for kind in ("rss_bytes", "peak_bytes")]
-        rows.append([name, *predicted, *memory, f"{1e3 * median:.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}"])
+        rows.append([name, *predicted, *memory, *ms_cells(values)])
     ratios = []
     for base, own, bound in claims(found["seconds"]):
         r = ratio(found["seconds"][base], found["seconds"][own])
@@ -119,23 +106,17 @@ def kinds_table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
-    parser.add_argument("--page", type=Path, help="also write a results page")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=2, help="steps of each contender in a round")
-    given = parser.parse_args()
-    found = {**predicted(), **measure(given.rounds, given.steps)}
+    given = bench_parser(__doc__, rounds=12, steps=2).parse_args()
+    found = {**predicted(), **measure(given)}
     print(json.dumps(found) if given.json else tables(found))
     if given.page:
-        command = "python jobs/bench/memory.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
         note = (
             f"A GPT of {found['parameters'] // 4:,} parameters, float32, AdamW with clipping, two processes with one thread "
             "each on one machine; raypar without a mirror. Memory is resident memory above that before the model was made, now "
             "and at its peak, in multiples of the parameters' bytes. In the table of kinds `measured` is what tensors take "
             f"between two steps, and, in all, the resident memory. A round runs every contender once. {left_out()}"
         )
-        given.page.write_text(page("Memory of replicas that divide state", command, f"{note}\n\n{tables(found)}"))
+        given.page.write_text(page("Memory of replicas that divide state", command_line(), f"{note}\n\n{tables(found)}"))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from harness import ROOT, environment, page, table
 from predicted_gpu import REAL, section
+from side_by_side import command_line
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -90,8 +91,7 @@ def main() -> None:
     numbers = [{"model": row.model, "plan": row.plan, "beyond": row.beyond, "surplus": row.surplus} for row in found]
     print(json.dumps({"environment": environment(), "rows": numbers}) if given.json else text)
     if given.page:
-        command = "python jobs/bench/operation_budget.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
-        given.page.write_text(page("What does a training step ask of a device beside a plain loop?", command.strip(), text))
+        given.page.write_text(page("What does a training step ask of a device beside a plain loop?", command_line(), text))
 
 
 if __name__ == "__main__":

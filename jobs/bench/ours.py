@@ -133,7 +133,7 @@ def residual_job(microbatches: int) -> Job:
 
 @contextlib.contextmanager
 def convolutions_split(splits: bool) -> Iterator[None]:
-    """Stages that are made inside put off the weight gradients of convolutions, or, as before, of linear layers alone."""
+    """Stages that are made inside put off the weight gradients of convolutions too, or of linear layers alone."""
     if splits:
         yield
         return

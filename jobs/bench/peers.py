@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Contender, Ratio, alternate, environment, page, ratio, spread, table, torchrun_command, worker_command
+from harness import ROOT, Contender, Ratio, environment, page, ratio, table, torchrun_command, worker_command
+from side_by_side import bench_parser, command_line, ms_cells, say, train_in_turn
 
 TOKENS = 32 * 128
 TORCH_SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -138,19 +138,8 @@ def measure(given: argparse.Namespace, microbatches: int, storage: str | None) -
     chosen = chosen_contenders(given, microbatches, storage)
     if given.only:
         chosen = [c for c in chosen if any(text in c.name for text in given.only)]
-    started: list[Contender] = []
-    try:
-        for contender in chosen:
-            print(f"m={microbatches}: starting {contender.name}", file=sys.stderr, flush=True)
-            started.append(contender)
-            contender.start()
-        seconds = alternate(
-            started, rounds=given.rounds, steps=given.steps, say=lambda text: print(text, file=sys.stderr, flush=True)
-        )
-        facts = {c.name: c.info() for c in started}
-    finally:
-        for contender in started:
-            contender.stop()
+    say(f"m={microbatches}: {', '.join(contender.name for contender in chosen)}")
+    seconds, facts = train_in_turn(chosen, given)
     return {
         "microbatches": microbatches,
         "seconds": seconds,
@@ -177,9 +166,8 @@ def tables(found: dict[str, Any]) -> str:
     """The result of one number of microbatches, for people."""
     rows = []
     for name, values in found["seconds"].items():
-        median, (low, high) = statistics.median(values), spread(values)
         memory = "/".join(f"{n / 2**20:.0f}" for n in found["peak_rss_bytes"][name])
-        timing = [f"{1e3 * median:.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}", f"{found['tokens'] / median:,.0f}"]
+        timing = [*ms_cells(values), f"{found['tokens'] / statistics.median(values):,.0f}"]
         rows.append([name, *timing, memory, f"{found['loss'][name]:.4f}"])
     ratios = []
     for one in found["ratios"]:
@@ -194,12 +182,8 @@ def tables(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
-    parser.add_argument("--page", type=Path, help="also write a results page")
-    parser.add_argument("--rounds", type=int, default=24)
-    # Several, because a long run is made of steps that follow one another: the first after a pause finds cold caches.
-    parser.add_argument("--steps", type=int, default=4, help="steps of each contender in a round")
+    # Several steps, because a long run is made of steps that follow one another: the first after a pause finds cold caches.
+    parser = bench_parser(__doc__, rounds=24, steps=4)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--ray", action="store_true", help="the set with Ray Train and raypar's actors")
     parser.add_argument("--only", nargs="+", help="contenders whose name contains one of these")
@@ -217,9 +201,8 @@ def main() -> None:
             found.append(measure(given, microbatches, folder if given.ray else None))
     print(json.dumps({"environment": facts, "results": found}) if given.json else "\n\n".join(map(tables, found)))
     if given.page:
-        command = "python jobs/bench/peers.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
         title = "Step time of replicas that divide state" if given.zero else "Step time beside peers"
-        given.page.write_text(page(title, command, "\n\n".join([*notes(given), *map(tables, found)])))
+        given.page.write_text(page(title, command_line(), "\n\n".join([*notes(given), *map(tables, found)])))
 
 
 def notes(given: argparse.Namespace) -> list[str]:

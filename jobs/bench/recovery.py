@@ -35,6 +35,7 @@ from recovery_runs import (
     TorchftManager,
     torchft_python,
 )
+from side_by_side import command_line
 
 Fault = Literal["none", "worker", "node", "join"]
 CONTENDERS: tuple[type[Run], ...] = (Raypar, RayparPipelines, TorchftManager, Torchft, RayTrain)
@@ -251,8 +252,7 @@ def main() -> None:
         json.dumps({"environment": environment(), "results": [asdict(o) for o in outcomes]}) if given.json else tables(outcomes)
     )
     if given.page:
-        command = "python jobs/bench/recovery.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
-        given.page.write_text(page("Recovery beside peers", command, f"{NOTE}\n\n{tables(outcomes)}"))
+        given.page.write_text(page("Recovery beside peers", command_line(), f"{NOTE}\n\n{tables(outcomes)}"))
 
 
 def runs(kinds: Sequence[type[Run]], faults: Sequence[Fault], repeats: int) -> Iterator[tuple[Fault, int, type[Run]]]:

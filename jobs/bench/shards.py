@@ -11,14 +11,24 @@ Exit code 1 when a limit is missed. `--old`: a checkout of an older commit, whos
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Contender, alternate, environment, page, ratio, spread, table, torchrun_command, worker_command
+from harness import ROOT, Contender, environment, ratio, table, torchrun_command, worker_command
+from side_by_side import (
+    bench_parser,
+    interval_text,
+    last_losses,
+    ms_cells,
+    print_and_write,
+    say,
+    train_in_turn,
+    turns_text,
+    verdict,
+)
 
 SHARDS, FASTER, MEMORY_WITHIN = 2, 1.0, 0.05
 THEIRS, OURS, SEQUENCE, PLAIN = (
@@ -59,26 +69,19 @@ def plain(work: dict[str, int], microbatches: int) -> Contender:
 def time_steps(given: argparse.Namespace) -> dict[str, Any]:
     """Seconds a step by contender, one number a round, and the last losses."""
     work = {"width": given.width, "depth": given.depth}
-    started: list[Contender] = []
-    try:
-        ours = [
-            contender
-            for root in (ROOT, *([given.old] if given.old is not None else []))
-            for contender in (
-                raypar(OURS, work, given.microbatches, root=root),
-                raypar(SEQUENCE, work, given.microbatches, sequence=True, root=root),
-            )
-        ]
-        for contender in (dtensor(work, given.microbatches), *ours, plain(work, given.microbatches)):
-            started.append(contender)
-            contender.start()
-        seconds = alternate(started, rounds=given.rounds, steps=given.steps, say=say)
-        losses = {c.name: next(i["loss"] for i in c.info() if i["loss"] is not None) for c in started}
-    finally:
-        for contender in started:
-            contender.stop()
+    ours = [
+        contender
+        for root in (ROOT, *([given.old] if given.old is not None else []))
+        for contender in (
+            raypar(OURS, work, given.microbatches, root=root),
+            raypar(SEQUENCE, work, given.microbatches, sequence=True, root=root),
+        )
+    ]
+    contenders = (dtensor(work, given.microbatches), *ours, plain(work, given.microbatches))
+    seconds, infos = train_in_turn(contenders, given)
     old = {name: asdict(ratio(seconds[f"{OLD}{name}"], seconds[name])) for name in (OURS, SEQUENCE) if given.old is not None}
-    return {"seconds": seconds, "loss": losses, "ratio": asdict(ratio(seconds[THEIRS], seconds[OURS])), "old": old}
+    found = asdict(ratio(seconds[THEIRS], seconds[OURS]))
+    return {"seconds": seconds, "loss": last_losses(infos), "ratio": found, "old": old}
 
 
 def block_elements(width: int) -> int:
@@ -117,24 +120,20 @@ def time_table(given: argparse.Namespace, timed: dict[str, Any]) -> tuple[list[s
     """For people; and whether the limit holds."""
     rows = []
     for name, values in timed["seconds"].items():
-        median, (low, high) = statistics.median(values), spread(values)
-        rows.append([name, f"{1e3 * median:.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}", f"{timed['loss'][name]:.4f}"])
+        rows.append([name, *ms_cells(values), f"{timed['loss'][name]:.4f}"])
     found = timed["ratio"]
     fast = found["median"] >= FASTER
-    interval = f"95 % interval {found['lower']:.3f} to {found['upper']:.3f}, {found['pairs']} pairs"
-    verdict = "holds" if fast else "DOES NOT HOLD"
     work = f"{given.depth} blocks, width {given.width}, context 128; 32 samples a step in {given.microbatches} microbatches"
     told = [
         "## Time",
-        f"One GPT ({work}), AdamW with clipping, one thread a process, one machine. A round runs every contender once, in an "
-        "order that is reversed every other round; ratios are taken inside a round, the interval is a bootstrap's of their "
-        "median. Each initialises in its own way, so losses are only alike.",
+        f"One GPT ({work}), AdamW with clipping, one thread a process, one machine. {turns_text(given)} Each initialises in "
+        "its own way, so losses are only alike.",
         table(["contender", "step ms", "quartiles", "last loss"], rows),
-        f"raypar is {found['median']:.3f} times as fast as DTensor ({interval}); wanted {FASTER:.2f}: {verdict}.",
+        f"raypar is {found['median']:.3f} times as fast as DTensor ({interval_text(found)}); wanted {FASTER:.2f}: "
+        f"{verdict(fast)}.",
         *(
-            f"{name}: {one['median']:.3f} times as fast as the older commit (95 % interval {one['lower']:.3f} to "
-            f"{one['upper']:.3f}); {OLD_LIMIT} is wanted of the lower end: "
-            f"{'holds' if one['lower'] >= OLD_LIMIT else 'DOES NOT HOLD'}."
+            f"{name}: {one['median']:.3f} times as fast as the older commit ({interval_text(one)}); {OLD_LIMIT} is wanted of "
+            f"the lower end: {verdict(one['lower'] >= OLD_LIMIT)}."
             for name, one in timed["old"].items()
         ),
     ]
@@ -165,16 +164,8 @@ def memory_table(held: dict[str, Any]) -> tuple[list[str], bool]:
     return told, small
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
-    parser.add_argument("--page", type=Path, help="also write a results page")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=4, help="steps of each contender in a round")
+    parser = bench_parser(__doc__, rounds=20, steps=4)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=8)
@@ -188,10 +179,8 @@ def main() -> None:
         before, fast = time_table(given, timed)
         parts, good = before + parts, good and fast
     text = "\n\n".join(parts)
-    print(json.dumps({"environment": facts, "time": timed, "memory": held}) if given.json else text)
-    if given.page:
-        command = "python jobs/bench/shards.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
-        given.page.write_text(page("Two shards beside DTensor's parallelize_module", command.strip(), text))
+    title = "Two shards beside DTensor's parallelize_module"
+    print_and_write(given, title, text, {"environment": facts, "time": timed, "memory": held})
     sys.exit(0 if good else 1)
 
 
