@@ -38,7 +38,8 @@ from raypar.fences.private_api_fence import warnings_sent_to
 from raypar.plan.forward_pass_batching import PASSES_CURE
 from raypar.plan.wording import after_steps
 from raypar.ray_compat.actor_errors import KILL_CURE, memory_monitor_kill_error, memory_shortage_here
-from raypar.record.events import Event, RunWarning, StopRequest, read_event
+from raypar.record.events import Event, RunWarning, StopRequest
+from raypar.record.parse_events import read_event
 from raypar.storage.run_folder import resume_argument
 from raypar.user_code.stop_signals import STOP_SIGNALS, heard_stop_signals
 

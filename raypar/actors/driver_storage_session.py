@@ -12,7 +12,8 @@ from raypar.actors.messages import GRACE_S, RunRequest
 from raypar.actors.ray_lease_store import RayLeaseStore
 from raypar.elastic import events as on
 from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
-from raypar.record.events import Event, RunWarning, StopRequest, Wait, text_event
+from raypar.record.events import Event, RunWarning, StopRequest, Wait
+from raypar.record.parse_events import text_event
 from raypar.storage.folder_upload import FINISH_S, FolderUpload
 from raypar.storage.held_lease import HeldLease
 from raypar.storage.run_folder import SharedStoragePlace

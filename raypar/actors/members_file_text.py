@@ -16,7 +16,7 @@ from raypar.elastic.transition_table import RECOVERING
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.plan import ParallelPlan
-from raypar.record.events import WorkerFacts
+from raypar.record.field_types import WorkerFacts
 from raypar.record.stages_of_plan import stages_as_data
 
 AGAIN_S = 2.0

@@ -54,13 +54,11 @@ from raypar.record.events import (
     StepPicture,
     StepRecord,
     ValidationRecord,
-    parse_event,
-    parse_metrics,
-    text_event,
 )
 from raypar.record.fold import RunView
 from raypar.record.folder import output_file
 from raypar.record.metric_names import LOST_NAME_CURE, MeasuredNames, name_in_validation
+from raypar.record.parse_events import parse_event, parse_metrics, text_event
 from raypar.record.stages_of_plan import stages_as_data
 from raypar.record.totals import read_totals
 from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint_store

@@ -12,7 +12,8 @@ from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.json_type import Json
 from raypar.plan import ParallelPlan
 from raypar.plan.wording import after_steps, count_noun
-from raypar.record.events import WorkerFacts, WorkerLoss
+from raypar.record.events import WorkerLoss
+from raypar.record.field_types import WorkerFacts
 
 
 class GenerationFacts(TypedDict):

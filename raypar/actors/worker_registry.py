@@ -31,7 +31,8 @@ from raypar.elastic.suspect_nodes import FlappingNodes, SuspectNodes
 from raypar.errors import ClusterError
 from raypar.ray_compat.actor_errors import keep_death_reasons, memory_monitor_kill_error
 from raypar.ray_compat.nodes import list_draining_nodes
-from raypar.record.events import Event, NodeLoss, RunWarning, WorkerDrain, WorkerFacts, WorkerJoin
+from raypar.record.events import Event, NodeLoss, RunWarning, WorkerDrain, WorkerJoin
+from raypar.record.field_types import WorkerFacts
 
 T = TypeVar("T")
 

@@ -25,11 +25,10 @@ from raypar.record.events import (
     StartupStage,
     StepRecord,
     ValidationRecord,
-    format_duration,
-    format_metric,
 )
 from raypar.record.fold import RunView, speed_of
 from raypar.record.story import Narrator
+from raypar.record.value_text import format_duration, format_metric
 
 if TYPE_CHECKING:
     from raypar.launch.result import Result

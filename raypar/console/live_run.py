@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from raypar.console.read_run_folder import read_job_numbers, read_job_step_count, read_status
 from raypar.console.run_status import RunStatus
 from raypar.files.json_type import Json
-from raypar.record.events import SeatedWorker, StepRecord, is_finite_number
+from raypar.record.events import StepRecord
+from raypar.record.field_types import SeatedWorker, is_finite_number
 from raypar.record.fold import ACTIVE_PHASES, RunView
 from raypar.record.totals import read_totals
 from raypar.storage.follow_run_files import RunFollower

@@ -13,7 +13,8 @@ from raypar.console.run_status import indent_further_lines, local_time
 from raypar.errors import ClusterError, ConfigError
 from raypar.files.printable_text import printable_text
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment, without_certain_secrets
-from raypar.record.events import Event, StepRecord, UnreadableLines, ValidationRecord, is_finite_number
+from raypar.record.events import Event, StepRecord, UnreadableLines, ValidationRecord
+from raypar.record.field_types import is_finite_number
 from raypar.record.story import Narrator
 from raypar.storage.follow_run_files import RunFollower
 from raypar.storage.run_folder import RunFolder, resume_argument

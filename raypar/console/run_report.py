@@ -19,20 +19,14 @@ from raypar.plan import ParallelPlan, StagePlan
 from raypar.plan.loss_scale import format_loss_scale
 from raypar.plan.wording import count_noun
 from raypar.record.document_fields import LayerFacts, MembersDocument, PlanDocument
-from raypar.record.events import (
-    EndOfRun,
-    SavedCheckpoint,
-    WorkerFacts,
-    format_duration,
-    format_metric,
-    is_finite_number,
-    short_node_id,
-)
+from raypar.record.events import EndOfRun, SavedCheckpoint
+from raypar.record.field_types import WorkerFacts, is_finite_number
 from raypar.record.fold import SHOWN_DATA_WAIT, RunView, StepStatistics, peak_sizes
 from raypar.record.metric_names import is_of_validation, split_name
 from raypar.record.stages_of_plan import plan_of_stages
 from raypar.record.story import StoryLine
 from raypar.record.totals import read_totals
+from raypar.record.value_text import format_duration, format_metric, short_node_id
 
 LOSS_COLOUR, VALIDATION_COLOUR, LARGEST_COLOUR, SMALLEST_COLOUR = "#2B7BBA", "#D9861A", "#7A4FA3", "#2FA584"
 METRIC_COLOURS = ("#2FA584", "#7A4FA3", "#D9861A", "#2B7BBA", "#B3261E")

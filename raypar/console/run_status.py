@@ -14,18 +14,11 @@ from raypar.plan.loss_scale import format_loss_scale
 from raypar.plan.parallel_plan import describe_mesh
 from raypar.plan.wording import align_columns, count_noun
 from raypar.record.document_fields import ClusterDocument, MembersDocument, NodeFacts, PlanDocument
-from raypar.record.events import (
-    ReplayProgress,
-    SeatedWorker,
-    WorkerFacts,
-    format_duration,
-    format_metric,
-    is_finite_number,
-    seat_without_rank,
-    short_node_id,
-)
+from raypar.record.events import ReplayProgress
+from raypar.record.field_types import SeatedWorker, WorkerFacts, is_finite_number
 from raypar.record.fold import ACTIVE_PHASES, RunView
 from raypar.record.metric_names import short_name
+from raypar.record.value_text import format_duration, format_metric, seat_without_rank, short_node_id
 from raypar.storage.run_folder import resume_argument
 
 SILENT_S, SILENT_STEPS = 10.0, 5.0

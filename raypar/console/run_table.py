@@ -17,8 +17,9 @@ from raypar.files.printable_text import shorten
 from raypar.files.untrusted_files import explain_read_errors
 from raypar.plan.wording import after_steps, align_columns
 from raypar.record.document_fields import MembersDocument
-from raypar.record.events import format_duration, is_finite_number
+from raypar.record.field_types import is_finite_number
 from raypar.record.fold import RunView
+from raypar.record.value_text import format_duration
 from raypar.storage.follow_run_files import RunFollower
 from raypar.storage.run_folder import RunFolder, check_local_path, parse_storage_location, resume_argument
 

@@ -19,7 +19,7 @@ from raypar.console.live_run import LiveView, LiveWorker
 from raypar.console.run_status import format_loss, format_step_times, local_time
 from raypar.draw.line_chart import LOG_FROM
 from raypar.errors import ConfigError
-from raypar.record.events import format_duration
+from raypar.record.value_text import format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console, Group

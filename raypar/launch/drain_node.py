@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from raypar.errors import ClusterError, ConfigError
 from raypar.record.document_fields import ClusterDocument, NodeFacts
-from raypar.record.events import short_node_id
+from raypar.record.value_text import short_node_id
 from raypar.storage.run_folder import RunFolder
 
 

@@ -13,7 +13,7 @@ from raypar.plan.parallel_plan import MicrobatchRouting, ParallelPlan, serving_s
 from raypar.plan.stage_connections import GradientRelay, StageConnections, StageEdge
 
 LEAST_BYTES_IN_PARTS = 64 << 10
-"""Smaller tensors travel whole: a network of 10 Gbit/s carries 64 KiB in 52 microseconds, and an empty gather takes as long."""
+"""Smaller tensors travel whole: a network of 10 Gbit/s carries 64 KiB in 52 microseconds, as long as an empty gather takes."""
 
 
 def travels_in_parts(makers: Sequence[int], users: Sequence[int], nodes: Sequence[int]) -> bool:
@@ -30,7 +30,7 @@ def travels_in_parts(makers: Sequence[int], users: Sequence[int], nodes: Sequenc
 def gets_parts(
     plan: ParallelPlan, connections: StageConnections, stage: int, replica: int, nodes: Sequence[int] | None
 ) -> bool:
-    """Whether a replica of a stage gets bundles in parts. `nodes`: as of `travels_in_parts`; None: whether it may, on some nodes."""
+    """Whether a replica of a stage gets bundles in parts. `nodes`: as of `travels_in_parts`; None: whether it may on some."""
     stages = plan.stages
     sources = {edge.src for edge in connections.into(stage)} | {relay.src for relay in connections.relays_to(stage)}
     users = stages[stage].workers[replica]

@@ -9,7 +9,7 @@ from heapq import nsmallest
 from typing import Literal
 
 from raypar.files.json_type import Json
-from raypar.record.events import is_finite_number
+from raypar.record.field_types import is_finite_number
 
 MOST_VALUES = 20_000
 """Of a metric with more values than this, the best half is kept: only values near the best decide."""

@@ -13,150 +13,38 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Annotated, ClassVar, TypedDict, TypeGuard, get_args, get_type_hints
+from typing import ClassVar, get_args, get_type_hints
 
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
-from raypar.plan.microbatches import MAX_STEPS
 from raypar.plan.wording import after_steps, count_noun
+from raypar.record.field_types import (
+    Anything,
+    BestRules,
+    Check,
+    Elements,
+    FirstStepIsOne,
+    Flag,
+    GenerationNumber,
+    Numbers,
+    ProcessId,
+    Rate,
+    Real,
+    Seconds,
+    StepNumber,
+    Text,
+    Texts,
+    UnixTime,
+    WorkerList,
+    WorkerNumber,
+    WorkerNumbers,
+    numbers_in,
+)
 from raypar.record.metric_names import split_name
-
-# -- types of fields, with the range of valid values -----------------------------------------------------------------------
-
-Check = Callable[[Json], bool]
-"""Whether a value is valid."""
-MAX_GENERATIONS = 10**6
-MAX_WORKER_NUMBER = 2**31
-"""Limit of worker numbers. They are never reused within one start of a run."""
-MAX_TIME_S = 1e11
-"""Largest Unix time that can be shown as a date (the year 5138)."""
-
-
-def count_up_to(most: int, least: int = 0) -> Check:
-    """The check for whole numbers from `least` to `most`."""
-    return lambda value: is_number(value) and type(value) is int and least <= value <= most
-
-
-def is_number(value: Json) -> TypeGuard[int | float]:
-    """Whether a value is a number, NaN too; true and false are none."""
-    return type(value) in (int, float)
-
-
-def number_up_to(most: float) -> Check:
-    """The check for numbers from 0 to `most`; NaN fails."""
-    return lambda value: is_number(value) and 0 <= value <= most  # an integer may be too large for a float
-
-
-def is_real(value: Json) -> bool:
-    """Whether a value can be printed and compared as a float; NaN passes."""
-    return type(value) is float or (type(value) is int and abs(value) < 2**63)
-
-
-def is_text(value: Json) -> TypeGuard[str]:
-    """Whether a value is text that can be encoded; a lone surrogate cannot."""
-    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in (() if value.isascii() else value))
-
-
-def is_flag(value: Json) -> bool:
-    """Whether a value is true or false."""
-    return isinstance(value, bool)
-
-
-def is_list(value: Json) -> TypeGuard[Sequence[Json]]:
-    """Whether a value is a list or tuple."""
-    return isinstance(value, (list, tuple))
-
-
-def is_list_of(check: Check) -> Check:
-    """The check for lists whose elements pass `check`."""
-    return lambda value: is_list(value) and all(map(check, value))
-
-
-def is_mapping_of(check: Check) -> Check:
-    """The check for JSON objects whose values pass `check`."""
-    return lambda value: isinstance(value, dict) and all(is_text(key) and check(each) for key, each in value.items())
-
-
-def numbers_in(values: Mapping[str, Json]) -> dict[str, float]:
-    """The values that are numbers; NaN for null."""
-    numbers = {name: math.nan if value is None else value for name, value in values.items()}
-    return {name: float(value) for name, value in numbers.items() if isinstance(value, (int, float)) and is_real(value)}
-
-
-def is_finite_number(value: Json) -> TypeGuard[float]:
-    """Whether a value is a finite number. Run folders have null or NaN for other numbers."""
-    try:
-        return is_number(value) and math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
-        return False
-
-
-class NumberedWorker(TypedDict):
-    """A worker."""
-
-    worker: int
-    """Its number."""
-
-
-class WorkerFacts(NumberedWorker, total=False):
-    """What events say of a worker."""
-
-    node: str
-    """The beginning of its node's id."""
-    pid: int
-    """Its process."""
-    host: str
-    """The address of its machine."""
-
-
-class SeatedWorker(WorkerFacts, total=False):
-    """What members.json says of a worker with a seat."""
-
-    coordinate: str
-    """Its seat, in words."""
-
-
-WORKER, STEP, TIME = count_up_to(MAX_WORKER_NUMBER), count_up_to(MAX_STEPS), number_up_to(MAX_TIME_S)
-WORKER_FIELDS: dict[str, Check] = {
-    "worker": WORKER, "coordinate": is_text, "node": is_text, "pid": count_up_to(2**31), "host": is_text,
-}  # fmt: skip
-"""Fields of one worker."""
-
-
-def _is_worker(value: Json) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.get("worker") is not None
-        and all(value.get(key) is None or check(value[key]) for key, check in WORKER_FIELDS.items())
-    )
-
-
-Text = Annotated[str, is_text]
-BestRules = Annotated[Sequence[Mapping[str, Json]], is_list_of(lambda value: isinstance(value, dict))]
-Flag = Annotated[bool, is_flag]
-WorkerNumber = Annotated[int, WORKER]
-WorkerNumbers = Annotated[Sequence[int], is_list_of(WORKER)]
-WorkerList = Annotated[Sequence[WorkerFacts], is_list_of(_is_worker)]
-StepNumber = Annotated[int, STEP]
-FirstStepIsOne = Annotated[int, count_up_to(MAX_STEPS, 1)]
-GenerationNumber = Annotated[int, count_up_to(MAX_GENERATIONS)]
-ProcessId = Annotated[int, count_up_to(2**31)]
-Elements = Annotated[int, count_up_to(2**63)]
-UnixTime = Annotated[float, TIME]
-Seconds = Annotated[float, TIME]
-Rate = Annotated[float, number_up_to(1e18)]
-Real = Annotated[float, is_real]
-"""A number that may be NaN. Files have null for one that is not finite."""
-Numbers = Annotated[Sequence[float], is_list]
-"""Whoever reads them checks each (`is_finite_number`)."""
-Texts = Annotated[Mapping[str, str], is_mapping_of(is_text)]
-Anything = Annotated[Json, lambda value: True]
-
-
-# -- events ----------------------------------------------------------------------------------------------------------------
+from raypar.record.value_text import format_metric, seat_without_rank, short_node_id
 
 KINDS: dict[str, type[Event]] = {}
 """Kind, as the files name it -> its class."""
@@ -189,7 +77,7 @@ class Event:
         found: dict[str, Json] = {"kind": self.kind}
         if self.time is not None:
             found["time"] = self.time
-        for name, _, required in _fields_of(type(self)):
+        for name, _, required in fields_of(type(self)):
             value = getattr(self, name)
             if value is not None or required:
                 found[name] = value
@@ -199,7 +87,7 @@ class Event:
 _FIELDS: dict[type[Event], tuple[tuple[str, Check, bool], ...]] = {}
 
 
-def _fields_of(kind: type[Event]) -> tuple[tuple[str, Check, bool], ...]:
+def fields_of(kind: type[Event]) -> tuple[tuple[str, Check, bool], ...]:
     """(name, check, whether it is required) of each field of a kind: `text`, then its own, then inherited ones."""
     if kind in _FIELDS:
         return _FIELDS[kind]
@@ -209,7 +97,7 @@ def _fields_of(kind: type[Event]) -> tuple[tuple[str, Check, bool], ...]:
     found = []
     for name in sorted(dict.fromkeys(name for name in own if name in given), key=lambda name: name != "text"):
         checks = [extra for hint in (hints[name], *get_args(hints[name])) for extra in getattr(hint, "__metadata__", ())]
-        assert checks, f"{kind.__name__}.{name} has no check: annotate it with one of the types at the top of this file"
+        assert checks, f"{kind.__name__}.{name} has no check: annotate it with one of the types of field_types.py"
         one = given[name]
         found.append((name, checks[0], one.default is MISSING and one.default_factory is MISSING))
     return _FIELDS.setdefault(kind, tuple(found))
@@ -815,104 +703,3 @@ class UnreadableLines(Event):
 
     def line(self) -> str:
         return f"{count_noun(self.count, 'line')} of {self.file} cannot be read ({shorten(self.why)})"
-
-
-def parse_event(line: Json) -> Event:
-    """The event of a line of events.jsonl or of another process's data. Raises `ValueError` that says what is wrong.
-
-    Fields that the kind does not have are kept in `more`.
-    """
-    line = _object(line)
-    name = line.get("kind")
-    if not is_text(name):
-        raise ValueError(f"its kind is {shorten(name)}" if "kind" in line else "it has no kind")
-    return _parse(line, KINDS.get(name), name)
-
-
-def text_event(kind: str, text: str) -> Event:
-    """An event of a kind that has only a text: note, warning, waiting, stopping."""
-    return parse_event({"kind": kind, "text": text})
-
-
-def read_event(line: Json) -> Event:
-    """The event of another process's data. An invalid one, say of another release, becomes an `UnknownEvent`."""
-    try:
-        return parse_event(line)
-    except ValueError:
-        facts = line if isinstance(line, dict) else {"line": line}
-        return UnknownEvent(name=str(facts.get("kind", "")), more={k: v for k, v in facts.items() if k not in ("kind", "time")})
-
-
-def parse_metrics(line: Json) -> StepRecord | ValidationRecord:
-    """The event of a line of metrics.jsonl. Raises `ValueError` that says what is wrong."""
-    line = _object(line)
-    if "kind" in line:
-        raise ValueError("it has a kind, as events do")
-    kind: type[StepRecord] | type[ValidationRecord] = (
-        StepRecord if "loss" in line or "samples_per_s" in line else ValidationRecord
-    )
-    if kind is ValidationRecord and "validation_loss" not in line:
-        raise ValueError("it has no loss")
-    found = _parse(line, kind, "")
-    assert isinstance(found, (StepRecord, ValidationRecord))
-    return found
-
-
-def _object(line: Json) -> Mapping[str, Json]:
-    if not isinstance(line, dict):
-        raise ValueError(f"{shorten(line)} is not a JSON object")
-    return line
-
-
-def _parse(line: Mapping[str, Json], kind: type[Event] | None, name: str) -> Event:
-    at = line.get("time")
-    if "time" in line and not TIME(at):
-        raise ValueError(f"time is {shorten(at)}")
-    time = at if is_number(at) else None
-    known = {"kind", "time"}
-    if kind is None:
-        return UnknownEvent(name=name, time=time, more={key: value for key, value in line.items() if key not in known})
-    given: dict[str, Json] = {}
-    for key, check, required in _fields_of(kind):
-        known.add(key)
-        value = line.get(key)
-        if value is None and key in line and check is is_real:
-            value = math.nan
-        if value is None:
-            if required or (key in line and check is is_list):
-                raise ValueError(f"{key} is null" if key in line else f"it has no {key}")
-        elif check(value):
-            given[key] = value
-        else:
-            raise ValueError(f"{key} is {shorten(value)}")
-    return kind(**given, time=time, more={key: value for key, value in line.items() if key not in known})
-
-
-# -- text ------------------------------------------------------------------------------------------------------------------
-
-
-def seat_without_rank(coordinate: str) -> str:
-    """A seat without its rank, which changes with every plan: `stage 1, replica 1` of `worker 3 (stage 1, replica 1)`."""
-    return coordinate.partition("(")[2].rpartition(")")[0]
-
-
-def short_node_id(node: Json) -> str:
-    """The first 8 characters of a node's id: enough for `raypar drain`."""
-    return str(node)[:8]
-
-
-def format_metric(value: float) -> str:
-    """The value of a metric as text: `0.8125`, `1.2e-05`, `312`, `nan`."""
-    if math.isfinite(value) and value == int(value) and abs(value) < 1e9:
-        return f"{value:,.0f}"
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.3g}"
-
-
-def format_duration(seconds: float) -> str:
-    """A duration as text: `45 s`, `3 min 05 s`, `2 h 10 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -31,13 +31,13 @@ from raypar.record.events import (
     ValidationRecord,
     WorkerDrain,
     WorkerLoss,
-    is_finite_number,
-    short_node_id,
 )
+from raypar.record.field_types import is_finite_number
 from raypar.record.history import HistoryFold
 from raypar.record.series import MetricSeries, PointSeries, ValueSample
 from raypar.record.story import Story
 from raypar.record.totals import RunTotals
+from raypar.record.value_text import short_node_id
 
 RECENT_STEPS = 20
 """Number of last steps over which speed is measured."""

@@ -23,11 +23,10 @@ from raypar.record.events import (
     WorkerDrain,
     WorkerJoin,
     WorkerLoss,
-    format_duration,
-    is_finite_number,
-    short_node_id,
 )
+from raypar.record.field_types import is_finite_number
 from raypar.record.series import MOST_POINTS, IntervalSeries, PointSeries
+from raypar.record.value_text import format_duration, short_node_id
 
 SHORT_LABELS_ABOVE = 10
 """With more marks than this, labels are short."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from raypar.errors import CheckpointError
 from raypar.record.best_checkpoint_rules import BestRule, BestValues, parse_rules
-from raypar.record.events import RunStart, is_finite_number
+from raypar.record.events import RunStart
+from raypar.record.field_types import is_finite_number
 from raypar.record.metric_names import short_name
 from raypar.storage.read_run_lines import step_of
 from raypar.storage.run_folder import RunFolder

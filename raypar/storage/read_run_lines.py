@@ -13,8 +13,10 @@ from typing import BinaryIO
 from raypar.errors import ConfigError
 from raypar.files.json_type import Json
 from raypar.files.untrusted_files import parse_untrusted_json, read_limited_bytes
-from raypar.record.events import Event, StepRecord, UnreadableLines, ValidationRecord, is_number, parse_event, parse_metrics
+from raypar.record.events import Event, StepRecord, UnreadableLines, ValidationRecord
+from raypar.record.field_types import is_number
 from raypar.record.folder import EVENTS
+from raypar.record.parse_events import parse_event, parse_metrics
 
 LINE_BYTES = 1 << 20
 """Size limit of a line of metrics or events."""

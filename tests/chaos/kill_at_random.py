@@ -32,7 +32,7 @@ import psutil  # noqa: E402
 from helpers.run_processes import RunProcesses, kill_node  # noqa: E402
 
 from raypar.job.read_job import load_job  # noqa: E402
-from raypar.record.events import parse_event  # noqa: E402
+from raypar.record.parse_events import parse_event  # noqa: E402
 
 TARGETS = ("worker", "raylet", "driver")
 FIRST, LAST = 0.1, 0.8

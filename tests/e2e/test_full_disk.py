@@ -27,7 +27,8 @@ from raypar.files.atomic_write import write_text_atomically
 from raypar.job.job import Job
 from raypar.job.read_job import load_job
 from raypar.launch import Result, resume, start_new_run
-from raypar.record.events import Note, parse_event
+from raypar.record.events import Note
+from raypar.record.parse_events import parse_event
 from raypar.storage import checkpoint_store
 from raypar.storage.run_folder import RunFolder
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from raypar.draw.run_history_chart import RunHistory
-from raypar.record.events import Event, parse_event, parse_metrics
+from raypar.record.events import Event
 from raypar.record.fold import RunView, timeline
+from raypar.record.parse_events import parse_event, parse_metrics
 from raypar.storage.read_run_lines import merge_metrics
 
 Line = dict[str, Any]

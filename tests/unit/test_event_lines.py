@@ -8,7 +8,7 @@ import pytest
 from raypar.console.event_printer import BriefEventPrinter, EventPrinter
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.launch import Result
-from raypar.record.events import parse_event
+from raypar.record.parse_events import parse_event
 from raypar.trainer import Trainer
 
 NODE = "b09ad58ff304f43bab2062275bfedc43fc221be2deddc4e46c63e95e"

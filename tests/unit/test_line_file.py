@@ -28,7 +28,8 @@ from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
 from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.plan import ParallelPlan
-from raypar.record.events import RunWarning, parse_event
+from raypar.record.events import RunWarning
+from raypar.record.parse_events import parse_event
 from raypar.storage.read_run_lines import jsonl_line_sort_key, parse_jsonl_lines, read_lines_file
 from raypar.storage.run_folder import RunFolder
 

@@ -27,8 +27,10 @@ from raypar.launch.result import Result
 from raypar.plan.microbatches import Microbatches, MicrobatchesOfSets
 from raypar.plan.vote_result import VoteResult
 from raypar.record.best_checkpoint_rules import BestRule, BestValues
-from raypar.record.events import RunWarning, ValidationRecord, format_metric, parse_metrics
+from raypar.record.events import RunWarning, ValidationRecord
 from raypar.record.fold import MOST_METRICS
+from raypar.record.parse_events import parse_metrics
+from raypar.record.value_text import format_metric
 
 
 def validated(step: int, **metrics: Any) -> dict[str, Any]:

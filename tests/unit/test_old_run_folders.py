@@ -21,8 +21,8 @@ import pytest
 
 from raypar.actors.run_recorder import _finite
 from raypar.cli import main
-from raypar.record.events import parse_event, parse_metrics
 from raypar.record.folder import EVENTS, METRICS
+from raypar.record.parse_events import parse_event, parse_metrics
 
 RUNS = Path(__file__).parents[1] / "data/old_runs"
 NOW_S = {"elastic": 1795733580.0, "oldest": 2015.0}

@@ -22,7 +22,8 @@ from raypar.launch.result import Result
 from raypar.launch.run_failure import keep_full_error
 from raypar.launch.start_new_run import warnings_about_secrets
 from raypar.plan import ParallelPlan
-from raypar.record.events import RunWarning, SavedCheckpoint, parse_event, parse_metrics
+from raypar.record.events import RunWarning, SavedCheckpoint
+from raypar.record.parse_events import parse_event, parse_metrics
 from raypar.storage.run_folder import RunFolder
 from raypar.telemetry.run_telemetry import RunTelemetry
 

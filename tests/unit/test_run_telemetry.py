@@ -17,8 +17,9 @@ from raypar.actors.run_recorder import RunRecorder
 from raypar.elastic.run_policy import RunPolicy
 from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import Microbatches
-from raypar.record.events import RunWarning, StepRecord, ValidationRecord, WorkerLoss, parse_event, parse_metrics
+from raypar.record.events import RunWarning, StepRecord, ValidationRecord, WorkerLoss
 from raypar.record.fold import RunView
+from raypar.record.parse_events import parse_event, parse_metrics
 from raypar.record.totals import RunTotals, read_totals
 from raypar.storage.run_folder import RunFolder
 from raypar.telemetry.metric_definitions import DEFINITION_BY_NAME, METRIC_DEFINITIONS, scraped_names

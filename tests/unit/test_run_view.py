@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from helpers.recorded_runs import events_of, history_of, view_of
 
-from raypar.record.events import KINDS, Elements, Event, StepRecord, UnknownEvent, _fields_of, parse_event, read_event
+from raypar.record.events import KINDS, Event, StepRecord, UnknownEvent, fields_of
+from raypar.record.field_types import Elements
 from raypar.record.fold import RECENT_STEPS, RunView
 from raypar.record.history import MOST_MARKS
+from raypar.record.parse_events import parse_event, read_event
 from raypar.record.series import MOST_POINTS, IntervalSeries, PointSeries, ValueSample
 from raypar.record.story import LAST_LINES
 
@@ -137,7 +139,7 @@ OF_EACH_TYPE = (1, 0.5, "text", True, [], {}, ["text"], {"text": "text"})
 
 def accepts(kind: str, name: str, value: Any) -> bool:
     """Whether a field of a kind of event may have a value."""
-    check = next(check for field, check, _ in _fields_of(KINDS[kind]) if field == name)
+    check = next(check for field, check, _ in fields_of(KINDS[kind]) if field == name)
     return check(value)
 
 

@@ -9,7 +9,7 @@ import raypar
 from raypar.console.event_printer import BriefEventPrinter
 from raypar.errors import ConfigError
 from raypar.launch.run_name_of_tune_trial import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
-from raypar.record.events import parse_event
+from raypar.record.parse_events import parse_event
 
 
 def test_runs_of_trials_that_were_given_no_name_do_not_share_one():

@@ -132,7 +132,7 @@ class WholeLayers:
         self.positions = positions
         """Positions of the whole layers in the stage."""
         self.leading = leading
-        """Those of them that read nothing which other layers of the stage have had a part in: of these the others take no gradients."""
+        """Those of them that read nothing which other layers of the stage have had a part in: nobody takes their gradients."""
         self._takers = takers
         self._made: dict[tuple[PassKind, int, int], tuple[WholeCall, int]] = {}
         """(pass, microbatch, position) -> call, and by how many it is still to be taken."""
