@@ -21,7 +21,7 @@ from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint import contract_comparison
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, TensorSlices, optimizer_key
 from raypar.worker.norm_and_weights_hash import weights_hash
-from raypar.worker.pretrained.weights_file import open_weights
+from raypar.worker.pretrained.open_weights import open_weights
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.state.checkpoint_snapshot import take_snapshot
 

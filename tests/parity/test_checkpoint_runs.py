@@ -11,7 +11,7 @@ from raypar.errors import CheckpointError
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, TensorRuns, TensorSlices, optimizer_key
 from raypar.worker.checkpoint.manifest import manifest_checksum
 from raypar.worker.norm_and_weights_hash import weights_hash
-from raypar.worker.pretrained.weights_file import open_weights
+from raypar.worker.pretrained.open_weights import open_weights
 
 WHOLE = torch.arange(60.0).view(5, 4, 3)
 EXP_AVG = optimizer_key("exp_avg")

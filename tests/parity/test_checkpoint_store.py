@@ -27,7 +27,7 @@ from raypar.storage.run_folder import RunFolder
 from raypar.worker.checkpoint import checkpoint_files, contract_comparison
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.norm_and_weights_hash import weights_hash
-from raypar.worker.pretrained.weights_file import absolute_weights_path, open_weights, resolve_weights_source
+from raypar.worker.pretrained.open_weights import absolute_weights_path, open_weights, resolve_weights_source
 from raypar.worker.run_in_one_process import OneProcessRun
 
 SPEC = job("tangled", steps=4)

@@ -36,7 +36,7 @@ from raypar.worker.checkpoint.checkpoint_files import BUFFER, CACHE, PARAMETER
 from raypar.worker.checkpoint.manifest import DTYPES
 from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
-from raypar.worker.pretrained import weights_file
+from raypar.worker.pretrained import safetensors_weights, weights_file
 from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -444,7 +444,7 @@ def test_a_file_in_bfloat16_gives_ties_and_frozen_layers_the_values_of_one_proce
 
 def test_a_shard_reads_its_slices_of_a_file_and_nothing_else(tmp_path, monkeypatch):
     """Every byte of the two layers on shards is read once, by one shard; what is whole on both, by both."""
-    monkeypatch.setattr(weights_file, "_MIN_RUN_BYTES", 1)  # else rows as short as these are read whole
+    monkeypatch.setattr(safetensors_weights, "_MIN_RUN_BYTES", 1)  # else rows as short as these are read whole
     path, read, made = str(tmp_path / "f.safetensors"), [], {}
     torch.manual_seed(1)
     model = nn.Sequential(models.Block())
@@ -452,7 +452,7 @@ def test_a_shard_reads_its_slices_of_a_file_and_nothing_else(tmp_path, monkeypat
     spec = job("constructors", shards=2).replace(model=ModelConfig(function=lambda: nn.Sequential(models.Block())))
     spec = with_weights_fingerprint(spec.replace(init_from=InitFromConfig(path=path)))
     graph = make_layer_graph(spec)
-    read_values, read_into = weights_file._SafetensorsWeights._values, weights_file.WeightsFile.read_into
+    read_values, read_into = safetensors_weights.SafetensorsWeights._values, weights_file.WeightsFile.read_into
 
     def values(self, memory, file, offset, elements, kind):
         read.append(elements * kind.itemsize)
@@ -462,7 +462,7 @@ def test_a_shard_reads_its_slices_of_a_file_and_nothing_else(tmp_path, monkeypat
         made.setdefault(name, []).append(tuple(out.shape))
         read_into(self, out, name, slices)
 
-    monkeypatch.setattr(weights_file._SafetensorsWeights, "_values", values)
+    monkeypatch.setattr(safetensors_weights.SafetensorsWeights, "_values", values)
     monkeypatch.setattr(weights_file.WeightsFile, "read_into", into)
     layout, names = compute_shard_layout(graph, 2, dict(STYLES)), dict(model.named_parameters())
     for rank in range(2):

@@ -39,7 +39,8 @@ from raypar.worker.pretrained.frozen_values import (
     weights_hash_of_checkpoint,
 )
 from raypar.worker.pretrained.initial_values import with_weights_fingerprint
-from raypar.worker.pretrained.weights_file import WeightsFile, open_weights
+from raypar.worker.pretrained.open_weights import open_weights
+from raypar.worker.pretrained.weights_file import WeightsFile
 from raypar.worker.run_in_one_process import OneProcessRun
 
 pytestmark = pytest.mark.part(5)

@@ -31,7 +31,8 @@ from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TensorS
 from raypar.worker.checkpoint.manifest import manifest_checksum
 from raypar.worker.checkpoint.state_key import StateKey, optimizer_key
 from raypar.worker.pretrained.initial_values import WeightsFromFile
-from raypar.worker.pretrained.weights_file import StoredTensor, open_weights, resolve_weights_source
+from raypar.worker.pretrained.open_weights import open_weights, resolve_weights_source
+from raypar.worker.pretrained.weights_file import StoredTensor
 from raypar.worker.pretrained.weights_matching import match_weights
 
 SHAPES = {"embed.weight": (7, 4), "up.weight": (6, 4), "up.bias": (6,), "scale": (), "cube": (3, 5, 2)}
@@ -324,7 +325,7 @@ def test_reading_holds_one_tensor_at_a_time(stored: str, tmp_path: Path):
     checkpoint_files.write_safetensors(tmp_path / "large.safetensors", specs, [piece] * 8)
     code = """
 import sys, torch
-from raypar.worker.pretrained.weights_file import open_weights
+from raypar.worker.pretrained.open_weights import open_weights
 def peak(): return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 with open_weights(sys.argv[1]) as file:
     torch.zeros(10).to(torch.bfloat16).float()
@@ -862,7 +863,7 @@ def test_names_are_checked_without_torch(tmp_path: Path):
     """The command line says what does not fit before anything heavy is loaded."""
     code = """
 import sys
-from raypar.worker.pretrained.weights_file import open_weights
+from raypar.worker.pretrained.open_weights import open_weights
 from raypar.worker.pretrained.weights_matching import match_weights
 for path in sys.argv[1:]:
     with open_weights(path) as file:

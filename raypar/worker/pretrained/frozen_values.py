@@ -15,7 +15,8 @@ from raypar.storage.checkpoint_store import CheckpointRef
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, CheckpointAt, CheckpointTensors, StateKey, load_manifest
 from raypar.worker.checkpoint.frozen_table import FrozenTable, FrozenTensor
 from raypar.worker.checkpoint.manifest import Manifest
-from raypar.worker.pretrained.weights_file import FLOATING, WeightsFile, open_weights
+from raypar.worker.pretrained.open_weights import open_weights
+from raypar.worker.pretrained.weights_file import FLOATING, WeightsFile
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,8 @@ from raypar.model.initial_values_source_protocol import DimRanges, InitialValues
 from raypar.model.layer_skeletons import parameter_shapes, parameters_and_buffers_on_meta, persistent_buffers
 from raypar.plan.wording import count_noun
 from raypar.storage.checkpoint_store import CheckpointRef
-from raypar.worker.pretrained.weights_file import FLOATING, absolute_weights_path, open_weights, resolve_weights_source
+from raypar.worker.pretrained.open_weights import absolute_weights_path, open_weights, resolve_weights_source
+from raypar.worker.pretrained.weights_file import FLOATING
 from raypar.worker.pretrained.weights_matching import match_weights
 
 PEFT = "base_model.model."

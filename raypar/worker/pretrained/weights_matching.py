@@ -17,7 +17,8 @@ from raypar.files.json_type import Json
 from raypar.job import InitFromConfig
 from raypar.job.init_from_section import MAX_SHOWN_NAMES, format_name_list
 from raypar.plan.wording import count_noun
-from raypar.worker.pretrained.weights_file import FLOATING, PART, WeightsFile, format_tensor_count
+from raypar.worker.pretrained.open_weights import PART
+from raypar.worker.pretrained.weights_file import FLOATING, WeightsFile, format_tensor_count
 
 if TYPE_CHECKING:
     import torch
