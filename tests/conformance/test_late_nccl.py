@@ -21,7 +21,7 @@ from raypar.comm.gradient_reduction import CanonicalReduction
 from raypar.comm.routine import RoutineWait
 from raypar.comm.transport import CommunicatorKey
 
-pytestmark = pytest.mark.skipif(not pretend.POSSIBLE, reason="this PyTorch has no backends in Python")
+pytestmark = pretend.NEEDED
 SEEDS = 400
 """Most seeds until a mutation is caught; nearly all are within twenty."""
 AT_ONCE = ("an operation waits for the poster's stream", "record_stream of what was received")

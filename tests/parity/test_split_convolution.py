@@ -325,7 +325,7 @@ def test_on_shards_all_kinds_of_convolutions_put_off_their_weight_gradients(shar
         assert all(torch.equal(plain[name], split[name]) for name in plain)
 
 
-@pytest.mark.skipif(not pretend.POSSIBLE, reason="this PyTorch has no backends in Python")
+@pretend.NEEDED
 @pytest.mark.part(2)
 @pytest.mark.parametrize("schedule", ["zb-v", "zb-h1"])
 def test_a_pretended_device_has_the_bits_of_one_worker(schedule: str):

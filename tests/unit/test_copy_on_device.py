@@ -8,7 +8,7 @@ from helpers.processes import Worker
 from raypar.model.copy_on_device import on_host, remember_source
 from raypar.model.rounded_parameters import as_layers_read
 
-pytestmark = pytest.mark.skipif(not pretend.POSSIBLE, reason="this PyTorch has no devices written in Python")
+pytestmark = pretend.NEEDED
 
 
 def reads(state) -> list[tuple[bool, list[float]]]:
