@@ -50,9 +50,9 @@ class CheckpointTask:
 
     async def save(self, done: int) -> None:
         """Take a snapshot on every worker; then, while training continues, wait for the files and commit the checkpoint."""
-        generation, recorder = self.machine.membership.generation, self.recorder
+        generation, checkpoints = self.machine.membership.generation, self.recorder.checkpoints
         try:
-            begun = await asyncio.to_thread(recorder.checkpoint_begin, done)
+            begun = await asyncio.to_thread(checkpoints.begin, done)
         except RayparError as error:
             self.tasks.post(on.CheckpointFailed(done, error))
             return
@@ -64,7 +64,7 @@ class CheckpointTask:
             taken = list(await asyncio.gather(*(self.calls.ask(n, w.save_result.remote()) for n, w in members.items())))
         failed = [answer for answer in taken if isinstance(answer, CallFailure)]
         if failed:
-            await asyncio.to_thread(recorder.checkpoint_drop, begun)
+            await asyncio.to_thread(checkpoints.drop, begun)
             cause = next((f.error for f in failed if isinstance(f.error, StateNotKeptError)), failed[0].error)
             if isinstance(cause, StateNotKeptError):
                 cause = await self._save_weights(done, cause)
@@ -72,30 +72,31 @@ class CheckpointTask:
             return
         records = [answer for answer in taken if not isinstance(answer, CallFailure)]
         try:
-            await asyncio.get_running_loop().run_in_executor(self._disk, recorder.checkpoint_end, done, begun, records)
+            await asyncio.get_running_loop().run_in_executor(self._disk, checkpoints.commit, done, begun, records)
         except Exception as error:
             self.tasks.post(on.CheckpointFailed(done, error))
             return
         self.side_effects.perform(
-            lambda: recorder.checkpoint_seen(done), lambda _: self.side_effects.after_telling_client(on.CheckpointSaved(done))
+            lambda: self.recorder.checkpoint_seen(done),
+            lambda _: self.side_effects.after_telling_client(on.CheckpointSaved(done)),
         )
 
     async def _save_weights(self, done: int, error: StateNotKeptError) -> StateNotKeptError:
         """Save parameters and buffers, because the optimizer has state that cannot be saved; the error with where they are."""
-        generation, recorder = self.machine.membership.generation, self.recorder
+        generation, checkpoints = self.machine.membership.generation, self.recorder.checkpoints
         workers = {n: self.pool.workers[n] for n in self.machine.membership.members if n in self.pool.workers}
         what = f"the state {after_steps(done)} cannot be saved: {error.what}"
         try:
-            begun = await asyncio.to_thread(recorder.checkpoint_begin, done, only_weights=True)
+            begun = await asyncio.to_thread(checkpoints.begin, done, only_weights=True)
             asked = [self.calls.ask(n, w.save.remote(generation, done, str(begun), True)) for n, w in workers.items()]
             taken: list[ShardRecord | CallFailure | None] = list(await asyncio.gather(*asked))
             if not any(isinstance(answer, CallFailure) for answer in taken):
                 taken = list(await asyncio.gather(*(self.calls.ask(n, w.save_result.remote()) for n, w in workers.items())))
             if failed := [answer for answer in taken if isinstance(answer, CallFailure)]:
-                await asyncio.to_thread(recorder.checkpoint_drop, begun)
+                await asyncio.to_thread(checkpoints.drop, begun)
                 raise failed[0].error
             records = [answer for answer in taken if not isinstance(answer, CallFailure)]
-            weights = await asyncio.to_thread(recorder.commit_weights, done, begun, records)
+            weights = await asyncio.to_thread(checkpoints.commit_weights, done, begun, records)
         except Exception as failure:
             return StateNotKeptError(f"{what}; nor can its parameters ({error_first_line(failure)})", error.cure)
         return StateNotKeptError(

@@ -230,7 +230,7 @@ class GenerationChange:
         own_moves, direct = moves_by_worker(order.moves), may_move_directly(order.moves)
         load = None
         if order.from_checkpoint and (order.done or request.resume is not None):
-            load = str(self.recorder.last_checkpoint or request.resume)
+            load = str(self.recorder.checkpoints.last or request.resume)
         samples = self.reports.samples
         epochs = samples.known_epochs() if samples is not None else {}
         cursors = samples.known_cursors() if samples is not None else {}

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,23 +23,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.jsonl_file import JsonlFile
 from raypar.actors.messages import RunRequest, WorkerHello
+from raypar.actors.metrics_lines import (
+    complete_metrics_lines,
+    count_seen_steps,
+    finite,
+    format_step_ranges,
+    step_record,
+    without_kind,
+)
 from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.numerics_fingerprint import describe_fingerprint_differences
+from raypar.actors.run_checkpoints import RunCheckpoints
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.step_reports import merge_reports, merge_validation_reports
 from raypar.actors.step_timeline_files import write_step_timeline_files
 from raypar.callbacks import Callbacks
 from raypar.elastic.actions import Teardown
-from raypar.elastic.step_flow_rules import MAX_OPEN_STEPS
-from raypar.errors import NonFiniteError, RayparError, UnreadableStateError, error_first_line
+from raypar.errors import NonFiniteError, RayparError, error_first_line
 from raypar.files.atomic_write import replace_file_atomically
 from raypar.files.json_type import Json
 from raypar.files.os_error_cure import cure_of_os_error
 from raypar.files.redact_secrets import secrets_of_environment, without_certain_secrets
-from raypar.job.contract import VALIDATED
 from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.plan import ParallelPlan
-from raypar.plan.wording import after_steps, word_form
+from raypar.plan.wording import after_steps
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.plan_report import layers_as_dicts, processors_of_prediction
 from raypar.record.best_checkpoint_rules import BestValues
@@ -61,12 +68,10 @@ from raypar.record.metric_names import LOST_NAME_CURE, MeasuredNames, name_in_va
 from raypar.record.parse_events import parse_event, parse_metrics, text_event
 from raypar.record.stages_of_plan import stages_as_data
 from raypar.record.totals import read_totals
-from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint_store
 from raypar.storage.read_run_lines import Line, jsonl_line_sort_key, step_of
 from raypar.storage.run_folder import RunFolder, resume_argument
 from raypar.telemetry.run_telemetry import RunTelemetry, WorkerCounts
 from raypar.worker.checkpoint import checkpoint_files
-from raypar.worker.checkpoint.checkpoint_files import ShardRecord
 from raypar.worker.process.environment_and_signals_guard import EnvironmentGuard
 
 if TYPE_CHECKING:
@@ -83,9 +88,6 @@ MOST_MEASURED = 128
 
 TOTALS_S = 5.0
 """Time from one replacement of totals.json to the next."""
-
-COMPARED = 3
-"""How many of the last steps in metrics.jsonl are compared with the journal, to see whether the file is this run's."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,6 @@ class RunRecorder:
         """Whether the plan differs from the picture's, or is not known yet (`note_generation`)."""
         self.callbacks: Callbacks | None = None
         """The user's callbacks; None before `start_callbacks`."""
-        self._best: BestValues | None = None
-        """Which checkpoints are the best; None before the record of former drivers and starts was read for it."""
         self._measured = MeasuredNames(of_validation=True)
         """The names of all that validations have measured since this driver began."""
         self._measured_in_training = MeasuredNames(of_validation=False)
@@ -174,12 +174,8 @@ class RunRecorder:
         """By rank: the node of the worker in that seat."""
         self._last_learning_rate: float | None = None
         """The learning rate of the last step that had one, where it follows a metric."""
-        self._last_loss_and_norm: dict[str, Json] = {}
-        """Loss and norm of the last step, for a checkpoint's manifest."""
-        self._checkpoint_store = open_checkpoint_store(run.checkpoint_store_location)
-        """Where the run's checkpoints are."""
-        self.last_checkpoint: CheckpointRef | None = None
-        """The last checkpoint."""
+        self.checkpoints = RunCheckpoints(request, run.checkpoint_store_location, storage_session, followed)
+        """The run's checkpoints."""
         self.age_s = 0.0
         """Seconds that former drivers have worked since the run was last started or resumed."""
         self.telemetry = RunTelemetry(RunView(read_totals(self._former_totals())))
@@ -217,17 +213,23 @@ class RunRecorder:
         events = [parse_event(line) for line in self.events.open()]
         view = RunView.of(events)
         rebuilt: list[int] = []
-        lines = self.metrics.open(lambda found: self._completed(found, known, rebuilt))
+
+        def correct(found: list[Line]) -> list[Line]:
+            if journal is None:
+                return found
+            lines, rebuilt[:] = complete_metrics_lines(found, journal, known, self.request)
+            return lines
+
+        lines = self.metrics.open(correct)
         before = first, not self.request.policy.validates_first
         records = [parse_metrics(line) for line in lines if jsonl_line_sort_key(line) > before]
         steps = [record for record in records if isinstance(record, StepRecord)]
-        seen = self._seen((record.step for record in records), known)
+        seen = count_seen_steps(first, (record.step for record in records), known)
         since = view.start.time if view.start is not None else None
         since = journal.began() if since is None and journal is not None else since
         self.age_s = max(0.0, time.time() - since) if since is not None else 0.0
         validations = [record for record in records if isinstance(record, ValidationRecord)]
-        checkpoint, _ = checkpoint_files.latest_usable_checkpoint(self._checkpoint_store)
-        self.last_checkpoint = checkpoint
+        checkpoint = self.checkpoints.find_last()
         self._step_seconds.extend(step.seconds for step in steps[-50:])
         for record in records[-RETOLD:]:
             again: Event = replace(record, time=None)
@@ -277,44 +279,6 @@ class RunRecorder:
         self._new_events.append(resumed)
         self._save_totals(time.monotonic())
 
-    def _completed(self, found: list[Line], known: Sequence[int], rebuilt: list[int]) -> list[Line]:
-        """The lines of metrics as the user has seen them: `found`, without the lines of another run, and with missing lines.
-
-        `known`: steps (from 0) in the journal, from which missing lines are rebuilt. Their numbers (from 1) are added to
-        `rebuilt`.
-        """
-        if self.journal is None:
-            return found
-        first, last = self.request.policy.steps_before_run, known[-1] + 1 if known else self.request.policy.steps_before_run
-        by_place = {jsonl_line_sort_key(line): line for line in found if step_of(line) <= last}
-        there = {step_of(line): line for line in by_place.values() if "loss" in line}
-        newest = [step for step in known if step + 1 in there][-COMPARED:]
-        wrong = [step for step in newest if not metrics_line_matches_journal(there[step + 1], self.journal.step_report(step))]
-        if newest and wrong == newest:  # another run's: nothing in it can be trusted
-            by_place = {place: line for place, line in by_place.items() if step_of(line) <= first}
-            there = {}
-        for done in self.journal.validations():
-            if done <= last and (done, True) not in by_place and (line := self.journal.load_validation(done)) is not None:
-                by_place[done, True] = line
-        seen = self._seen((int(step) for step, _ in by_place), known)
-        for step in known:
-            line = there.get(step + 1)
-            if (line is None and step < seen) or (line is not None and wrong):
-                facts = self.journal.step_report(step)
-                if facts is not None and (line is None or not metrics_line_matches_journal(line, facts)):
-                    rebuilt.append(step + 1)
-                    again = self._step_record(step, facts, facts["seconds"])
-                    by_place[step + 1, False] = _finite({"time": facts["time"], **_without_kind(again)})
-        return [by_place[place] for place in sorted(by_place)]
-
-    def _seen(self, there: Iterable[int], known: Sequence[int]) -> int:
-        """How many steps the user has certainly seen.
-
-        The user has seen every step with a line (`there`, from 1), and every step in the journal (`known`, from 0) except the
-        last `MAX_OPEN_STEPS`: a step is issued only when all but so many steps before it were shown.
-        """
-        return max([self.request.policy.steps_before_run, *there, *(step + 1 - MAX_OPEN_STEPS for step in known[-1:])])
-
     def _tell_gaps(self, there: Iterable[int], first: int, seen: int) -> None:
         """Warn of steps that the user has seen and whose lines are missing from the file. `there`: the steps in it."""
         gaps = sorted(set(range(first + 1, seen + 1)) - set(there))
@@ -361,13 +325,14 @@ class RunRecorder:
 
     def _best_values(self, last: int | None) -> BestValues:
         """Which checkpoints are the best, by the record up to step `last` (None: all of it) and what this driver adds to it."""
-        if self._best is None:
-            self._best = BestValues(self.request.job.best_rules)
+        best = self.checkpoints.best
+        if best is None:
+            best = self.checkpoints.best = BestValues(self.request.job.best_rules)
             run = self.run_folder
-            for line in run.read_lines(run.metrics) if self._best.rules else ():
+            for line in run.read_lines(run.metrics) if best.rules else ():
                 if last is None or step_of(line) <= last:
-                    self._best.add(step_of(line), line)
-        return self._best
+                    best.add(step_of(line), line)
+        return best
 
     def record_step(
         self, step: int, reports: Mapping[int, Report], brief: Report | None = None, *, fresh: bool = False
@@ -387,7 +352,7 @@ class RunRecorder:
         elif fresh or wall < longest / 2:  # before it came a pause, or steps that were written late
             wall = longest
         self._step_seconds.append(wall)
-        record = self._step_record(step, brief, wall)
+        record = step_record(step, brief, wall, request.batching.batch_size)
         spans = [reports[rank]["spans"] for rank in sorted(reports)]
         if (
             step in request.traced_steps
@@ -396,7 +361,7 @@ class RunRecorder:
             and all(spans)
         ):
             self.traced_step = TracedStep(step + 1, spans, self.nodes)
-        self._last_loss_and_norm = {"loss": record.loss, "norm": record.norm}
+        self.checkpoints.loss_and_norm = {"loss": record.loss, "norm": record.norm}
         self.telemetry.add_step(record, now, reports)
         if brief["skipped"]:
             self._warn_of_skipped_step(record)
@@ -405,36 +370,15 @@ class RunRecorder:
         if (metrics := brief.get("metrics")) is not None:
             self._note_names(self._measured_in_training, f"step {step + 1}", metrics)
         self._tell_of_learning_rate(record)
-        stop, own = self._call("on_step", _without_kind(record))
+        stop, own = self._call("on_step", without_kind(record))
         record = replace(record, more={**record.more, **own})
         self._write(record)
-        if self._best is not None:
-            self._best.add(record.step, _without_kind(record))
+        if self.checkpoints.best is not None:
+            self.checkpoints.best.add(record.step, without_kind(record))
         left = request.policy.end_step - step - 1
         self._new_events.append(replace(record, eta_s=left * statistics.median(self._step_seconds)))
         not_kept = next((what for report in reports.values() if (what := report.get("not_kept"))), None)
         return stop or not_kept
-
-    def _step_record(self, step: int, brief: Report, wall: float) -> StepRecord:
-        """The record of a step (from 0) that took `wall` seconds. `brief`: its merged report (`merge_reports`)."""
-        longest, peaks = brief["seconds"], brief["peak_rss_bytes"]
-        return StepRecord(
-            step=step + 1,
-            loss=brief["loss"],
-            norm=brief["norm"],
-            lr=brief.get("lr"),
-            count=brief["count"],
-            seconds=wall,
-            samples_per_s=self.request.batching.batch_size / wall if wall else 0.0,
-            count_per_s=brief["count"] / wall if wall else 0.0,
-            bubble=max(0.0, 1 - brief["busy_seconds"] / (longest * brief["workers"])) if longest else 0.0,
-            data_wait=brief.get("data_wait"),
-            busy_shares=brief.get("busy_shares", []) if longest else [],
-            peak_rss_bytes=peaks if longest and isinstance(peaks, Sequence) else [],
-            skipped=True if brief["skipped"] else None,
-            loss_scale=brief.get("loss_scale"),
-            more=brief.get("metrics", {}),
-        )
 
     def _warn_of_skipped_step(self, record: StepRecord) -> None:
         """Warn of the first skipped step, and again whenever their number has doubled: a few lines, however many they are. Not
@@ -484,7 +428,8 @@ class RunRecorder:
     def _note_names(self, names: MeasuredNames, where: str, measured: Mapping[str, float]) -> None:
         """Warn of names of metrics that had a value before and have none now. Raises `UserCodeError` if `checkpoint.best` or
         early stopping depends on one. `where`: what has measured these."""
-        rules = [(rule.metric, "checkpoint.best") for rule in (self._best.rules if self._best is not None else ())]
+        best = self.checkpoints.best
+        rules = [(rule.metric, "checkpoint.best") for rule in (best.rules if best is not None else ())]
         watched = [*rules, *(self.callbacks.watched_metrics if self.callbacks is not None else ())]
         if (line := names.note(where, measured, watched)) is not None:
             self._warn(line, LOST_NAME_CURE)
@@ -517,20 +462,20 @@ class RunRecorder:
         self._note_names(self._measured, f"the validation {after_steps(done)}", measured)
         metrics = {name: value for name, value in measured.items() if name != name_in_validation("loss")}
         record = ValidationRecord(step=done, validation_loss=loss, count=count, seconds=seconds, more=metrics)
-        stop, own = self._call("on_validation", _without_kind(record))
+        stop, own = self._call("on_validation", without_kind(record))
         record = replace(record, more={**metrics, **own})
         if self.journal is not None:
-            self.journal.store_validation(done, _finite({"time": time.time(), **_without_kind(record)}))
+            self.journal.store_validation(done, finite({"time": time.time(), **without_kind(record)}))
         self._write(record)
         self.telemetry.view.apply(record)
         self._last_s = time.monotonic()
         self._new_events.append(record)
-        if self._best is None or not self._best.add(done, _without_kind(record)):
+        if self.checkpoints.best is None or not self.checkpoints.best.add(done, without_kind(record)):
             return stop, False
         # A checkpoint of these steps was saved before its value was known: one that was better so far may be kept no more.
         with contextlib.suppress(RayparError, OSError):  # then the next checkpoint removes it
-            self._check_lease()
-            self._remove_old_checkpoints()
+            self.checkpoints.check_lease()
+            self.checkpoints.remove_old()
         return stop, True
 
     def note(self, event: Event) -> None:
@@ -603,11 +548,11 @@ class RunRecorder:
 
     def _write(self, record: StepRecord | ValidationRecord) -> None:
         """Add a line to metrics.jsonl."""
-        self._append(self.metrics, _without_kind(record))
+        self._append(self.metrics, without_kind(record))
 
     def _append(self, file: JsonlFile, facts: Mapping[str, Json]) -> None:
         """Add a line to a file of the run. On a full disk the line waits until it can be written, and training continues."""
-        file.append(_finite({"time": time.time(), **without_certain_secrets(facts, self._known_secrets)}))
+        file.append(finite({"time": time.time(), **without_certain_secrets(facts, self._known_secrets)}))
 
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 
@@ -649,70 +594,11 @@ class RunRecorder:
             self._with_torch = loaded
         return self._guard
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-    def checkpoint_begin(self, done: int, *, only_weights: bool = False) -> CheckpointRef:
-        """Begin a checkpoint, or weights, into which workers write. Raises `CheckpointError`."""
-        self._check_lease()
-        return checkpoint_files.create_checkpoint(self._checkpoint_store, done, only_weights=only_weights)
-
-    def _check_lease(self) -> None:
-        """Raise `ClusterError` if checkpoints may not be written now, because another process may hold the run's lease."""
-        if self.storage_session is not None:
-            self.storage_session.check()
-
-    def checkpoint_drop(self, begun: CheckpointRef) -> None:
-        """Remove a checkpoint that could not be finished."""
-        checkpoint_files.discard_checkpoint(begun)
-
-    def checkpoint_end(self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None]) -> None:
-        """Write the manifest, give the checkpoint its name, remove the oldest beyond `keep`. Raises `CheckpointError`."""
-        self.last_checkpoint = self._commit(done, begun, records)
-        self._remove_old_checkpoints()
-
-    def _remove_old_checkpoints(self) -> None:
-        """Remove checkpoints that are neither among the newest nor the best."""
-        checkpoint_files.remove_old_checkpoints(self._checkpoint_store, self.request.job.checkpoint.keep, self._kept_as_best)
-
-    def _kept_as_best(self, steps: Collection[int]) -> Collection[int]:
-        return self._best.kept(steps) if self._best is not None else ()
-
-    def commit_weights(self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None]) -> CheckpointRef:
-        """The same for weights without state of the optimizer; only the newest are kept. Returns where they are."""
-        weights = self._commit(done, begun, records, only_weights=True)
-        checkpoint_files.remove_other_weights(weights)
-        return weights
-
-    def _commit(
-        self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None], *, only_weights: bool = False
-    ) -> CheckpointRef:
-        written = [record for record in records if record is not None]
-        followed = self.followed.as_json(done) if self.followed is not None else None
-        try:
-            for record in written:
-                if not begun.has_file(record.file):
-                    raise UnreadableStateError(
-                        f"{begun.file_location(record.file)}, written by a worker, cannot be seen by the driver",
-                        cure="set run_dir to storage that all nodes share",
-                    )
-            self._check_lease()
-            return checkpoint_files.commit_checkpoint(
-                begun,
-                written,
-                steps_done=done,
-                contract=self.request.contract if followed is None else {**self.request.contract, VALIDATED: followed},
-                metrics=self._last_loss_and_norm,
-                only_weights=only_weights,
-            )
-        except Exception:
-            checkpoint_files.discard_checkpoint(begun)  # on a full disk the next one needs its room
-            raise
-
     def checkpoint_seen(self, done: int) -> None:
         """Report the checkpoint to the client and the callbacks."""
-        event = SavedCheckpoint(step=done, path=str(self.last_checkpoint))
+        event = SavedCheckpoint(step=done, path=str(self.checkpoints.last))
         self._new_events.append(event)
-        self._call("on_checkpoint", _without_kind(event))
+        self._call("on_checkpoint", without_kind(event))
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
@@ -766,30 +652,3 @@ class RunRecorder:
             place = re.findall(r'File "[^"]+", line \d+', error.what)[-1:]
             what = ", ".join([error_first_line(error), *place])
             self._say_text("warning", f"{what}; the run itself is not touched\n  cure: mend the callback")
-
-
-def _without_kind(event: Event) -> dict[str, Json]:
-    """The facts of a step, validation or checkpoint, for its line or for callbacks."""
-    return {key: value for key, value in event.facts().items() if key != "kind"}
-
-
-def metrics_line_matches_journal(line: Mapping[str, Json], facts: Report | None) -> bool:
-    """Whether a line of metrics agrees with the journal's report of its step (`facts`); True if there is no report."""
-    found = _finite({"loss": facts["loss"], "norm": facts["norm"]}) if facts is not None else {}
-    return all(line.get(key) == value for key, value in found.items())
-
-
-def format_step_ranges(steps: Sequence[int]) -> str:
-    """Ascending numbers as text: `step 4`, `steps 1-3, 7`."""
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][-1] + 1:
-            runs[-1][1:] = [step]
-        else:
-            runs.append([step])
-    return word_form(steps, "step ", "steps ") + ", ".join("-".join(map(str, run)) for run in runs)
-
-
-def _finite(facts: Mapping[str, Json]) -> dict[str, Json]:
-    """The facts with None in place of NaN and infinities, which JSON does not have."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}

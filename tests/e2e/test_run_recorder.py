@@ -1,4 +1,4 @@
-"""What people see of a run when the disk is full."""
+"""What a run's recorder writes and says: on a full disk, of its learning rate, of skipped steps, at the end."""
 
 import errno
 import json
@@ -12,7 +12,6 @@ from helpers.recorded_runs import view_of
 from helpers.tiny_job import Diary
 
 from raypar.actors import jsonl_file
-from raypar.actors import run_recorder as module
 from raypar.actors.run_recorder import RunRecorder
 from raypar.callbacks import Callback, Callbacks, Tracker
 from raypar.elastic.actions import Teardown
@@ -21,6 +20,7 @@ from raypar.errors import CheckpointError, UnreadableStateError
 from raypar.job.lr_schedule_metric import FollowedMetric
 from raypar.plan import ParallelPlan
 from raypar.record.events import DriverLoss, RunWarning, StepRecord, ValidationRecord
+from raypar.worker.checkpoint import checkpoint_files
 
 
 class Full:
@@ -83,20 +83,20 @@ def test_a_checkpoint_that_cannot_be_committed_gives_its_room_back(tmp_path, mon
     def full(folder, records, **facts):
         raise CheckpointError("No space left on device")
 
-    monkeypatch.setattr(module.checkpoint_files, "commit_checkpoint", full)
+    monkeypatch.setattr(checkpoint_files, "commit_checkpoint", full)
     recorder = RunRecorder(SimpleNamespace(folder=tmp_path, contract={}))
-    folder = recorder.checkpoint_begin(4)
+    folder = recorder.checkpoints.begin(4)
     with pytest.raises(CheckpointError):
-        recorder.checkpoint_end(4, folder, [])
+        recorder.checkpoints.commit(4, folder, [])
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_a_file_that_the_driver_cannot_see_is_no_matter_of_a_full_disk(tmp_path):
     """The run machine would try again for minutes, and advise to free room."""
     recorder = RunRecorder(SimpleNamespace(folder=tmp_path, contract={}))
-    begun = recorder.checkpoint_begin(4)
+    begun = recorder.checkpoints.begin(4)
     with pytest.raises(UnreadableStateError, match=r"seen\.bin, written by a worker, cannot be seen by the driver") as error:
-        recorder.checkpoint_end(4, begun, [SimpleNamespace(file="seen.bin")])
+        recorder.checkpoints.commit(4, begun, [SimpleNamespace(file="seen.bin")])
     assert error.value.cure == "set run_dir to storage that all nodes share"
 
 

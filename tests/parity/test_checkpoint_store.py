@@ -130,11 +130,11 @@ def test_a_runs_checkpoints_lie_where_its_folder_says(memory, tmp_path: Path, mo
         followed=followed,
     )
     for done in (2, 4):
-        begun = recorder.checkpoint_begin(done)
+        begun = recorder.checkpoints.begin(done)
         record = checkpoint_files.write_shard(str(begun), "a.safetensors", {("w", PARAMETER): torch.ones(2)})
-        recorder.checkpoint_end(done, begun, [record])
+        recorder.checkpoints.commit(done, begun, [record])
     found = find_last_whole_checkpoint(folder, print)
-    assert str(found) == "memory://bucket/mine/step_00000004" == str(recorder.last_checkpoint)
+    assert str(found) == "memory://bucket/mine/step_00000004" == str(recorder.checkpoints.last)
     assert find_checkpoint(str(found), print, "runs") == found
     assert find_checkpoint("mine", print, tmp_path) == find_checkpoint(str(folder.path), print, "runs") == found
     with pytest.raises(CheckpointError, match=r"min is neither a checkpoint nor a run\n  cure: .*did you mean mine\?"):

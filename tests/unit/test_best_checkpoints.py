@@ -152,9 +152,9 @@ def validate(recorder: RunRecorder, done: int, accuracy: float) -> bool:
 
 def save(recorder: RunRecorder, folder: Path, done: int) -> list[int]:
     """Save a checkpoint; returns those that are there then."""
-    begun = recorder.checkpoint_begin(done)
+    begun = recorder.checkpoints.begin(done)
     recorder.request.contract = {}  # type: ignore[misc]
-    recorder.checkpoint_end(done, begun, [])
+    recorder.checkpoints.commit(done, begun, [])
     return sorted(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*"))
 
 

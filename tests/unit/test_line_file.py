@@ -16,7 +16,8 @@ from raypar.actors import run_state_in_ray_kv as store
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.jsonl_file import BLOCK_LINES, MIRRORED_LINES, JsonlFile
 from raypar.actors.messages import StepCall
-from raypar.actors.run_recorder import RunRecorder, format_step_ranges
+from raypar.actors.metrics_lines import format_step_ranges
+from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_state_in_ray_kv import KEPT_STEPS, STEPS_IN_BLOCK, DriverReplaced, Journal
 from raypar.actors.step_actions import StepActions
 from raypar.actors.step_reports import StepReports

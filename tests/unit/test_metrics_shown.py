@@ -247,8 +247,8 @@ def test_a_choice_by_a_name_that_has_no_value_is_an_error(tmp_path: Path, by: st
     recorder = RunRecorder(SimpleNamespace(folder=tmp_path, validation_batching=None))  # type: ignore[arg-type]
     recorder.callbacks = Callbacks([EarlyStopping(metric="validation_f1/a", mode="max")] if by == "EarlyStopping" else [])
     if by == "checkpoint.best":
-        recorder._best = BestValues([BestRule("validation_f1/a", "max")])
-        recorder._remove_old_checkpoints = lambda: None  # type: ignore[method-assign]
+        recorder.checkpoints.best = BestValues([BestRule("validation_f1/a", "max")])
+        recorder.checkpoints.remove_old = lambda: None  # type: ignore[method-assign]
     what = f"^{by} depends on validation_f1/a{says} has no value of it: it has (validation_f1/b, )?validation_loss"
     with pytest.raises(UserCodeError, match=what):
         validate_each(recorder, *measured)
@@ -256,7 +256,7 @@ def test_a_choice_by_a_name_that_has_no_value_is_an_error(tmp_path: Path, by: st
 
 def test_a_choice_by_a_number_that_a_callback_adds_sometimes_is_none_of_a_metric(tmp_path: Path):
     recorder = RunRecorder(SimpleNamespace(folder=tmp_path, validation_batching=None))  # type: ignore[arg-type]
-    recorder.callbacks, recorder._best = Callbacks([]), BestValues([BestRule("validation_of_mine", "max")])
+    recorder.callbacks, recorder.checkpoints.best = Callbacks([]), BestValues([BestRule("validation_of_mine", "max")])
     assert validate_each(recorder, {"f1/a": 0.5}, {"f1/a": 0.5}) == []
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from raypar.actors.run_recorder import _finite
+from raypar.actors.metrics_lines import finite
 from raypar.cli import main
 from raypar.record.folder import EVENTS, METRICS
 from raypar.record.parse_events import parse_event, parse_metrics
@@ -88,7 +88,7 @@ def test_a_line_that_is_read_and_written_again_is_the_same_to_the_byte(file: str
         facts = replace(event, time=None).facts()
         if file == METRICS:
             del facts["kind"]
-        assert json.dumps(_finite({"time": event.time, **facts})) == text
+        assert json.dumps(finite({"time": event.time, **facts})) == text
 
 
 if __name__ == "__main__":
