@@ -162,7 +162,9 @@ class GradientBucket(ABC):
     def put_totals(self, sums: Sums) -> None:
         """Copy the totals from `result` to where they stay; the buffers may be used otherwise from then on."""
         parts = self.layout.parts
-        copy_all([sums[part.parameter].place(*part[1:3]) for part in parts], [_flat(self.result, part) for part in parts])
+        copy_all(
+            [sums[part.parameter].place(part.start, part.stop) for part in parts], [_flat(self.result, part) for part in parts]
+        )
 
 
 def _flat(buffer: Tensor, part: BucketPart) -> Tensor:

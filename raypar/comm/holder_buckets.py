@@ -112,4 +112,6 @@ class OwnerBucket(GradientBucket):
     def put_totals(self, sums: Sums) -> None:
         """See `GradientBucket.put_totals`: those of what this replica holds."""
         if self._own:
-            copy_all([sums[part.parameter].place(*part[1:3]) for part, _ in self._own], [total for _, total in self._own])
+            copy_all(
+                [sums[part.parameter].place(part.start, part.stop) for part, _ in self._own], [total for _, total in self._own]
+            )

@@ -163,7 +163,9 @@ class _Split(torch.autograd.Function):
             return (None,) * 6
         used = ctx.layer.weight.detach() if weight is None else weight
         dx, *own = ctx.call.gradients(operands, used, (of_x, of_weight, of_bias))
-        return dx if dx is None or dx.shape == x.shape else dx.reshape(x.shape), *own, None, None, None
+        if dx is not None and dx.shape != x.shape:
+            dx = dx.reshape(x.shape)
+        return dx, *own, None, None, None
 
 
 def split_call(call: LayerCall, operands: Sequence[Tensor | None], layer: SplitLayer, stash: Stash | None) -> Tensor:

@@ -157,5 +157,5 @@ def check_run(job: Job, plan: ParallelPlan, schedule: str, order_seed: int = 0) 
 def unequal_state(want: Result, parameters: dict[str, Iterable[Tensor]], buffers: dict[str, Iterable[Tensor]]) -> list[str]:
     """Parameters and buffers that some worker has otherwise."""
     assert parameters.keys() == want.parameters.keys()
-    bad = [d for n, p in want.parameters.items() for d in differences(want, n, parameters[n], p)]
-    return bad + [d for n, copies in buffers.items() for d in differences(want, n, copies, want.buffers[n])]
+    bad = [d for n, p in want.parameters.items() for d in differences(n, parameters[n], p)]
+    return bad + [d for n, copies in buffers.items() for d in differences(n, copies, want.buffers[n])]

@@ -161,7 +161,7 @@ def expected(model: str, microbatches: int, blocks: int, compute: Precision = No
     return reference.train(graph_of(model, microbatches, blocks, compute), job)
 
 
-def differences(want: reference.Result, name: str, got: Iterable[Any], wanted: Any) -> list[str]:
+def differences(name: str, got: Iterable[Any], wanted: Any) -> list[str]:
     """Holders whose copy is not bit for bit what the reference has."""
     bad = []
     for holder, copy in enumerate(got):
@@ -176,7 +176,7 @@ def differences(want: reference.Result, name: str, got: Iterable[Any], wanted: A
 def different_gradients(run: OneProcessRun, want: reference.Result, step: int) -> list[str]:
     """Holders whose gradient of the step that is done is not bit for bit the reference's."""
     found = run.gradients()
-    return [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+    return [d for n, g in want.gradients[step].items() for d in differences(n, found[n], g)]
 
 
 def check_gradients(run: OneProcessRun, want: reference.Result) -> None:
@@ -211,9 +211,9 @@ def check_local(layout: Layout, order_seed: int = 0, *, later: Mapping[int, Shar
             assert not bad, f"{layout}, step {step}: gradients of {bad}"
         parameters, state = run.parameters(), run.optimizer_state()
         assert parameters.keys() == want.parameters.keys()
-        bad = [d for n, p in want.parameters.items() for d in differences(want, n, parameters[n], p)]
+        bad = [d for n, p in want.parameters.items() for d in differences(n, parameters[n], p)]
         for name, keys in want.state.items():
             for key, value in keys.items():
-                bad += differences(want, f"{name}.{key}", [copy[key] for copy in state[name]], value)
-        bad += [d for n, b in want.buffers.items() for d in differences(want, n, run.buffers()[n], b)]
+                bad += differences(f"{name}.{key}", [copy[key] for copy in state[name]], value)
+        bad += [d for n, b in want.buffers.items() for d in differences(n, run.buffers()[n], b)]
         assert not bad, f"{layout}: {bad}"

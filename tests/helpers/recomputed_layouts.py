@@ -89,6 +89,6 @@ def check_recomputed(cell: RecomputedLayout, order_seed: int = 0) -> None:
             assert not bad, f"{cell}, step {step}: gradients of {bad}"
         parameters = run.parameters()
         assert parameters.keys() == want.parameters.keys()
-        bad = [d for n, p in want.parameters.items() for d in differences(want, n, parameters[n], p)]
+        bad = [d for n, p in want.parameters.items() for d in differences(n, parameters[n], p)]
         assert not bad and not run.warnings, f"{cell}: {bad}, {run.warnings}"
         assert sum("R" in span.label for report in reports for span in report.spans) == cell.recomputations

@@ -134,17 +134,17 @@ def check_zero(
             assert {r.loss for r in reports} == {want.losses[step]}, f"{layout}, step {step}: loss"
             assert {r.norm for r in reports} == {want.norms[step]}, f"{layout}, step {step}: norm"
             found = by_name(gradients_of(run))
-            bad = [d for n, g in want.gradients[step].items() if n in found for d in differences(want, n, found[n], g)]
+            bad = [d for n, g in want.gradients[step].items() if n in found for d in differences(n, found[n], g)]
             assert not bad, f"{layout}, step {step}: gradients of {bad}"
         parameters = run.parameters()
-        bad = [d for n, p in want.parameters.items() if not freed(run, n) for d in differences(want, n, parameters[n], p)]
+        bad = [d for n, p in want.parameters.items() if not freed(run, n) for d in differences(n, parameters[n], p)]
         for key in sorted({key for of in want.state.values() for key in of}):
             state = by_name(state_of(run, key))
             for name, keys in want.state.items():
-                bad += differences(want, f"{name}.{key}", state[name], keys.get(key))
+                bad += differences(f"{name}.{key}", state[name], keys.get(key))
         masters = by_name(put_together(run, lambda core, index, each: each.parameter.detach()))
-        bad += [d for n, p in masters.items() for d in differences(want, f"{n} at its owners", p, want.parameters[n])]
-        bad += [d for n, b in want.buffers.items() for d in differences(want, n, run.buffers()[n], b)]
+        bad += [d for n, p in masters.items() for d in differences(f"{n} at its owners", p, want.parameters[n])]
+        bad += [d for n, b in want.buffers.items() for d in differences(n, run.buffers()[n], b)]
         bad += copies_that_differ(run)
         assert not bad and not run.warnings, f"{layout}: {bad} {run.warnings}"
         return sum(e.run is not None for core in run.cores for own in core.step_commit.owned.values() for e in own)

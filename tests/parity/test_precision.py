@@ -383,7 +383,7 @@ def test_a_step_may_go_on_in_any_thread():
             thread.start()
             thread.join()
         found = run.parameters()
-    assert not [d for n, p in want.parameters.items() for d in differences(want, n, found[n], p)]
+    assert not [d for n, p in want.parameters.items() for d in differences(n, found[n], p)]
 
 
 # -- what a layer leaves behind ------------------------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ def test_an_autocast_that_a_layer_does_not_leave_decides_no_bits_of_other_calls(
         found, lines = run.parameters(), run.warnings
     torch.autocast_increment_nesting()
     assert torch.autocast_decrement_nesting() == 0, "else the next autocast would keep casts"
-    assert not [d for n, p in want.parameters.items() for d in differences(want, n, found[n], p)]
+    assert not [d for n, p in want.parameters.items() for d in differences(n, found[n], p)]
     assert any("layer 'b'" in line and "torch.autocast" in line for line in lines)
     assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
 

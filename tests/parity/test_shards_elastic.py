@@ -121,8 +121,8 @@ def test_a_kill_of_an_owner_on_shards_leaves_the_bits(every, holders):
     job = torch_flesh.TorchJob(spec, graph(SHALLOW), shards=SHARDS, mirror_every=int(holders == 1))
     plan, chosen = mesh(SHALLOW, 3, 1, 2), plans_of(SHALLOW, 2)
     with small_pieces():
-        plain, reference = torch_flesh.simulate(job, plan, plans=chosen, **QUICK)
-        divided = {"plans": lambda number, workers: chosen(number, workers).with_zero(2, holders), **QUICK}
+        plain, reference = torch_flesh.simulate(job, plan, plans=chosen, **torch_flesh.QUICK)
+        divided = {"plans": lambda number, workers: chosen(number, workers).with_zero(2, holders), **torch_flesh.QUICK}
         plain, found = torch_flesh.simulate(job, plan.with_zero(2, holders), **divided)
         assert found == reference
         for fault in single_faults(plain, ["kill"])[::every]:

@@ -201,7 +201,7 @@ def test_undefined_and_complex_gradients_have_the_bits_of_one_process_in_every_c
         with OneProcessRun(spec, ParallelPlan.of((1,) * count, layers=len(graph.layers)), schedule, graph=graph) as run:
             check_gradients(run, want)
             parameters = run.parameters()
-            assert not [d for n, p in want.parameters.items() for d in differences(want, n, parameters[n], p)], count
+            assert not [d for n, p in want.parameters.items() for d in differences(n, parameters[n], p)], count
 
 
 # -- gradients of parameters -------------------------------------------------------------------------------------------

@@ -72,8 +72,8 @@ def check(spec: Job, plan: ParallelPlan, schedule: str, want: reference.Result) 
     """Run a plan and compare losses, parameters and buffers with the reference."""
     with OneProcessRun(spec, plan, schedule, seed=1) as run:
         losses = [{report.loss for report in run.step(step)} for step in range(spec.steps)]
-        bad = [d for n, p in want.parameters.items() for d in differences(want, n, run.parameters()[n], p)]
-        bad += [d for n, b in want.buffers.items() for d in differences(want, n, run.buffers()[n], b)]
+        bad = [d for n, p in want.parameters.items() for d in differences(n, run.parameters()[n], p)]
+        bad += [d for n, b in want.buffers.items() for d in differences(n, run.buffers()[n], b)]
         assert not bad, f"{plan.describe()} {schedule}: {bad}"
         assert losses == [{loss} for loss in want.losses]
 
@@ -229,7 +229,7 @@ def test_replicas_that_join_and_leave_and_a_checkpoint_have_the_buffers_of_one_p
         if step == 2:
             checkpoint = run.save(tmp_path, 3)
     state = {**want.parameters, **want.buffers}
-    assert not [d for n, t in held(run.bodies.values()).items() for d in differences(want, n, t, state[n])]
+    assert not [d for n, t in held(run.bodies.values()).items() for d in differences(n, t, state[n])]
     plan = ParallelPlan.of((2, 1), layers=8)
     with OneProcessRun(spec, plan, "gpipe") as again:
         for core in again.cores:
@@ -237,7 +237,7 @@ def test_replicas_that_join_and_leave_and_a_checkpoint_have_the_buffers_of_one_p
         for step in (3, 4):
             again.step(step)
         got = {**again.parameters(), **again.buffers()}
-        assert not [d for n, value in state.items() for d in differences(want, n, got[n], value)]
+        assert not [d for n, value in state.items() for d in differences(n, got[n], value)]
 
 
 class Mlp(nn.Module):
@@ -275,7 +275,7 @@ def test_shards_have_whole_norms_that_agree_with_those_of_all_replicas():
                     first_step = {name: copies[0].clone() for name, copies in run.buffers().items()}
             found.append({name: [copy.clone() for copy in copies] for name, copies in run.buffers().items()})
     for copies in found:
-        assert not [d for n, first in found[0].items() for d in differences(reference.Result(), n, copies[n], first[0])]
+        assert not [d for n, first in found[0].items() for d in differences(n, copies[n], first[0])]
     whole = reference.train(make_layer_graph(spec), spec.replace(steps=1)).buffers
     assert all(torch.allclose(first_step[name], value, rtol=1e-5, atol=1e-7) for name, value in whole.items())
 
@@ -292,7 +292,7 @@ def test_shards_agree_on_the_statistics_of_a_norm_of_a_part_of_the_features():
             run.step(0)
             found.append({name: [copy.clone() for copy in copies] for name, copies in run.buffers().items()})
     for copies in found:
-        assert not [d for n, first in found[0].items() for d in differences(reference.Result(), n, copies[n], first[0])]
+        assert not [d for n, first in found[0].items() for d in differences(n, copies[n], first[0])]
     whole = reference.train(make_layer_graph(spec), spec.replace(steps=1)).buffers
     assert "3.norm.running_var" in whole
     assert all(torch.allclose(found[0][name][0], value, rtol=1e-5, atol=1e-7) for name, value in whole.items())

@@ -59,7 +59,7 @@ def _batch_norm(
     if x.numel() == x.shape[1]:
         raise ModelError(
             f"batch_norm in training has one value for each channel {list(x.shape)}",
-            cure="give microbatches more samples, or it more rows",
+            cure="give microbatches more samples, or the layer more rows",
         )
     made, found = normalise_over_pieces(local, weight, bias, eps, x.group)
     if running_mean is not None and running_var is not None:
