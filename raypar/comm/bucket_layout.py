@@ -84,6 +84,8 @@ class BucketRoom:
     """By replica: the number of its subtree sums."""
     holders: int = 1
     """How many replicas get the total of a run that one of them owns."""
+    alignment: int = ALIGNED
+    """Bytes: buffers begin at multiples of it."""
 
     def needed(self, length: int, segments: Sequence[int] | None, itemsize: int) -> int:
         """Bytes that a bucket of `length` elements takes on the replica where it takes most, whichever way it is exchanged.
@@ -96,7 +98,7 @@ class BucketRoom:
     def bytes_of(self, layout: BucketLayout) -> int:
         """`needed` of a bucket, whose buffers begin at multiples of the alignment."""
         segments = None if layout.segments is None else [stop - start for start, stop in layout.segments]
-        return self.needed(layout.length, segments, layout.dtype.itemsize) + ALIGNED * (len(self.subtrees) + 3)
+        return self.needed(layout.length, segments, layout.dtype.itemsize) + self.alignment * (len(self.subtrees) + 3)
 
 
 Piece = list[tuple[int | None, int, int]]
@@ -155,13 +157,14 @@ def bucket_layouts(
     bucket_bytes: int,
     device: torch.device,
     owners: Sequence[Sequence[Runs]] = (),
-    room: BucketRoom | None = None,
+    *,
+    room: BucketRoom,
 ) -> list[BucketLayout]:
     """Buckets of about `bucket_bytes` and one dtype each, last layer first: the order in which gradients become final.
 
     `device`: where the buffers will be. `owners`: by parameter, which runs each replica owns; empty: they own none. `room`:
     what a bucket may take at most; larger parameters are cut, each owner's runs alike, so that all owners have something to add
-    of each bucket. None: no parameter is cut.
+    of each bucket.
     """
     found: list[BucketLayout] = []
     current: _Bucket | None = None
@@ -172,7 +175,7 @@ def bucket_layouts(
         for piece in _pieces(_Bucket(dtype, replicas, align), shape, own, room):
             if current is not None:
                 full = sum(current.taken) * dtype.itemsize >= bucket_bytes
-                if full or dtype != current.dtype or not (room is None or current.fits_with(piece, room)):
+                if full or dtype != current.dtype or not current.fits_with(piece, room):
                     found.append(current.layout())
                     current = None
             current = current or _Bucket(dtype, replicas, align)
@@ -180,13 +183,13 @@ def bucket_layouts(
     return found if current is None else [*found, current.layout()]
 
 
-def _pieces(empty: _Bucket, shape: torch.Size, owners: Sequence[Runs] | None, room: BucketRoom | None) -> list[Piece]:
+def _pieces(empty: _Bucket, shape: torch.Size, owners: Sequence[Runs] | None, room: BucketRoom) -> list[Piece]:
     """One parameter's runs, as they go into buckets: all into one, or cut into the fewest pieces that fit."""
     whole: Piece = [(None, 0, shape.numel())]
     if owners is not None:
         whole = [(owner, start, stop) for owner, runs in enumerate(owners) for start, stop in runs]
     longest = max((stop - start for _, start, stop in whole), default=0)
-    if room is None or empty.fits_with(whole, room):
+    if empty.fits_with(whole, room):
         return [whole]
     count = max(2, empty.needed_with(whole, room) // room.nbytes)
     while not all(empty.fits_with(piece, room) for piece in _cut(whole, count, empty.align)) and count * empty.align < longest:

@@ -123,7 +123,28 @@ class MessageBasedTransport(ABC):
     def close(self) -> None:
         """See `Transport.close`."""
 
-    def run_after(self, after: Handle, work: Callable[[], None], *, group: Sequence[int], channel: int = 0) -> None:
+    def run_before(
+        self,
+        operation: str,
+        work: Callable[[], None],
+        *,
+        group: Sequence[int],
+        channel: int = 0,
+        after: Handle | None = None,
+        keep: Sequence[Tensor] = (),
+    ) -> None:
+        """See `Transport.run_before`: the host works."""
+        return None
+
+    def run_after(
+        self,
+        after: Handle,
+        work: Callable[[], None],
+        *,
+        group: Sequence[int],
+        channel: int = 0,
+        operation: str = "all_gather",
+    ) -> None:
         """See `Transport.run_after`: the host waits."""
         return None
 

@@ -154,9 +154,30 @@ class FaultyTransport:
         """See `Transport.can_share_memory`."""
         return self.inner.can_share_memory(rank)
 
-    def run_after(self, after: Handle, work: Callable[[], None], *, group: Sequence[int], channel: int = 0) -> Handle | None:
+    def run_before(
+        self,
+        operation: str,
+        work: Callable[[], None],
+        *,
+        group: Sequence[int],
+        channel: int = 0,
+        after: Handle | None = None,
+        keep: Sequence[Tensor] = (),
+    ) -> Handle | None:
+        """See `Transport.run_before`: what is copied has no faults of its own."""
+        return self.inner.run_before(operation, work, group=group, channel=channel, after=after, keep=keep)
+
+    def run_after(
+        self,
+        after: Handle,
+        work: Callable[[], None],
+        *,
+        group: Sequence[int],
+        channel: int = 0,
+        operation: str = "all_gather",
+    ) -> Handle | None:
         """See `Transport.run_after`: additions have no faults of their own."""
-        return self.inner.run_after(after, work, group=group, channel=channel)
+        return self.inner.run_after(after, work, group=group, channel=channel, operation=operation)
 
     def send(self, tensor: Tensor, *, to: int, tag: int, keep_layout: bool = False) -> Handle:
         """See `Transport.send`."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from raypar.comm.bucket_layout import BucketLayout, BucketPart
-from raypar.comm.buffer_pool import ALIGNED, CPU
+from raypar.comm.buffer_pool import CPU, alignment_on
 from raypar.comm.collectives import even_slices
 from raypar.comm.gradient_sums import GradientSum
 from raypar.comm.recursive_halving import halving_scratch
@@ -26,8 +27,8 @@ Sums = Mapping[int, GradientSum]
 class SlotMemory:
     """Memory of a bounded pool that several buckets use, one after the other."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._memory = torch.zeros(nbytes, dtype=torch.uint8)
+    def __init__(self, nbytes: int, device: torch.device = CPU) -> None:
+        self._memory, self._alignment = torch.zeros(nbytes, dtype=torch.uint8, device=device), alignment_on(device)
         self._taken = 0
         """Bytes that the bucket which is being made has taken."""
 
@@ -38,7 +39,7 @@ class SlotMemory:
     def take(self, length: int, dtype: torch.dtype) -> Tensor:
         """A buffer [length] for the bucket."""
         start, nbytes = self._taken, length * dtype.itemsize
-        self._taken += -(-nbytes // ALIGNED) * ALIGNED
+        self._taken += -(-nbytes // self._alignment) * self._alignment
         return self._memory[start : start + nbytes].view(dtype)
 
 
@@ -100,23 +101,27 @@ def places_in(layout: BucketLayout, flat: Tensor) -> list[Place]:
 class GradientBucket(ABC):
     """One bucket: buffers kept over all steps, and the state of the current step.
 
-    Its buffers have memory of their own, and totals stay in `result` until the next step (`views`). Or they lie in a slot that
-    other buckets use in the same step: then totals are put where the parameter's sum says (`put_totals`).
+    Its buffers lie in a slot that other buckets use in the same step, so totals are put where the parameter's sum says
+    (`put_totals`).
     """
 
     adds_into_totals = False
-    """Whether `put_totals` is what adds, so that `add_up` has nothing to do."""
+    """Whether `put_totals` is what adds, so that there is nothing to do before."""
+    first_operation = last_operation = "all_gather"
+    """The first collective of the exchange, and the last one."""
 
-    def __init__(self, layout: BucketLayout, result: Tensor) -> None:
+    def __init__(self, replicas: ReplicaGroup, layout: BucketLayout, result: Tensor) -> None:
+        self.replicas = replicas
+        """The replicas that reduce together."""
         self.layout = layout
         self.result = result
         """[length], valid when the last phase is done."""
         self.begin()
 
     @property
-    def views(self) -> dict[int, Tensor]:
-        """Parameter -> its total in `result`; of buckets that have whole parameters."""
-        return {part.parameter: self.layout.view(self.result, part) for part in self.layout.parts}
+    def channel(self) -> int:
+        """The channel of its collectives."""
+        return self.replicas.channel
 
     def begin(self) -> None:
         """Begin a step: no gradient is ready."""
@@ -143,14 +148,27 @@ class GradientBucket(ABC):
         self.add_up()
         return self.gather()
 
-    def post_chained(self) -> Handle | None:
-        """As `post_second`, right after the first phase is posted, beside what is computed; None: nothing was done, because the
-        host has to wait for that phase (`Transport.run_after`)."""
-        return None
+    def enqueue(self, sums: Sums, after: Handle | None) -> Handle | None:
+        """Give all of the exchange to the device, beside what is computed: the buffers are filled when the sums are there, and
+        `after` is over. Returns what is done when the totals are where they stay; None: the host has to take each step."""
+        r, parameters = self.replicas, [sums[index] for index in self.layout.indices]
+        terms = [term for mine in parameters for of_subtree in mine.terms for term in of_subtree]
+        fill, put = partial(self.fill, sums), partial(self.put_totals, sums)
+        first, last = self.first_operation, self.last_operation
+        filled = r.transport.run_before(first, fill, group=r.ranks, channel=self.channel, after=after, keep=terms)
+        if filled is None:
+            return None
+        self.first_phase = self.post_first()
+        there = self._enqueue_second(self.first_phase)
+        done = r.transport.run_after(there, put, group=r.ranks, channel=self.channel, operation=last)
+        return there if done is None else done  # then it has failed
 
-    @abstractmethod
-    def add_up(self) -> None:
-        """Combine what the first phase has brought."""
+    def _enqueue_second(self, first: Handle) -> Handle:
+        """Enqueue what `put_totals` follows on a device, behind the first phase; returns that."""
+        return first
+
+    def add_up(self) -> None:  # noqa: B027
+        """Combine what the first phase has brought, where something is left to do."""
 
     def gather(self) -> Handle | None:
         """Start the second phase; None: there is none."""
@@ -230,15 +248,15 @@ class CanonicalBucket(GradientBucket):
     `result` [N] is the send buffer itself when K = 1 (its memory is free once the sums are sent).
     """
 
+    first_operation = "all_to_all"
+
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
         nodes, me = replicas.subtrees_by_replica, replicas.own_index
         own = len(nodes[me])
         cut = even_slices(layout.length, len(nodes))
         start, stop = cut[me]
         outgoing = replicas.zeros(own * layout.length, layout.dtype)
-        super().__init__(layout, outgoing if own == 1 else replicas.zeros(layout.length, layout.dtype))
-        self.replicas = replicas
-        """The replicas that reduce together."""
+        super().__init__(replicas, layout, outgoing if own == 1 else replicas.zeros(layout.length, layout.dtype))
         self.pieces = [outgoing[own * a : own * b] for a, b in cut]
         """By owner: the memory from which its slice of this replica's subtree sums is sent."""
         self.parts = [
@@ -282,12 +300,11 @@ class CanonicalBucket(GradientBucket):
         r = self.replicas
         return r.transport.all_to_all(self.parts, self.pieces, group=r.ranks, channel=r.channel)
 
-    def post_chained(self) -> Handle | None:
-        """See `GradientBucket.post_chained`."""
-        assert self.first_phase is not None
+    def _enqueue_second(self, first: Handle) -> Handle:
+        """See `GradientBucket._enqueue_second`: the additions run in the stream of the all-gather that follows them."""
         r = self.replicas
-        added = r.transport.run_after(self.first_phase, self.add_up, group=r.ranks, channel=r.channel)
-        return None if added is None else self.gather()
+        added = r.transport.run_after(first, self.add_up, group=r.ranks, channel=r.channel)
+        return first if added is None else self.gather()
 
     def add_up(self) -> None:
         """See `GradientBucket.add_up`."""
@@ -319,10 +336,16 @@ class CanonicalBucket(GradientBucket):
 class FastBucket(GradientBucket):
     """Bucket of the fast reduction: one buffer [length], all-reduced in place."""
 
+    first_operation = last_operation = "all_reduce"
+
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
-        super().__init__(layout, replicas.zeros(layout.length, layout.dtype))
-        self.replicas = replicas
+        super().__init__(replicas, layout, replicas.zeros(layout.length, layout.dtype))
         self._places = places_in(layout, self.result)
+
+    @property
+    def channel(self) -> int:
+        """See `GradientBucket.channel`."""
+        return FAST_REDUCTION_CHANNELS + self.replicas.channel
 
     def fill(self, sums: Sums) -> None:
         """See `GradientBucket.fill`: this replica's subtrees are added here, left to right."""
@@ -338,10 +361,7 @@ class FastBucket(GradientBucket):
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
         r = self.replicas
-        return r.transport.all_reduce(self.result, group=r.ranks, channel=FAST_REDUCTION_CHANNELS + r.channel)
-
-    def add_up(self) -> None:
-        """See `GradientBucket.add_up`: nothing is left to do."""
+        return r.transport.all_reduce(self.result, group=r.ranks, channel=self.channel)
 
 
 class PairBucket(GradientBucket):
@@ -353,8 +373,7 @@ class PairBucket(GradientBucket):
     adds_into_totals = True
 
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
-        super().__init__(layout, replicas.zeros(layout.length, layout.dtype))
-        self.replicas = replicas
+        super().__init__(replicas, layout, replicas.zeros(layout.length, layout.dtype))
         self._places = places_in(layout, self.result)
         other = replicas.zeros(layout.length, layout.dtype)
         self._pair = [self.result if r == replicas.own_index else other for r in range(2)]
@@ -369,16 +388,6 @@ class PairBucket(GradientBucket):
         """See `GradientBucket.post_first`."""
         r = self.replicas
         return r.transport.all_gather(self._pair, self.result, group=r.ranks, channel=r.channel)
-
-    def post_chained(self) -> Handle | None:
-        """See `GradientBucket.post_chained`."""
-        assert self.first_phase is not None
-        r = self.replicas
-        return r.transport.run_after(self.first_phase, self.add_up, group=r.ranks, channel=r.channel)
-
-    def add_up(self) -> None:
-        """See `GradientBucket.add_up`: the root of the tree."""
-        torch.add(self._pair[0], self._pair[1], out=self.result)
 
     def put_totals(self, sums: Sums) -> None:
         """See `GradientBucket.put_totals`: the root of the tree."""
@@ -413,9 +422,10 @@ class HalvingBucket(GradientBucket):
     Sends as many bytes as `CanonicalBucket` and gives the same bits, in one operation of 2k messages from each rank.
     """
 
+    first_operation = last_operation = "halving_all_reduce"
+
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
-        super().__init__(layout, replicas.zeros(layout.length, layout.dtype))
-        self.replicas = replicas
+        super().__init__(replicas, layout, replicas.zeros(layout.length, layout.dtype))
         self._places = places_in(layout, self.result)
         self._scratch = replicas.zeros(halving_scratch(even_slices(layout.length, len(replicas.ranks))), layout.dtype)
 
@@ -427,6 +437,3 @@ class HalvingBucket(GradientBucket):
         """See `GradientBucket.post_first`."""
         r = self.replicas
         return r.transport.halving_all_reduce(self.result, self._scratch, group=r.ranks, channel=r.channel)
-
-    def add_up(self) -> None:
-        """See `GradientBucket.add_up`: the exchange has added."""

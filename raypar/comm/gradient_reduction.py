@@ -8,13 +8,13 @@ on a GPU, are exchanged by recursive halving and doubling between neighbours (`p
 plain all-reduce of each replica's own sum. Where replicas own runs of parameters, the first exchange ends at the holders of
 runs, who keep the totals.
 
-On the host buckets share a pool of bounded memory: a bucket is filled when its gradients are final and the bucket that had its
-memory before has its totals. Until then gradients wait where they are, so a full pool stops nobody; and totals are put where
-the gradients were. On a GPU, where the host is ahead of all exchanges, each bucket has memory of its own, and keeps its totals.
+Buckets share a pool of bounded memory: a bucket is filled when its gradients are final and the bucket that had its memory
+before has its totals. Until then gradients wait where they are, so a full pool stops nobody; and totals are put where the
+gradients were.
 
-On the host a bucket's additions and all-gather follow when somebody finds its all-to-all done. On a GPU nobody would before the
-backward pass is over, because the host is ahead of it: there all of it is enqueued when the bucket is complete
-(`Transport.run_after`), and runs beside that pass.
+On the host each step of a bucket follows when somebody finds the one before done. On a GPU nobody would before the backward
+pass is over, because the host is ahead of it: there all of it is enqueued when the bucket is complete, in the streams of its
+collectives (`Transport.run_before`, `run_after`), and runs beside that pass, which never waits for it.
 
 An undefined gradient travels as -0.0, the one value x for which a + x == a bit for bit for every a (IEEE 754, round to
 nearest). So nobody needs to know which sums are defined before adding, and the result is -0.0 where no replica has a gradient:
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.bucket_layout import BucketLayout, BucketRoom, Runs, ShapeAndDtype, bucket_layouts
-from raypar.comm.buffer_pool import CPU, aligned_contiguous
+from raypar.comm.buffer_pool import CPU, aligned_contiguous, alignment_on
 from raypar.comm.gradient_buckets import (
     CanonicalBucket,
     FastBucket,
@@ -61,7 +61,7 @@ from raypar.torch_compat.multi_tensor import add_all
 BUCKET_BYTES = 2 << 20
 """Small enough that the last bucket, which nothing hides, is short; from 0.5 to 8 MB the step time hardly changes."""
 POOL_BYTES = 8 << 20
-"""Memory of all buckets of a stage on the host."""
+"""Memory of all buckets of a stage."""
 SLOTS = 2
 """Buckets on their way at once that a pool has room for. With four, half as large, four replicas on two processors took 1.04
 times the processor time: each bucket costs as many messages."""
@@ -74,8 +74,8 @@ class GradientReduction(ABC):
     use of a parameter, in layer order; `channel`: one that no other reduction of the group uses (the stage's number);
     `device`: of the gradients; `owners`: by use, the runs that each replica owns, where it and the `holders - 1` replicas that
     follow alone get their totals; empty: all get all.
-    `pool_bytes`: memory of all buckets; None, and on a GPU: each bucket has memory of its own. `keeps_gradients_of_others`:
-    whether totals of runs may lie in the memory of whole gradients, which then stays until the next step.
+    `pool_bytes`: memory of all buckets. `keeps_gradients_of_others`: whether totals of runs may lie in the memory of whole
+    gradients, which then stays until the next step.
     """
 
     parameters_to_mark: Callable[[], Collection[int]] | None
@@ -103,7 +103,7 @@ class GradientReduction(ABC):
         device: torch.device = CPU,
         owners: Sequence[Sequence[Runs]] = (),
         holders: int = 1,
-        pool_bytes: int | None = POOL_BYTES,
+        pool_bytes: int = POOL_BYTES,
         keeps_gradients_of_others: bool = True,
     ) -> None:
         if len(runs) != len(group):
@@ -120,7 +120,7 @@ class GradientReduction(ABC):
         self.owners, self._keeps_gradients_of_others = owners, keeps_gradients_of_others
         self._held_runs: list[Runs] = [_held_runs(of, self.own_index, holders) for of in owners]
         """By parameter: the runs of which this replica gets totals; empty: all of every parameter."""
-        self.pool_bytes = pool_bytes if device == CPU else None
+        self.pool_bytes = pool_bytes
         self._sums: dict[int, GradientSum] = {}
         """Parameter -> what this replica has of its gradient, once that is final in this step, until the next step."""
         self._totals: list[Tensor | None] = [None] * len(self.parameters)
@@ -144,16 +144,13 @@ class GradientReduction(ABC):
         """The buckets, and see `_puts_needed`."""
         if len(self.group) == 1:
             return [], []
-        room = None
-        if self.pool_bytes is not None:
-            room = BucketRoom(self.pool_bytes // SLOTS, tuple(map(len, self.subtrees_by_replica)), self.replicas.holders)
-        layouts = bucket_layouts(self.parameters, bucket_bytes, self.replicas.device, self.owners, room)
-        if room is None:
-            return [self._bucket(layout, self.replicas) for layout in layouts], [0] * len(layouts)
+        device, subtrees = self.replicas.device, tuple(map(len, self.subtrees_by_replica))
+        room = BucketRoom(self.pool_bytes // SLOTS, subtrees, self.replicas.holders, alignment_on(device))
+        layouts = bucket_layouts(self.parameters, bucket_bytes, device, self.owners, room=room)
         made, slots = list[GradientBucket](), list[SlotMemory]()
         for number, layout in enumerate(layouts):
             if number < SLOTS:
-                slots.append(SlotMemory(max(room.bytes_of(each) for each in layouts[number::SLOTS])))
+                slots.append(SlotMemory(max(room.bytes_of(each) for each in layouts[number::SLOTS]), device))
             slots[number % SLOTS].begin_bucket()
             made.append(self._bucket(layout, replace(self.replicas, slot=slots[number % SLOTS])))
         return made, [max(0, number + 1 - SLOTS) for number in range(len(layouts))]
@@ -220,16 +217,31 @@ class GradientReduction(ABC):
             self._marked = self.transport.all_reduce(self._marks, group=self.group, channel=self.channel)
 
     def _post_ready(self) -> None:
-        while self._next_first < len(self.buckets):
-            bucket = self.buckets[self._next_first]
-            if bucket.unready_count or self._puts_needed[self._next_first] > self._next_put:
+        while self._next_first < len(self.buckets) and not self.buckets[self._next_first].unready_count:
+            with torch.no_grad():
+                is_enqueued = self._enqueue()
+            if is_enqueued:
+                continue
+            if self._puts_needed[self._next_first] > self._next_put:
                 return
+            bucket = self.buckets[self._next_first]
             self._fill(bucket)
             bucket.first_phase = bucket.post_first()
-            if self.pool_bytes is None and self._next_second == self._next_first:
-                bucket.second_phase = bucket.post_chained()
-                self._next_second += bucket.second_phase is not None
             self._next_first += 1
+
+    def _enqueue(self) -> bool:
+        """Give the whole exchange of the next bucket to the device; False where the host takes each step."""
+        number = self._next_first
+        if self.replicas.device == CPU or self._next_put < number:
+            return False
+        bucket, needed = self.buckets[number], self._puts_needed[number]
+        self._find_memory(bucket)
+        bucket.second_phase = bucket.enqueue(self._sums, self.buckets[needed - 1].second_phase if needed else None)
+        if bucket.second_phase is None:
+            return False
+        self._note_filled(bucket)
+        self._next_first = self._next_second = self._next_put = number + 1
+        return True
 
     @torch.no_grad()
     def _fill(self, bucket: GradientBucket) -> None:
@@ -237,12 +249,17 @@ class GradientReduction(ABC):
             if bucket.begins_group:
                 self._turn = 1 - self._turn
             bucket.turn = self._turn
-        if self.pool_bytes is not None:
-            for index in bucket.layout.indices:
-                if not self._sums[index].has_memory:
-                    runs = self._held_runs[index] if self._held_runs else None
-                    self._sums[index].find_memory(bucket.layout.dtype, runs, keep_others=self._keeps_gradients_of_others)
+        self._find_memory(bucket)
         bucket.fill(self._sums)
+        self._note_filled(bucket)
+
+    def _find_memory(self, bucket: GradientBucket) -> None:
+        for index in bucket.layout.indices:
+            if not self._sums[index].has_memory:
+                runs, keep = self._held_runs[index] if self._held_runs else None, self._keeps_gradients_of_others
+                self._sums[index].find_memory(bucket.layout.dtype, runs, keep_others=keep, device=self.replicas.device)
+
+    def _note_filled(self, bucket: GradientBucket) -> None:
         for index in bucket.layout.indices:
             self._sums[index].note_filled()
 
@@ -252,8 +269,6 @@ class GradientReduction(ABC):
         while True:
             while self._next_second < self._next_first and _is_done(self.buckets[self._next_second].first_phase):
                 self._start_second(self.buckets[self._next_second])
-            if self.pool_bytes is None:
-                return
             before = self._next_put
             while self._next_put < self._next_second and _is_done(self.buckets[self._next_put].second_phase):
                 with torch.no_grad():
@@ -264,10 +279,9 @@ class GradientReduction(ABC):
             self._post_ready()
 
     def _start_second(self, bucket: GradientBucket) -> None:
-        if self.pool_bytes is None or not bucket.adds_into_totals:
+        if not bucket.adds_into_totals:
             with torch.no_grad():
-                if self.pool_bytes is not None:
-                    bucket.receive_in_place(self._sums)
+                bucket.receive_in_place(self._sums)
                 bucket.second_phase = bucket.post_second()
         self._next_second += 1
 
@@ -289,13 +303,13 @@ class GradientReduction(ABC):
             self.defined_here = frozenset(index for index, total in enumerate(self._totals) if total is not None)
             return self._totals
         self.defined_here = frozenset(index for index, mine in self._sums.items() if mine.is_defined)
-        yield from self._finish_buckets() if self.pool_bytes is None else self._empty_pool()
+        yield from self._empty_pool()
         if self._marked is not None:
             if not self._marked.done():
                 yield RoutineWait(self._marked, f"which gradients are parts of sums over shards, channel {self.channel}")
             self.marked_parameters = frozenset(self._marks.nonzero().view(-1).tolist())
         results = self._take_totals()
-        if not self._negotiated and self.pool_bytes is not None:
+        if not self._negotiated and self.replicas.device == CPU:
             self._negotiated = True
             yield from self._negotiate_buckets(self.pool_bytes)
         return results
@@ -303,23 +317,8 @@ class GradientReduction(ABC):
     def _name(self, number: int) -> str:
         return f"gradient bucket {number} of {len(self.buckets)}, channel {self.channel}"
 
-    def _finish_buckets(self) -> Routine[None]:
-        """Bring buckets with memory of their own to their end."""
-        for number in range(self._next_second, len(self.buckets)):
-            # Only additions follow: a device's stream may wait for the sums while the host posts the next bucket's totals.
-            bucket, name = self.buckets[number], f"{self._name(number)}, sums"
-            assert bucket.first_phase is not None
-            yield RoutineWait(bucket.first_phase, name, on_stream=True)
-            self.stream_waits.add(bucket.first_phase, name)
-            self._start_second(bucket)
-        for number, bucket in enumerate(self.buckets):
-            if bucket.second_phase is not None:
-                name = f"{self._name(number)}, totals"
-                yield RoutineWait(bucket.second_phase, name, on_stream=True)
-                self.stream_waits.add(bucket.second_phase, name)
-
     def _empty_pool(self) -> Routine[None]:
-        """Bring buckets of a pool to their end, one after the other, and those that wait for memory."""
+        """Bring the buckets to their end, one after the other, and those that wait for memory."""
         self.poll()
         while self._next_put < len(self.buckets):
             self._post_ready()
@@ -331,23 +330,21 @@ class GradientReduction(ABC):
                 assert bucket.second_phase is not None
                 yield RoutineWait(bucket.second_phase, f"{name}, totals")
             self.poll()
+        last = self.buckets[-1].second_phase if self.buckets else None
+        if last is not None and not last.done():  # enqueued, behind all others
+            name = f"{self._name(len(self.buckets) - 1)}, totals"
+            yield RoutineWait(last, name, on_stream=True)
+            self.stream_waits.add(last, name)
 
     def _take_totals(self) -> list[Tensor | None]:
         """The totals by parameter; sets `owned_totals`."""
         results: list[Tensor | None] = [None] * len(self.parameters)
         self.owned_totals = {}
-        if self.pool_bytes is not None:
-            for index, mine in self._sums.items():
-                if not self._held_runs:
-                    results[index] = None if mine.total is None else mine.total.view(mine.shape)
-                else:
-                    self.owned_totals[index] = [run for _, _, run in mine.runs]
-        for bucket in self.buckets if self.pool_bytes is None else ():
-            if isinstance(bucket, OwnerBucket):
-                self.owned_totals.update(bucket.own_runs())
+        for index, mine in self._sums.items():
+            if not self._held_runs:
+                results[index] = None if mine.total is None else mine.total.view(mine.shape)
             else:
-                for index, view in bucket.views.items():
-                    results[index] = view
+                self.owned_totals[index] = mine.memory
         for mine in self._sums.values():
             mine.forget()
         return results

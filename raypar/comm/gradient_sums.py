@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.bucket_layout import Runs
-from raypar.comm.buffer_pool import bytes_behind_alignment
+from raypar.comm.buffer_pool import CPU, bytes_behind_alignment
 from raypar.plan.addition_tree import TreeNode, addition_tree_children
 
 SubtreeSums = Mapping[TreeNode, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
@@ -35,8 +35,7 @@ class GradientSum:
         self.unfilled = buckets
         """Buckets that have a part of the parameter and are not filled."""
         self.total: Tensor | None = None
-        """[elements] The memory for the total, once a bucket is filled; None where this replica owns runs in other memory, and
-        where totals stay in buckets."""
+        """[elements] The memory for the total, once a bucket is filled; None where this replica owns runs in other memory."""
         self.runs: list[tuple[int, int, Tensor]] = []
         """(first element, element behind the last, total) of each run that this replica owns, where replicas own runs."""
         self.has_memory = False
@@ -51,7 +50,9 @@ class GradientSum:
             self._flat = [[term.reshape(-1) for term in terms] for terms in self.terms]
         return [term[start:stop] for term in self._flat[subtree]]
 
-    def find_memory(self, dtype: torch.dtype, own_runs: Runs | None, *, keep_others: bool = True) -> None:
+    def find_memory(
+        self, dtype: torch.dtype, own_runs: Runs | None, *, keep_others: bool = True, device: torch.device = CPU
+    ) -> None:
         """Choose where the total will be: in the memory of the first term, of which a bucket has a copy before anything is
         written there; or in new memory. `own_runs`: the runs of which this replica gets totals; None: all. `keep_others`:
         whether the memory of the others' runs may stay with these."""
@@ -59,13 +60,18 @@ class GradientSum:
         first = next((term for terms in self.terms for term in terms if _is_free(term)), None)
         self.total_is_only_term = first is not None and sum(map(len, self.terms)) == 1
         if own_runs is None:
-            self.total = torch.empty(self.shape.numel(), dtype=dtype) if first is None else first.view(-1)
+            self.total = torch.empty(self.shape.numel(), dtype=dtype, device=device) if first is None else first.view(-1)
             return
         for start, stop in own_runs:
             run = first.view(-1)[start:stop] if first is not None and (keep_others or stop - start == first.numel()) else None
             if run is None or bytes_behind_alignment(run):
-                run = torch.empty(stop - start, dtype=dtype)
+                run = torch.empty(stop - start, dtype=dtype, device=device)
             self.runs.append((start, stop, run))
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """Where totals go."""
+        return [run for _, _, run in self.runs] if self.total is None else [self.total]
 
     def place(self, start: int, stop: int) -> Tensor:
         """Where the total of some elements goes."""

@@ -22,10 +22,11 @@ class OwnerBucket(GradientBucket):
     is copied once, however many replicas it goes to.
     """
 
+    adds_into_totals = True
+    first_operation = last_operation = "all_to_all"
+
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
         assert layout.segments is not None
-        self.replicas = replicas
-        """The replicas that reduce together."""
         me, nodes, count = replicas.own_index, replicas.subtrees_by_replica, len(replicas.ranks)
         own, lengths = len(nodes[me]), [stop - start for start, stop in layout.segments]
         held = [owner % count for owner in range(me + 1 - replicas.holders, me + 1)]
@@ -34,7 +35,7 @@ class OwnerBucket(GradientBucket):
         around = [(me + after) % count for after in range(count)]
         begins = dict(zip(around, accumulate((own * lengths[owner] for owner in around), initial=0), strict=False))
         here = {owner: outgoing[begins[owner] :][: own * lengths[owner]] for owner in range(count)}
-        super().__init__(layout, outgoing[:0] if own == 1 else replicas.zeros(size, layout.dtype))
+        super().__init__(replicas, layout, outgoing[:0] if own == 1 else replicas.zeros(size, layout.dtype))
         nothing = outgoing[:0]
         self.pieces = [nothing if r == me else self._piece(outgoing, begins, lengths, r, own) for r in range(count)]
         """By replica: the memory from which this replica's subtree sums of what that one holds are sent."""
@@ -55,7 +56,6 @@ class OwnerBucket(GradientBucket):
             before += length
         self._own = [(part, self._within(totals[part.owner], part)) for part in layout.parts if part.owner in totals]
         """Each part that this replica holds, and its total."""
-        self._own.sort(key=lambda of: of[0].start)
         self._targets = [self._places(here, lengths, k) for k in range(own)]
         """By subtree: the places that `fill` writes to."""
 
@@ -81,13 +81,6 @@ class OwnerBucket(GradientBucket):
             found.append(Place(memory, part.parameter, part.start, part.stop, is_whole))
         return found
 
-    def own_runs(self) -> dict[int, list[Tensor]]:
-        """Parameter -> the totals of the runs that this replica holds, flat, ascending, valid at the end of the step."""
-        found: dict[int, list[Tensor]] = {index: [] for index in self.layout.indices}
-        for part, total in self._own:
-            found[part.parameter].append(total)
-        return found
-
     def fill(self, sums: Sums) -> None:
         """See `GradientBucket.fill`."""
         for k, places in enumerate(self._targets):
@@ -98,19 +91,10 @@ class OwnerBucket(GradientBucket):
         r = self.replicas
         return r.transport.all_to_all(self.parts, self.pieces, group=r.ranks, channel=r.channel)
 
-    def post_chained(self) -> Handle | None:
-        """See `GradientBucket.post_chained`."""
-        assert self.first_phase is not None
-        r = self.replicas
-        return r.transport.run_after(self.first_phase, self.add_up, group=r.ranks, channel=r.channel)
-
-    def add_up(self) -> None:
-        """See `GradientBucket.add_up`."""
+    def put_totals(self, sums: Sums) -> None:
+        """See `GradientBucket.put_totals`: adds, and copies the totals of what this replica holds."""
         for additions in self._additions:
             additions.run()
-
-    def put_totals(self, sums: Sums) -> None:
-        """See `GradientBucket.put_totals`: those of what this replica holds."""
         if self._own:
             copy_all(
                 [sums[part.parameter].place(part.start, part.stop) for part, _ in self._own], [total for _, total in self._own]

@@ -159,21 +159,17 @@ class SharedMemoryBucket(GradientBucket):
     def __init__(
         self, replicas: ReplicaGroup, layout: BucketLayout, sums: Sequence[Sequence[Tensor]], together: CombinedMessage
     ) -> None:
-        self.replicas = replicas
         self._sums = sums
         self._together = together
         self.begins_group = False
         """Whether it is the first bucket of its group."""
         self.turn = 0
         """The turn in which the bucket is filled next, or was: 0 or 1."""
-        super().__init__(layout, sums[replicas.own_index][0])
+        super().__init__(replicas, layout, sums[replicas.own_index][0])
 
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
         return self._together.add_filled_bucket()
-
-    def add_up(self) -> None:
-        """See `GradientBucket.add_up`: `put_totals` adds."""
 
     def _count(self) -> None:
         nbytes = self._sums[1 - self.replicas.own_index][self.turn].nbytes

@@ -86,11 +86,36 @@ class Transport(Protocol):
     def can_share_memory(self, rank: int) -> bool:
         """Whether `rank` is on this machine and its memory can be read in place (`comm.shared_memory`)."""
 
-    def run_after(self, after: Handle, work: Callable[[], None], *, group: Sequence[int], channel: int = 0) -> Handle | None:
+    def run_before(
+        self,
+        operation: str,
+        work: Callable[[], None],
+        *,
+        group: Sequence[int],
+        channel: int = 0,
+        after: Handle | None = None,
+        keep: Sequence[Tensor] = (),
+    ) -> Handle | None:
+        """Enqueue work on a device's memory that begins when the current stream has done what it was given so far, and `after`
+        is over, beside what is computed from here on.
+
+        Collectives of this kind (one of `COLLECTIVES`), group and channel that are posted later follow it. `keep`: what the
+        work uses, held until it is done. None, and nothing is enqueued, where the host does such work itself.
+        """
+
+    def run_after(
+        self,
+        after: Handle,
+        work: Callable[[], None],
+        *,
+        group: Sequence[int],
+        channel: int = 0,
+        operation: str = "all_gather",
+    ) -> Handle | None:
         """Enqueue work on a device's memory that begins when a collective of this group is over, beside what is computed.
 
-        All-gathers of the group and channel that are posted later follow it. None, and nothing is enqueued, where the host has
-        to wait for the collective; then the caller does the work after that.
+        Collectives of the kind `operation` of the group and channel that are posted later follow it. None, and nothing is
+        enqueued, where the host has to wait for the collective; then the caller does the work after that.
         """
 
     def send(self, tensor: Tensor, *, to: int, tag: int, keep_layout: bool = False) -> Handle:

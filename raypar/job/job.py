@@ -592,10 +592,8 @@ class Job(Section):
         return None if given is None else round(given * 2**20)
 
     @property
-    def reduction_buffer_bytes(self) -> int | None:
-        """Most memory of the buckets of a stage's gradients; None: as much as they need."""
-        if self.device != "cpu":
-            return None
+    def reduction_buffer_bytes(self) -> int:
+        """Most memory of the buckets of a stage's gradients."""
         section = self.plan if isinstance(self.plan, PlanConfig) else PlanConfig()
         return section.reduction_buffer_mib << 20
 

@@ -146,7 +146,7 @@ class PlanConfig(Section):
     zero: Annotated[Any, BeforeValidator(_zero_levels), CLIENT] = 0
     """ZeRO: which state the replicas of a stage divide. 0: each has everything. 1: each has a part of the optimizer's state
     (and of float32 masters), steps it, and gets the other parameters from their owners. 2: each also frees the gradients of
-    the others' parts once they are reduced (on GPUs as 1). One number, or a list with one per stage; `auto`: the lowest with
+    the others' parts once they are reduced. One number, or a list with one per stage; `auto`: the lowest with
     which the memory sheet of the largest worker fits into its memory. Results do not depend on it."""
     zero_holders: Annotated[int, Field(ge=1, le=2), CLIENT] = 1
     """How many replicas hold, and step, each part of the state that replicas divide (`zero`). 1: if its only holder dies, all
@@ -154,7 +154,7 @@ class PlanConfig(Section):
     two replicas each holds everything. Results do not depend on it."""
     reduction_buffer_mib: Annotated[PositiveInt, WORKERS] = 8
     """Memory of a stage with replicas, in MiB, for gradients that are on their way between these. Gradients that find no room
-    wait where they are. On GPUs there is always room. Results do not depend on it."""
+    wait where they are. Results do not depend on it."""
     recompute: Annotated[Any, BeforeValidator(_recompute_policy), CLIENT] = "none"
     """Activation checkpointing: layers whose activations are dropped after the forward and computed again for the backward, for
     less memory and more time, with the same results. `none`, `full`, or a list of patterns of layer names."""

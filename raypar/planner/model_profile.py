@@ -156,7 +156,7 @@ class ModelProfile:
     recomputation; the others failed it or were not checked. `most_stages`: how many stages a plan may have; None: any number (1
     for an optimizer that couples parameters). `lengths`: of which length the microbatches are that were measured, in
     words, where others are shorter: `microbatches of length 128`; empty: all are as the first one. `reduction_buffer_bytes`:
-    most memory of the buckets in which a stage's replicas reduce gradients; None: as much as they need; 0: not counted.
+    most memory of the buckets in which a stage's replicas reduce gradients; 0: not counted.
     `mirror`: where workers keep the mirror's copies of their state; None: there are none. `most_zero`: the highest ZeRO stage
     that a plan may have (an optimizer that couples parameters allows none). `zero_is_open`: whether the planner chooses it.
     """
@@ -172,7 +172,7 @@ class ModelProfile:
     recomputable: tuple[int, ...] = ()
     most_stages: int | None = None
     lengths: str = ""
-    reduction_buffer_bytes: int | None = 0
+    reduction_buffer_bytes: int = 0
     mirror: MirrorPlace | None = None
     most_zero: int = 1
     zero_is_open: bool = False

@@ -106,7 +106,7 @@ def bucket_bytes(profile: ModelProfile, routing: MicrobatchRouting) -> tuple[int
         needed = buffer_elements(profile.stage(place).reduced_bytes, subtrees)
         for row in place.workers:
             for rank in row:
-                found[rank] += needed if limit is None else min(limit, needed)
+                found[rank] += min(limit, needed)
     return tuple(found)
 
 

@@ -514,11 +514,10 @@ class StageBuilder:
             for (index, number), stage in stages.items()
         }
 
-    def _pool_bytes(self, index: int) -> int | None:
+    def _pool_bytes(self, index: int) -> int:
         """Memory for buckets of the gradients of one virtual shard of a stage here."""
-        stage, limit = self.assignment.plan.stages[index], self.spec.reduction_buffer_bytes
-        role = self.assignment.plan.role_in(self.transport.rank, index)
-        return None if limit is None else limit // len(stage.run_of(role.shard))
+        stage, role = self.assignment.plan.stages[index], self.assignment.plan.role_in(self.transport.rank, index)
+        return self.spec.reduction_buffer_bytes // len(stage.run_of(role.shard))
 
     def _owners_of_uses(self, index: int, number: int, stage: Stage) -> list[list[list[tuple[int, int]]]]:
         """By use of a parameter: the runs that each replica owns, where gradients are reduced to these; empty if none are."""

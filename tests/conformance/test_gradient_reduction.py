@@ -15,7 +15,7 @@ from helpers.transport_cases import CREDENTIAL, over_nccl
 from torch.utils._pytree import tree_leaves
 
 from raypar.comm import shared_memory, shared_memory_buckets
-from raypar.comm.bucket_layout import bucket_layouts
+from raypar.comm.bucket_layout import BucketRoom, bucket_layouts
 from raypar.comm.cooperative_scheduler import CooperativeScheduler
 from raypar.comm.gradient_buckets import CanonicalBucket, HalvingBucket, ReplicaGroup
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
@@ -64,8 +64,8 @@ def sums_of(gradients, index, run):
     return {node: {index: fold_tree(leaves, node, torch.add)} for node in covering_nodes(run, len(gradients))}
 
 
-POOLS = [None, 8 << 20, 16 << 10]
-"""Memory of buckets: their own; a pool for all of them; one that has less room than the gradients."""
+POOLS = [8 << 20, 16 << 10]
+"""Memory of all buckets: room for the gradients; less."""
 
 
 def replica(transport, kind, runs, gradients, steps=2, bucket_bytes=1500, pool_bytes=8 << 20):
@@ -209,54 +209,6 @@ def test_threads_have_the_bits_of_one_process(kind, replicas):
         mesh.close()
     for result in results:
         assert all(same_bits(a, b) for a, b in zip(result, as_reduced(by_one_process(gradients)), strict=True))
-
-
-class Ordered:
-    """A handle as of a busy device: work on the stream may follow at once, but it is done only once the host has waited."""
-
-    def __init__(self, inner, name, log):
-        self.inner, self.name, self.log, self.waited = inner, name, log, False
-
-    def done(self):
-        return self.waited
-
-    def wait(self, timeout_s=None):
-        self.inner.wait(timeout_s)
-        self.waited = True
-        self.log.append(("host", self.name))
-
-    def wait_on_stream(self, timeout_s=None):
-        self.inner.wait(timeout_s)  # here the host itself adds
-        self.log.append(("stream", self.name))
-
-
-@pytest.mark.parametrize("kind, second", [(CanonicalReduction, ["all_gather"]), (FastReduction, [])])
-def test_only_a_stream_waits_for_sums_and_totals_until_the_host_asks_whether_they_have_succeeded(kind, second):
-    """At the end of a step only additions stand between two exchanges: a stream may wait for them."""
-    gradients, runs, mesh = block_gradients(6), [contiguous_part(r, 3, 6) for r in range(3)], LocalMesh(3)
-    first = ["all_to_all"] if second else ["all_reduce"]
-    logs = [[] for _ in range(3)]
-
-    def body(rank):
-        end = mesh.transports[rank]
-        for name in (*first, *second):
-            post = getattr(end, name)
-
-            def posted(*args, name=name, post=post, **more):
-                return Ordered(post(*args, **more), name, logs[rank])
-
-            setattr(end, name, posted)
-        run_routine(replica(end, kind, runs, gradients, steps=1, pool_bytes=None), timeout_s=10)
-
-    threads = [threading.Thread(target=body, args=(r,)) for r in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    for log in logs:
-        buckets = len(log) // (2 + 2 * len(second))
-        assert buckets > 1
-        assert log == [(who, name) for who in ("stream", "host") for name in (*first, *second) for _ in range(buckets)]
 
 
 @pytest.mark.parametrize("kind", [CanonicalReduction, FastReduction])
@@ -415,7 +367,7 @@ def test_halving_has_the_bits_and_bytes_of_owners_in_twice_log2_r_messages_to_th
 
 
 def test_halving_needs_no_more_memory_than_owners():
-    [layout] = bucket_layouts(parameters(), 1 << 20, torch.device("cpu"))
+    [layout] = bucket_layouts(parameters(), 1 << 20, torch.device("cpu"), room=BucketRoom(1 << 20, (1,) * 4))
     nodes = tuple(((r, r + 1),) for r in range(4))
     replicas = ReplicaGroup(LocalMesh(4).transports[1], (0, 1, 2, 3), 1, 0, 4, nodes)
     halving, owners = HalvingBucket(replicas, layout), CanonicalBucket(replicas, layout)

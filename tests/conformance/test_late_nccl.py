@@ -10,16 +10,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import late_device, pretend
-from helpers.late_device import World
+from helpers.late_device import WaitFor, World
 from helpers.late_mutations import MUTATIONS
 from helpers.late_nccl import connected
-from helpers.late_programs import Launched, communicators, ending_in_one_thread
+from helpers.late_programs import Launched, communicators, ending_in_one_thread, owned_runs
 from helpers.late_runs import failure, runs_late
 from helpers.parity import Layout
+from helpers.zero_layouts import small_pieces
 
 from raypar.comm.gradient_reduction import CanonicalReduction
 from raypar.comm.routine import RoutineWait
 from raypar.comm.transport import CommunicatorKey
+from raypar.worker.run_in_one_process import OneProcessRun
 
 pytestmark = pretend.NEEDED
 SEEDS = 400
@@ -251,26 +253,31 @@ def test_gradients_are_reduced_right_also_where_some_replicas_have_none(seed):
     assert failure("reductions", seed, sanitize=seed % 2 == 1) is None
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
-def test_all_of_a_reduction_is_enqueued_when_its_gradients_are_ready(replicas):
-    """The host is ahead of the device: what is enqueued only when a first phase is done comes after the backward pass."""
+@pytest.mark.parametrize("replicas, holders", [(2, 0), (3, 0), (4, 0), (2, 1), (3, 2)])
+def test_all_of_a_reduction_is_enqueued_when_its_gradients_are_ready(replicas, holders):
+    """The host is ahead of the device: what is enqueued only when a first phase is done comes after the backward pass. A pool
+    with room for two buckets changes nothing; neither the host nor the stream that computes waits for it."""
     everybody = tuple(range(replicas))
-    names = ("halving_all_reduce",) if replicas == 4 else ("all_to_all", "all_gather")
+    names = ("halving_all_reduce",) if replicas == 4 else ("all_to_all",) if holders else ("all_to_all", "all_gather")
+    owners = owned_runs([600] * 3, replicas) if holders else []
     keys = [CommunicatorKey(everybody, name, 0) for name in names]
 
     def routine(end):
         reduction = CanonicalReduction(
             end, group=everybody, runs=[range(r, r + 1) for r in everybody], block_count=replicas,
-            parameters=[(torch.Size((600,)), torch.float32)] * 3, bucket_bytes=2400, device=pretend.device(),
+            parameters=[(torch.Size((600,)), torch.float32)] * 3, bucket_bytes=2400, device=pretend.device(), owners=owners,
+            holders=holders or 1,
         )  # fmt: skip
         reduction.start()
         node = (end.rank, end.rank + 1)
         for index in (2, 1, 0):
             row = {index: torch.full((600,), 1.0 + end.rank, device=pretend.device())}
             reduction.submit_gradients([index], {node: row})
-        enqueued = [replicas == 4 or bucket.second_phase is not None for bucket in reduction.buckets]
-        assert enqueued == [True] * 3 and not any(bucket.first_phase.done() for bucket in reduction.buckets)
-        for total in (yield from reduction.finish()):
+        assert len({id(bucket.replicas.slot) for bucket in reduction.buckets}) == 2 < len(reduction.buckets)
+        assert not any(bucket.first_phase.done() or bucket.second_phase.done() for bucket in reduction.buckets)
+        assert end.device.default.queue and not any(isinstance(one, WaitFor) for one in end.device.default.queue)
+        found = yield from reduction.finish()
+        for total in [one for of in reduction.owned_totals.values() for one in of] if holders else found:
             assert bool((total == sum(range(1, replicas + 1))).all())
         yield from reduction.stream_waits.finish()
 
@@ -293,6 +300,30 @@ def test_gradients_of_uses_that_travel_apart_are_added_once_they_and_all_newer_o
 @pytest.mark.parametrize("seed", in_default(range(12), 4))
 def test_what_replicas_write_into_buffers_arrives_before_it_is_folded(seed):
     assert failure("buffers", seed, sanitize=seed % 4 == 3) is None
+
+
+@pytest.mark.parametrize("seed", in_default(range(24), 5, 19))
+def test_owners_have_the_bits_of_replicas_that_divide_nothing(seed):
+    """At level 1 and 2, with one holder and two, with ties and on shards."""
+    assert failure("owners", seed, sanitize=seed % 4 == 3) is None
+
+
+@pytest.mark.parametrize("layout", [Layout("tangled", "1f1b", (2, 3), 6), Layout("tangled", "1f1b", (3,), 4)], ids=str)
+def test_of_gradients_what_is_owned_alone_lives_on_a_device_too_at_level_2(layout):
+    """As memory for what is on its way there is the pool, whatever the size of the model."""
+    plan = layout.plan.with_zero(2)
+    with small_pieces(), OneProcessRun(layout.job, plan, layout.schedule, graph=layout.graph, device=pretend.device()) as run:
+        run.step(0)
+        for core in run.cores:
+            for index, owned in core.step_commit.owned.items():
+                kept = [each.parameter.grad.raw for each in owned if each.parameter.grad is not None]
+                assert all(one.untyped_storage().nbytes() == one.nbytes for one in kept), "no part of a larger tensor"
+                if core.ownership.divides(index[0], "gradient"):
+                    assert not any(one is not None for one in core.step_commit._settled[index].values())
+                slots = {
+                    id(bucket.replicas.slot): bucket.replicas.slot for bucket in core.step_commit.reductions[index].buckets
+                }
+                assert sum(slot._memory.nbytes for slot in slots.values()) <= layout.job.reduction_buffer_bytes
 
 
 @pytest.mark.parametrize(

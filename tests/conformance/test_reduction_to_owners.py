@@ -87,7 +87,7 @@ def test_owners_have_the_bits_of_one_process(replicas, blocks, pool_bytes):
     results = CooperativeScheduler(seed=blocks).run(routines, mesh)
     check(results, gradients)
     kinds = {type(bucket) for _, buckets in results for bucket in buckets}
-    in_place = replicas == 2 and blocks in (2, 4, 8) and pool_bytes is not None
+    in_place = replicas == 2 and blocks in (2, 4, 8)
     assert (SharedMemoryOwnerBucket if in_place else OwnerBucket) in kinds, "two replicas read each other's memory"
 
 

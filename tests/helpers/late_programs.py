@@ -33,6 +33,7 @@ from raypar.comm.nccl.transport import NcclTransport
 from raypar.comm.routine import Routine, RoutineWait, RoutineWork, StreamWaits
 from raypar.comm.transport import COLLECTIVES, FAST_REDUCTION_CHANNELS, CommunicatorKey
 from raypar.errors import CommError
+from raypar.plan.nested_shares import NestedTensorShares
 
 sys.path.append(str(Path(__file__).parents[2] / "jobs" / "bench"))
 from gpu_memory import OnDevice as ThroughDevice
@@ -421,8 +422,19 @@ def conformance(seed: int, *, sanitize: bool = False) -> None:
         world.run([transport_cases.CASES[name](ThroughDevice(end, pretend.device())) for end in ends])
 
 
+def owned_runs(sizes: list[int], replicas: int) -> list[list[list[tuple[int, int]]]]:
+    """By parameter: the runs of each replica."""
+    shares = NestedTensorShares(tuple(sizes), replicas, 16)
+    found: list[list[list[tuple[int, int]]]] = [[[] for _ in range(replicas)] for _ in sizes]
+    for owner in range(replicas):
+        for index, start, stop in shares.runs_of_owner(owner):
+            found[index][owner].append((start, stop))
+    return found
+
+
 def reductions(seed: int, *, sanitize: bool = False) -> None:
-    """Gradients of replicas are reduced in two steps, which may be given up; some have none of a parameter, and mark some."""
+    """Gradients of replicas are reduced in two steps, to all or to owners of runs; the steps may be given up, and some replicas
+    have none of a parameter, and mark some."""
     chosen = random.Random(seed)
     size, fast = 4 if seed % 5 == 4 else 2 + seed % 2, chosen.random() < 0.25
     halved = size == 4 and seed % 10 == 9
@@ -437,6 +449,8 @@ def reductions(seed: int, *, sanitize: bool = False) -> None:
     runs = [range(a, b) for a, b in pairwise(cuts)]
     shapes = [(chosen.choice((3, 70, 600)),) for _ in range(5)]
     defined = [[[chosen.random() < 0.5 for _ in shapes] for _ in range(blocks)] for _ in range(2)]
+    holders = chosen.choice((0, 1, 1 + (size > 2))) if kind is CanonicalReduction else 0
+    owners = owned_runs([shape[0] for shape in shapes], size) if holders else []
     marks = [[{i for i in range(5) if chosen.random() < 0.2} for _ in everybody] for _ in range(2)]
 
     def two_steps(reduction: GradientReduction, end: NcclTransport, device: LateDevice) -> Routine[None]:
@@ -465,7 +479,9 @@ def reductions(seed: int, *, sanitize: bool = False) -> None:
                 there = [1 + b + step for b in range(blocks) if defined[step][b][index]]
                 mine = [b for b in runs[end.rank] if defined[step][b][index]]
                 assert (index in reduction.defined_here) == bool(mine), (step, index)
-                assert total is not None and bool((total == sum(there)).all()), (step, index)
+                totals = [total] if not holders else reduction.owned_totals[index]
+                assert holders or total is not None
+                assert all(one is not None and bool((one == sum(there)).all()) for one in totals), (step, index)
             assert reduction.marked_parameters == set().union(*marks[step]), step
             yield from reduction.stream_waits.finish()
 
@@ -473,7 +489,7 @@ def reductions(seed: int, *, sanitize: bool = False) -> None:
         parameters = [(torch.Size(shape), torch.float32) for shape in shapes]
         reduction = kind(
             end, group=everybody, runs=runs, block_count=blocks, parameters=parameters, bucket_bytes=1500,
-            device=pretend.device(),
+            device=pretend.device(), owners=owners, holders=holders or 1,
         )  # fmt: skip
         try:
             yield from two_steps(reduction, end, device)
@@ -481,7 +497,8 @@ def reductions(seed: int, *, sanitize: bool = False) -> None:
             assert gives_up is not None
         if gives_up is None:
             return
-        lengths = [bucket.result.numel() for bucket in reduction.buckets for _ in everybody]
+        slots = {id(bucket.replicas.slot): bucket.replicas.slot for bucket in reduction.buckets}.values()
+        lengths = [slot._memory.numel() // 4 for slot in slots if slot is not None] + [shape[0] for shape in shapes] * blocks
         end.abort("the step is given up")
         del reduction
         end.close()
@@ -491,7 +508,7 @@ def reductions(seed: int, *, sanitize: bool = False) -> None:
                 yield RoutineWait(stream.record_event(), "whatever is left to be done")
         assert all(bool((one == 0.5).all()) for one in fresh), "a reduction writes to memory of others"
 
-    by_host = mock.patch.object(NcclTransport, "run_after", lambda *args, **kwargs: None)
+    by_host = mock.patch.multiple(NcclTransport, run_before=lambda *_, **__: None, run_after=lambda *_, **__: None)
     in_streams = chosen.choice((by_host, contextlib.nullcontext()))
     gives_up = chosen.choice((0, 1)) if chosen.random() < 0.3 else None
     with World(seed, size, sanitize=sanitize) as world, ending_in_one_thread(world), in_streams:

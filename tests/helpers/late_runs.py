@@ -21,10 +21,11 @@ from helpers.late_nccl import connected
 from helpers.late_programs import conformance, ending_in_one_thread, kills, messages_and_collectives, reductions
 from helpers.parity import Layout
 from helpers.shard_grid import SHALLOW, Cell
+from helpers.zero_layouts import small_pieces
 from torch import Tensor
 
 from raypar.model.tensor_parallel import vocabulary_parallel
-from raypar.plan import bundle_parts
+from raypar.plan import ParallelPlan, bundle_parts
 from raypar.worker import run_in_one_process
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.process import gpu_setup
@@ -99,10 +100,10 @@ def late(world: World) -> Iterator[None]:
         yield
 
 
-def end_of(layout: Layout | Cell, nodes: Sequence[int] = ()) -> tuple[Any, ...]:
-    """Losses, norms, weights and buffers after some steps. `nodes`: by rank, its node."""
+def end_of(layout: Layout | Cell, nodes: Sequence[int] = (), plan: ParallelPlan | None = None) -> tuple[Any, ...]:
+    """Losses, norms, weights and buffers after some steps. `nodes`: by rank, its node; `plan`: another one of the layout."""
     given = {"graph": layout.graph, "device": pretend.device(), "nodes": nodes}
-    with OneProcessRun(layout.job, layout.plan, layout.schedule, **given) as run:
+    with OneProcessRun(layout.job, plan or layout.plan, layout.schedule, **given) as run:
         reports = [run.step(step) for step in range(STEPS)]
         told = [(report.loss, report.norm) for reports_of_step in reports for report in reports_of_step]
         every = {name: copy.cpu() for name, copies in run.buffers().items() for name, copy in _numbered(name, copies)}
@@ -184,6 +185,31 @@ def parts(seed: int, *, sanitize: bool = False) -> None:
         assert end_of(ON_SHARDS, nodes) == want
 
 
+OWNING = (
+    Layout("tangled", "1f1b", (2, 1), 4),
+    Layout("tangled", "1f1b", (3,), 6),
+    Layout("tangled", "zb-v", (2, 2), 5),
+    Cell(SHALLOW, "1f1b", (2,), (2,), 4, sequence=True, dtype="float32"),
+)
+"""Plans whose replicas divide state: ties of two stages, two of a worker, and gradients that shards add up."""
+
+
+@functools.cache
+def nothing_divided(number: int) -> tuple[Any, ...]:
+    """What must come out of `owners`."""
+    with small_pieces(), own_tables():
+        return end_of(OWNING[number])
+
+
+def owners(seed: int, *, sanitize: bool = False) -> None:
+    """Steps of a plan whose replicas divide state and gradients."""
+    number = seed % len(OWNING)
+    layout, want = OWNING[number], nothing_divided(number)
+    level, holders = 1 + seed // len(OWNING) % 2, 1 + (max(layout.replicas) > 2 and seed // 8 % 2)
+    with small_pieces(), own_tables(), World(seed, layout.plan.world, sanitize=sanitize) as world, late(world):
+        assert end_of(layout, plan=layout.plan.with_zero(level, holders)) == want
+
+
 PROGRAMS: dict[str, Callable[..., None]] = {
     "messages and collectives": messages_and_collectives,
     "conformance": conformance,
@@ -192,6 +218,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "steps": steps,
     "buffers": buffers,
     "parts": parts,
+    "owners": owners,
 }
 
 
@@ -203,6 +230,8 @@ def prepare(program: str, seed: int) -> None:
         at_once(WRITING[seed % len(WRITING)])
     if program == "parts":
         whole_at_once()
+    if program == "owners":
+        nothing_divided(seed % len(OWNING))
 
 
 def failure(program: str, seed: int, *, sanitize: bool = False) -> str | None:

@@ -32,6 +32,7 @@ from raypar.comm import collectives, local_transport
 from raypar.comm.cooperative_scheduler import CooperativeScheduler
 from raypar.comm.nccl.tree_sum import add_over_tree_on_device
 from raypar.comm.routine import Routine, RoutineWait
+from raypar.comm.transport import Handle
 from raypar.job import DataConfig, Job, LossConfig, ModelConfig, OptimizerConfig, PrecisionConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
@@ -122,6 +123,7 @@ CAUSES = {
     "addition_tree.py": ADDITIONS,
     "gradient_reduction.py": "reduction over replicas",
     "gradient_buckets.py": "reduction over replicas",
+    "holder_buckets.py": "reduction over replicas",
     "gradient_sums.py": "reduction over replicas",
     "collectives.py": "sums over shards",
     "tree_sum.py": "sums over shards",
@@ -195,6 +197,30 @@ def _add_over_tree_of_nccl(parts: Sequence[Tensor], own: int, out: Tensor) -> No
 # -- messages that come late -------------------------------------------------------------------------------------------------
 
 
+class Enqueued:
+    """Handle of work that a device does once a collective is over, without the host."""
+
+    def __init__(self, after: Handle | None, work: Callable[[], None]) -> None:
+        self._after, self._work, self._is_done = after, work, False
+
+    def done(self) -> bool:
+        """See `Handle.done`."""
+        return self._is_done
+
+    def go_on(self) -> bool:
+        """Do the work if it may be done; whether it is."""
+        if self._after is None or self._after.done():
+            self._work()
+            self._is_done = True
+        return self._is_done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """See `Handle.wait`."""
+        assert self._is_done
+
+    wait_on_stream = wait
+
+
 class LateScheduler(CooperativeScheduler):
     """Delivers messages when some worker waits, and not before; counts the waits of the host. Waits between which it asks the
     device for nothing and posts nothing are one wait, for all that they wait for (as for the votes of all others)."""
@@ -204,6 +230,8 @@ class LateScheduler(CooperativeScheduler):
         self.waits: Counter[str] = Counter()
         self.messages = 0
         self._posted: list[tuple[Any, Any]] = []
+        self._enqueued: list[Enqueued] = []
+        """Work of devices that waits for messages, in order."""
         self._asked = 0
         """Operations of the device and halves of messages so far, of all workers."""
 
@@ -216,6 +244,14 @@ class LateScheduler(CooperativeScheduler):
             for pair in posted:
                 self.messages += pair[0].tensor is not None and pair[0].tensor.device.type == pretend.NAME
                 deliver(*pair)
+                while self._enqueued and self._enqueued[0].go_on():
+                    self._enqueued.pop(0)
+
+        def enqueue(after: Handle | None, work: Callable[[], None]) -> Enqueued:
+            made = Enqueued(after, work)
+            if after is not None or not made.go_on():
+                self._enqueued.append(made)
+            return made
 
         def waiting(routine: Routine[Any]) -> Routine[Any]:
             error: Exception | None = None
@@ -253,6 +289,11 @@ class LateScheduler(CooperativeScheduler):
             mock.patch.object(local_transport.LocalMesh, "match", match),
             mock.patch.object(local_transport, "deliver_message", lambda *pair: self._posted.append(pair)),
             mock.patch.object(collectives, "add_over_tree", _add_over_tree_of_nccl),
+            mock.patch.multiple(
+                collectives.MessageBasedTransport,
+                run_before=lambda end, operation, work, **more: enqueue(more.get("after"), work),
+                run_after=lambda end, after, work, **more: enqueue(after, work),
+            ),
         ):
             return super().run([waiting(routine) for routine in routines], mesh)
 

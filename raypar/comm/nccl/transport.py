@@ -196,20 +196,62 @@ class NcclTransport(PendingOperations):
         sent, received = (tensor.nbytes * (len(key.members) - 1), 0) if me == index else (0, tensor.nbytes)
         return self._run(key, [tensor], sent, received, lambda: None, lambda stream: stream.broadcast(tensor, index))
 
+    def run_before(
+        self,
+        operation: str,
+        work: Callable[[], None],
+        *,
+        group: Sequence[int],
+        channel: int = 0,
+        after: Handle | None = None,
+        keep: Sequence[Tensor] = (),
+    ) -> NcclHandle | None:
+        """See `Transport.run_before`. It has no stream of its own (see `run_after`): it runs in that of the collectives."""
+        if self._on_host(*keep[:1]) or not (after is None or isinstance(after, NcclHandle)):
+            return None
+        if after is not None and after.event is None:
+            after.done()  # it has failed, which this raises
+        key = CommunicatorKey(tuple(group), operation, channel)
+        return self._enqueue(f"copies before {operation}", key, work, after, keep, after_current=True)
+
     def run_after(
-        self, after: Handle, work: Callable[[], None], *, group: Sequence[int], channel: int = 0
+        self,
+        after: Handle,
+        work: Callable[[], None],
+        *,
+        group: Sequence[int],
+        channel: int = 0,
+        operation: str = "all_gather",
     ) -> NcclHandle | None:
         """See `Transport.run_after`. It has no stream of its own, which might share a hardware queue with a communicator's and
-        hold that up while it waits: it runs in the stream of the group's all-gathers."""
+        hold that up while it waits: it runs in the stream of the group's all-gathers, or of other collectives."""
         if not isinstance(after, NcclHandle) or after.event is None:
             return None
+        key = CommunicatorKey(tuple(group), operation, channel)
+        return self._enqueue(f"additions after {after.name}", key, work, after, (), after_current=False)
+
+    def _enqueue(
+        self,
+        name: str,
+        key: CommunicatorKey,
+        work: Callable[[], None],
+        after: NcclHandle | None,
+        keep: Sequence[Tensor],
+        *,
+        after_current: bool,
+    ) -> NcclHandle:
+        """Enqueue work in a communicator's stream, behind `after` and with `after_current` behind the current stream."""
         self.check_alive()
-        stream = self.stream_of(CommunicatorKey(tuple(group), "all_gather", channel))
-        handle = NcclHandle(self, f"additions after {after.name}", after.peers)
-        handle.stream_name, handle.sequence_number = after.stream_name, after.sequence_number  # it fails when that fails
+        stream = self.stream_of(key)
+        handle = NcclHandle(self, name, after.peers if after is not None else (), tuple(keep))
+        if after is not None:
+            handle.stream_name, handle.sequence_number = after.stream_name, after.sequence_number  # it fails when that fails
         with self.hold_lock(stream.lock):
             if self.track(handle):
-                stream.device_stream.wait_event(after.event)
+                if after_current:
+                    stream.device_stream.wait_event(self.device.record_event())
+                if after is not None and after.event is not None:
+                    stream.device_stream.wait_event(after.event)
                 stream.device_stream.run(work)
                 handle.mark_launched(stream.device_stream.record_event())
         return handle

@@ -385,13 +385,13 @@ class StepCommit:
 
     def _drop_gradients_of_others(self) -> None:
         """Keep the gradients of what is owned alone, where replicas divide gradients. Under the fast reduction whole ones are
-        there until the norm is taken; on a device they lie in buckets, which stay."""
+        there until the norm is taken."""
         for index, gradients in self._settled.items():
             if not self.ownership.divides(index[0], "gradient"):
                 continue
             whole = {each.name for each in self.owned[index] if each.run is None}
             for name, gradient in gradients.items():
-                if gradient is not None and gradient.is_cpu and name not in whole:
+                if gradient is not None and name not in whole:
                     own = [each for each in self.owned[index] if each.name == name]
                     self._settled_runs[index][name] = [each.of(gradient).clone() for each in own]
                     gradients[name] = None
