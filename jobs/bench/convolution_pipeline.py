@@ -9,6 +9,7 @@ network that is its last layer. Losses are equal to the last bit.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import sys
 from dataclasses import asdict
@@ -33,7 +34,7 @@ def profiles_of(given: argparse.Namespace) -> dict[str, ModelProfile]:
     graph = make_layer_graph(spec)
     found = {}
     for how in (WHOLE, SPLIT):
-        with ours.convolutions_split(how == SPLIT):
+        with contextlib.nullcontext() if how == SPLIT else ours.convolutions_not_split():
             found[how] = profile_job(spec, workers=2, graph=graph)
     return found
 

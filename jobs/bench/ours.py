@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +33,8 @@ from raypar.worker.process.allocator_and_garbage_collector import (
 from raypar.worker.worker_core import StepReport, WorkerCore
 
 CONNECT_TIMEOUT_S = 60.0
+UNTIL_THE_END = ExitStack()
+"""What lasts as long as a bench's process: a context manager that nobody keeps ends at once."""
 CREDENTIAL = RunCredential("bench", b"no secret: a bench has this machine to itself")
 
 
@@ -131,19 +133,15 @@ def residual_job(microbatches: int) -> Job:
     )
 
 
-@contextlib.contextmanager
-def convolutions_split(splits: bool) -> Iterator[None]:
-    """Stages that are made inside put off the weight gradients of convolutions too, or of linear layers alone."""
-    if splits:
-        yield
-        return
-    with mock.patch.object(split_backward, "convolution_class", lambda module: None):
-        yield
+def convolutions_not_split() -> AbstractContextManager[object]:
+    """Stages that are made inside put off the weight gradients of linear layers alone."""
+    return mock.patch.object(split_backward, "convolution_class", lambda module: None)
 
 
 def residual_and_plan(microbatches: int, schedule: str, cuts: Sequence[int], splits: bool) -> tuple[Job, ParallelPlan, str]:
-    """`residual_job` on two workers, from now on with convolutions as `convolutions_split` says."""
-    convolutions_split(splits).__enter__()
+    """`residual_job` on two workers; convolutions are not split from now on where `splits` is False."""
+    if not splits:
+        UNTIL_THE_END.enter_context(convolutions_not_split())
     spec = residual_job(microbatches)
     plan = plan_of(schedule, [1, 1], len(make_layer_graph(spec).layers))
     return spec, plan.with_split_points(cuts), schedule
