@@ -24,7 +24,7 @@ MEMORY_NOUNS: dict[str, str] = {**{str(k): noun for k, noun in STATE_KIND_NOUNS.
 MEMORY_COLOURS = {
     "parameter": "#2B7BBA", "gradient": "#7FB2DC", "widened": "#7FB2DC", "master": "#1F5A8A",
     "optimizer": "#7A4FA3", "buffer": "#6B7480",
-    "average": "#B07CC6", "buckets": "#A8C66C", "gather": "#CBDDA5", "mirror": "#C25B56",
+    "average": "#B07CC6", "buckets": "#A8C66C", "gather": "#CBDDA5", "gathered": "#8FB3C9", "mirror": "#C25B56",
     "activations": "#2FA584", "kept inputs": "#8ACDB7", "stash": "#D9861A",
 }  # fmt: skip
 """Kind of memory -> its colour in bars."""

@@ -28,8 +28,8 @@ _RECOMPUTE = "which layers are computed again (activation checkpointing) is plan
 _REPLICAS = "data parallelism is plan.replicas"
 _RESOURCES = "a worker takes `threads` processors, or one GPU with `device`; which nodes it may be on is `placement`"
 _SHARDED_STATE = (
-    "state that replicas divide (ZeRO, FSDP) is plan.zero: 0, 1 for the optimizer's state, or 2 for gradients too; parameters "
-    "are divided by plan.stages and plan.shards"
+    "state that replicas divide (ZeRO, FSDP) is plan.zero: 0, 1 for the optimizer's state, 2 for gradients too, or 3 for "
+    "parameters, which are whole from their first use in a step to the last; plan.stages and plan.shards divide the model"
 )
 _STEPS = "the length of a run is `steps`, or `epochs`: passes over `data`"
 _STOPPING = "a run whose validation loss, or another metric, is no longer better is ended by early_stopping, with its patience"

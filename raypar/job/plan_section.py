@@ -29,8 +29,8 @@ def _counts(value: T) -> T | tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
-MOST_ZERO = 2
-"""The highest ZeRO stage that runs can carry out."""
+MOST_ZERO = 3
+"""The highest ZeRO stage."""
 
 
 def _zero_levels(value: T) -> T | tuple[int, ...]:
@@ -39,7 +39,7 @@ def _zero_levels(value: T) -> T | tuple[int, ...]:
         return value
     each = value if isinstance(value, (list, tuple)) and value else [value]
     if any(type(level) is not int or not 0 <= level <= MOST_ZERO for level in each):
-        raise ValueError("0, 1 or 2 (3 is not supported yet), a list with one per stage, or auto")
+        raise ValueError("0, 1, 2 or 3, a list with one per stage, or auto")
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
@@ -146,8 +146,9 @@ class PlanConfig(Section):
     zero: Annotated[Any, BeforeValidator(_zero_levels), CLIENT] = 0
     """ZeRO: which state the replicas of a stage divide. 0: each has everything. 1: each has a part of the optimizer's state
     (and of float32 masters), steps it, and gets the other parameters from their owners. 2: each also frees the gradients of
-    the others' parts once they are reduced. One number, or a list with one per stage; `auto`: the lowest with
-    which the memory sheet of the largest worker fits into its memory. Results do not depend on it."""
+    the others' parts once they are reduced. 3: each also frees the others' parameters after their last use in a step, and gets
+    them again before the next, frozen ones too. One number, or a list with one per stage; `auto`: the lowest with which the
+    memory sheet of the largest worker fits into its memory. Results do not depend on it."""
     zero_holders: Annotated[int, Field(ge=1, le=2), CLIENT] = 1
     """How many replicas hold, and step, each part of the state that replicas divide (`zero`). 1: if its only holder dies, all
     go back to the mirror's last copy. 2: the other one goes on, as without `zero`, for twice the memory of each part; with

@@ -27,7 +27,7 @@ class _Wrapper:
 
 
 _REPLICAS = 'for data parallelism set plan.replicas (plan={"replicas": 2})'
-_SHARDED = f"{_REPLICAS}; ZeRO and FSDP sharding is not supported yet, but plan.stages and plan.shards divide a model"
+_SHARDED = f"{_REPLICAS}; plan.zero: 1, 2 or 3 divides state among these (ZeRO, FSDP), and plan.stages and plan.shards a model"
 _WRAPPERS = (
     _Wrapper("torch.nn.parallel", "DistributedDataParallel", _REPLICAS, True),
     _Wrapper("torch.nn.parallel", "DataParallel", _REPLICAS, True),

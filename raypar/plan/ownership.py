@@ -222,19 +222,22 @@ class Ownership:
         """Whether the replicas of a stage divide a kind of state."""
         return self._level(stage) >= SHARED_OUT_FROM[kind]
 
-    def runs(self, stage: int, number: int, replica: int) -> tuple[OwnedRun, ...]:
+    def runs(self, stage: int, number: int, replica: int, *, frozen: bool = False) -> tuple[OwnedRun, ...]:
         """The runs of trained parameters that one replica of a virtual shard of a stage holds where replicas divide state, in
-        layer order; none of empty parameters. Each owner's run is one by itself, so that all its holders have the same."""
-        return self._runs(stage, number, self._owners_held_by(stage, replica))
+        layer order; none of empty parameters. Each owner's run is one by itself, so that all its holders have the same.
+        `frozen`: those of frozen parameters; none where each replica holds all of these."""
+        return self._runs(stage, number, self._owners_held_by(stage, replica), frozen=frozen)
 
-    def owned_runs(self, stage: int, number: int, replica: int) -> tuple[OwnedRun, ...]:
+    def owned_runs(self, stage: int, number: int, replica: int, *, frozen: bool = False) -> tuple[OwnedRun, ...]:
         """Those of `runs` that the replica owns: it alone sends them to others, counts them in the norm and writes them."""
-        return self._runs(stage, number, [replica])
+        return self._runs(stage, number, [replica], frozen=frozen)
 
-    def _runs(self, stage: int, number: int, owners: Sequence[int]) -> tuple[OwnedRun, ...]:
+    def _runs(self, stage: int, number: int, owners: Sequence[int], *, frozen: bool) -> tuple[OwnedRun, ...]:
+        if frozen and not self.divides(stage, "parameter"):
+            return ()
         place, grid = self.plan.stages[stage], self.plan.grid_of_stage[stage]
         shard = next(index for index, run in enumerate(place.runs) if number in run)
-        shared, here = self._share(grid, shard, frozen=False), self._tensors_of_stage(stage)
+        shared, here = self._share(grid, shard, frozen=frozen), self._tensors_of_stage(stage)
         return tuple(
             OwnedRun(shared.tensors[index].name, start, stop)
             for index, start, stop in sorted(run for owner in owners for run in shared.runs_of_owner(owner))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from raypar.plan.model_outline import ModelOutline
-from raypar.plan.ownership import Ownership, StateKind
+from raypar.plan.ownership import SHARED_OUT_FROM, Ownership, StateKind
 from raypar.plan.parallel_plan import ParallelPlan, StagePlan
 
 
@@ -20,6 +20,8 @@ class StateBytes:
     """The model's parameters and buffers, and how they are cut over shards."""
     by_tensor: Mapping[StateKind, Mapping[str, int]]
     """Kind of state -> tensor -> bytes when the tensor is whole; a tensor that is not named has no state of the kind."""
+    copies: Mapping[str, int] = field(default_factory=dict)
+    """Parameter -> bytes of the copy in a lower precision that layers compute with, of parameters that have one."""
     _on_ranks: dict[tuple[Hashable, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of `_on_rank`; plans that give a rank the same stages share entries."""
     _of_layers: dict[tuple[StateKind, int], tuple[tuple[dict[str, int], ...], ...]] = field(
@@ -54,6 +56,21 @@ class StateBytes:
             if name not in frozen
         }
         return StateBytes(self.outline, {"optimizer": trained, "parameter": frozen, "buffer": of["buffer"]})
+
+    def gathered(self, plan: ParallelPlan) -> tuple[int, ...]:
+        """By rank: bytes of what layers compute with and other replicas keep, where these divide parameters.
+
+        Raises `PlanError` as `of_plan` does.
+        """
+        undivided = plan.with_zero([min(level, SHARED_OUT_FROM["parameter"] - 1) for level in plan.zero_levels])
+        whole, kept = (self._computed_with.of_plan(each)["parameter"] for each in (undivided, plan))
+        return tuple(here - own for here, own in zip(whole, kept, strict=True))
+
+    @cached_property
+    def _computed_with(self) -> StateBytes:
+        """Of parameters what layers compute with, alone."""
+        parameters = self.by_tensor["parameter"]
+        return StateBytes(self.outline, {"parameter": {name: self.copies.get(name, of) for name, of in parameters.items()}})
 
     def on_fullest_shard(self, kind: StateKind, stage: StagePlan) -> int:
         """Bytes of a kind of state in a stage: the sum over its layers of the bytes on the layer's fullest shard.

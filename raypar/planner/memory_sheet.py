@@ -12,7 +12,14 @@ from raypar.plan.ownership import SHARED_OUT_FROM, STATE_KIND_NOUNS, StateKind
 from raypar.planner.candidate_plans import balanced_cuts
 from raypar.planner.model_profile import MirrorPlace, ModelProfile
 from raypar.planner.plan_search import format_mib
-from raypar.planner.predicted_step import bucket_bytes, gather_bytes, kept_bytes_by_kind, mirror_bytes, state_bytes
+from raypar.planner.predicted_step import (
+    bucket_bytes,
+    gather_bytes,
+    gathered_bytes,
+    kept_bytes_by_kind,
+    mirror_bytes,
+    state_bytes,
+)
 from raypar.schedule import registry
 from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH, Schedule
 from raypar.schedule.step_timeline import peak_kept_bytes
@@ -21,9 +28,12 @@ BUCKETS = "buckets"
 """The kind of memory in which gradients are on their way between replicas."""
 GATHER = "gather"
 """The kind of memory in which parameters are on their way from their owners."""
+GATHERED = "gathered"
+"""The kind of memory of parameters that layers compute with and other replicas keep, where these divide parameters."""
 MIRROR = "mirror"
 """The kind of memory of the mirror's copies."""
 KEPT_NOUNS: dict[str, str] = {
+    GATHERED: "gathered parameters",
     BUCKETS: "buckets of gradients",
     GATHER: "parameters on their way",
     MIRROR: "the mirror's copies",
@@ -46,6 +56,8 @@ class MemorySheet:
     """Buckets of gradients that are on their way between replicas."""
     gather: int = 0
     """Parameters that are on their way from their owners, at most."""
+    gathered: int = 0
+    """Parameters that layers compute with and other replicas keep."""
     mirror: int = 0
     """The mirror's copies, when they are most."""
     mirror_files: int = 0
@@ -54,7 +66,7 @@ class MemorySheet:
     @property
     def by_kind(self) -> dict[str, int]:
         """All kinds of memory -> their bytes, as data."""
-        beside = {BUCKETS: self.buckets, GATHER: self.gather, MIRROR: self.mirror}
+        beside = {GATHERED: self.gathered, BUCKETS: self.buckets, GATHER: self.gather, MIRROR: self.mirror}
         return {**{str(kind): nbytes for kind, nbytes in self.state.items()}, **beside, **self.kept}
 
     @property
@@ -68,7 +80,8 @@ class MemorySheet:
             for kind, nbytes in self.state.items()
             if nbytes or kind not in ("widened", "buffer", "average")
         )
-        beside = {kind: nbytes for kind, nbytes in self.by_kind.items() if kind in (BUCKETS, GATHER, MIRROR) and nbytes}
+        kinds = (GATHERED, BUCKETS, GATHER, MIRROR)
+        beside = {kind: nbytes for kind, nbytes in self.by_kind.items() if kind in kinds and nbytes}
         buckets = "".join(f", {format_mib(nbytes)} of {KEPT_NOUNS[kind]}" for kind, nbytes in beside.items())
         parts = [(kind, nbytes) for kind, nbytes in self.kept.items() if nbytes or kind == ACTIVATIONS]
         kept = ", ".join(f"{format_mib(nbytes)} of {KEPT_NOUNS[kind]}" for kind, nbytes in parts)
@@ -85,7 +98,14 @@ def memory_sheets(
     sizes = kept_bytes_by_kind(profile, routing, orders)
     kept = [peak_kept_bytes(order, sizes) for order in orders]
     state = state_bytes(profile, routing, [sum(peak.values()) for peak in kept])
-    beside = zip(kept, bucket_bytes(profile, routing), gather_bytes(profile, plan), *mirror_bytes(profile, plan), strict=True)
+    beside = zip(
+        kept,
+        bucket_bytes(profile, routing),
+        gather_bytes(profile, plan),
+        gathered_bytes(profile, plan),
+        *mirror_bytes(profile, plan),
+        strict=True,
+    )
     return tuple(
         MemorySheet({kind: by_rank[rank] for kind, by_rank in state.items()}, *of_rank) for rank, of_rank in enumerate(beside)
     )

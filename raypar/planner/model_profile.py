@@ -158,7 +158,7 @@ class ModelProfile:
     words, where others are shorter: `microbatches of length 128`; empty: all are as the first one. `reduction_buffer_bytes`:
     most memory of the buckets in which a stage's replicas reduce gradients; 0: not counted.
     `mirror`: where workers keep the mirror's copies of their state; None: there are none. `most_zero`: the highest ZeRO stage
-    that a plan may have (an optimizer that couples parameters allows none). `zero_is_open`: whether the planner chooses it.
+    that the planner may choose (an optimizer that couples parameters allows none). `zero_is_open`: whether it chooses one.
     """
 
     layers: tuple[LayerProfile, ...]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
 from raypar.plan.addition_tree import covering_nodes
 from raypar.plan.gradient_exchange import buffer_elements
-from raypar.plan.ownership import StateKind
+from raypar.plan.ownership import SHARED_OUT_FROM, StateKind
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.schedule import registry
 from raypar.schedule.instructions import KEPT_INPUTS, KEPT_SIZE, Schedule, splits_backward
@@ -37,7 +37,8 @@ def predict_step(
             slower = simulation_costs(profile, plan, split=split, factor=needed_ms / timeline.makespan_ms)
             timeline = simulate_schedule(orders, routing, crossing, replace(slower, kept_bytes=costs.kept_bytes))
     activations = timeline.peak_bytes or (0,) * plan.world
-    beside = (bucket_bytes(profile, routing), gather_bytes(profile, plan), mirror_bytes(profile, plan).in_memory)
+    gathers = (gather_bytes(profile, plan), gathered_bytes(profile, plan))
+    beside = (bucket_bytes(profile, routing), *gathers, mirror_bytes(profile, plan).in_memory)
     state = state_bytes(profile, routing, kept=activations).values()
     return timeline, tuple(map(sum, zip(activations, *beside, *state, strict=True)))
 
@@ -91,6 +92,14 @@ def reduction_ms(stage: LayerProfile, place: StagePlan, link: LinkProfile) -> fl
     if place.zero_in_effect:
         times = (replicas - holders) / replicas + holders * times / 2
     return link.ms(times * stage.reduced_bytes)
+
+
+def gathered_bytes(profile: ModelProfile, plan: ParallelPlan) -> tuple[int, ...]:
+    """By rank: bytes of parameters that layers compute with and other replicas keep, while they are there: from the gather
+    behind a step to the last use in the next one."""
+    if plan.most_zero < SHARED_OUT_FROM["parameter"]:
+        return (0,) * plan.world
+    return profile.state_on_shards(plan.virtual_shard_counts).gathered(plan)
 
 
 def bucket_bytes(profile: ModelProfile, routing: MicrobatchRouting) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ from raypar.worker.step.optimizer_state import (
     names_with_patterns,
     write_optimizer_state,
 )
-from raypar.worker.step.owned_parameters import run_key
+from raypar.worker.step.owned_parameters import named_parameters, run_key
 from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore
 
 
@@ -202,7 +203,8 @@ class ElasticWorker:
         if not (part.run_begins or part.checkpoint_folder):
             for index, optimizer in self.core.step_commit.optimizers.items():
                 there = {**state[index], **runs[index]}
-                mine = {each.key: there[each.key] for each in self.core.step_commit.owned[index] if each.key in there}
+                keys, _ = named_parameters(self.core.step_commit.owned[index])
+                mine = {key: there[key] for key in keys if key in there}
                 try:
                     write_optimizer_state(optimizer, OptimizerState.of_parameters(mine, names_with_patterns(optimizer)))
                 except StateNotKeptError as error:
@@ -302,13 +304,16 @@ class ElasticWorker:
         return RayparError(what, cure="report this: the pieces that it holds and was sent do not cover them")
 
     def _runs_to_own(self, owner: Ownership, index: int, number: int, replica: int) -> dict[str, list[tuple[int, int]]] | None:
-        """Trained parameter of a stage -> the runs of it that this rank owns, maybe none; None if no replicas divide any."""
+        """Parameter of a stage that replicas divide -> the runs of it that this rank holds, maybe none; None if they divide
+        none."""
         if not owner.divides(index, "optimizer"):
             return None
-        names = {run.name for r in range(owner.plan.stages[index].replicas) for run in owner.runs(index, number, r)}
-        found: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
-        for name, start, stop in owner.runs(index, number, replica):
-            found[name].append((start, stop))
+        found: dict[str, list[tuple[int, int]]] = {}
+        for other, frozen in product(range(owner.plan.stages[index].replicas), (False, True)):
+            for name, start, stop in owner.runs(index, number, other, frozen=frozen):
+                own = found.setdefault(name, [])
+                if other == replica:
+                    own.append((start, stop))
         return found
 
     def _unfilled(self, index: int, name: str, place: ParameterSlice) -> StateByKey:
@@ -359,10 +364,11 @@ class ElasticWorker:
         for index, stage in self.core.stages.items():
             state = self._state_of_optimizer(index)
             cuts = stage.shard.layout.cuts if stage.shard is not None else {}
-            divided, owned = self.core.ownership.divides(index[0], "optimizer"), self.core.step_commit.owned[index]
+            owned = self.core.step_commit.owned[index]
             whole = {each.name for each in owned if each.run is None}
             for name, parameter in stage.parameters.items():
-                if parameter.numel() and (name in whole or not (divided and parameter.requires_grad)):
+                is_divided = self.core.ownership.divides(index[0], "optimizer" if parameter.requires_grad else "parameter")
+                if parameter.numel() and (name in whole or not is_divided):
                     at = name, index[1] if name in cuts else WHOLE
                     place = ParameterSlice(cuts[name], index[1]) if name in cuts else ParameterSlice()
                     found.setdefault(at, ({PARAMETER: parameter.detach(), **state.get(name, {})}, place))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from raypar.worker.stage.layer_tensors import memory_begin
 from raypar.worker.stage.stage import Stage
+from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
 from raypar.worker.step.owned_parameters import OwnedParameter
 from raypar.worker.step.several_optimizers import averages_of, optimizers_in
 
 
 def held_memory(
-    stages: Iterable[Stage], optimizers: Iterable[torch.optim.Optimizer], owned: Iterable[OwnedParameter]
+    stages_by_index: Mapping[ShardOfStage, Stage],
+    optimizers: Iterable[torch.optim.Optimizer],
+    owned: Mapping[ShardOfStage, Sequence[OwnedParameter]],
 ) -> dict[str, int]:
     """Kind of memory -> bytes of the storages of its tensors, each storage once; kinds without any are left out.
 
@@ -21,22 +26,35 @@ def held_memory(
     """
     found: dict[str, int] = {}
     seen = set[int]()
-    stages, optimizers = list(stages), list(optimizers)
+    stages, optimizers = list(stages_by_index.values()), list(optimizers)
     for kind, tensors in (
         ("parameter", _computed_with(stages)),
         ("master", (each for stage in stages for name, each in stage.parameters.items() if name in stage.weights.rounded)),
-        ("master", (each.parameter for each in owned)),
+        ("master", (each.parameter for of_stage in owned.values() for each in of_stage)),
         ("buffer", (each for stage in stages for each in stage.buffers.values())),
         ("average", (each for optimizer in optimizers for each in _averages(optimizer))),
         ("optimizer", (each for optimizer in optimizers for each in _state(optimizer))),
     ):
         for tensor in tensors:
-            nbytes = tensor.untyped_storage().nbytes()
-            # Not of the storage: not every device tells where that is.
-            begin = tensor.data_ptr() - int(tensor.storage_offset()) * tensor.itemsize
+            nbytes, begin = tensor.untyped_storage().nbytes(), memory_begin(tensor)
             if nbytes and begin not in seen:
                 seen.add(begin)
                 found[kind] = found.get(kind, 0) + nbytes
+    gathered = sum(_kept_by_others(stage, owned[index]) for index, stage in stages_by_index.items())
+    if gathered:
+        found |= {"parameter": found["parameter"] - gathered, "gathered": gathered}
+    return found
+
+
+def _kept_by_others(stage: Stage, owned: Sequence[OwnedParameter]) -> int:
+    """Bytes of what layers compute with that is there until its last use in a step, without the worker's own part of it."""
+    kept, found = Counter[str](), 0
+    for each in owned:
+        kept[each.name] += each.parameter.numel()
+    for name in stage.parameters:
+        whole = stage.weights.computed_with(name)
+        if stage.weights.is_temporary(whole):
+            found += (whole.numel() - kept[name]) * whole.itemsize
     return found
 
 

@@ -24,7 +24,6 @@ from raypar.comm.transport import Transport
 from raypar.comm.virtual_shards import VirtualShards
 from raypar.errors import ConfigError, ModelError, RayparError, UserCodeError
 from raypar.job import Job
-from raypar.job.plan_section import MOST_ZERO
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_by_layer
 from raypar.model.layer_skeletons import layers_that_write_buffers
@@ -121,13 +120,13 @@ def profile_job(
         step_ms=exchanges * link.latency_ms,
         outputs=measured.outputs,
         processors=max(1, count_usable_cpus() // spec.threads),
-        state=StateBytes(outline, measured.state),
+        state=StateBytes(outline, measured.state, measured.copies),
         kept=measured.kept,
         recomputable=measured.recomputable,
         lengths=describe_largest_shape(spec),
         reduction_buffer_bytes=spec.reduction_buffer_bytes,
         mirror=spec.elastic.mirror_place if spec.elastic is not None else None,
-        most_zero=MOST_ZERO,
+        most_zero=2,  # stage 3 gathers all parameters for a step, so that it needs no less
         zero_is_open=spec.leaves_zero_open,
     )
 
@@ -216,6 +215,8 @@ class MeasuredLayers(NamedTuple):
     """Every value that passes between layers, once for each layer that reads it."""
     state: BytesByTensor
     """What parameters take."""
+    copies: dict[str, int]
+    """Parameter -> bytes of the copy in a lower precision that layers compute with, of parameters that have one."""
     kept: tuple[KeptStorages, ...]
     """What layers keep for the backward, for each size of microbatch."""
     recomputable: tuple[int, ...]
@@ -232,6 +233,7 @@ def profile_layers(
     recomputable = []
     chains = [KeptStoragesMeasurement(graph, batch) for batch in batches]
     sizes: dict[str, int] = {}
+    copies: dict[str, int] = {}
     found = []
     state: BytesByTensor = {"parameter": {}, "gradient": {}, "optimizer": {}}
     if parameter_dtype_of(spec.precision) is not None:
@@ -239,9 +241,10 @@ def profile_layers(
     if gradient_dtype_of(spec.precision) is not None:
         state["widened"] = {}
     for index, held in enumerate(initial_values_by_layer(graph, spec.seed, getattr(torch, spec.dtype))):
-        profile, outputs, of_layer, may_recompute = _profile_layer(
+        profile, outputs, of_layer, of_copies, may_recompute = _profile_layer(
             spec, graph, routing, index, held, chains, refuse=recompute is not None
         )
+        copies |= of_copies
         recomputable += [index] if may_recompute else []
         found.append(profile)
         for kind, sizes_of_kind in of_layer.items():
@@ -256,7 +259,7 @@ def profile_layers(
         if consumer != producers[name]
     )
     kept = tuple(chain.result() for chain in chains)
-    return MeasuredLayers(tuple(found), between, state, kept, tuple(recomputable))
+    return MeasuredLayers(tuple(found), between, state, copies, kept, tuple(recomputable))
 
 
 def _profile_layer(
@@ -268,8 +271,8 @@ def _profile_layer(
     chains: Sequence[KeptStoragesMeasurement],
     *,
     refuse: bool,
-) -> tuple[LayerProfile, Mapping[str, Tensor], BytesByTensor, bool]:
-    """What was measured of one layer, and whether it may be recomputed. `refuse`: raise if it may not, but should be."""
+) -> tuple[LayerProfile, Mapping[str, Tensor], BytesByTensor, dict[str, int], bool]:
+    """What was measured of one layer and its tensors, and whether it may be recomputed. `refuse`: raise if it may not."""
     loss = make_loss_function(spec.loss)
     whole, split = (
         build_stage(graph, routing.plan, index, spec=spec, routing=routing, replica=0, loss_fn=loss, split=split, values=held)
@@ -296,8 +299,7 @@ def _profile_layer(
         if len(parts.shards) > 1:
             in_parts_ms = _time_in_parts(parts, received, fields, gradients)
             in_parts_keep = kept_in_parts(whole, parts, received, fields)
-    optimizer_ms, optimizer_bytes = _profile_optimizer(spec, whole)
-    state = _state_bytes(spec, whole, optimizer_bytes)
+    optimizer_ms, state, copies = _profile_state(spec, whole)
     return (
         LayerProfile(
             name=graph.layers[index].name,
@@ -317,6 +319,7 @@ def _profile_layer(
         ),
         outputs,
         state,
+        copies,
         may_recompute,
     )
 
@@ -382,6 +385,13 @@ def layer_in_parts(
         if number == 0:
             whole = share_whole_layers(parts[0], count - 1)
     return StageInVirtualShards([part for part in parts if not part.has_no_layers], generators, None)
+
+
+def _profile_state(spec: Job, stage: Stage) -> tuple[float, BytesByTensor, dict[str, int]]:
+    """Time of the optimizer's step, what the state of a stage takes, and what copies in a lower precision take."""
+    optimizer_ms, optimizer_bytes = _profile_optimizer(spec, stage)
+    copies = {name: tensor_nbytes(copy) for name, copy in stage.weights.rounded.items()}
+    return optimizer_ms, _state_bytes(spec, stage, optimizer_bytes), copies
 
 
 def _state_bytes(spec: Job, stage: Stage, optimizer: dict[str, int]) -> BytesByTensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ from raypar.worker.stage.initial_state import make_initial_stage_state, make_unf
 from raypar.worker.stage.layer_call import LayerCall
 from raypar.worker.stage.layer_tensors import StageTensors
 from raypar.worker.stage.loss import LossCall, make_loss_function
+from raypar.worker.stage.parameter_checked_call import ParameterCheckedCall
 from raypar.worker.stage.precision import StagePrecision
 from raypar.worker.stage.recomputation import StageRecomputation
 from raypar.worker.stage.stage import Stage, StageLayer, StageValues
@@ -53,6 +55,7 @@ from raypar.worker.stage.stage_coordinate_in_errors import SamplesOfPasses, Stag
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage, reduction_channel
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage.whole_layers import WholeLayers
+from raypar.worker.step.gathered_memory import GatheredMemory
 from raypar.worker.step.learning_rates import LearningRates
 from raypar.worker.step.optimizer_and_parameter_groups import build_optimizers
 from raypar.worker.step.owned_parameters import OwnedParameter, named_parameters, own_parameters
@@ -141,6 +144,14 @@ def share_whole_layers(first: Stage, others: int) -> WholeLayers | None:
     if positions != leading:
         first.hooks.when_left(whole.leave)
     return whole
+
+
+def free_between_steps(stage: Stage, owned: Sequence[OwnedParameter]) -> GatheredMemory:
+    """The memory of a stage's whole parameters, which comes and goes from now on. Layers that need it longer are refused when
+    they first run."""
+    for layer in stage.layers:
+        layer.call = ParameterCheckedCall(layer.layer.name, layer.call)
+    return GatheredMemory(stage.weights, owned)
 
 
 def samples_of_passes(spec: Job) -> SamplesOfPasses | None:
@@ -456,10 +467,12 @@ class StageBuilder:
         plan, rank = self.assignment.plan, self.transport.rank
         found = {}
         for (index, number), stage in stages.items():
-            runs = None
+            replica, runs, frozen = plan.role_in(rank, index).replica, None, None
             if self.ownership.divides(index, "optimizer"):
-                runs = self.ownership.runs(index, number, plan.role_in(rank, index).replica)
-            found[index, number] = own_parameters(stage.weights, runs)
+                runs = self.ownership.runs(index, number, replica)
+            if self.ownership.divides(index, "parameter"):
+                frozen = self.ownership.runs(index, number, replica, frozen=True)
+            found[index, number] = own_parameters(stage.weights, runs, frozen)
         return found
 
     def build_optimizers(
@@ -470,18 +483,22 @@ class StageBuilder:
             return {
                 index: build_optimizers(self.spec.optimizer, *named_parameters(mine), self.spec.average)
                 for index, mine in owned.items()
-                if mine
+                if any(each.parameter.requires_grad for each in mine)
             }
 
-    def build_gather(self, stages: Mapping[ShardOfStage, Stage]) -> ParameterGather:
+    def build_gather(
+        self, stages: Mapping[ShardOfStage, Stage], owned: Mapping[ShardOfStage, Sequence[OwnedParameter]]
+    ) -> ParameterGather:
         """What brings parameters from the replicas that own them, of the stages whose replicas divide state."""
         plan, rank = self.assignment.plan, self.transport.rank
         found = {}
         for (index, number), stage in stages.items():
             if not self.ownership.divides(index, "optimizer"):
                 continue
-            place = plan.stages[index]
-            runs = [self.ownership.owned_runs(index, number, replica) for replica in range(place.replicas)]
+            place, divides_parameters = plan.stages[index], self.ownership.divides(index, "parameter")
+            memory = free_between_steps(stage, owned[index, number]) if divides_parameters else None
+            all_runs = partial(self.ownership.owned_runs, index, number)
+            runs = [(*all_runs(replica), *all_runs(replica, frozen=True)) for replica in range(place.replicas)]
             runs = [tuple(run for run in of_replica if run.name in stage.parameters) for of_replica in runs]
             tensors = {run.name: stage.weights.computed_with(run.name) for of_replica in runs for run in of_replica}
             found[index, number] = StageGather(
@@ -490,6 +507,7 @@ class StageBuilder:
                 reduction_channel(plan, index, number),
                 gather_rounds(tensors, runs),
                 place.zero_holders,
+                memory,
             )
         return ParameterGather(found)
 
@@ -553,7 +571,7 @@ class StageBuilder:
             stages=stages,
             reductions=self.build_reductions(stages),
             owned=owned,
-            gather=self.build_gather(stages),
+            gather=self.build_gather(stages, owned),
             optimizers=self.build_optimizers(owned),
             transport=self.transport,
             spec=self.spec,

@@ -31,8 +31,8 @@ PLANS = {
 }
 
 
-LEVEL = 2
-"""It moves state as level 1 does, and gradients besides."""
+LEVEL = 3
+"""It moves state as level 1 does, and frees gradients and parameters besides."""
 
 
 @cache
@@ -127,12 +127,12 @@ def test_levels_and_sizes_change_as_workers_come_and_go():
 
     def plans(generation: int, workers: int) -> ParallelPlan:
         made = ParallelPlan.mesh(layers=LAYERS, pp=2 if workers > 1 else 1, dp=max(1, workers // 2))
-        return made.with_zero((generation + 1) % 3)
+        return made.with_zero((0, 1, LEVEL)[(generation + 1) % 3])
 
     case = Case(TANGLED, plan.with_zero(1), changes, policy=(("save_every", 1),))
     world, found, _ = membership.run(case, plans)
     assert found == undisturbed(TANGLED)
-    assert {adopted.most_zero for adopted, _ in world.records.values()} == {0, 1, 2}
+    assert {adopted.most_zero for adopted, _ in world.records.values()} == {0, 1, LEVEL}
 
 
 @pytest.mark.full
@@ -143,7 +143,7 @@ def test_histories_of_joins_losses_and_hangs_leave_the_bits(seed):
     def plans(generation: int, workers: int) -> ParallelPlan:
         dice = membership.random.Random(f"{case.seed}/{generation}/{workers}")
         layers = membership.job(case.spec, case.steps).layers
-        return membership.any_plan(dice, workers, layers, case.replicas).with_zero(dice.randrange(3), dice.choice([1, 2]))
+        return membership.any_plan(dice, workers, layers, case.replicas).with_zero(dice.randrange(4), dice.choice([1, 2]))
 
     policy = (*case.policy, ("save_every", 1)) if "save_every" not in dict(case.policy) else case.policy
     case = replace(case, plan=case.plan.with_zero(1), policy=policy)

@@ -34,19 +34,20 @@ def run_until_an_owner_dies(moment, at, folder, *words) -> tuple[Trainee, list[s
     return trainee, told
 
 
-@pytest.mark.parametrize("at", range(9, 29, 9))
+@pytest.mark.parametrize("at, level", [(9, 3), (18, 1), (27, 3)])
 @pytest.mark.parametrize("moment", ["vote", "apply", "gather"])
-def test_with_a_second_holder_no_step_is_gone_back_to(moment, at, undisturbed, tmp_path):
-    words = ("elastic={min_workers: 1, mirror: off}", "plan={replicas: 3, zero: 1, zero_holders: 2}")
+def test_with_a_second_holder_no_step_is_gone_back_to(moment, at, level, undisturbed, tmp_path):
+    words = ("elastic={min_workers: 1, mirror: off}", f"plan={{replicas: 3, zero: {level}, zero_holders: 2}}")
     trainee, told = run_until_an_owner_dies(moment, at, tmp_path, *words)
     assert trainee.result.weights_sha256 == undisturbed.weights_sha256
     assert trainee.losses == undisturbed.losses, "every step was seen once, with the same loss"
     assert not any(words in text for text in told for words in ("mirror", "checkpoint", "begin again")), told
 
 
+@pytest.mark.parametrize("level", [1, 3])
 @pytest.mark.parametrize("moment", ["vote", "apply", "gather"])
-def test_without_one_all_go_back_to_the_mirrors_copy(moment, undisturbed, tmp_path):
-    words = ("elastic={min_workers: 1, mirror: 4}", "plan={replicas: 3, zero: 1}")
+def test_without_one_all_go_back_to_the_mirrors_copy(moment, level, undisturbed, tmp_path):
+    words = ("elastic={min_workers: 1, mirror: 4}", f"plan={{replicas: 3, zero: {level}}}")
     trainee, told = run_until_an_owner_dies(moment, 14, tmp_path, *words)
     assert trainee.result.weights_sha256 == undisturbed.weights_sha256 and trainee.losses == undisturbed.losses
     assert any("mirror" in text for text in told), told

@@ -190,8 +190,9 @@ class TorchFlesh:
         """A bit of a weight changes by itself."""
         for stage in body.core.stages.values():
             for parameter in stage.parameters.values():
-                parameter.data.view(torch.int32).view(-1)[0] ^= 1 << 20
-                return
+                if parameter.untyped_storage().nbytes():  # else it is with its owners, until the next gather
+                    parameter.data.view(torch.int32).view(-1)[0] ^= 1 << 20
+                    return
 
     def dead(self, worker: int) -> None:
         for mesh, workers in self.meshes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,11 @@ def expected(model: str, microbatches: int, blocks: int, compute: Precision = No
     """As `helpers.parity.expected`, with small pieces of the norm."""
     with small_pieces():
         return parity.expected.__wrapped__(model, microbatches, blocks, compute)
+
+
+def storages(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' storages, each once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 class DividedLayout(Layout):
@@ -103,6 +108,8 @@ def state_of(run: OneProcessRun, key: str) -> dict[tuple[int, int, str], list[Te
     """An entry of the optimizers' state."""
 
     def read(core: WorkerCore, index: ShardOfStage, each: OwnedParameter) -> Tensor | None:
+        if not each.parameter.requires_grad:
+            return None
         return core.step_commit.optimizers[index].state[each.parameter].get(key)
 
     return put_together(run, read)

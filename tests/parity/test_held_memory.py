@@ -26,13 +26,13 @@ steps: 3
 batch_size: 4
 microbatches: 4
 """
-KEPT = ("parameter", "master", "optimizer", "average", "buffer")
+KEPT = ("parameter", "gathered", "master", "optimizer", "average", "buffer")
 """Kinds of state that are there between two steps."""
 PIECE_BYTES = 4 * CANONICAL_PIECE
 
 
 @pytest.mark.parametrize("more", ["", "average: {decay: 0.9}", "precision: {parameters: bf16, master: float32}"], ids=str)
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_each_kind_of_state_is_within_a_piece_of_the_sheet(zero, more):
     spec = parse_job(JOB + more)
     graph = make_layer_graph(spec)
@@ -43,7 +43,7 @@ def test_each_kind_of_state_is_within_a_piece_of_the_sheet(zero, more):
         reports = run.step(0)
     assert max(sheet.state["optimizer"] for sheet in sheets) > 4 * PIECE_BYTES, "there is something to compare"
     for sheet, report in zip(sheets, reports, strict=True):
-        predicted = {kind: sheet.state.get(kind, 0) for kind in KEPT}
+        predicted = {kind: sheet.by_kind.get(kind, 0) for kind in KEPT}
         held = {kind: report.memory.get(kind, 0) for kind in KEPT}
         assert all(abs(held[kind] - predicted[kind]) <= PIECE_BYTES for kind in KEPT), (predicted, held)
         assert 0 < report.memory["empty"] <= report.memory["rss"]

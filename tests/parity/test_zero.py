@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import checkpoint_folders as checkpoint_files
-from helpers import shard_grid, torch_flesh, ugly_models
+from helpers import shard_grid, torch_flesh
 from helpers.generations import SHARDS, Generations, mesh
 from helpers.parity import STEPS, Layout, layouts
 from helpers.recomputed_layouts import recomputed_layouts
 from helpers.shard_grid import SHALLOW, Cell, graph
 from helpers.virtual_shards import divided
-from helpers.zero_layouts import PIECE, check_cell, check_zero, expected, small_pieces
+from helpers.zero_layouts import PIECE, check_cell, check_zero, expected, small_pieces, storages
 
 from raypar.plan import ParallelPlan, ownership
 from raypar.plan.nested_shares import NestedTensorShares
 from raypar.plan.pieces import merge_pieces
-from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
 pytestmark = pytest.mark.part(4)
 
-LEVELS = (1, pytest.param(2, marks=pytest.mark.ci))
+LEVELS = (3, pytest.param(1, marks=pytest.mark.ci), pytest.param(2, marks=pytest.mark.ci))
+"""Each has what the one below it has: the default suite has the highest."""
 CELLS = [cell for cell in layouts() if max(cell.replicas) > 1]
 SAMPLE = [
     Layout("tangled", "1f1b", (2, 1, 3), 8),
@@ -132,11 +132,6 @@ def test_the_order_in_which_workers_run_does_not_matter(order_seed):
 # -- memory ------------------------------------------------------------------------------------------------------------------
 
 
-def storages(tensors) -> int:
-    """Bytes of the tensors' storages, each once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -225,10 +220,10 @@ def save(run: OneProcessRun, root: Path, done: int) -> Path:
     return checkpoint_files.save_run(run, root, done)
 
 
-PLANS = [((3,), 0), ((3,), 1), ((2, 2), 2), ((1, 3), 1), ((2,), 0), ((1,), 0)]
+PLANS = [((3,), 0), ((3,), 3), ((2, 2), 2), ((1, 3), 1), ((2,), 0), ((1,), 0), ((2, 3), 3)]
 PAIRS = [(before, after) for before in PLANS for after in PLANS if before[1] or after[1]]
-PAIRS += [(((3,), 1, 2), ((2, 2), 1)), (((1, 3), 1), ((4,), 1, 2)), (((3,), 1, 2), ((2,), 1, 2))]
-MARKS = {1: (), 9: (pytest.mark.ci,), len(PAIRS) - 2: (pytest.mark.ci,)}
+PAIRS += [(((3,), 1, 2), ((2, 2), 1)), (((1, 3), 1), ((4,), 1, 2)), (((3,), 1, 2), ((2,), 1, 2)), (((4,), 3, 2), ((3,), 3, 2))]
+MARKS = {1: (), 9: (pytest.mark.ci,), len(PAIRS) - 3: (pytest.mark.ci,), len(PAIRS) - 1: (pytest.mark.ci,)}
 """Pairs that other suites than the full one run."""
 
 
@@ -338,9 +333,9 @@ def test_weights_alone_are_saved_from_owners_too(tmp_path: Path):
 
 
 PATHS = {
-    "levels": [((2,), 0), ((2,), 1), ((3,), 1), ((1, 2), 1), ((2, 2), 0), ((2, 2), 1), ((1,), 1)],
+    "levels": [((2,), 0), ((2,), 3), ((3,), 3), ((1, 2), 1), ((2, 2), 0), ((2, 2), 3), ((1,), 1)],
     "replicas": [((3,), 1), ((2,), 1), ((4,), 1), ((1,), 1), ((5,), 1)],
-    "holders": [((3,), 1, 2), ((4,), 1, 2), ((2,), 1, 2), ((3,), 1, 1), ((5,), 1, 2)],
+    "holders": [((3,), 1, 2), ((4,), 3, 2), ((2,), 1, 2), ((3,), 3, 1), ((5,), 1, 2)],
     "stages": [((1, 1), 1), ((2, 2), 1), ((3, 1), 1), ((1, 2, 1), 1), ((2,), 1)],
 }
 
@@ -378,7 +373,7 @@ def test_shards_and_levels_change_together(tmp_path: Path):
     job = torch_flesh.TorchJob(Cell(SHALLOW, "1f1b", (1,), (1,), 4).job, graph(SHALLOW), shards=SHARDS)
     path = [(2, 1, 2), (2, 1, 1), (3, 1, 2), (1, 2, 2), (2, 1, 4)]
     ends = []
-    for levels in ((0,) * 5, (1,) * 5, (1, 0, 1, 1, 0)):
+    for levels in ((0,) * 5, (3,) * 5, (1, 0, 3, 3, 0)):
         with small_pieces():
             live = Generations(job)
             for done, (shape, level) in enumerate(zip(path, levels, strict=True)):
@@ -402,22 +397,9 @@ def test_state_of_virtual_shards_that_two_hold_moves_to_other_plans_and_back(vir
             live = Generations(job)
             for done, (replicas, runs) in enumerate(path):
                 plan = divided(replace(cell, replicas=replicas, shards=(len(runs),) * len(replicas)).plan, runs)
-                plan = plan.with_zero(1, holders) if holders else plan
+                plan = plan.with_zero(1 + 2 * (done % 2), holders) if holders else plan
                 first = done % 2
                 live.adopt(plan, list(range(first, first + plan.world)), done)
                 live.step(done)
             ends.append(checkpoint_files.read_checkpoint_state(live.save(tmp_path / str(holders), len(path))))
     assert same_state(ends[0], ends[1]) and same_state(ends[0], ends[2])
-
-
-def test_an_old_job_with_frozen_and_empty_parameters_has_these_whole_everywhere():
-    spec = ugly_models.job("tangled", microbatches=4)
-    made = make_layer_graph(spec)
-    plan = ParallelPlan.mesh(dp=2, layers=len(made.layers)).with_zero(1)
-    with small_pieces(), OneProcessRun(spec, plan, "1f1b", graph=made) as run:
-        run.step(0)
-        for core in run.cores:
-            (stage,) = core.stages.values()
-            frozen = [name for name, parameter in stage.parameters.items() if not parameter.requires_grad]
-            held = {piece.name for piece in core.ownership.held[core.rank]}
-            assert frozen and set(frozen) <= held

@@ -33,7 +33,7 @@ microbatches: 4
 """
 
 
-@pytest.mark.parametrize("given, levels", [(0, [0, 0]), (2, [2, 2]), ([0, 1], [0, 1])], ids=str)
+@pytest.mark.parametrize("given, levels", [(0, [0, 0]), (3, [3, 3]), ([0, 1], [0, 1])], ids=str)
 def test_one_level_or_one_for_each_stage(given, levels):
     config = PlanConfig(stages=2, replicas=2, zero=given)
     plan = config.to_plan(5)
@@ -44,16 +44,15 @@ def test_one_level_or_one_for_each_stage(given, levels):
     )
 
 
-@pytest.mark.parametrize("given", [3, [1, 3], -1, 4, True, "1", 0.5, [], None], ids=str)
-def test_other_values_and_levels_that_runs_cannot_carry_out_yet_are_refused(given):
-    with pytest.raises(ConfigError, match=r"expected 0, 1 or 2 \(3 is not supported yet\), a list with one"):
+@pytest.mark.parametrize("given", [[1, 4], -1, 4, True, "1", 0.5, [], None], ids=str)
+def test_other_values_are_refused(given):
+    with pytest.raises(ConfigError, match=r"expected 0, 1, 2 or 3, a list with one"):
         PlanConfig(stages=2, replicas=2, zero=given)
 
 
-def test_they_are_refused_in_a_whole_plan_too():
+def test_a_whole_plan_may_have_any_level():
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=5).with_zero(3)
-    with pytest.raises(ConfigError, match="3 is not supported yet"):
-        raypar.Trainer(model="m:m", loss="m:l", data="m:d", steps=1, batch_size=2, microbatches=1, plan=plan)
+    raypar.Trainer(model="m:m", loss="m:l", data="m:d", steps=1, batch_size=2, microbatches=1, plan=plan)
 
 
 def test_as_many_levels_as_stages_are_asked_for():
@@ -67,7 +66,7 @@ def test_as_many_levels_as_stages_are_asked_for():
 
 @pytest.mark.parametrize("key", ["zero", "fsdp", "zero_optimization", "reshard_after_forward", "zero_redundancy_optimizer"])
 def test_names_of_other_frameworks_lead_to_it(key):
-    with pytest.raises(ConfigError, match=r"plan\.zero: 0, 1 for the optimizer's state, or 2"):
+    with pytest.raises(ConfigError, match=r"plan\.zero: 0, 1 for the optimizer's state, 2 for gradients"):
         parse_job(JOB + f"{key}: 1\n")
 
 
@@ -177,6 +176,25 @@ def test_the_sheet_counts_what_a_replica_owns():
     sheet = memory_sheets(PROFILE, plan, "1f1b", Microbatches(4, 4))[2]
     assert sheet.state == {"parameter": 4 * SIZE, "gradient": 4 * SIZE, "optimizer": 2 * SIZE}
     assert Ownership(plan, PROFILE.state.outline).elements(2, "optimizer") == SIZE // 4
+
+
+@pytest.mark.parametrize("holders", [1, 2])
+def test_the_sheet_has_parameters_that_are_gathered(holders):
+    """As many in all as at level 2; what a replica keeps is its own part."""
+    plan, batching = ParallelPlan.mesh(dp=4, layers=1), Microbatches(4, 4)
+    three, two = (memory_sheets(PROFILE, plan.with_zero(level, holders), "1f1b", batching)[2] for level in (3, 2))
+    assert three.state["parameter"] == holders * SIZE and three.gathered == (4 - holders) * SIZE
+    assert three.total == two.total and two.gathered == 0
+    assert f"{(4 - holders) * 4}.0 MiB of gathered parameters" in str(three)
+
+
+def test_of_copies_in_a_lower_precision_what_is_gathered_is_the_copy():
+    """A frozen master is kept with its copy: both by owners, and while layers compute the copies of all."""
+    outline = ModelOutline((), elements=({"a": SIZE, "old": SIZE},), frozen=frozenset({"old"}))
+    by_tensor = {"parameter": {"a": 2 * SIZE, "old": 6 * SIZE}, "master": {"a": 4 * SIZE}}
+    state = StateBytes(outline, by_tensor, {"a": 2 * SIZE, "old": 2 * SIZE})
+    assert set(state.gathered(ParallelPlan.mesh(dp=4, layers=1).with_zero(3))) == {2 * (2 * SIZE - SIZE // 2)}
+    assert set(state.gathered(ParallelPlan.mesh(dp=4, layers=1).with_zero(2))) == {0}
 
 
 def test_it_is_a_way_to_need_less_memory():

@@ -1,9 +1,10 @@
 """The tensors that a stage's layers compute with: values in autograd's graph, parameters, one leaf for each use, and buffers.
 
 A stage gets its layers' tensors from `StageTensors.of_layer`, at every layer boundary. Today these tensors are
-whole parameters (or a shard's slices of them), which lie in the modules all the time. Weights that are gathered from the
-replicas that own them, or fetched from host memory, would be made in `of_layer`, too. Autocast makes none here: it casts them,
-for each operation as its lists say. With `precision.parameters` the tensors in the modules are rounded copies, made anew once a
+whole parameters (or a shard's slices of them), which lie in the modules all the time; where replicas divide them, their memory
+is there from a gather to their last use in a step (`step/gathered_memory.py`). Weights that are gathered layer by layer, or
+fetched from host memory, would be made in `of_layer`, too. Autocast makes none here: it casts them, for each operation as its
+lists say. With `precision.parameters` the tensors in the modules are rounded copies, made anew once a
 step; the parameters, which `StageTensors` has beside the modules, are their masters (rule 13 of the numerics contract).
 
 A layer reads the very tensor that another layer of the stage returned, so autograd adds the gradients of a value in its own
@@ -44,6 +45,11 @@ def make_alias(value: Tensor) -> Tensor:
     would become (4, 4, 2, 1), and its convolution would choose another kernel.
     """
     return torch.ops.aten.alias.default(value)  # type: ignore[no-any-return]
+
+
+def memory_begin(tensor: Tensor) -> int:
+    """The address of a tensor's storage, which not every device tells of the storage itself."""
+    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.itemsize
 
 
 def own_tensors(outputs: Sequence[Tensor], values: Collection[int]) -> tuple[Tensor, ...]:
@@ -160,6 +166,10 @@ class StageTensors:
     """Qualified name -> buffer as it was given, whatever forward has put in its place since."""
     persistent: frozenset[str]
     """Names of the buffers that exports contain."""
+    temporary: frozenset[int]
+    """Addresses of the memory of whole parameters that is freed after their last use in a step."""
+    _sharing: dict[str, list[nn.Parameter]]
+    """Canonical name -> the tensors of one memory that layers compute with."""
     _layers: list[LayerTensors]
     """By position of the layer in the stage."""
     _use_of: dict[int, int]
@@ -178,7 +188,7 @@ class StageTensors:
         canonical = canonical_names(graph)
         self.layer_names = tuple(layer.name for layer in layers)
         self.modules, self.parameters, self.rounded, self.sums_in = modules, {}, {}, sums_in
-        self.freed_masters = set()
+        self.freed_masters, self.temporary, self._sharing = set(), frozenset(), {}
         self.uses, self.leaves, self._layers = [], [], []
         for layer in layers:
             first, module = len(self.uses), modules[layer.name]
@@ -200,6 +210,7 @@ class StageTensors:
 
     def _take(self, parameter: nn.Parameter, name: str, rounded_to: torch.dtype | None) -> None:
         """Take in a layer's parameter, canonically `name`. `rounded_to`: the dtype of the copy that the layer computes with."""
+        self._sharing.setdefault(name, []).append(parameter)
         if rounded_to is None:
             home = self.parameters.setdefault(name, parameter)
             if home is not parameter:
@@ -232,6 +243,17 @@ class StageTensors:
     def computed_with(self, name: str) -> Tensor:
         """The tensor of a parameter that layers compute with: it, or its copy in a lower precision."""
         return self.rounded.get(name, self.parameters[name]).detach()
+
+    def take_new_memory(self, name: str) -> Tensor:
+        """Move what layers compute with of a parameter into memory that nothing else refers to; returns it."""
+        moved = self.computed_with(name).clone()
+        for parameter in self._sharing[name]:
+            parameter.data = moved
+        return self.computed_with(name)
+
+    def is_temporary(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that is freed after the last use of a step."""
+        return bool(self.temporary) and memory_begin(tensor) in self.temporary
 
     def of_layer(self, position: int) -> LayerTensors:
         """What the stage's layer at `position` computes with, ready for its forward."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from raypar.comm.buffer_pool import CPU
+from raypar.comm.sent_tensor_layout import copy_as_it_lies
 from raypar.errors import RayparError, UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.model.split_backward import DeferredWeightGradient, Stash
@@ -434,7 +435,11 @@ class Stage:
         """The values that other stages read. Of their graph only the edges are kept, not the values themselves."""
         outgoing = {name: values[name] for name in self.values.outgoing}
         live.entries.update((name, get_gradient_edge(value)) for name, value in outgoing.items() if value.requires_grad)
-        return {name: _without_graph(value) for name, value in outgoing.items()}
+        return {name: self._lasting(_without_graph(value)) for name, value in outgoing.items()}
+
+    def _lasting(self, value: Tensor) -> Tensor:
+        """The value, or a copy of a parameter (or of a view of one) whose memory is freed before all have read it."""
+        return copy_as_it_lies(value) if self.weights.is_temporary(value) else value
 
     def recompute(self, microbatch: int) -> None:
         """Recompute the activations that `checkpointed_forward` has dropped, by the same calls. Losses are not counted again.

@@ -1,4 +1,4 @@
-"""What a rank's optimizers train: whole parameters, or the runs of their elements that the rank owns."""
+"""What a rank keeps of parameters: these whole, or the runs of their elements that it owns, which its optimizers train."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from raypar.worker.stage.layer_tensors import StageTensors
 
 @dataclass(frozen=True, slots=True)
 class OwnedParameter:
-    """What an optimizer trains of one parameter of a stage."""
+    """What a rank keeps of one parameter of a stage: what its optimizer trains, unless the parameter is frozen."""
 
     name: str
     """The parameter's canonical name."""
     parameter: nn.Parameter
-    """The stage's own parameter, or a run of its elements [n]: a view of it. Where layers compute with a copy in a lower
-    precision a run is all that there is of the master."""
+    """The stage's own parameter, or a run of its elements [n]: a view of it, unless the whole one has no memory
+    (`GatheredMemory`). Where layers compute with a copy in a lower precision a run is all that there is of the master."""
     run: tuple[int, int] | None = None
     """The elements [start, stop) of the parameter as it lies here, flattened; None: all, in its own shape."""
 
@@ -50,20 +50,23 @@ def run_key(name: str, start: int, stop: int) -> str:
     return f"{name}[{start}:{stop}]"
 
 
-def own_parameters(tensors: StageTensors, runs: Iterable[OwnedRun] | None) -> list[OwnedParameter]:
+def own_parameters(
+    tensors: StageTensors, runs: Iterable[OwnedRun] | None, frozen: Iterable[OwnedRun] | None = None
+) -> list[OwnedParameter]:
     """What a rank trains of a stage, in layer order: its `runs`, and empty parameters; all if no replicas divide it (None).
+    `frozen`: its runs of frozen parameters, which are then kept beside; None: all replicas have these.
 
     Of a parameter that layers use as a copy in a lower precision, and of which the rank owns a part, that part is all that is
     left: the other elements of the master are freed.
     """
-    trained = {name: parameter for name, parameter in tensors.parameters.items() if parameter.requires_grad}
+    kept = {name: parameter for name, parameter in tensors.parameters.items() if parameter.requires_grad or frozen is not None}
     if runs is None:
-        return [OwnedParameter(name, parameter) for name, parameter in trained.items()]
+        return [OwnedParameter(name, parameter) for name, parameter in kept.items()]
     of_name: dict[str, list[tuple[int, int]]] = {}
-    for name, start, stop in runs:
+    for name, start, stop in (*runs, *(frozen or ())):
         of_name.setdefault(name, []).append((start, stop))
     found = []
-    for name, parameter in trained.items():
+    for name, parameter in kept.items():
         size, own = parameter.numel(), of_name.get(name, [])
         if not size or own == [(0, size)]:
             found.append(OwnedParameter(name, parameter))
@@ -71,7 +74,7 @@ def own_parameters(tensors: StageTensors, runs: Iterable[OwnedRun] | None) -> li
         flat, is_master = parameter.detach().view(-1), name in tensors.rounded
         for start, stop in own:
             part = flat[start:stop].clone() if is_master else flat[start:stop]
-            run = nn.Parameter(part)
+            run = nn.Parameter(part, requires_grad=parameter.requires_grad)
             vars(run).update({key: value for key, value in vars(parameter).items() if key not in vars(run)})
             found.append(OwnedParameter(name, run, (start, stop)))
         if is_master:
@@ -79,9 +82,10 @@ def own_parameters(tensors: StageTensors, runs: Iterable[OwnedRun] | None) -> li
     return found
 
 
-def named_parameters(owned: Sequence[OwnedParameter]) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+def named_parameters(owned: Iterable[OwnedParameter]) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
     """(key -> what an optimizer gets, key -> canonical name of the parameter)."""
-    return {each.key: each.parameter for each in owned}, {each.key: each.name for each in owned}
+    trained = [each for each in owned if each.parameter.requires_grad]
+    return {each.key: each.parameter for each in trained}, {each.key: each.name for each in trained}
 
 
 def rounded_runs(owned: Sequence[OwnedParameter], tensors: StageTensors) -> tuple[list[Tensor], list[Tensor]]:

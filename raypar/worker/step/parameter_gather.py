@@ -4,6 +4,9 @@ Whole parameters are a cache. A step changes an owner's runs; what the others ha
 follows is finished. Only `WorkerCore.routine` and `WorkerCore.validation_routine` read caches, and both finish it first;
 checkpoints, mirrors and moves of state read owners' runs. So a worker that is lost in between leaves nothing that anybody
 would compute with: the next generation takes the state from its owners, and gathers anew.
+
+Where replicas divide parameters (ZeRO stage 3) the cache is freed after its last use in a step, and the next gather brings it
+back, also after a step that was skipped.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from raypar.plan.ownership import OwnedRun
 from raypar.plan.parallel_plan import StagePlan
 from raypar.torch_compat.multi_tensor import copy_all
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
+from raypar.worker.step.gathered_memory import GatheredMemory
 
 PACKED_BYTES = 2 << 20
 """About the size of a message in which small runs travel together."""
@@ -98,13 +102,35 @@ class StageGather:
     """The rounds, in the order in which all replicas post them."""
     holders: int = 1
     """How many replicas hold each run: its owner, who sends it, and those that follow, who do not need it."""
+    memory: GatheredMemory | None = None
+    """The memory of the whole parameters, if it is freed after their last use."""
+    is_stale: bool = False
+    """Whether the whole parameters are older than their owners' runs, or not there. Replicas of the stage agree on it, whatever
+    other stages they have: all of them gather."""
+    _begun: bool = False
+    """Whether the gather that makes them whole again is on its way."""
     _next: int = 0
     """The first round that is not posted."""
     _posted: deque[tuple[GatherRound, list[Tensor], Handle]] = field(default_factory=deque)
     """Rounds on their way, oldest first, and by replica what is sent or received."""
 
+    def mark_stale(self) -> None:
+        """Note that owners have changed their runs, or that only these were filled: the next use gathers."""
+        self.is_stale, self._begun = True, False
+
+    def free(self) -> None:
+        """Free the whole parameters after their last use in a step, if their memory comes and goes."""
+        if self.memory is not None:
+            self.memory.free()
+            self.mark_stale()
+
     def begin(self) -> None:
-        """Post as many rounds as may be on their way."""
+        """Post as many rounds as may be on their way, unless the parameters are whole, or will be."""
+        if not self.is_stale or self._begun:
+            return
+        self._begun = True
+        if self.memory is not None:
+            self.memory.fill()
         self._next = 0
         self._posted.clear()
         self._post()
@@ -154,6 +180,7 @@ class StageGather:
                     if rank != self.transport.rank and piece.numel():
                         _copy(views, _split(piece, views))
             self._post()
+        self.is_stale = self._begun = False
 
 
 def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
@@ -173,27 +200,29 @@ class ParameterGather:
     """By stage, of those whose replicas divide state."""
     stream_waits: StreamWaits = field(default_factory=StreamWaits)
     """What only the stream waits for."""
-    is_stale: bool = False
-    """Whether the whole parameters are older than their owners' runs."""
-    _begun: bool = False
-    """Whether the gather that makes them whole again is on its way."""
 
     def mark_stale(self) -> None:
-        """Note that owners have changed their runs, or that only these were filled: the next use gathers."""
-        self.is_stale, self._begun = True, False
+        """See `StageGather.mark_stale`."""
+        for stage in self.stages.values():
+            stage.mark_stale()
+
+    def free(self, index: int) -> None:
+        """See `StageGather.free`. `index`: of the stage."""
+        for (of_stage, _), stage in self.stages.items():
+            if of_stage == index:
+                stage.free()
+
+    def comes_and_goes(self, index: ShardOfStage) -> bool:
+        """Whether a stage's whole parameters have memory only from a gather until their last use."""
+        return index in self.stages and self.stages[index].memory is not None
 
     def begin(self) -> None:
         """Begin to gather what owners have changed. Ends without waiting."""
-        self.is_stale = self._begun = True
         for stage in self.stages.values():
             stage.begin()
 
     def finish(self) -> Routine[None]:
         """Wait until the parameters are whole: before each use of them."""
-        if not self.is_stale:
-            return
-        if not self._begun:
-            self.begin()
+        self.begin()
         for index, stage in self.stages.items():
             yield from stage.finish(self.stream_waits, f"the parameters of stage {index[0]} from their owners")
-        self.is_stale = self._begun = False

@@ -115,7 +115,8 @@ class StepCommit:
     reductions: Mapping[ShardOfStage, AnyGradientReduction]
     """Stage -> reduction of its gradients over replicas."""
     owned: Mapping[ShardOfStage, Sequence[OwnedParameter]]
-    """Stage -> what this rank trains of it: whole parameters, or runs of them where replicas divide state."""
+    """Stage -> what this rank trains of it: whole parameters, or runs of them where replicas divide state; where these divide
+    parameters, its part of frozen ones, too."""
     gather: ParameterGather
     """Brings parameters from the replicas that own them, after each step."""
     optimizers: Mapping[ShardOfStage, torch.optim.Optimizer]
@@ -248,6 +249,7 @@ class StepCommit:
         for (index, _), reduction in self.reductions.items():
             if index == stage:
                 reduction.poll()
+        self.gather.free(stage)
 
     def _reduced(self) -> Routine[dict[ShardOfStage, list[Tensor | None]]]:
         """Stage -> reduced gradient of each use, complete over replicas and shards; waits for the reductions."""
@@ -488,11 +490,13 @@ class StepCommit:
 
     def gather_parameters(self) -> None:
         """Begin to bring what the step has changed from its owners to the other replicas, before they need it."""
-        if self.gather.is_stale:
-            self.gather.begin()
+        self.gather.begin()
 
     def _round(self, index: ShardOfStage) -> None:
-        """Make the copies in a lower precision anew that layers of a stage compute with, of what is owned here."""
+        """Make the copies in a lower precision anew that layers of a stage compute with, of what is owned here; those that the
+        next gather makes are left to it."""
+        if self.gather.comes_and_goes(index):
+            return
         weights = self.stages[index].weights
         weights.round_parameters(trained_only=True)
         copies, masters = rounded_runs(self.owned[index], weights)

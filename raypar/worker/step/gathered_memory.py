@@ -1,0 +1,76 @@
+"""The memory of a stage's whole parameters where replicas divide them: there from each gather until the last use in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from raypar.worker.stage.layer_tensors import StageTensors, memory_begin
+from raypar.worker.step.owned_parameters import OwnedParameter
+
+
+class GatheredMemory:
+    """What layers of one stage compute with and a worker does not keep: parameters of which it owns runs, or nothing.
+
+    While a whole parameter is there the worker's runs are views of it. When it is freed each run gets memory of its own, and
+    the whole one's storage has no bytes: tensors, their views and what an optimizer keeps for them stay the same objects.
+    Copies in a lower precision are always made of masters, which have memory of their own.
+
+    Between `free` and `fill` nobody may read the tensors that layers compute with.
+    """
+
+    def __init__(self, weights: StageTensors, owned: Sequence[OwnedParameter]) -> None:
+        """Begins with the memory there, and new: nothing else refers to it. `owned`: of the stage, views of its parameters."""
+        kept = {each.name for each in owned if each.run is None and each.name not in weights.rounded}
+        names = [name for name, parameter in weights.parameters.items() if parameter.numel() and name not in kept]
+        self._weights = weights
+        self._runs = {name: [each for each in owned if each.name == name] for name in names}
+        """Parameter -> what this worker keeps of it."""
+        self._whole = dict[str, Tensor]()
+        """Parameter -> what layers compute with."""
+        for name, runs in self._runs.items():
+            self._whole[name] = whole = weights.take_new_memory(name)
+            for each in runs if name not in weights.rounded else ():
+                each.parameter.data = each.of(whole)
+        self._nbytes = {name: whole.untyped_storage().nbytes() for name, whole in self._whole.items()}
+        self.is_there = True
+        """Whether the whole parameters have memory."""
+        self._note_addresses()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that comes and goes."""
+        return sum(self._nbytes.values())
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Have the memory there, with what this worker keeps in its place."""
+        for name, whole in self._whole.items():
+            if not self.is_there:
+                whole.untyped_storage().resize_(self._nbytes[name])
+            for each in self._runs[name]:
+                place = each.of(whole)
+                if name in self._weights.rounded:
+                    place.copy_(each.parameter)
+                elif not self.is_there:
+                    place.copy_(each.parameter)
+                    each.parameter.data = place
+        self.is_there = True
+        self._note_addresses()
+
+    @torch.no_grad()
+    def free(self) -> None:
+        """Free the memory, after the last use of the whole parameters."""
+        for name, whole in self._whole.items() if self.is_there else ():
+            if name not in self._weights.rounded:
+                for each in self._runs[name]:
+                    each.parameter.data = each.parameter.clone()
+            whole.untyped_storage().resize_(0)
+        self.is_there = False
+        self._note_addresses()
+
+    def _note_addresses(self) -> None:
+        there = self._whole.values() if self.is_there else ()
+        self._weights.temporary = frozenset(map(memory_begin, there))

@@ -1,0 +1,200 @@
+"""ZeRO stage 3: whole parameters live from a gather to their last use in a step; layers that need them longer are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import ugly_models
+from helpers.parity import Layout
+from helpers.zero_layouts import small_pieces, storages
+from torch import nn
+
+from raypar.errors import UserCodeError
+from raypar.job import ModelConfig
+from raypar.model.graph import Graph, Layer
+from raypar.model.layer_skeletons import make_model_outline
+from raypar.plan import ParallelPlan
+from raypar.plan.state_bytes import StateBytes
+from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.measure_profile import profile_layers, read_microbatches
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.step import step_commit
+from raypar.worker.step.step_commit import StepCommit
+from raypar.worker.worker_core import WorkerCore
+
+pytestmark = pytest.mark.part(4)
+
+
+def live_parameters(core: WorkerCore) -> int:
+    """Bytes of what a worker has of parameters, masters and copies."""
+    found = []
+    for index, stage in core.stages.items():
+        found += [p for name, p in stage.parameters.items() if name not in stage.weights.freed_masters]
+        found += [*stage.weights.rounded.values(), *(each.parameter for each in core.step_commit.owned[index])]
+    return storages(found)
+
+
+def sheet_of(layout: Layout, plan: ParallelPlan) -> list[tuple[int, int]]:
+    """By rank: predicted bytes of parameters and masters, and of what is gathered beside."""
+    measured = profile_layers(layout.job, layout.graph, read_microbatches(layout.job, layout.graph, [0]))
+    state = StateBytes(make_model_outline(layout.graph), measured.state, measured.copies)
+    kinds, none = state.of_plan(plan), (0,) * plan.world
+    kept = map(sum, zip(kinds["parameter"], kinds.get("master", none), strict=True))
+    return list(zip(kept, state.gathered(plan), strict=True))
+
+
+@pytest.mark.parametrize(
+    "layout, holders",
+    [
+        (Layout("tangled", "1f1b", (2, 3), 6), 1),
+        pytest.param(Layout("tangled", "zb-v", (3, 3), 7), 2, marks=pytest.mark.ci),
+        pytest.param(Layout("plain", "1f1b", (3,), 7), 1, marks=pytest.mark.ci),
+        (Layout("tangled", "1f1b", (3,), 7, compute="bf16 parameters"), 1),
+    ],
+    ids=str,
+)
+def test_parameters_of_others_live_from_the_gather_to_the_last_use_as_the_sheet_says(layout, holders, monkeypatch):
+    plan, seen = layout.plan.with_zero(3, holders), dict[tuple[str, int], int]()
+    vote, apply = StepCommit.vote, StepCommit.apply
+
+    def look(when: str, commit: StepCommit) -> None:
+        seen[when, commit.rank] = live_parameters(next(core for core in run.cores if core.step_commit is commit))
+
+    def looks_and_votes(commit):
+        look("vote", commit)
+        yield from vote(commit)
+
+    def applies_and_looks(commit):
+        apply(commit)
+        look("apply", commit)
+
+    monkeypatch.setattr(StepCommit, "vote", looks_and_votes)
+    monkeypatch.setattr(StepCommit, "apply", applies_and_looks)
+    with small_pieces():
+        sheet = sheet_of(layout, plan)
+        with OneProcessRun(layout.job, plan, layout.schedule, graph=layout.graph) as run:
+            for step in range(2):
+                run.step(step)
+                for core in run.cores:
+                    kept, gathered = sheet[core.rank]
+                    assert live_parameters(core) == kept + gathered, "the gather for the next step is on its way"
+                    there = seen["vote", core.rank]
+                    assert there == seen["apply", core.rank]
+                    assert there == kept if layout.compute is None else there <= kept, "copies are made in the gather"
+    assert any(gathered for _, gathered in sheet)
+
+
+def test_a_skipped_step_brings_parameters_back_too():
+    layout = Layout("tangled", "1f1b", (3,), 4)
+    job = layout.job.replace(non_finite="skip")
+    with small_pieces(), OneProcessRun(job, layout.plan.with_zero(3), "1f1b", graph=layout.graph) as run:
+        run.step(0)
+        before = {name: [one.clone() for one in of] for name, of in run.parameters().items()}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_commit, "divide_by_count", lambda losses, counts: (float("nan"), 1.0))
+            assert all(report.skipped for report in run.step(1))
+        after = run.parameters()
+        assert all(torch.equal(one, other) for name in before for one, other in zip(before[name], after[name], strict=True))
+        assert not any(report.skipped for report in run.step(2))
+
+
+class ReplacesItsWeight(nn.Linear):
+    def forward(self, x):
+        self.weight = nn.Parameter(self.weight * 0.5)
+        return super().forward(x)
+
+
+class ReplacesItsMemory(nn.Linear):
+    def forward(self, x):
+        self.weight.data = self.weight.data * 0.5
+        return super().forward(x)
+
+
+class KeepsAView(nn.Linear):
+    def forward(self, x):
+        self.kept = {"transposed": [self.weight.t()]}
+        return super().forward(x)
+
+
+class KeepsItself(nn.Linear):
+    def forward(self, x):
+        self.kept = [self.weight, self.weight.t().clone()]
+        return super().forward(x)
+
+
+def run_of_layers(first: type[nn.Module], level: int) -> OneProcessRun:
+    def model() -> nn.Sequential:
+        return nn.Sequential(first(ugly_models.SEQ, 8), nn.Linear(8, 1))
+
+    job = ugly_models.job("plain").replace(model=ModelConfig(function=model))
+    graph = make_layer_graph(job)
+    return OneProcessRun(job, ParallelPlan.mesh(dp=2, layers=2).with_zero(level), "1f1b", graph=graph)
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        (ReplacesItsWeight, "layer '0' replaces its parameter 'weight' in forward"),
+        (ReplacesItsMemory, "layer '0' replaces its parameter 'weight' in forward"),
+        (KeepsAView, "layer '0' keeps a view of its parameter 'weight' in 'kept' after its forward"),
+    ],
+)
+def test_layers_that_keep_or_replace_parameters_are_refused_at_the_first_microbatch(kind, words):
+    with run_of_layers(kind, 3) as run, pytest.raises(UserCodeError, match=words) as error:
+        run.step(0)
+    assert "set plan.zero: 2" in error.value.cure
+
+
+def test_layers_may_keep_their_parameters_and_copies():
+    with run_of_layers(KeepsItself, 3) as run:
+        run.step(0), run.step(1)
+
+
+class Queries(nn.Module):
+    """Returns two of its parameters, a frozen one too, and a view of one, as values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(ugly_models.SEQ, 8)
+        self.queries = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
+        self.frozen = nn.Parameter(torch.linspace(0, 1, 64).view(8, 8), requires_grad=False)
+
+    def forward(self, x):
+        return self.embed(x), self.queries, self.queries.t(), self.frozen
+
+
+class Answers(nn.Module):
+    def forward(self, x, queries, turned, frozen):
+        return (x @ queries.tanh() @ turned @ frozen).mean(-1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_values_that_are_parameters_leave_their_stage_as_copies(schedule):
+    names = ("h", "queries", "turned", "frozen")
+    layers = (Layer("queries", Queries, ("x",), names), Layer("answers", Answers, names, ("out",)))
+    job = ugly_models.job("plain").replace(model=ModelConfig(function=lambda: Graph(layers, output="out")))
+    made, found = make_layer_graph(job), []
+    for plan in (ParallelPlan.mesh(layers=2), ParallelPlan.mesh(dp=3, pp=2, layers=2).with_zero(3)):
+        with small_pieces(), OneProcessRun(job, plan, schedule, graph=made) as run:
+            losses = [run.step(step)[0].loss for step in range(3)]
+            found.append((losses, {name: of[0].clone() for name, of in run.parameters().items()}))
+    (losses, parameters), (same_losses, same_parameters) = found
+    assert losses == same_losses and all(torch.equal(value, same_parameters[name]) for name, value in parameters.items())
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_frozen_parameters_are_whole_everywhere_below_level_3_and_divided_there(level):
+    spec = ugly_models.job("tangled", microbatches=4)
+    made = make_layer_graph(spec)
+    plan = ParallelPlan.mesh(dp=2, layers=len(made.layers)).with_zero(level)
+    with small_pieces(), OneProcessRun(spec, plan, "1f1b", graph=made) as run:
+        run.step(0)
+        held = []
+        for core in run.cores:
+            (stage,) = core.stages.values()
+            frozen = {name: parameter.numel() for name, parameter in stage.parameters.items() if not parameter.requires_grad}
+            pieces = [piece for piece in core.ownership.held[core.rank] if piece.name in frozen]
+            held.append(sum(piece.size for piece in pieces))
+            kept = [each for each in core.step_commit.owned[0, 0] if each.name in frozen and each.parameter.numel()]
+            assert sum(each.parameter.numel() for each in kept) == (held[-1] if level == 3 else 0)
+        assert sum(held) == sum(frozen.values()) * (1 if level == 3 else 2) > 0
