@@ -14,6 +14,7 @@ from dataclasses import replace
 from raypar.actors.messages import RunRequest
 from raypar.errors import PlanError, RayparError
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.gradient_pool import GradientPool
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Piece
 from raypar.plan.placements import plan_for_fewer_workers
@@ -113,8 +114,9 @@ class PlanCache:
             choice = search_plans(profile, workers, batching, shards, recompute, virtual, zero, holders)
         except PlanError as error:
             return error
-        self.schedules.setdefault(choice.plan, choice.schedule)
-        return choice.plan
+        plan = choice.plan.with_gradients(self.request.plan.gradients)
+        self.schedules.setdefault(plan, choice.schedule)
+        return plan
 
     def _of_placements(self, profile: ModelProfile, workers: int) -> ParallelPlan | PlanError:
         """What is left of the job's placements with fewer workers, if that fits into their memory."""
@@ -194,8 +196,16 @@ class PlanCache:
         crossing = outline.crossing(plan)
         made = registry.build_schedule(self.schedule_name(plan), routing, connections=crossing)
         return assign_programs_to_ranks(
-            made, plan, crossing, request.batching, request.validation_batching, layouts=outline.layouts
+            made, plan, crossing, request.batching, request.validation_batching, layouts=outline.layouts, pool=self._pool
         )
+
+    @property
+    def _pool(self) -> GradientPool:
+        """The memory of a stage for gradients that are scattered."""
+        profile, outline = self.request.profile, self.request.outline
+        sizes = zip(profile.layers, outline.elements, strict=False)
+        itemsize = 8 if any(layer.reduced_bytes > 4 * sum(own.values()) for layer, own in sizes) else 4
+        return GradientPool.of(outline, profile.reduction_buffer_bytes, itemsize)
 
     def memory(self, plan: ParallelPlan, rank: int) -> tuple[str, str]:
         """Two texts about a worker that ran out of memory: what it holds, and which plan would fit."""

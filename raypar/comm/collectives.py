@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU, BufferPool
-from raypar.comm.phased_operation import OperationMessage, OperationPhase, PhasedOperation, Phases
+from raypar.comm.operation_phase import OperationPhase, Phases
+from raypar.comm.phased_operation import OperationMessage, PhasedOperation
 from raypar.comm.recursive_halving import halving_partners, halving_steps
 from raypar.comm.sent_tensor_layout import layout_of, message_of
 from raypar.comm.transport import (
@@ -262,6 +263,11 @@ class MessageBasedTransport(ABC):
                 yield OperationPhase((), [(tensor, root, tag)])
 
         return self._run("broadcast", group, key, phases())
+
+    def run_phases(self, phases: Phases, *, group: Sequence[int], channel: int = 0) -> PhasedOperation:
+        """See `Transport.run_phases`."""
+        _, key, _ = self._enter("phases", group, channel)
+        return self._run("phases", group, key, phases)
 
     def barrier(self, *, group: Sequence[int], channel: int = 0) -> PhasedOperation:
         """See `Transport.barrier`: an empty message from every rank to every other."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from raypar.comm.operation_phase import Phases
 from raypar.comm.transport import Handle, Transport, generation_over_error
 from raypar.errors import CommError, CommTimeout
 
@@ -216,6 +217,10 @@ class FaultyTransport:
     def broadcast(self, tensor: Tensor, *, root: int, group: Sequence[int], channel: int = 0) -> Handle:
         """See `Transport.broadcast`."""
         return self._call("broadcast", lambda: self.inner.broadcast(tensor, root=root, group=group, channel=channel))
+
+    def run_phases(self, phases: Phases, *, group: Sequence[int], channel: int = 0) -> Handle:
+        """See `Transport.run_phases`."""
+        return self._call("run_phases", lambda: self.inner.run_phases(phases, group=group, channel=channel))
 
     def barrier(self, *, group: Sequence[int], channel: int = 0) -> Handle:
         """See `Transport.barrier`."""

@@ -118,7 +118,7 @@ class GradientReduction(ABC):
         nodes = tuple(map(tuple, self.subtrees_by_replica))
         self.replicas = ReplicaGroup(transport, self.group, self.own_index, channel, block_count, nodes, device, None, holders)
         self.owners, self._keeps_gradients_of_others = owners, keeps_gradients_of_others
-        self._held_runs: list[Runs] = [_held_runs(of, self.own_index, holders) for of in owners]
+        self._held_runs: list[Runs] = [held_runs(of, self.own_index, holders) for of in owners]
         """By parameter: the runs of which this replica gets totals; empty: all of every parameter."""
         self.pool_bytes = pool_bytes
         self._sums: dict[int, GradientSum] = {}
@@ -376,7 +376,7 @@ class GradientReduction(ABC):
             self._totals[index] = None if total is None else aligned_contiguous(total)
 
 
-def _held_runs(owners: Sequence[Runs], replica: int, holders: int) -> Runs:
+def held_runs(owners: Sequence[Runs], replica: int, holders: int) -> Runs:
     """The runs of a parameter that a replica holds, ascending: its own, and those of the replicas before it."""
     return sorted(run for before in range(holders) for run in owners[(replica - before) % len(owners)])
 

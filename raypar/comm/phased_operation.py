@@ -9,37 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from raypar.comm.operation_phase import OperationPhase, Phases
 from raypar.comm.sent_tensor_layout import TensorLayout
 from raypar.comm.transport import CommunicationLedger, describe_operation
 from raypar.errors import CommError, CommTimeout
 
 K = TypeVar("K")
 T = TypeVar("T")
-Tagged = tuple[Tensor, int, int]
-"""(tensor, peer, tag)"""
-
-
-@dataclass(frozen=True, slots=True)
-class OperationPhase:
-    """Messages that an operation posts together."""
-
-    sends: Sequence[Tagged]
-    """(tensor, to, tag)"""
-    recvs: Sequence[tuple[Tensor | None, int, int]]
-    """(out, source, tag)"""
-    early_recvs: Sequence[Tagged] = ()
-    """Receives of the last phase that are posted already now, so that their data is received in place whenever it comes. The
-    next phase does not wait for them; the operation does."""
-
-
-Phases = Generator[OperationPhase, None, None]
 
 
 class MessageCarrier(Protocol):

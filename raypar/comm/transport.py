@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from raypar.comm.operation_phase import Phases
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 COLLECTIVES = ("all_reduce", "halving_all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
@@ -157,6 +158,13 @@ class Transport(Protocol):
 
     def broadcast(self, tensor: Tensor, *, root: int, group: Sequence[int], channel: int = 0) -> Handle:
         """`tensor` of rank `root` (a rank, not an index) reaches every rank of the group in place."""
+
+    def run_phases(self, phases: Phases, *, group: Sequence[int], channel: int = 0) -> Handle:
+        """Post an operation of the caller's own: messages in host memory, phase after phase.
+
+        Messages match by peer and tag, among those of all such operations of the group and channel. What the generator does
+        between phases runs in the thread that completes the last message of one. The caller counts the bytes.
+        """
 
     def barrier(self, *, group: Sequence[int], channel: int = 0) -> Handle:
         """Done once every rank of the group has posted it."""

@@ -315,11 +315,26 @@ class Job(Section):
             raise ValueError(RUN_NAME_CURE)
         return name
 
+    def _check_scattered_gradients(self, plan: PlanConfig) -> None:
+        """Raise `PlanError` for keys with which gradients cannot be scattered yet."""
+        if plan.gradients != "scatter":
+            return
+        others = {
+            "shards": max(plan.shards_per_stage) > 1 or self.virtual_shards > 1,
+            "reduction: fast": self.reduction == "fast",
+            f"device: {self.device}": self.device != "cpu",
+        }
+        for what in (what for what, given in others.items() if given):
+            raise PlanError(
+                f"plan.gradients: scatter does not work with {what} yet", cure=f"set plan.gradients: fold, or do without {what}"
+            )
+
     @model_validator(mode="after")
     def _fits(self) -> Job:
         blocks = self.batching.blocks  # raises PlanError when the microbatches do not fit the batch
         if isinstance(self.plan, PlanConfig):
             self.plan.check_shares(blocks, self.virtual_shards)
+            self._check_scattered_gradients(self.plan)
         if self.epochs is not None and self.data.mix:
             raise ConfigError(
                 f"epochs is {self.epochs:g}, and data.mix has sources that end at different places",

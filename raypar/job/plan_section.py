@@ -153,9 +153,14 @@ class PlanConfig(Section):
     """How many replicas hold, and step, each part of the state that replicas divide (`zero`). 1: if its only holder dies, all
     go back to the mirror's last copy. 2: the other one goes on, as without `zero`, for twice the memory of each part; with
     two replicas each holds everything. Results do not depend on it."""
+    gradients: Annotated[Literal["fold", "scatter"], CLIENT] = "fold"
+    """How gradients get to the replicas that keep them (with `zero: 2` or 3). `fold`: a replica has consecutive microbatches,
+    adds their gradients up, and sends the sums. `scatter`: replicas take microbatches in turn, and each gradient goes to its
+    owners as it leaves a layer, so that none is ever whole: less memory, and microbatches / replicas times the bytes sent. Not
+    with shards or on GPUs yet. Results do not depend on it."""
     reduction_buffer_mib: Annotated[PositiveInt, WORKERS] = 8
     """Memory of a stage with replicas, in MiB, for gradients that are on their way between these. Gradients that find no room
-    wait where they are. Results do not depend on it."""
+    wait where they are; with `gradients: scatter` their replica waits. Results do not depend on it."""
     recompute: Annotated[Any, BeforeValidator(_recompute_policy), CLIENT] = "none"
     """Activation checkpointing: layers whose activations are dropped after the forward and computed again for the backward, for
     less memory and more time, with the same results. `none`, `full`, or a list of patterns of layer names."""
@@ -234,6 +239,7 @@ class PlanConfig(Section):
                 f"plan.zero_holders is {self.zero_holders}, and plan.zero is 0: each replica holds all state of its stage",
                 cure="set plan.zero: 1, or leave plan.zero_holders out",
             )
+        self._check_gradients()
         if self.placements:
             self._check_placements()
             return self
@@ -256,6 +262,18 @@ class PlanConfig(Section):
                 cure="give the path of a schedule file",
             )
         return self
+
+    def _check_gradients(self) -> None:
+        """Raise `PlanError` for levels with which gradients cannot be scattered."""
+        given = self.given_zero
+        levels = given if isinstance(given, tuple) else (given,) * len(self.replicas_per_stage)
+        pairs = zip(levels, self.replicas_per_stage, strict=False)
+        if self.gradients == "scatter" and any(level < 2 and replicas > 1 for level, replicas in pairs):
+            shown = "auto" if self.zero == "auto" else min(levels)
+            raise PlanError(
+                f"plan.gradients: scatter needs plan.zero 2, and plan.zero is {shown}: each replica keeps whole gradients",
+                cure="set plan.zero: 2, or plan.gradients: fold",
+            )
 
     def _check_placements(self) -> None:
         """Raise `PlanError` for keys that placements are given in place of, and for grids that no model makes right."""
@@ -305,6 +323,7 @@ class PlanConfig(Section):
         levels = plan.zero_levels
         more.setdefault("zero", levels[0] if len(set(levels)) == 1 else levels)
         more.setdefault("zero_holders", plan.zero_holders if any(levels) else 1)
+        more.setdefault("gradients", plan.gradients)
         if not plan.one_role_each or (find_schedule(schedule).takes_any_plan and not _is_said_by_counts(plan, schedule)):
             check_plan_fits(schedule, plan)
             made = cls(schedule=schedule, **more)
@@ -343,9 +362,8 @@ class PlanConfig(Section):
                 raise PlanError(
                     "plan.placements name layers, and only their number is known", cure="give the names of the layers"
                 )
-            return plan_of_placements([each.to_placement() for each in self.placements], layers).with_zero(
-                self.given_zero, self.zero_holders
-            )
+            made = plan_of_placements([each.to_placement() for each in self.placements], layers)
+            return made.with_zero(self.given_zero, self.zero_holders).with_gradients(self.gradients)
         layers = layers if isinstance(layers, int) else len(layers)
         if self._parallel_plan is not None:
             if self._parallel_plan.stages[-1].last != layers:
@@ -354,11 +372,12 @@ class PlanConfig(Section):
                     cure="make the plan for the model's layers, or give its section: plan={'stages': ...}",
                 )
             return self._parallel_plan
-        return ParallelPlan.of(
+        made = ParallelPlan.of(
             self.replicas_per_stage,
             self.shards_per_stage,
             layers=layers,
             chunks=resolve_chunks_per_worker(self.schedule, self.chunks),
             placement=placement_of_schedule(self.schedule),
             cuts=self.cuts,
-        ).with_zero(self.given_zero, self.zero_holders)
+        )
+        return made.with_zero(self.given_zero, self.zero_holders).with_gradients(self.gradients)

@@ -208,7 +208,7 @@ def role_as_dict(plan: ParallelPlan, routing: MicrobatchRouting, role: Role) -> 
         "shard": role.shard,
         "shards": len(grid[0]),
         "virtual_shards": list(plan.stages[stage].run_of(role.shard)),
-        "blocks": len(routing.blocks_of_replica(stage, role.replica)),
+        "blocks": None if routing.scatters(stage) else len(routing.blocks_of_replica(stage, role.replica)),
         "microbatches": mine,
         "share": mine * len(grid) / routing.microbatches.count,
     }

@@ -122,10 +122,12 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
     `memory_mib`: what a worker has; None: its part of this machine's free memory. Raises `PlanError` if layers cannot be cut
     over its shards.
     """
+    from raypar.model.layer_skeletons import make_model_outline
     from raypar.planner.plan_search import balance_stages
     from raypar.planner.zero_level import choose_zero_level
-    from raypar.schedule.validate import validate_schedule
+    from raypar.schedule.program_assignment import check_programs_run
     from raypar.worker.job_preflight import check_model_can_shard, preflight, try_optimizer_of_job
+    from raypar.worker.make_worker_assignments import gradient_pool
     from raypar.worker.measure_profile import profile_job
 
     plan = plan_of_job(job, graph)
@@ -134,7 +136,7 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
     schedule, routing = None, MicrobatchRouting(plan, job.batching)
     if build is not None:
         schedule = build(routing, graph.crossing(plan))
-        validate_schedule(schedule, routing, graph.crossing(plan))
+        check_programs_run(schedule, routing, graph.crossing(plan), gradient_pool(job, make_model_outline(graph)))
     if with_profile:
         if (trial := try_optimizer_of_job(job, graph)) is not None:
             trial.check_plan(plan)

@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from raypar.errors import PlanError
+from raypar.plan.gradient_scatter import GradientRoute, replicas_by_share, rounds_of
 from raypar.plan.microbatches import Microbatches, contiguous_part
 from raypar.plan.wording import count_noun
 
@@ -131,6 +132,9 @@ class ParallelPlan:
     """The stages in layer order."""
     recompute: tuple[int, ...] = ()
     """Indices of the recomputed layers, ascending: their activations are computed again for the backward."""
+    gradients: GradientRoute = "fold"
+    """How gradients get to those replicas that keep them, in all stages: it decides which replica runs which microbatch.
+    Results do not depend on it."""
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -165,11 +169,30 @@ class ParallelPlan:
                 f"{self.world} workers, but no stage is computed by worker {shown}",
                 cure="number the workers 0, 1, 2, ... and give each of them a place in the grid of some stage",
             )
+        self._check_gradients()
         if self.recompute != tuple(sorted(set(self.recompute) & set(range(self.stages[-1].last)))):
             raise PlanError(
                 f"recompute names the layers {self.recompute}; the plan has layers 0 to {self.stages[-1].last - 1}",
                 cure="give the index of each layer to recompute once, in order; range(number of layers) for all",
             )
+
+    def _check_gradients(self) -> None:
+        """Raise `PlanError` where gradients cannot be scattered."""
+        if self.gradients not in ("fold", "scatter"):
+            raise PlanError(f"gradients are reduced as {self.gradients!r}", cure="use fold or scatter")
+        for index, stage in enumerate(self.stages if self.gradients == "scatter" else ()):
+            if stage.virtual_shards > 1:
+                raise PlanError(
+                    f"plan.gradients: scatter does not work with shards yet, and stage {index} has "
+                    f"{count_noun(stage.virtual_shards, 'shard')}",
+                    cure="set plan.gradients: fold, or plan.shards and virtual_shards to 1",
+                )
+            if stage.replicas > 1 and stage.zero < 2:
+                raise PlanError(
+                    f"plan.gradients: scatter needs plan.zero 2, and stage {index} has {stage.zero}: each of its replicas "
+                    "keeps whole gradients",
+                    cure="set plan.zero: 2, or plan.gradients: fold",
+                )
 
     @staticmethod
     def mesh(
@@ -260,7 +283,7 @@ class ParallelPlan:
     def with_zero(self, levels: int | Sequence[int], holders: int | None = None) -> ParallelPlan:
         """The same plan with these ZeRO stages: one for all stages of the model, or one for each grid of workers (in a
         pipeline: for each position). For another number of grids the highest of them counts. `holders`: how many replicas hold
-        each part of the state; None: as many as now."""
+        each part of the state; None: as many as now. Below 2 gradients cannot be scattered, so they are folded."""
         each = [levels] * len(self.grids) if isinstance(levels, int) else list(levels)
         if len(each) != len(self.grids):
             each = [max(each, default=0)] * len(self.grids)
@@ -268,7 +291,11 @@ class ParallelPlan:
             replace(stage, zero=each[grid], zero_holders=holders or stage.zero_holders)
             for stage, grid in zip(self.stages, self.grid_of_stage, strict=True)
         )
-        return replace(self, stages=stages)
+        return replace(self, stages=stages, gradients=self.gradients if min(each) > 1 else "fold")
+
+    def with_gradients(self, route: GradientRoute) -> ParallelPlan:
+        """The same plan with gradients that are folded or scattered."""
+        return replace(self, gradients=route)
 
     @property
     def zero_levels(self) -> tuple[int, ...]:
@@ -456,6 +483,8 @@ class ParallelPlan:
         if self.most_zero:
             text += f", ZeRO {'/'.join(map(str, dict.fromkeys(self.zero_levels)))}"
             text += f", {self.zero_holders} holders" * (self.zero_holders > 1)
+        if self.gradients == "scatter" and any(stage.replicas > 1 for stage in self.stages):
+            text += ", gradients scattered"
         divided = sorted(stage.virtual_shards for stage in self.stages if stage.division)
         return f"{text}, {'/'.join(map(str, dict.fromkeys(divided)))} virtual shards" if divided else text
 
@@ -522,7 +551,8 @@ def describe_mesh(replicas: Sequence[int], shards: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class MicrobatchRouting:
-    """The replica that runs each microbatch: replicas have contiguous runs of blocks (rule 6 of the numerics contract)."""
+    """The replica that runs each microbatch: replicas have contiguous runs of blocks (rule 6 of the numerics contract), or take
+    microbatches in turn, where the plan scatters gradients."""
 
     plan: ParallelPlan
     """The plan whose replicas run the microbatches."""
@@ -549,10 +579,29 @@ class MicrobatchRouting:
         first, last = (sum(share[:end]) * blocks // sum(share) for end in (replica, replica + 1))
         return range(first, last)
 
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether replicas take microbatches in turn."""
+        return self.plan.gradients == "scatter" and not self.forward_only
+
+    def scatters(self, stage: int) -> bool:
+        """Whether each microbatch's gradients of a stage go to their owners by themselves."""
+        return self._takes_turns and self.plan.stages[stage].replicas > 1
+
+    @cached_property
+    def rounds_of_stage(self) -> tuple[tuple[range, ...], ...]:
+        """By stage: the rounds in which its owners add up gradients that are scattered (`gradient_scatter.rounds_of`); none of
+        other stages."""
+        return tuple(rounds_of(row) if self.scatters(stage) else () for stage, row in enumerate(self._replica_of))
+
     @cached_property
     def _replica_of(self) -> tuple[tuple[int, ...], ...]:
-        table = []
+        table: list[tuple[int, ...]] = []
         for stage in range(len(self.plan.stages)):
+            if self._takes_turns:
+                place = self.plan.stages[stage]
+                table.append(replicas_by_share(self.microbatches.count, place.share or (1,) * place.replicas))
+                continue
             row = [0] * self.microbatches.count
             for replica in range(self.plan.stages[stage].replicas):
                 for block in self.blocks_of_replica(stage, replica):
@@ -574,8 +623,11 @@ class MicrobatchRouting:
         """The order in which microbatches enter the pipeline: one from each run of blocks in turn, in proportion.
 
         A run ends wherever the blocks of some stage's replica end, so each run lies on one replica of every stage. Runs of
-        equal length take strict turns. Inside a run, and so inside a block, microbatches enter by index.
+        equal length take strict turns. Inside a run, and so inside a block, microbatches enter by index. Where replicas take
+        microbatches in turn, all enter by index.
         """
+        if self._takes_turns:
+            return tuple(range(self.microbatches.count))
         blocks = self.microbatches.blocks
         starts = {0}
         for index in dict(zip(self.plan.grid_of_stage, range(len(self.plan.stages)), strict=True)).values():

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
 from raypar.plan.addition_tree import covering_nodes
 from raypar.plan.gradient_exchange import buffer_elements
+from raypar.plan.gradient_scatter import most_open_sums, stack_steps
 from raypar.plan.ownership import SHARED_OUT_FROM, StateKind
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.schedule import registry
@@ -110,9 +111,12 @@ def bucket_bytes(profile: ModelProfile, routing: MicrobatchRouting) -> tuple[int
     for stage, place in enumerate(plan.stages):
         if place.replicas == 1 or limit == 0:
             continue
-        blocks = [routing.blocks_of_replica(stage, replica) for replica in range(place.replicas)]
-        subtrees = [len(covering_nodes(run, routing.microbatches.blocks)) for run in blocks]
-        needed = buffer_elements(profile.stage(place).reduced_bytes, subtrees)
+        nbytes = profile.stage(place).reduced_bytes
+        if routing.scatters(stage):
+            needed = len(routing.rounds_of_stage[stage]) * buffer_elements(nbytes, [1] * place.replicas)
+        else:
+            blocks = [routing.blocks_of_replica(stage, replica) for replica in range(place.replicas)]
+            needed = buffer_elements(nbytes, [len(covering_nodes(run, routing.microbatches.blocks)) for run in blocks])
         for row in place.workers:
             for rank in row:
                 found[rank] += min(limit, needed)
@@ -154,23 +158,31 @@ def mirror_bytes(profile: ModelProfile, plan: ParallelPlan) -> MirrorBytes:
     return MirrorBytes(none, copies) if profile.mirror == "files" else MirrorBytes(copies, none)
 
 
+def open_sums(routing: MicrobatchRouting, stage: int, rank: int) -> int:
+    """How many sums of the gradients that a rank keeps of a stage are open at the same time, at most."""
+    if routing.scatters(stage):
+        return most_open_sums(stack_steps(routing.microbatches), routing.rounds_of_stage[stage])
+    return max(1, len(routing.blocks_of_worker(stage, rank)).bit_length())
+
+
 def state_bytes(
     profile: ModelProfile, routing: MicrobatchRouting, kept: Sequence[int] | None = None
 ) -> dict[StateKind, tuple[int, ...]]:
     """Kind of state -> by rank, its bytes in memory.
 
     Gradients are the open sums of the canonical reduction: one for each open subtree of the replica's blocks, so
-    floor(log2 blocks) + 1 of them. `kept`: by rank, what is kept for backward passes when that is most; None: nothing. When
-    gradients are widened for the optimizer it is gone, so of these only what takes more memory counts.
+    floor(log2 blocks) + 1 of them; where gradients are scattered, those at the owners, of what these own. `kept`: by rank, what
+    is kept for backward passes when that is most; None: nothing. When gradients are widened for the optimizer it is gone, so of
+    these only what takes more memory counts.
     """
     plan = routing.plan
     state = profile.state_on_shards(plan.virtual_shard_counts).of_plan(plan)
-    if plan.most_zero > 1:  # each replica has whole gradients of its blocks until they are reduced
+    if plan.most_zero > 1 and plan.gradients == "fold":  # each replica has whole gradients of its blocks until they are reduced
         whole = plan.with_zero([min(1, level) for level in plan.zero_levels])
         of_whole = profile.state_on_shards(plan.virtual_shard_counts).of_plan(whole)
         state |= {kind: of_whole[kind] for kind in ("gradient", "widened") if kind in of_whole}
-    blocks = [max(len(routing.blocks_of_worker(s, rank)) for s in plan.stages_of(rank)) for rank in range(plan.world)]
-    gradients = (nbytes * max(1, count.bit_length()) for nbytes, count in zip(state["gradient"], blocks, strict=True))
+    sums = [max(open_sums(routing, stage, rank) for stage in plan.stages_of(rank)) for rank in range(plan.world)]
+    gradients = (nbytes * count for nbytes, count in zip(state["gradient"], sums, strict=True))
     found = {**state, "gradient": tuple(gradients)}
     if "widened" in state:
         found["widened"] = tuple(

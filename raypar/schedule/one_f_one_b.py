@@ -92,6 +92,9 @@ class _OrdersRun:
     """Rank -> its stage."""
     mine: dict[int, tuple[int, ...]]
     """Rank -> its microbatches in order of entry."""
+    rounds: list[list[int]]
+    """Stage -> microbatch -> end of the round in which owners add its gradients, if they are scattered: all up to there have to
+    begin before its backward is over, if they find no room on their way."""
     place: list[dict[int, tuple[int, int]]]
     """Stage -> microbatch -> (rank that runs it, index among the microbatches of that rank)."""
 
@@ -101,6 +104,7 @@ class _OrdersRun:
         self.stage = {rank: plan.stages_of(rank)[0] for rank, _ in firsts}
         self.mine = {rank: routing.microbatches_of_replica(self.stage[rank], replica) for rank, replica in firsts}
         self.entry = {m: turn for turn, m in enumerate(routing.entry_order)}
+        self.rounds = [[of_round.stop for of_round in rounds for _ in of_round] for rounds in routing.rounds_of_stage]
         self.place = [{} for _ in plan.stages]
         for rank, microbatches in self.mine.items():
             self.place[self.stage[rank]] |= {m: (rank, index) for index, m in enumerate(microbatches)}
@@ -108,6 +112,7 @@ class _OrdersRun:
     def held_back(self, warmups: Sequence[int]) -> int | None:
         """The rank of the first microbatch to enter whose forward only a warmup holds back; None if all orders finish."""
         forwards, backwards = dict.fromkeys(self.mine, 0), dict.fromkeys(self.mine, 0)
+        handed_over = _HandedOver(self.rounds)
         runnable = list(self.mine)
         held_back: dict[int, int] = {}  # rank -> turn of its next forward, which nothing else holds back
         while runnable:
@@ -124,7 +129,10 @@ class _OrdersRun:
                     neighbour, microbatch = stage + 1, mine[done]
                 else:
                     microbatch = mine[backwards[rank]]
-                    if not self._is_done(backwards, stage + 1, microbatch):
+                    is_here = self._is_done(backwards, stage + 1, microbatch)
+                    if is_here and handed_over.begin(stage, microbatch):  # others may have waited for it
+                        runnable += [other for other, at in self.stage.items() if at == stage and other != rank]
+                    if not is_here or not handed_over.has_room(stage, microbatch):
                         if ready:
                             held_back[rank] = self.entry[mine[done]]
                         break
@@ -141,3 +149,28 @@ class _OrdersRun:
             return True
         rank, index = self.place[stage][microbatch]
         return counts[rank] > index
+
+
+class _HandedOver:
+    """Which microbatches have begun to hand over their gradients, where these are scattered, if none finds room on its way."""
+
+    def __init__(self, rounds: Sequence[Sequence[int]]) -> None:
+        """`rounds`: see `_OrdersRun.rounds`."""
+        self._rounds = rounds
+        self._begun: list[set[int]] = [set() for _ in rounds]
+        self._first = [0] * len(rounds)
+        """Stage -> the first microbatch that has not begun."""
+
+    def begin(self, stage: int, microbatch: int) -> bool:
+        """Note that a microbatch begins; returns whether others may have waited for that."""
+        if not self._rounds[stage] or microbatch in self._begun[stage]:
+            return False
+        self._begun[stage].add(microbatch)
+        before = self._first[stage]
+        while self._first[stage] in self._begun[stage]:
+            self._first[stage] += 1
+        return self._first[stage] > before
+
+    def has_room(self, stage: int, microbatch: int) -> bool:
+        """Whether all have begun that owners need with its gradients."""
+        return not self._rounds[stage] or self._first[stage] >= self._rounds[stage][microbatch]

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 from raypar.errors import ScheduleError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
+from raypar.plan.gradient_pool import GradientPool
 from raypar.plan.stage_connections import check_message_limits, check_ties_are_cut_alike
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.plan.wording import count_noun
 from raypar.schedule.instructions import Program, Schedule, splits_backward
 from raypar.schedule.lower import lower_schedule, lower_validation_pass
 from raypar.schedule.recomputation import check_recomputed_stages
-from raypar.schedule.validate import validate_schedule
+from raypar.schedule.validate import Lists, find_schedule_problems, validate_schedule
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,9 @@ def assign_programs_to_ranks(
     validation_microbatches: Microbatches | None = None,
     *,
     layouts: Mapping[int, TensorParallelLayout] | None = None,
+    pool: GradientPool | None = None,
 ) -> tuple[ProgramAssignment, ...]:
-    """One assignment per rank, with the programs of a schedule.
+    """One assignment per rank, with the programs of a schedule. `pool`: of gradients that are scattered; None: the smallest.
 
     Raises `ScheduleError` if they would not run, `PlanError` if a stage would send another more values than messages can have,
     or a worker would have a tied parameter cut in two ways.
@@ -59,7 +62,7 @@ def assign_programs_to_ranks(
     except ScheduleError:
         validate_schedule(schedule, routing, crossing)  # says more where instructions are missing
         raise
-    validate_schedule(programs, routing, crossing)
+    check_programs_run(programs, routing, crossing, pool)
     forward: tuple[Program, ...] = ((),) * plan.world
     if validation_microbatches is not None:
         forward = lower_validation_pass(MicrobatchRouting(plan, validation_microbatches, forward_only=True), crossing)
@@ -74,4 +77,32 @@ def assign_programs_to_ranks(
             layouts or {},
         )
         for rank, program in enumerate(programs)
+    )
+
+
+def check_programs_run(
+    lists: Lists, routing: MicrobatchRouting, crossing: StageConnections, pool: GradientPool | None = None
+) -> None:
+    """Raise `ScheduleError` if orders, or programs, would not run; with a `pool` of scattered gradients that is too small for
+    them, the error names the size that works."""
+
+    def stops(ahead: int) -> bool:
+        return any(p.rule == "deadlock-free" for p in find_schedule_problems(lists, routing, crossing, ahead=ahead))
+
+    scattered = [stage for stage in range(len(routing.plan.stages)) if routing.scatters(stage)]
+    most = routing.microbatches.count
+    if not scattered or not stops(0) or stops(most):
+        validate_schedule(lists, routing, crossing)
+        return
+    needed = next(ahead for ahead in range(1, most + 1) if not stops(ahead))
+    pool = pool if pool is not None else GradientPool(0, ())
+    stages = [routing.plan.stages[stage] for stage in scattered]
+    if pool.microbatches(stages) >= needed:
+        validate_schedule(lists, routing, crossing, ahead=needed)
+        return
+    raise ScheduleError(
+        f"with plan.gradients: scatter this schedule has a replica wait for others that wait for it, unless the gradients of "
+        f"{count_noun(needed, 'microbatch', 'microbatches')} find room on their way: in {pool.limit >> 20} MiB they do not",
+        cure=f"set plan.reduction_buffer_mib: {pool.least_mib(stages, needed)}, or use another schedule, or set "
+        "plan.gradients: fold",
     )

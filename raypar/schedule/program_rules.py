@@ -67,6 +67,8 @@ class RuleCheckInput:
     """Whether the lists are programs; else they are orders of compute instructions only."""
     training: bool = True
     """False for a validation pass, which has no backward."""
+    ahead: int = 0
+    """Where gradients are scattered: how many microbatches of a replica find room, whole, on their way to their owners."""
 
     @cached_property
     def _computations(self) -> list[list[Compute]]:
@@ -102,6 +104,22 @@ class RuleCheckInput:
     def _shard_in(self) -> list[dict[int, int]]:
         """By rank and its stages: which shard of the stage it is."""
         return [self.routing.plan.shards_of_stages(rank) for rank in range(self.routing.plan.world)]
+
+    @cached_property
+    def handed_over_before(self) -> list[list[int]]:
+        """By stage whose gradients are scattered, and microbatch: how many microbatches must have begun to make gradients
+        before those of this one all have found room."""
+        found = []
+        for stage, rounds in enumerate(self.routing.rounds_of_stage):
+            end_of = [of_round.stop for of_round in rounds for _ in of_round]
+            own: dict[int, list[int]] = {}
+            needed = []
+            for m, end in enumerate(end_of):
+                before = own.setdefault(self.routing.replica_for(stage, m), [])
+                before.append(end)
+                needed.append(before[-1 - self.ahead] if len(before) > self.ahead else 0)
+            found.append(needed)
+        return found
 
     def source(self, stage: int, microbatch: int, user: int, rank: int) -> int:
         """The worker that gives results of (stage, microbatch) to the stage `user` of a worker."""
@@ -261,7 +279,8 @@ def _check_causal_on(case: RuleCheckInput, rank: int) -> list[ScheduleProblem]:
 
 
 def check_gradient_order(case: RuleCheckInput) -> list[ScheduleProblem]:
-    """Rule `canonical`: in each block of a stage, gradients are made in order of microbatches (rule 6 of the contract).
+    """Rule `canonical`: in each block of a stage, gradients are made in order of microbatches (rule 6 of the contract); in all
+    of a stage on one replica, where they are scattered.
 
     Weight gradients are added in this order. Input gradients count, too: a layer whose backward cannot be split makes both at
     once.
@@ -274,11 +293,12 @@ def check_gradient_order(case: RuleCheckInput) -> list[ScheduleProblem]:
             gradients = made_by[type(instruction)]
             if not gradients:
                 continue
-            m, block = instruction.microbatch, case.routing.microbatches.block_of(instruction.microbatch)
+            m, scatters = instruction.microbatch, case.routing.scatters(instruction.stage)
+            block = 0 if scatters else case.routing.microbatches.block_of(m)
             for what in gradients:
                 before = last.get((what, instruction.stage, block), -1)
                 if m < before:
-                    text = f"{instruction} stands after microbatch {before} of the same block"
+                    text = f"{instruction} stands after microbatch {before} of the same {'stage' if scatters else 'block'}"
                     found.append(ScheduleProblem("canonical", rank, text))
                     break
                 last[what, instruction.stage, block] = m

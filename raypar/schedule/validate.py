@@ -10,7 +10,7 @@ from raypar.errors import ScheduleError
 from raypar.plan import MicrobatchRouting, StageConnections
 from raypar.plan.wording import count_noun
 from raypar.schedule.data_flow import MESSAGE_KIND, DataFlow, StageResult, name_of_producing_instruction
-from raypar.schedule.instructions import Bundle, Communication, Compute, Program, Schedule
+from raypar.schedule.instructions import WEIGHT_GRADIENTS, Bundle, Communication, Compute, Program, Schedule
 from raypar.schedule.program_rules import (
     RuleCheckInput,
     ScheduleProblem,
@@ -50,9 +50,12 @@ def validate_schedule(
     memory: Sequence[float] | None = None,
     communicators: Communicators = "pair",
     training: bool = True,
+    ahead: int = 0,
 ) -> None:
     """Raise `ScheduleError` if there are problems, with the first one in its text. Arguments as of `find_schedule_problems`."""
-    found = find_schedule_problems(lists, routing, crossing, memory=memory, communicators=communicators, training=training)
+    found = find_schedule_problems(
+        lists, routing, crossing, memory=memory, communicators=communicators, training=training, ahead=ahead
+    )
     if found:
         first = found[0]
         where = f"{routing.plan.coordinate(first.rank)}: " if first.rank < routing.plan.world else ""
@@ -68,12 +71,13 @@ def find_schedule_problems(
     memory: Sequence[float] | None = None,
     communicators: Communicators = "pair",
     training: bool = True,
+    ahead: int = 0,
 ) -> list[ScheduleProblem]:
     """The problems of orders or of lowered programs. A rule that presupposes another is checked only if the other holds.
 
     `memory`: most live activations per rank, in microbatches through all of a worker's chunks. `communicators`:
     the communicators through whose in-order queues messages go. `training=False`: the lists are those of a validation pass
-    (`lower_validation_pass`).
+    (`lower_validation_pass`). `ahead`: where gradients are scattered, how many microbatches find room on their way.
     """
     world = routing.plan.world
     if len(lists) != world:
@@ -83,7 +87,7 @@ def find_schedule_problems(
             )
         ]
     lowered = not training or any(i.role != "compute" for order in lists for i in order)
-    case = RuleCheckInput(lists, routing, crossing, DataFlow(crossing, len(routing.plan.stages)), lowered, training)
+    case = RuleCheckInput(lists, routing, crossing, DataFlow(crossing, len(routing.plan.stages)), lowered, training, ahead)
     found = check_computed_once(case)
     if found:
         return found
@@ -99,9 +103,11 @@ def find_schedule_problems(
 
 Communicators = Literal["pair", "world"]
 """`pair`: one communicator for each two workers. `world`: one for all, so that a worker has a single queue."""
-Awaited = tuple[int, Bundle] | tuple[int, StageResult] | Compute
+HandedOver = tuple[int, int]
+"""(stage, microbatch) whose gradients begin to go to their owners."""
+Awaited = tuple[int, Bundle] | tuple[int, StageResult] | Compute | HandedOver
 """(receiver, bundle) in a program, (worker, result) in a schedule that is not lowered; an instruction: that all shards of the
-replica stand at it."""
+replica stand at it; gradients of another replica, without which there is no room for those of this one."""
 
 
 def check_deadlock(case: RuleCheckInput, communicators: Communicators) -> list[ScheduleProblem]:
@@ -110,6 +116,8 @@ def check_deadlock(case: RuleCheckInput, communicators: Communicators) -> list[S
 
     Posts do not block. But every communicator has one in-order queue at each of its ends, and a message moves only when it is
     at the head of both queues. A compute instruction waits for the bundles it uses, the end of the step for everything posted.
+    Where gradients are scattered, an instruction that makes some is over when there was room for them: when the gradients of
+    all microbatches have begun to be made up to the end of the round (`gradient_scatter.rounds_of`) of the one `ahead` before.
     Execution is confluent (no step disables another), so one maximal run decides; `tests/helpers/brute_force.py` checks that
     against all interleavings.
     """
@@ -135,6 +143,8 @@ def _words(awaited: Awaited) -> str:
     if isinstance(awaited, Compute):
         return "the other shards, which stand at other instructions"
     worker, what = awaited
+    if isinstance(what, int):
+        return f"room for its gradients: those of microbatch {what} of stage {worker} have not begun to be made"
     if len(what) == 4:
         return describe_message(what)
     return f"{name_of_producing_instruction(what)} of worker {worker}"
@@ -153,6 +163,8 @@ class _Run:
     """What is awaited -> ranks that wait for it."""
     runnable: deque[int]
     """Ranks that can go on."""
+    handed_over: list[int]
+    """Stage -> the first microbatch whose gradients have not begun to be made, where they are scattered."""
     met: dict[Compute, set[int]]
     """Instruction that shards compute together -> those that have come to it. Empty where each worker has one role: the shards
     of a replica then have one order, and what one of them waits for all do."""
@@ -165,6 +177,7 @@ class _Run:
         self.exists = set()
         self.sleepers = {}
         self.met = {}
+        self.handed_over = [0] * len(case.routing.plan.stages)
         self.runnable = deque(range(len(case.lists)))
 
     def to_the_end(self) -> None:
@@ -179,7 +192,7 @@ class _Run:
                     self._queue(rank, instruction.peer).append(post)
                     self._move(rank, instruction.peer)
                 elif isinstance(instruction, Compute):
-                    awaited = self._missing(rank, instruction) or self._met(rank, instruction)
+                    awaited = self._missing(rank, instruction) or self._met(rank, instruction) or self._room(instruction)
                     if awaited is not None:
                         self.sleepers.setdefault(awaited, []).append(rank)
                         self.place[rank] = place
@@ -194,7 +207,9 @@ class _Run:
     def awaited(self, rank: int) -> Awaited | None:
         """The bundle or result that a stopped worker needs from another worker; None if its instruction computes nothing."""
         instruction = self.case.lists[rank][self.place[rank]]
-        return self._missing(rank, instruction) or instruction if isinstance(instruction, Compute) else None
+        if not isinstance(instruction, Compute):
+            return None
+        return self._missing(rank, instruction) or self._room(instruction) or instruction
 
     def _met(self, rank: int, instruction: Compute) -> Compute | None:
         """The instruction itself if other shards have not come to it yet, without which a shard cannot compute it."""
@@ -207,6 +222,19 @@ class _Run:
             return instruction
         self._now_exists(instruction)
         return None
+
+    def _room(self, instruction: Compute) -> HandedOver | None:
+        """The gradients that must begin to be made before there is room for all of the instruction's; None if there is."""
+        stage, m = instruction.stage, instruction.microbatch
+        if WEIGHT_GRADIENTS not in instruction.makes or not self.case.routing.scatters(stage):
+            return None
+        if (stage, m) not in self.exists:
+            self._now_exists((stage, m))
+            while (stage, self.handed_over[stage]) in self.exists:
+                self.handed_over[stage] += 1
+        needed = self.case.handed_over_before[stage][m]
+        first = self.handed_over[stage]
+        return (stage, first) if first < needed else None
 
     def _missing(self, rank: int, instruction: Compute) -> Awaited | None:
         m = instruction.microbatch

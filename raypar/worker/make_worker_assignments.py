@@ -9,8 +9,9 @@ from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import make_model_outline
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
-from raypar.plan import Microbatches, MicrobatchesOfSets, ParallelPlan
+from raypar.plan import Microbatches, MicrobatchesOfSets, ModelOutline, ParallelPlan
 from raypar.plan.forward_pass_batching import whole_batching
+from raypar.plan.gradient_pool import GradientPool
 from raypar.schedule.instructions import Schedule
 from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
 
@@ -53,6 +54,12 @@ def make_worker_assignments(
     cut_into = counts | {1} if max(counts) > 1 else ()
     layouts = {count: compute_shard_layout(graph, count, dict(spec.styles), dict(spec.layout)) for count in cut_into}
     validation = make_validation_batching(spec, validation_samples)
+    outline = make_model_outline(graph)
     return assign_programs_to_ranks(
-        schedule, plan, make_model_outline(graph).crossing(plan), spec.batching, validation, layouts=layouts
+        schedule, plan, outline.crossing(plan), spec.batching, validation, layouts=layouts, pool=gradient_pool(spec, outline)
     )
+
+
+def gradient_pool(spec: Job, outline: ModelOutline) -> GradientPool:
+    """The memory of a stage for gradients that are scattered."""
+    return GradientPool.of(outline, spec.reduction_buffer_bytes, 8 if spec.dtype == "float64" else 4)

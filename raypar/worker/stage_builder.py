@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
-from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
+from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction, held_runs
+from raypar.comm.gradient_scatter import ScatterReduction
 from raypar.comm.transport import SHARD_CHANNELS, Transport
 from raypar.comm.virtual_shards import VirtualShards
 from raypar.job import Job
@@ -30,6 +31,7 @@ from raypar.model.tensor_parallel.split_shards_backward import defer_sharded_wei
 from raypar.model.tensor_parallel.weight_gradient_memory_reuse import GradientReusePolicy
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.forward_pass_batching import whole_batching
+from raypar.plan.gradient_scatter import stack_steps
 from raypar.plan.ownership import Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
@@ -218,7 +220,8 @@ def build_gradient_accumulator(
 ) -> GradientAccumulator:
     """The accumulator of gradients over the microbatches and blocks that this replica runs."""
     names, dtypes = [use.name for use in weights.uses], [use.dtype for use in weights.uses]
-    return GradientAccumulator(weights.leaves, names, dtypes, *run_of_blocks(routing, index, replica))
+    run = run_of_blocks(routing, index, replica)
+    return GradientAccumulator(weights.leaves, names, dtypes, *run, scatters=routing.scatters(index))
 
 
 def stage_coordinate(
@@ -230,7 +233,11 @@ def stage_coordinate(
 
 
 def run_of_blocks(routing: MicrobatchRouting, index: int, replica: int) -> tuple[range, int, dict[int, int]]:
-    """A replica's blocks of a stage, the number of all blocks, and the number of microbatches in each of its own."""
+    """A replica's blocks of a stage, the number of all blocks, and the number of microbatches in each of its own; where its
+    gradients are handed over microbatch by microbatch, each of these as a block."""
+    if routing.scatters(index):
+        mine = routing.microbatches_of_replica(index, replica)
+        return range(0), routing.microbatches.count, dict.fromkeys(mine, 1)
     run = routing.blocks_of_replica(index, replica)
     sizes = {block: len(routing.microbatches.microbatches_of_block(block)) for block in run}
     return run, routing.microbatches.blocks, sizes
@@ -515,8 +522,13 @@ class StageBuilder:
         """Stage -> reduction of gradients over the replicas."""
         plan, rank = self.assignment.plan, self.transport.rank
         kind = CanonicalReduction if self.spec.reduction == "canonical" else FastReduction
-        return {
-            (index, number): kind(
+        found: dict[ShardOfStage, AnyGradientReduction] = {}
+        for (index, number), stage in stages.items():
+            if self.routing.scatters(index):
+                found[index, number] = self._build_scatter(index, stage)
+                continue
+            stage.gradient_wait_ns = None
+            found[index, number] = kind(
                 self.transport,
                 group=plan.replica_ranks(index, plan.role_in(rank, index).shard),
                 runs=[self.routing.blocks_of_replica(index, r) for r in range(plan.stages[index].replicas)],
@@ -529,8 +541,25 @@ class StageBuilder:
                 pool_bytes=self._pool_bytes(index),
                 keeps_gradients_of_others=not self.ownership.divides(index, "gradient"),
             )
-            for (index, number), stage in stages.items()
-        }
+        return found
+
+    def _build_scatter(self, index: int, stage: Stage) -> ScatterReduction:
+        """The reduction of a stage whose gradients go to their owners microbatch by microbatch."""
+        plan, rank = self.assignment.plan, self.transport.rank
+        replicas, holders = range(plan.stages[index].replicas), plan.stages[index].zero_holders
+        made = ScatterReduction(
+            self.transport,
+            group=plan.replica_ranks(index, plan.role_in(rank, index).shard),
+            replica_of=[self.routing.replica_for(index, m) for m in range(self.spec.batching.count)],
+            steps=stack_steps(self.spec.batching),
+            parameters=[(use.shape, use.dtype) for use in stage.uses],
+            owners=[[held_runs(of, r, holders) for r in replicas] for of in self._owners_of_uses(index, 0, stage)],
+            channel=reduction_channel(plan, index, 0),
+            pool_bytes=self._pool_bytes(index),
+            timeout_s=self.shard_timeout_s,
+        )
+        stage.gradient_wait_ns = lambda: made.waited_ns
+        return made
 
     def _pool_bytes(self, index: int) -> int:
         """Memory for buckets of the gradients of one virtual shard of a stage here."""
@@ -557,7 +586,7 @@ class StageBuilder:
         for (index, _), stage in stages.items():
             stage.routing = self.routing
             replica = self.assignment.plan.role_in(self.transport.rank, index).replica
-            stage.gradients.take_run(*run_of_blocks(self.routing, index, replica))
+            stage.gradients.take_run(*run_of_blocks(self.routing, index, replica), scatters=self.routing.scatters(index))
         return replace(step_commit, routing=self.routing, reductions=self.build_reductions(stages))
 
     def build_step_commit(self, stages: Mapping[ShardOfStage, Stage], rates: LearningRates) -> StepCommit:

@@ -370,7 +370,8 @@ class WorkerCore:
         """Whether the stages that are here can run `assignment`: the plan is the present one but for the replicas' shares."""
         now, then = self.assignment, assignment
         same = [[replace(stage, share=()) for stage in one.plan.stages] for one in (now, then)]
-        return same[0] == same[1] and now.plan.recompute == then.plan.recompute and now.splits_backward == then.splits_backward
+        alike = now.plan.recompute == then.plan.recompute and now.plan.gradients == then.plan.gradients
+        return same[0] == same[1] and alike and now.splits_backward == then.splits_backward
 
     def share_out_anew(self, assignment: ProgramAssignment) -> None:
         """Run other blocks from the next step on, under a plan with other shares (`can_share_out_anew`), between two steps.
@@ -595,8 +596,9 @@ class WorkerCore:
 
     @property
     def waits_inside_layers(self) -> bool:
-        """Whether steps wait for other shards in the middle of a layer, which a plain routine cannot do."""
-        return any(stage.shard is not None for stage in self.stages.values())
+        """Whether steps wait for other shards, or for room for gradients, in the middle of a layer, which a plain routine
+        cannot do."""
+        return any(stage.shard is not None or stage.gradients.scatters for stage in self.stages.values())
 
     def _make_loader(
         self, of_set: str | None, data: DataConfig, batching: Microbatches, *, own: list[int], more: Sequence[str] = ()

@@ -290,3 +290,10 @@ def test_the_predicted_step_has_the_gather():
     assert divided == plain, "gradients go to their owners, and parameters come back"
     twice = simulation_costs(PROFILE, plan.with_zero(1, 2), split=False).reduce_ms[0]
     assert twice == pytest.approx(plain * (2 * 3 + 2) / (2 * 3)), "gradients to both holders, parameters to two replicas"
+
+
+def test_the_sheet_has_the_open_sums_of_scattered_gradients_at_their_owners():
+    for replicas, count, of_all in ((2, 8, 1.0), (8, 64, 0.375)):
+        plan = ParallelPlan.mesh(dp=replicas, layers=1).with_zero(2).with_gradients("scatter")
+        sheet = memory_sheets(PROFILE, plan, "1f1b", Microbatches(count, count))[0]
+        assert sheet.state["gradient"] == of_all * 4 * SIZE

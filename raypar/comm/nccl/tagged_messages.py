@@ -32,7 +32,8 @@ from raypar.comm.nccl.device import StreamEvent
 from raypar.comm.nccl.late_message import LateMessage
 from raypar.comm.nccl.operation_handle import NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
-from raypar.comm.phased_operation import OperationPhase, PhasedOperation, Phases, take_oldest
+from raypar.comm.operation_phase import OperationPhase, Phases
+from raypar.comm.phased_operation import PhasedOperation, take_oldest
 from raypar.comm.sent_tensor_layout import (
     TensorLayout,
     empty_message,

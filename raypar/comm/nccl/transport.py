@@ -22,6 +22,7 @@ from raypar.comm.nccl.late_message import CopyStream
 from raypar.comm.nccl.operation_handle import NcclBatchHandle, NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
 from raypar.comm.nccl.tagged_messages import Mailbox
+from raypar.comm.operation_phase import Phases
 from raypar.comm.recursive_halving import halving_steps
 from raypar.comm.sent_tensor_layout import layout_of, message_of
 from raypar.comm.tcp.transport import TcpTransport
@@ -255,6 +256,11 @@ class NcclTransport(PendingOperations):
                 stream.device_stream.run(work)
                 handle.mark_launched(stream.device_stream.record_event())
         return handle
+
+    def run_phases(self, phases: Phases, *, group: Sequence[int], channel: int = 0) -> Handle:
+        """See `Transport.run_phases`: messages lie in host memory."""
+        self.check_alive()
+        return self.control.run_phases(phases, group=group, channel=channel)
 
     def barrier(self, *, group: Sequence[int], channel: int = 0) -> Handle:
         """See `Transport.barrier`."""

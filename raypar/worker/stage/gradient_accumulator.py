@@ -50,6 +50,9 @@ class GradientAccumulator:
     each leaf in a microbatch. An earlier block shows whether it does (it adds several times, for example, for a parameter
     inside two reentrant checkpoints), and the joined block has to confirm it.
 
+    Where each microbatch's gradients are handed over by themselves (`scatters`), every microbatch counts as a block here, and
+    nothing is added up.
+
     A leaf in a lower precision than its sum (`rounded`) holds the gradient of one microbatch at most: `add_rounded` adds it to
     the sum, in the sum's dtype, as soon as it is complete.
     """
@@ -64,6 +67,8 @@ class GradientAccumulator:
     """Block of this replica -> number of its microbatches."""
     on_ready: Ready | None
     """Called when the sums of some uses are final, once for each use and step."""
+    scatters: bool
+    """Whether the gradients of each microbatch are handed over by themselves, as they leave a layer."""
     has_only_empty_blocks: bool
     """Whether the replica has blocks but no microbatch, so that no instruction will come that could report anything."""
 
@@ -115,26 +120,31 @@ class GradientAccumulator:
         run: range,
         blocks: int,
         sizes: dict[int, int],
+        *,
+        scatters: bool = False,
     ) -> None:
-        """`dtypes`: of the sums, by use; `run`: this replica's blocks, of `blocks` in all."""
+        """`dtypes`: of the sums, by use; `run`: this replica's blocks, of `blocks` in all; `scatters`: `sizes` has
+        microbatches, each as a block of one."""
         uses = enumerate(zip(leaves, dtypes, strict=True))
         self.rounded = {use: (leaf, dtype) for use, (leaf, dtype) in uses if leaf.dtype != dtype}
         self.leaves = [WiderSum() if use in self.rounded else leaf for use, leaf in enumerate(leaves)]
         self.names, self._added = list(names), set()
         self.on_ready, self._once = None, None
         self._all = range(len(self.leaves) - 1, -1, -1)
-        self.take_run(run, blocks, sizes)
+        self.take_run(run, blocks, sizes, scatters=scatters)
 
-    def take_run(self, run: range, blocks: int, sizes: dict[int, int]) -> None:
+    def take_run(self, run: range, blocks: int, sizes: dict[int, int], *, scatters: bool = False) -> None:
         """Add up the gradients of these blocks from the next step on."""
-        self.sizes = sizes
+        self.sizes, self.scatters = sizes, scatters
+        if scatters:
+            run = range(0)
         subtrees = covering_nodes(run, blocks)
         self._joins = {
             node[1][0]: (parent, node[0])
             for parent in _inner(subtrees)
             if (node := addition_tree_children(parent))[1][1] - node[1][0] == 1 and sizes[node[1][0]] == 1
         }
-        self._merges = {block: _path(block, subtrees) for block in run}
+        self._merges = {block: _path(block, subtrees) for block in run} if not scatters else {block: [] for block in sizes}
         self._roots = [
             n for root in subtrees for n in ((root, *addition_tree_children(root)) if root[1] - root[0] > 1 else (root,))
         ]
@@ -165,7 +175,7 @@ class GradientAccumulator:
         if self._left[block] != 2:
             return False
         merges = self._path_of(block)
-        return self._halves_left == 2 or bool(merges and self._complete.intersection(merges[0][1:]))
+        return self.scatters or self._halves_left == 2 or bool(merges and self._complete.intersection(merges[0][1:]))
 
     def switch_to_block(self, block: int, *, join: bool = False) -> None:
         """Let autograd add to this block from now on. `join`: in one whole backward pass, with nothing put off."""
@@ -271,8 +281,9 @@ class GradientAccumulator:
                     )
                 gradients[i] = deferred[use]
         self._add(block, uses, gradients)
-        if last and self.on_ready is not None:
-            rows = {node: self._sums[node] for node in self._roots if node in self._sums}
+        if (last or self.scatters) and self.on_ready is not None:
+            roots = self._roots if not self.scatters else [(block, block + 1)]
+            rows = {node: self._sums[node] for node in roots if node in self._sums}
             self.on_ready(uses, rows)
             for row in rows.values():
                 for use in uses:
@@ -323,6 +334,9 @@ class GradientAccumulator:
     def _completed(self, block: int) -> None:
         """All uses of the block are in the tree: mark the highest node that they complete."""
         node = self._start_of(block)
+        if self.scatters:
+            del self._sums[node]
+            return
         for parent, left, right in self._path_of(block):
             sibling = right if node == left else left
             if sibling not in self._complete:

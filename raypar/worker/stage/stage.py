@@ -202,6 +202,8 @@ class Stage:
     """The whole layers that another virtual shard calls, of which this one has nothing; None: it calls all of its layers."""
     place_in_set: Callable[[int], tuple[str, int]] = field(default=lambda microbatch: ("", microbatch))
     """Microbatch of the present pass over validation data -> (data set, its number in it)."""
+    gradient_wait_ns: Callable[[], int] | None = None
+    """How long gradients have waited, inside the backward passes of the step under way, to be handed over."""
     metrics: StageMetrics | None = None
     """Measures microbatches where the stage has the last layer and the job has metrics."""
     step: int = -1
@@ -285,8 +287,9 @@ class Stage:
 
     @property
     def waited_ns(self) -> int:
-        """How long layers have waited for other shards in this step."""
-        return 0 if self.shard is None else self.shard.group.waited_ns
+        """How long layers have waited for other shards in this step, and gradients for room on their way to their owners."""
+        waited_ns = 0 if self.gradient_wait_ns is None else self.gradient_wait_ns()
+        return waited_ns if self.shard is None else waited_ns + self.shard.group.waited_ns
 
     def stash_of(self, microbatch: int) -> Sequence[DeferredWeightGradient]:
         """The weight gradients of a microbatch that are still to be computed."""
@@ -545,16 +548,20 @@ class Stage:
 
     def backward_weight(self, microbatch: int) -> None:
         """Compute the weight gradients that `backward_input` put off."""
-        block = self.routing.microbatches.block_of(microbatch)
+        block = self._block_of(microbatch)
         self._add_deferred(microbatch, block)
         self.gradients.record_finished_halves(block, 1)
+
+    def _block_of(self, microbatch: int) -> int:
+        """The block of a microbatch; itself, where its gradients are handed over by themselves."""
+        return microbatch if self.gradients.scatters else self.routing.microbatches.block_of(microbatch)
 
     def _backward(self, microbatch: int, gradients: Mapping[str, Tensor | None], *, halves: int) -> dict[str, HandedBack]:
         """`halves`: 2 for the whole backward pass, 1 for its input half."""
         self.gradient_reuse_policy.before_backward()
         live = self._live[microbatch]
         self.deferred.stash = live.stash  # activation checkpointing inside a layer runs its forward again in here
-        block = self.routing.microbatches.block_of(microbatch)
+        block = self._block_of(microbatch)
         self.gradients.switch_to_block(block, join=halves == 2 and not self.deferred.parameters)
         roots, starts = self._roots(live, gradients)
         uses = take_uses_apart(roots, live.apart) if live.apart else {}

@@ -1,0 +1,480 @@
+"""Reduction of gradients that are never whole: each goes to its owners as it leaves a layer (`plan.gradients: scatter`).
+
+A message is one microbatch's gradients of one bucket. Its replica fills a slot of a bounded pool, and each owner gets its
+segment of that. An owner adds what a round of microbatches has brought where it has arrived, then to its open sums
+(`comm/owner_sums.py`), and acknowledges the messages: then both sides' slots are free. So a replica that is ahead of the others
+waits, inside its backward pass, until they have come as far.
+
+All replicas send in the same order: round by round, in each of them bucket by bucket. A message needs only messages that come
+before it, or with it in its bucket and round, so replicas that have begun the same rounds never wait for each other in a circle
+(`schedule/validate.py` proves that they begin them). Additions run in the thread that completes a round: an owner that
+computes, or waits for something else, holds nobody up.
+
+An undefined gradient travels as -0.0 (`comm/gradient_reduction.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from raypar.comm.blocking_code_as_routine import wait_for_handle
+from raypar.comm.bucket_layout import BucketLayout, BucketPart, BucketRoom, Runs, ShapeAndDtype, bucket_layouts
+from raypar.comm.buffer_pool import ALIGNED, CPU
+from raypar.comm.gradient_reduction import BUCKET_BYTES, POOL_BYTES, SLOTS
+from raypar.comm.gradient_sums import SubtreeSums
+from raypar.comm.operation_phase import OperationPhase, Phases
+from raypar.comm.owner_sums import BucketFold, Run, RunSums, own_parts
+from raypar.comm.routine import Routine, RoutineWait, StreamWaits
+from raypar.comm.transport import Handle, Transport
+from raypar.errors import CommError, CommTimeout
+from raypar.plan.gradient_scatter import StackStep, rounds_of
+from raypar.torch_compat.multi_tensor import copy_all
+
+
+class ScatterReduction:
+    """The reduction of one stage, which has replicas.
+
+    `group`: ranks of the replicas, ascending; `replica_of`: by microbatch, its replica; `steps`: by microbatch, what is done
+    with its gradient (`plan.gradient_scatter`); `parameters`: (shape, dtype) of every use of a parameter, in layer order;
+    `owners`: by use, the runs of which each replica gets totals; empty: all get all. `channel`: one that no other reduction of
+    the group uses; `pool_bytes`: memory of all slots; `timeout_s`: of a wait for a slot.
+    """
+
+    parameters_to_mark: Callable[[], Collection[int]] | None = None
+    """Not used: see `GradientReduction`."""
+    marked_parameters: frozenset[int] = frozenset()
+    defined_here: frozenset[int] = frozenset()
+    """After `finish`: indices of parameters of which this replica has a gradient."""
+    owned_totals: dict[int, list[Tensor]]
+    """After `finish`: parameter that replicas own in runs -> the totals of this replica's runs of it, flat."""
+    stream_waits: StreamWaits
+    """Not used: everything is in host memory."""
+    waited_ns: int
+    """How long backward passes of this step have waited for slots."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        group: Sequence[int],
+        replica_of: Sequence[int],
+        steps: Sequence[StackStep],
+        parameters: Sequence[ShapeAndDtype],
+        owners: Sequence[Sequence[Runs]] = (),
+        bucket_bytes: int = BUCKET_BYTES,
+        channel: int = 0,
+        pool_bytes: int = POOL_BYTES,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.transport, self.group, self.channel, self.timeout_s = transport, tuple(group), channel, timeout_s
+        self.own_index = self.group.index(transport.rank)
+        self.parameters = tuple(parameters)
+        self.steps, self.rounds = steps, rounds_of(replica_of)
+        self.microbatches = [[m for m, r in enumerate(replica_of) if r == replica] for replica in range(len(self.group))]
+        """By replica: its microbatches."""
+        self.replica_of = tuple(replica_of)
+        self.has_owners = bool(owners)
+        everywhere = ([[(0, shape.numel())] * bool(shape.numel())] * len(self.group) for shape, _ in self.parameters)
+        given: Sequence[Sequence[Runs]] = owners or list(everywhere)
+        self.owned: list[Runs] = [runs[self.own_index] for runs in given]
+        """By parameter: the runs of which this replica gets totals."""
+        self.ahead, self.layouts = self._cut_into_buckets(given, bucket_bytes, pool_bytes)
+        self.parts = [own_parts(layout, self.own_index, self.owned) for layout in self.layouts]
+        self.buckets_of: list[list[int]] = [[] for _ in self.parameters]
+        """By parameter: the buckets that have a part of it."""
+        for number, layout in enumerate(self.layouts):
+            for index in layout.indices:
+                self.buckets_of[index].append(number)
+        self.kept = [number for number, layout in enumerate(self.layouts) if _segment(layout, self.own_index)[1]]
+        """The buckets of which this replica owns anything."""
+        self.sending = self._slots([one.nbytes for one in self.layouts])
+        """The slots of messages that are sent, in turn."""
+        sizes = [_segment_bytes(self.layouts[number], self.own_index) for number in self.kept]
+        others = [r for r in range(len(self.group)) if r != self.own_index]
+        self.receiving = {r: self._slots(sizes) for r in others}
+        """Other replica -> the slots of its messages, in turn."""
+        self.owned_totals, self.stream_waits, self.waited_ns = {}, StreamWaits(), 0
+        self._step: _ScatterStep | None = None
+        """The step under way."""
+
+    def _cut_into_buckets(
+        self, owners: Sequence[Sequence[Runs]], bucket_bytes: int, pool_bytes: int
+    ) -> tuple[int, list[BucketLayout]]:
+        """(how many microbatches find room in the pool whole, the buckets)."""
+        subtrees = (1,) * len(self.group)
+        layouts = bucket_layouts(self.parameters, bucket_bytes, CPU, owners, room=BucketRoom(sys.maxsize, subtrees))
+        others = len(self.group) - 1
+        most = max(
+            (
+                sum(one.nbytes + others * _segment_bytes(one, r) + 2 * len(self.group) * ALIGNED for one in layouts)
+                for r in range(len(self.group))
+            ),
+            default=0,
+        )
+        ahead = min(pool_bytes // most, max(map(len, self.microbatches))) if most else 1
+        if ahead:
+            return ahead, layouts
+        room = BucketRoom(pool_bytes // SLOTS, subtrees)
+        return 0, bucket_layouts(self.parameters, bucket_bytes, CPU, owners, room=room)
+
+    def _slots(self, sizes: Sequence[int]) -> list[Tensor]:
+        """The slots of messages of these bytes, which come again with each microbatch: for whole microbatches, or `SLOTS`."""
+        if self.ahead:
+            return [_zeros(size) for _ in range(self.ahead) for size in sizes]
+        return [_zeros(max(sizes, default=0)) for _ in range(SLOTS)]
+
+    def start(self) -> None:
+        """Begin a step. Results of the step before are no longer valid."""
+        self.owned_totals, self.defined_here, self.waited_ns = {}, frozenset(), 0
+        self._step = _ScatterStep(self)
+        self._step.begin()
+
+    def submit_gradients(self, indices: Sequence[int], rows: SubtreeSums) -> None:
+        """Hand over the gradients of some parameters in one microbatch m, `rows[(m, m + 1)][index]`; None: no gradient.
+
+        Each parameter is handed over once for each microbatch, microbatch after microbatch. Waits for slots.
+        """
+        assert self._step is not None
+        ((microbatch, _),) = rows
+        row = rows[microbatch, microbatch + 1]
+        self._step.submit(microbatch, {index: row[index] for index in indices})
+
+    def poll(self) -> None:
+        """Nothing: messages go on by themselves. Raises what one has failed with."""
+        if self._step is not None:
+            self._step.raise_failure()
+
+    def finish(self) -> Routine[list[Tensor | None]]:
+        """Wait for all gradients. Returns totals that are whole, by parameter; None where replicas own runs, of which
+        `owned_totals` has this replica's."""
+        step = self._step
+        assert step is not None
+        step.check_all_submitted()
+        while not (progress := step.until_over()).done():
+            yield RoutineWait(progress, f"gradients of other replicas, channel {self.channel}")
+        self.defined_here = frozenset(step.defined)
+        results: list[Tensor | None] = [None] * len(self.parameters)
+        for index, (shape, dtype) in enumerate(self.parameters):
+            totals = [step.sums.total((index, number)) for number in range(len(self.owned[index]))]
+            if self.has_owners:
+                self.owned_totals[index] = totals
+            else:
+                results[index] = totals[0].view(shape) if totals else torch.empty(shape, dtype=dtype)
+        self._step = None
+        return results
+
+
+class _ScatterStep:
+    """What one step has sent and added so far."""
+
+    def __init__(self, reduction: ScatterReduction) -> None:
+        self.reduction = reduction
+        self.defined: set[int] = set()
+        """Parameters of which this replica has a gradient."""
+        runs: dict[Run, tuple[int, torch.dtype]] = {
+            (index, number): (stop - start, dtype)
+            for index, (_, dtype) in enumerate(reduction.parameters)
+            for number, (start, stop) in enumerate(reduction.owned[index])
+        }
+        self.sums = RunSums(runs)
+        self.folds = [BucketFold(self.sums, parts, reduction.steps, reduction.rounds) for parts in reduction.parts]
+        """By bucket: its sums here."""
+        self._own = reduction.microbatches[reduction.own_index]
+        """The microbatches of this replica."""
+        self._waiting: dict[int, dict[int, _Gradient]] = {}
+        """Own microbatch -> parameter -> its gradient, until all buckets have their parts of it."""
+        self._unready: dict[int, list[int]] = {}
+        """Own microbatch -> by bucket: parameters whose gradients are not handed over."""
+        self._sent: list[Handle] = []
+        """This replica's messages, in order: done when all other owners have acknowledged them."""
+        self._received: dict[int, list[Handle]] = {r: [] for r in reduction.receiving}
+        """Other replica -> posted receives of its messages, in order, without those that are known to be done."""
+        self._acknowledgements: list[Handle] = []
+        """Sends of acknowledgements, without those that are known to be done."""
+        self._folded: dict[tuple[int, int], None] = {}
+        """(microbatch, bucket) that is added up here."""
+        self._arrivals: deque[tuple[int, int, Tensor]] = deque()
+        """(microbatch, bucket, segment) to be added up."""
+        self._lock = threading.Lock()
+        """Guards `_is_folding`."""
+        self._is_folding = False
+        """Whether some thread adds up arrivals."""
+        self.changed = threading.Condition()
+        """Notified when arrivals have been added up."""
+
+    def begin(self) -> None:
+        """Post the first receives."""
+        for replica in self.reduction.receiving:
+            for number in range(len(self.reduction.receiving[replica])):
+                self._post_receive(replica, number)
+
+    # -- what this replica sends ---------------------------------------------------------------------------------------
+
+    def submit(self, microbatch: int, gradients: Mapping[int, Tensor | None]) -> None:
+        """See `ScatterReduction.submit_gradients`."""
+        reduction = self.reduction
+        waiting = self._waiting.setdefault(microbatch, {})
+        if microbatch not in self._unready:
+            self._unready[microbatch] = [len(layout.shapes) for layout in reduction.layouts]
+        for index, gradient in gradients.items():
+            if gradient is not None:
+                self.defined.add(index)
+            waiting[index] = _Gradient(gradient, len(reduction.buckets_of[index]))
+            for bucket in reduction.buckets_of[index]:
+                self._unready[microbatch][bucket] -= 1
+        buckets = len(reduction.layouts)
+        while len(self._sent) < len(self._own) * buckets:
+            microbatch, bucket = self._own[len(self._sent) // buckets], len(self._sent) % buckets
+            if microbatch not in self._unready or self._unready[microbatch][bucket]:
+                return
+            self._wait_for_slot()
+            with torch.no_grad():
+                self._send(microbatch, bucket)
+
+    def check_all_submitted(self) -> None:
+        """Raises `CommError` if gradients of some microbatch were not handed over."""
+        if len(self._sent) < len(self._own) * len(self.reduction.layouts):
+            raise CommError(
+                f"gradients of microbatch {self._own[len(self._sent) // len(self.reduction.layouts)]} were not all handed over",
+                cure="call `submit_gradients` for every parameter of the stage, also for those without a gradient",
+            )
+
+    def _wait_for_slot(self) -> None:
+        """Wait until the message that had the next slot before is acknowledged by all, and added up here."""
+        reduction, number = self.reduction, len(self._sent) - len(self.reduction.sending)
+        if number < 0:
+            return
+        buckets = len(reduction.layouts)
+        microbatch, bucket = self._own[number // buckets], number % buckets
+
+        def is_free() -> bool:
+            return self._sent[number].done() and (bucket not in reduction.kept or (microbatch, bucket) in self._folded)
+
+        def awaited() -> Iterator[Handle]:
+            yield self._sent[number]
+            for other in self.folds[bucket].missing if bucket in reduction.kept else ():
+                yield from self._received.get(reduction.replica_of[other], ())
+
+        progress = _Progress(self, is_free, awaited)
+        if not progress.done():
+            start = time.perf_counter_ns()
+            what = f"room for gradients: replicas that are behind microbatch {microbatch}, channel {reduction.channel}"
+            wait_for_handle(progress, what, reduction.timeout_s)
+            reduction.waited_ns += time.perf_counter_ns() - start
+
+    def _send(self, microbatch: int, bucket: int) -> None:
+        reduction, number = self.reduction, len(self._sent)
+        layout = reduction.layouts[bucket]
+        flat = reduction.sending[number % len(reduction.sending)][: layout.nbytes].view(layout.dtype)
+        self._fill(layout, flat, self._waiting[microbatch])
+        segments = [flat[start:stop] for start, stop in layout.segments or ()]
+        self._sent.append(self._run(self._message(number, segments)))
+        if bucket in reduction.kept:
+            self._arrive(microbatch, bucket, segments[reduction.own_index])
+
+    def _fill(self, layout: BucketLayout, flat: Tensor, waiting: dict[int, _Gradient]) -> None:
+        to: list[Tensor] = []
+        source: list[Tensor] = []
+        for part in layout.parts:
+            place = flat[part.offset : part.offset + part.stop - part.start]
+            gradient = waiting[part.parameter]
+            if gradient.value is None:
+                place.fill_(-0.0)
+            else:
+                to.append(place)
+                source.append(gradient.elements(part))
+        if to:
+            copy_all(to, source)
+        for index in layout.indices:
+            waiting[index].buckets -= 1
+            if not waiting[index].buckets:
+                del waiting[index]
+
+    def _message(self, number: int, segments: Sequence[Tensor]) -> Phases:
+        """The phases of a message to all other owners: it is over when all have acknowledged it."""
+        group, me = self.reduction.group, self.reduction.own_index
+        there = [(segment, group[r]) for r, segment in enumerate(segments) if r != me and segment.numel()]
+        self.reduction.transport.ledger.count("scatter", sent=sum(segment.nbytes for segment, _ in there))
+        yield OperationPhase(
+            [(segment, rank, 2 * number) for segment, rank in there], [(_nothing(), rank, 2 * number + 1) for _, rank in there]
+        )
+
+    def _run(self, phases: Phases) -> Handle:
+        return self.reduction.transport.run_phases(phases, group=self.reduction.group, channel=self.reduction.channel)
+
+    # -- what this replica owns ----------------------------------------------------------------------------------------
+
+    def _post_receive(self, replica: int, number: int) -> None:
+        """Post the receive of the so many-th message of another replica that has anything for this one."""
+        reduction = self.reduction
+        theirs, kept = reduction.microbatches[replica], reduction.kept
+        if number >= len(theirs) * len(kept):
+            return
+        turn, place = divmod(number, len(kept))
+        microbatch, bucket = theirs[turn], kept[place]
+        layout = reduction.layouts[bucket]
+        slots = reduction.receiving[replica]
+        slot = slots[number % len(slots)]
+        segment = slot[: _segment_bytes(layout, reduction.own_index)].view(layout.dtype)
+        tag = 2 * (turn * len(reduction.layouts) + bucket)
+
+        def phases() -> Phases:
+            yield OperationPhase((), [(segment, reduction.group[replica], tag)])
+            reduction.transport.ledger.add_payload("scatter", received=segment.nbytes)
+            self._arrive(microbatch, bucket, segment)
+
+        self._received[replica] = [*filter(_is_pending, self._received[replica]), self._run(phases())]
+
+    def _arrive(self, microbatch: int, bucket: int, segment: Tensor) -> None:
+        """Add up what has arrived; if another thread does so already (or this one), it does this, too."""
+        self._arrivals.append((microbatch, bucket, segment))
+        while True:
+            with self._lock:
+                if self._is_folding or not self._arrivals:
+                    return
+                self._is_folding = True
+            try:
+                while self._arrivals:
+                    microbatch, bucket, segment = self._arrivals.popleft()
+                    for freed in self.folds[bucket].arrive(microbatch, segment):
+                        self._free(freed, bucket)
+            finally:
+                with self._lock:
+                    self._is_folding = False
+                with self.changed:
+                    self.changed.notify_all()
+
+    def _free(self, microbatch: int, bucket: int) -> None:
+        """A message is added up here: acknowledge it, and receive the next one in its slot."""
+        reduction = self.reduction
+        self._folded[microbatch, bucket] = None
+        replica = reduction.replica_of[microbatch]
+        if replica == reduction.own_index:
+            return
+        turn = reduction.microbatches[replica].index(microbatch)
+        tag, rank = 2 * (turn * len(reduction.layouts) + bucket) + 1, reduction.group[replica]
+        sent = self._run(_one_phase(OperationPhase([(_nothing(), rank, tag)], ())))
+        self._acknowledgements = [*filter(_is_pending, self._acknowledgements), sent]
+        place = turn * len(reduction.kept) + reduction.kept.index(bucket)
+        self._post_receive(replica, place + len(reduction.receiving[replica]))
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    def raise_failure(self) -> None:
+        """Raise what any message has failed with."""
+        for handle in self._all():
+            handle.done()
+
+    def _all(self) -> Iterator[Handle]:
+        """Those that may not be done."""
+        yield from self._sent[-len(self.reduction.sending) :] if self._sent else ()
+        for handles in self._received.values():
+            yield from handles
+        yield from self._acknowledgements
+
+    def until_over(self) -> _Progress:
+        """Done when everything is sent, received and added up."""
+
+        def is_over() -> bool:
+            folded = all(self.folds[bucket].is_over for bucket in self.reduction.kept)
+            return folded and not self._is_folding and all(handle.done() for handle in self._all())
+
+        return _Progress(self, is_over, self._all)
+
+
+class _Gradient:
+    """One parameter's gradient in one microbatch."""
+
+    __slots__ = ("_flat", "buckets", "value")
+
+    def __init__(self, value: Tensor | None, buckets: int) -> None:
+        self.value = value
+        """None: no gradient."""
+        self.buckets = buckets
+        """Buckets that have no copy of their parts yet."""
+        self._flat: Tensor | None = None
+
+    def elements(self, part: BucketPart) -> Tensor:
+        """The elements of a part, flat."""
+        assert self.value is not None
+        if self._flat is None:
+            self._flat = self.value.reshape(-1)
+        return self._flat[part.start : part.stop]
+
+
+class _Progress:
+    """The handle of something that several messages, and additions in any thread, bring about."""
+
+    def __init__(self, step: _ScatterStep, is_over: Callable[[], bool], awaited: Callable[[], Iterator[Handle]]) -> None:
+        """`awaited`: the messages that it needs, as far as they are posted."""
+        self._step, self._is_over, self._awaited = step, is_over, awaited
+
+    def done(self) -> bool:
+        """See `Handle.done`."""
+        if self._is_over():
+            return True
+        self._step.raise_failure()
+        return False
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """See `Handle.wait`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.done():
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            pending = next((handle for handle in self._awaited() if not handle.done()), None)
+            if pending is not None:
+                pending.wait(left_s)
+                continue
+            with self._step.changed:  # all has come, and another thread adds it up
+                if not self._step.changed.wait_for(self._is_over, left_s):
+                    raise CommTimeout("gradients were not added up", cure="report this: another thread of the worker hangs")
+
+    def wait_on_stream(self, timeout_s: float | None = None) -> None:
+        """See `Handle.wait_on_stream`: the memory is the host's."""
+        self.wait(timeout_s)
+
+    def tensor(self) -> Tensor:
+        """Nothing is received by this handle."""
+        return self.tensors()[0]
+
+    def tensors(self) -> list[Tensor]:
+        """Nothing is received by this handle."""
+        return []
+
+
+def _one_phase(phase: OperationPhase) -> Phases:
+    yield phase
+
+
+def _is_pending(handle: Handle) -> bool:
+    """Whether an operation is not done; one that has failed never is."""
+    try:
+        return not handle.done()
+    except CommError:
+        return True
+
+
+def _nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _zeros(nbytes: int) -> Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def _segment(layout: BucketLayout, replica: int) -> tuple[int, int]:
+    """(first element, number of elements) of a replica's segment of a bucket."""
+    assert layout.segments is not None
+    start, stop = layout.segments[replica]
+    return start, stop - start
+
+
+def _segment_bytes(layout: BucketLayout, replica: int) -> int:
+    return _segment(layout, replica)[1] * layout.dtype.itemsize
