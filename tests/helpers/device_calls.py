@@ -114,12 +114,12 @@ def folds(state: State, layouts: list[Layout]) -> None:
     assert any(not torch.equal(found, want.buffers[name]) for name, found in kept.items()), "another arithmetic"
 
 
-def divides(state: State, layout: Layout) -> None:
-    """Replicas on the device that divide state (`plan.zero: 1`), a parameter between several of them: the CPU's bits."""
+def divides(state: State, layout: Layout, level: int) -> None:
+    """Replicas on the device that divide state (`plan.zero`), a parameter between several of them: the CPU's bits."""
     want = zero_layouts.expected(layout.model, layout.microbatches, layout.blocks)
     with (
         zero_layouts.small_pieces(),
-        OneProcessRun(layout.job, layout.plan.with_zero(1), layout.schedule, device=pretend.device(), seed=1) as run,
+        OneProcessRun(layout.job, layout.plan.with_zero(level), layout.schedule, device=pretend.device(), seed=1) as run,
     ):
         for step in range(STEPS):
             assert {r.loss for r in run.step(step)} == {want.losses[step]}, step

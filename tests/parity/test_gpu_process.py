@@ -56,8 +56,9 @@ def test_running_statistics_on_a_device_are_alike_under_every_plan(run):
     run(device_calls.folds, NORMS)
 
 
-def test_replicas_on_a_device_that_divide_state_have_the_bits_of_one_process(run):
-    run(device_calls.divides, LAYOUTS[0])
+@pytest.mark.parametrize("level", [1, 3])
+def test_replicas_on_a_device_that_divide_state_have_the_bits_of_one_process(run, level):
+    run(device_calls.divides, LAYOUTS[0], level)
 
 
 @pytest.mark.full

@@ -18,7 +18,8 @@ class GatheredMemory:
     the whole one's storage has no bytes: tensors, their views and what an optimizer keeps for them stay the same objects.
     Copies in a lower precision are always made of masters, which have memory of their own.
 
-    Between `free` and `fill` nobody may read the tensors that layers compute with.
+    Between `free` and `fill` nobody may read the tensors that layers compute with. On a device whose storages cannot be resized
+    the memory stays.
     """
 
     def __init__(self, weights: StageTensors, owned: Sequence[OwnedParameter]) -> None:
@@ -35,14 +36,11 @@ class GatheredMemory:
             for each in runs if name not in weights.rounded else ():
                 each.parameter.data = each.of(whole)
         self._nbytes = {name: whole.untyped_storage().nbytes() for name, whole in self._whole.items()}
+        self._may_go = all(map(_can_be_resized, {whole.device for whole in self._whole.values()}))
+        """Whether the memory can be freed on this device."""
         self.is_there = True
         """Whether the whole parameters have memory."""
         self._note_addresses()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory that comes and goes."""
-        return sum(self._nbytes.values())
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -63,6 +61,8 @@ class GatheredMemory:
     @torch.no_grad()
     def free(self) -> None:
         """Free the memory, after the last use of the whole parameters."""
+        if not self._may_go:
+            return
         for name, whole in self._whole.items() if self.is_there else ():
             if name not in self._weights.rounded:
                 for each in self._runs[name]:
@@ -72,5 +72,14 @@ class GatheredMemory:
         self._note_addresses()
 
     def _note_addresses(self) -> None:
-        there = self._whole.values() if self.is_there else ()
+        there = self._whole.values() if self.is_there and self._may_go else ()
         self._weights.temporary = frozenset(map(memory_begin, there))
+
+
+def _can_be_resized(device: torch.device) -> bool:
+    """Whether storages of a device can be: those of processors and of CUDA can, those of a backend of one's own need not."""
+    try:
+        torch.empty(1, device=device).untyped_storage().resize_(0)
+    except RuntimeError:
+        return False
+    return True
