@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from math import prod
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -54,6 +55,9 @@ class BufferPool:
     block is a power of two (pages that were never touched take no memory).
     """
 
+    small_bytes: ClassVar[int] = SMALL_BLOCK_BYTES
+    """Tensors below this size lie in no block."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks: dict[int, list[np.ndarray]] = {}
@@ -64,7 +68,7 @@ class BufferPool:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised contiguous tensor."""
         nbytes = prod(shape) * dtype.itemsize
-        if nbytes < SMALL_BLOCK_BYTES:
+        if nbytes < self.small_bytes:
             return torch.empty(shape, dtype=dtype)
         size = self._block_bytes(nbytes)
         with self._lock:

@@ -346,6 +346,12 @@ class Job(Section):
                 cure="leave one of them out",
             )
         check_precision(self.precision if self.precision is not None else PrecisionConfig(), self.dtype)
+        if self.optimizer_in is not None and self.device != "cpu":
+            raise ConfigError(
+                f"plan.optimizer_in is {shorten(self.optimizer_in)}, and device is {self.device}: files can hold what a "
+                "processor steps, and a GPU steps what is in its own memory",
+                cure="leave plan.optimizer_in out; plan.zero divides the optimizer's state over replicas",
+            )
         packs = any(one.pack is not None for one in (self.data, *self.validation_sets.values()))
         if packs and self.loss.is_loss_of_model and self.loss.count is None:
             raise ConfigError(
@@ -611,6 +617,11 @@ class Job(Section):
         """Most memory of the buckets of a stage's gradients."""
         section = self.plan if isinstance(self.plan, PlanConfig) else PlanConfig()
         return section.reduction_buffer_mib << 20
+
+    @property
+    def optimizer_in(self) -> str | None:
+        """The folder in whose files the optimizer's state lies; None: it lies in memory."""
+        return self.plan.optimizer_in if isinstance(self.plan, PlanConfig) else None
 
     @property
     def loss_target_name(self) -> str:

@@ -68,8 +68,10 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     ),
     _SHARDED_STATE: "zero zero_stage zero_optimization fsdp fsdp_config fsdp_plugin sharding_strategy deepspeed "
     "deepspeed_config deepspeed_plugin zero_redundancy_optimizer reshard_after_forward",
-    "state in another memory (offloading) is not supported yet; less memory: plan.stages, plan.shards, plan.recompute": (
-        "offload cpu_offload offload_optimizer offload_param"
+    "optimizer state in files of a local disk (offloading) is plan.optimizer_in: FOLDER; parameters and activations stay in "
+    "memory, where plan.stages, plan.shards, plan.recompute leave less of them": (
+        "offload cpu_offload offload_optimizer offload_param offload_optimizer_device offload_optimizer_nvme_path nvme_path "
+        "offload_folder offload_params optimizer_cpu_offload optimizer_offload_fraction"
     ),
     _RECOMPUTE: "gradient_checkpointing activation_checkpointing activation_checkpoint checkpoint_activations "
     "recompute_granularity recompute_activations recomputation checkpointing",

@@ -161,6 +161,10 @@ class PlanConfig(Section):
     reduction_buffer_mib: Annotated[PositiveInt, WORKERS] = 8
     """Memory of a stage with replicas, in MiB, for gradients that are on their way between these. Gradients that find no room
     wait where they are; with `gradients: scatter` their replica waits. Results do not depend on it."""
+    optimizer_in: Annotated[PathText | None, WORKERS] = None
+    """A folder on a local disk of each worker, in whose files the optimizer's state lies, with float32 masters and averages of
+    the weights (offloading); None: in memory. It is read ahead while parameters are stepped, and gone when the worker
+    ends. For optimizers that take each parameter by itself; not on GPUs. Results do not depend on it."""
     recompute: Annotated[Any, BeforeValidator(_recompute_policy), CLIENT] = "none"
     """Activation checkpointing: layers whose activations are dropped after the forward and computed again for the backward, for
     less memory and more time, with the same results. `none`, `full`, or a list of patterns of layer names."""

@@ -17,6 +17,7 @@ from raypar.errors import ClusterError, ConfigError, InputError, OutOfMemory, Ra
 from raypar.files.atomic_write import write_text_atomically
 from raypar.job import Job
 from raypar.launch.activity_reporter import ActivityReporter
+from raypar.launch.check_offload_folder import check_offload_folder, lines_about_offloading
 from raypar.launch.choose_plan import ChosenPlan, PlanChooser, describe_chosen_plan, idle_replicas_text
 from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.make_run_request import (
@@ -169,7 +170,12 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
             if (any(chosen.plan.zero_levels) or job.leaves_zero_open) and checked.optimizer is not None:
                 job = job.with_undivided(checked.optimizer.undivided)
                 options = replace(options, job=job)
-            for line in (*(checked.notes if not options.forward_passes else ()), *chosen.warnings):
+            _check_offloading(job, chosen, options)
+            for line in (
+                *(checked.notes if not options.forward_passes else ()),
+                *chosen.warnings,
+                *lines_about_offloading(job),
+            ):
                 tell(RunWarning(text=line))
             contract = with_facts_of_data(contract, checked, options)
             return job, chosen, make_run_request(checked, chosen, options, contract)
@@ -181,6 +187,14 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
                 f"the job's code raised {error_text(error)}\n{traceback.format_exc()}",
                 cure="the last lines of the traceback are where it did",
             ) from error
+
+
+def _check_offloading(job: Job, chosen: ChosenPlan, options: LaunchOptions) -> None:
+    """See `check_offload_folder`; a cluster's workers check their own."""
+    from raypar.actors.ray_connection import uses_existing_ray
+
+    if job.optimizer_in is not None and not options.forward_passes and not uses_existing_ray(options.address):
+        check_offload_folder(job, chosen.memory)
 
 
 def _frozen_table(options: LaunchOptions, graph: Graph) -> FrozenTable | None:

@@ -140,6 +140,8 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
     if with_profile:
         if (trial := try_optimizer_of_job(job, graph)) is not None:
             trial.check_plan(plan)
+            if job.optimizer_in is not None:
+                trial.check_steps_in_windows()
         if max(counts) > 1 or job.styles or job.layout:
             checked = preflight(job)
             check_model_can_shard(job, checked, plan)

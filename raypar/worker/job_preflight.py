@@ -506,6 +506,8 @@ def check_model_can_shard(spec: Job, checked: PreflightResult, plan: ParallelPla
     lines: list[str] = []
     if checked.optimizer is not None:
         checked.optimizer.check_plan(plan)
+        if spec.optimizer_in is not None:
+            checked.optimizer.check_steps_in_windows()
     for shards in sorted(plan.virtual_shard_counts):
         if shards > 1 or spec.styles or spec.layout:
             layout = compute_shard_layout(checked.graph, shards, dict(spec.styles), dict(spec.layout))

@@ -57,8 +57,10 @@ from raypar.worker.stage.stage_coordinate_in_errors import SamplesOfPasses, Stag
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage, reduction_channel
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage.whole_layers import WholeLayers
+from raypar.worker.state.file_memory import FileMemoryPool
 from raypar.worker.step.gathered_memory import GatheredMemory
 from raypar.worker.step.learning_rates import LearningRates
+from raypar.worker.step.offloaded_optimizer import build_offloaded_optimizers, move_masters_to_files
 from raypar.worker.step.optimizer_and_parameter_groups import build_optimizers
 from raypar.worker.step.owned_parameters import OwnedParameter, named_parameters, own_parameters
 from raypar.worker.step.parameter_gather import ParameterGather, StageGather, gather_rounds
@@ -396,6 +398,8 @@ class StageBuilder:
     """How long a layer waits for other shards."""
     generators: GeneratorsInTurn
     """Of virtual shards that take turns."""
+    optimizer_files: FileMemoryPool | None = None
+    """Where state of optimizers lies that is not in memory (`plan.optimizer_in`); None: all is."""
 
     def build_stages(
         self, values: Mapping[ShardOfStage, Mapping[str, Tensor]] | None, *, unfilled: bool
@@ -479,7 +483,9 @@ class StageBuilder:
                 runs = self.ownership.runs(index, number, replica)
             if self.ownership.divides(index, "parameter"):
                 frozen = self.ownership.runs(index, number, replica, frozen=True)
-            found[index, number] = own_parameters(stage.weights, runs, frozen)
+            mine = found[index, number] = own_parameters(stage.weights, runs, frozen)
+            if self.optimizer_files is not None:
+                move_masters_to_files(mine, stage.weights, self.optimizer_files)
         return found
 
     def build_optimizers(
@@ -488,10 +494,15 @@ class StageBuilder:
         """Stage -> optimizer of what this rank trains there; a stage without any has no optimizer."""
         with self.guard.watching(f"the optimizer {self.spec.optimizer.label}, as it was made,"):
             return {
-                index: build_optimizers(self.spec.optimizer, *named_parameters(mine), self.spec.average)
+                index: self._build_optimizer(*named_parameters(mine))
                 for index, mine in owned.items()
                 if any(each.parameter.requires_grad for each in mine)
             }
+
+    def _build_optimizer(self, parameters: Mapping[str, nn.Parameter], names: Mapping[str, str]) -> torch.optim.Optimizer:
+        if self.optimizer_files is None:
+            return build_optimizers(self.spec.optimizer, parameters, names, self.spec.average)
+        return build_offloaded_optimizers(self.spec.optimizer, parameters, self.optimizer_files, names, self.spec.average)
 
     def build_gather(
         self, stages: Mapping[ShardOfStage, Stage], owned: Mapping[ShardOfStage, Sequence[OwnedParameter]]

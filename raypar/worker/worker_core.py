@@ -50,6 +50,7 @@ from raypar.worker.metrics.metric import Metric, make_metrics
 from raypar.worker.metrics.metric_state import State
 from raypar.worker.metrics.stage_metrics import StageMetrics, pack_states
 from raypar.worker.plain_microbatches import MICROBATCHES, NotCompared, refuse_large_models
+from raypar.worker.process.allocator_and_garbage_collector import large_blocks_returned
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.generators_in_turn import GeneratorsInTurn
 from raypar.worker.process.gpu_setup import DeviceBatchSource
@@ -59,7 +60,8 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_in_virtual_shards import ComputesMicrobatches, ShardOfStage, StageInVirtualShards
 from raypar.worker.stage_builder import StageBuilder
-from raypar.worker.state.checkpoint_snapshot import CheckpointWriter, restore_from_checkpoint, take_snapshot
+from raypar.worker.state.checkpoint_snapshot import CheckpointWriter, copy_to_host, restore_from_checkpoint, take_snapshot
+from raypar.worker.state.file_memory import OPTIMIZER_STATE, FileMemoryPool, check_folder_for_copies
 from raypar.worker.step.interpreter import Interpreter, StageLinks
 from raypar.worker.step.learning_rates import LearningRates, make_learning_rates
 from raypar.worker.step.optimizer_state import OptimizerState, read_optimizer_state
@@ -236,6 +238,8 @@ class WorkerCore:
     """`StepCommit.skipped_steps`; of all plans."""
     _skipped_when_saved: tuple[int, ...] | None
     """Those of the checkpoint that is being written; None where the loss is not scaled."""
+    optimizer_files: FileMemoryPool | None
+    """Where state of optimizers lies that is not in memory (`plan.optimizer_in`); None: all is."""
     _layouts: dict[int, TensorParallelLayout]
     """Number of shards -> how the model is cut over them; kept because it is needed repeatedly."""
     _writer: CheckpointWriter
@@ -272,7 +276,9 @@ class WorkerCore:
         self.graph = guard_graph_builds(graph, self.guard)
         self.stages = {}
         self.transport = None
-        self._layouts, self._passes = {}, {}
+        self._layouts, self._passes, self.optimizer_files = {}, {}, None
+        if spec.optimizer_in is not None and spec.forward_passes is None:
+            check_folder_for_copies(spec.optimizer_in, OPTIMIZER_STATE)  # now, and not in the first step
         self._compared, self._to_compare = set(), set()
         self.data = WorkerData(spec, self.guard, batch_names=graph.batch_names, stream_process=stream_process)
         self.generators = GeneratorsInTurn(device)
@@ -310,6 +316,7 @@ class WorkerCore:
         reductions = list(self.step_commit.reductions.values()) if self.stages else []
         self.assignment, self.transport, self.rank = assignment, transport, transport.rank
         self.ownership, self.nodes = self.ownership_of(assignment.plan), tuple(nodes)
+        self.optimizer_files = self._make_files()  # new ones: those of the plan before are gone with its state
         builder = self._builder(assignment, transport)
         self.not_moved = None
         self.stages, digests = builder.build_stages(values, unfilled=load is not None)
@@ -364,7 +371,13 @@ class WorkerCore:
             guard=self.guard,
             shard_timeout_s=self.step_timeout_s,
             generators=self.generators,
+            optimizer_files=self.optimizer_files,
         )
+
+    def _make_files(self) -> FileMemoryPool | None:
+        """Files for state in `plan.optimizer_in`, each gone when its tensor is; None without it."""
+        folder = self.spec.optimizer_in
+        return None if folder is None else FileMemoryPool(folder, OPTIMIZER_STATE)
 
     def can_share_out_anew(self, assignment: ProgramAssignment) -> bool:
         """Whether the stages that are here can run `assignment`: the plan is the present one but for the replicas' shares."""
@@ -814,7 +827,9 @@ class WorkerCore:
             stage: {name: of for name, of in mine.items() if name not in unsaved}
             for stage, mine in self.ownership.checkpoint_pieces(self.rank).items()
         }
-        state = take_snapshot(self.stages, optimizers, pieces, self.step_commit.owned)
+        files = self._make_files()  # what memory has no room for has none for its copy
+        copy = copy_to_host if files is None else files.contiguous_copy_of
+        state = take_snapshot(self.stages, optimizers, pieces, self.step_commit.owned, copy=copy)
         self._skipped_when_saved = tuple(self.skipped_steps) if self.spec.loss_scaling is not None else None
         self._writer.start(checkpoint, f"worker_{self.rank:04d}.safetensors", state)
 
@@ -827,7 +842,9 @@ class WorkerCore:
         `CheckpointError`."""
         optimizers = {} if only_weights else self.step_commit.optimizers
         initial = initial_values_of(self.graph, self.spec.seed)
-        restore_from_checkpoint(checkpoint, self.stages, optimizers, initial, self.step_commit.owned)
+        files = self._make_files()
+        with large_blocks_returned() if files is not None else contextlib.nullcontext():
+            restore_from_checkpoint(checkpoint, self.stages, optimizers, initial, self.step_commit.owned, files=files)
         if self.spec.loss_scaling is not None and not only_weights:
             self.skipped_steps[:] = load_manifest(checkpoint).skipped_steps
         for stage in self.stages.values():

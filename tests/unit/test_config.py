@@ -473,7 +473,7 @@ lightning: strategy=plan.replicas accelerator=`device` max_epochs=`steps` fast_d
     limit_val_batches=validation.samples check_val_every_n_epoch=validation.every log_every_n_steps=metrics.jsonl
     enable_progress_bar=verbose sync_batchnorm=microbatch deterministic=`seed` profiler=trace_every datamodule=`data`
     gradient_clip_algorithm=clip_norm max_time=max_time_s ema=average
-deepspeed: offload_optimizer=plan.recompute train_micro_batch_size_per_gpu=batch_size wall_clock_breakdown=trace_every
+deepspeed: offload_optimizer=plan.optimizer_in train_micro_batch_size_per_gpu=batch_size wall_clock_breakdown=trace_every
     steps_per_print=metrics.jsonl moe=plan.shards
 accelerate: mixed_precision=precision.compute split_batches=shuffled even_batches=shuffled log_with=trackers
     project_dir=run_dir

@@ -12,6 +12,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _HEAP = 64 << 20
 """Size of the heaps in which threads other than the first one allocate (HEAP_MAX_SIZE of 64-bit machines)."""
 _LARGE = (1 << 31) - 1
+_MAPPED = 128 << 10
+"""What glibc maps afresh by default (DEFAULT_MMAP_THRESHOLD)."""
 _LARGEST_OWN = 32 << 20
 """Blocks that glibc maps afresh, whatever has been freed before (DEFAULT_MMAP_THRESHOLD_MAX): it trims twice as much."""
 
@@ -26,7 +28,27 @@ def keep_freed_memory() -> bool:
     # Ray runs steps in a thread of a pool. Whatever the trim threshold, a thread's heap that becomes empty is unmapped (100 to
     # 2,400 faults a step), unless the heap before it has less room than the pad. In the first thread the pad only reserves
     # addresses.
-    return _set_allocator(_LARGE >> 1, _LARGE, _HEAP)
+    global _keeps_freed_memory
+    _keeps_freed_memory = _set_allocator(_LARGE >> 1, _LARGE, _HEAP)
+    return _keeps_freed_memory
+
+
+_keeps_freed_memory = False
+"""Whether glibc does as `keep_freed_memory` says."""
+
+
+@contextlib.contextmanager
+def large_blocks_returned() -> Iterator[None]:
+    """Have glibc map blocks afresh inside that its heaps have no room for, so that they go back to the system when they are
+    freed. A heap would keep them, and find no room in them for the next ones of the same size, which are aligned."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED)
+    try:
+        yield
+    finally:
+        if mallopt is not None:
+            mallopt(_M_MMAP_THRESHOLD, _LARGE >> 1 if _keeps_freed_memory else _LARGEST_OWN)
 
 
 @contextlib.contextmanager
@@ -36,12 +58,13 @@ def freed_memory_kept() -> Iterator[None]:
     Afterwards glibc maps and trims the sizes to which it would have come by itself with such blocks, and what is free goes back
     to the system.
     """
+    global _keeps_freed_memory
     kept = keep_freed_memory()
     try:
         yield
     finally:
         if kept:
-            _set_allocator(_LARGEST_OWN, 2 * _LARGEST_OWN, 0)
+            _keeps_freed_memory = not _set_allocator(_LARGEST_OWN, 2 * _LARGEST_OWN, 0)
             return_unused_memory()
 
 

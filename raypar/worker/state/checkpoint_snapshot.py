@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 from types import MappingProxyType
 
@@ -47,12 +48,20 @@ from raypar.worker.checkpoint.state_key import (
 from raypar.worker.pretrained.frozen_values import read_frozen_values
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
+from raypar.worker.state.file_memory import FileMemoryPool
 from raypar.worker.state.parameter_state import ParameterSlice, tensor_in
 from raypar.worker.step.optimizer_state import OptimizerState, Value, read_optimizer_state, write_optimizer_state
 from raypar.worker.step.owned_parameters import OwnedParameter
 
 WRITE_TIMEOUT_S = 600.0
 """How long the disk may take to write one worker's file."""
+CopyToHost = Callable[[Tensor], Tensor]
+"""Makes a contiguous copy of a tensor in host memory, or in a file."""
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """A contiguous copy in host memory."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 @dataclass(frozen=True)
@@ -78,9 +87,11 @@ def take_snapshot(
     optimizers: Mapping[ShardOfStage, torch.optim.Optimizer],
     pieces: Mapping[int, Mapping[str, Sequence[Piece]]],
     owned: Mapping[ShardOfStage, Sequence[OwnedParameter]] = MappingProxyType({}),
+    *,
+    copy: CopyToHost = copy_to_host,
 ) -> StateSnapshot:
     """Copy the state of parameters and buffers to host memory. `pieces`: by index of the stage, as `Ownership` gives them; of
-    what is cut, each virtual shard of the worker adds its slice.
+    what is cut, each virtual shard of the worker adds its slice. `copy`: makes the copies.
 
     `optimizers`: by stage; a snapshot has no state of those that are left out. `owned`: what they train; without it, whole
     parameters. Raises `StateNotKeptError` for optimizer state that cannot be kept, by name.
@@ -99,16 +110,14 @@ def take_snapshot(
             keys = {each.key: each.name for each in owned.get((index, number), ())}
             if optimizer is not None and is_first:
                 kept |= {keys.get(key, key): sorted(of) for key, of in state.parameters.items()}
-                of_groups = {(pattern, GROUP): _encoded(entries) for pattern, entries in state.groups.items()}
-                of_optimizers = {(pattern, ATTRIBUTE): _encoded(entries) for pattern, entries in state.attributes.items()}
-                shared.append((index, {**of_groups, **of_optimizers}))
+                shared.append((index, _shared_state(state)))
             runs.add_stage((index, number), stage, state, is_first=is_first)
             for name in pieces.get(index, ()):
                 if name in runs.names or (owned and name in stage.parameters and not _is_here(name, stage, keys)):
                     continue
                 if name in stage.buffers:
                     if is_first:
-                        tensors[name, BUFFER if name in stage.persistent else CACHE] = _copy(stage.buffers[name])
+                        tensors[name, BUFFER if name in stage.persistent else CACHE] = copy(stage.buffers[name])
                     continue
                 if name not in stage.parameters:  # of a whole layer, which the first one has
                     continue
@@ -124,13 +133,13 @@ def take_snapshot(
                     elif is_first and not (shard is not None and cut is not None and shard.group.shard > 0):
                         # A step count of what is cut, which is every shard's, is written by the first of all.
                         if isinstance(value, Tensor):
-                            tensors[name, key] = _copy(value)
+                            tensors[name, key] = copy(value)
                         else:
                             scalars[name, key] = value
         slices: dict[StateName, TensorSlices | TensorRuns] = {}
         for name_and_key, of_shards in parts.items():
-            tensors[name_and_key], slices[name_and_key] = _joined_slices(of_shards)
-        runs.add_to(tensors, scalars, slices)
+            tensors[name_and_key], slices[name_and_key] = _joined_slices(of_shards, copy)
+        runs.add_to(tensors, scalars, slices, copy)
     ties = {others[0]: others[1:] for stage in stages.values() for others in stage.graph.shared_names}
     return StateSnapshot(tensors, scalars, slices, ties, tuple(shared), kept if optimizers else None)
 
@@ -208,25 +217,26 @@ class SnapshotOfRuns:
         tensors: dict[StateName, Tensor],
         scalars: dict[StateName, Scalar],
         slices: dict[StateName, TensorSlices | TensorRuns],
+        copy: CopyToHost,
     ) -> None:
         """Add copies in host memory, of all runs of a parameter one after the other, and which they are."""
         for name_and_key, parts in self._parts.items():
             parts.sort(key=itemgetter(0))
-            tensors[name_and_key] = torch.cat([part for _, _, part in parts]).cpu()
+            tensors[name_and_key] = _own(torch.cat([part for _, _, part in parts]), copy)
             spans = merge_ranges((start, stop) for start, stop, _ in parts)
             slices[name_and_key] = TensorRuns(self._shapes[name_and_key[0]], spans)
         for name_and_key, value in self.shared.items():
             if isinstance(value, Tensor):
-                tensors[name_and_key] = _copy(value)
+                tensors[name_and_key] = copy(value)
             else:
                 scalars[name_and_key] = value
 
 
-def _joined_slices(parts: Sequence[tuple[Tensor, TensorSlices]]) -> tuple[Tensor, TensorSlices]:
+def _joined_slices(parts: Sequence[tuple[Tensor, TensorSlices]], copy: CopyToHost) -> tuple[Tensor, TensorSlices]:
     """(copy in host memory, where it lies) of the slices of one tensor that virtual shards of a worker own."""
     (first, at), *others = parts
     if not others:
-        return _copy(first), at
+        return copy(first), at
     held = merge_ranges(span for _, each in parts for span in each.spans)
     shape = list(first.shape)
     shape[at.dim] = count_indices(held)
@@ -236,7 +246,14 @@ def _joined_slices(parts: Sequence[tuple[Tensor, TensorSlices]]) -> tuple[Tensor
         for start, stop in positions_of_indices(held, each.spans):
             whole.narrow(at.dim, start, stop - start).copy_(tensor.narrow(at.dim, before, stop - start))
             before += stop - start
-    return whole, TensorSlices(at.shape, at.dim, held)
+    return _own(whole, copy), TensorSlices(at.shape, at.dim, held)
+
+
+def _shared_state(state: OptimizerState) -> SharedState:
+    """What many parameters share, as a manifest has it."""
+    of_groups = {(pattern, GROUP): _encoded(entries) for pattern, entries in state.groups.items()}
+    of_optimizers = {(pattern, ATTRIBUTE): _encoded(entries) for pattern, entries in state.attributes.items()}
+    return {**of_groups, **of_optimizers}
 
 
 def _encoded(state: Mapping[str, Value]) -> Mapping[str, Scalar | EncodedTensor]:
@@ -244,8 +261,9 @@ def _encoded(state: Mapping[str, Value]) -> Mapping[str, Scalar | EncodedTensor]
     return {key: encode_tensor(value) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+def _own(made: Tensor, copy: CopyToHost) -> Tensor:
+    """What was made for the snapshot, where `copy` puts copies."""
+    return made.cpu() if copy is copy_to_host else copy(made)
 
 
 def restore_from_checkpoint(
@@ -254,15 +272,18 @@ def restore_from_checkpoint(
     optimizers: Mapping[ShardOfStage, torch.optim.Optimizer],
     initial: InitialValues,
     owned: Mapping[ShardOfStage, Sequence[OwnedParameter]] = MappingProxyType({}),
+    *,
+    files: FileMemoryPool | None = None,
 ) -> None:
     """Read a checkpoint's state into these stages and optimizers, and only what they hold. Raises `CheckpointError`.
 
     Without `optimizers` no state of optimizers is read. `owned`: what they train; without it, whole parameters. `initial`:
-    values of buffers that the checkpoint lacks; an older raypar saved persistent buffers only.
+    values of buffers that the checkpoint lacks; an older raypar saved persistent buffers only. `files`: where what is read lies
+    until it is in its place; None: in memory.
     """
     if optimizers:
         check_kept_state(load_manifest(checkpoint))
-    found = _read_parameters(checkpoint, stages, only_weights=not optimizers)
+    found = _read_parameters(checkpoint, stages, only_weights=not optimizers, files=files)
     shared = read_shared_state(checkpoint)
     wanted = {name: tensor.dtype for stage in stages.values() for name, tensor in stage.buffers.items()}
     buffers = read_checkpoint_buffers(checkpoint, wanted)
@@ -309,7 +330,7 @@ def _state_of(owned: OwnedParameter, there: Mapping[StateKey, Value]) -> dict[st
 
 
 def _read_parameters(
-    checkpoint: CheckpointAt, stages: Mapping[ShardOfStage, Stage], *, only_weights: bool
+    checkpoint: CheckpointAt, stages: Mapping[ShardOfStage, Stage], *, only_weights: bool, files: FileMemoryPool | None
 ) -> dict[ShardOfStage, dict[str, dict[StateKey, Value]]]:
     """By stage: the state of its parameters, each the part that the worker has there."""
     manifest = load_manifest(checkpoint)
@@ -322,11 +343,18 @@ def _read_parameters(
     for indices in alike.values():
         names, shard = {name for index in indices for name in stages[index].parameters}, stages[indices[0]].shard
         take = shard.part if shard is not None else None
+        if files is not None:
+            take = partial(_part_in_file, files, take)
         state = read_checkpoint_state(checkpoint, names - frozen, take, only_weights=only_weights)
         for name, value in read_frozen_values(manifest, sorted(names & frozen)):
             state[name] = {PARAMETER: value if take is None else take(name, value)}
         found |= dict.fromkeys(indices, state)
     return found
+
+
+def _part_in_file(files: FileMemoryPool, take: Callable[[str, Tensor], Tensor] | None, name: str, tensor: Tensor) -> Tensor:
+    """The part of a tensor to keep, in a file."""
+    return files.copy_of(tensor if take is None else take(name, tensor))
 
 
 class CheckpointWriter:

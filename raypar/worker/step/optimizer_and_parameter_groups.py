@@ -115,14 +115,20 @@ def build_optimizers(
 ) -> torch.optim.Optimizer:
     """The job's optimizer over `parameters`, as `build_optimizer` makes it; several, and averages beside it, are one."""
     averages = WeightAverages(average, parameters) if average is not None else None
+    made = [build_optimizer(each, own, names) for each, own in parameters_by_optimizer(spec, parameters, names)]
+    return made[0] if len(made) == 1 and averages is None else SeveralOptimizers(made, averages)
+
+
+def parameters_by_optimizer(
+    spec: OptimizerConfig, parameters: Mapping[str, nn.Parameter], names: Mapping[str, str]
+) -> list[tuple[SingleOptimizerConfig, Mapping[str, nn.Parameter]]]:
+    """(optimizer of the job, what it gets of `parameters`), of those that get any. `names`: as in `build_optimizer`."""
     if not spec.entries:
-        alone = build_optimizer(spec, parameters, names)
-        return alone if averages is None else SeveralOptimizers([alone], averages)
+        return [(spec, parameters)]
     trained = [key for key, parameter in parameters.items() if parameter.requires_grad]
     of_names = names_by_entry(spec, dict.fromkeys(names.get(key, key) for key in trained))
     mine = [(each, {key: parameters[key] for key in trained if names.get(key, key) in own}) for each, own in of_names]
-    made = [build_optimizer(each, own, names) for each, own in mine if own]
-    return made[0] if len(made) == 1 and averages is None else SeveralOptimizers(made, averages)
+    return [(each, own) for each, own in mine if own]
 
 
 def build_optimizer(

@@ -6,6 +6,7 @@ than when the optimizer was made, objects in them too. The learning rate is not 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from raypar.model.python_state import Content, PythonState, comparable_content, 
 from raypar.worker.checkpoint.manifest import DTYPES
 from raypar.worker.checkpoint.safetensors_header import MAX_ELEMENTS
 from raypar.worker.checkpoint.state_key import ATTRIBUTE, AVERAGE, GROUP, NOT_KEPT, OPTIMIZER, StateKey, why_unusable_name
-from raypar.worker.step.several_optimizers import averages_of, optimizers_in
+from raypar.worker.step.several_optimizers import SeveralOptimizers, averages_of, optimizers_in
 
 Value = Tensor | float | int | bool | None
 """A piece of optimizer state."""
@@ -256,7 +257,8 @@ def write_optimizer_state(optimizer: torch.optim.Optimizer, state: OptimizerStat
     attributes that no optimizer keeps as its state, which a file may name.
     """
     for each in optimizers_in(optimizer):
-        _write_one(each, state)
+        with optimizer.taking_state(each) if isinstance(optimizer, SeveralOptimizers) else contextlib.nullcontext():
+            _write_one(each, state)
     if (averages := averages_of(optimizer)) is not None:
         averages.load(state.averages)
 

@@ -167,6 +167,18 @@ class OptimizerTrial:
                 f"\n  measured: {self.difference}",
             )
 
+    def check_steps_in_windows(self) -> None:
+        """Raises `ConfigError` for an optimizer that `plan.optimizer_in` cannot have step a few parameters after the other."""
+        for trial in self.each:
+            trial.check_steps_in_windows()
+        if self.kind is OptimizerKind.COUPLED:
+            raise ConfigError(
+                f"{self.label} cannot be used with plan.optimizer_in: its step of one parameter depends on the other "
+                "parameters, and those whose state lies in files are stepped a few after the other",
+                cure="leave plan.optimizer_in out, or use an optimizer that takes each parameter by itself (SGD, Adam, AdamW, "
+                f"Muon, ...)\n  measured: {self.difference}",
+            )
+
 
 def join_trials(trials: Sequence[OptimizerTrial]) -> OptimizerTrial:
     """The trial of a job's optimizers, of one alone or of several."""

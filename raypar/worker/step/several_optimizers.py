@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -22,6 +23,11 @@ class SeveralOptimizers(torch.optim.Optimizer):
         """One step of each, in the order of the job."""
         for each in self.optimizers:
             each.step()
+
+    @contextlib.contextmanager
+    def taking_state(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Entered while one of them gets its state from elsewhere."""
+        yield
 
 
 def averages_of(optimizer: torch.optim.Optimizer) -> WeightAverages | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,14 @@ class WeightAverages:
     function of the weights after each step, and of which steps were skipped.
     """
 
-    def __init__(self, spec: AverageConfig, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._spec = spec
+    def __init__(
+        self,
+        spec: AverageConfig,
+        parameters: Mapping[str, nn.Parameter],
+        copy: Callable[[Tensor], Tensor] = torch.clone,
+    ) -> None:
+        """`copy`: makes the copies that averages begin as."""
+        self._spec, self._copy = spec, copy
         self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         """Name -> parameter, of those that are trained."""
         self.values: dict[str, Tensor] = {}
@@ -32,12 +38,12 @@ class WeightAverages:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 if name not in self.values:
-                    self.values[name] = parameter.detach().clone()
+                    self.values[name] = self._copy(parameter.detach())
                 elif since % self._spec.every == 0:
                     self.values[name].lerp_(parameter.detach(), 1 - self._spec.decay)
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Go on from these averages, of which copies are made; parameters without one begin theirs anew."""
         self.values = {
-            name: values[name].to(parameter.device, copy=True) for name, parameter in self.parameters.items() if name in values
+            name: self._copy(values[name].to(parameter.device)) for name, parameter in self.parameters.items() if name in values
         }
