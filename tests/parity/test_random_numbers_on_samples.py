@@ -52,6 +52,11 @@ def attend(x: Tensor, attention: nn.Module, **named: Any) -> Tensor:
 DRAWS: dict[str, tuple[Any, ...]] = {
     "dropout": (lambda x: F.dropout(x, 0.5),),
     "dropout of a moved value": (lambda x: F.dropout(x.transpose(1, 2), 0.5).transpose(1, 2),),
+    "dropout of a moved value's function": (lambda x: F.dropout(x.transpose(0, 1).relu() + 1, 0.5).transpose(0, 1),),
+    "dropout of a moved value's copy": (lambda x: F.dropout(x.transpose(0, 1).contiguous(), 0.5).transpose(0, 1),),
+    "dropout of parts of a moved value": (
+        lambda x: torch.cat([F.dropout(part * 2, 0.5) for part in x.transpose(0, 1).chunk(2, -1)], -1).transpose(0, 1),
+    ),
     "dropout1d": (lambda x, drop: drop(x), lambda: nn.Dropout1d(0.5)),
     "dropout2d": (lambda x, drop: drop(image(x)).mean(-1).transpose(1, 2), lambda: nn.Dropout2d(0.5)),
     "dropout3d": (lambda x: F.dropout3d(image(x).unsqueeze(-1), 0.5).mean((-1, -2)).transpose(1, 2),),
@@ -77,16 +82,17 @@ DRAWS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def made(draw: Callable[..., Tensor], *modules: Callable[[], nn.Module]) -> tuple[Any, Any, Tensor, Tensor]:
+def made(draw: Callable[..., Tensor], *modules: Callable[[], nn.Module], shards: int = 2) -> tuple[Any, Any, Tensor, Tensor]:
     graph = on_shards.graph_of(lambda: [("m", Drawing(draw, *(make() for make in modules)))])
     x, y = torch.randn(2, SAMPLES, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return graph, compute_shard_layout(graph, 2, None, {"samples": "shards"}), x, y
+    return graph, compute_shard_layout(graph, shards, None, {"samples": "shards"}), x, y
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_numbers_are_those_of_the_whole_microbatch(name: str):
-    """Two shards with equally many samples have different ones, and those that one process draws."""
-    graph, layout, x, y = made(*DRAWS[name])
+@pytest.mark.parametrize("shards", [2, SAMPLES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if "moved" in name else pytest.mark.part(2)) for name in DRAWS])
+def test_numbers_are_those_of_the_whole_microbatch(name: str, shards: int):
+    """Shards with equally many samples, or one, have different ones, and those that one process draws."""
+    graph, layout, x, y = made(*DRAWS[name], shards=shards)
     whole = on_shards.whole(graph, F.mse_loss, x, y)
     runs, _ = on_shards.sharded(graph, layout, F.mse_loss, x, y)
     assert max(on_shards.errors(runs, whole, layout).values()) <= 1e-12

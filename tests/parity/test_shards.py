@@ -91,6 +91,25 @@ def test_dropout_masks_do_not_know_of_shards(shards, sequence):
     check(models.dropped, models.next_token, ids(23, 2, 7), ids(23, 2, 7), shards, sequence=sequence)
 
 
+class MovedHeads(nn.Module):
+    """Drops of values whose heads are not the dim in which they lie in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Linear(6, 8, std=0.5), Linear(8, 6, std=0.5)
+
+    def forward(self, x):
+        heads = self.up(x).view(*x.shape[:2], 4, 2).transpose(1, 2)
+        heads = F.dropout(heads, 0.3) + F.dropout(heads.relu() * 2, 0.3) + F.dropout(heads.contiguous(), 0.3)
+        return self.down(heads.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("shards", [2, 3, 4])
+def test_a_mask_is_the_same_where_a_shard_has_one_head_of_a_moved_value(shards):
+    styles = {"*.up": "heads:4", "*.down": "heads-row:4"}
+    check(lambda: [("m", MovedHeads())], squares, numbers(2, 3, 6), numbers(2, 3, 6), shards, styles=styles)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_order_in_which_shards_run_does_not_matter(seed):
     graph = graph_of(models.dropped)

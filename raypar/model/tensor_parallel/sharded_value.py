@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache, partial, wraps
 from math import prod
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel.autograd_collectives import copy_to_shards, select_ranges
+from raypar.model.tensor_parallel.layout_of_whole import WholeLayout
 from raypar.model.tensor_parallel.local_part_layout import SAMPLES, SEQUENCE, SPATIAL, LocalPartLayout, sequence_part_layout
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan.shard_ranges import (
@@ -51,9 +52,10 @@ def implements_on_parts(*names: str, any_place: bool = False) -> Callable[[F], F
     """Decorator: the function computes these torch functions on parts; it is entered into `IMPLEMENTATIONS`."""
 
     def enter(found: F) -> F:
-        IMPLEMENTATIONS.update(dict.fromkeys(names, found))
+        noted = _noting_layouts(found)
+        IMPLEMENTATIONS.update(dict.fromkeys(names, noted))
         _ANY_PLACE.update(names if any_place else ())
-        return found
+        return noted
 
     return enter
 
@@ -62,8 +64,9 @@ def implements_on_samples(*names: str) -> Callable[[F], F]:
     """Decorator: the function computes these torch functions on values of which shards have some samples."""
 
     def enter(found: F) -> F:
-        SAMPLE_IMPLEMENTATIONS.update(dict.fromkeys(names, found))
-        return found
+        noted = _noting_layouts(found)
+        SAMPLE_IMPLEMENTATIONS.update(dict.fromkeys(names, noted))
+        return noted
 
     return enter
 
@@ -72,10 +75,36 @@ def implements_on_rows(*names: str) -> Callable[[F], F]:
     """Decorator: the function computes these torch functions on values that are cut along a spatial dim."""
 
     def enter(found: F) -> F:
-        ROW_IMPLEMENTATIONS.update(dict.fromkeys(names, found))
-        return found
+        noted = _noting_layouts(found)
+        ROW_IMPLEMENTATIONS.update(dict.fromkeys(names, noted))
+        return noted
 
     return enter
+
+
+def _noting_layouts(implementation: F) -> F:
+    """The implementation; values of a single index that it makes know by which call (`layout_of_whole.py`)."""
+
+    @wraps(implementation)
+    def call(func: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+        made = implementation(func, *args, **kwargs)
+        several = isinstance(made, (list, tuple))
+        for place, value in enumerate(made if several else (made,)):
+            if isinstance(value, ShardedValue) and value.has_single_index and not any(value is each for each in args):
+                given, named = _layouts_of(args), {name: _layouts_of(each) for name, each in kwargs.items()}
+                value.layout = WholeLayout.of_call(func or Tensor.__getitem__, given, named, place if several else None)
+        return made
+
+    return call  # type: ignore[return-value]
+
+
+def _layouts_of(given: Any) -> Any:
+    """Arguments of a function with layouts in the places of values."""
+    if isinstance(given, ShardedValue):
+        return given.layout_of_whole()
+    if isinstance(given, Tensor):
+        return WholeLayout.of_tensor(given)
+    return [_layouts_of(value) for value in given] if type(given) in (list, tuple) else given
 
 
 def _implementation(name: str, first: Any) -> Implementation | None:
@@ -121,12 +150,14 @@ class ShardedValue:
     `local`: this shard's part, as a tensor; `part_layout`: which part it is; `group`: the shards that have the other parts.
     """
 
-    __slots__ = ("group", "local", "part_layout", "whole")
+    __slots__ = ("group", "layout", "local", "part_layout", "whole")
 
     def __init__(self, local: Tensor, part_layout: LocalPartLayout, group: ShardGroup, *, whole: Tensor | None = None) -> None:
         self.local, self.part_layout, self.group = local, part_layout, group
         self.whole = whole
         """The whole value, of a field of the batch, which every shard has: a layer's trace is chosen by it."""
+        self.layout: WholeLayout | None = None
+        """How the whole value lies in memory; None: as the part does."""
 
     @classmethod
     def __torch_function__(
@@ -168,6 +199,18 @@ class ShardedValue:
                 cure="call torch.utils.checkpoint with use_reentrant=False, write no torch.autograd.Function of such values, "
                 "and use detach() instead of torch.no_grad()",
             )
+
+    @property
+    def has_single_index(self) -> bool:
+        """Whether this shard has one index of several along the cut dim, so that the part's strides do not say how it lies."""
+        return self.part_layout.size > 1 and self.local.shape[self.part_layout.dim] == 1
+
+    def layout_of_whole(self) -> WholeLayout:
+        """How the whole value lies in memory."""
+        if self.layout is None:
+            whole = self.whole
+            self.layout = WholeLayout.of_tensor(whole) if whole is not None else WholeLayout.in_order_of(self.local, self.shape)
+        return self.layout
 
     @property
     def shape(self) -> torch.Size:

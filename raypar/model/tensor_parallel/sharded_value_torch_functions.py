@@ -14,6 +14,7 @@ from torch import Tensor
 
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
+from raypar.model.tensor_parallel.layout_of_whole import memory_order
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.model.tensor_parallel.sharded_value import (
     ShardedValue,
@@ -111,7 +112,7 @@ def _dropout(
 
 def dropout_mask(x: ShardedValue, p: float) -> Tensor:
     """This shard's part of the mask, scaled, by which `F.dropout` multiplies the whole value. It is drawn in the order of
-    memory, in which the whole value's dims lie as the part's."""
+    memory, in which the whole value's dims lie as the part's, or as it is known of parts of one index."""
     order, shape = _order_in_memory(x)
     with torch.no_grad():
         drawn = F.dropout(torch.ones(shape, dtype=x.local.dtype, device=x.local.device), p, True)
@@ -121,9 +122,9 @@ def dropout_mask(x: ShardedValue, p: float) -> Tensor:
 
 def _order_in_memory(x: ShardedValue) -> tuple[list[int], list[int]]:
     """(dims of the whole value, outermost first, their sizes): as those of the part lie, if its memory has no gaps."""
-    strides = x.local.stride()
-    order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
-    order = order if x.local.permute(order).is_contiguous() else list(range(x.dim()))
+    layout = x.layout_of_whole() if x.has_single_index else None
+    whole = layout.tensor() if layout is not None and layout.may_be_moved else None
+    order = memory_order(x.local if whole is None else whole)
     return order, [x.shape[dim] for dim in order]
 
 
