@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from raypar.errors import ModelError
+from raypar.errors import ModelError, UserCodeError
 from raypar.job import Job, PlanConfig
 from raypar.model.capture.module_graph import traces_of
 from raypar.model.graph import Graph
@@ -136,7 +136,8 @@ def check_shards_with_numbers(spec: Job, graph: Graph, layout: TensorParallelLay
     """Raises `ModelError` if the first microbatch has another loss or other gradients on shards than on whole layers.
 
     `model.tensor_parallel.try_styles` has tried inferred styles already, on tensors without numbers. It sees only what goes
-    through PyTorch's functions; users' code that inspects a tensor in another way is found here.
+    through PyTorch's functions; users' code that inspects a tensor in another way is found here. So is, where shards divide
+    samples, what does not run on some of them in code that needs numbers to run at all.
 
     Returns why nothing was compared, if so: models of more than `MOST_BYTES`, and losses that are not finite, are not.
     """
@@ -147,7 +148,10 @@ def check_shards_with_numbers(spec: Job, graph: Graph, layout: TensorParallelLay
     small = with_few_microbatches(spec, 1).replace(plan=PlanConfig(styles=dict(spec.styles), layout=dict(spec.layout)))
     with preserve_random_state():
         wanted_loss, whole = _run(small, graph, 1)
-        loss, found = _run(small, graph, layout.shards)
+        try:
+            loss, found = _run(small, graph, layout.shards)
+        except UserCodeError as error:
+            raise _error(layout, error.what) from error
     tolerance = comparison_tolerance(spec)
     if not math.isfinite(wanted_loss):
         return f"the loss of the first microbatch is {wanted_loss}"
@@ -178,7 +182,9 @@ def _largest(value: Tensor | None) -> float:
 
 
 def _error(layout: TensorParallelLayout, what: str) -> ModelError:
+    cure = "give the modules around it the style whole (plan.styles: raypar plan shows what is cut and how), and report it"
+    if layout.divides_samples:
+        cure = "make what meets samples for all of them (x.shape[0]); or take samples out of plan.layout"
     return ModelError(
-        f"the layers do not compute on {layout.shards} shards what they compute whole: in the first microbatch {what}",
-        cure="give the modules around it the style whole (plan.styles: raypar plan shows what is cut and how), and report it",
+        f"the layers do not compute on {layout.shards} shards what they compute whole: in the first microbatch {what}", cure
     )

@@ -522,11 +522,12 @@ def check_model_can_shard(spec: Job, checked: PreflightResult, plan: ParallelPla
                 check_samples_suffice(spec, shards)
             (target, *weights), loss = spec.loss_fields, make_loss_function(spec.loss)
             on_meta: dict[str, Any] = {"weights": weights, "sequence": spec.sequence_parallel, "dtype": _dtype(spec)}
-            check_shards_on_meta(checked.graph, layout, loss, checked.batch, target, **on_meta)
+            runs = check_shards_on_meta(checked.graph, layout, loss, checked.batch, target, **on_meta)
+            reads_numbers = layout.divides_samples and not runs
             if layout.divides_samples:
                 check = partial(check_shards_on_meta, checked.graph, layout, loss, target=target, training=False, **on_meta)
                 check_samples_of_validation(spec, checked, shards, check)
-            if has_inferred_structure(checked.graph, layout) or ExpertsStyle.name in layout.styles.values():
+            if reads_numbers or has_inferred_structure(checked.graph, layout) or ExpertsStyle.name in layout.styles.values():
                 not_compared = check_shards_with_numbers(spec, checked.graph, layout)
                 if not_compared is not None:
                     lines.append(

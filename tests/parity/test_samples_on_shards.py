@@ -256,6 +256,42 @@ def test_what_fails_only_for_having_some_samples_is_one_error_before_the_run():
     assert "samples out of plan.layout" in error.value.cure
 
 
+class ReadsNumbers(nn.Module):
+    """Reads a number of its own, which tensors without numbers do not have, and then fails on some samples alone, or not."""
+
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__()
+        self.linear, self.fails = nn.Linear(6, 5), fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x.mean((1, 2)) * (1.0 + (self.linear.weight.max().item() > 0)))
+        return x.matmul(other=torch.ones(5, 5)) if self.fails else x
+
+
+def reading(fails: bool) -> list[tuple[str, nn.Module]]:
+    return [("m", ReadsNumbers(fails=fails))]
+
+
+def test_code_that_reads_numbers_is_tried_on_some_samples_with_numbers():
+    def checked(fails: bool) -> tuple[str, ...]:
+        job = raypar.Trainer(
+            model=(reading, {"fails": fails}),
+            loss=contrastive,
+            data=Pairs,
+            plan={"layout": SAMPLES},
+            steps=1,
+            batch_size=8,
+            microbatches=2,
+        ).job
+        return check_model_can_shard(job, preflight(job), ParallelPlan.mesh(tp=2, layers=1))
+
+    assert checked(False) == ()
+    said = r"do not compute on 2 shards what they compute whole: in the first microbatch .*layer 'm'(.|\n)*TypeError"
+    with pytest.raises(ModelError, match=said) as error:
+        checked(True)
+    assert "samples out of plan.layout" in error.value.cure
+
+
 def test_packed_samples_are_not_divided():
     job = raypar.Trainer(
         model=Images, loss=contrastive, data={"function": Pairs, "pack": {"to": 12}}, steps=1, batch_size=8, microbatches=2
