@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from raypar.comm.transport import Handle, Transport
 from raypar.comm.virtual_shards import VirtualShardMember
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
+from raypar.plan.spatial_shards import RowPlan
 
 
 class ShardGroup:
@@ -82,6 +83,13 @@ class ShardGroup:
         if on_stream and self.stream_waits is not None:
             self.stream_waits.add(handle, label)
         self.waited_ns += time.perf_counter_ns() - start
+
+    def note_rows(self, x: Tensor, made: Tensor, dim: int, plan: RowPlan) -> None:
+        """Called with what a function of PyTorch exchanges: rows of its input `x`, and backward of the gradient of `made`.
+        Does nothing here: for who lists them."""
+
+    def note_sum(self, total: Tensor, kept: Collection[int], dims: int) -> None:
+        """Called with what such a function sums over the shards, of a value of `dims` dims of which these are left."""
 
     def post_all_reduce(self, tensor: Tensor) -> Handle:
         """Start to sum a contiguous tensor over the shards, in place, over the tree of shards."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from sys import intern
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +16,18 @@ from torch.nn.utils.rnn import PackedSequence
 from raypar.errors import RayparError
 from raypar.model.convolution_call import CONVOLUTIONS
 from raypar.model.graph import Graph
-from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype
+from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype, shared_skeleton
 from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules
 from raypar.model.tensor_parallel.layout_of_styles import modules_with_parameters
 from raypar.model.tensor_parallel.meta_check import NoTransport
 from raypar.model.tensor_parallel.shard_group import ShardedModule, ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
+from raypar.model.tensor_parallel.spatial_convolution import AXES, halo_formula
 from raypar.model.tensor_parallel.statistics_over_pieces import STATISTICS
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.model.tensor_parallel.styles_by_dimension import divided_dimension
-from raypar.plan.tensor_parallel_layout import LayerCollective, LayerCollectives, TensorParallelLayout
+from raypar.plan.spatial_shards import RowExchange, RowPlan
+from raypar.plan.tensor_parallel_layout import CollectiveName, LayerCollective, LayerCollectives, TensorParallelLayout
 from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
@@ -60,8 +63,8 @@ class _Call:
     """`ShardedModule.numbers_of_last_call`."""
     of_data: bool = False
     """Whether it is known to read fields of the batch, which have no gradients."""
-    of_norm: tuple[LayerCollective, ...] = ()
-    """The collectives of a norm whose statistics are of all shards; empty of other layers."""
+    of_function: tuple[LayerCollective, ...] = ()
+    """The collectives of a norm whose statistics are of all shards, or of another function; empty of sharded layers."""
 
     def size(self, collective: LayerCollective) -> tuple[int, int] | None:
         """(numbers, bytes) of what a collective moves."""
@@ -87,7 +90,7 @@ def layer_traffic(
     dimensions = {name: divided_dimension(parse_style(text), name, owners) for name, text in layout.styles.items()}
     calls = None if batch is None else _calls_on_meta(graph, layout, batch, owners, sequence=sequence, dtype=dtype)
     if calls is None:
-        of_data = _layers_of_data(graph)
+        of_data = _modules_of_data(graph, layout.styles)
         calls = [_Call(n, intern(n.rpartition(".")[0]), of_data=n in of_data) for n in layout.styles]
     dimension = "samples"
 
@@ -106,8 +109,8 @@ def layer_traffic(
                 rows[number] = replace(rows[number], layers=(*rows[number].layers, call.layer))
         elif shares:
             shared = call.read, []
-        dimension = dimensions.get(call.layer) or dimension  # a norm has that of the layer before it
-        traffic = LayerCollectives(call.of_norm, call.of_norm) if call.of_norm else layout.traffic[call.layer]
+        dimension = dimensions.get(call.layer) or dimension  # a norm or function has that of the layer before it
+        traffic = LayerCollectives(call.of_function, call.of_function) if call.of_function else layout.traffic[call.layer]
         for collective in traffic.sequence if sequence else traffic.plain:
             of_input = collective.value == "input"
             size = call.size(collective)
@@ -119,23 +122,66 @@ def layer_traffic(
     return _added_up(rows)
 
 
-def _layers_of_data(graph: Graph) -> set[str]:
-    """The layers that read fields of the batch alone: these have no gradients."""
+def _modules_of_data(graph: Graph, cut: Collection[str]) -> set[str]:
+    """The modules of `cut` that read fields of the batch, which have no gradients: of a layer that reads nothing else, the
+    first one that it has."""
     made = {name for layer in graph.layers for name in layer.outputs}
-    return {layer.name for layer in graph.layers if made.isdisjoint(layer.inputs)}
+    found = set()
+    for layer in graph.layers:
+        if made.isdisjoint(layer.inputs):
+            paths = (layer.qualify(path) or layer.name for path, _ in shared_skeleton(layer).named_modules())
+            found.update([name for name in paths if name in cut][:1])
+    return found
 
 
 class _GroupThatNotes(ShardGroup):
-    """A group without peers that notes which statistics of norms are gathered."""
+    """A group without peers that notes what is sent outside of sharded layers."""
 
     statistics: list[int]
     """How many numbers each norm has gathered since somebody made it empty."""
+    running: list[str]
+    """The modules that run, each within the one before it."""
+    calls: list[_Call]
+    """Where calls of functions are noted."""
 
     def all_gather_in_place(self, whole: Tensor, what: str) -> None:
         """See `ShardGroup`."""
         if what == STATISTICS:
             self.statistics.append(whole.numel())
         super().all_gather_in_place(whole, what)
+
+    def note_rows(self, x: Tensor, made: Tensor, dim: int, plan: RowPlan) -> None:
+        """See `ShardGroup`."""
+        formula = halo_formula("C", x.dim() - 2, dim - 2) if x.dim() - 2 in AXES and dim >= 2 else "n"
+        self._note("all_to_all", "forward", "input", formula, x, _rows_sent(plan.forward, x, dim))
+        if x.requires_grad:
+            self._note("all_to_all", "backward", "output", formula, made, _rows_sent(plan.backward, made, dim))
+
+    def note_sum(self, total: Tensor, kept: Collection[int], dims: int) -> None:
+        """See `ShardGroup`."""
+        names = ["B", "C", *(name[0].upper() for name in AXES.get(dims - 2, ()))]
+        formula = " ".join(names[dim] for dim in sorted(kept)) if len(names) == dims else "n"
+        self._note("all_reduce", "forward", "output", formula or "1", total, total.numel())
+
+    def _note(
+        self,
+        operation: CollectiveName,
+        direction: Literal["forward", "backward"],
+        value: Literal["input", "output"],
+        formula: str,
+        like: Tensor,
+        numbers: int,
+    ) -> None:
+        collective = LayerCollective(operation, direction, value, formula)
+        own: dict[tuple[str, str], int] = {(direction, formula): numbers}
+        call = _Call(self.running[-1], None, output=(1, like.element_size()), own=own, of_function=(collective,))
+        self.calls.append(call)
+
+
+def _rows_sent(exchange: RowExchange, x: Tensor, dim: int) -> int:
+    """How many numbers all shards send together, of values like `x` but for the rows, which are dim `dim`."""
+    rows = sum(map(exchange.rows_sent_by, range(len(exchange.held))))
+    return rows * prod(size for place, size in enumerate(x.shape) if place != dim)
 
 
 _NUMBERS_OF_NORM: dict[type[nn.Module], str] = {
@@ -161,7 +207,7 @@ def _call_of_norms(name: str, module: nn.Module | None, read: Any, gathered: Seq
         LayerCollective("all_gather", "forward", "statistics", forward),
         LayerCollective("all_reduce", "backward", "statistics", backward),
     )
-    return _Call(name, read, output=(1, torch.float64.itemsize), own=numbers, of_norm=collectives)
+    return _Call(name, read, output=(1, torch.float64.itemsize), own=numbers, of_function=collectives)
 
 
 def _added_up(rows: Sequence[LayerTraffic]) -> list[LayerTraffic]:
@@ -195,7 +241,13 @@ def _calls_on_meta(
         found.append(_Call(module.name, read, of_input, of_output, module.numbers_of_last_call()))
 
     group = _GroupThatNotes(NoTransport(0, layout.shards), range(layout.shards), sequence_parallel=sequence)
-    group.statistics = []
+    group.statistics, group.running, group.calls = [], [], found
+
+    def enter(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        group.running.append(name)
+
+    def leave(module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
+        group.running.pop()
 
     def note_norms(name: str, part: nn.Module, args: tuple[Any, ...], made: Any) -> None:
         if group.statistics:
@@ -217,8 +269,10 @@ def _calls_on_meta(
             )
             for layer in graph.layers:
                 for path, part in modules[layer.name].named_modules():
-                    is_sharded = isinstance(part, ShardedModule)
-                    part.register_forward_hook(note if is_sharded else partial(note_norms, layer.qualify(path) or layer.name))
+                    name = layer.qualify(path) or layer.name
+                    part.register_forward_pre_hook(partial(enter, name))
+                    part.register_forward_hook(note if isinstance(part, ShardedModule) else partial(note_norms, name))
+                    part.register_forward_hook(leave)
             for layer in graph.layers:
                 made = modules[layer.name](*(values[name] for name in layer.inputs))
                 values.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))

@@ -126,7 +126,9 @@ def compute_rows(
     plan_for = plan_with_values if reads_values else plan_linear
     plan = check_row_plan(_described(name, x), lambda n: plan_for(reads, size, rows, n), size, rows, x.group.size)
     call = _Call(plan, reads, compute, dim, x.group, reads_values)
-    return _result(x, _FromRows.apply(x.local, call), rows)  # type: ignore[no-untyped-call]
+    made = _FromRows.apply(x.local, call)  # type: ignore[no-untyped-call]
+    x.group.note_rows(x.local, made, dim, plan)
+    return _result(x, made, rows)
 
 
 def _described(name: str, x: ShardedValue) -> str:
@@ -193,7 +195,9 @@ def copy_rows(name: str, x: ShardedValue, source: tuple[int, ...], value: float 
     size = x.part_layout.size
     plan = check_row_plan(_described(name, x), lambda n: plan_copies(source, size, n), size, len(source), x.group.size)
     call = _Copies(plan, source, value, x.part_layout.dim, x.group)
-    return _result(x, _CopyRows.apply(x.local, call), len(source))  # type: ignore[no-untyped-call]
+    made = _CopyRows.apply(x.local, call)  # type: ignore[no-untyped-call]
+    x.group.note_rows(x.local, made, call.dim, plan)
+    return _result(x, made, len(source))
 
 
 def pad_rows(x: ShardedValue, before: int, after: int, mode: str, name: str, value: float = 0.0) -> ShardedValue:
@@ -356,8 +360,9 @@ def _adaptive_pool(
     rows = wanted[at]
     if rows == 1 and "avg" in name:
         x.check_recorded()
-        share = x.local.shape[x.part_layout.dim] / size
-        return reduce_from_shards(func(x.local, wanted) * share, x.group)
+        own = func(x.local, wanted) * (x.local.shape[x.part_layout.dim] / size)
+        x.group.note_sum(own, [place for place in range(x.dim()) if own.shape[place] > 1 or place < x.dim() - dims], x.dim())
+        return reduce_from_shards(own, x.group)
     if size % rows or rows < x.group.size:
         raise unsupported_on_part_error(
             f"{name} to {rows} of {size} rows", x, "needs rows of several shards for a row, or leaves a shard without any"
@@ -432,7 +437,9 @@ def _reduce(
         found: ShardedValue = IMPLEMENTATIONS["sum"](func, x, dim, keepdim, dtype=dtype)
         return found
     x.check_recorded()
-    total = reduce_from_shards(x.local.sum(dims, keepdim, dtype=dtype), x.group)
+    own = x.local.sum(dims, keepdim, dtype=dtype)
+    x.group.note_sum(own, set(range(x.dim())) - {each % x.dim() for each in dims}, x.dim())
+    total = reduce_from_shards(own, x.group)
     return total / prod(x.shape[each] for each in dims) if func.__name__ == "mean" else total
 
 
