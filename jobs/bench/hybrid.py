@@ -51,7 +51,7 @@ def plans_of(
         profile = replace(profile, link=LinkProfile(profile.link.latency_ms, gbit * 1e9 / 8 / 1e3))
 
     def simulated(schedule: str, plan: ParallelPlan) -> float:
-        return predict_step(profile, plan, schedule, spec.batching)[0].makespan_ms
+        return predict_step(profile, plan, schedule, spec.batching, nodes=(0, 1) if gbit else ())[0].makespan_ms
 
     pipelines = [ParallelPlan.mesh(pp=2, layers=layers, cuts=[cut]) for cut in range(1, layers)]
     hybrid = ParallelPlan((StagePlan(0, CONVOLUTIONS, ((0,), (1,))), StagePlan(CONVOLUTIONS, layers, ((0, 1),))))

@@ -22,21 +22,32 @@ MakeSchedule = Callable[[MicrobatchRouting, StageConnections], Schedule]
 
 
 def predict_step(
-    profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches
+    profile: ModelProfile,
+    plan: ParallelPlan,
+    schedule: str | Schedule,
+    microbatches: Microbatches,
+    *,
+    nodes: Sequence[int] = (),
 ) -> tuple[Timeline, tuple[int, ...]]:
-    """The predicted step of a plan under a schedule (a name, or orders): its timeline, and bytes of memory by worker."""
+    """The predicted step of a plan under a schedule (a name, or orders): its timeline, and bytes of memory by worker.
+
+    `nodes`: by rank, the number of its node, if `profile.link` joins nodes: what is sent in parts between them; empty: all
+    workers are taken to be on one.
+    """
     routing = MicrobatchRouting(plan, microbatches)
     crossing = profile.crossing(plan)
     orders = registry.build_schedule(schedule, routing, connections=crossing) if isinstance(schedule, str) else schedule
     split = any(map(splits_backward, orders))
-    costs = replace(simulation_costs(profile, plan, split=split), kept_bytes=kept_bytes_by_kind(profile, routing, orders))
+    costs = replace(simulation_costs(profile, plan, split=split), nodes=tuple(nodes))
+    costs = replace(costs, kept_bytes=kept_bytes_by_kind(profile, routing, orders))
     timeline = simulate_schedule(orders, routing, crossing, costs)
     if profile.processors is not None:
         needed_ms = sum(timeline.busy_ms) / profile.processors
         if needed_ms > timeline.makespan_ms:
             # Workers take turns on the processors: everything is slower by the same factor.
             slower = simulation_costs(profile, plan, split=split, factor=needed_ms / timeline.makespan_ms)
-            timeline = simulate_schedule(orders, routing, crossing, replace(slower, kept_bytes=costs.kept_bytes))
+            slower = replace(slower, nodes=costs.nodes, kept_bytes=costs.kept_bytes)
+            timeline = simulate_schedule(orders, routing, crossing, slower)
     activations = timeline.peak_bytes or (0,) * plan.world
     gathers = (gather_bytes(profile, plan), gathered_bytes(profile, plan))
     beside = (bucket_bytes(profile, routing), *gathers, mirror_bytes(profile, plan).in_memory)

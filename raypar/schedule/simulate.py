@@ -15,6 +15,7 @@ from typing import Any
 
 from raypar.errors import ScheduleError
 from raypar.plan import GradientRelay, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge, serving_shards
+from raypar.plan.bundle_parts import LEAST_BYTES_IN_PARTS, travels_in_parts
 from raypar.plan.wording import count_noun
 from raypar.schedule.data_flow import DataFlow, message_ends
 from raypar.schedule.instructions import (
@@ -74,6 +75,9 @@ class SimulationCosts:
     """Bytes of every kind of kept memory, by stage and microbatch; None: only `activation_bytes` is known."""
     recompute_ms: tuple[float, ...] = ()
     """Recomputing the dropped activations of one microbatch; empty: as long as its forward."""
+    nodes: tuple[int, ...] = ()
+    """By rank: the number of its node, which decides which bundles are sent in parts (`plan/bundle_parts.py`); empty: none are.
+    Those who receive parts gather them for one `latency_ms` more: the bytes of that stay inside a node."""
 
     @staticmethod
     def uniform(stages: int, forward_ms: float = 1, backward_ms: float = 2, weight_ms: float | None = None) -> SimulationCosts:
@@ -145,10 +149,12 @@ def simulate_schedule(
     )
 
 
-_Made = list[tuple[int, list[int], int]]
-"""(slot of the bundle, rank of the consumer by microbatch or `_NOBODY`, bytes)."""
+_Made = list[tuple[int, list[int], "list[_Message]"]]
+"""(slot of the bundle, rank of the consumer by microbatch or `_NOBODY`, what is sent by microbatch)."""
 _NOBODY = -1
 """In the place of a consumer that another shard serves."""
+_Message = tuple[int, bool]
+"""(bytes that one shard of a consumer is sent, whether they are a part of the bundle)."""
 _StepsOfStages = list[tuple[list[int], _Made, float]]
 """By stage, for a class of compute instructions: (slots that it waits for, bundles that it sends, ms)."""
 
@@ -157,7 +163,7 @@ class _Slots:
     """The numbers of bundles, called slots: ((shard that gets it) * number of edges and relays + number of the edge, or that of
     edges + number of the relay) * microbatches + microbatch."""
 
-    def __init__(self, routing: MicrobatchRouting, crossing: StageConnections) -> None:
+    def __init__(self, routing: MicrobatchRouting, crossing: StageConnections, nodes: Sequence[int]) -> None:
         plan, self.count, stages = routing.plan, routing.microbatches.count, range(len(routing.plan.stages))
         self.of_shard = (len(crossing.edges) + len(crossing.relays)) * self.count
         # In lockstep only the first shards are simulated.
@@ -167,17 +173,28 @@ class _Slots:
         self.ranks = [[routing.ranks(s, m) for m in range(self.count)] for s in stages]
         self._known_users: dict[tuple[int, int, int, int], list[int]] = {}
         """Arguments of `_users` -> what it returns."""
-        self.first: dict[tuple[MessageKind, int, int], tuple[int, int]] = {}
-        """(kind, earlier stage, later stage) -> (slot of microbatch 0, bytes)."""
+        self.first: dict[tuple[MessageKind, int, int], int] = {}
+        """(kind, earlier stage, later stage) -> slot of microbatch 0."""
+        self.messages: dict[tuple[MessageKind, int, int], list[_Message]] = {}
+        """(kind, earlier stage, later stage) -> by microbatch, what each shard of the consumer is sent."""
         carried: list[tuple[str, StageEdge | GradientRelay]] = [(VALUES, edge) for edge in crossing.edges]
         carried += [(INPUT_GRADIENTS, relay) for relay in crossing.relays]
         for number, (what, carrier) in enumerate(carried):
-            self.first[message_ends(what, carrier)] = (number * self.count, carrier.nbytes)
+            ends = message_ends(what, carrier)
+            self.first[ends], self.messages[ends] = number * self.count, self._messages(carrier, nodes)
+
+    def _messages(self, carrier: StageEdge | GradientRelay, nodes: Sequence[int]) -> list[_Message]:
+        """By microbatch: what each shard of the consumer is sent."""
+        whole = (carrier.nbytes, False)
+        if not nodes or carrier.nbytes < LEAST_BYTES_IN_PARTS * max(1, len(carrier.values)):
+            return [whole] * self.count
+        rows = zip(self.ranks[carrier.src], self.ranks[carrier.dst], strict=True)
+        return [(-(-whole[0] // len(u)), True) if travels_in_parts(m, u, nodes) else whole for m, u in rows]
 
     def needs(self, kind: type[Compute], stage: int, shard: int) -> list[int]:
         """Slots (of microbatch 0) that an instruction of this class waits for."""
         return [
-            shard * self.of_shard + self.first[message_ends(what, carrier)][0]
+            shard * self.of_shard + self.first[message_ends(what, carrier)]
             for what in kind.needs
             for carrier in self.flow.connections_into(what, stage)
         ]
@@ -185,9 +202,10 @@ class _Slots:
     def makes(self, kind: type[Compute], stage: int, shard: int) -> _Made:
         """The bundles that an instruction of this class sends, one for each shard of a consumer that it may serve."""
         return [
-            (other * self.of_shard + self.first[message_ends(what, carrier)][0], users, carrier.nbytes)
+            (other * self.of_shard + self.first[ends], users, self.messages[ends])
             for what in kind.makes
             for carrier in self.flow.connections_out_of(what, stage)
+            for ends in [message_ends(what, carrier)]
             for other in range(self.shards[carrier.dst])
             if set(users := self._users(stage, shard, carrier.dst, other)) != {_NOBODY}
         ]
@@ -244,7 +262,7 @@ class _Simulation:
         self.schedule, self.ranks, self.plan, self.costs = schedule, ranks, routing.plan, costs
         self.free_links = not costs.latency_ms and costs.bandwidth_bytes_per_ms == inf
         self.lockstep = routing.plan.one_role_each
-        self.slots = _Slots(routing, crossing)
+        self.slots = _Slots(routing, crossing, costs.nodes)
         kinds: set[type[Instruction]] = {kind for rank in ranks for kind in set(map(type, schedule[rank]))}
         self.posts = {kind for kind in kinds if kind.role == "communication"}
         self.lowered = bool(self.posts)
@@ -295,10 +313,10 @@ class _Simulation:
                     start = begin + overhead_ms
                     time = start + ms
                     row.append(TimelineSpan(instruction, start, time))
-                    for slot, consumers, nbytes in makes:
+                    for slot, consumers, messages in makes:
                         target = consumers[microbatch]
                         if target == rank or (not lowered and target != _NOBODY):
-                            self._deliver(slot + microbatch, nbytes, rank, target, time)
+                            self._deliver(slot + microbatch, messages[microbatch], rank, target, time)
                     continue
                 self.position[rank] = index
                 break
@@ -349,18 +367,19 @@ class _Simulation:
         """Send what a program sends; other shards of the receiver are not simulated."""
         if post.sends and post.peer in self.rows:
             kind, src, dst, microbatch = post.bundle
-            slot, nbytes = self.slots.first[kind, src, dst]
+            slot, message = self.slots.first[kind, src, dst], self.slots.messages[kind, src, dst][microbatch]
             receiver = dst if kind == "activation" else src
             shard = 0 if self.lockstep else self.plan.role_in(post.peer, receiver).shard
-            self._deliver(shard * self.slots.of_shard + slot + microbatch, nbytes, rank, post.peer, time)
+            self._deliver(shard * self.slots.of_shard + slot + microbatch, message, rank, post.peer, time)
 
-    def _deliver(self, slot: int, nbytes: int, source: int, target: int, ready: float) -> None:
+    def _deliver(self, slot: int, message: _Message, source: int, target: int, ready: float) -> None:
         """Deliver a bundle that leaves at `ready`, and wake the rank that waits for it."""
         if not self.free_links and source != target:
+            nbytes, is_part = message
             on_link = max(ready, self.link_free.get((source, target), 0))
             on_link += nbytes / self.costs.bandwidth_bytes_per_ms if nbytes else 0
             self.link_free[source, target] = on_link
-            ready = on_link + self.costs.latency_ms
+            ready = on_link + self.costs.latency_ms * (1 + is_part)
         self.arrival[slot] = ready
         if slot in self.waiting:
             self.runnable.append(self.waiting.pop(slot))

@@ -9,6 +9,7 @@ import pytest
 
 from raypar.errors import ScheduleError
 from raypar.plan import GradientRelay, Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge, StagePlan
+from raypar.plan.bundle_parts import LEAST_BYTES_IN_PARTS
 from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, ExchangeVotes, Forward, ReduceGradients, Send
 from raypar.schedule.lower import lower_schedule
 from raypar.schedule.registry import NAMES, build_schedule, placement_of_schedule, resolve_chunks_per_worker
@@ -175,6 +176,37 @@ def test_shards_of_a_seat_move_in_lockstep():
     alone = simulate_schedule(schedule[::2], routed([1, 1], 3), crossing, costs)
     assert timeline.spans == tuple(row for row in alone.spans for _ in range(2))
     assert simulate_schedule(lower_schedule(schedule, routing, crossing), routing, crossing, costs).spans == timeline.spans
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize(
+    ("nodes", "message_ms"),
+    [((), 0.5 + 8), ((0, 0, 0, 0), 0.5 + 8), ((0, 1, 2, 3), 0.5 + 8), ((0, 0, 1, 1), 2 * 0.5 + 4)],
+    ids=["not known", "one node", "a node for each", "a node for each stage"],
+)
+def test_between_nodes_each_shard_is_sent_a_part_which_they_gather(nodes, message_ms, lowered):
+    routing = MicrobatchRouting(ParallelPlan.of([1, 1], [2, 2]), Microbatches(1, blocks=1))
+    crossing = StageConnections.chain(2, nbytes=LEAST_BYTES_IN_PARTS)
+    costs = SimulationCosts(
+        (1, 1), (1, 1), (1, 1), latency_ms=0.5, bandwidth_bytes_per_ms=LEAST_BYTES_IN_PARTS / 8, nodes=nodes
+    )
+    schedule = build_schedule("1f1b", routing)
+    if lowered:
+        schedule = lower_schedule(schedule, routing, crossing)
+    assert simulate_schedule(schedule, routing, crossing, costs).makespan_ms == 1 + message_ms + 3 + message_ms + 2
+    small = StageConnections.chain(2, nbytes=LEAST_BYTES_IN_PARTS // 2)
+    assert simulate_schedule(schedule, routing, small, costs).makespan_ms == 1 + 4.5 + 3 + 4.5 + 2
+
+
+def test_parts_are_sent_where_workers_have_several_roles_too():
+    """Two replicas on nodes of their own, whose values go to two shards of another stage on a third one."""
+    plan = ParallelPlan((StagePlan(0, 1, ((0,), (1,))), StagePlan(1, 2, ((2, 3),)), StagePlan(2, 3, ((0, 1),))))
+    routing = MicrobatchRouting(plan, Microbatches(2, blocks=2))
+    crossing = StageConnections.chain(3, nbytes=[LEAST_BYTES_IN_PARTS, 0])
+    costs = SimulationCosts((1,) * 3, (1,) * 3, (1,) * 3, bandwidth_bytes_per_ms=LEAST_BYTES_IN_PARTS / 8)
+    schedule = build_schedule("list", routing, connections=crossing)
+    steps = [simulate_schedule(schedule, routing, crossing, replace(costs, nodes=nodes)) for nodes in ((), (0, 1, 2, 2))]
+    assert [step.spans[2][0].start_ms for step in steps] == [1 + 8, 1 + 4]
 
 
 @pytest.mark.parametrize("name", NAMES)
