@@ -127,7 +127,9 @@ def bucket_bytes(profile: ModelProfile, routing: MicrobatchRouting) -> tuple[int
             needed = len(routing.rounds_of_stage[stage]) * buffer_elements(nbytes, [1] * place.replicas)
         else:
             blocks = [routing.blocks_of_replica(stage, replica) for replica in range(place.replicas)]
-            needed = buffer_elements(nbytes, [len(covering_nodes(run, routing.microbatches.blocks)) for run in blocks])
+            subtrees = [len(covering_nodes(run, routing.microbatches.blocks)) for run in blocks]
+            share = nbytes * place.zero_holders // place.replicas
+            needed = buffer_elements(nbytes, subtrees, [share] * place.replicas if place.zero_in_effect else None)
         for row in place.workers:
             for rank in row:
                 found[rank] += min(limit, needed)

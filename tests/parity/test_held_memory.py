@@ -49,6 +49,22 @@ def test_each_kind_of_state_is_within_a_piece_of_the_sheet(zero, more):
         assert 0 < report.memory["empty"] <= report.memory["rss"]
 
 
+@pytest.mark.parametrize("replicas, zero, holders", [(3, 0, 1), (3, 1, 1), (4, 2, 2)])
+def test_buckets_take_what_the_sheet_says(replicas, zero, holders):
+    """Of a model for which the pool has room: sums of what a replica holds come from all others. Shares are within a piece."""
+    spec = parse_job(JOB)
+    graph = make_layer_graph(spec)
+    plan = ParallelPlan.mesh(dp=replicas, layers=len(graph.layers)).with_zero(zero, holders)
+    sheets = memory_sheets(profile_job(spec, workers=replicas, graph=graph), plan, "1f1b", spec.batching)
+    with OneProcessRun(spec, plan, "1f1b") as run:
+        for sheet, core in zip(sheets, run.cores, strict=True):
+            buckets = [bucket for reduction in core.step_commit.reductions.values() for bucket in reduction.buckets]
+            slots = {id(bucket.replicas.slot): bucket.replicas.slot for bucket in buckets}
+            held = sum(slot._memory.nbytes for slot in slots.values())
+            uneven = (replicas - 1) * PIECE_BYTES if zero else 0
+            assert 0 <= held - sheet.buckets <= 0.02 * sheet.buckets + uneven, "but for what aligns buffers"
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_the_mirrors_copies_are_what_the_sheet_says_once_two_snapshots_are_there(zero):
     spec = parse_job(JOB + "elastic: {mirror: 1}")
