@@ -28,7 +28,7 @@ GRID, CHAIN = ParallelPlan.mesh(dp=2, pp=2, layers=LAYERS), ParallelPlan.mesh(pp
 HISTORIES = {
     "a replica dies": (GRID, 0, Change(3, 0.0, "kill")),
     "a stage moves to others": (GRID, 0, Change(3, 0.0, "drain", 2)),
-    "an owner dies": (GRID.with_zero(1), 1, Change(3, 0.0, "kill")),
+    "an owner dies": (GRID.with_zero(3), 1, Change(3, 0.0, "kill")),
     "a worker joins": (CHAIN, 0, Change(3, 0.0, "join")),
     "the only copy of a stage dies, and comes back from the mirror": (CHAIN, 1, Change(4, 0.0, "kill")),
 }

@@ -33,7 +33,7 @@ PLANS = {
     "one": ONE,
     "2 stages x 2 replicas": ParallelPlan.mesh(pp=2, dp=2, layers=LAYERS),
     "3 stages": ParallelPlan.mesh(pp=3, layers=LAYERS),
-    "2 stages x 2 replicas that divide state": ParallelPlan.mesh(pp=2, dp=2, layers=LAYERS).with_zero(1),
+    "2 stages x 2 replicas that divide state": ParallelPlan.mesh(pp=2, dp=2, layers=LAYERS).with_zero(3),
 }
 
 

@@ -225,7 +225,7 @@ PATH = [(1, (2,)), (1, (1, 1)), (2, (2,)), (1, (2,))]
 """replicas, division of one generation after the other."""
 
 
-@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.ci)])
 def test_state_of_whole_layers_moves_and_is_saved(zero, tmp_path):
     """Parameters, buffers and what the optimizer keeps of whole layers, from one plan to the next, and by checkpoints."""
     spec = JOB.replace(steps=2 * len(PATH), average=AverageConfig(decay=0.9))

@@ -26,7 +26,7 @@ def test_optimizers_of_whole_parameters_divide_these(which: str, tmp_path: Path)
     """An owner keeps all of a parameter; saved under ZeRO 1, a run goes on under any plan."""
     spec = job_of(OptimizerConfig.model_validate(WHOLE[which]))
     trial = preflight(spec).optimizer
-    plan = ParallelPlan.mesh(pp=2, dp=2, layers=LAYERS).with_zero(1)
+    plan = ParallelPlan.mesh(pp=2, dp=2, layers=LAYERS).with_zero(3)
     trial.check_plan(plan)
     spec = spec.with_undivided(trial.undivided)
     graph = make_layer_graph(spec)
@@ -42,7 +42,7 @@ def test_optimizers_of_whole_parameters_divide_these(which: str, tmp_path: Path)
             for step in range(3, 6):
                 run.step(step)
             found = [run.parameters()]
-        for other in (ParallelPlan.mesh(layers=LAYERS), ParallelPlan.mesh(dp=3, layers=LAYERS).with_zero(1)):
+        for other in (ParallelPlan.mesh(layers=LAYERS), ParallelPlan.mesh(dp=3, layers=LAYERS).with_zero(3)):
             with OneProcessRun(spec, other, "1f1b", graph=graph) as run:
                 for core in run.cores:
                     core.load(path)
