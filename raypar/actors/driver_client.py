@@ -294,7 +294,7 @@ class RunFollower:
                     self._say(read_event(event))
             if self.asked and not self.stop_sent and self.lost_s is None:
                 self.stop_sent = True
-                text = f"{self.asked[0]}: finishing the step and saving"
+                text = f"{self.asked[0]}: finishing the step and saving (once more: end at once, without)"
                 self._say(StopRequest(text=text, time=time.time()))
                 call_ray(lambda: self.driver.stop.remote(self.asked[0], GRACE_S))
 

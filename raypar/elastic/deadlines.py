@@ -42,6 +42,8 @@ class CpuWaitDeadlineExtension:
         return min(max(fresh, default=0.0), MAX_SHARE) * (now_s - since_s)
 
 
+GRACE_STEPS = 1.5
+"""Longest recent steps that a step in flight may take after Ctrl-C; a second Ctrl-C ends the run at once."""
 SILENT_SHARE, SILENT_MEDIANS = 0.5, 3.0
 """A worker that also answers no pings counts as lost after this share of the step's limit, or this many median steps."""
 
@@ -52,6 +54,15 @@ def step_deadline_s(m: RunState) -> float:
     if longest_s is None:
         return max(m.policy.start_deadline_s, m.health.next_step_least_limit_s)
     return max(m.policy.step_deadline_s, m.policy.step_deadline_times * longest_s, m.health.next_step_least_limit_s)
+
+
+def interrupt_grace_s(m: RunState, asked_s: float) -> float:
+    """How long steps in flight may take after Ctrl-C: what it asks for, or longer where steps are long.
+
+    An aborted step of one worker, which waits for nobody, would end no sooner, and nothing would be saved.
+    """
+    longest_s = m.step_times.longest_s(len(m.membership.members)) or 0.0
+    return max(asked_s, GRACE_STEPS * longest_s * (m.progress.issued - m.progress.committed))
 
 
 def silent_deadline_s(m: RunState) -> float:

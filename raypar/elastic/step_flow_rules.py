@@ -17,6 +17,7 @@ from raypar.elastic.actions import (
     WarnUser,
     WriteJournal,
 )
+from raypar.elastic.deadlines import interrupt_grace_s
 from raypar.elastic.events import StepEmitted, StopRequested
 from raypar.elastic.failures import begin_recovery, end_recovery, is_caused_by_worker_loss
 from raypar.elastic.hire_and_release_workers import start_missing_workers
@@ -69,7 +70,7 @@ def issue_steps(m: RunState) -> Phase | None:
 def let_open_steps_end(m: RunState) -> Phase | None:
     """Wait for the steps in flight; after Ctrl-C they have the grace period to end. Perhaps none is left."""
     request = m.stopping.request
-    m.timer.limit(request.grace_s if request is not None and request.interrupt else None)
+    m.timer.limit(interrupt_grace_s(m, request.grace_s) if request is not None and request.interrupt else None)
     return issue_steps(m)
 
 

@@ -116,22 +116,26 @@ def build_schedule(
     return insert_recomputation(known.build(routing, warmup, **more), plan)
 
 
+def _any_plan() -> str:
+    return ", ".join(name for name, entry in _ENTRIES.items() if entry.takes_any_plan)
+
+
 def check_plan_fits(name: str, plan: ParallelPlan) -> None:
     """Raise `ScheduleError` for a plan that the schedule cannot run."""
     known = find_schedule(name)
     if known.takes_any_plan:
         return
     if not plan.one_role_each:
-        takers = ", ".join(n for n, e in _ENTRIES.items() if e.takes_any_plan)
         raise ScheduleError(
             f"schedule {name} is for plans in which each worker has one role, and some workers of this one compute layers of "
             "several grids (plan.placements)",
-            cure=f"set plan.schedule to one that takes any plan: {takers}",
+            cure=f"set plan.schedule to one that takes any plan: {_any_plan()}",
         )
     if known.fixed and len(plan.stages) != len(plan.grids) * known.chunks:
         raise ScheduleError(
             f"schedule {name} needs {known.chunks} stage(s) per worker; the plan has {len(plan.stages)} on {len(plan.grids)}",
-            cure="build the plan with registry.resolve_chunks_per_worker and registry.placement_of_schedule",
+            cure=f"set plan.schedule to one that takes any plan: {_any_plan()}; of a plan made by hand: give it "
+            f"{known.chunks} stage(s) per worker",
         )
     if not plan.lies_in(known.placement):
         raise ScheduleError(

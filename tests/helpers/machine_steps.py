@@ -24,10 +24,10 @@ def do(machine: RunMachine, event: Any, now_s: float = 0.0) -> Sequence[Any]:
     return [decision.action for decision in machine.handle(event, now_s)]
 
 
-def commit(machine: RunMachine, step: int, workers: int = 2, stop: str | None = None) -> Sequence[Any]:
-    """All events of one undisturbed step of 0.1 s; returns the actions after the last."""
+def commit(machine: RunMachine, step: int, workers: int = 2, stop: str | None = None, seconds: float = 0.1) -> Sequence[Any]:
+    """All events of one undisturbed step; returns the actions after the last."""
     for rank in range(workers):
-        actions = do(machine, StepReported((rank,), step, 0.1))
+        actions = do(machine, StepReported((rank,), step, seconds))
     assert actions == [WriteJournal(step)]
     assert do(machine, StepJournalled(step)) == [EmitStep(step)]
     return do(machine, StepEmitted(step, stop))

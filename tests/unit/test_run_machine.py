@@ -218,6 +218,17 @@ def test_callbacks_of_a_validation_have_no_deadline_until_an_interrupt():
     assert "callbacks of the validation have not returned" in teardown.why
 
 
+def test_long_steps_end_and_are_saved_after_an_interrupt():
+    """Steps of 8 s were aborted after 1.5 s, which one worker cannot follow before their end; nothing was saved."""
+    machine = RunMachine(RunPolicy(workers=1, job_steps=100))
+    begin(machine)
+    commit(machine, 0, workers=1, seconds=8.0)
+    do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=1.5), 10.0)
+    assert not any(isinstance(action, AbortGroups) for action in do(machine, Tick(), 19.0))
+    assert machine.phase is Phase.FLUSHING
+    assert any(isinstance(action, AbortGroups) for action in do(machine, Tick(), 60.0))
+
+
 def test_workers_that_stand_at_different_steps_after_an_abort_save_nothing_new():
     machine = RunMachine(RunPolicy(workers=2, job_steps=100))
     begin(machine)
