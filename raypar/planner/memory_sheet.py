@@ -186,6 +186,8 @@ class _Change:
     """The layers that are recomputed then; None: as now."""
     zero: int | None = None
     """The ZeRO stage of all stages then; None: theirs."""
+    scatters: bool = False
+    """Whether gradients are scattered then."""
 
 
 def _changes(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule) -> list[_Change]:
@@ -196,7 +198,15 @@ def _changes(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule
         found.append(_Change("plan.recompute=full", recompute=every))
     if not plan.most_zero and plan.with_zero(1).most_zero:
         found += [_Change(f"plan.zero={level}", zero=level) for level in profile.zero_levels if level]
+    if isinstance(schedule, str) and plan.gradients == "fold" and 2 in profile.zero_levels and _may_scatter(plan):
+        beside = "" if plan.most_zero > 1 else "plan.zero=2 with "
+        found.append(_Change(f"{beside}plan.gradients=scatter", zero=2 if beside else plan.most_zero, scatters=True))
     return found
+
+
+def _may_scatter(plan: ParallelPlan) -> bool:
+    """Whether replicas of the plan may scatter gradients to owners."""
+    return bool(plan.with_zero(2).most_zero) and all(stage.virtual_shards == 1 for stage in plan.stages)
 
 
 def _changed(profile: ModelProfile, plan: ParallelPlan, changes: Iterable[_Change]) -> tuple[ModelProfile, ParallelPlan]:
@@ -205,6 +215,7 @@ def _changed(profile: ModelProfile, plan: ParallelPlan, changes: Iterable[_Chang
         profile = profile if change.mirror is None else replace(profile, mirror=change.mirror)
         plan = plan if change.recompute is None else replace(plan, recompute=change.recompute)
         plan = plan if change.zero is None else plan.with_zero(change.zero)
+        plan = plan.with_gradients("scatter") if change.scatters else plan
     return profile, plan
 
 

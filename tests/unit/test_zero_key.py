@@ -213,6 +213,18 @@ def test_a_stage_and_recomputation_are_named_together_where_neither_suffices():
     assert "elastic.mirror_in=FOLDER with plan.recompute=full with plan.zero=1 (80.0 MiB" in text
 
 
+def test_scattered_gradients_are_named_where_levels_alone_do_not_suffice():
+    plan, batching = ParallelPlan.mesh(dp=4, layers=1), Microbatches(8, 8, 8)
+    known = replace(PROFILE, most_zero=3)
+    text = describe_changes_that_fit(known, plan, "1f1b", batching, 15 * SIZE)
+    assert text.startswith("predicted to fit: plan.zero=1 (56.0 MiB"), text
+    assert "scatter" not in text
+    text = describe_changes_that_fit(known, plan, "1f1b", batching, 12 * SIZE)
+    assert text.startswith("predicted to fit: plan.zero=2 with plan.gradients=scatter ("), text
+    text = describe_changes_that_fit(known, plan.with_zero(2), "1f1b", batching, 12 * SIZE)
+    assert text.startswith("predicted to fit: plan.gradients=scatter ("), text
+
+
 @pytest.mark.parametrize("mib, level, line", [
     (100, 0, "plan.zero=0, the lowest that fits: the largest worker needs 64.0 MiB, a worker has 100.0 MiB"),
     (
