@@ -178,6 +178,11 @@ def memory_sheet_lines(found: dict[str, Any]) -> list[str]:
             f"the mirror's copies lie in files (elastic.mirror_in): at most {in_files / 2**20:,.1f} MiB of a worker, no part "
             "of its memory"
         )
+    if in_files := max(found["optimizer_file_bytes"]):
+        lines.append(
+            f"optimizer state lies in files (plan.optimizer_in): at most {in_files / 2**20:,.1f} MiB of a worker, of which the "
+            "sheet has what is stepped together"
+        )
     lines += holders_lines(found["holders"])
     lines += [found["why_zero"]] if "why_zero" in found else []
     if "does_not_fit" in found:

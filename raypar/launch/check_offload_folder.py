@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING
 from raypar.errors import ConfigError
 from raypar.files.file_systems import file_system_of, is_folder_used
 from raypar.job import Job
-from raypar.plan.ownership import StateKind
 
 if TYPE_CHECKING:
     from raypar.planner.memory_sheet import MemorySheet
 
-OFFLOADED: tuple[StateKind, ...] = ("optimizer", "master", "average")
-"""The kinds of state that lie in files of the folder."""
 IN_MEMORY = ("tmpfs", "ramfs")
 """File systems whose files lie in memory."""
 ENDING_S = 10.0
@@ -56,7 +53,7 @@ def check_offload_folder(job: Job, sheets: Iterable[MemorySheet]) -> None:
             "counts on",
             cure="give each run a folder of its own",
         )
-    needed = sum(sheet.state.get(kind_of_state, 0) for sheet in sheets for kind_of_state in OFFLOADED)
+    needed = sum(sheet.optimizer_files for sheet in sheets)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(

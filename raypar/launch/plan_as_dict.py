@@ -123,6 +123,7 @@ def plan_as_dict(
         found |= {
             "memory_sheet": [sheet.by_kind for sheet in sheets],
             "mirror_file_bytes": [sheet.mirror_files for sheet in sheets],
+            "optimizer_file_bytes": [sheet.optimizer_files for sheet in sheets],
             "holders": [holders_as_dict(each) for each in sheets_by_holders(profile, plan, schedule or name, cut)],
             "predicted_ms": timeline.makespan_ms,
             "predicted_for": predicted_for,

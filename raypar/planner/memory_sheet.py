@@ -18,6 +18,7 @@ from raypar.planner.predicted_step import (
     gathered_bytes,
     kept_bytes_by_kind,
     mirror_bytes,
+    offloaded_bytes,
     state_bytes,
 )
 from raypar.schedule import registry
@@ -62,6 +63,8 @@ class MemorySheet:
     """The mirror's copies, when they are most."""
     mirror_files: int = 0
     """The mirror's copies that lie in files; they are no part of the memory."""
+    optimizer_files: int = 0
+    """State of the optimizer, masters and averages that lie in files; they are no part of the memory."""
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -104,6 +107,7 @@ def memory_sheets(
         gather_bytes(profile, plan),
         gathered_bytes(profile, plan),
         *mirror_bytes(profile, plan),
+        offloaded_bytes(profile, plan),
         strict=True,
     )
     return tuple(
@@ -188,6 +192,8 @@ class _Change:
     """The ZeRO stage of all stages then; None: theirs."""
     scatters: bool = False
     """Whether gradients are scattered then."""
+    offloads: bool = False
+    """Whether the optimizer's state lies in files then."""
 
 
 def _changes(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule) -> list[_Change]:
@@ -201,6 +207,8 @@ def _changes(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule
     if isinstance(schedule, str) and plan.gradients == "fold" and 2 in profile.zero_levels and _may_scatter(plan):
         beside = "" if plan.most_zero > 1 else "plan.zero=2 with "
         found.append(_Change(f"{beside}plan.gradients=scatter", zero=2 if beside else plan.most_zero, scatters=True))
+    if not profile.offloads_optimizer and profile.most_stages != 1:
+        found.append(_Change("plan.optimizer_in=FOLDER", offloads=True))
     return found
 
 
@@ -213,6 +221,7 @@ def _changed(profile: ModelProfile, plan: ParallelPlan, changes: Iterable[_Chang
     """Profile and plan after some changes."""
     for change in changes:
         profile = profile if change.mirror is None else replace(profile, mirror=change.mirror)
+        profile = replace(profile, offloads_optimizer=profile.offloads_optimizer or change.offloads)
         plan = plan if change.recompute is None else replace(plan, recompute=change.recompute)
         plan = plan if change.zero is None else plan.with_zero(change.zero)
         plan = plan.with_gradients("scatter") if change.scatters else plan

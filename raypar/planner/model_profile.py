@@ -176,6 +176,8 @@ class ModelProfile:
     mirror: MirrorPlace | None = None
     most_zero: int = 1
     zero_is_open: bool = False
+    offloads_optimizer: bool = False
+    """Whether what the optimizer keeps, masters and averages lie in files."""
 
     def __post_init__(self) -> None:
         if not self.layers:

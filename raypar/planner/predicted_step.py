@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -136,6 +136,33 @@ def bucket_bytes(profile: ModelProfile, routing: MicrobatchRouting) -> tuple[int
     return tuple(found)
 
 
+OFFLOADED: tuple[StateKind, ...] = ("optimizer", "master", "average")
+"""The kinds of state that lie in files where the optimizer's state is offloaded."""
+OFFLOAD_WINDOW_BYTES = 8 << 20
+"""Parameters that are stepped together then, of which the last one may be larger: their state may be in memory before it is in
+files."""
+
+
+def offloaded_bytes(profile: ModelProfile, plan: ParallelPlan) -> tuple[int, ...]:
+    """By rank: bytes of the state that lies in files, whose pages the system may write out; zeros where none does."""
+    if not profile.offloads_optimizer:
+        return (0,) * plan.world
+    state = profile.state_on_shards(plan.virtual_shard_counts).of_plan(plan)
+    return tuple(map(sum, zip(*(state[kind] for kind in OFFLOADED if kind in state), strict=True)))
+
+
+def _left_in_memory(
+    profile: ModelProfile, plan: ParallelPlan, state: Mapping[StateKind, tuple[int, ...]]
+) -> dict[StateKind, tuple[int, ...]]:
+    """What of the offloaded kinds is in memory at most: the state of the parameters that are stepped together."""
+    by_tensor = profile.state_on_shards(plan.virtual_shard_counts).by_tensor
+    parameters, kept = by_tensor["parameter"], by_tensor["optimizer"]
+    most = max((kept.get(name, 0) / nbytes for name, nbytes in parameters.items() if nbytes), default=0.0)
+    window = int(most * (OFFLOAD_WINDOW_BYTES + max(parameters.values(), default=0)))
+    found: dict[StateKind, tuple[int, ...]] = {kind: (0,) * plan.world for kind in OFFLOADED if kind in state}
+    return {**found, "optimizer": tuple(min(nbytes, window) for nbytes in state["optimizer"])}
+
+
 GATHER_BYTES = 8 << 20
 """Most memory of the messages with which a stage's replicas get the parameters that they do not own."""
 
@@ -197,6 +224,8 @@ def state_bytes(
     sums = [max(open_sums(routing, stage, rank) for stage in plan.stages_of(rank)) for rank in range(plan.world)]
     gradients = (nbytes * count for nbytes, count in zip(state["gradient"], sums, strict=True))
     found = {**state, "gradient": tuple(gradients)}
+    if profile.offloads_optimizer:
+        found |= _left_in_memory(profile, plan, state)
     if "widened" in state:
         found["widened"] = tuple(
             max(0, nbytes - freed) for nbytes, freed in zip(state["widened"], kept or (0,) * plan.world, strict=True)

@@ -128,6 +128,7 @@ def profile_job(
         mirror=spec.elastic.mirror_place if spec.elastic is not None else None,
         most_zero=2,  # stage 3 gathers all parameters for a step, so that it needs no less
         zero_is_open=spec.leaves_zero_open,
+        offloads_optimizer=spec.optimizer_in is not None,
     )
 
 

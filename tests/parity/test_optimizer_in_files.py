@@ -258,7 +258,7 @@ def test_a_folder_that_takes_no_state_is_an_error_of_two_lines(tmp_path: Path, m
 
 def test_it_is_known_before_the_run_what_the_folder_has_no_room_for(tmp_path: Path, monkeypatch):
     spec = job_in(tmp_path / "not" / "yet", ADAMW)
-    sheets = [SimpleNamespace(state={"optimizer": 6 << 20, "master": 3 << 20, "parameter": 1 << 40})] * 2
+    sheets = [SimpleNamespace(optimizer_files=9 << 20, state={"parameter": 1 << 40})] * 2
     check_offload_folder(spec, sheets)
     assert not any((tmp_path / "not" / "yet").iterdir())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=17 << 20))

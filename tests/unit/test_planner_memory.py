@@ -12,9 +12,10 @@ from raypar.launch.choose_plan import check_memory
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.memory_sheet import MIRROR, describe_changes_that_fit, memory_sheets, out_of_memory_advice
 from raypar.planner.model_profile import BATCH, KeptStorages, LayerProfile, LayerStorages, ModelProfile, ReadStorage
-from raypar.planner.predicted_step import GATHER_BYTES, predict_step
+from raypar.planner.predicted_step import GATHER_BYTES, OFFLOAD_WINDOW_BYTES, predict_step
 from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH
 from raypar.worker import measure_profile
+from raypar.worker.step.offloaded_optimizer import WINDOW_BYTES as WINDOW_OF_OPTIMIZER
 from raypar.worker.step.parameter_gather import WINDOW_BYTES
 
 MIB = 1 << 20
@@ -151,6 +152,17 @@ def test_copies_in_files_are_no_part_of_the_memory():
     assert advice.startswith(
         f"predicted to fit: elastic.mirror_in=FOLDER ({off.total / MIB:.1f} MiB a worker, the same results)"
     )
+
+
+def test_offloaded_state_is_in_the_sheet_with_what_is_stepped_together():
+    plan, more = ParallelPlan.mesh(pp=2, layers=16), ("1f1b", CUT)
+    whole, offloaded = (memory_sheets(replace(profile(16), offloads_optimizer=on), plan, *more)[0] for on in (False, True))
+    window = 2 * (OFFLOAD_WINDOW_BYTES + LAYER.parameter_bytes)
+    assert OFFLOAD_WINDOW_BYTES == WINDOW_OF_OPTIMIZER and whole.state["optimizer"] == 64 * MIB > window
+    assert (offloaded.state["optimizer"], offloaded.optimizer_files, whole.optimizer_files) == (window, 64 * MIB, 0)
+    assert offloaded.total == whole.total - 64 * MIB + window
+    advice = describe_changes_that_fit(profile(16), plan, *more, offloaded.total + 1)
+    assert f"plan.optimizer_in=FOLDER ({offloaded.total / MIB:.1f} MiB a worker, the same results)" in advice
 
 
 def test_what_owners_send_counts_where_replicas_divide_state():
