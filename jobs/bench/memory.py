@@ -30,9 +30,10 @@ def predicted() -> dict[str, Any]:
     from raypar.worker.measure_profile import profile_job
 
     kinds, mirrored = {}, {}
+    spec, *_ = ours.job_and_plan(MICROBATCHES, replicas=WORLD, work=WORK)
+    profile = profile_job(spec, workers=WORLD, graph=make_layer_graph(spec))
     for level in LEVELS:
-        spec, plan, schedule = ours.job_and_plan(MICROBATCHES, replicas=WORLD, zero=level, work=WORK)
-        profile = profile_job(spec, workers=WORLD, graph=make_layer_graph(spec))
+        _, plan, schedule = ours.job_and_plan(MICROBATCHES, replicas=WORLD, zero=level, work=WORK)
         largest = max(memory_sheets(profile, plan, schedule, spec.batching), key=lambda sheet: sheet.total)
         with_mirror = memory_sheets(replace(profile, mirror="memory"), plan, schedule, spec.batching)
         kinds[f"raypar zero {level}"] = largest.by_kind
