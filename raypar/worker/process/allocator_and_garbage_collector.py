@@ -35,19 +35,24 @@ def keep_freed_memory() -> bool:
 
 _keeps_freed_memory = False
 """Whether glibc does as `keep_freed_memory` says."""
+_returning = 0
+"""How many `large_blocks_returned` are entered, one inside the other."""
 
 
 @contextlib.contextmanager
 def large_blocks_returned() -> Iterator[None]:
     """Have glibc map blocks afresh inside that its heaps have no room for, so that they go back to the system when they are
     freed. A heap would keep them, and find no room in them for the next ones of the same size, which are aligned."""
+    global _returning
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MAPPED)
+    _returning += 1
     try:
         yield
     finally:
-        if mallopt is not None:
+        _returning -= 1
+        if mallopt is not None and not _returning:
             mallopt(_M_MMAP_THRESHOLD, _LARGE >> 1 if _keeps_freed_memory else _LARGEST_OWN)
 
 
