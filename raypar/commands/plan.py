@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar plan`."""
     add_job_arguments(parser)
     parser.add_argument("--workers", type=int, help="choose a plan for at most so many workers, whatever the job's plan says")
-    parser.add_argument("--no-profile", action="store_true", help="sizes only, at once: no layer or optimizer is tried")
+    parser.add_argument("--no-profile", action="store_true", help="sizes only, at once: no layer, cut or optimizer is tried")
     parser.add_argument(
         "--memory", type=float, metavar="MIB", help="what a worker has, in MiB, in place of this machine's free memory"
     )

@@ -134,7 +134,7 @@ class PlanConfig(Section):
     """For each stage: how many forwards a worker computes before its first backward; None: as the schedule has it."""
     styles: Annotated[dict[str, str], BITS_OF_SHARDS] = {}
     """How layers are cut over shards: pattern of layer names -> style, such as `"block*.up": column`. The first match counts;
-    for other layers the style is inferred from their names."""
+    for other layers the style is inferred from what they compute and from their names."""
     layout: Annotated[dict[str, DividedOrWhole], BITS_OF_SHARDS] = {}
     """How a whole model is cut over shards, by the names of dimensions: `{heads: shards, vocabulary: shards}`. Layers are cut
     along the dimensions that it names, and no others; what `styles` says comes first. Without it all layers are cut that raypar

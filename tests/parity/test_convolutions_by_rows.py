@@ -419,7 +419,8 @@ S = {0: "spatial"}
         (6, S, [nn.Conv2d(4, 4, 7, padding=3)], "needs 3 below them, of which the shard next to it has 2", "plan.shards: 5"),
         (8, S, [nn.Conv2d(4, 4, 3, stride=2, padding=1)], "net.0 makes 7 rows for 8 shards", "plan.shards <= 7"),
         (2, {0: "spatial:depth"}, [C], "the spatial dims of a Conv2d are height, width", "spatial:width"),
-        (2, {0: "spatial:3"}, [C], "'spatial:3' is no style (nearest: spatial)", "spatial:width"),
+        (2, {0: "spatial:3"}, [C], "'spatial:3' is no style: spatial has no option '3'", "spatial:width"),
+        (2, {0: "spatial:widht"}, [C], "spatial has no option 'widht' (nearest: width)", "spatial:width"),
         (2, S, [nn.Linear(14, 3)], "the style spatial does not fit net.0, a Linear", "put net.0: whole before"),
         (
             2,

@@ -25,7 +25,7 @@ from raypar.model.tensor_parallel.styles.linear_styles import (
     WholeStyle,
 )
 from raypar.model.tensor_parallel.styles.recurrent_styles import GatesColumnStyle, GatesStyle
-from raypar.model.tensor_parallel.styles.spatial_styles import SpatialGatheredStyle, SpatialStyle
+from raypar.model.tensor_parallel.styles.spatial_styles import SPATIAL_DIMENSIONS, SpatialGatheredStyle, SpatialStyle
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
 
 STYLES: dict[str, type[ShardingStyle]] = {
@@ -65,9 +65,13 @@ def parse_style(text: str) -> ShardingStyle:
         return STYLES[name].parse(options)
     except (KeyError, ValueError):
         pass
-    near = difflib.get_close_matches(text.partition(":")[0], STYLES, n=1)
+    if name in STYLES:
+        wrong = f"{text!r} is no style: {name} has no option {options[1:]!r}"
+        near = difflib.get_close_matches(options[1:], SPATIAL_DIMENSIONS, n=1) if name == "spatial" else []
+    else:
+        wrong, near = f"{text!r} is no style", difflib.get_close_matches(text.partition(":")[0], STYLES, n=1)
     raise PlanError(
-        f"{text!r} is no style" + (f" (nearest: {near[0]})" if near else ""),
+        wrong + (f" (nearest: {near[0]})" if near else ""),
         cure=f"use one of {', '.join(STYLES)}; heads:8, kv-heads:8/2, qkv:8/2 say how many heads, column/2 how many parts, "
         "column:8 how many units, spatial:width which dim",
     )
