@@ -79,21 +79,26 @@ class DeferredWeightGradient:
 Stash = list[DeferredWeightGradient]
 
 
-def will_accumulate_weight_gradient(ctx: AutogradContext) -> bool:
-    """Whether the running backward pass adds to the `.grad` of the function's second argument, a weight.
+def will_accumulate_gradient(ctx: AutogradContext, argument: int, parameter: Tensor) -> bool:
+    """Whether the running backward pass adds the gradient of the function's argument to this parameter's `.grad`.
 
-    `torch.autograd.grad` inside a layer does not: gradients that it computes must not be put off and added later.
+    `torch.autograd.grad` inside a layer does not: gradients that it computes must not be put off and added later. Nor does it
+    where the argument was computed, or is another tensor (`torch.func.functional_call`): others need that gradient at once.
     """
-    node = ctx.next_functions[1][0]
+    node = ctx.next_functions[argument][0]
     while node is not None and node.name() in ("ToCopyBackward0", "SliceBackward0"):  # `cast_for_autocast`, `take_part`
         node = node.next_functions[0][0]
-    return will_execute(node)
+    return getattr(node, "variable", None) is parameter and will_execute(node)
 
 
 def put_off(ctx: AutogradContext, stash: Stash | None, deferred: DeferredWeightGradient) -> bool:
     """Put gradients off that the running backward pass would compute, if it may be done. `ctx`: of an autograd function whose
-    second argument is the weight."""
-    if stash is None or not ctx.needs_input_grad[1] or not will_accumulate_weight_gradient(ctx):
+    second argument is the weight, and whose third is the bias."""
+    if stash is None or not ctx.needs_input_grad[1]:
+        return False
+    layer = deferred.layer
+    own = [(1, layer.weight), *([(2, layer.bias)] if layer.bias is not None and ctx.needs_input_grad[2] else [])]
+    if not all(will_accumulate_gradient(ctx, argument, parameter) for argument, parameter in own):
         return False
     stash.append(deferred)
     return True

@@ -150,12 +150,10 @@ def share_whole_layers(first: Stage, others: int) -> WholeLayers | None:
     return whole
 
 
-def free_between_steps(stage: Stage, owned: Sequence[OwnedParameter]) -> GatheredMemory:
-    """The memory of a stage's whole parameters, which comes and goes from now on. Layers that need it longer are refused when
-    they first run."""
+def check_parameters_stay(stage: Stage, *, are_freed: bool) -> None:
+    """Refuse, when they run, layers that replace parameters of which owners have runs, or need longer what is freed."""
     for layer in stage.layers:
-        layer.call = ParameterCheckedCall(layer.layer.name, layer.call)
-    return GatheredMemory(stage.weights, owned)
+        layer.call = ParameterCheckedCall(layer.layer.name, layer.call, are_freed=are_freed)
 
 
 def samples_of_passes(spec: Job) -> SamplesOfPasses | None:
@@ -514,7 +512,8 @@ class StageBuilder:
             if not self.ownership.divides(index, "optimizer"):
                 continue
             place, divides_parameters = plan.stages[index], self.ownership.divides(index, "parameter")
-            memory = free_between_steps(stage, owned[index, number]) if divides_parameters else None
+            check_parameters_stay(stage, are_freed=divides_parameters)
+            memory = GatheredMemory(stage.weights, owned[index, number]) if divides_parameters else None
             all_runs = partial(self.ownership.owned_runs, index, number)
             runs = [(*all_runs(replica), *all_runs(replica, frozen=True)) for replica in range(place.replicas)]
             runs = [tuple(run for run in of_replica if run.name in stage.parameters) for of_replica in runs]

@@ -10,7 +10,7 @@ from helpers.zero_layouts import small_pieces, storages
 from torch import nn
 
 from raypar.errors import UserCodeError
-from raypar.job import ModelConfig
+from raypar.job import ModelConfig, ValidationConfig
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import make_model_outline
 from raypar.plan import ParallelPlan
@@ -126,23 +126,51 @@ def run_of_layers(first: type[nn.Module], level: int) -> OneProcessRun:
     def model() -> nn.Sequential:
         return nn.Sequential(first(ugly_models.SEQ, 8), nn.Linear(8, 1))
 
-    job = ugly_models.job("plain").replace(model=ModelConfig(function=model))
+    job = ugly_models.job("plain")
+    validation = ValidationConfig(function=job.data.function, args=job.data.args, every=1)
+    job = job.replace(model=ModelConfig(function=model), validation=validation)
     graph = make_layer_graph(job)
     return OneProcessRun(job, ParallelPlan.mesh(dp=2, layers=2).with_zero(level), "1f1b", graph=graph)
 
 
-@pytest.mark.parametrize(
-    "kind, words",
-    [
-        (ReplacesItsWeight, "layer '0' replaces its parameter 'weight' in forward"),
-        (ReplacesItsMemory, "layer '0' replaces its parameter 'weight' in forward"),
-        (KeepsAView, "layer '0' keeps a view of its parameter 'weight' in 'kept' after its forward"),
-    ],
-)
-def test_layers_that_keep_or_replace_parameters_are_refused_at_the_first_microbatch(kind, words):
-    with run_of_layers(kind, 3) as run, pytest.raises(UserCodeError, match=words) as error:
+class ReplacesInEvaluation(nn.Linear):
+    def forward(self, x):
+        if not self.training:
+            self.weight.data = self.weight.data.clone()
+        return super().forward(x)
+
+
+class ReplacesLater(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 3:
+            self.weight.data = self.weight.data.clone()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("kind", [ReplacesItsWeight, ReplacesItsMemory, ReplacesInEvaluation, ReplacesLater])
+def test_layers_that_replace_parameters_of_which_owners_have_runs_are_refused(kind, level):
+    """Owners went on with the memory that a parameter had before."""
+    with (
+        run_of_layers(kind, level) as run,
+        pytest.raises(UserCodeError, match="layer '0' replaces its parameter 'weight'") as error,
+    ):
+        for step in range(3):
+            run.step(step)
+            run.validate(step)
+    assert "set plan.zero: 0" in error.value.cure
+
+
+def test_a_layer_that_keeps_a_view_of_what_is_freed_is_refused_at_the_first_microbatch():
+    words = "layer '0' keeps a view of its parameter 'weight' in 'kept' after its forward"
+    with run_of_layers(KeepsAView, 3) as run, pytest.raises(UserCodeError, match=words) as error:
         run.step(0)
     assert "set plan.zero: 2" in error.value.cure
+    with run_of_layers(KeepsAView, 2) as run:
+        run.step(0)
 
 
 def test_layers_may_keep_their_parameters_and_copies():

@@ -149,6 +149,19 @@ class Overwritten(nn.Module):
         return x + self.parts(x.view(len(x), 1, S)).squeeze(1)
 
 
+class Substituted(nn.Module):
+    """Calls its Linear with weights that it has computed, or that are another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(S, S), nn.Linear(S, S)
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled = torch.func.functional_call(self.linear, {"weight": self.linear.weight * 2}, (x,))
+        lent = torch.func.functional_call(self.linear, {"bias": self.other.bias}, (doubled.tanh(),))
+        return torch.func.functional_call(self.linear, dict(self.other.named_parameters()), (lent,))
+
+
 class Apart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +178,7 @@ def job_of(middle: type[nn.Module]) -> tuple[Graph, Job]:
     return graph, ugly_models.job("plain", microbatches=7, steps=2, virtual_replicas=2)
 
 
-@pytest.mark.parametrize("middle", [Recomputed, Thrice, Mixing, Overwritten])
+@pytest.mark.parametrize("middle", [Recomputed, Thrice, Mixing, Overwritten, Substituted])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_zero_bubble_has_the_bits_of_one_process(middle, stages):
     graph, job = job_of(middle)

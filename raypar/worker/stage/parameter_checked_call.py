@@ -1,4 +1,4 @@
-"""Refuses layers whose parameters cannot be freed when the layers have run: a forward replaces one, or keeps a view of it."""
+"""Refuses layers whose parameters replicas cannot divide: a forward replaces one, or keeps a view of what is to be freed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from raypar.errors import UserCodeError
 from raypar.worker.stage.layer_call import LayerFunction, PassContext
 from raypar.worker.stage.layer_tensors import LayerTensors, memory_begin
 
-_CURE = "or set plan.zero: 2, under which each replica keeps whole parameters"
 _DEPTH = 3
 """So many containers inside each other are looked through."""
 
 
 class _Place(NamedTuple):
-    """A parameter of a layer before its forward."""
+    """Where a layer has a parameter."""
 
     path: str
     """Its path in the layer."""
@@ -26,49 +25,52 @@ class _Place(NamedTuple):
     key: str
     """Its name there."""
     parameter: nn.Parameter
-    address: int
-    """Of its memory."""
+
+
+_Before = Sequence[tuple[_Place, int]]
+"""The parameters of a layer before its forward, and where the memory of each is."""
 
 
 class ParameterCheckedCall:
-    """A layer's call (`LayerFunction`), whose first one in training looks where the layer's parameters are afterwards.
+    """A layer's call (`LayerFunction`) that looks where the layer's parameters are afterwards.
 
-    Raises `UserCodeError`, with layer and parameter, for a forward that replaces a parameter or its memory, or keeps a view of
-    one in an attribute.
+    Raises `UserCodeError`, with layer and parameter, for a forward that replaces a parameter or its memory, of which owners
+    have runs; with `are_freed`, if the first one in training keeps a view of a parameter in an attribute.
     """
 
-    def __init__(self, layer: str, call: LayerFunction) -> None:
-        self._layer, self._call, self._has_looked = layer, call, False
+    def __init__(self, layer: str, call: LayerFunction, *, are_freed: bool) -> None:
+        self._layer, self._call, self._looks_for_views = layer, call, are_freed
 
     def __call__(self, forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the layer returns."""
-        if self._has_looked or not forward_pass.training:
-            return self._call(forward_pass, weights, inputs)
-        before = list(_places(weights.module))
+        before = [(place, memory_begin(place.parameter)) for place in _places(weights.module)]
         outputs = self._call(forward_pass, weights, inputs)
         self._refuse_replaced(before)
-        self._refuse_kept(weights.module, before)
-        self._has_looked = True
+        if self._looks_for_views and forward_pass.training:
+            self._refuse_kept(weights.module, before)
+            self._looks_for_views = False
         return outputs
 
-    def _refuse_replaced(self, before: Sequence[_Place]) -> None:
-        for path, owner, key, parameter, address in before:
+    def _refuse_replaced(self, before: _Before) -> None:
+        for (path, owner, key, parameter), address in before:
             if owner._parameters.get(key) is not parameter or memory_begin(parameter) != address:
                 raise UserCodeError(
-                    f"layer {self._layer!r} replaces its parameter {path!r} in forward: under plan.zero: 3 its owners have "
-                    "another one, and bring that back in each step",
-                    cure=f"compute with a tensor made of it (weight = f(self.{key})), and leave the parameter alone; {_CURE}",
+                    f"layer {self._layer!r} replaces its parameter {path!r} in forward: under plan.zero its owners train the "
+                    "one that it had",
+                    cure=f"compute with a tensor made of it (weight = f(self.{key})), and leave the parameter alone; or set "
+                    "plan.zero: 0",
                 )
 
-    def _refuse_kept(self, module: nn.Module, before: Sequence[_Place]) -> None:
-        own, of_address = {id(place.parameter) for place in before}, {place.address: place.path for place in before}
+    def _refuse_kept(self, module: nn.Module, before: _Before) -> None:
+        own, of_address = {id(place.parameter) for place, _ in before}, {address: place.path for place, address in before}
         for where, tensor in _tensors_kept(module):
             kept = of_address.get(_address(tensor)) if id(tensor) not in own else None
             if kept is not None:
                 raise UserCodeError(
                     f"layer {self._layer!r} keeps a view of its parameter {kept!r} in {where!r} after its forward: under "
                     "plan.zero: 3 the parameter's memory is freed after its last use in a step",
-                    cure=f"make the view anew in each forward, or keep a copy (.clone()); {_CURE}",
+                    cure="make the view anew in each forward, or keep a copy (.clone()); or set plan.zero: 2, under which each "
+                    "replica keeps whole parameters",
                 )
 
 
@@ -77,7 +79,7 @@ def _places(module: nn.Module) -> Iterator[_Place]:
         for key, parameter in part._parameters.items():
             if parameter is not None and parameter.numel():
                 where = ".".join(filter(None, (path, key)))
-                yield _Place(where, part, key, parameter, memory_begin(parameter))
+                yield _Place(where, part, key, parameter)
 
 
 def _tensors_kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
