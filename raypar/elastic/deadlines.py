@@ -57,10 +57,12 @@ def step_deadline_s(m: RunState) -> float:
 
 
 def interrupt_grace_s(m: RunState, asked_s: float) -> float:
-    """How long steps in flight may take after Ctrl-C: what it asks for, or longer where steps are long.
+    """How long steps in flight may take after Ctrl-C: what it asks for, or longer where steps are long; 0 asks for none.
 
     An aborted step of one worker, which waits for nobody, would end no sooner, and nothing would be saved.
     """
+    if not asked_s:
+        return 0.0
     longest_s = m.step_times.longest_s(len(m.membership.members)) or 0.0
     return max(asked_s, GRACE_STEPS * longest_s * (m.progress.issued - m.progress.committed))
 

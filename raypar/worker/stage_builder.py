@@ -150,10 +150,10 @@ def share_whole_layers(first: Stage, others: int) -> WholeLayers | None:
     return whole
 
 
-def check_parameters_stay(stage: Stage, *, are_freed: bool) -> None:
-    """Refuse, when they run, layers that replace parameters of which owners have runs, or need longer what is freed."""
+def check_parameters_stay(stage: Stage, *, are_divided: bool, are_freed: bool) -> None:
+    """Refuse, when they run, layers that do to parameters what replicas cannot follow."""
     for layer in stage.layers:
-        layer.call = ParameterCheckedCall(layer.layer.name, layer.call, are_freed=are_freed)
+        layer.call = ParameterCheckedCall(layer.layer.name, layer.call, are_divided=are_divided, are_freed=are_freed)
 
 
 def samples_of_passes(spec: Job) -> SamplesOfPasses | None:
@@ -510,9 +510,11 @@ class StageBuilder:
         found = {}
         for (index, number), stage in stages.items():
             if not self.ownership.divides(index, "optimizer"):
+                if plan.stages[index].replicas > 1 and not all(each.requires_grad for each in stage.parameters.values()):
+                    check_parameters_stay(stage, are_divided=False, are_freed=False)
                 continue
             place, divides_parameters = plan.stages[index], self.ownership.divides(index, "parameter")
-            check_parameters_stay(stage, are_freed=divides_parameters)
+            check_parameters_stay(stage, are_divided=True, are_freed=divides_parameters)
             memory = GatheredMemory(stage.weights, owned[index, number]) if divides_parameters else None
             all_runs = partial(self.ownership.owned_runs, index, number)
             runs = [(*all_runs(replica), *all_runs(replica, frozen=True)) for replica in range(place.replicas)]

@@ -10,7 +10,7 @@ from helpers.zero_layouts import small_pieces, storages
 from torch import nn
 
 from raypar.errors import UserCodeError
-from raypar.job import ModelConfig, ValidationConfig
+from raypar.job import ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import make_model_outline
 from raypar.plan import ParallelPlan
@@ -162,6 +162,51 @@ def test_layers_that_replace_parameters_of_which_owners_have_runs_are_refused(ki
             run.step(step)
             run.validate(step)
     assert "set plan.zero: 0" in error.value.cure
+
+
+class MovesItsMemory(torch.optim.SGD):
+    """Ends its step with `p.data = ...`, as old optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_an_optimizer_that_gives_parameters_other_memory_is_refused(level):
+    """Layers went on with the memory that the parameters had before."""
+    job = ugly_models.job("plain").replace(optimizer=OptimizerConfig(function=MovesItsMemory, args={"lr": 0.1}))
+    graph = make_layer_graph(job)
+    plan = ParallelPlan.mesh(dp=2, layers=len(graph.layers))
+    with OneProcessRun(job, plan, "1f1b", graph=graph) as run:
+        run.step(0), run.step(1)
+    words = "gives a parameter other memory"
+    with OneProcessRun(job, plan.with_zero(level), "1f1b", graph=graph) as run, pytest.raises(UserCodeError, match=words):
+        run.step(0), run.step(1)
+
+
+class MomentumEncoder(nn.Module):
+    """A frozen copy follows in forward, as in MoCo (https://arxiv.org/abs/1911.05722, section 3.2)."""
+
+    def __init__(self, *size: int) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(*size), nn.Linear(*size).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for kept, followed in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                kept.mul_(0.9).add_(followed, alpha=0.1)
+        return self.query(x) + self.key(x)
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_a_forward_that_changes_frozen_parameters_is_refused_where_there_are_replicas(level):
+    """Each replica changed its own, as often as it had microbatches."""
+    words = "layer '0' changes its frozen parameter 'key.weight' in forward"
+    with run_of_layers(MomentumEncoder, level) as run, pytest.raises(UserCodeError, match=words) as error:
+        run.step(0)
+    assert "plan.replicas: 1" in error.value.cure and "average" in error.value.cure
 
 
 def test_a_layer_that_keeps_a_view_of_what_is_freed_is_refused_at_the_first_microbatch():

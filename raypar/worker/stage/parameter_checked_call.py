@@ -1,4 +1,4 @@
-"""Refuses layers whose parameters replicas cannot divide: a forward replaces one, or keeps a view of what is to be freed."""
+"""Refuses layers whose forward does to parameters what replicas cannot follow: replaces, changes or keeps them."""
 
 from __future__ import annotations
 
@@ -27,42 +27,55 @@ class _Place(NamedTuple):
     parameter: nn.Parameter
 
 
-_Before = Sequence[tuple[_Place, int]]
-"""The parameters of a layer before its forward, and where the memory of each is."""
-
-
 class ParameterCheckedCall:
-    """A layer's call (`LayerFunction`) that looks where the layer's parameters are afterwards.
+    """A layer's call (`LayerFunction`) of a stage with several replicas, which looks at the layer's parameters afterwards.
 
-    Raises `UserCodeError`, with layer and parameter, for a forward that replaces a parameter or its memory, of which owners
-    have runs; with `are_freed`, if the first one in training keeps a view of a parameter in an attribute.
+    Raises `UserCodeError`, with layer and parameter, for a forward that changes a frozen parameter, each replica as often as it
+    has microbatches; with `are_divided`, that replaces a parameter or its memory, of which owners have runs; with `are_freed`,
+    if the first one in training keeps a view of a parameter in an attribute.
     """
 
-    def __init__(self, layer: str, call: LayerFunction, *, are_freed: bool) -> None:
-        self._layer, self._call, self._looks_for_views = layer, call, are_freed
+    def __init__(self, layer: str, call: LayerFunction, *, are_divided: bool, are_freed: bool) -> None:
+        self._layer, self._call, self._are_divided, self._looks_for_views = layer, call, are_divided, are_freed
+        self._places: list[_Place] | None = None
 
     def __call__(self, forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the layer returns."""
-        before = [(place, memory_begin(place.parameter)) for place in _places(weights.module)]
+        if self._places is None:
+            places = _places(weights.module)
+            self._places = [place for place in places if self._are_divided or not place.parameter.requires_grad]
+        before = [(place.parameter.data_ptr(), place.parameter._version) for place in self._places]
         outputs = self._call(forward_pass, weights, inputs)
-        self._refuse_replaced(before)
+        for place, (address, version) in zip(self._places, before, strict=True):
+            if place.owner._parameters.get(place.key) is not place.parameter or place.parameter.data_ptr() != address:
+                self._refuse_replaced(place)
+            if not place.parameter.requires_grad and place.parameter._version != version:
+                self._refuse_changed(place)
         if self._looks_for_views and forward_pass.training:
-            self._refuse_kept(weights.module, before)
+            self._refuse_kept(weights.module, self._places)
             self._looks_for_views = False
         return outputs
 
-    def _refuse_replaced(self, before: _Before) -> None:
-        for (path, owner, key, parameter), address in before:
-            if owner._parameters.get(key) is not parameter or memory_begin(parameter) != address:
-                raise UserCodeError(
-                    f"layer {self._layer!r} replaces its parameter {path!r} in forward: under plan.zero its owners train the "
-                    "one that it had",
-                    cure=f"compute with a tensor made of it (weight = f(self.{key})), and leave the parameter alone; or set "
-                    "plan.zero: 0",
-                )
+    def _refuse_replaced(self, place: _Place) -> None:
+        why = (
+            "under plan.zero its owners train the one that it had" if self._are_divided else "each replica has another one then"
+        )
+        raise UserCodeError(
+            f"layer {self._layer!r} replaces its parameter {place.path!r} in forward: {why}",
+            cure=f"compute with a tensor made of it (weight = f(self.{place.key})), and leave the parameter alone; or set "
+            + ("plan.zero: 0" if self._are_divided else "plan.replicas: 1"),
+        )
 
-    def _refuse_kept(self, module: nn.Module, before: _Before) -> None:
-        own, of_address = {id(place.parameter) for place, _ in before}, {address: place.path for place, address in before}
+    def _refuse_changed(self, place: _Place) -> None:
+        raise UserCodeError(
+            f"layer {self._layer!r} changes its frozen parameter {place.path!r} in forward: each replica would change its own, "
+            "as often as it has microbatches",
+            cure="set plan.replicas: 1 for its stage; a running mean of the weights is kept by the job's key average",
+        )
+
+    def _refuse_kept(self, module: nn.Module, places: Sequence[_Place]) -> None:
+        own = {id(place.parameter) for place in places}
+        of_address = {memory_begin(place.parameter): place.path for place in places}
         for where, tensor in _tensors_kept(module):
             kept = of_address.get(_address(tensor)) if id(tensor) not in own else None
             if kept is not None:

@@ -451,7 +451,7 @@ class StepCommit:
                     self.learning_rate = self.rates.set(optimizer, self.step)
                 self.guard.check("the lr_schedule", compare_everything=True)
                 with self._user_code(f"the optimizer {type(optimizer).__name__}"):
-                    optimizer.step()
+                    self._step_in_place(optimizer)
                 self.guard.check("the optimizer", compare_everything=True)
                 if (averages := averages_of(optimizer)) is not None:
                     averages.update(self.step + 1)
@@ -463,6 +463,19 @@ class StepCommit:
             self.skipped_steps.append(self.step)
         self.applied = not outcome.skipped
         self.can_apply_late, self.last_decided_step = False, self.step
+
+    def _step_in_place(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises `UserCodeError` where replicas divide state and the optimizer gives a parameter other memory: what the layers
+        and the other replicas have is the memory that it had."""
+        divided = optimizer.param_groups if self.gather.stages else []
+        before = [each.data_ptr() for group in divided for each in group["params"]]
+        optimizer.step()
+        if before != [each.data_ptr() for group in divided for each in group["params"]]:
+            raise UserCodeError(
+                f"the optimizer {type(optimizer).__name__} gives a parameter other memory (p.data = ...) in step "
+                f"{self.step + 1}: with plan.zero layers compute with the memory that it had",
+                cure="change parameters in place (p.add_, p.copy_), or set plan.zero: 0",
+            )
 
     @contextlib.contextmanager
     def computing_with_averages(self) -> Iterator[None]:
