@@ -299,9 +299,9 @@ def _legend(panels: Sequence[_Panel], y: float, width: float) -> tuple[list[str]
     noun = "role" if any(p.timeline.stage_noun == "role" for p in panels) else "chunk"
     ordered = [kind for kind in INSTRUCTIONS.values() if kind in kinds]
     items = [(drawing_style(kind).colour, drawing_style(kind).legend) for kind in ordered]
-    items += [
-        (mix_with_white("#2B7BBA", 0.55 * c / (chunks - 1)), f"{noun} {c} (lighter)") for c in range(chunks) if chunks > 1
-    ][1:]
+    if chunks > 1:
+        text = f"second {noun} (lighter)" if chunks == 2 else f"{chunks} {noun}s, each lighter than the one before"
+        items.append((mix_with_white("#2B7BBA", 0.55), text))
     items.append(("url(#idle)", "idle"))
     out, x = [f'<g font-size="13" fill="{QUIET}">'], 24.0
     for colour, text in items:

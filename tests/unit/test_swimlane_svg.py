@@ -74,7 +74,7 @@ def test_chunks_and_zero_bubble_kinds_have_colours_of_their_own():
     root = ET.fromstring(drawing)
     fills = {box.get("fill") for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None}
     assert len(fills) == 6
-    assert "chunk 1 (lighter)" in texts(root)
+    assert "second chunk (lighter)" in texts(root)
 
 
 def test_stages_that_placements_give_a_worker_are_called_roles():
@@ -85,7 +85,7 @@ def test_stages_that_placements_give_a_worker_are_called_roles():
     ]
     for spans, names in ((rows, []), (rows[:1] * 2, hybrid)):
         shown = texts(ET.fromstring(swimlane_svg(Timeline.from_spans(spans, names), title="t")))
-        assert "role 1 (lighter)" in shown and not any("chunk" in text for text in shown)
+        assert "second role (lighter)" in shown and not any("chunk" in text for text in shown)
         assert "lower case: second role" in text_grid(Timeline.from_spans(spans, names))
 
 
