@@ -128,7 +128,7 @@ class TorchFlesh:
     def part(self, order: do.AdoptPlan, mesh: tuple[LocalMesh, tuple[int, ...]], worker: int) -> Any:
         part = self.command(order, mesh[1], worker)
         transport = mesh[0].transports[part.rank_of_worker[worker]]
-        transport.peers = connected_ranks(part, part.rank_of_worker[worker], self.job.spec, self.layout)
+        transport.peers = connected_ranks(part, part.rank_of_worker[worker], self.job.spec, self.bodies[0].core.layout)
         return part, lambda: transport
 
     def share(self, order: do.AdoptPlan, worker: int) -> AdoptPlanCommand:

@@ -300,12 +300,12 @@ class StepCommit:
             for name, parameter in self.stages[key].parameters.items():
                 uses = self._exchange.of_all_stages(name, key, uses_here) if name in tied else uses_here(key, name)
                 runs = zip(*(use for use in reversed(uses) if use is not None), strict=True)
-                folded = [fold_gradients([part.reshape(-1).to(parameter.dtype) for part in of_run]) for of_run in runs]
+                folded = [fold_gradients([part.to(parameter.dtype) for part in _alike(of_run)]) for of_run in runs]
                 gradients[name] = None
                 if self._places[key].get(name, [-1])[0] in self.reductions[key].owned_totals:
-                    of_runs[name] = [run for run in folded if run is not None]
-                elif folded and folded[0] is not None:
-                    gradients[name] = folded[0].view(parameter.shape)
+                    of_runs[name] = [run.reshape(-1) for run in folded if run is not None]
+                elif folded and (whole := folded[0]) is not None:
+                    gradients[name] = whole if whole.shape == parameter.shape else whole.view(parameter.shape)
         return settled
 
     def _widen(self, stage: Stage, uses: list[Tensor | None]) -> None:
@@ -597,3 +597,9 @@ class StepCommit:
         self.guard.establish()
         self.outcome = outcome
         self.apply()
+
+
+def _alike(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gradients of the same elements, flat where they differ in shape. A view of one would keep its memory from being used in
+    the next step (`weight_gradient_memory_reuse.py`)."""
+    return gradients if len({each.shape for each in gradients}) == 1 else [each.reshape(-1) for each in gradients]
