@@ -7,6 +7,7 @@
     driver  kill -9 of the driver                       join    a node of two workers is added, and drained again
     replan  100 MB of state: fewer workers, and back    cost    elastic against no `elastic` section
     calm    processors oversubscribed three times       busy    cost where workers leave the driver no processor
+    owners  kill -9 of an owner of divided state that a second worker holds, of three replicas and of four
 
 Stages sleep where only time counts, so that many workers fit few processors. All times are of one clock: that of the lines in
 metrics.jsonl and of the moment of the fault. "One step" is the median step of the new plan. With `--log` finished rows are kept
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,11 +189,12 @@ def faults(
     count: int,
     act: Callable[[Disturbed, random.Random, dict[str, Any]], set[int]],
     *more: str,
+    workers: int = 4,
 ) -> tuple[Story, list[float], int]:
     """`count` times: wait until the plan is whole, `act`; (what the run folder says, times, survivors that were replaced)."""
     chance, times, restarted = random.Random(given.seed), [], 0
-    with running(given, nodes, "elastic.max_workers=4", *more) as run:
-        told = settle(run, 4)
+    with running(given, nodes, f"elastic.max_workers={workers}", *more) as run:
+        told = settle(run, workers)
         for number in range(count):
             at = moment(run, chance)
             times.append(at)
@@ -203,11 +205,11 @@ def faults(
             while run.members().get("generation", generation) == generation:
                 run.wait(time.monotonic() + 0.05)
             if len(run.fleet.alive) < nodes:
-                settle(run, min(4, SLOTS * len(run.fleet.alive)), 3)
+                settle(run, min(workers, SLOTS * len(run.fleet.alive)), 3)
                 for node in list(run.fleet.draining):
                     run.fleet.kill(node)
                 run.fleet.add()
-            told = settle(run, 4)
+            told = settle(run, workers)
             restarted += len(before - pids(told))
     return story(run), times, restarted
 
@@ -274,6 +276,18 @@ def kill(given: argparse.Namespace) -> list[Row]:
     found = faults(given, 2, given.count or 20, one_worker(signal.SIGKILL))
     what = "kill -9 of a worker -> first new step"
     return [row_of_faults("kill", what, found, lambda told, at: 1.0, "p95: 1.0 s + one step", 0.95)]
+
+
+def owners(given: argparse.Namespace) -> list[Row]:
+    """Nothing is gone back to: where a step is run again, the row does not hold."""
+    rows = []
+    for replicas in (3, 4):
+        plan = ("plan.stages=1", f"plan.replicas={replicas}", "plan.zero=3", "plan.zero_holders=2", "elastic.mirror=off")
+        found = faults(given, 2, given.count or 20, one_worker(signal.SIGKILL), *plan, workers=replicas)
+        what = f"kill -9 of an owner, one of {replicas} replicas, two holders -> first new step"
+        row = row_of_faults(f"owners {replicas}", what, found, lambda told, at: 0.2, "p95: 0.2 s + one step", 0.95)
+        rows.append(replace(row, kept=row.kept and row.also.endswith("steps again: 0")))
+    return rows
 
 
 def raylet(given: argparse.Namespace) -> list[Row]:
@@ -501,7 +515,7 @@ def calm(given: argparse.Namespace) -> list[Row]:
     return [Row("calm", what, "0", "alarms", [float(len(alarms))], [0.0], also=also, phases=texts[:10])]
 
 
-ROWS = {row.__name__: row for row in (kill, raylet, stop, hang, driver, join, replan, cost, busy, calm)}
+ROWS = {row.__name__: row for row in (kill, owners, raylet, stop, hang, driver, join, replan, cost, busy, calm)}
 
 
 # -- the report ----------------------------------------------------------------------------------------------------------
@@ -532,7 +546,7 @@ def main() -> int:
     """Returns the exit code: 1 when a limit does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(ROWS), metavar="ROW", help="none: just the page, from the log")
-    parser.add_argument("--count", type=int, default=0, help="faults; 0: 20 kills, 5 or 3 of the others")
+    parser.add_argument("--count", type=int, default=0, help="faults; 0: 20 kills of each plan, 5 or 3 of the others")
     parser.add_argument("--minutes", type=float, default=10.0, help="of the row `calm`")
     parser.add_argument("--rounds", type=int, default=24, help="of the rows `cost`, `busy`")
     parser.add_argument("--steps", type=int, default=6, help="of a round of these")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import pickle
 import signal
@@ -451,7 +452,7 @@ class WorkerActor:
         """The failure as a `CallFailure` that says who is to blame: an abort, user code, or raypar."""
         if isinstance(error, StaleGeneration):
             return CallFailure("aborted", error)
-        if isinstance(error, CommError):
+        if isinstance(error, CommError) and not is_out_of_memory(error):
             named = type(error)(f"{self.coordinate}, {doing}: {error.what}", error.cure)
             named.unreachable_ranks = error.unreachable_ranks
             return CallFailure("aborted", named)
@@ -520,6 +521,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether the error, or one of its causes, says that memory could not be allocated."""
     for each in exception_chain(error):
         refused = isinstance(each, RuntimeError) and any(words in str(each) for words in ALLOCATORS_SAY)
+        refused = refused or (isinstance(each, OSError) and each.errno == errno.ENOMEM)
         if isinstance(each, MemoryError) or type(each).__name__ == "OutOfMemoryError" or refused:
             return True
     return False

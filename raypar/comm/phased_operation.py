@@ -150,7 +150,7 @@ class PhasedOperation:
     def done(self) -> bool:
         """True once completed; raises what the operation failed with."""
         if self._error is not None:
-            raise type(self._error)(*self._error.args)
+            raise type(self._error)(*self._error.args) from self._error.__cause__
         return self._finished
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -256,7 +256,9 @@ class PhasedOperation:
                     return
                 except Exception as error:
                     what = f"{self.describe()} failed: {type(error).__name__}: {error}"
-                    self.fail(CommError(what, cure="abort this group; the tensors of its ranks may not fit together"))
+                    failed = CommError(what, cure="abort this group; the tensors of its ranks may not fit together")
+                    failed.__cause__ = error
+                    self.fail(failed)
                     return
             with self._lock:
                 if phase is not None:

@@ -136,7 +136,7 @@ def test_levels_and_sizes_change_as_workers_come_and_go():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(500, 560))
+@pytest.mark.parametrize("seed", range(500, 800))
 def test_histories_of_joins_losses_and_hangs_leave_the_bits(seed):
     case = history(seed)
 

@@ -44,6 +44,24 @@ def test_with_a_second_holder_no_step_is_gone_back_to(moment, at, level, undistu
     assert not any(words in text for text in told for words in ("mirror", "checkpoint", "begin again")), told
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("holders", [1, 2])
+@pytest.mark.parametrize("moment", ["vote", "apply", "gather"])
+@pytest.mark.parametrize("number", range(20))
+def test_an_owner_dies_at_each_moment_twenty_times(number, moment, holders, undisturbed, tmp_path):
+    """At steps all over the run, of all levels, with copies of the mirror after every step to every fifth one."""
+    level, at = 1 + number % 3, 2 + (7 * number) % 26
+    mirror = "off" if holders == 2 else 1 + number % 5
+    words = (
+        f"elastic={{min_workers: 1, mirror: {mirror}}}",
+        f"plan={{replicas: 3, zero: {level}, zero_holders: {holders}}}",
+    )
+    trainee, told = run_until_an_owner_dies(moment, at, tmp_path, *words)
+    assert trainee.result.weights_sha256 == undisturbed.weights_sha256 and trainee.losses == undisturbed.losses
+    back = [text for text in told if any(words in text for words in ("mirror", "checkpoint", "begin again"))]
+    assert holders == 1 or not back, back
+
+
 @pytest.mark.parametrize("level", [1, 3])
 @pytest.mark.parametrize("moment", ["vote", "apply", "gather"])
 def test_without_one_all_go_back_to_the_mirrors_copy(moment, level, undisturbed, tmp_path):

@@ -1,12 +1,14 @@
 """What glibc is told of a worker's memory, and which errors say that there is none."""
 
+import errno
 import gc
 import subprocess
 import sys
 
 import pytest
 
-from raypar.actors.worker_actor import is_out_of_memory
+from raypar.actors.worker_actor import WorkerActor, is_out_of_memory
+from raypar.errors import CommError, OutOfMemory
 from raypar.worker.process.allocator_and_garbage_collector import garbage_collector_paused
 
 BODY = """
@@ -93,3 +95,20 @@ def test_errors_that_are_each_others_cause_are_looked_through_once():
     assert not is_out_of_memory(first)
     second.args = ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",)
     assert is_out_of_memory(first)
+
+
+def test_a_message_that_found_no_memory_is_no_broken_connection():
+    """As one it would be left to the next generation, again and again, whose workers would need as much."""
+    worker = object.__new__(WorkerActor)
+    worker.coordinate = "worker 3 (replica 1)"
+    error = CommError("receive: lost rank 1: it sent 8 bytes for which there is no memory here", cure="abort this group")
+    assert worker._classify_failure("training", error).kind == "aborted"
+    error.__cause__ = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    failure = worker._classify_failure("training", error)
+    assert failure.kind == "user" and isinstance(failure.error, OutOfMemory)
+    assert failure.error.what.startswith("worker 3 (replica 1), training: out of memory: receive: lost rank 1: it sent 8 bytes")
+
+
+def test_what_the_system_says_of_memory_is_understood_too():
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))

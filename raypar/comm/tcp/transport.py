@@ -69,6 +69,7 @@ class PeerConnection:
     __slots__ = (
         "bytes_to_skip",
         "fd",
+        "lost_cause",
         "lost_reason",
         "mask",
         "mask_lock",
@@ -93,6 +94,8 @@ class PeerConnection:
         self.fd = sock.fileno()
         self.lost_reason: str | None = None
         """Why the peer is lost; None while it is not."""
+        self.lost_cause: BaseException | None = None
+        """The error of this process for which it was given up, if that was the reason: no memory for a message."""
         self.read_lock = threading.Lock()
         """Held by the thread that reads; guards the attributes up to `bytes_to_skip`."""
         self.staging = memoryview(bytearray(STAGING_BYTES))
@@ -324,7 +327,7 @@ class TcpTransport(MessageBasedTransport):
             except OSError as error:
                 reason = error.strerror or str(error)
             except CommError as error:
-                reason = error.what
+                reason, connection.lost_cause = error.what, error.__cause__
         if reason is not None:
             self._lose(connection, reason)
 
@@ -517,10 +520,12 @@ class TcpTransport(MessageBasedTransport):
     def _gone(self, connection: PeerConnection, message: OperationMessage) -> CommError:
         if self._aborted is not None:
             return generation_over_error(self._aborted)
-        return CommError(
+        lost = CommError(
             f"{message.operation.describe()}: lost rank {connection.rank}: {connection.lost_reason}",
             cure="abort this group; the ranks that are left form the next generation",
         )
+        lost.__cause__ = connection.lost_cause
+        return lost
 
     def _lose(self, connection: PeerConnection, reason: str) -> None:
         """Fail all that is pending with a lost peer; messages of others are not touched."""
