@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 from raypar.errors import PlanError
 from raypar.plan.gradient_scatter import GradientRoute, replicas_by_share, rounds_of
@@ -22,6 +22,13 @@ from raypar.plan.microbatches import Microbatches, contiguous_part
 from raypar.plan.wording import count_noun
 
 Placement = Literal["loop", "v"]
+GatherSpan = Literal["step", "microbatch", "layer"]
+"""How long whole parameters, of which a worker owns a part, stay in its memory: for the step, for what it computes one after
+the other in their stage, or for a layer's computation (two layers are there: one computes, one arrives)."""
+GATHER_SPANS: tuple[GatherSpan, ...] = get_args(GatherSpan)
+"""All of them, the one that costs least time and most memory first."""
+GATHERS_FROM = 3
+"""The ZeRO stage from which replicas divide parameters, and gather them."""
 ComputeKey = tuple[tuple[int, int], ...]
 """(grid, shard) of each of a worker's roles."""
 
@@ -52,6 +59,8 @@ class StagePlan:
     zero_holders: int = 1
     """How many replicas hold each part of the state that replicas divide: its owner, and those whose numbers follow. Where
     there are no more replicas than that, each has everything."""
+    gather: GatherSpan = "step"
+    """How long parameters that replicas divide (ZeRO stage 3) are whole. Results do not depend on it."""
 
     def __post_init__(self) -> None:
         if self.division and set(self.division) == {1}:
@@ -61,6 +70,11 @@ class StagePlan:
     def zero_in_effect(self) -> int:
         """The ZeRO stage by which the replicas divide anything; 0 if each holds everything anyway."""
         return self.zero if self.replicas > self.zero_holders else 0
+
+    @property
+    def gather_in_effect(self) -> GatherSpan | None:
+        """How long whole parameters are there, where replicas divide them; None: each replica has all of them, always."""
+        return self.gather if self.zero_in_effect == GATHERS_FROM else None
 
     @property
     def replicas(self) -> int:
@@ -106,6 +120,14 @@ class StagePlan:
             raise PlanError(f"{name}: there is no ZeRO stage {self.zero!r}", cure="use 0, 1, 2 or 3")
         if self.zero_holders not in (1, 2):
             raise PlanError(f"{name} has {self.zero_holders!r} holders of divided state", cure="use 1 or 2")
+        if self.gather not in GATHER_SPANS:
+            raise PlanError(f"{name} gathers parameters for a {self.gather!r}", cure=f"use {', '.join(GATHER_SPANS)}")
+        if self.gather != "step" and self.zero < GATHERS_FROM:
+            raise PlanError(
+                f"{name}: plan.gather {self.gather} needs plan.zero {GATHERS_FROM}, and it has {self.zero}: each of its "
+                "replicas has whole parameters",
+                cure=f"set plan.zero: {GATHERS_FROM}, or plan.gather: step",
+            )
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -154,6 +176,7 @@ class ParallelPlan:
                 "divisions of virtual shards": "division",
                 "ZeRO stages": "zero",
                 "holders of state": "zero_holders",
+                "spans of gathered parameters": "gather",
             }
             for what, given in of_grid.items():
                 unlike = sorted({getattr(self.stages[stage], given) for stage in stages})
@@ -283,15 +306,32 @@ class ParallelPlan:
     def with_zero(self, levels: int | Sequence[int], holders: int | None = None) -> ParallelPlan:
         """The same plan with these ZeRO stages: one for all stages of the model, or one for each grid of workers (in a
         pipeline: for each position). For another number of grids the highest of them counts. `holders`: how many replicas hold
-        each part of the state; None: as many as now. Below 2 gradients cannot be scattered, so they are folded."""
+        each part of the state; None: as many as now. Below 2 gradients cannot be scattered, so they are folded; below 3 nothing
+        is gathered."""
         each = [levels] * len(self.grids) if isinstance(levels, int) else list(levels)
         if len(each) != len(self.grids):
             each = [max(each, default=0)] * len(self.grids)
         stages = tuple(
-            replace(stage, zero=each[grid], zero_holders=holders or stage.zero_holders)
+            replace(
+                stage,
+                zero=each[grid],
+                zero_holders=holders or stage.zero_holders,
+                gather=stage.gather if each[grid] >= GATHERS_FROM else "step",
+            )
             for stage, grid in zip(self.stages, self.grid_of_stage, strict=True)
         )
         return replace(self, stages=stages, gradients=self.gradients if min(each) > 1 else "fold")
+
+    def with_gather(self, spans: GatherSpan | Sequence[GatherSpan]) -> ParallelPlan:
+        """The same plan with parameters that stay whole for so long: one span for all stages, or one for each grid of workers.
+        For another number of grids the one that needs least memory counts. Grids below ZeRO stage 3 gather nothing."""
+        each = [spans] * len(self.grids) if isinstance(spans, str) else list(spans)
+        if len(each) != len(self.grids):
+            each = [max(each, key=GATHER_SPANS.index, default="step")] * len(self.grids)
+        stages = zip(self.stages, self.grid_of_stage, strict=True)
+        return replace(
+            self, stages=tuple(replace(s, gather=each[grid] if s.zero >= GATHERS_FROM else "step") for s, grid in stages)
+        )
 
     def with_gradients(self, route: GradientRoute) -> ParallelPlan:
         """The same plan with gradients that are folded or scattered."""
@@ -301,6 +341,11 @@ class ParallelPlan:
     def zero_levels(self) -> tuple[int, ...]:
         """By grid of workers: its ZeRO stage."""
         return tuple(self.stages[stages[0]].zero for stages in self.stages_of_grid)
+
+    @property
+    def gather_spans(self) -> tuple[GatherSpan, ...]:
+        """By grid of workers: how long parameters that its replicas divide are whole."""
+        return tuple(self.stages[stages[0]].gather for stages in self.stages_of_grid)
 
     def divides_state(self, stage: int) -> bool:
         """Whether the replicas of a stage divide some state, so that gradients are reduced to owners alone, and parameters have
@@ -483,6 +528,9 @@ class ParallelPlan:
         if self.most_zero:
             text += f", ZeRO {'/'.join(map(str, dict.fromkeys(self.zero_levels)))}"
             text += f", {self.zero_holders} holders" * (self.zero_holders > 1)
+        gathered = dict.fromkeys(span for stage in self.stages if (span := stage.gather_in_effect) is not None)
+        if set(gathered) - {"step"}:
+            text += f", gathered by {'/'.join(gathered)}"
         if self.gradients == "scatter" and any(stage.replicas > 1 for stage in self.stages):
             text += ", gradients scattered"
         divided = sorted(stage.virtual_shards for stage in self.stages if stage.division)

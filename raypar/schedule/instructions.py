@@ -22,8 +22,9 @@ Bundle = tuple[MessageKind, int, int, int]
 """(kind, earlier stage, later stage, microbatch): the values of one edge, or the gradients of one relay."""
 Role = Literal["compute", "communication", "release", "reduction", "step"]
 """`communication`: one end of a message. `release`: frees memory. `reduction`: per stage and step. `step`: once per step."""
-Cost = Literal["forward", "recompute", "input", "weight", "reduce", "step"]
-"""A time in `SimulationCosts`: per stage and microbatch, but `reduce` per stage and step, `step` per step."""
+Cost = Literal["forward", "recompute", "input", "weight", "gather", "reduce", "step"]
+"""A time in `SimulationCosts`: per stage and microbatch, but `gather` per stage and gather, `reduce` per stage and step, `step`
+per step."""
 
 # Results that instructions make. Edges carry values to later stages, relays gradients of a stage's inputs to earlier ones.
 VALUES: Final = "values"
@@ -81,6 +82,8 @@ class Instruction:
     """Memory that the stage keeps for the microbatch from now on, by the names in `KEPT_SIZE`."""
     frees: ClassVar[tuple[str, ...]] = ()
     """Memory that the stage no longer keeps for the microbatch afterwards."""
+    needs_weights: ClassVar[bool] = False
+    """Whether it computes with the stage's parameters, which must be whole then."""
     drawing: ClassVar[DrawingStyle | None] = None
     """Its appearance in pictures; None if it takes no time that a picture could show."""
 
@@ -120,6 +123,7 @@ class Forward(Compute):
     makes = (VALUES,)
     allocates = (ACTIVATIONS,)
     frees = ()
+    needs_weights = True
     drawing = DrawingStyle("#2B7BBA", "forward (F)", "forward")
 
 
@@ -136,6 +140,7 @@ class CheckpointedForward(Compute):
     makes = (VALUES,)
     allocates = (KEPT_INPUTS,)
     frees = ()
+    needs_weights = True
     drawing = DrawingStyle("#7CC0EA", "forward, keeps inputs only (C)", "checkpointed forward")
 
 
@@ -149,6 +154,7 @@ class Recompute(Compute):
     makes = ()
     allocates = (ACTIVATIONS,)
     frees = (KEPT_INPUTS,)
+    needs_weights = True
     drawing = DrawingStyle("#E8DC52", "recomputation (R)", "recompute")
 
 
@@ -162,6 +168,7 @@ class Backward(Compute):
     makes = (INPUT_GRADIENTS, WEIGHT_GRADIENTS)
     allocates = ()
     frees = (ACTIVATIONS,)
+    needs_weights = True
     drawing = DrawingStyle("#F0A73A", "backward (B)", "backward")
 
 
@@ -178,6 +185,7 @@ class BackwardInput(Compute):
     makes = (INPUT_GRADIENTS,)
     allocates = (STASH,)
     frees = (ACTIVATIONS,)
+    needs_weights = True
     drawing = DrawingStyle("#E0702F", "input gradient (I)", "backward input")
 
 
@@ -291,6 +299,52 @@ class FreeActivations(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
+class ServeParameters(Instruction):
+    """Post what one reader asks for in this pass: `count` times the parameters of the stage that this worker owns.
+
+    `reader`: the rank of another replica that does not hold them. It is served when it asks, without this worker's doing.
+    """
+
+    stage: int
+    reader: int
+    count: int
+
+    letter = "SERVE"
+    role = "communication"
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.letter}_{self.count}@{self.reader}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gather(Instruction):
+    """Have memory for the stage's whole parameters, and ask their owners for them. The next use waits for their arrival."""
+
+    stage: int
+
+    letter = "A"
+    role = "communication"
+    cost = ("gather",)
+    drawing = DrawingStyle("#C8B400", "gather of parameters", "gather")
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.letter}"
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Instruction):
+    """Free the memory of the stage's whole parameters, which a later use gathers again."""
+
+    stage: int
+
+    letter = "Z"
+    role = "release"
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.letter}"
+
+
+@dataclass(frozen=True, slots=True)
 class ReduceGradients(Instruction):
     """Reduce the stage's gradients over its replicas (canonically or fast), bucket by bucket.
 
@@ -369,6 +423,9 @@ INSTRUCTIONS: dict[str, type[Instruction]] = {
         Send,
         Recv,
         FreeActivations,
+        ServeParameters,
+        Gather,
+        Release,
         ReduceGradients,
         ExchangeTies,
         ExchangeBuffers,

@@ -18,7 +18,7 @@ from raypar.worker.step.interpreter import TRAINING_RULES, VALIDATION_RULES, Int
 
 def test_every_instruction_has_a_rule_and_a_validation_pass_only_those_without_gradients():
     assert list(TRAINING_RULES) == list(INSTRUCTIONS.values())
-    assert [kind.letter for kind in VALIDATION_RULES] == ["F", "SEND", "RECV", "X"]
+    assert [kind.letter for kind in VALIDATION_RULES] == ["F", "SEND", "RECV", "X", "SERVE", "A", "Z"]
 
 
 @pytest.fixture

@@ -30,11 +30,14 @@ from raypar.schedule.instructions import (
     ExchangeVotes,
     Forward,
     FreeActivations,
+    Gather,
     OptimizerStep,
     Recompute,
     Recv,
     ReduceGradients,
+    Release,
     Send,
+    ServeParameters,
 )
 from raypar.schedule.lower import lower_schedule
 from raypar.schedule.schedule_csv import format_schedule_csv, parse_schedule_csv
@@ -64,6 +67,9 @@ TABLE = [
     (Send, "SEND", "communication", (), (), (), (), ()),
     (Recv, "RECV", "communication", (), (), (), (), ()),
     (FreeActivations, "X", "release", (), (), (), (), ()),
+    (ServeParameters, "SERVE", "communication", (), (), (), (), ()),
+    (Gather, "A", "communication", ("gather",), (), (), (), ()),
+    (Release, "Z", "release", (), (), (), (), ()),
     (ReduceGradients, "G", "reduction", ("reduce",), (WEIGHT_GRADIENTS,), (), (), ()),
     (ExchangeTies, "T", "step", (), (), (), (), ()),
     (ExchangeBuffers, "S", "step", (), (), (), (), ()),
@@ -82,6 +88,17 @@ def test_compute_instructions_declare_all_of_it_in_their_own_class(kind):
     assert {"letter", "cost", "needs", "makes", "allocates", "frees", "drawing"} <= vars(kind).keys()
 
 
+def test_what_computes_with_parameters_says_so_and_weight_gradients_do_not():
+    assert {kind for kind in INSTRUCTIONS.values() if kind.needs_weights} == {
+        Forward,
+        CheckpointedForward,
+        Recompute,
+        Backward,
+        BackwardInput,
+    }
+    assert [str(i) for i in (ServeParameters(1, 3, 8), Gather(1), Release(1))] == ["1SERVE_8@3", "1A", "1Z"]
+
+
 def test_letters_are_single_capitals_and_each_belongs_to_one_class():
     assert [kind.letter for kind in INSTRUCTIONS.values()] == list(INSTRUCTIONS)
     assert all(re.fullmatch("[A-Z]", kind.letter) for kind in INSTRUCTIONS.values() if kind.role != "communication")
@@ -93,7 +110,8 @@ def test_messages_print_as_those_of_pytorch_do_with_their_peer():
 
 
 def test_what_takes_time_says_how_it_is_drawn():
-    assert {kind for kind in INSTRUCTIONS.values() if kind.drawing is None} == {Send, Recv, FreeActivations}
+    undrawn = {Send, Recv, FreeActivations, ServeParameters, Release}
+    assert {kind for kind in INSTRUCTIONS.values() if kind.drawing is None} == undrawn
     looks = [kind.drawing for kind in INSTRUCTIONS.values() if kind.drawing is not None]
     assert len({look.category for look in looks}) == len({look.legend for look in looks}) == len(looks)
 

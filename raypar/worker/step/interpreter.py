@@ -37,6 +37,7 @@ from raypar.schedule.instructions import (
     ExchangeVotes,
     Forward,
     FreeActivations,
+    Gather,
     Instruction,
     MessageKind,
     OptimizerStep,
@@ -44,8 +45,10 @@ from raypar.schedule.instructions import (
     Recompute,
     Recv,
     ReduceGradients,
+    Release,
     Role,
     Send,
+    ServeParameters,
 )
 from raypar.worker.data.microbatch_loader import BatchSource
 from raypar.worker.stage.stage import Batch, HandedBack
@@ -317,6 +320,17 @@ class Interpreter:
             if not handle.done():
                 yield RoutineWait(handle, "a send to be taken by its receiver at the end of the step")
 
+    # -- parameters of other replicas --------------------------------------------------------------------------------
+
+    def _serve_parameters(self, instruction: ServeParameters, step: int, received: Received) -> None:
+        self.step_commit.gather.serve(instruction.stage, instruction.reader)
+
+    def _gather(self, instruction: Gather, step: int, received: Received) -> None:
+        self.step_commit.gather.begin_use(instruction.stage)
+
+    def _release(self, instruction: Release, step: int, received: Received) -> None:
+        self.step_commit.gather.release(instruction.stage)
+
     # -- compute ---------------------------------------------------------------------------------------------------
 
     def _batch(self, stage: int, step: int, microbatch: int) -> Batch:
@@ -429,6 +443,9 @@ TRAINING_RULES: dict[type[Instruction], InstructionRule] = {
     Send: Interpreter._send,
     Recv: Interpreter._recv,
     FreeActivations: Interpreter._free,
+    ServeParameters: Interpreter._serve_parameters,
+    Gather: Interpreter._gather,
+    Release: Interpreter._release,
     ReduceGradients: Interpreter._reduce,
     ExchangeTies: Interpreter._exchange_ties,
     ExchangeBuffers: Interpreter._exchange_buffers,
@@ -442,5 +459,8 @@ VALIDATION_RULES: dict[type[Instruction], InstructionRule] = {
     Send: Interpreter._send,
     Recv: Interpreter._recv,
     FreeActivations: Interpreter._free,
+    ServeParameters: Interpreter._serve_parameters,
+    Gather: Interpreter._gather,
+    Release: Interpreter._release,
 }
 """Class of instructions -> what a worker does with it in a validation pass."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from raypar.comm.routine import Routine, RoutineWait, StreamWaits
 from raypar.comm.transport import Handle, Transport
+from raypar.errors import PlanError
 from raypar.plan.ownership import OwnedRun
 from raypar.plan.parallel_plan import StagePlan
 from raypar.torch_compat.multi_tensor import copy_all
@@ -226,3 +227,19 @@ class ParameterGather:
         self.begin()
         for index, stage in self.stages.items():
             yield from stage.finish(self.stream_waits, f"the parameters of stage {index[0]} from their owners")
+
+    def serve(self, index: int, reader: int) -> None:
+        """Give another replica of a stage what this worker owns of its parameters, whenever that asks in this pass."""
+        raise _not_yet()
+
+    def begin_use(self, index: int) -> None:
+        """Begin to gather the whole parameters of a stage, for what this worker computes with them next."""
+        raise _not_yet()
+
+    def release(self, index: int) -> None:
+        """Free the whole parameters of a stage until they are gathered again."""
+        raise _not_yet()
+
+
+def _not_yet() -> PlanError:
+    return PlanError("workers gather parameters once a step only, as yet", cure="set plan.gather: step")
