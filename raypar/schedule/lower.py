@@ -4,7 +4,8 @@ buffers, vote and optimizer step.
 All orders are replayed together, every instruction as early as possible. F, I and W take one unit, B two, times the replicas
 of the stage, which is taken to have them because it is slower. When an instruction ends, its sends are appended to its
 worker's program and the matching receives to the peers' programs at that very point. So all workers see one global order that
-a real execution can follow, and a receive is posted as soon as its sender could have sent.
+a real execution can follow, and a receive is posted as soon as its sender could have sent. Gathers of parameters come in last
+(`gathering.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from raypar.errors import ScheduleError
 from raypar.plan import MicrobatchRouting, StageConnections, serving_shards
 from raypar.plan.wording import count_noun
 from raypar.schedule.data_flow import DataFlow, StageResult, name_of_producing_instruction, needs_of_own_stage
+from raypar.schedule.gathering import insert_gathers
 from raypar.schedule.instructions import (
     VALUES,
     WEIGHT_GRADIENTS,
@@ -54,7 +56,7 @@ def lower_schedule(schedule: Schedule, routing: MicrobatchRouting, crossing: Sta
         program += [ExchangeTies()] if crossing.ties else []
         program += [ExchangeBuffers()] if crossing.exchanges_buffers else []
         program += [ExchangeVotes(), OptimizerStep()]
-    return tuple(tuple(program) for program in programs)
+    return insert_gathers([tuple(program) for program in programs], routing.plan)
 
 
 def lower_validation_pass(routing: MicrobatchRouting, crossing: StageConnections) -> tuple[Program, ...]:
@@ -71,7 +73,8 @@ def lower_validation_pass(routing: MicrobatchRouting, crossing: StageConnections
         stages = plan.stages_of(rank)
         mine = [(entry[m] // group, s, entry[m], m) for s in stages for m in routing.microbatches_of_worker(s, rank)]
         orders.append(tuple(Forward(stage, m) for _, stage, _, m in sorted(mine)))
-    return tuple(tuple(program) for program in _Replay(tuple(orders), routing, crossing, training=False).run())
+    programs = _Replay(tuple(orders), routing, crossing, training=False).run()
+    return insert_gathers([tuple(program) for program in programs], plan)
 
 
 class _Rule(NamedTuple):

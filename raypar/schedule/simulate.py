@@ -1,8 +1,9 @@
 """The simulation of a schedule: its duration and its memory, before anything runs.
 
 Every worker runs its order strictly. A forward waits for the values of all edges into its stage, a backward for the
-gradients of all relays to it. So start times are longest paths, and one pass finds them: a worker runs on until it needs a
-bundle that does not exist yet; the worker that makes the bundle wakes it. O(instructions). Exact for ints and Fractions, too.
+gradients of all relays to it, and both for parameters that are gathered for them. So start times are longest paths, and one
+pass finds them: a worker runs on until it needs a bundle that does not exist yet; the worker that makes the bundle wakes it.
+O(instructions). Exact for ints and Fractions, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from raypar.plan import GradientRelay, MicrobatchRouting, ParallelPlan, StageCon
 from raypar.plan.bundle_parts import LEAST_BYTES_IN_PARTS, travels_in_parts
 from raypar.plan.wording import count_noun
 from raypar.schedule.data_flow import DataFlow, message_ends
+from raypar.schedule.gathering import has_gathers, insert_gathers
 from raypar.schedule.instructions import (
     ACTIVATIONS,
     INPUT_GRADIENTS,
@@ -28,6 +30,7 @@ from raypar.schedule.instructions import (
     Compute,
     Cost,
     ExchangeVotes,
+    Gather,
     Instruction,
     MessageKind,
     ReduceGradients,
@@ -75,6 +78,9 @@ class SimulationCosts:
     """Bytes of every kind of kept memory, by stage and microbatch; None: only `activation_bytes` is known."""
     recompute_ms: tuple[float, ...] = ()
     """Recomputing the dropped activations of one microbatch; empty: as long as its forward."""
+    gather_ms: tuple[float, ...] = ()
+    """One gather of a stage's parameters beside compute, where these come and go by microbatch; the gathers of a worker follow
+    each other. Empty: no time."""
     nodes: tuple[int, ...] = ()
     """By rank: the number of its node, which decides which bundles are sent in parts (`plan/bundle_parts.py`); empty: none are.
     Those who receive parts gather them for one `latency_ms` more: the bytes of that stay inside a node."""
@@ -119,8 +125,11 @@ def simulate_schedule(
             f"the schedule has {count_noun(len(schedule), 'worker')}, the plan {plan.world}",
             cure="make one order per worker of the plan",
         )
+    if not any(map(has_gathers, schedule)):
+        schedule = insert_gathers([tuple(order) for order in schedule], plan)
     speaker = plan.order_givers
-    rows = _Simulation(schedule, sorted(set(speaker)), routing, crossing, costs).run()
+    simulation = _Simulation(schedule, sorted(set(speaker)), routing, crossing, costs)
+    rows = simulation.run()
     end = max((row[-1].end_ms for row in rows.values() if row), default=0)
     busy = {rank: sum(finish - start for _, start, finish in row) for rank, row in rows.items()}
     for span, ranks in _reductions(rows, plan, costs):
@@ -130,6 +139,8 @@ def simulate_schedule(
     if costs.step_ms:
         for row in rows.values():
             row.append(TimelineSpan(ExchangeVotes(), max((s.end_ms for s in row), default=0), end + costs.step_ms))
+    for rank, gathers in simulation.gathers.items():
+        rows[rank] = sorted([*rows[rank], *gathers], key=lambda span: span.start_ms) if gathers else rows[rank]
     spans = {rank: tuple(row) for rank, row in rows.items()}
     sizes = costs.kept_bytes
     kept_inputs = costs.kept_inputs_share() if plan.recompute else ()
@@ -246,6 +257,10 @@ class _Simulation:
     """Slot -> time from which the consumer may use the bundle; None before the bundle is sent."""
     link_free: dict[tuple[int, int], float]
     """(sender, receiver) -> time at which their link has carried everything sent so far."""
+    gathers: dict[int, list[TimelineSpan]]
+    """Rank -> the spans of its gathers of parameters, from when each has the link until it has arrived."""
+    gathered: dict[tuple[int, int], float]
+    """(rank, stage) -> when the last gather of the stage's parameters has arrived, where there was one."""
     waiting: dict[int, int]
     """Slot -> the rank that waits for it."""
     runnable: list[int]
@@ -264,7 +279,7 @@ class _Simulation:
         self.lockstep = routing.plan.one_role_each
         self.slots = _Slots(routing, crossing, costs.nodes)
         kinds: set[type[Instruction]] = {kind for rank in ranks for kind in set(map(type, schedule[rank]))}
-        self.posts = {kind for kind in kinds if kind.role == "communication"}
+        self.posts = {kind for kind in kinds if issubclass(kind, Communication)}
         self.lowered = bool(self.posts)
         computing = [kind for kind in kinds if issubclass(kind, Compute)]
         self.compute, self.met = {}, {}
@@ -276,6 +291,8 @@ class _Simulation:
             self.compute[rank] = made[shards]
         self.arrival = [None] * self.slots.total
         self.link_free, self.waiting = {}, {}
+        self.gathers, self.gathered = {rank: [] for rank in ranks}, {}
+        self.gather_ms = costs.gather_ms or (0,) * len(self.plan.stages)
         self.rows = {rank: [] for rank in ranks}
         self.position, self.now = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
         self.runnable = list(reversed(ranks))
@@ -283,7 +300,7 @@ class _Simulation:
     def run(self) -> dict[int, list[TimelineSpan]]:
         """Run the simulation and return the spans by rank. Raises `ScheduleError` if workers wait for each other for ever."""
         arrival, waiting, runnable, posts = self.arrival, self.waiting, self.runnable, self.posts
-        lowered, overhead_ms = self.lowered, self.costs.overhead_ms
+        lowered, overhead_ms, gathered = self.lowered, self.costs.overhead_ms, self.gathered
         while runnable:
             rank = runnable.pop()
             order: Sequence[Any] = self.schedule[rank]
@@ -295,6 +312,8 @@ class _Simulation:
                     if type(instruction) in posts:
                         time += overhead_ms
                         self._post(rank, instruction, time)
+                    elif "gather" in instruction.cost:
+                        self._gather(rank, instruction, time)
                     continue
                 needs, makes, ms = by_stage[instruction.stage]
                 microbatch = instruction.microbatch
@@ -306,6 +325,8 @@ class _Simulation:
                     if there > time:
                         time = there
                 else:
+                    if gathered and instruction.needs_weights:
+                        time = max(time, gathered.get((rank, instruction.stage), time))
                     begin = time if self.lockstep else self._meet(rank, instruction, time)
                     if begin is None:
                         self.position[rank] = index
@@ -371,6 +392,14 @@ class _Simulation:
             receiver = dst if kind == "activation" else src
             shard = 0 if self.lockstep else self.plan.role_in(post.peer, receiver).shard
             self._deliver(shard * self.slots.of_shard + slot + microbatch, message, rank, post.peer, time)
+
+    def _gather(self, rank: int, gather: Gather, time: float) -> None:
+        """Post a gather of parameters, which begins to arrive when those before it have."""
+        gathers = self.gathers[rank]
+        start = max(time, gathers[-1].end_ms) if gathers else time
+        self.gathered[rank, gather.stage] = end = start + self.gather_ms[gather.stage]
+        if end > start:
+            gathers.append(TimelineSpan(gather, start, end))
 
     def _deliver(self, slot: int, message: _Message, source: int, target: int, ready: float) -> None:
         """Deliver a bundle that leaves at `ready`, and wake the rank that waits for it."""

@@ -10,7 +10,17 @@ from raypar.errors import ScheduleError
 from raypar.plan import MicrobatchRouting, StageConnections
 from raypar.plan.wording import count_noun
 from raypar.schedule.data_flow import MESSAGE_KIND, DataFlow, StageResult, name_of_producing_instruction
-from raypar.schedule.instructions import WEIGHT_GRADIENTS, Bundle, Communication, Compute, Program, Schedule
+from raypar.schedule.gather_rules import check_gathers
+from raypar.schedule.gathering import owners
+from raypar.schedule.instructions import (
+    WEIGHT_GRADIENTS,
+    Bundle,
+    Communication,
+    Compute,
+    Program,
+    Schedule,
+    ServeParameters,
+)
 from raypar.schedule.program_rules import (
     RuleCheckInput,
     ScheduleProblem,
@@ -36,6 +46,8 @@ _CURES = {
     "together": "give all shards of a replica of a stage one order: they compute every instruction together",
     "paired": "every send needs one receive of the same bundle at its peer, in the same order on both ends",
     "freed": "free the activations of each microbatch once, after its B or W",
+    "gathered": "gather a stage's parameters before its uses, release them after the last, and serve all that readers ask for "
+    "at the front",
     "ended": "a program ends with the reductions of its stages, tied parameters, buffers, the vote and the optimizer step",
     "deadlock-free": "change the order so that no workers wait for each other in a circle",
     "within memory": "start fewer forwards before the first backward (a smaller warmup), or allow more activations",
@@ -93,7 +105,7 @@ def find_schedule_problems(
         return found
     found = check_needs_come_first(case) + check_gradient_order(case) + check_shards_have_same_order(case)
     if lowered:
-        found += check_sends_match_receives(case) + check_activation_frees(case) + check_step_end(case)
+        found += check_sends_match_receives(case) + check_activation_frees(case) + check_step_end(case) + check_gathers(case)
     if not found:
         found += check_deadlock(case, communicators)
     if memory is not None:
@@ -105,9 +117,12 @@ Communicators = Literal["pair", "world"]
 """`pair`: one communicator for each two workers. `world`: one for all, so that a worker has a single queue."""
 HandedOver = tuple[int, int]
 """(stage, microbatch) whose gradients begin to go to their owners."""
-Awaited = tuple[int, Bundle] | tuple[int, StageResult] | Compute | HandedOver
+Served = tuple[int, int, Literal["served"], int]
+"""(owner, stage, "served", reader): that an owner has begun to serve a reader."""
+Awaited = tuple[int, Bundle] | tuple[int, StageResult] | Compute | HandedOver | Served
 """(receiver, bundle) in a program, (worker, result) in a schedule that is not lowered; an instruction: that all shards of the
-replica stand at it; gradients of another replica, without which there is no room for those of this one."""
+replica stand at it; gradients of another replica, without which there is no room for those of this one; parameters of an
+owner."""
 
 
 def check_deadlock(case: RuleCheckInput, communicators: Communicators) -> list[ScheduleProblem]:
@@ -116,7 +131,8 @@ def check_deadlock(case: RuleCheckInput, communicators: Communicators) -> list[S
 
     Posts do not block. But every communicator has one in-order queue at each of its ends, and a message moves only when it is
     at the head of both queues. A compute instruction waits for the bundles it uses, the end of the step for everything posted.
-    Where gradients are scattered, an instruction that makes some is over when there was room for them: when the gradients of
+    Parameters that come and go arrive once their owners serve them, without these owners' doing. Where gradients are
+    scattered, an instruction that makes some is over when there was room for them: when the gradients of
     all microbatches have begun to be made up to the end of the round (`gradient_scatter.rounds_of`) of the one `ahead` before.
     Execution is confluent (no step disables another), so one maximal run decides; `tests/helpers/brute_force.py` checks that
     against all interleavings.
@@ -142,6 +158,8 @@ def check_deadlock(case: RuleCheckInput, communicators: Communicators) -> list[S
 def _words(awaited: Awaited) -> str:
     if isinstance(awaited, Compute):
         return "the other shards, which stand at other instructions"
+    if len(awaited) == 4:
+        return f"parameters of stage {awaited[1]}, which worker {awaited[0]} does not serve yet"
     worker, what = awaited
     if isinstance(what, int):
         return f"room for its gradients: those of microbatch {what} of stage {worker} have not begun to be made"
@@ -191,8 +209,10 @@ class _Run:
                     post = (instruction.bundle, instruction.peer, instruction.sends)
                     self._queue(rank, instruction.peer).append(post)
                     self._move(rank, instruction.peer)
+                elif type(instruction) is ServeParameters:
+                    self._now_exists((rank, instruction.stage, "served", instruction.reader))
                 elif isinstance(instruction, Compute):
-                    awaited = self._missing(rank, instruction) or self._met(rank, instruction) or self._room(instruction)
+                    awaited = self._awaited(rank, instruction)
                     if awaited is not None:
                         self.sleepers.setdefault(awaited, []).append(rank)
                         self.place[rank] = place
@@ -209,7 +229,22 @@ class _Run:
         instruction = self.case.lists[rank][self.place[rank]]
         if not isinstance(instruction, Compute):
             return None
-        return self._missing(rank, instruction) or self._room(instruction) or instruction
+        return self._missing(rank, instruction) or self._not_served(rank, instruction) or self._room(instruction) or instruction
+
+    def _awaited(self, rank: int, instruction: Compute) -> Awaited | None:
+        """What a worker that stands at an instruction waits for; None: it can be computed."""
+        found = self._missing(rank, instruction) or self._not_served(rank, instruction)
+        return found or self._met(rank, instruction) or self._room(instruction)
+
+    def _not_served(self, rank: int, instruction: Compute) -> Served | None:
+        """The first owner of the parameters with which an instruction computes that does not serve this worker yet."""
+        if not self.case.lowered or not instruction.needs_weights:
+            return None
+        stage = instruction.stage
+        if self.case.routing.plan.stages[stage].gather_in_effect in (None, "step"):
+            return None
+        served: list[Served] = [(owner, stage, "served", rank) for owner in owners(self.case.routing.plan, stage, rank)]
+        return next((each for each in served if each not in self.exists), None)
 
     def _met(self, rank: int, instruction: Compute) -> Compute | None:
         """The instruction itself if other shards have not come to it yet, without which a shard cannot compute it."""
