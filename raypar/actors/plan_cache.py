@@ -205,7 +205,7 @@ class PlanCache:
         profile, outline = self.request.profile, self.request.outline
         sizes = zip(profile.layers, outline.elements, strict=False)
         itemsize = 8 if any(layer.reduced_bytes > 4 * sum(own.values()) for layer, own in sizes) else 4
-        return GradientPool.of(outline, profile.reduction_buffer_bytes, itemsize)
+        return GradientPool(profile.reduction_buffer_bytes, outline, itemsize)
 
     def memory(self, plan: ParallelPlan, rank: int) -> tuple[str, str]:
         """Two texts about a worker that ran out of memory: what it holds, and which plan would fit."""

@@ -44,6 +44,7 @@ from raypar.comm.gradient_buckets import (
 )
 from raypar.comm.gradient_sums import GradientSum, SubtreeSums, terms_of
 from raypar.comm.holder_buckets import OwnerBucket
+from raypar.comm.parameter_marks import ParameterMarks
 from raypar.comm.routine import Routine, RoutineWait, StreamWaits
 from raypar.comm.shared_memory_buckets import (
     SharedMemoryBucket,
@@ -125,10 +126,7 @@ class GradientReduction(ABC):
         """Parameter -> what this replica has of its gradient, once that is final in this step, until the next step."""
         self._totals: list[Tensor | None] = [None] * len(self.parameters)
         """By parameter: its total, where there is one replica only."""
-        self._marks = torch.zeros(len(self.parameters), dtype=torch.int32)
-        """By parameter: how many replicas mark it."""
-        self._marked: Handle | None = None
-        """The all-reduce of the marks, once it is posted in this step."""
+        self._marks = ParameterMarks(transport, self.group, channel, len(self.parameters))
         self.parameters_to_mark, self.owned_totals = None, {}
         self.marked_parameters = self.defined_here = frozenset()
         self.stream_waits = StreamWaits()
@@ -175,7 +173,8 @@ class GradientReduction(ABC):
         self._sums.clear()
         self.owned_totals = {}
         self._totals = [None] * len(self.parameters)
-        self._marked = None
+        if len(self.group) > 1:
+            self._marks.begin(self.parameters_to_mark)
         self._unready = len(self.parameters)
         self._next_first = self._next_second = self._next_put = 0
         for bucket in self.buckets:
@@ -190,8 +189,7 @@ class GradientReduction(ABC):
         belong to the reduction from now on, which may write to them. Posts the first phase of every complete bucket.
         """
         alone = len(self.group) == 1
-        if self._marked is None and not alone:
-            self._post_marks()
+        self._marks.post()
         nodes = self.subtrees_by_replica[self.own_index]
         for index in indices:
             if index in self._sums:
@@ -208,13 +206,6 @@ class GradientReduction(ABC):
         else:
             self._post_ready()
             self.poll()
-
-    def _post_marks(self) -> None:
-        """Tell the other replicas what this one marks: long before anybody asks."""
-        if self.parameters_to_mark is not None:
-            self._marks.zero_()
-            self._marks[list(self.parameters_to_mark())] = 1
-            self._marked = self.transport.all_reduce(self._marks, group=self.group, channel=self.channel)
 
     def _post_ready(self) -> None:
         while self._next_first < len(self.buckets) and not self.buckets[self._next_first].unready_count:
@@ -304,10 +295,7 @@ class GradientReduction(ABC):
             return self._totals
         self.defined_here = frozenset(index for index, mine in self._sums.items() if mine.is_defined)
         yield from self._empty_pool()
-        if self._marked is not None:
-            if not self._marked.done():
-                yield RoutineWait(self._marked, f"which gradients are parts of sums over shards, channel {self.channel}")
-            self.marked_parameters = frozenset(self._marks.nonzero().view(-1).tolist())
+        self.marked_parameters = yield from self._marks.of_all()
         results = self._take_totals()
         if not self._negotiated and self.replicas.device == CPU:
             self._negotiated = True

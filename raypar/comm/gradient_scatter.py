@@ -10,6 +10,8 @@ before it, or with it in its bucket and round, so replicas that have begun the s
 (`schedule/validate.py` proves that they begin them). Additions run in the thread that completes a round: an owner that
 computes, or waits for something else, holds nobody up.
 
+Where every replica needs all totals (ZeRO stage 0), the owners send them to the others at the end of the step.
+
 An undefined gradient travels as -0.0 (`comm/gradient_reduction.py`).
 """
 
@@ -31,6 +33,7 @@ from raypar.comm.gradient_reduction import BUCKET_BYTES, POOL_BYTES, SLOTS
 from raypar.comm.gradient_sums import SubtreeSums
 from raypar.comm.operation_phase import OperationPhase, Phases
 from raypar.comm.owner_sums import BucketFold, Run, RunSums, own_parts
+from raypar.comm.parameter_marks import ParameterMarks
 from raypar.comm.routine import Routine, RoutineWait, StreamWaits
 from raypar.comm.transport import Handle, Transport
 from raypar.errors import CommError, CommTimeout
@@ -43,13 +46,15 @@ class ScatterReduction:
 
     `group`: ranks of the replicas, ascending; `replica_of`: by microbatch, its replica; `steps`: by microbatch, what is done
     with its gradient (`plan.gradient_scatter`); `parameters`: (shape, dtype) of every use of a parameter, in layer order;
-    `owners`: by use, the runs of which each replica gets totals; empty: all get all. `channel`: one that no other reduction of
-    the group uses; `pool_bytes`: memory of all slots; `timeout_s`: of a wait for a slot.
+    `owners`: by use, the runs of which each replica gets totals; `gathers`: whether all replicas get all totals in the end,
+    each element having one owner. `channel`: one that no other reduction of the group uses; `pool_bytes`: memory of all slots;
+    `timeout_s`: of a wait for a slot.
     """
 
     parameters_to_mark: Callable[[], Collection[int]] | None = None
-    """Not used: see `GradientReduction`."""
+    """See `GradientReduction`; called when the last microbatch's gradients begin to be handed over."""
     marked_parameters: frozenset[int] = frozenset()
+    """See `GradientReduction`."""
     defined_here: frozenset[int] = frozenset()
     """After `finish`: indices of parameters of which this replica has a gradient."""
     owned_totals: dict[int, list[Tensor]]
@@ -67,7 +72,8 @@ class ScatterReduction:
         replica_of: Sequence[int],
         steps: Sequence[StackStep],
         parameters: Sequence[ShapeAndDtype],
-        owners: Sequence[Sequence[Runs]] = (),
+        owners: Sequence[Sequence[Runs]],
+        gathers: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         channel: int = 0,
         pool_bytes: int = POOL_BYTES,
@@ -79,13 +85,12 @@ class ScatterReduction:
         self.steps, self.rounds = steps, rounds_of(replica_of)
         self.microbatches = [[m for m, r in enumerate(replica_of) if r == replica] for replica in range(len(self.group))]
         """By replica: its microbatches."""
-        self.replica_of = tuple(replica_of)
-        self.has_owners = bool(owners)
-        everywhere = ([[(0, shape.numel())] * bool(shape.numel())] * len(self.group) for shape, _ in self.parameters)
-        given: Sequence[Sequence[Runs]] = owners or list(everywhere)
-        self.owned: list[Runs] = [runs[self.own_index] for runs in given]
-        """By parameter: the runs of which this replica gets totals."""
-        self.ahead, self.layouts = self._cut_into_buckets(given, bucket_bytes, pool_bytes)
+        self.replica_of, self.gathers = tuple(replica_of), gathers
+        self.marks = ParameterMarks(transport, self.group, channel, len(self.parameters))
+        """Which parameters replicas mark."""
+        self.owned: list[Runs] = [runs[self.own_index] for runs in owners]
+        """By parameter: the runs of which this replica adds up totals."""
+        self.ahead, self.layouts = self._cut_into_buckets(owners, bucket_bytes, pool_bytes)
         self.parts = [own_parts(layout, self.own_index, self.owned) for layout in self.layouts]
         self.buckets_of: list[list[int]] = [[] for _ in self.parameters]
         """By parameter: the buckets that have a part of it."""
@@ -135,6 +140,9 @@ class ScatterReduction:
         self.owned_totals, self.defined_here, self.waited_ns = {}, frozenset(), 0
         self._step = _ScatterStep(self)
         self._step.begin()
+        self.marks.begin(self.parameters_to_mark)
+        if not self.microbatches[self.own_index]:
+            self.marks.post()
 
     def submit_gradients(self, indices: Sequence[int], rows: SubtreeSums) -> None:
         """Hand over the gradients of some parameters in one microbatch m, `rows[(m, m + 1)][index]`; None: no gradient.
@@ -144,6 +152,8 @@ class ScatterReduction:
         assert self._step is not None
         ((microbatch, _),) = rows
         row = rows[microbatch, microbatch + 1]
+        if microbatch == self.microbatches[self.own_index][-1]:
+            self.marks.post()
         self._step.submit(microbatch, {index: row[index] for index in indices})
 
     def poll(self) -> None:
@@ -160,15 +170,44 @@ class ScatterReduction:
         while not (progress := step.until_over()).done():
             yield RoutineWait(progress, f"gradients of other replicas, channel {self.channel}")
         self.defined_here = frozenset(step.defined)
-        results: list[Tensor | None] = [None] * len(self.parameters)
-        for index, (shape, dtype) in enumerate(self.parameters):
-            totals = [step.sums.total((index, number)) for number in range(len(self.owned[index]))]
-            if self.has_owners:
-                self.owned_totals[index] = totals
-            else:
-                results[index] = totals[0].view(shape) if totals else torch.empty(shape, dtype=dtype)
+        self.marked_parameters = yield from self.marks.of_all()
         self._step = None
-        return results
+        if self.gathers:
+            return (yield from self._gather(step.sums))
+        for index in range(len(self.parameters)):
+            self.owned_totals[index] = [step.sums.total((index, number)) for number in range(len(self.owned[index]))]
+        return [None] * len(self.parameters)
+
+    def _gather(self, sums: RunSums) -> Routine[list[Tensor | None]]:
+        """Each parameter's whole total: what each owner has of a bucket goes to all, bucket after bucket, in the slots."""
+        totals = [torch.empty(shape, dtype=dtype) for shape, dtype in self.parameters]
+        flat = [total.view(-1) for total in totals]
+        under_way: deque[tuple[BucketLayout, Tensor, Handle]] = deque()
+
+        def put_first() -> Routine[None]:
+            layout, slot, handle = under_way.popleft()
+            if not handle.done():
+                yield RoutineWait(handle, f"totals of gradients, channel {self.channel}")
+            with torch.no_grad():
+                copy_all(
+                    [flat[part.parameter][part.start : part.stop] for part in layout.parts],
+                    [slot[part.offset : part.offset + part.stop - part.start] for part in layout.parts],
+                )
+
+        for number, (layout, parts) in enumerate(zip(self.layouts, self.parts, strict=True)):
+            if len(under_way) == len(self.sending):
+                yield from put_first()
+            slot = self.sending[number % len(self.sending)][: layout.nbytes].view(layout.dtype)
+            pieces = [slot[start:stop] for start, stop in layout.segments or ()]
+            mine = pieces[self.own_index]
+            with torch.no_grad():
+                copy_all([mine[part.offset : part.offset + part.stop - part.start] for part in parts], sums.views(0, parts))
+            sums.release(0, parts)
+            handle = self.transport.all_gather(pieces, mine, group=self.group, channel=self.channel)
+            under_way.append((layout, slot, handle))
+        while under_way:
+            yield from put_first()
+        return list(totals)
 
 
 class _ScatterStep:

@@ -154,10 +154,10 @@ class PlanConfig(Section):
     go back to the mirror's last copy. 2: the other one goes on, as without `zero`, for twice the memory of each part; with
     two replicas each holds everything. Results do not depend on it."""
     gradients: Annotated[Literal["fold", "scatter"], CLIENT] = "fold"
-    """How gradients get to the replicas that keep them (with `zero: 2` or 3). `fold`: a replica has consecutive microbatches,
-    adds their gradients up, and sends the sums. `scatter`: replicas take microbatches in turn, and each gradient goes to its
-    owners as it leaves a layer, so that none is ever whole: less memory, and microbatches / replicas times the bytes sent. Not
-    with shards or on GPUs yet. Results do not depend on it."""
+    """How gradients of replicas are added up. `fold`: a replica has consecutive microbatches, adds their gradients up, and
+    sends the sums. `scatter`: replicas take microbatches in turn, and each gradient goes to its owners as it leaves a layer, so
+    that none is ever whole (with `zero: 0` their totals are, at the end of a step): less memory, and microbatches / replicas
+    times the bytes sent. Not on GPUs yet. Results do not depend on it."""
     reduction_buffer_mib: Annotated[PositiveInt, WORKERS] = 8
     """Memory of a stage with replicas, in MiB, for gradients that are on their way between these. Gradients that find no room
     wait where they are; with `gradients: scatter` their replica waits. Results do not depend on it."""
@@ -243,7 +243,6 @@ class PlanConfig(Section):
                 f"plan.zero_holders is {self.zero_holders}, and plan.zero is 0: each replica holds all state of its stage",
                 cure="set plan.zero: 1, or leave plan.zero_holders out",
             )
-        self._check_gradients()
         if self.placements:
             self._check_placements()
             return self
@@ -266,18 +265,6 @@ class PlanConfig(Section):
                 cure="give the path of a schedule file",
             )
         return self
-
-    def _check_gradients(self) -> None:
-        """Raise `PlanError` for levels with which gradients cannot be scattered."""
-        given = self.given_zero
-        levels = given if isinstance(given, tuple) else (given,) * len(self.replicas_per_stage)
-        pairs = zip(levels, self.replicas_per_stage, strict=False)
-        if self.gradients == "scatter" and any(level < 2 and replicas > 1 for level, replicas in pairs):
-            shown = "auto" if self.zero == "auto" else min(levels)
-            raise PlanError(
-                f"plan.gradients: scatter needs plan.zero 2, and plan.zero is {shown}: each replica keeps whole gradients",
-                cure="set plan.zero: 2, or plan.gradients: fold",
-            )
 
     def _check_placements(self) -> None:
         """Raise `PlanError` for keys that placements are given in place of, and for grids that no model makes right."""

@@ -122,7 +122,6 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
     `memory_mib`: what a worker has; None: its part of this machine's free memory. Raises `PlanError` if layers cannot be cut
     over its shards.
     """
-    from raypar.model.layer_skeletons import make_model_outline
     from raypar.planner.plan_search import balance_stages
     from raypar.planner.zero_level import choose_zero_level
     from raypar.schedule.program_assignment import check_programs_run
@@ -136,7 +135,7 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
     schedule, routing = None, MicrobatchRouting(plan, job.batching)
     if build is not None:
         schedule = build(routing, graph.crossing(plan))
-        check_programs_run(schedule, routing, graph.crossing(plan), gradient_pool(job, make_model_outline(graph)))
+        check_programs_run(schedule, routing, graph.crossing(plan), gradient_pool(job, graph, plan))
     if with_profile:
         if (trial := try_optimizer_of_job(job, graph)) is not None:
             trial.check_plan(plan)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raypar.plan.model_outline import ModelOutline
-from raypar.plan.parallel_plan import StagePlan
+from raypar.plan.ownership import Ownership
+from raypar.plan.parallel_plan import ParallelPlan
 
-PADDING_BYTES = 1 << 16
-"""What alignment may take, for each replica: every run of a parameter begins where a new tensor might."""
+ALIGNED_ELEMENTS, ALIGNED_BYTES = 16, 64
+"""In a message each run of a parameter begins at a multiple of so many elements, and each tensor at one of so many bytes."""
+LEAST_BUCKET_BYTES = 2 << 20
+"""A bucket of messages has so many bytes, unless it is the last one of its dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,24 +22,33 @@ class GradientPool:
 
     limit: int
     """Its bytes."""
-    by_layer: tuple[int, ...]
-    """By layer: bytes of its gradients in one microbatch."""
+    outline: ModelOutline
+    """The model."""
+    itemsize: int
+    """Bytes of an element of a gradient, at most."""
 
-    @staticmethod
-    def of(outline: ModelOutline, limit: int, itemsize: int) -> GradientPool:
-        """Of a model's gradients, `itemsize` bytes an element."""
-        untrained = outline.buffers | outline.frozen
-        sizes = (sum(size for name, size in layer.items() if name not in untrained) for layer in outline.elements)
-        return GradientPool(limit, tuple(itemsize * size for size in sizes))
-
-    def microbatches(self, stages: Iterable[StagePlan]) -> int:
+    def microbatches(self, plan: ParallelPlan, stages: Iterable[int]) -> int:
         """How many microbatches of any of these stages find room whole: so far may a replica be ahead of the others."""
-        return min(self.limit // self._of_one(stage) for stage in stages)
+        return min(self.limit // nbytes for stage in stages for nbytes in self._of_one(plan, stage))
 
-    def least_mib(self, stages: Iterable[StagePlan], microbatches: int) -> int:
+    def least_mib(self, plan: ParallelPlan, stages: Iterable[int], microbatches: int) -> int:
         """The smallest memory with room for so many microbatches, in MiB."""
-        return max(-(-microbatches * self._of_one(stage) >> 20) for stage in stages)
+        return max(-(-microbatches * nbytes >> 20) for stage in stages for nbytes in self._of_one(plan, stage))
 
-    def _of_one(self, stage: StagePlan) -> int:
-        """Bytes for one microbatch: what is sent, and what others send meanwhile."""
-        return 2 * stage.zero_holders * sum(self.by_layer[stage.first : stage.last]) + PADDING_BYTES * stage.replicas
+    def _of_one(self, plan: ParallelPlan, stage: int) -> list[int]:
+        """By virtual shard: the pool that has room for one microbatch, on the replica that needs most: for what is sent, and
+        for what others send meanwhile. The virtual shards of a worker divide the pool evenly."""
+        place, ownership = plan.stages[stage], Ownership(plan, self.outline)
+        uses = Counter(name for layer in self.outline.elements[place.first : place.last] for name in layer)
+        runs_of = ownership.runs if plan.divides_state(stage) else ownership.owned_runs
+        found = []
+        for number, beside in ((number, len(run)) for run in place.runs for number in run):
+            of_replicas = [runs_of(stage, number, replica) for replica in range(place.replicas)]
+            held = [
+                sum(uses[one.name] * -(-(one.stop - one.start) // ALIGNED_ELEMENTS) for one in runs) * ALIGNED_ELEMENTS
+                for runs in of_replicas
+            ]
+            nbytes = self.itemsize * (sum(held) + (place.replicas - 1) * max(held))
+            buckets = self.itemsize * sum(held) // LEAST_BUCKET_BYTES + len(uses)
+            found.append(beside * (nbytes + 2 * buckets * place.replicas * ALIGNED_BYTES))
+        return found

@@ -200,22 +200,8 @@ class ParallelPlan:
             )
 
     def _check_gradients(self) -> None:
-        """Raise `PlanError` where gradients cannot be scattered."""
         if self.gradients not in ("fold", "scatter"):
             raise PlanError(f"gradients are reduced as {self.gradients!r}", cure="use fold or scatter")
-        for index, stage in enumerate(self.stages if self.gradients == "scatter" else ()):
-            if stage.virtual_shards > 1:
-                raise PlanError(
-                    f"plan.gradients: scatter does not work with shards yet, and stage {index} has "
-                    f"{count_noun(stage.virtual_shards, 'shard')}",
-                    cure="set plan.gradients: fold, or plan.shards and virtual_shards to 1",
-                )
-            if stage.replicas > 1 and stage.zero < 2:
-                raise PlanError(
-                    f"plan.gradients: scatter needs plan.zero 2, and stage {index} has {stage.zero}: each of its replicas "
-                    "keeps whole gradients",
-                    cure="set plan.zero: 2, or plan.gradients: fold",
-                )
 
     @staticmethod
     def mesh(
@@ -306,8 +292,7 @@ class ParallelPlan:
     def with_zero(self, levels: int | Sequence[int], holders: int | None = None) -> ParallelPlan:
         """The same plan with these ZeRO stages: one for all stages of the model, or one for each grid of workers (in a
         pipeline: for each position). For another number of grids the highest of them counts. `holders`: how many replicas hold
-        each part of the state; None: as many as now. Below 2 gradients cannot be scattered, so they are folded; below 3 nothing
-        is gathered."""
+        each part of the state; None: as many as now. Below 3 nothing is gathered."""
         each = [levels] * len(self.grids) if isinstance(levels, int) else list(levels)
         if len(each) != len(self.grids):
             each = [max(each, default=0)] * len(self.grids)
@@ -320,7 +305,7 @@ class ParallelPlan:
             )
             for stage, grid in zip(self.stages, self.grid_of_stage, strict=True)
         )
-        return replace(self, stages=stages, gradients=self.gradients if min(each) > 1 else "fold")
+        return replace(self, stages=stages)
 
     def with_gather(self, spans: GatherSpan | Sequence[GatherSpan]) -> ParallelPlan:
         """The same plan with parameters that stay whole for so long: one span for all stages, or one for each grid of workers.

@@ -214,7 +214,7 @@ def _changes(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule
 
 def _may_scatter(plan: ParallelPlan) -> bool:
     """Whether replicas of the plan may scatter gradients to owners."""
-    return bool(plan.with_zero(2).most_zero) and all(stage.virtual_shards == 1 for stage in plan.stages)
+    return bool(plan.with_zero(2).most_zero)
 
 
 def _changed(profile: ModelProfile, plan: ParallelPlan, changes: Iterable[_Change]) -> tuple[ModelProfile, ParallelPlan]:

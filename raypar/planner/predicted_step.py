@@ -60,7 +60,7 @@ def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, 
 
     `split`: whether the schedule splits backward passes; whole ones cost what was measured of them whole.
     """
-    stages = profile.stages(plan)
+    stages, scatters = profile.stages(plan), plan.gradients == "scatter"
     optimizer_ms = max(sum(stages[s].optimizer_ms for s in plan.stages_of(rank)) for rank in range(plan.world))
     return SimulationCosts(
         forward_ms=tuple(factor * s.forward_ms for s in stages),
@@ -68,7 +68,14 @@ def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, 
         weight_ms=tuple(factor * s.weight_ms if split else 0.0 for s in stages),
         latency_ms=factor * profile.link.latency_ms,
         bandwidth_bytes_per_ms=profile.link.bandwidth / factor,
-        reduce_ms=tuple(factor * reduction_ms(s, p, profile.link) for s, p in zip(stages, plan.stages, strict=True)),
+        reduce_ms=tuple(
+            factor * (after_scatter_ms(s, p, profile.link) if scatters else reduction_ms(s, p, profile.link))
+            for s, p in zip(stages, plan.stages, strict=True)
+        ),
+        scatter_ms=tuple(
+            factor * profile.link.ms(scattered_bytes(s, p)) if scatters and p.replicas > 1 else 0.0
+            for s, p in zip(stages, plan.stages, strict=True)
+        ),
         step_ms=factor * (profile.step_ms + optimizer_ms),
         recompute_ms=tuple(factor * profile.recompute_ms(plan, s) for s in range(len(stages))),
     )
@@ -106,6 +113,21 @@ def reduction_ms(stage: LayerProfile, place: StagePlan, link: LinkProfile) -> fl
     return link.ms(times * stage.reduced_bytes)
 
 
+def scattered_bytes(stage: LayerProfile, place: StagePlan) -> float:
+    """What one shard of a replica sends of one microbatch's gradients, where these are scattered."""
+    holders = place.zero_holders if place.zero_in_effect else 1
+    return holders * (place.replicas - 1) * stage.reduced_bytes / place.replicas
+
+
+def after_scatter_ms(stage: LayerProfile, place: StagePlan, link: LinkProfile) -> float:
+    """What comes after scattered gradients: parameters go from their owners to the others, or, where replicas divide nothing,
+    the totals of gradients do."""
+    if place.replicas == 1:
+        return 0.0
+    holders = place.zero_holders if place.zero_in_effect else 1
+    return link.ms((place.replicas - holders) / place.replicas * stage.reduced_bytes)
+
+
 def gathered_bytes(profile: ModelProfile, plan: ParallelPlan) -> tuple[int, ...]:
     """By rank: bytes of parameters that layers compute with and other replicas keep, while they are there: from the gather
     behind a step to the last use in the next one."""
@@ -124,7 +146,8 @@ def bucket_bytes(profile: ModelProfile, routing: MicrobatchRouting) -> tuple[int
             continue
         nbytes = profile.stage(place).reduced_bytes
         if routing.scatters(stage):
-            needed = len(routing.rounds_of_stage[stage]) * buffer_elements(nbytes, [1] * place.replicas)
+            holders = place.zero_holders if place.zero_in_effect else 1
+            needed = len(routing.rounds_of_stage[stage]) * holders * buffer_elements(nbytes, [1] * place.replicas)
         else:
             blocks = [routing.blocks_of_replica(stage, replica) for replica in range(place.replicas)]
             subtrees = [len(covering_nodes(run, routing.microbatches.blocks)) for run in blocks]
@@ -205,6 +228,35 @@ def open_sums(routing: MicrobatchRouting, stage: int, rank: int) -> int:
     return max(1, len(routing.blocks_of_worker(stage, rank)).bit_length())
 
 
+def _open_sums_by_rank(routing: MicrobatchRouting) -> list[int]:
+    plan = routing.plan
+    return [max(open_sums(routing, stage, rank) for stage in plan.stages_of(rank)) for rank in range(plan.world)]
+
+
+GRADIENTS: tuple[StateKind, ...] = ("gradient", "widened")
+"""The kinds of state that gradients are."""
+
+
+def _scattered_state(
+    profile: ModelProfile, routing: MicrobatchRouting, state: Mapping[StateKind, tuple[int, ...]]
+) -> dict[StateKind, tuple[int, ...]]:
+    """The gradients where these are scattered: the open sums of what a rank owns, whatever the ZeRO stage. Where replicas
+    divide nothing, in the end the totals of all, beside its own ones. `state`: of the plan itself."""
+    plan = routing.plan
+    of_plan = profile.state_on_shards(plan.virtual_shard_counts).of_plan
+    levels = [max(SHARED_OUT_FROM["gradient"], level) for level in plan.zero_levels]
+    owned, alone = of_plan(plan.with_zero(levels)), of_plan(plan.with_zero(levels, 1))
+    found: dict[StateKind, list[int]] = {kind: [] for kind in GRADIENTS if kind in state}
+    for rank, sums in enumerate(_open_sums_by_rank(routing)):
+        stages = plan.stages_of(rank)
+        gathers = any(routing.scatters(stage) and not plan.divides_state(stage) for stage in stages)
+        own = (alone if gathers else owned)["gradient"][rank]
+        found["gradient"].append(max(sums * own, own + state["gradient"][rank] if gathers else 0))
+        if "widened" in found:
+            found["widened"].append((state if gathers else owned)["widened"][rank])
+    return {kind: tuple(of) for kind, of in found.items()}
+
+
 def state_bytes(
     profile: ModelProfile, routing: MicrobatchRouting, kept: Sequence[int] | None = None
 ) -> dict[StateKind, tuple[int, ...]]:
@@ -217,13 +269,15 @@ def state_bytes(
     """
     plan = routing.plan
     state = profile.state_on_shards(plan.virtual_shard_counts).of_plan(plan)
-    if plan.most_zero > 1 and plan.gradients == "fold":  # each replica has whole gradients of its blocks until they are reduced
-        whole = plan.with_zero([min(1, level) for level in plan.zero_levels])
-        of_whole = profile.state_on_shards(plan.virtual_shard_counts).of_plan(whole)
-        state |= {kind: of_whole[kind] for kind in ("gradient", "widened") if kind in of_whole}
-    sums = [max(open_sums(routing, stage, rank) for stage in plan.stages_of(rank)) for rank in range(plan.world)]
-    gradients = (nbytes * count for nbytes, count in zip(state["gradient"], sums, strict=True))
-    found = {**state, "gradient": tuple(gradients)}
+    if plan.gradients == "scatter":
+        found = {**state, **_scattered_state(profile, routing, state)}
+    else:
+        if plan.most_zero > 1:  # each replica has whole gradients of its blocks until they are reduced
+            whole = plan.with_zero([min(1, level) for level in plan.zero_levels])
+            of_whole = profile.state_on_shards(plan.virtual_shard_counts).of_plan(whole)
+            state |= {kind: of_whole[kind] for kind in GRADIENTS if kind in of_whole}
+        gradients = zip(state["gradient"], _open_sums_by_rank(routing), strict=True)
+        found = {**state, "gradient": tuple(nbytes * count for nbytes, count in gradients)}
     if profile.offloads_optimizer:
         found |= _left_in_memory(profile, plan, state)
     if "widened" in state:

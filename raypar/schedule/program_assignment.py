@@ -47,7 +47,8 @@ def assign_programs_to_ranks(
     layouts: Mapping[int, TensorParallelLayout] | None = None,
     pool: GradientPool | None = None,
 ) -> tuple[ProgramAssignment, ...]:
-    """One assignment per rank, with the programs of a schedule. `pool`: of gradients that are scattered; None: the smallest.
+    """One assignment per rank, with the programs of a schedule. `pool`: of gradients that are scattered; None: it has
+    room for none.
 
     Raises `ScheduleError` if they would not run, `PlanError` if a stage would send another more values than messages can have,
     or a worker would have a tied parameter cut in two ways.
@@ -95,14 +96,13 @@ def check_programs_run(
         validate_schedule(lists, routing, crossing)
         return
     needed = next(ahead for ahead in range(1, most + 1) if not stops(ahead))
-    pool = pool if pool is not None else GradientPool(0, ())
-    stages = [routing.plan.stages[stage] for stage in scattered]
-    if pool.microbatches(stages) >= needed:
+    if pool is not None and pool.microbatches(routing.plan, scattered) >= needed:
         validate_schedule(lists, routing, crossing, ahead=needed)
         return
+    room = f": in {pool.limit >> 20} MiB they do not" if pool is not None else ""
+    larger = f"plan.reduction_buffer_mib: {pool.least_mib(routing.plan, scattered, needed)}" if pool is not None else ""
     raise ScheduleError(
         f"with plan.gradients: scatter this schedule has a replica wait for others that wait for it, unless the gradients of "
-        f"{count_noun(needed, 'microbatch', 'microbatches')} find room on their way: in {pool.limit >> 20} MiB they do not",
-        cure=f"set plan.reduction_buffer_mib: {pool.least_mib(stages, needed)}, or use another schedule, or set "
-        "plan.gradients: fold",
+        f"{count_noun(needed, 'microbatch', 'microbatches')} find room on their way{room}",
+        cure=f"set {larger or 'a larger plan.reduction_buffer_mib'}, or use another schedule, or set plan.gradients: fold",
     )

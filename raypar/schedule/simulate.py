@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import inf
 from typing import Any
 
@@ -68,6 +67,8 @@ class SimulationCosts:
     """Bytes that a link carries in a ms."""
     reduce_ms: tuple[float, ...] = ()
     """Reduction of a stage's gradients once all its replicas are done, beside compute; empty: no time."""
+    scatter_ms: tuple[float, ...] = ()
+    """What a replica sends of one microbatch's gradients, beside compute, where these are scattered; empty: no time."""
     step_ms: float = 0
     """Time once a step, after everything else (vote, optimizer, call)."""
     overhead_ms: float = 0
@@ -421,10 +422,16 @@ def _reductions(
     if not any(costs.reduce_ms):
         return []
     ready: dict[int, float] = {}
-    for span in chain.from_iterable(rows.values()):
-        instruction = span.instruction
-        if isinstance(instruction, Compute) and WEIGHT_GRADIENTS in instruction.makes and costs.reduce_ms[instruction.stage]:
-            ready[instruction.stage] = max(ready.get(instruction.stage, 0), span.end_ms)
+    for row in rows.values():
+        scattered = 0.0
+        for instruction, _, end_ms in row:
+            if not isinstance(instruction, Compute) or WEIGHT_GRADIENTS not in instruction.makes:
+                continue
+            stage, there = instruction.stage, end_ms
+            if costs.scatter_ms and costs.scatter_ms[stage]:
+                there = scattered = max(scattered, there) + costs.scatter_ms[stage]
+            if costs.reduce_ms[stage]:
+                ready[stage] = max(ready.get(stage, 0), there)
     found: list[tuple[TimelineSpan, tuple[int, ...]]] = []
     link_free: dict[int, float] = {}
     for stage in sorted(ready, key=lambda s: (ready[s], s)):

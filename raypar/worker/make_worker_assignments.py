@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from raypar.job import Job
@@ -12,6 +13,7 @@ from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layo
 from raypar.plan import Microbatches, MicrobatchesOfSets, ModelOutline, ParallelPlan
 from raypar.plan.forward_pass_batching import whole_batching
 from raypar.plan.gradient_pool import GradientPool
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Schedule
 from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
 
@@ -50,16 +52,27 @@ def make_worker_assignments(
 
     Raises `ScheduleError` if the result would not run.
     """
-    counts = plan.virtual_shard_counts | set(shards)
-    cut_into = counts | {1} if max(counts) > 1 else ()
-    layouts = {count: compute_shard_layout(graph, count, dict(spec.styles), dict(spec.layout)) for count in cut_into}
+    layouts = _layouts(spec, graph, plan.virtual_shard_counts | set(shards))
     validation = make_validation_batching(spec, validation_samples)
     outline = make_model_outline(graph)
+    pool = _pool(spec, outline, layouts)
     return assign_programs_to_ranks(
-        schedule, plan, outline.crossing(plan), spec.batching, validation, layouts=layouts, pool=gradient_pool(spec, outline)
+        schedule, plan, outline.crossing(plan), spec.batching, validation, layouts=layouts, pool=pool
     )
 
 
-def gradient_pool(spec: Job, outline: ModelOutline) -> GradientPool:
+def _layouts(spec: Job, graph: Graph, counts: Collection[int]) -> dict[int, TensorParallelLayout]:
+    """Number of shards -> the layout for them; empty if all layers are whole."""
+    cut_into = {*counts, 1} if max(counts) > 1 else ()
+    return {count: compute_shard_layout(graph, count, dict(spec.styles), dict(spec.layout)) for count in cut_into}
+
+
+def gradient_pool(spec: Job, graph: Graph, plan: ParallelPlan) -> GradientPool:
     """The memory of a stage for gradients that are scattered."""
-    return GradientPool.of(outline, spec.reduction_buffer_bytes, 8 if spec.dtype == "float64" else 4)
+    return _pool(spec, make_model_outline(graph), _layouts(spec, graph, plan.virtual_shard_counts))
+
+
+def _pool(spec: Job, outline: ModelOutline, layouts: Mapping[int, TensorParallelLayout]) -> GradientPool:
+    shardings = {count: layout.cuts for count, layout in layouts.items()}
+    outline = replace(outline, undivided=spec.undivided, shardings=shardings, layouts=layouts)
+    return GradientPool(spec.reduction_buffer_bytes, outline, 8 if spec.dtype == "float64" else 4)

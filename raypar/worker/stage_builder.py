@@ -537,7 +537,7 @@ class StageBuilder:
         found: dict[ShardOfStage, AnyGradientReduction] = {}
         for (index, number), stage in stages.items():
             if self.routing.scatters(index):
-                found[index, number] = self._build_scatter(index, stage)
+                found[index, number] = self._build_scatter(index, number, stage)
                 continue
             stage.gradient_wait_ns = None
             found[index, number] = kind(
@@ -555,18 +555,20 @@ class StageBuilder:
             )
         return found
 
-    def _build_scatter(self, index: int, stage: Stage) -> ScatterReduction:
-        """The reduction of a stage whose gradients go to their owners microbatch by microbatch."""
+    def _build_scatter(self, index: int, number: int, stage: Stage) -> ScatterReduction:
+        """The reduction of a virtual shard of a stage whose gradients go to their owners microbatch by microbatch."""
         plan, rank = self.assignment.plan, self.transport.rank
-        replicas, holders = range(plan.stages[index].replicas), plan.stages[index].zero_holders
+        replicas, is_divided = range(plan.stages[index].replicas), plan.divides_state(index)
+        holders = plan.stages[index].zero_holders if is_divided else 1
         made = ScatterReduction(
             self.transport,
             group=plan.replica_ranks(index, plan.role_in(rank, index).shard),
             replica_of=[self.routing.replica_for(index, m) for m in range(self.spec.batching.count)],
             steps=stack_steps(self.spec.batching),
             parameters=[(use.shape, use.dtype) for use in stage.uses],
-            owners=[[held_runs(of, r, holders) for r in replicas] for of in self._owners_of_uses(index, 0, stage)],
-            channel=reduction_channel(plan, index, 0),
+            owners=[[held_runs(of, r, holders) for r in replicas] for of in self._runs_of_uses(index, number, stage)],
+            gathers=not is_divided,
+            channel=reduction_channel(plan, index, number),
             pool_bytes=self._pool_bytes(index),
             timeout_s=self.shard_timeout_s,
         )
@@ -583,6 +585,11 @@ class StageBuilder:
         plan = self.assignment.plan
         if not plan.divides_state(index) or self.spec.reduction != "canonical":
             return []
+        return self._runs_of_uses(index, number, stage)
+
+    def _runs_of_uses(self, index: int, number: int, stage: Stage) -> list[list[list[tuple[int, int]]]]:
+        """By use of a parameter: the runs that each replica owns, or would own if replicas divided state."""
+        plan = self.assignment.plan
         canonical = canonical_names(self.graph)
         of_name: dict[str, list[list[tuple[int, int]]]] = {}
         for replica in range(plan.stages[index].replicas):

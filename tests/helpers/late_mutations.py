@@ -12,7 +12,7 @@ from typing import Any
 
 from helpers.late_runs import failure, prepare
 
-from raypar.comm import gradient_reduction, routine
+from raypar.comm import gradient_reduction, parameter_marks, routine
 from raypar.comm.nccl import communicator_stream, late_message, operation_handle, pending_operations, tagged_messages, transport
 from raypar.worker.process import gpu_setup
 from raypar.worker.step import buffer_exchange, interpreter, tied_gradients
@@ -99,7 +99,7 @@ def of(module: Any) -> Callable[..., Mutation]:
 _handle, _pending, _messages = of(operation_handle), of(pending_operations), of(tagged_messages)
 _stream, _transport, _routine, _late = of(communicator_stream), of(transport), of(routine), of(late_message)
 _reduction, _gpu, _interpreter, _ties = of(gradient_reduction), of(gpu_setup), of(interpreter), of(tied_gradients)
-_buffers = of(buffer_exchange)
+_buffers, _marks = of(buffer_exchange), of(parameter_marks)
 _SCRATCH = "the memory was allocated in the communicator's own stream, which gives it to nobody before it has done its work"
 
 _VOTE = "a step is applied after all votes, and who has voted has received; the wait raises what the send has failed with"
@@ -386,11 +386,11 @@ MUTATIONS = (
         ),
         program=SUMS,
     ),
-    _reduction(
+    _marks(
         "the marks of gradients are waited for",
-        "GradientReduction.finish",
+        "ParameterMarks.of_all",
         (
-            'yield RoutineWait(self._marked, f"which gradients are parts of sums over shards, channel {self.channel}")',
+            'yield RoutineWait(self._posted, f"which gradients are parts of sums over shards, channel {self._channel}")',
             "yield from ()",
         ),
         program=SUMS,

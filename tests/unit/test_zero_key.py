@@ -18,7 +18,7 @@ from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_report import plan_report, plan_report_as_dict, short_plan_report
 from raypar.planner.plan_search import search_plans
-from raypar.planner.predicted_step import simulation_costs
+from raypar.planner.predicted_step import predict_step, simulation_costs
 from raypar.planner.zero_level import choose_zero_level
 from raypar.record.stages_of_plan import plan_of_stages, stages_as_data
 from raypar.worker.step.optimizer_trial import try_optimizer
@@ -309,3 +309,22 @@ def test_the_sheet_has_the_open_sums_of_scattered_gradients_at_their_owners():
         plan = ParallelPlan.mesh(dp=replicas, layers=1).with_zero(2).with_gradients("scatter")
         sheet = memory_sheets(PROFILE, plan, "1f1b", Microbatches(count, count))[0]
         assert sheet.state["gradient"] == of_all * 4 * SIZE
+        at_level_1 = memory_sheets(PROFILE, plan.with_zero(1), "1f1b", Microbatches(count, count))[0]
+        assert at_level_1.state["gradient"] == sheet.state["gradient"], "owners alone have totals"
+        at_level_0 = memory_sheets(PROFILE, plan.with_zero(0), "1f1b", Microbatches(count, count))[0]
+        own = 4 * SIZE // replicas
+        assert at_level_0.state["gradient"] == max(sheet.state["gradient"], 4 * SIZE + own), "the totals of all in the end"
+        one_block = memory_sheets(PROFILE, plan, "1f1b", Microbatches(count, 1))[0]
+        assert one_block.state["gradient"] == own, "one open sum"
+
+
+def test_the_predicted_step_has_the_messages_of_scattered_gradients():
+    link = replace(PROFILE, link=LinkProfile(latency_ms=0.0, bandwidth=SIZE))
+    plan, batching = ParallelPlan.mesh(dp=2, layers=1), Microbatches(8, 8)
+    fold, scatter = (predict_step(link, one, "1f1b", batching)[0] for one in (plan, plan.with_gradients("scatter")))
+    sent_ms = link.link.ms(link.layers[0].reduced_bytes / 2)
+    compute_ms = max(fold.busy_ms)
+    assert fold.makespan_ms == pytest.approx(compute_ms + 2 * sent_ms + link.step_ms)
+    first_ms, each_ms = compute_ms / 4, max(compute_ms / 4, sent_ms)
+    last_ms = first_ms + 3 * each_ms + sent_ms  # four microbatches of a replica, one message after the other
+    assert scatter.makespan_ms == pytest.approx(last_ms + sent_ms + link.step_ms)

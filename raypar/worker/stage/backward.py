@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -223,6 +223,17 @@ class DeferredGradients:
     def current(self) -> Stash:
         """The stash of the microbatch under way."""
         return self.stash
+
+
+def take_by_layer(stash: Stash, weights: StageTensors, layers: Sequence[range]) -> Iterator[tuple[range, Stash]]:
+    """(uses of a layer, what it has put off), last layer first; empties the stash. `layers`: the uses of each."""
+    of_layers: dict[range, Stash] = {uses: [] for uses in reversed(layers) if uses}
+    layer_of = {use: uses for uses in of_layers for use in uses}
+    for deferred in stash:
+        of_layers[layer_of[weights.use_of(deferred.layer.weight)]].append(deferred)
+    stash.clear()
+    for uses in list(of_layers):
+        yield uses, of_layers.pop(uses)
 
 
 def sum_deferred_gradients(stash: Stash, weights: StageTensors) -> dict[int, Tensor]:

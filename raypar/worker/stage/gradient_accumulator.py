@@ -108,7 +108,7 @@ class GradientAccumulator:
     _added: set[int]
     """Uses with rounded leaves whose gradient of the backward pass under way was added."""
     _settled: set[int]
-    """Uses of the current block that were added up inside the backward pass."""
+    """Uses of the current block that were added up inside the backward pass, or its weight half."""
     _joined: BlockAddedToSibling | None
     """The current block, if it is joined."""
 
@@ -176,6 +176,11 @@ class GradientAccumulator:
             return False
         merges = self._path_of(block)
         return self.scatters or self._halves_left == 2 or bool(merges and self._complete.intersection(merges[0][1:]))
+
+    def settles_inside_weight_half(self, block: int) -> bool:
+        """Whether `settle` should be called for layer after layer inside the next weight half (instruction W) on the block: if
+        that closes the block, and uses are then reported."""
+        return self._left[block] == 1 and (self.scatters or self._halves_left == 1)
 
     def switch_to_block(self, block: int, *, join: bool = False) -> None:
         """Let autograd add to this block from now on. `join`: in one whole backward pass, with nothing put off."""
@@ -256,7 +261,7 @@ class GradientAccumulator:
         """Take the block's gradients of these uses, which are complete; called inside the pass that closes the block."""
         self.add_rounded(uses)
         self._settled.update(uses)
-        self._close(block, uses, last=self._halves_left == 2)
+        self._close(block, uses, last=self._halves_left == self._left[block])
 
     def _close(self, block: int, uses: Sequence[int], *, last: bool) -> None:
         """Move the block's gradients of some uses into the tree; `last`: report them, because no other block is to come."""
@@ -279,7 +284,7 @@ class GradientAccumulator:
                         f"{self.names[use]} is used by its module and apart from it, so its gradient cannot be split",
                         cure="use a schedule without weight-gradient instructions (1f1b, interleaved, gpipe)",
                     )
-                gradients[i] = deferred[use]
+                gradients[i] = deferred.pop(use)
         self._add(block, uses, gradients)
         if (last or self.scatters) and self.on_ready is not None:
             roots = self._roots if not self.scatters else [(block, block + 1)]

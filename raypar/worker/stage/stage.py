@@ -33,6 +33,7 @@ from raypar.worker.stage.backward import (
     LayerBackwardHooks,
     run_autograd_backward,
     sum_deferred_gradients,
+    take_by_layer,
     take_uses_apart,
 )
 from raypar.worker.stage.buffer_updates import BufferUpdates, apply_buffer_updates
@@ -225,6 +226,7 @@ class Stage:
     def __post_init__(self) -> None:
         self._made_training = [(part, part.training) for module in self.modules.values() for part in module.modules()]
         self._read_last = self._find_last_reads()
+        self._uses_of_layers = [self.weights.of_layer(position).uses for position in range(len(self.layers))]
 
     # -- what others read ----------------------------------------------------------------------------------------------
 
@@ -547,9 +549,18 @@ class Stage:
         return self._backward(microbatch, gradients, halves=1)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Compute the weight gradients that `backward_input` put off."""
-        block = self._block_of(microbatch)
-        self._add_deferred(microbatch, block)
+        """Compute the weight gradients that `backward_input` put off. Where the reduction may have them, it gets those of one
+        layer before those of the next one exist."""
+        block, stash = self._block_of(microbatch), self._live[microbatch].stash
+        if self.gradients.settles_inside_weight_half(block):
+            self.gradients.switch_to_block(block)
+            for uses, of_layer in take_by_layer(stash, self.weights, self._uses_of_layers):
+                self.gradients.add_deferred(block, sum_deferred_gradients(of_layer, self.weights))
+                of_layer.clear()
+                with torch.no_grad():
+                    self.gradients.settle(block, uses[::-1])
+        else:
+            self._add_deferred(microbatch, block)
         self.gradients.record_finished_halves(block, 1)
 
     def _block_of(self, microbatch: int) -> int:
