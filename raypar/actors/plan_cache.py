@@ -16,6 +16,7 @@ from raypar.errors import PlanError, RayparError
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.gradient_pool import GradientPool
 from raypar.plan.ownership import Ownership
+from raypar.plan.parallel_plan import shortest_span
 from raypar.plan.pieces import Piece
 from raypar.plan.placements import plan_for_fewer_workers
 from raypar.plan.stage_connections import check_ties_are_cut_alike
@@ -110,8 +111,8 @@ class PlanCache:
         try:
             virtual = self.request.job.virtual_shards
             zero = None if profile.zero_is_open else max(self.request.plan.zero_levels)
-            holders = self.request.plan.zero_holders
-            choice = search_plans(profile, workers, batching, shards, recompute, virtual, zero, holders)
+            holders, gather = self.request.plan.zero_holders, shortest_span(self.request.plan.gather_spans)
+            choice = search_plans(profile, workers, batching, shards, recompute, virtual, zero, holders, gather)
         except PlanError as error:
             return error
         plan = choice.plan.with_gradients(self.request.plan.gradients)

@@ -29,7 +29,11 @@ _REPLICAS = "data parallelism is plan.replicas"
 _RESOURCES = "a worker takes `threads` processors, or one GPU with `device`; which nodes it may be on is `placement`"
 _SHARDED_STATE = (
     "state that replicas divide (ZeRO, FSDP) is plan.zero: 0, 1 for the optimizer's state, 2 for gradients too, or 3 for "
-    "parameters, which are whole from their first use in a step to the last; plan.stages and plan.shards divide the model"
+    "parameters, which are whole as long as plan.gather says; plan.stages and plan.shards divide the model"
+)
+_RESHARDING = (
+    "how long parameters that replicas divide (plan.zero: 3) are whole is plan.gather: step (from their first use in a step to "
+    "the last, as FSDP without resharding), microbatch, or layer (two layers at a time, as FSDP that reshards after forward)"
 )
 _STEPS = "the length of a run is `steps`, or `epochs`: passes over `data`"
 _STOPPING = "a run whose validation loss, or another metric, is no longer better is ended by early_stopping, with its patience"
@@ -67,7 +71,9 @@ _NAMES_BY_ADVICE: dict[str, str] = {
         "cp cp_size context_parallel context_parallel_size sequence_parallel_size ulysses"
     ),
     _SHARDED_STATE: "zero zero_stage zero_optimization fsdp fsdp_config fsdp_plugin sharding_strategy deepspeed "
-    "deepspeed_config deepspeed_plugin zero_redundancy_optimizer reshard_after_forward",
+    "deepspeed_config deepspeed_plugin zero_redundancy_optimizer",
+    _RESHARDING: "reshard_after_forward fsdp_reshard_after_forward forward_prefetch backward_prefetch limit_all_gathers "
+    "stage3_max_live_parameters stage3_prefetch_bucket_size stage3_max_reuse_distance",
     "optimizer state in files of a local disk (offloading) is plan.optimizer_in: FOLDER; parameters and activations stay in "
     "memory, where plan.stages, plan.shards, plan.recompute leave less of them": (
         "offload cpu_offload offload_optimizer offload_param offload_optimizer_device offload_optimizer_nvme_path nvme_path "

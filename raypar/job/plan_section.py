@@ -12,7 +12,14 @@ from raypar.errors import ConfigError, PlanError
 from raypar.files.printable_text import shorten
 from raypar.job.key import BITS_OF_SHARDS, CLIENT, WORKERS
 from raypar.job.section import MAX_WORKERS, Parts, PathText, Section, Workers
-from raypar.plan.parallel_plan import ParallelPlan, WorkerGrid, describe_mesh
+from raypar.plan.parallel_plan import (
+    GATHER_SPANS,
+    GATHERS_FROM,
+    GatherSpan,
+    ParallelPlan,
+    WorkerGrid,
+    describe_mesh,
+)
 from raypar.plan.placements import LayerPlacement, check_placements, plan_of_placements
 from raypar.plan.wording import count_noun
 
@@ -40,6 +47,15 @@ def _zero_levels(value: T) -> T | tuple[int, ...]:
     each = value if isinstance(value, (list, tuple)) and value else [value]
     if any(type(level) is not int or not 0 <= level <= MOST_ZERO for level in each):
         raise ValueError("0, 1, 2 or 3, a list with one per stage, or auto")
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def _gather_spans(value: T) -> T | tuple[str, ...]:
+    """`value`, if it is a span for which parameters are whole, or a list with one per stage of the pipeline. Raises
+    `ValueError`."""
+    each = value if isinstance(value, (list, tuple)) and value else [value]
+    if any(not isinstance(span, str) or span not in GATHER_SPANS for span in each):
+        raise ValueError("step, microbatch or layer, or a list with one per stage")
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
@@ -147,12 +163,17 @@ class PlanConfig(Section):
     """ZeRO: which state the replicas of a stage divide. 0: each has everything. 1: each has a part of the optimizer's state
     (and of float32 masters), steps it, and gets the other parameters from their owners. 2: each also frees the gradients of
     the others' parts once they are reduced. 3: each also frees the others' parameters after their last use in a step, and gets
-    them again before the next, frozen ones too. One number, or a list with one per stage; `auto`: the lowest with which the
-    memory sheet of the largest worker fits into its memory. Results do not depend on it."""
+    them again before the next, frozen ones too. One number, or a list with one per stage; `auto`: the lowest, and the
+    longest `gather`, with which the memory sheet of the largest worker fits into its memory. Results do not depend on it."""
     zero_holders: Annotated[int, Field(ge=1, le=2), CLIENT] = 1
     """How many replicas hold, and step, each part of the state that replicas divide (`zero`). 1: if its only holder dies, all
     go back to the mirror's last copy. 2: the other one goes on, as without `zero`, for twice the memory of each part; with
     two replicas each holds everything. Results do not depend on it."""
+    gather: Annotated[Any, BeforeValidator(_gather_spans), CLIENT] = "step"
+    """How long a worker has whole parameters that replicas divide (`zero: 3`). `step`: from their first use in a step to the
+    last. `microbatch`: while it computes in their stage, so that a worker with several stages (`chunks`) has two of them at
+    most; with one stage that is the step. `layer`: two layers of a stage at a time, of which one computes and one arrives. Each
+    gather sends parameters again. One word, or a list with one per stage. Results do not depend on it."""
     gradients: Annotated[Literal["fold", "scatter"], CLIENT] = "fold"
     """How gradients of replicas are added up. `fold`: a replica has consecutive microbatches, adds their gradients up, and
     sends the sums. `scatter`: replicas take microbatches in turn, and each gradient goes to its owners as it leaves a layer, so
@@ -193,6 +214,12 @@ class PlanConfig(Section):
     def given_zero(self) -> int | tuple[int, ...]:
         """The ZeRO stages that the section gives; 0 until the planner has chosen."""
         return 0 if self.zero == "auto" else self.zero
+
+    @property
+    def given_gather(self) -> GatherSpan | tuple[GatherSpan, ...]:
+        """How long parameters that replicas divide are whole, as the section gives it."""
+        given: GatherSpan | tuple[GatherSpan, ...] = self.gather
+        return given
 
     @property
     def workers(self) -> int:
@@ -245,13 +272,15 @@ class PlanConfig(Section):
             )
         if self.placements:
             self._check_placements()
+            self._check_gather()
             return self
-        for key in ("replicas", "shards", "warmup", "zero"):
+        for key in ("replicas", "shards", "warmup", "zero", "gather"):
             value = getattr(self, key)
             if isinstance(value, tuple) and len(value) != self.stages:
                 raise PlanError(
                     f"plan.{key} has {len(value)} entries for {self.stages} stages", cure="give one number, or one per stage"
                 )
+        self._check_gather()
         chunks = resolve_chunks_per_worker(self.schedule, self.chunks)
         if self.cuts is not None and len(self.cuts) != self.stages * chunks - 1:
             raise PlanError(
@@ -265,6 +294,27 @@ class PlanConfig(Section):
                 cure="give the path of a schedule file",
             )
         return self
+
+    def _check_gather(self) -> None:
+        """Raise `PlanError` where parameters shall be gathered again that no replicas divide."""
+        given, levels = self.given_gather, self.given_zero
+        count = max([len(each) for each in (given, levels) if isinstance(each, tuple)], default=1)
+        spans = given if isinstance(given, tuple) else (given,) * count
+        zeros = levels if isinstance(levels, tuple) else (levels,) * count
+        pairs = [(span, zero) for span, zero in zip(spans, zeros, strict=False) if span != "step" and zero < GATHERS_FROM]
+        if not pairs:
+            return
+        span, zero = pairs[0]
+        if self.zero == "auto":
+            raise PlanError(
+                f"plan.gather is {span}, and plan.zero is auto, which chooses how long parameters are whole, too",
+                cure=f"leave plan.gather out, or set plan.zero: {GATHERS_FROM}",
+            )
+        raise PlanError(
+            f"plan.gather: {span} needs plan.zero: {GATHERS_FROM}, and plan.zero is {zero}: each replica has whole parameters",
+            cure=f"set plan.zero: {GATHERS_FROM}, or leave plan.gather out"
+            + (f"; or give one of each per stage, with step where plan.zero is below {GATHERS_FROM}" if count > 1 else ""),
+        )
 
     def _check_placements(self) -> None:
         """Raise `PlanError` for keys that placements are given in place of, and for grids that no model makes right."""
@@ -280,11 +330,12 @@ class PlanConfig(Section):
                 f"plan.placements and plan.{stood_for[0]} exclude each other",
                 cure=f"leave plan.{stood_for[0]} out: placements say which workers compute which layers",
             )
-        if isinstance(self.zero, tuple):
-            raise PlanError(
-                f"plan.zero has {len(self.zero)} entries, and plan.placements have no positions to count by",
-                cure="give plan.zero one number",
-            )
+        for key, noun in (("zero", "number"), ("gather", "word")):
+            if isinstance(value := getattr(self, key), tuple):
+                raise PlanError(
+                    f"plan.{key} has {len(value)} entries, and plan.placements have no positions to count by",
+                    cure=f"give plan.{key} one {noun}",
+                )
         check_plan_fits(self.schedule, check_placements([each.to_placement() for each in self.placements]))
 
     def check_shares(self, blocks: int, virtual_shards: int) -> None:
@@ -314,6 +365,8 @@ class PlanConfig(Section):
         levels = plan.zero_levels
         more.setdefault("zero", levels[0] if len(set(levels)) == 1 else levels)
         more.setdefault("zero_holders", plan.zero_holders if any(levels) else 1)
+        spans = plan.gather_spans
+        more.setdefault("gather", spans[0] if len(set(spans)) == 1 else spans)
         more.setdefault("gradients", plan.gradients)
         if not plan.one_role_each or (find_schedule(schedule).takes_any_plan and not _is_said_by_counts(plan, schedule)):
             check_plan_fits(schedule, plan)
@@ -354,7 +407,7 @@ class PlanConfig(Section):
                     "plan.placements name layers, and only their number is known", cure="give the names of the layers"
                 )
             made = plan_of_placements([each.to_placement() for each in self.placements], layers)
-            return made.with_zero(self.given_zero, self.zero_holders).with_gradients(self.gradients)
+            return self._with_state(made)
         layers = layers if isinstance(layers, int) else len(layers)
         if self._parallel_plan is not None:
             if self._parallel_plan.stages[-1].last != layers:
@@ -371,4 +424,9 @@ class PlanConfig(Section):
             placement=placement_of_schedule(self.schedule),
             cuts=self.cuts,
         )
-        return made.with_zero(self.given_zero, self.zero_holders).with_gradients(self.gradients)
+        return self._with_state(made)
+
+    def _with_state(self, plan: ParallelPlan) -> ParallelPlan:
+        """The plan with what the section says of the state that replicas divide."""
+        divided = plan.with_zero(self.given_zero, self.zero_holders).with_gather(self.given_gather)
+        return divided.with_gradients(self.gradients)

@@ -34,6 +34,7 @@ TYPE_OF_VALIDATOR: dict[Callable[..., Any], str] = {
     plan_section._layer_patterns: "a pattern, or a list of them",
     plan_section._recompute_policy: "`none`, `full`, or a list of patterns",
     plan_section._zero_levels: "`0`, `1`, `2` or `3`, a list of them, or `auto`",
+    plan_section._gather_spans: "`step`, `microbatch` or `layer`, or a list of them",
     typing.get_args(PathText)[1].func: "path",
     typing.get_args(FileList)[1].func: "path or URI, or a list of them",
 }

@@ -26,6 +26,7 @@ from raypar.job.section import MAX_WORKERS, FileList, PathText
 from raypar.job.section_docstrings import key_docstring, section_docstring
 from raypar.job.walk_sections import short_key
 from raypar.plan.loss_scale import LEAST, MOST
+from raypar.plan.parallel_plan import GATHER_SPANS
 from raypar.schedule.registry import ALIASES, NAMES
 
 Schema = dict[str, Json]
@@ -35,6 +36,7 @@ DIALECT = "http://json-schema.org/draft-07/schema#"
 _FUNCTION: Schema = {"type": "string", "pattern": r"^[^:\s]+:[^:\s]+$"}
 _COUNT: Schema = {"type": "integer", "minimum": 1, "maximum": MAX_WORKERS}
 _LEVEL: Schema = {"enum": list(range(plan_section.MOST_ZERO + 1))}
+_SPAN: Schema = {"enum": list(GATHER_SPANS)}
 _RANKS: Schema = {
     "type": "array",
     "items": {"type": "integer", "minimum": 0, "maximum": MAX_WORKERS - 1},
@@ -50,6 +52,7 @@ SCHEMA_OF_VALIDATOR: dict[Callable[..., Any], tuple[Schema, ...]] = {
     plan_section._worker_grid: ({"type": "array", "items": _RANKS, "minItems": 1},),
     plan_section._layer_patterns: ({"type": "string", "minLength": 1}, _TEXTS),
     plan_section._zero_levels: (_LEVEL, {"const": "auto"}, {"type": "array", "items": _LEVEL, "minItems": 1}),
+    plan_section._gather_spans: (_SPAN, {"type": "array", "items": _SPAN, "minItems": 1}),
     plan_section._recompute_policy: ({"enum": ["none", "full"]}, _TEXTS),
     typing.get_args(PathText)[1].func: ({"type": "string"},),
     typing.get_args(FileList)[1].func: ({"type": "string"}, {"type": "array", "items": {"type": "string"}}),

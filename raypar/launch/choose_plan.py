@@ -16,6 +16,7 @@ from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy, apply_recompute_policy
 from raypar.plan.wording import count_noun
 from raypar.record.stages_of_plan import stages_as_data
+from raypar.schedule.gathering import MOST_STAGES_TOGETHER
 
 if TYPE_CHECKING:
     from raypar.job import Job, PlanConfig
@@ -124,7 +125,11 @@ def choose_plan(
     timeline, _ = predict_step(profile, fixed, made, spec.batching)
     memory = predict_memory(profile, fixed, made, spec.batching)
     by_name = schedule if make_custom_schedule_builder(spec) is None else made
-    warnings += (*lines_about_zero(fixed, spec), *check_memory(profile, fixed, by_name, spec, memory))
+    warnings += (
+        *lines_about_zero(fixed, spec),
+        *lines_about_gather(fixed),
+        *check_memory(profile, fixed, by_name, spec, memory),
+    )
     return ChosenPlan(fixed, schedule, made, timeline, profile, "\n".join(why), balance, memory, warnings)
 
 
@@ -184,6 +189,22 @@ def lines_about_zero(plan: ParallelPlan, spec: Job) -> tuple[str, ...]:
     if not level or plan.most_zero:
         return ()
     return (f"plan.zero is {level}, and no stage has replicas to divide state: each worker keeps all of its own",)
+
+
+def lines_about_gather(plan: ParallelPlan) -> tuple[str, ...]:
+    """A line for a plan whose parameters come and go by microbatch where no worker has so many stages that some are gone; none
+    otherwise."""
+    counts = [
+        sum(plan.stages[stage].gather_in_effect == "microbatch" for stage in plan.stages_of(rank)) for rank in range(plan.world)
+    ]
+    most = max(counts)
+    if not 0 < most <= MOST_STAGES_TOGETHER:
+        return ()
+    have = "each worker has one stage, whose" if most == 1 else f"no worker has more than {most} stages, whose"
+    return (
+        f"plan.gather is microbatch, and {have} parameters are whole together: it needs no less memory than step (layer does, "
+        "or more plan.chunks)",
+    )
 
 
 def _planners_choice(spec: Job, profile: ModelProfile, workers: int, warnings: tuple[str, ...]) -> ChosenPlan:

@@ -11,6 +11,7 @@ from raypar.errors import ConfigError
 from raypar.launch.choose_plan import make_custom_schedule_builder, plan_of_job
 from raypar.launch.unspoken_end_of_checks import spoken_for
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.parallel_plan import GatherSpan, shortest_span
 from raypar.plan.recomputation import resolve_recomputed_layers
 from raypar.plan.wording import count_noun
 
@@ -103,10 +104,10 @@ def choose_plan_to_show(job: Job, graph: Graph, workers: int | None, memory_mib:
     trial = try_optimizer_of_job(job, graph)
     profile = replace(profile_with_memory(profile, memory_mib), most_stages=trial.most_stages if trial is not None else None)
     any_shards = 0 if job.virtual_shards else shards
-    zero, holders = given_zero_of(job)
+    zero, holders, gather = given_zero_of(job)
     if trial is not None:
         profile = profile.with_undivided(trial.undivided)
-    choice = search_plans(profile, workers, job.batching, any_shards, recompute, job.virtual_shards, zero, holders)
+    choice = search_plans(profile, workers, job.batching, any_shards, recompute, job.virtual_shards, zero, holders, gather)
     batch = preflight(job).batch if max(choice.plan.virtual_shard_counts) > 1 else None
     return ShownPlan(choice.plan, choice.schedule, profile, choice=choice, batch=batch)
 
@@ -164,14 +165,16 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
     return ShownPlan(plan, job.schedule_name, profile, schedule, batch=batch)
 
 
-def given_zero_of(job: Job) -> tuple[int | None, int]:
-    """(the highest ZeRO stage that the job gives, or None: the planner chooses it, the number of holders of each part)."""
+def given_zero_of(job: Job) -> tuple[int | None, int, GatherSpan]:
+    """(the highest ZeRO stage that the job gives, or None: the planner chooses it; the number of holders of each part; for how
+    long parameters are whole)."""
     from raypar.job import PlanConfig
 
     if not isinstance(job.plan, PlanConfig):
-        return None, 1
-    given = job.plan.given_zero
-    return max(given if isinstance(given, tuple) else (given,)) or None, job.plan.zero_holders
+        return None, 1, "step"
+    level, spans = job.plan.given_zero, job.plan.given_gather
+    highest = max(level if isinstance(level, tuple) else (level,))
+    return highest or None, job.plan.zero_holders, shortest_span(spans if isinstance(spans, tuple) else (spans,))
 
 
 def _shards_of(job: Job) -> int:

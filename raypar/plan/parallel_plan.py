@@ -312,7 +312,7 @@ class ParallelPlan:
         For another number of grids the one that needs least memory counts. Grids below ZeRO stage 3 gather nothing."""
         each = [spans] * len(self.grids) if isinstance(spans, str) else list(spans)
         if len(each) != len(self.grids):
-            each = [max(each, key=GATHER_SPANS.index, default="step")] * len(self.grids)
+            each = [shortest_span(each)] * len(self.grids)
         stages = zip(self.stages, self.grid_of_stage, strict=True)
         return replace(
             self, stages=tuple(replace(s, gather=each[grid] if s.zero >= GATHERS_FROM else "step") for s, grid in stages)
@@ -529,6 +529,11 @@ class ParallelPlan:
             shard = f", shard {role.shard}" if len(self.grids[role.grid][0]) > 1 else ""
             places.append(f"stage {stages}, replica {role.replica}{shard}")
         return f"worker {rank} ({'; '.join(places)})"
+
+
+def shortest_span(spans: Iterable[GatherSpan]) -> GatherSpan:
+    """The one of some spans with which whole parameters take least memory."""
+    return max(spans, key=GATHER_SPANS.index, default="step")
 
 
 def consecutive_grids(shapes: Iterable[tuple[int, int]]) -> list[WorkerGrid]:

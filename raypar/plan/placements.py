@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from raypar.errors import PlanError
-from raypar.plan.parallel_plan import GATHER_SPANS, ParallelPlan, StagePlan, WorkerGrid
+from raypar.plan.parallel_plan import ParallelPlan, StagePlan, WorkerGrid, shortest_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _without(plan: ParallelPlan, gone: int, virtual_shards: int) -> ParallelPlan
     like = {s.workers: [other for other in kept if other.workers == s.workers] for s in kept}
     zero = {workers: max(s.zero for s in of) for workers, of in like.items()}
     holders = {workers: max(s.zero_holders for s in of) for workers, of in like.items()}
-    spans = {workers: max((s.gather for s in of), key=GATHER_SPANS.index) for workers, of in like.items()}
+    spans = {workers: shortest_span(s.gather for s in of) for workers, of in like.items()}
     alike = (replace(s, zero=zero[s.workers], zero_holders=holders[s.workers], gather=spans[s.workers]) for s in kept)
     return replace(plan, stages=tuple(alike))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from raypar.plan.model_outline import ModelOutline
-from raypar.plan.ownership import SHARED_OUT_FROM, Ownership, StateKind
+from raypar.plan.ownership import SHARED_OUT_FROM, OwnedRun, Ownership, StateKind
 from raypar.plan.parallel_plan import ParallelPlan, StagePlan
 
 
@@ -58,13 +58,60 @@ class StateBytes:
         return StateBytes(self.outline, {"optimizer": trained, "parameter": frozen, "buffer": of["buffer"]})
 
     def gathered(self, plan: ParallelPlan) -> tuple[int, ...]:
-        """By rank: bytes of what layers compute with and other replicas keep, where these divide parameters.
+        """By rank: bytes of what layers compute with and other replicas keep, where these divide parameters and gather them
+        once a step.
 
         Raises `PlanError` as `of_plan` does.
         """
-        undivided = plan.with_zero([min(level, SHARED_OUT_FROM["parameter"] - 1) for level in plan.zero_levels])
-        whole, kept = (self._computed_with.of_plan(each)["parameter"] for each in (undivided, plan))
+        most, levels = SHARED_OUT_FROM["parameter"] - 1, zip(plan.zero_levels, plan.gather_spans, strict=True)
+        by_step = plan.with_zero([level if span == "step" else min(level, most) for level, span in levels])
+        undivided = by_step.with_zero([min(level, most) for level in plan.zero_levels])
+        whole, kept = (self._computed_with.of_plan(each)["parameter"] for each in (undivided, by_step))
         return tuple(here - own for here, own in zip(whole, kept, strict=True))
+
+    def computed_with(self, stage: StagePlan) -> int:
+        """Bytes of the whole parameters with which a stage computes, on the fullest shard of each of its layers."""
+        return self._computed_with.on_fullest_shard("parameter", stage)
+
+    def gathered_by_layer(self, plan: ParallelPlan, stage: int, rank: int) -> list[list[dict[str, int]]]:
+        """By virtual shard of a rank in a stage whose replicas divide parameters, and by layer: parameter -> bytes of the whole
+        with which the layer computes, of those that come and go: what is one run of a replica, in the precision of the whole,
+        stays.
+
+        Raises `PlanError` as `of_plan` does.
+        """
+        place, role = plan.stages[stage], plan.role_in(rank, stage)
+        ownership, once = Ownership(plan, self.outline), self._computed_once(place)
+        layers, run = self._computed_with._by_layer("parameter", place.virtual_shards), place.run_of(role.shard)
+        found = []
+        for number in run:
+            held = [r for frozen in (False, True) for r in ownership.runs(stage, number, role.replica, frozen=frozen)]
+            alone = {each.name: self._computed_bytes(each) for each in held if each.name not in self.copies}
+            here = [layers[i][number] if i not in once or number == run[0] else {} for i in range(place.first, place.last)]
+            found.append([{name: of for name, of in layer.items() if of and alone.get(name) != of} for layer in here])
+        return found
+
+    def owned_by_layer(self, plan: ParallelPlan, stage: int, rank: int) -> list[dict[str, int]]:
+        """By layer of a stage whose replicas divide parameters: parameter -> bytes, where layers compute with it, of what a
+        rank owns of it and gives to others."""
+        place, role, ownership = plan.stages[stage], plan.role_in(rank, stage), Ownership(plan, self.outline)
+        owned: Counter[str] = Counter()
+        for number in place.run_of(role.shard):
+            for frozen in (False, True):
+                for run in ownership.owned_runs(stage, number, role.replica, frozen=frozen):
+                    owned[run.name] += self._computed_bytes(run)
+        layers = self.outline.elements[place.first : place.last]
+        return [{name: owned[name] for name in layer if name in owned} for layer in layers]
+
+    def _computed_bytes(self, run: OwnedRun) -> int:
+        """Bytes of a run where layers compute with it."""
+        return (run.stop - run.start) * self._bytes_of_element[run.name]
+
+    @cached_property
+    def _bytes_of_element(self) -> dict[str, int]:
+        """Parameter -> bytes of one of its elements where layers compute with it."""
+        sizes = {name: size for layer in self.outline.elements for name, size in layer.items()}
+        return {name: of // sizes[name] for name, of in self._computed_with.by_tensor["parameter"].items() if sizes.get(name)}
 
     @cached_property
     def _computed_with(self) -> StateBytes:

@@ -13,6 +13,7 @@ from raypar.errors import PlanError
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.plan.microbatches import contiguous_part
 from raypar.planner.model_profile import ModelProfile
+from raypar.planner.zero_options import WHOLE, ZeroOption
 from raypar.schedule import registry
 
 
@@ -80,12 +81,12 @@ def enumerate_candidates(
     shards: int = 1,
     recompute: Collection[int] = (),
     virtual_shards: int = 0,
-    zero: int = 0,
+    zero: ZeroOption = WHOLE,
     zero_holders: int = 1,
 ) -> Iterator[PlanCandidate]:
     """Every uniform plan on at most `workers` workers in which each worker has work. `shards`: how many each stage has; 0: any
-    divisor of `virtual_shards`, the job's, which is 0 where none are given. `zero`: the ZeRO stage of all, `zero_holders`: how
-    many replicas hold each part of what they divide.
+    divisor of `virtual_shards`, the job's, which is 0 where none are given. `zero`: how the replicas of all divide state,
+    `zero_holders`: how many of them hold each part.
 
     So there are no more replicas than blocks or microbatches, no more stages than layers, or than
     the optimizer allows. Layers are cut so that the slowest stage is as fast as possible.
@@ -102,7 +103,7 @@ def enumerate_candidates(
                 for chunks in SCHEDULES[schedule]:
                     if stages * chunks <= layers:
                         made = _candidate(profile, replicas, stages, shards, schedule, chunks, cut, recompute)
-                        made = replace(made, plan=made.plan.with_zero(zero, zero_holders)) if zero else made
+                        made = replace(made, plan=zero.of(made.plan, zero_holders)) if zero.level else made
                         yield replace(made, plan=made.plan.with_virtual_shards(virtual_shards)) if virtual_shards else made
 
 

@@ -7,20 +7,22 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from raypar.errors import PlanError
-from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StagePlan
 from raypar.plan.ownership import SHARED_OUT_FROM, STATE_KIND_NOUNS, StateKind
+from raypar.plan.parallel_plan import GATHER_SPANS, GatherSpan
 from raypar.planner.candidate_plans import balanced_cuts
+from raypar.planner.gathered_parameters import gathered_bytes
 from raypar.planner.model_profile import MirrorPlace, ModelProfile
 from raypar.planner.plan_search import format_mib
 from raypar.planner.predicted_step import (
     bucket_bytes,
     gather_bytes,
-    gathered_bytes,
     kept_bytes_by_kind,
     mirror_bytes,
     offloaded_bytes,
     state_bytes,
 )
+from raypar.planner.zero_options import ZeroOption, zero_options
 from raypar.schedule import registry
 from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH, Schedule
 from raypar.schedule.step_timeline import peak_kept_bytes
@@ -30,7 +32,8 @@ BUCKETS = "buckets"
 GATHER = "gather"
 """The kind of memory in which parameters are on their way from their owners."""
 GATHERED = "gathered"
-"""The kind of memory of parameters that layers compute with and other replicas keep, where these divide parameters."""
+"""The kind of memory of whole parameters that layers compute with, beside those that a worker keeps, where replicas divide
+them."""
 MIRROR = "mirror"
 """The kind of memory of the mirror's copies."""
 KEPT_NOUNS: dict[str, str] = {
@@ -58,7 +61,7 @@ class MemorySheet:
     gather: int = 0
     """Parameters that are on their way from their owners, at most."""
     gathered: int = 0
-    """Parameters that layers compute with and other replicas keep."""
+    """Whole parameters that layers compute with, beside those that the worker keeps."""
     mirror: int = 0
     """The mirror's copies, when they are most."""
     mirror_files: int = 0
@@ -105,7 +108,7 @@ def memory_sheets(
         kept,
         bucket_bytes(profile, routing),
         gather_bytes(profile, plan),
-        gathered_bytes(profile, plan),
+        gathered_bytes(profile, plan, orders),
         *mirror_bytes(profile, plan),
         offloaded_bytes(profile, plan),
         strict=True,
@@ -188,8 +191,8 @@ class _Change:
     """Where the mirror's copies lie then; None: where they lie now."""
     recompute: tuple[int, ...] | None = None
     """The layers that are recomputed then; None: as now."""
-    zero: int | None = None
-    """The ZeRO stage of all stages then; None: theirs."""
+    zero: ZeroOption | None = None
+    """How replicas divide state then; None: as now."""
     scatters: bool = False
     """Whether gradients are scattered then."""
     offloads: bool = False
@@ -202,14 +205,31 @@ def _changes(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule
     found = [_Change("elastic.mirror_in=FOLDER", mirror="files")] if profile.mirror == "memory" else []
     if plan.recompute != every and isinstance(schedule, str):
         found.append(_Change("plan.recompute=full", recompute=every))
-    if not plan.most_zero and plan.with_zero(1).most_zero:
-        found += [_Change(f"plan.zero={level}", zero=level) for level in profile.zero_levels if level]
+    gathers = list[_Change]()
+    for option in zero_options(profile, plan):
+        if option.gather != "step" and any(_is_shorter(option.gather, stage) for stage in plan.stages):
+            text = f"plan.gather={option.gather}" if min(plan.zero_levels) == option.level else str(option)
+            gathers.append(_Change(text, zero=option))
+        elif not plan.most_zero:
+            found.append(_Change(str(option), zero=option))
     if isinstance(schedule, str) and plan.gradients == "fold" and 2 in profile.zero_levels and _may_scatter(plan):
         beside = "" if plan.most_zero > 1 else "plan.zero=2 with "
-        found.append(_Change(f"{beside}plan.gradients=scatter", zero=2 if beside else plan.most_zero, scatters=True))
+        found.append(_Change(f"{beside}plan.gradients=scatter", zero=ZeroOption(2) if beside else None, scatters=True))
+    found += gathers
     if not profile.offloads_optimizer and profile.most_stages != 1:
         found.append(_Change("plan.optimizer_in=FOLDER", offloads=True))
     return found
+
+
+def changes_beside_zero(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule) -> list[str]:
+    """What may make a plan need less memory in another way than by dividing state, those that cost least first."""
+    return [change.text for change in _changes(profile, plan, schedule) if change.zero is None and not change.scatters]
+
+
+def _is_shorter(span: GatherSpan, stage: StagePlan) -> bool:
+    """Whether parameters of a stage that replicas could divide would be whole for a shorter time."""
+    now = stage.gather_in_effect or "step"
+    return stage.replicas > stage.zero_holders and GATHER_SPANS.index(span) > GATHER_SPANS.index(now)
 
 
 def _may_scatter(plan: ParallelPlan) -> bool:
@@ -223,7 +243,7 @@ def _changed(profile: ModelProfile, plan: ParallelPlan, changes: Iterable[_Chang
         profile = profile if change.mirror is None else replace(profile, mirror=change.mirror)
         profile = replace(profile, offloads_optimizer=profile.offloads_optimizer or change.offloads)
         plan = plan if change.recompute is None else replace(plan, recompute=change.recompute)
-        plan = plan if change.zero is None else plan.with_zero(change.zero)
+        plan = plan if change.zero is None else change.zero.of(plan)
         plan = plan.with_gradients("scatter") if change.scatters else plan
     return profile, plan
 
@@ -243,7 +263,7 @@ def _changes_that_fit(
     ]
     found = False
     for each in [*((change,) for change in changes), *several]:
-        if found and (len(each) > 1 or each[0].zero not in (None, 1)):
+        if found and (len(each) > 1 or each[0].zero not in (None, ZeroOption(1))):
             break  # more changes, or a higher ZeRO stage, than are needed
         known, other = _changed(profile, plan, each)
         most = largest_worker_bytes(known, other, schedule, microbatches)
@@ -272,7 +292,7 @@ def _other_changes_that_fit(
     for stages in range(len(plan.grids) + 1, layers + 1):
         cuts = balanced_cuts(profile.work_sums(plan.recompute), stages)
         deeper = ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=layers, cuts=cuts, recompute=plan.recompute)
-        deeper = deeper.with_zero(max(plan.zero_levels), plan.zero_holders)
+        deeper = deeper.with_zero(max(plan.zero_levels), plan.zero_holders).with_gather(plan.gather_spans)
         most = largest_worker_bytes(profile, deeper, "1f1b", microbatches)
         if most is not None and most < limit:
             yield f"plan.stages={stages} under 1f1b{beside} ({format_mib(most)} a worker)"

@@ -286,13 +286,6 @@ class ModelProfile:
         """Cache of `work_shares`."""
         return {}
 
-    def recompute_ms(self, plan: ParallelPlan, stage: int) -> float:
-        """Time that one shard of a stage takes to recompute the dropped activations of one microbatch."""
-        place = plan.stages[stage]
-        return sum(
-            self.stage(replace(place, first=layer, last=layer + 1)).forward_ms for layer in plan.recomputed_layers(stage)
-        )
-
     def kept_bytes(self, plan: ParallelPlan, stage: int, samples: int, *, recompute: bool) -> dict[str, int]:
         """Kind of kept memory -> bytes that one shard of a stage keeps for a microbatch of so many samples.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raypar.files.json_type import Json
 from raypar.plan import ParallelPlan
-from raypar.plan.parallel_plan import describe_mesh
+from raypar.plan.parallel_plan import describe_mesh, shortest_span
 from raypar.plan.wording import align_columns, count_noun
 from raypar.planner.model_profile import ModelProfile
 from raypar.planner.plan_search import EvaluatedCandidate, PlanChoice, format_mib
@@ -55,6 +55,14 @@ def short_plan_report(choice: PlanChoice) -> str:
         f"{choice.best.reason} of {len(choice.verdicts)} plans of up to {count_noun(choice.workers, 'worker')}{beside}{more}\n"
         "all of them: `raypar plan JOB --workers N`, or candidates in the run's plan.json"
     )
+
+
+def zero_text(plan: ParallelPlan) -> str:
+    """How the replicas of a plan divide state, as text to append to its schedule; empty where each has everything."""
+    if not plan.most_zero:
+        return ""
+    gather = shortest_span(plan.gather_spans)
+    return f", ZeRO {plan.most_zero}" + f" by {gather}" * (gather != "step")
 
 
 def memory_line(choice: PlanChoice) -> str:
@@ -159,8 +167,7 @@ def _row(verdict: EvaluatedCandidate, why: str) -> tuple[str, ...]:
     chunks = f", {candidate.chunks} chunks" if candidate.chunks > 1 else ""
     return (
         f"{candidate.replicas} x {candidate.stages}" + f" x {candidate.shards} shards" * (candidate.shards > 1),
-        f"{candidate.schedule}{chunks}{', recomputing' if candidate.plan.recompute else ''}"
-        + f", ZeRO {candidate.plan.most_zero}" * bool(candidate.plan.most_zero),
+        f"{candidate.schedule}{chunks}{', recomputing' if candidate.plan.recompute else ''}" + zero_text(candidate.plan),
         str(candidate.plan.world),
         "" if verdict.predicted_ms is None else f"{verdict.predicted_ms:.1f}",
         "" if verdict.bubble is None else f"{100 * verdict.bubble:.1f} %",
@@ -184,6 +191,7 @@ def plan_report_as_dict(choice: PlanChoice) -> dict[str, Json]:
                 "chunks": v.candidate.chunks,
                 "recompute": list(v.candidate.plan.recompute),
                 "zero": v.candidate.plan.most_zero,
+                "gather": shortest_span(v.candidate.plan.gather_spans),
                 "layers": [[s.first, s.last] for s in v.candidate.plan.stages],
                 "predicted_ms": v.predicted_ms,
                 "bubble_of_total": v.bubble,

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StagePlan
-from raypar.plan.parallel_plan import consecutive_grids
+from raypar.plan.parallel_plan import GatherSpan, consecutive_grids
 from raypar.plan.stage_connections import find_oversized_message
 from raypar.plan.wording import count_noun
 from raypar.planner.candidate_plans import PlanCandidate, enumerate_candidates
 from raypar.planner.model_profile import ModelProfile
 from raypar.planner.predicted_step import MakeSchedule, predict_step, simulation_costs
 from raypar.planner.stage_balance import StageBalance, find_balanced_stages
+from raypar.planner.zero_options import ZeroOption, zero_options
 from raypar.schedule import registry
 from raypar.schedule.instructions import Schedule, splits_backward
 from raypar.schedule.step_timeline import Timeline
@@ -84,23 +85,24 @@ def search_plans(
     virtual_shards: int = 0,
     zero: int | None = 0,
     zero_holders: int = 1,
+    gather: GatherSpan = "step",
 ) -> PlanChoice:
     """The best uniform plan on at most `workers` workers. Raises `PlanError` when none fits into memory.
 
     All stages have `shards` shards. The bits depend on that number, so it is not chosen here, unless the job gives
     `virtual_shards` on which they depend in its place: then with `shards` 0 any divisor of these is tried. Every plan has the
-    ZeRO stage `zero` (None: the lowest with which it fits) and recomputes the layers with the indices `recompute`; one that
-    does not fit recomputes all layers that can be (`profile.recomputable`), if no ZeRO stage makes it fit in less time. Of the
-    plans that are about as fast as the fastest one (`ABOUT_AS_FAST`) the one with the fewest workers wins, then with the fewest
-    stages, then the faster. A candidate whose busiest worker alone computes longer than that is not simulated, unless it has
-    one stage and one or two replicas, which people compare others with.
+    ZeRO stage `zero` (None: what costs least time of all with which it fits), gathers parameters for a `gather`, and recomputes
+    the layers with the indices `recompute`; one that does not fit recomputes all layers that can be (`profile.recomputable`),
+    if no way to divide state makes it fit in less time. Of the plans that are about as fast as the fastest (`ABOUT_AS_FAST`)
+    the one with the fewest workers wins, then with the fewest stages, then the faster. A candidate whose busiest worker alone
+    computes longer than that is not simulated, unless it has one stage and one or two replicas, which people compare others
+    with.
     """
     simulated: list[EvaluatedCandidate] = []
     ruled_out: list[EvaluatedCandidate] = []
     best_ms = float("inf")
-    levels = profile.zero_levels if zero is None else range(zero, zero + 1)
-    least = levels[0]
-    candidates = enumerate_candidates(profile, workers, microbatches, shards, recompute, virtual_shards, least, zero_holders)
+    given = ZeroOption(zero or 0, gather)
+    candidates = enumerate_candidates(profile, workers, microbatches, shards, recompute, virtual_shards, given, zero_holders)
     for candidate in sorted(candidates, key=lambda c: c.bound_ms):
         if candidate.bound_ms > (1 + ABOUT_AS_FAST) * best_ms and not candidate.is_yardstick:
             reason = f"its busiest worker computes {candidate.bound_ms:.4g} ms at least"
@@ -110,7 +112,7 @@ def search_plans(
         if oversized is not None:
             ruled_out.append(EvaluatedCandidate(candidate, f"{oversized}, too many for messages"))
             continue
-        verdict = _evaluated_within_memory(profile, candidate, microbatches, levels)
+        verdict = _evaluated_within_memory(profile, candidate, microbatches, zero_is_open=zero is None)
         if profile.memory_bytes is not None and (excess := (verdict.memory_bytes or 0) - profile.memory_bytes) > 0:
             reason = f"needs {format_mib(verdict.memory_bytes or 0)} a worker, {format_mib(excess)} more than there is"
             ruled_out.append(replace(verdict, reason=reason))
@@ -137,16 +139,16 @@ def search_plans(
 
 
 def _evaluated_within_memory(
-    profile: ModelProfile, candidate: PlanCandidate, microbatches: Microbatches, levels: range
+    profile: ModelProfile, candidate: PlanCandidate, microbatches: Microbatches, *, zero_is_open: bool
 ) -> EvaluatedCandidate:
-    """The candidate; if it does not fit into a worker's memory, the fastest that fits of those with a higher one of the ZeRO
-    stages `levels`, and with all layers recomputed that can be; if none fits, the one that needs least."""
+    """The candidate; if it does not fit into a worker's memory, the fastest that fits of those with another division of state,
+    if that is open, and with all layers recomputed that can be; if none fits, the one that needs least."""
     given = evaluate_candidate(profile, candidate, microbatches)
     limit, plan = profile.memory_bytes, candidate.plan
     if limit is None or (given.memory_bytes or 0) <= limit:
         return given
     more = tuple(sorted({*plan.recompute, *profile.recomputable}))
-    zeros = [plan, *(plan.with_zero(level) for level in levels[1:] if plan.with_zero(level).most_zero)]
+    zeros = {plan: "", **{each.of(plan): str(each) for each in zero_options(profile, plan) if zero_is_open}}
     others = [replace(each, recompute=recompute) for recompute in dict.fromkeys((plan.recompute, more)) for each in zeros]
     tried = [given, *(evaluate_candidate(profile, replace(candidate, plan=each), microbatches) for each in others[1:])]
     fit = [verdict for verdict in tried if (verdict.memory_bytes or 0) <= limit]
@@ -154,8 +156,7 @@ def _evaluated_within_memory(
     if best is given:
         return given
     took = best.candidate.plan
-    level = f"plan.zero={took.most_zero}" if took.zero_levels != plan.zero_levels else ""
-    changes = [level, "recomputation" if took.recompute != plan.recompute else ""]
+    changes = [zeros[replace(took, recompute=plan.recompute)], "recomputation" if took.recompute != plan.recompute else ""]
     return replace(best, changed_for_memory=" and ".join(filter(None, changes)), bytes_without=given.memory_bytes)
 
 

@@ -11,6 +11,12 @@ from raypar.plan.addition_tree import covering_nodes
 from raypar.plan.gradient_exchange import buffer_elements
 from raypar.plan.gradient_scatter import most_open_sums, stack_steps
 from raypar.plan.ownership import SHARED_OUT_FROM, StateKind
+from raypar.planner.gathered_parameters import (
+    bytes_that_travel_together,
+    gather_ms,
+    gathered_bytes,
+    ms_with_gathers,
+)
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.schedule import registry
 from raypar.schedule.instructions import KEPT_INPUTS, KEPT_SIZE, Schedule, splits_backward
@@ -49,7 +55,7 @@ def predict_step(
             slower = replace(slower, nodes=costs.nodes, kept_bytes=costs.kept_bytes)
             timeline = simulate_schedule(orders, routing, crossing, slower)
     activations = timeline.peak_bytes or (0,) * plan.world
-    gathers = (gather_bytes(profile, plan), gathered_bytes(profile, plan))
+    gathers = (gather_bytes(profile, plan), gathered_bytes(profile, plan, orders))
     beside = (bucket_bytes(profile, routing), *gathers, mirror_bytes(profile, plan).in_memory)
     state = state_bytes(profile, routing, kept=activations).values()
     return timeline, tuple(map(sum, zip(activations, *beside, *state, strict=True)))
@@ -60,8 +66,10 @@ def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, 
 
     `split`: whether the schedule splits backward passes; whole ones cost what was measured of them whole.
     """
-    stages, scatters = profile.stages(plan), plan.gradients == "scatter"
+    stages = [_while_gathering(profile, place, stage) for place, stage in zip(plan.stages, profile.stages(plan), strict=True)]
+    scatters = plan.gradients == "scatter"
     optimizer_ms = max(sum(stages[s].optimizer_ms for s in plan.stages_of(rank)) for rank in range(plan.world))
+    gathers_ms = [gather_ms(profile, p) if p.gather_in_effect == "microbatch" else 0.0 for p in plan.stages]
     return SimulationCosts(
         forward_ms=tuple(factor * s.forward_ms for s in stages),
         input_ms=tuple(factor * (s.input_ms if split else s.backward_ms) for s in stages),
@@ -77,8 +85,35 @@ def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, 
             for s, p in zip(stages, plan.stages, strict=True)
         ),
         step_ms=factor * (profile.step_ms + optimizer_ms),
-        recompute_ms=tuple(factor * profile.recompute_ms(plan, s) for s in range(len(stages))),
+        recompute_ms=tuple(factor * _recompute_ms(profile, plan, s) for s in range(len(stages))),
+        gather_ms=tuple(factor * ms for ms in gathers_ms) if any(gathers_ms) else (),
     )
+
+
+def _while_gathering(profile: ModelProfile, place: StagePlan, stage: LayerProfile) -> LayerProfile:
+    """A stage's profile with the time for which its layers wait for parameters, where these are gathered by layer."""
+    if place.gather_in_effect != "layer":
+        return stage
+    layers = {i: profile.stage(replace(place, first=i, last=i + 1)) for i in range(place.first, place.last)}
+
+    def through(ms_of: Callable[[LayerProfile], float], *, backward: bool) -> float:
+        return ms_with_gathers(profile, place, {i: ms_of(layer) for i, layer in layers.items()}, backward=backward)
+
+    return replace(
+        stage,
+        forward_ms=through(lambda layer: layer.forward_ms, backward=False),
+        backward_ms=through(lambda layer: layer.backward_ms, backward=True),
+        input_ms=through(lambda layer: layer.input_ms, backward=True),
+    )
+
+
+def _recompute_ms(profile: ModelProfile, plan: ParallelPlan, stage: int) -> float:
+    """Time that one shard of a stage takes to recompute the dropped activations of one microbatch."""
+    place = plan.stages[stage]
+    alone = {i: profile.stage(replace(place, first=i, last=i + 1)).forward_ms for i in plan.recomputed_layers(stage)}
+    if place.gather_in_effect == "layer" and alone:
+        return ms_with_gathers(profile, place, alone, backward=False)
+    return sum(alone.values())
 
 
 def kept_bytes_by_kind(profile: ModelProfile, routing: MicrobatchRouting, orders: Schedule) -> KeptBytes:
@@ -102,14 +137,15 @@ def reduction_ms(stage: LayerProfile, place: StagePlan, link: LinkProfile) -> fl
 
     Each moves 2 (n-1)/n of the bytes, as a ring does (Patarasuk and Yuan 2009). Which one it is (`plan/gradient_exchange.py`),
     and in how many messages, is left out. Where replicas divide state, the first of the two ends at the holders of a part, and
-    its owner sends parameters in the second.
+    its owner sends parameters in the second; parameters that come and go more often are no part of it.
     """
     replicas = place.replicas
     if replicas == 1:
         return 0.0
     times, holders = 2 * (replicas - 1) / replicas, place.zero_holders
     if place.zero_in_effect:
-        times = (replicas - holders) / replicas + holders * times / 2
+        once_a_step = place.gather_in_effect in (None, "step")
+        times = once_a_step * (replicas - holders) / replicas + holders * times / 2
     return link.ms(times * stage.reduced_bytes)
 
 
@@ -122,18 +158,10 @@ def scattered_bytes(stage: LayerProfile, place: StagePlan) -> float:
 def after_scatter_ms(stage: LayerProfile, place: StagePlan, link: LinkProfile) -> float:
     """What comes after scattered gradients: parameters go from their owners to the others, or, where replicas divide nothing,
     the totals of gradients do."""
-    if place.replicas == 1:
+    if place.replicas == 1 or place.gather_in_effect in ("microbatch", "layer"):
         return 0.0
     holders = place.zero_holders if place.zero_in_effect else 1
     return link.ms((place.replicas - holders) / place.replicas * stage.reduced_bytes)
-
-
-def gathered_bytes(profile: ModelProfile, plan: ParallelPlan) -> tuple[int, ...]:
-    """By rank: bytes of parameters that layers compute with and other replicas keep, while they are there: from the gather
-    behind a step to the last use in the next one."""
-    if plan.most_zero < SHARED_OUT_FROM["parameter"]:
-        return (0,) * plan.world
-    return profile.state_on_shards(plan.virtual_shard_counts).gathered(plan)
 
 
 def bucket_bytes(profile: ModelProfile, routing: MicrobatchRouting) -> tuple[int, ...]:
@@ -193,11 +221,15 @@ GATHER_BYTES = 8 << 20
 def gather_bytes(profile: ModelProfile, plan: ParallelPlan) -> tuple[int, ...]:
     """By rank: bytes of the parameters that are on their way from their owners, at most. None where buckets are not counted."""
     found = [0] * plan.world
-    for place in plan.stages if profile.reduction_buffer_bytes != 0 else ():
-        if place.zero_in_effect:
-            others = profile.stage(place).parameter_bytes * (place.replicas - place.zero_holders) // place.replicas
-            for rank in (rank for row in place.workers for rank in row):
+    for stage, place in enumerate(plan.stages) if profile.reduction_buffer_bytes != 0 else ():
+        if not place.zero_in_effect:
+            continue
+        others = profile.stage(place).parameter_bytes * (place.replicas - place.zero_holders) // place.replicas
+        for rank in (rank for row in place.workers for rank in row):
+            if place.gather_in_effect in (None, "step"):
                 found[rank] += min(GATHER_BYTES, others)
+            else:
+                found[rank] += bytes_that_travel_together(profile, plan, stage, rank)
     return tuple(found)
 
 

@@ -7,6 +7,7 @@ from typing import TypedDict
 
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
+from raypar.plan.parallel_plan import GatherSpan
 from raypar.record.field_types import (
     MAX_GENERATIONS,
     MAX_TIME_S,
@@ -48,6 +49,8 @@ class StageFacts(TypedDict, total=False):
     """ZeRO stage. Absent in files of older releases."""
     zero_holders: int
     """How many replicas hold each part of divided state. Absent in files of older releases."""
+    gather: GatherSpan
+    """How long parameters that replicas divide are whole. Absent in files of older releases."""
 
 
 class LayerFacts(TypedDict, total=False):

@@ -13,7 +13,7 @@ MOST_WORLD = 1 << 16
 """The most workers, and the most stages, of a plan that is read from a file, which is not trusted."""
 
 
-def stages_as_data(plan: ParallelPlan) -> list[dict[str, int | list[int] | list[list[int]]]]:
+def stages_as_data(plan: ParallelPlan) -> list[dict[str, int | str | list[int] | list[list[int]]]]:
     """A plan's stages in layer order, as `StageFacts`."""
     return [
         {
@@ -27,6 +27,7 @@ def stages_as_data(plan: ParallelPlan) -> list[dict[str, int | list[int] | list[
             "division": list(stage.division),
             "zero": stage.zero,
             "zero_holders": stage.zero_holders,
+            "gather": stage.gather,
         }
         for stage, grid in zip(plan.stages, plan.grid_of_stage, strict=True)
     ]
@@ -49,8 +50,8 @@ def plan_of_stages(stages: Sequence[StageFacts]) -> ParallelPlan | None:
 
 def _stage(stage: StageFacts, otherwise: WorkerGrid) -> StagePlan:
     share, division = tuple(stage.get("share", ())), tuple(stage.get("division", ()))
-    zero, holders = stage.get("zero", 0), stage.get("zero_holders", 1)
-    return StagePlan(stage["first"], stage["last"], _grid(stage, otherwise), share, division, zero, holders)
+    zero, holders, gather = stage.get("zero", 0), stage.get("zero_holders", 1), stage.get("gather", "step")
+    return StagePlan(stage["first"], stage["last"], _grid(stage, otherwise), share, division, zero, holders, gather)
 
 
 def _grid(stage: StageFacts, otherwise: WorkerGrid) -> WorkerGrid:

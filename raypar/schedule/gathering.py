@@ -23,6 +23,9 @@ from raypar.plan import ParallelPlan
 from raypar.plan.parallel_plan import GatherSpan
 from raypar.schedule.instructions import Compute, Gather, Instruction, Program, Release, ServeParameters, compute_instructions
 
+MOST_STAGES_TOGETHER = 2
+"""Stages of a worker whose parameters are whole together, at most, where they come and go by microbatch."""
+
 
 class GathersOfOrder(NamedTuple):
     """What is gathered and released beside the compute instructions of one worker."""

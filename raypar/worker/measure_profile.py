@@ -126,7 +126,7 @@ def profile_job(
         lengths=describe_largest_shape(spec),
         reduction_buffer_bytes=spec.reduction_buffer_bytes,
         mirror=spec.elastic.mirror_place if spec.elastic is not None else None,
-        most_zero=2,  # stage 3 gathers all parameters for a step, so that it needs no less
+        most_zero=2,  # workers gather parameters once a step only, as yet, so that stage 3 needs no less
         zero_is_open=spec.leaves_zero_open,
         offloads_optimizer=spec.optimizer_in is not None,
     )

@@ -64,7 +64,7 @@ def test_as_many_levels_as_stages_are_asked_for():
     assert PlanConfig(placements=placements, zero=1).to_plan(["a", "b"]).most_zero == 1
 
 
-@pytest.mark.parametrize("key", ["zero", "fsdp", "zero_optimization", "reshard_after_forward", "zero_redundancy_optimizer"])
+@pytest.mark.parametrize("key", ["zero", "fsdp", "zero_optimization", "sharding_strategy", "zero_redundancy_optimizer"])
 def test_names_of_other_frameworks_lead_to_it(key):
     with pytest.raises(ConfigError, match=r"plan\.zero: 0, 1 for the optimizer's state, 2 for gradients"):
         parse_job(JOB + f"{key}: 1\n")
@@ -226,16 +226,16 @@ def test_scattered_gradients_are_named_where_levels_alone_do_not_suffice():
 
 
 @pytest.mark.parametrize("mib, level, line", [
-    (100, 0, "plan.zero=0, the lowest that fits: the largest worker needs 64.0 MiB, a worker has 100.0 MiB"),
+    (100, 0, "plan.zero=0, the first that fits: the largest worker needs 64.0 MiB, a worker has 100.0 MiB"),
     (
         50, 1,
-        "plan.zero=1, the lowest that fits: the largest worker needs 40.0 MiB (64.0 MiB with plan.zero=0), a worker has 50.0 "
+        "plan.zero=1, the first that fits: the largest worker needs 40.0 MiB (64.0 MiB with plan.zero=0), a worker has 50.0 "
         "MiB",
     ),
     (
         30, 1,
         "plan.zero=1, which needs least, and does not fit: the largest worker needs 40.0 MiB (64.0 MiB with plan.zero=0), a "
-        "worker has 30.0 MiB",
+        "worker has 30.0 MiB; to try next: plan.recompute=full, then plan.optimizer_in=FOLDER",
     ),
 ])  # fmt: skip
 def test_auto_is_the_lowest_level_that_fits_and_says_why(mib, level, line):
