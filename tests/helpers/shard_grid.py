@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -15,6 +16,7 @@ from helpers import sharded_models as models
 from helpers.on_shards import SEED, error, graph_of
 from helpers.parity import PRECISIONS, Precision, Shares, with_shares
 from helpers.recomputed_layouts import count_recomputations
+from helpers.ugly_models import Uneasy
 from torch import Tensor, nn
 
 from examples import gpt
@@ -67,13 +69,25 @@ def seeded_gpt(model: str = "gpt") -> nn.Module:
     return gpt.layers(VOCAB, WIDTH, DEPTHS[model], HEADS, SEQ + 1)
 
 
+def uneasy_llama() -> nn.Sequential:
+    """The LLaMA with frozen parameters, one of them cut over shards, and a layer of uneasy ones between its blocks."""
+    parts = dict(models.llama().named_children())
+    first, second = parts["layer0"], parts["layer1"]
+    for module in (first.self_attn.q_proj, second.input_layernorm):
+        module.requires_grad_(False)
+    order = {"model": parts["model"], "layer0": first, "uneasy": Uneasy(12), "layer1": second, "head": parts["head"]}
+    return nn.Sequential(OrderedDict(order))
+
+
 @functools.cache
 def graph(model: str) -> Graph:
-    """`gpt`, `shallow gpt`: the example; `llama`: fewer key heads than shards, norms of heads, a tie; `dropped`: dropouts."""
+    """`gpt`, `shallow gpt`: the example; `llama`: fewer key heads than shards, norms of heads, a tie; `uneasy llama`: with
+    parameters that are frozen, empty, and without gradients; `dropped`: dropouts."""
     if model in DEPTHS:
         return graph_of(lambda: gpt.layers(VOCAB, WIDTH, DEPTHS[model], HEADS, SEQ + 1))
-    if model == "llama":
-        return graph_of(models.llama, ties=(("model.embed_tokens.weight", "head.lm_head.weight"),))
+    if model in ("llama", "uneasy llama"):
+        made = models.llama if model == "llama" else uneasy_llama
+        return graph_of(made, ties=(("model.embed_tokens.weight", "head.lm_head.weight"),))
     return graph_of(models.dropped)
 
 

@@ -2,12 +2,14 @@
 
 `tangled`: a parameter tied within a stage and across stages, a skip with three consumers, convolution and LayerNorm, a
 layer that returns a transposed (not contiguous) value, frozen parameters, dropout drawn from torch's generator, a
-token-weighted loss whose counts differ, an integer value that crosses stages. `plain`: a Sequential with a mean loss
-(sample-weighted). `relayed`, `branching`: see `relayed_models.py`.
+token-weighted loss whose counts differ, an integer value that crosses stages. `uneasy`: the same, with parameters that are
+empty, never used, and used for some microbatches only. `plain`: a Sequential with a mean loss (sample-weighted). `relayed`,
+`branching`: see `relayed_models.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,6 +77,21 @@ class Drop(nn.Module):
         return F.dropout(x, 0.2, self.training) * mask.unsqueeze(-1)
 
 
+class Uneasy(nn.Module):
+    """x [.., width] -> the same. Its parameters: `none` has no elements, `never` no gradient, `frozen` neither, and `rare` has
+    one from microbatches whose values add up to more than 0."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.none, self.never = nn.Parameter(torch.empty(0, width)), nn.Parameter(torch.ones(3, width))
+        self.rare, self.often = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))
+        self.frozen = nn.Parameter(torch.linspace(0.9, 1.1, width), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x * self.often + F.linear(x, self.none).sum(-1, keepdim=True)) * self.frozen
+        return y * self.rare if x.is_meta or x.detach().sum() > 0 else y
+
+
 class Frozen(nn.Linear):
     """A Linear that is not trained."""
 
@@ -115,6 +132,15 @@ def tangled() -> Graph:
             ("mix0.up.weight", "mix1.up.weight"),
             ("skip0.gate.weight", "skip1.gate.weight"),
         ),
+    )
+
+
+def uneasy() -> Graph:
+    """`tangled` with a tenth layer in its middle."""
+    graph = tangled()
+    before, drop, after = graph.layers[:5], graph.layers[5], graph.layers[6:]
+    return replace(
+        graph, layers=(*before, Layer("uneasy", Uneasy, ("d",), ("u",)), replace(drop, inputs=("u", "mask")), *after)
     )
 
 
@@ -171,6 +197,7 @@ class Numbers(torch.utils.data.Dataset[dict[str, Any]]):
 
 MODELS: dict[str, tuple[Any, Any, Any, str]] = {
     "tangled": (tangled, token_loss, Tokens, "*norm*"),
+    "uneasy": (uneasy, token_loss, Tokens, "*norm*"),
     "plain": (plain, mean_loss, Numbers, "*.bias"),
     **norm_models.MODELS,
     "relayed": (relayed_models.relayed, relayed_models.loss, Numbers, "*.bias"),

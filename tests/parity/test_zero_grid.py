@@ -1,0 +1,45 @@
+"""The grid of ZeRO: every level under every schedule with all numbers of replicas and shards has the bits of one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from helpers.parity import Layout
+from helpers.zero_grid import LEVELS, check_zero_layout, zero_layouts
+
+from raypar.schedule import registry
+
+LAYOUTS = zero_layouts()
+IN_DEFAULT_SUITE, IN_CI = 60, 12
+"""One layout in so many is run there."""
+
+
+def marks_of(number: int) -> list[pytest.MarkDecorator]:
+    """The default suite has some, each with another level and schedule; CI more, the full one all."""
+    if number % IN_DEFAULT_SUITE == 0:
+        return []
+    return [pytest.mark.ci] if number % IN_CI == 0 else [pytest.mark.full]
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=marks_of(number)) for number, layout in enumerate(LAYOUTS)], ids=str
+)
+def test_a_layout_has_the_bits_of_one_process(layout):
+    check_zero_layout(layout)
+
+
+def test_the_grid_has_more_than_400_layouts_and_all_that_is_drawn_at_every_level():
+    assert len(LAYOUTS) >= 400
+    for level in LEVELS:
+        cells = [each.cell for each in LAYOUTS if level in each.levels]
+        assert {cell.schedule for cell in cells} == set(registry.NAMES)
+        assert {cell.model for cell in cells} == {"tangled", "uneasy", "plain", "llama", "uneasy llama", "gpt"}
+        assert {None, "fp16", "fp16 parameters", "bf16 gradients"} <= {cell.compute for cell in cells}
+        blocks = Counter("one" if c.blocks == 1 else "all" if c.blocks == c.microbatches else "between" for c in cells)
+        assert len(blocks) == 3 and min(blocks.values()) > 20
+        of_level = [each for each in LAYOUTS if max(each.levels) == level]
+        assert {bool(each.recompute) for each in of_level} == {True, False}
+        assert {each.holders for each in of_level} == ({1, 2} if level else {1})
+        assert {each.gradients for each in of_level} == ({"fold", "scatter"} if level > 1 else {"fold"})
+        assert {isinstance(each.cell, Layout) for each in of_level} == {True, False}
