@@ -103,7 +103,7 @@ def memory_sheets(
     orders = registry.build_schedule(schedule, routing, connections=crossing) if isinstance(schedule, str) else schedule
     sizes = kept_bytes_by_kind(profile, routing, orders)
     kept = [peak_kept_bytes(order, sizes) for order in orders]
-    state = state_bytes(profile, routing, [sum(peak.values()) for peak in kept])
+    state = state_bytes(profile, routing, orders, [sum(peak.values()) for peak in kept])
     beside = zip(
         kept,
         bucket_bytes(profile, routing),

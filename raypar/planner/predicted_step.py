@@ -9,7 +9,6 @@ from typing import NamedTuple
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
 from raypar.plan.addition_tree import covering_nodes
 from raypar.plan.gradient_exchange import buffer_elements
-from raypar.plan.gradient_scatter import most_open_sums, stack_steps
 from raypar.plan.ownership import SHARED_OUT_FROM, StateKind
 from raypar.planner.gathered_parameters import (
     bytes_that_travel_together,
@@ -18,6 +17,7 @@ from raypar.planner.gathered_parameters import (
     ms_with_gathers,
 )
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.open_gradient_sums import open_sums
 from raypar.schedule import registry
 from raypar.schedule.instructions import KEPT_INPUTS, KEPT_SIZE, Schedule, splits_backward
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
@@ -57,7 +57,7 @@ def predict_step(
     activations = timeline.peak_bytes or (0,) * plan.world
     gathers = (gather_bytes(profile, plan), gathered_bytes(profile, plan, orders))
     beside = (bucket_bytes(profile, routing), *gathers, mirror_bytes(profile, plan).in_memory)
-    state = state_bytes(profile, routing, kept=activations).values()
+    state = state_bytes(profile, routing, orders, activations).values()
     return timeline, tuple(map(sum, zip(activations, *beside, *state, strict=True)))
 
 
@@ -253,16 +253,9 @@ def mirror_bytes(profile: ModelProfile, plan: ParallelPlan) -> MirrorBytes:
     return MirrorBytes(none, copies) if profile.mirror == "files" else MirrorBytes(copies, none)
 
 
-def open_sums(routing: MicrobatchRouting, stage: int, rank: int) -> int:
-    """How many sums of the gradients that a rank keeps of a stage are open at the same time, at most."""
-    if routing.scatters(stage):
-        return most_open_sums(stack_steps(routing.microbatches), routing.rounds_of_stage[stage])
-    return max(1, len(routing.blocks_of_worker(stage, rank)).bit_length())
-
-
-def _open_sums_by_rank(routing: MicrobatchRouting) -> list[int]:
+def _open_sums_by_rank(routing: MicrobatchRouting, orders: Schedule) -> list[int]:
     plan = routing.plan
-    return [max(open_sums(routing, stage, rank) for stage in plan.stages_of(rank)) for rank in range(plan.world)]
+    return [max(open_sums(routing, stage, rank, orders[rank]) for stage in plan.stages_of(rank)) for rank in range(plan.world)]
 
 
 GRADIENTS: tuple[StateKind, ...] = ("gradient", "widened")
@@ -270,7 +263,7 @@ GRADIENTS: tuple[StateKind, ...] = ("gradient", "widened")
 
 
 def _scattered_state(
-    profile: ModelProfile, routing: MicrobatchRouting, state: Mapping[StateKind, tuple[int, ...]]
+    profile: ModelProfile, routing: MicrobatchRouting, orders: Schedule, state: Mapping[StateKind, tuple[int, ...]]
 ) -> dict[StateKind, tuple[int, ...]]:
     """The gradients where these are scattered: the open sums of what a rank owns, whatever the ZeRO stage. Where replicas
     divide nothing, in the end the totals of all, beside its own ones. `state`: of the plan itself."""
@@ -279,7 +272,7 @@ def _scattered_state(
     levels = [max(SHARED_OUT_FROM["gradient"], level) for level in plan.zero_levels]
     owned, alone = of_plan(plan.with_zero(levels)), of_plan(plan.with_zero(levels, 1))
     found: dict[StateKind, list[int]] = {kind: [] for kind in GRADIENTS if kind in state}
-    for rank, sums in enumerate(_open_sums_by_rank(routing)):
+    for rank, sums in enumerate(_open_sums_by_rank(routing, orders)):
         stages = plan.stages_of(rank)
         gathers = any(routing.scatters(stage) and not plan.divides_state(stage) for stage in stages)
         own = (alone if gathers else owned)["gradient"][rank]
@@ -290,25 +283,24 @@ def _scattered_state(
 
 
 def state_bytes(
-    profile: ModelProfile, routing: MicrobatchRouting, kept: Sequence[int] | None = None
+    profile: ModelProfile, routing: MicrobatchRouting, orders: Schedule, kept: Sequence[int] | None = None
 ) -> dict[StateKind, tuple[int, ...]]:
-    """Kind of state -> by rank, its bytes in memory.
+    """Kind of state -> by rank, its bytes in memory. `orders`: the workers' instructions.
 
-    Gradients are the open sums of the canonical reduction: one for each open subtree of the replica's blocks, so
-    floor(log2 blocks) + 1 of them; where gradients are scattered, those at the owners, of what these own. `kept`: by rank, what
-    is kept for backward passes when that is most; None: nothing. When gradients are widened for the optimizer it is gone, so of
-    these only what takes more memory counts.
+    Gradients are the sums that are open at once (`open_sums`); where gradients are scattered, those at the owners, of what
+    these own. `kept`: by rank, what is kept for backward passes when that is most; None: nothing. When gradients are widened
+    for the optimizer it is gone, so of these only what takes more memory counts.
     """
     plan = routing.plan
     state = profile.state_on_shards(plan.virtual_shard_counts).of_plan(plan)
     if plan.gradients == "scatter":
-        found = {**state, **_scattered_state(profile, routing, state)}
+        found = {**state, **_scattered_state(profile, routing, orders, state)}
     else:
         if plan.most_zero > 1:  # each replica has whole gradients of its blocks until they are reduced
             whole = plan.with_zero([min(1, level) for level in plan.zero_levels])
             of_whole = profile.state_on_shards(plan.virtual_shard_counts).of_plan(whole)
             state |= {kind: of_whole[kind] for kind in GRADIENTS if kind in of_whole}
-        gradients = zip(state["gradient"], _open_sums_by_rank(routing), strict=True)
+        gradients = zip(state["gradient"], _open_sums_by_rank(routing, orders), strict=True)
         found = {**state, "gradient": tuple(nbytes * count for nbytes, count in gradients)}
     if profile.offloads_optimizer:
         found |= _left_in_memory(profile, plan, state)

@@ -2,7 +2,7 @@
 
 A dispatch mode sees every storage that a worker's compute instruction makes, in autograd too. Weak references tell which of
 them are alive. Stages receive copies, and messages carry copies, so a storage that is alive is kept by the stage itself.
-Gradients of parameters and losses are recognised by their addresses and left out.
+Gradients of parameters and losses are recognised by their addresses and left out, and what their reduction makes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from raypar.comm.gradient_reduction import GradientReduction
+from raypar.comm.gradient_scatter import ScatterReduction
 from raypar.schedule.instructions import Compute, compute_classes
 from raypar.worker.stage.stage import Stage
 from raypar.worker.step.interpreter import TRAINING_RULES, Interpreter
@@ -93,6 +95,15 @@ class LiveStorages(TorchDispatchMode):
             with self._counting_for(None):
                 route(interpreter, key, maker, user, [_copy(tensor) for tensor in tensors])
 
+        def uncounted(submit: Callable[..., None]) -> Callable[..., None]:
+            def run(*args: Any) -> None:
+                with self._counting_for(None):
+                    submit(*args)
+
+            return run
+
+        for reduction in (GradientReduction, ScatterReduction):
+            monkeypatch.setattr(reduction, "submit_gradients", uncounted(reduction.submit_gradients))
         monkeypatch.setattr(Interpreter, "_batch", private_batch)
         monkeypatch.setattr(Interpreter, "_route", copied_route)
 
@@ -121,7 +132,9 @@ class LiveStorages(TorchDispatchMode):
             for deferred in live.stash
             for t in deferred.kept
         }
-        alive = [one for one in seen.values() if one.address not in others]
+        # The storage of a parameter that is freed until the next gather stays, without memory.
+        parameters = {p.untyped_storage()._cdata for stage in interpreter.stages.values() for p in stage.parameters.values()}
+        alive = [one for key, one in seen.items() if one.address not in others and key not in parameters]
         return Kept(
             interpreter.rank,
             str(instruction),
@@ -142,7 +155,7 @@ def _not_kept(stage: Stage) -> set[int]:
     sums = stage.gradients
     reduction = getattr(sums.on_ready, "__self__", None)
     held: list[Any] = [
-        *([] if reduction is None else (reduction._totals, [(one.terms, one.total) for one in reduction._sums.values()])),
+        *(_of_reduction(reduction) if isinstance(reduction, GradientReduction) else []),
         *stage.parameters.values(),
         *stage.buffers.values(),
         *(leaf.grad for leaf in sums.leaves),
@@ -152,3 +165,8 @@ def _not_kept(stage: Stage) -> set[int]:
         list(stage.losses.values()),
     ]
     return {t.untyped_storage().data_ptr() for t in tree_leaves(held) if isinstance(t, torch.Tensor)}
+
+
+def _of_reduction(reduction: GradientReduction) -> list[Any]:
+    """Gradients that a reduction has."""
+    return [reduction._totals, *((one.terms, one.memory) for one in reduction._sums.values())]

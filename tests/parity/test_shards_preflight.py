@@ -13,6 +13,7 @@ from raypar.job import Job, ModelConfig, OptimizerConfig, PlanConfig
 from raypar.job.read_job import parse_job
 from raypar.launch.choose_plan import choose_plan
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.schedule import registry
 from raypar.worker.job_preflight import preflight
 from raypar.worker.step.optimizer_trial import OptimizerKind, OptimizerTrial, try_optimizer
 
@@ -250,7 +251,8 @@ def bytes_of_tied(plan: ParallelPlan) -> tuple[list[tuple[int, int]], list[tuple
             ]
             kept = sum(v.nbytes for entry in states for v in entry.values() if isinstance(v, torch.Tensor))
             there.append((sum(p.nbytes for stage in core.stages.values() for p in stage.parameters.values()), kept))
-    found = state_bytes(profile, MicrobatchRouting(plan, spec.batching))
+    routing = MicrobatchRouting(plan, spec.batching)
+    found = state_bytes(profile, routing, registry.build_schedule("gpipe", routing))
     return list(zip(found["parameter"], found["optimizer"], strict=True)), there
 
 

@@ -10,7 +10,9 @@ from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 from raypar.plan.state_bytes import StateBytes
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.model_profile import LayerProfile, ModelProfile
+from raypar.planner.open_gradient_sums import open_sums
 from raypar.planner.predicted_step import state_bytes
+from raypar.schedule import registry
 
 MODEL = ModelOutline(
     (),
@@ -37,7 +39,8 @@ PROFILE = ModelProfile(tuple(LayerProfile(f"l{i}", 1.0, 2.0, 1.0, 1.0) for i in 
 
 def predicted(plan: ParallelPlan, blocks: int = 1, zero: int = 0) -> list[tuple[int, int, int]]:
     """By rank: bytes of parameters, gradients and optimizer state."""
-    found = state_bytes(PROFILE, MicrobatchRouting(plan.with_zero(zero), Microbatches(blocks, blocks)))
+    routing = MicrobatchRouting(plan.with_zero(zero), Microbatches(blocks, blocks))
+    found = state_bytes(PROFILE, routing, registry.build_schedule("gpipe", routing))
     return list(zip(found["parameter"], found["gradient"], found["optimizer"], strict=True))
 
 
@@ -67,6 +70,27 @@ def test_gradients_are_the_open_sums_of_a_replicas_blocks():
     assert [g for _, g, _ in predicted(ParallelPlan.mesh(dp=2, layers=4), 8)] == [4 * (1920 + 600) * 3] * 2
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_open_sums_are_counted_in_the_order_of_the_backward_passes(schedule):
+    """A stage that gets microbatches of two replicas in turn has a block of each under way; one in order has floor(log2) + 1,
+    but for runs that are no subtree of the tree: of 4, 5 and 6 the last two wait for each other."""
+
+    def sums(replicas: tuple[int, ...], microbatches: Microbatches, rank: int) -> int:
+        routing = MicrobatchRouting(ParallelPlan.of(replicas, layers=4), microbatches)
+        (stage,) = routing.plan.stages_of(rank)
+        return open_sums(routing, stage, rank, registry.build_schedule(schedule, routing)[rank])
+
+    assert [sums((1, 1), Microbatches(8, blocks), 1) for blocks in (1, 2, 4, 8)] == [1, 2, 3, 4]
+    assert [sums((2, 2), Microbatches(8, blocks), 2) for blocks in (1, 2, 4, 8)] == [1, 1, 2, 3]
+    in_turn = [
+        i.microbatch
+        for i in registry.build_schedule(schedule, MicrobatchRouting(ParallelPlan.of((2, 1), layers=4), Microbatches(8, 4)))[2]
+        if i.letter == ("W" if schedule == "zb-h1" else "B")
+    ]
+    assert in_turn != sorted(in_turn) and sums((2, 1), Microbatches(8, 4), 2) == 4
+    assert [sums((3,), Microbatches(8, 8), rank) for rank in range(3)] == [2, 2, 3]
+
+
 @pytest.mark.parametrize("zero, shared", [(0, ""), (1, "optimizer"), (2, "optimizer"), (3, "optimizer parameter")])
 def test_replicas_share_out_what_the_zero_stage_says(zero, shared):
     """One stage without a tie, large enough to be shared evenly. Each replica adds up whole gradients of its blocks: what
@@ -78,7 +102,7 @@ def test_replicas_share_out_what_the_zero_stage_says(zero, shared):
         state=StateBytes(outline, {kind: {"a": n * size} for kind, n in (("parameter", 4), ("gradient", 4), ("optimizer", 8))}),
     )
     routing = MicrobatchRouting(ParallelPlan.mesh(dp=4, layers=1).with_zero(zero), Microbatches(4, 4))
-    found = state_bytes(profile, routing)
+    found = state_bytes(profile, routing, registry.build_schedule("gpipe", routing))
     for kind, width in (("parameter", 4), ("gradient", 4), ("optimizer", 8)):
         assert set(found[kind]) == {width * size // (4 if kind in shared else 1)}
     plan = routing.plan
@@ -109,7 +133,8 @@ def test_layers_without_tensors_count_by_their_bytes_and_are_cut_evenly():
     layers = tuple(LayerProfile(f"l{i}", 1.0, 2.0, 1.0, 1.0, parameter_bytes=800, optimizer_bytes=1600) for i in range(4))
     for shards in (1, 2, 4):
         routing = MicrobatchRouting(ParallelPlan.mesh(pp=2, tp=shards, layers=4), Microbatches(1))
-        found = {kind: set(by_rank) for kind, by_rank in state_bytes(ModelProfile(layers), routing).items()}
+        orders = registry.build_schedule("gpipe", routing)
+        found = {kind: set(by_rank) for kind, by_rank in state_bytes(ModelProfile(layers), routing, orders).items()}
         assert found == {"parameter": {1600 // shards}, "gradient": {1600 // shards}, "optimizer": {3200 // shards}}
 
 

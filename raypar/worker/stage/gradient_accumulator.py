@@ -42,8 +42,9 @@ class GradientAccumulator:
     """Adds up the gradients of one stage's uses of parameters over the microbatches and blocks of a step.
 
     Autograd adds into the `.grad` of the leaves, which belongs to one block at a time. Memory: a row of gradients for each open
-    block, and for at most floor(log2 V) + 2 subtrees of V blocks, because a block is merged with its sibling at once. The last
-    addition of each complete subtree is left to the reduction, which writes the result to where it is sent from.
+    block, and for at most floor(log2 V) + 1 subtrees of V blocks in order, the block under way among them, if the run is one
+    subtree of the tree: a block is merged with its sibling at once. The last block's last addition is left to the reduction,
+    which writes the result to where it is sent from.
 
     A block of one microbatch whose left sibling is complete may be *joined*: autograd adds to the sibling's sum in place. The
     addition is the same one, made while the new gradient is in the cache. A block may only be joined if autograd adds once to
@@ -76,9 +77,9 @@ class GradientAccumulator:
     _joins: dict[int, tuple[TreeNode, TreeNode]]
     """Block that may be joined -> (parent, left sibling)."""
     _merges: dict[int, list[Merge]]
-    """Block -> the merges on its way up the tree."""
+    """Block -> the merges on its way up to the root of its complete subtree."""
     _roots: list[TreeNode]
-    """The nodes that are reported: the complete subtrees, and their children where the last addition is the reduction's."""
+    """The nodes that are reported: complete subtrees, and the children of the one whose last addition is the reduction's."""
     _empty: list[int]
     """Blocks without microbatches."""
     _total: int
@@ -333,8 +334,10 @@ class GradientAccumulator:
         return self._joins[block][0] if self._joined is not None and self._joined.block == block else (block, block + 1)
 
     def _path_of(self, block: int) -> list[Merge]:
-        """The merges from `_start_of` upwards."""
-        return self._merges[block][1:] if self._joined is not None and self._joined.block == block else self._merges[block]
+        """The merges from `_start_of` upwards; of the last block without the root's, which is the reduction's."""
+        merges, is_joined = self._merges[block], self._joined is not None and self._joined.block == block
+        is_last = self._halves_left == self._left[block]
+        return merges[int(is_joined) : len(merges) - is_last]
 
     def _completed(self, block: int) -> None:
         """All uses of the block are in the tree: mark the highest node that they complete."""
@@ -370,11 +373,11 @@ def _inner(nodes: Sequence[TreeNode]) -> list[TreeNode]:
 
 
 def _path(block: int, subtrees: Sequence[TreeNode]) -> list[Merge]:
-    """The merges from the block's leaf upwards, but not the last one, at the root of the block's complete subtree."""
+    """The merges from the block's leaf up to the root of its complete subtree."""
     node = next(n for n in subtrees if n[0] <= block < n[1])
     path: list[Merge] = []
     while node[1] - node[0] > 1:
         left, right = addition_tree_children(node)
         path.append((node, left, right))
         node = left if block < left[1] else right
-    return path[:0:-1]
+    return path[::-1]

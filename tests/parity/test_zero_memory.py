@@ -1,0 +1,103 @@
+"""The memory sheet of replicas that divide state is true after every instruction of a step, at every level and schedule."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import ugly_models
+from helpers.sheet_checks import check_kept, gradient_bytes
+from helpers.zero_layouts import PIECE, small_pieces
+
+from raypar.job import AverageConfig, Job, OptimizerConfig
+from raypar.model.graph import Graph
+from raypar.plan import ParallelPlan
+from raypar.planner.memory_sheet import MemorySheet, memory_sheets
+from raypar.schedule import registry
+from raypar.worker.layer_graph_of_job import make_layer_graph
+from raypar.worker.measure_profile import profile_job
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_core import WorkerCore
+
+pytestmark = pytest.mark.part(12)
+
+LEVELS = (0, 1, 2, 3)
+SCHEDULES = tuple(name for name in registry.NAMES if name != "naive")
+SPLIT = ("zb-h1", "zb-v")
+"""Schedules that compute weight gradients apart, so that a block's are never all there at once."""
+
+
+def plan_of(graph: Graph, schedule: str, replicas: tuple[int, ...], level: int, **more) -> ParallelPlan:
+    plan = ParallelPlan.of(
+        replicas,
+        layers=len(graph.layers),
+        chunks=registry.resolve_chunks_per_worker(schedule),
+        placement=registry.placement_of_schedule(schedule),
+        recompute=range(len(graph.layers)) if more.pop("recompute", False) else (),
+    )
+    return plan.with_zero(level, more.pop("holders", None)).with_gradients(more.pop("gradients", "fold"))
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_kept_for_backward_passes_is_what_the_sheet_counts(level, schedule, recompute, monkeypatch):
+    job = ugly_models.job("tangled", microbatches=5)
+    graph = make_layer_graph(job)
+    with small_pieces():
+        check_kept(job, graph, plan_of(graph, schedule, (2, 3), level, recompute=recompute), schedule, monkeypatch)
+
+
+def sheets_of(job: Job, graph: Graph, plan: ParallelPlan, schedule: str) -> tuple[MemorySheet, ...]:
+    return memory_sheets(profile_job(job, workers=plan.world, graph=graph), plan, schedule, job.batching)
+
+
+OPTIMIZERS = {
+    "AdamW": OptimizerConfig(function="torch.optim:AdamW", args={"lr": 1e-2}),
+    "SGD": OptimizerConfig(function="torch.optim:SGD", args={"lr": 1e-2}),
+    "momentum": OptimizerConfig(function="torch.optim:SGD", args={"lr": 1e-2, "momentum": 0.9}),
+}
+CASES = [
+    *((schedule, (2, 3), level, "AdamW", {}) for schedule in SCHEDULES for level in LEVELS),
+    *(("1f1b", (3,), level, "SGD", {}) for level in LEVELS),
+    *(("gpipe", (2, 1), level, "momentum", {}) for level in LEVELS),
+    *(("1f1b", (3, 4), level, "AdamW", {"holders": 2}) for level in LEVELS[1:]),
+    *((schedule, (2, 3), level, "AdamW", {"gradients": "scatter"}) for schedule in ("1f1b", "gpipe") for level in (2, 3)),
+]
+
+
+@pytest.mark.parametrize("schedule, replicas, level, optimizer, more", CASES, ids=str)
+def test_state_and_gradients_are_what_the_sheet_counts_after_every_instruction(schedule, replicas, level, optimizer, more):
+    """Gradients take that when they are most: two microbatches of a block, so that its own are beside the open sums of others.
+    The rest is there all the time, each kind within a piece."""
+    job = ugly_models.job("plain", microbatches=8, virtual_replicas=4, optimizer=OPTIMIZERS[optimizer])
+    job = job.replace(average=AverageConfig(decay=0.9, from_step=1))
+    graph = make_layer_graph(job)
+    plan = plan_of(graph, schedule, replicas, level, **more)
+    runs: list[OneProcessRun] = []
+    most = [0] * plan.world
+
+    def look(step: int, instruction: object) -> None:
+        for core in runs[0].cores:
+            most[core.rank] = max(most[core.rank], gradient_bytes(core))
+            check_state(core, sheets[core.rank])
+
+    with small_pieces():
+        sheets = sheets_of(job, graph, plan, schedule)
+        with OneProcessRun(job, plan, schedule, graph=graph, before_compute=look) as run:
+            runs.append(run)
+            for step in range(3):
+                run.step(step)
+                for core in run.cores:
+                    check_state(core, sheets[core.rank])
+    for rank, (sheet, found) in enumerate(zip(sheets, most, strict=True)):
+        assert found <= sheet.state["gradient"], (most, sheets)
+        several = len(plan.stages_of(rank)) > 1  # which need not all have most at the same time
+        assert several or schedule in SPLIT or "gradients" in more or found == sheet.state["gradient"], (most, sheets)
+
+
+def check_state(core: WorkerCore, sheet: MemorySheet) -> None:
+    """Each kind is there within a piece; what is gathered may be gone, or that of some stages, after its last use in a step."""
+    held, predicted = core.memory(), sheet.by_kind
+    state = held.get("parameter", 0) + held.get("master", 0)  # runs of freed parameters are tensors of their own, like masters
+    for found, kind in ((state, "parameter"), (held.get("optimizer", 0), "optimizer"), (held.get("average", 0), "average")):
+        assert abs(found - predicted.get(kind, 0)) <= 8 * PIECE or not found, (kind, held, sheet)
+    assert held.get("gathered", 0) <= sheet.gathered, (held, sheet)
