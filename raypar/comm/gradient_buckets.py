@@ -204,6 +204,14 @@ def fill_places(places: Sequence[Place], sums: Sums, subtree: int) -> None:
         copy_all(to, source)
 
 
+def fill_places_with_all(places: Sequence[Place], sums: Sums, subtrees: int) -> None:
+    """Put this replica's sum over all its subtrees, so many, into the places."""
+    for memory, index, start, stop, is_whole in places:
+        mine = sums[index]
+        of_subtrees = [mine.terms[k] if is_whole else mine.flat_terms(k, start, stop) for k in range(subtrees)]
+        put(memory, [term for terms in of_subtrees for term in terms])
+
+
 def put(place: Tensor, terms: Sequence[Tensor]) -> None:
     """Write the sum of terms, left to right, or "no gradient", to its place."""
     if not terms:
@@ -349,14 +357,7 @@ class FastBucket(GradientBucket):
 
     def fill(self, sums: Sums) -> None:
         """See `GradientBucket.fill`: this replica's subtrees are added here, left to right."""
-        for memory, index, start, stop, is_whole in self._places:
-            mine = sums[index]
-            terms = [
-                term
-                for subtree in range(len(self.replicas.own_subtrees))
-                for term in (mine.terms[subtree] if is_whole else mine.flat_terms(subtree, start, stop))
-            ]
-            put(memory, terms)
+        fill_places_with_all(self._places, sums, len(self.replicas.own_subtrees))
 
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""

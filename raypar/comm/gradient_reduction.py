@@ -5,8 +5,8 @@ owner of a slice receives all replicas' subtree sums of the slice (all-to-all), 
 the total to all (all-gather). The additions are those of one process, whatever the number of replicas. Where each run is one
 complete subtree, the bytes are those of a ring: 2 (R-1)/R N per replica; if there are 2^k of one size, small buckets, and all
 on a GPU, are exchanged by recursive halving and doubling between neighbours (`plan/gradient_exchange.py` chooses). *Fast*: a
-plain all-reduce of each replica's own sum. Where replicas own runs of parameters, the first exchange ends at the holders of
-runs, who keep the totals.
+plain all-reduce of each replica's own sum. Where replicas own runs of parameters, the first exchange of either ends at the
+holders of runs, who keep the totals.
 
 Buckets share a pool of bounded memory: a bucket is filled when its gradients are final and the bucket that had its memory
 before has its totals. Until then gradients wait where they are, so a full pool stops nobody; and totals are put where the
@@ -43,7 +43,7 @@ from raypar.comm.gradient_buckets import (
     SlotMemory,
 )
 from raypar.comm.gradient_sums import GradientSum, SubtreeSums, terms_of
-from raypar.comm.holder_buckets import OwnerBucket
+from raypar.comm.holder_buckets import FastOwnerBucket, OwnerBucket
 from raypar.comm.parameter_marks import ParameterMarks
 from raypar.comm.routine import Routine, RoutineWait, StreamWaits
 from raypar.comm.shared_memory_buckets import (
@@ -142,7 +142,7 @@ class GradientReduction(ABC):
         """The buckets, and see `_puts_needed`."""
         if len(self.group) == 1:
             return [], []
-        device, subtrees = self.replicas.device, tuple(map(len, self.subtrees_by_replica))
+        device, subtrees = self.replicas.device, self._sums_by_replica()
         room = BucketRoom(self.pool_bytes // SLOTS, subtrees, self.replicas.holders, alignment_on(device))
         layouts = bucket_layouts(self.parameters, bucket_bytes, device, self.owners, room=room)
         made, slots = list[GradientBucket](), list[SlotMemory]()
@@ -163,6 +163,10 @@ class GradientReduction(ABC):
         for bucket in buckets:
             for index in bucket.layout.indices:
                 self._buckets_of[index].append(bucket)
+
+    def _sums_by_replica(self) -> tuple[int, ...]:
+        """By replica: how many sums it sends."""
+        return tuple(map(len, self.subtrees_by_replica))
 
     @abstractmethod
     def _bucket(self, layout: BucketLayout, replicas: ReplicaGroup) -> GradientBucket:
@@ -402,7 +406,10 @@ class CanonicalReduction(GradientReduction):
 
 
 class FastReduction(GradientReduction):
-    """Reduction by a plain all-reduce: the bits depend on the number of replicas."""
+    """Reduction by a plain all-reduce, or, to owners, of one sum a replica: the bits depend on the number of replicas."""
+
+    def _sums_by_replica(self) -> tuple[int, ...]:
+        return (1,) * len(self.group) if self.owners else super()._sums_by_replica()
 
     def _bucket(self, layout: BucketLayout, replicas: ReplicaGroup) -> GradientBucket:
-        return FastBucket(replicas, layout)
+        return FastBucket(replicas, layout) if layout.segments is None else FastOwnerBucket(replicas, layout)

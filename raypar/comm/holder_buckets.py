@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 from torch import Tensor
 
 from raypar.comm.bucket_layout import BucketLayout, BucketPart
-from raypar.comm.gradient_buckets import GradientBucket, Place, ReplicaGroup, Sums, TreeAdditions, fill_places
+from raypar.comm.collectives import add_over_tree
+from raypar.comm.gradient_buckets import (
+    GradientBucket,
+    Place,
+    ReplicaGroup,
+    Sums,
+    TreeAdditions,
+    fill_places,
+    fill_places_with_all,
+)
 from raypar.comm.transport import Handle
+from raypar.plan.addition_tree import TreeNode
 from raypar.torch_compat.multi_tensor import copy_all
 
 
@@ -41,7 +54,8 @@ class OwnerBucket(GradientBucket):
         """By replica: the memory from which this replica's subtree sums of what that one holds are sent."""
         self.parts = [nothing if r == me else replicas.zeros(len(n) * size, layout.dtype) for r, n in enumerate(nodes)]
         """By replica: the memory for its subtree sums of what this replica holds."""
-        self._additions: list[TreeAdditions] = []
+        self._additions: list[Callable[[], None]] = []
+        """Each adds up one segment that this replica holds."""
         totals: dict[int, Tensor] = {}
         before = 0
         for owner in held:
@@ -52,12 +66,16 @@ class OwnerBucket(GradientBucket):
                 for r, of in enumerate(nodes)
                 for k, node in enumerate(of)
             }
-            self._additions.append(TreeAdditions(sums, replicas.block_count, totals[owner]))
+            self._additions.append(self._addition(sums, totals[owner]))
             before += length
         self._own = [(part, self._within(totals[part.owner], part)) for part in layout.parts if part.owner in totals]
         """Each part that this replica holds, and its total."""
         self._targets = [self._places(here, lengths, k) for k in range(own)]
         """By subtree: the places that `fill` writes to."""
+
+    def _addition(self, sums: Mapping[TreeNode, Tensor], total: Tensor) -> Callable[[], None]:
+        """What adds up a segment. `sums`: by subtree of any replica, its sum of the segment."""
+        return TreeAdditions(sums, self.replicas.block_count, total).run
 
     def _piece(self, outgoing: Tensor, begins: dict[int, int], lengths: list[int], replica: int, subtrees: int) -> Tensor:
         """What goes to another replica, in the memory [K N]."""
@@ -93,9 +111,29 @@ class OwnerBucket(GradientBucket):
 
     def put_totals(self, sums: Sums) -> None:
         """See `GradientBucket.put_totals`: adds, and copies the totals of what this replica holds."""
-        for additions in self._additions:
-            additions.run()
+        for add in self._additions:
+            add()
         if self._own:
             copy_all(
                 [sums[part.parameter].place(part.start, part.stop) for part, _ in self._own], [total for _, total in self._own]
             )
+
+
+class FastOwnerBucket(OwnerBucket):
+    """As `OwnerBucket`, of the fast reduction: each replica sends one sum, of all its blocks, and holders add these over the
+    tree of replicas, as an all-reduce in host memory does."""
+
+    def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
+        self._subtrees = len(replicas.own_subtrees)
+        count = len(replicas.ranks)
+        one_each = tuple(((replica, replica + 1),) for replica in range(count))
+        super().__init__(replace(replicas, subtrees_by_replica=one_each, block_count=count), layout)
+
+    def _addition(self, sums: Mapping[TreeNode, Tensor], total: Tensor) -> Callable[[], None]:
+        """See `OwnerBucket._addition`."""
+        return partial(add_over_tree, [sums[node] for node in sorted(sums)], self.replicas.own_index, total)
+
+    def fill(self, sums: Sums) -> None:
+        """See `GradientBucket.fill`: this replica's subtrees are added here, left to right."""
+        (places,) = self._targets
+        fill_places_with_all(places, sums, self._subtrees)

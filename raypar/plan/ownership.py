@@ -249,15 +249,13 @@ class Ownership:
         runs = self.owned_runs(stage, number, replica)
         return frozenset(run for run in runs if self._first_stage[run.name] == stage)
 
-    def gradient_runs(
-        self, stage: int, number: int, replica: int, name: str, *, to_owners: bool = True
-    ) -> tuple[GradientRun, ...]:
+    def gradient_runs(self, stage: int, number: int, replica: int, name: str) -> tuple[GradientRun, ...]:
         """Of which runs of a trained parameter a replica of a virtual shard of a stage gets the reduced gradient: all of it as
-        one, or, where replicas divide state and gradients go `to_owners`, those that it holds."""
+        one, or, where replicas divide state, those that it holds."""
         size, cut = self._tensors_of_stage(stage)[name], self._cut_over_virtual_shards(stage, name)
         spans: IndexRanges = ((0, size),) if cut is None else cut.element_ranges(cut.indices_by_shard[number], size)
         runs = [(0, count_indices(spans))]
-        if to_owners and self.divides(stage, "optimizer"):
+        if self.divides(stage, "optimizer"):
             runs = [(start, stop) for other, start, stop in self.runs(stage, number, replica) if other == name]
         return tuple(GradientRun(start, stop, indices_at_positions(spans, start, stop)) for start, stop in runs)
 

@@ -143,11 +143,11 @@ def _reduction(routing: MicrobatchRouting, stage: int, shard: int, channel: int,
     group = routing.plan.replica_ranks(stage, shard)
     if len(group) == 1:
         return
-    if fast:
-        yield CommunicatorKey(group, "all_reduce", FAST_REDUCTION_CHANNELS + channel)
-        return
     if routing.plan.divides_state(stage):
         yield CommunicatorKey(group, "all_to_all", channel)
+        return
+    if fast:
+        yield CommunicatorKey(group, "all_reduce", FAST_REDUCTION_CHANNELS + channel)
         return
     blocks = routing.microbatches.blocks
     subtrees = [covering_nodes(routing.blocks_of_replica(stage, r), blocks) for r in range(len(group))]

@@ -582,10 +582,7 @@ class StageBuilder:
 
     def _owners_of_uses(self, index: int, number: int, stage: Stage) -> list[list[list[tuple[int, int]]]]:
         """By use of a parameter: the runs that each replica owns, where gradients are reduced to these; empty if none are."""
-        plan = self.assignment.plan
-        if not plan.divides_state(index) or self.spec.reduction != "canonical":
-            return []
-        return self._runs_of_uses(index, number, stage)
+        return self._runs_of_uses(index, number, stage) if self.assignment.plan.divides_state(index) else []
 
     def _runs_of_uses(self, index: int, number: int, stage: Stage) -> list[list[list[tuple[int, int]]]]:
         """By use of a parameter: the runs that each replica owns, or would own if replicas divided state."""

@@ -193,7 +193,6 @@ class StepCommit:
             self.ties,
             self.transport,
             self.ownership,
-            self.spec.reduction == "canonical",
             self.stages,
             self.stream_waits,
         )
@@ -343,7 +342,7 @@ class StepCommit:
             yield from self.before_vote()
         ballot, flags = self._ballot(self._settled)  # its read waits for the device, and so for all that streams wait for
         yield from self.stream_waits.finish()  # a worker votes for what is valid
-        self._drop_gradients_of_others()
+        self._drop_reduced_gradients()
         yield from self._buffers.finish(self.step, iter(flags))
         self.can_apply_late = True
         read_ahead = partial(self.while_votes_arrive, self.step + 1) if self.while_votes_arrive is not None else None
@@ -385,21 +384,13 @@ class StepCommit:
         orders = () if digest is None else (OrderOfSamples(self.rank, digest),)
         return Ballot(1, total_loss, total_count, squares, self._defined_here(), orders), raised
 
-    def _drop_gradients_of_others(self) -> None:
-        """Keep the gradients of what is owned alone, where replicas divide gradients. Under the fast reduction whole ones are
-        there until the norm is taken."""
-        for index, gradients in self._settled.items():
-            if not self.ownership.divides(index[0], "gradient"):
-                continue
-            whole = {each.name for each in self.owned[index] if each.run is None}
-            for name, gradient in gradients.items():
-                if gradient is not None and name not in whole:
-                    own = [each for each in self.owned[index] if each.name == name]
-                    self._settled_runs[index][name] = [each.of(gradient).clone() for each in own]
-                    gradients[name] = None
-            self.reductions[index].owned_totals = {}  # they are settled
-            if self._reduced_uses is not None:
-                self._reduced_uses[index] = []
+    def _drop_reduced_gradients(self) -> None:
+        """Let go of reduced gradients where replicas divide these: they are settled."""
+        for index in self._settled:
+            if self.ownership.divides(index[0], "gradient"):
+                self.reductions[index].owned_totals = {}
+                if self._reduced_uses is not None:
+                    self._reduced_uses[index] = []
 
     def _defined_here(self) -> int:
         """The bits of the parameters of which this worker has a gradient."""

@@ -66,8 +66,6 @@ class TiedGradientExchange:
     """Connects the workers."""
     ownership: Ownership
     """Which rank keeps which piece of state."""
-    to_owners: bool
-    """Whether gradients are reduced to owners alone, where replicas divide state."""
     stages: Mapping[ShardOfStage, Stage]
     """This worker's stages, each virtual shard of one by itself."""
     stream_waits: StreamWaits
@@ -184,7 +182,7 @@ class TiedGradientExchange:
         def held(stage: int, replica: int, number: int) -> tuple[GradientRun, ...]:
             key = name, stage, replica, number
             if key not in self._held_by:
-                runs = self.ownership.gradient_runs(stage, number, replica, name, to_owners=self.to_owners)
+                runs = self.ownership.gradient_runs(stage, number, replica, name)
                 self._held_by[key] = runs
             return self._held_by[key]
 
