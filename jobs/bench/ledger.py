@@ -310,6 +310,15 @@ def replica_rows() -> Iterator[Row]:
     for r, operation, what in ((2, "window", "swapped"), (4, HALVING, "halving"), (8, HALVING, "halving")):
         found = total(moved(spec, ParallelPlan.mesh(dp=r, layers=layers)), operation)
         yield Row(str(r), f"{r} replicas, gradients, {what}", "2 (R-1)", 2 * (r - 1) * numbers * WORD, found)
+    for r in (2, 4):
+        plan, each = ParallelPlan.mesh(dp=r, layers=layers), (r - 1) * numbers * WORD
+        found = total(moved(spec, plan.with_zero(2)), "window" if r == 2 else "all_to_all")
+        yield Row(str(r), f"{r} replicas, ZeRO 2, gradients folded, to their owners", "R-1", each, found)
+        found = total(moved(spec, plan.with_zero(2).with_gradients("scatter")), "scatter")
+        yield Row(str(r), f"{r} replicas, ZeRO 2, gradients scattered, m = 8", "(R-1) m/R", each * 8 // r, found)
+        ledgers = moved(spec, plan.with_gradients("scatter"))
+        found = total(ledgers, "scatter") + total(ledgers, "all_gather")
+        yield Row(str(r), f"{r} replicas, gradients scattered, totals gathered", "(R-1) (m/R + 1)", each * (8 // r + 1), found)
 
 
 LAYERS: tuple[Callable[[int], Iterator[Row]], ...] = (convolution_rows, halo_rows, recurrent_rows, hybrid_rows, part_rows)

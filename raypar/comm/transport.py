@@ -21,8 +21,9 @@ from raypar.errors import CommError, CommTimeout, GroupAborted
 COLLECTIVES = ("all_reduce", "halving_all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 """Operations of the transport protocol that move memory and have a group."""
 
-FAST_REDUCTION_CHANNELS, SHARD_CHANNELS = 1 << 32, 1 << 34
-"""First channel of the fast gradient reductions, and of the collectives between shards; stage s uses this channel + s.
+FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, GATHER_CHANNELS = 1 << 32, 1 << 34, 1 << 36
+"""First channel of the fast gradient reductions, of the collectives between shards, and of the parameters that replicas give
+each other on request; stage s uses this channel + s.
 
 The canonical reduction of stage s uses channel s."""
 

@@ -185,6 +185,7 @@ def memory_sheet_lines(found: dict[str, Any]) -> list[str]:
         )
     lines += holders_lines(found["holders"])
     lines += [found["why_zero"]] if "why_zero" in found else []
+    lines += gradient_lines(found)
     if "does_not_fit" in found:
         most, has = max(found["memory_bytes"]), found["does_not_fit"]["worker_bytes"]
         lines.append(
@@ -192,6 +193,15 @@ def memory_sheet_lines(found: dict[str, Any]) -> list[str]:
             f"{has / 2**20:,.1f} MiB; {found['does_not_fit']['advice']}"
         )
     return lines
+
+
+def gradient_lines(found: Mapping[str, Any]) -> list[str]:
+    """A line on what scattered gradients send, and folded ones would; none of others. `found`: from `launch.plan_as_dict`."""
+    sent = found.get("gradient_bytes")
+    if sent is None or sent["route"] != "scatter":
+        return []
+    scatter, fold = (sent[route] / 2**20 for route in ("scatter", "fold"))
+    return [f"gradients are scattered: replicas send {scatter:,.1f} MiB a step, {fold:,.1f} with plan.gradients=fold"]
 
 
 def holders_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:

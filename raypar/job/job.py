@@ -607,6 +607,17 @@ class Job(Section):
         return not isinstance(self.plan, PlanConfig) or self.plan.zero == "auto"
 
     @property
+    def leaves_gradients_open(self) -> bool:
+        """Whether the planner chooses if gradients are folded or scattered."""
+        chooses = not isinstance(self.plan, PlanConfig) or self.plan.gradients == "auto"
+        return chooses and self.reduction == "canonical" and self.device == "cpu"
+
+    @property
+    def asks_for_gradients(self) -> bool:
+        """Whether the job says in words that the planner is to choose that."""
+        return isinstance(self.plan, PlanConfig) and "gradients" in self.plan.model_fields_set
+
+    @property
     def worker_memory_bytes(self) -> int | None:
         """What a worker may use, as the job says it; None: it does not."""
         given = self.placement.worker_memory_mib

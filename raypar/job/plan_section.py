@@ -12,6 +12,7 @@ from raypar.errors import ConfigError, PlanError
 from raypar.files.printable_text import shorten
 from raypar.job.key import BITS_OF_SHARDS, CLIENT, WORKERS
 from raypar.job.section import MAX_WORKERS, Parts, PathText, Section, Workers
+from raypar.plan.gradient_scatter import GradientRoute
 from raypar.plan.parallel_plan import (
     GATHER_SPANS,
     GATHERS_FROM,
@@ -174,11 +175,12 @@ class PlanConfig(Section):
     last. `microbatch`: while it computes in their stage, so that a worker with several stages (`chunks`) has two of them at
     most; with one stage that is the step. `layer`: two layers of a stage at a time, of which one computes and one arrives. Each
     gather sends parameters again. One word, or a list with one per stage. Results do not depend on it."""
-    gradients: Annotated[Literal["fold", "scatter"], CLIENT] = "fold"
+    gradients: Annotated[Literal["auto", "fold", "scatter"], CLIENT] = "auto"
     """How gradients of replicas are added up. `fold`: a replica has consecutive microbatches, adds their gradients up, and
     sends the sums. `scatter`: replicas take microbatches in turn, and each gradient goes to its owners as it leaves a layer, so
     that none is ever whole (with `zero: 0` their totals are, at the end of a step): less memory, and microbatches / replicas
-    times the bytes sent. Not on GPUs yet. Results do not depend on it."""
+    times the bytes sent; not on GPUs yet. `auto`: `scatter` where it alone fits into workers' memory, or is predicted to be
+    faster, which the run then says. Results do not depend on it."""
     reduction_buffer_mib: Annotated[PositiveInt, WORKERS] = 8
     """Memory of a stage with replicas, in MiB, for gradients that are on their way between these. Gradients that find no room
     wait where they are; with `gradients: scatter` their replica waits. Results do not depend on it."""
@@ -220,6 +222,11 @@ class PlanConfig(Section):
         """How long parameters that replicas divide are whole, as the section gives it."""
         given: GatherSpan | tuple[GatherSpan, ...] = self.gather
         return given
+
+    @property
+    def given_gradients(self) -> GradientRoute:
+        """The way of gradients that the section gives; `fold` until the planner has chosen."""
+        return "fold" if self.gradients == "auto" else self.gradients
 
     @property
     def workers(self) -> int:
@@ -429,4 +436,4 @@ class PlanConfig(Section):
     def _with_state(self, plan: ParallelPlan) -> ParallelPlan:
         """The plan with what the section says of the state that replicas divide."""
         divided = plan.with_zero(self.given_zero, self.zero_holders).with_gather(self.given_gather)
-        return divided.with_gradients(self.gradients)
+        return divided.with_gradients(self.given_gradients)

@@ -93,7 +93,6 @@ def choose_plan(
     from raypar.planner.plan_search import balance_stages
     from raypar.planner.predicted_step import predict_step
     from raypar.planner.zero_level import choose_zero_level
-    from raypar.schedule import registry
     from raypar.worker.job_preflight import check_model_can_shard
 
     spec = checked.job
@@ -114,14 +113,14 @@ def choose_plan(
         balance = balance_stages(profile, fixed, make_schedule or schedule, spec.batching)
         fixed = balance.plan
         why.append(stage_balance_text(balance))
-    routing, crossing = MicrobatchRouting(fixed, spec.batching), checked.graph.crossing(fixed)
-    if make_schedule is None:
-        made = registry.build_schedule(schedule, routing, connections=crossing)
-    else:
-        made = make_schedule(routing, crossing)
+    made = _make_schedule(spec, checked.graph, make_schedule or schedule, fixed)
     if spec.leaves_zero_open:
         fixed, line = choose_zero_level(profile, fixed, made, spec.batching)
         why.append(line)
+    if spec.leaves_gradients_open:
+        fixed, line = choose_gradients_of_job(spec, checked.graph, profile, fixed, make_schedule or schedule)
+        why += [line] if line else []
+        made = _make_schedule(spec, checked.graph, make_schedule or schedule, fixed) if line else made
     timeline, _ = predict_step(profile, fixed, made, spec.batching)
     memory = predict_memory(profile, fixed, made, spec.batching)
     by_name = schedule if make_custom_schedule_builder(spec) is None else made
@@ -131,6 +130,35 @@ def choose_plan(
         *check_memory(profile, fixed, by_name, spec, memory),
     )
     return ChosenPlan(fixed, schedule, made, timeline, profile, "\n".join(why), balance, memory, warnings)
+
+
+def _make_schedule(spec: Job, graph: Graph, schedule: str | MakeSchedule, plan: ParallelPlan) -> Schedule:
+    from raypar.schedule import registry
+
+    routing, crossing = MicrobatchRouting(plan, spec.batching), graph.crossing(plan)
+    return (
+        registry.build_schedule(schedule, routing, connections=crossing)
+        if isinstance(schedule, str)
+        else schedule(routing, crossing)
+    )
+
+
+def choose_gradients_of_job(
+    spec: Job, graph: Graph, profile: ModelProfile, plan: ParallelPlan, schedule: str | MakeSchedule
+) -> tuple[ParallelPlan, str]:
+    """The job's plan with gradients that are folded or scattered, and why, a line; empty where nobody has to be told."""
+    from raypar.planner.gradient_route import choose_gradient_route
+    from raypar.worker.make_worker_assignments import gradient_pool
+
+    return choose_gradient_route(
+        profile,
+        plan,
+        schedule,
+        spec.batching,
+        partial(gradient_pool, spec, graph),
+        is_asked=spec.asks_for_gradients,
+        zero_is_open=spec.leaves_zero_open,
+    )
 
 
 def _profile(spec: Job, checked: PreflightResult, fixed: ParallelPlan | None, workers: int) -> ModelProfile:

@@ -42,6 +42,8 @@ def shown_plan_as_dict(shown: ShownPlan, job: Job, graph: Graph) -> dict[str, Js
         found["stage_balance"] = stage_balance_as_dict(shown.balance)
     if shown.why:
         found["why_zero"] = shown.why
+    if shown.profile is not None and any(stage.replicas > 1 for stage in plan.stages):
+        found["gradient_bytes"] = gradient_bytes_as_dict(shown.profile, plan, job.batching)
     if shown.choice is not None:
         found["choice"] = plan_report_as_dict(shown.choice)
     if shown.profile is not None:
@@ -50,6 +52,16 @@ def shown_plan_as_dict(shown: ShownPlan, job: Job, graph: Graph) -> dict[str, Js
         if advice is not None:
             found["branches"] = branch_advice_as_dict(advice, [layer.name for layer in graph.layers])
     return found
+
+
+def gradient_bytes_as_dict(profile: ModelProfile, plan: ParallelPlan, microbatches: Microbatches) -> dict[str, Json]:
+    """What replicas send each other of gradients in a step: the plan's way, and the bytes of either."""
+    from raypar.plan.gradient_traffic import gradient_traffic
+    from raypar.plan.ownership import Ownership
+
+    state = profile.state_on_shards(plan.virtual_shard_counts)
+    found = gradient_traffic(Ownership(plan, state.outline), microbatches, state.by_tensor["gradient"])
+    return {"route": plan.gradients, "fold": found.fold, "scatter": found.scatter}
 
 
 def workers_share_caches(device: str, profile: ModelProfile | None, workers: int) -> bool:

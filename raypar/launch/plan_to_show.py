@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypar.errors import ConfigError
-from raypar.launch.choose_plan import make_custom_schedule_builder, plan_of_job
+from raypar.launch.choose_plan import choose_gradients_of_job, make_custom_schedule_builder, plan_of_job
 from raypar.launch.unspoken_end_of_checks import spoken_for
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.parallel_plan import GatherSpan, shortest_span
@@ -44,7 +44,7 @@ class ShownPlan:
     batch: Mapping[str, Tensor] | None = None
     """The first microbatch, where layers are cut over shards and a profile was made."""
     why: str = ""
-    """Why it has its ZeRO stage, where the job leaves that open."""
+    """Why it has its ZeRO stage, and its way of gradients, where the job leaves that open."""
 
 
 def refuse_no_profile(choose: bool, svg: Path | None, memory: float | None = None) -> None:
@@ -161,6 +161,11 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
         why = ""
         if job.leaves_zero_open:
             plan, why = choose_zero_level(profile, plan, schedule or job.schedule_name, job.batching)
+        if job.leaves_gradients_open:
+            plan, line = choose_gradients_of_job(job, graph, profile, plan, build or job.schedule_name)
+            why = "\n".join(each for each in (why, line) if each)
+            if build is not None and plan.gradients == "scatter":
+                schedule = build(MicrobatchRouting(plan, job.batching), graph.crossing(plan))
         return ShownPlan(plan, job.schedule_name, profile, schedule, balance=balance, batch=batch, why=why)
     return ShownPlan(plan, job.schedule_name, profile, schedule, batch=batch)
 

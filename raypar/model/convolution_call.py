@@ -66,9 +66,10 @@ class ConvolutionCall:
     def gradients(
         self, operands: tuple[Tensor, ...], weight: Tensor, needed: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of x, weight and bias. Without that of x the weight is only asked for its shape and strides."""
+        """Gradients of x, weight and bias. Without that of x the weight is only asked for its shape and strides: it may have no
+        memory then."""
         gradient, x = operands
-        if weight.dtype != x.dtype:
+        if weight.dtype != x.dtype or not (needed[0] or weight.untyped_storage().nbytes()):
             weight = torch.empty_strided(weight.shape, weight.stride(), dtype=x.dtype, device=x.device)
         of_x, of_weight, of_bias = torch.ops.aten.convolution_backward(
             gradient,

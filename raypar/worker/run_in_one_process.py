@@ -185,7 +185,7 @@ class OneProcessRun:
     def parameters(self) -> dict[str, list[Tensor]]:
         """Parameter -> the copy of every worker that has it; of a parameter that is cut over shards, each worker's slice. Where
         replicas divide state, what owners have changed is gathered before."""
-        self.scheduler.run([core.step_commit.gather.finish() for core in self.cores], self.mesh)
+        self.scheduler.run([core.step_commit.gather.gather_everything() for core in self.cores], self.mesh)
         return self._collect(lambda parameter: parameter.detach())
 
     def gradients(self) -> dict[str, list[Tensor | None]]:

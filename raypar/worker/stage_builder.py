@@ -32,7 +32,7 @@ from raypar.model.tensor_parallel.weight_gradient_memory_reuse import GradientRe
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.forward_pass_batching import whole_batching
 from raypar.plan.gradient_scatter import stack_steps
-from raypar.plan.ownership import Ownership
+from raypar.plan.ownership import OwnedRun, Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.torch_compat.autograd import can_forget_gradient_hooks
@@ -59,12 +59,15 @@ from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage.whole_layers import WholeLayers
 from raypar.worker.state.file_memory import FileMemoryPool
 from raypar.worker.step.gathered_memory import GatheredMemory
+from raypar.worker.step.layer_gather import LayerGather
 from raypar.worker.step.learning_rates import LearningRates
 from raypar.worker.step.offloaded_optimizer import build_offloaded_optimizers, move_masters_to_files
 from raypar.worker.step.optimizer_and_parameter_groups import build_optimizers
 from raypar.worker.step.owned_parameters import OwnedParameter, named_parameters, own_parameters
 from raypar.worker.step.parameter_gather import ParameterGather, StageGather, gather_rounds
+from raypar.worker.step.parameter_requests import ParameterRequests, cut_into_messages
 from raypar.worker.step.step_commit import AnyGradientReduction, StepCommit
+from raypar.worker.step.transient_parameters import TransientParameters
 
 # -- one stage ---------------------------------------------------------------------------------------------------------------
 
@@ -507,7 +510,7 @@ class StageBuilder:
     ) -> ParameterGather:
         """What brings parameters from the replicas that own them, of the stages whose replicas divide state."""
         plan, rank = self.assignment.plan, self.transport.rank
-        found = {}
+        found, layers = dict[ShardOfStage, StageGather](), dict[ShardOfStage, LayerGather]()
         for (index, number), stage in stages.items():
             if not self.ownership.divides(index, "optimizer"):
                 if plan.stages[index].replicas > 1 and not all(each.requires_grad for each in stage.parameters.values()):
@@ -515,10 +518,13 @@ class StageBuilder:
                 continue
             place, divides_parameters = plan.stages[index], self.ownership.divides(index, "parameter")
             check_parameters_stay(stage, are_divided=True, are_freed=divides_parameters)
-            memory = GatheredMemory(stage.weights, owned[index, number]) if divides_parameters else None
             all_runs = partial(self.ownership.owned_runs, index, number)
             runs = [(*all_runs(replica), *all_runs(replica, frozen=True)) for replica in range(place.replicas)]
             runs = [tuple(run for run in of_replica if run.name in stage.parameters) for of_replica in runs]
+            if place.gather_in_effect in ("microbatch", "layer"):
+                layers[index, number] = self._build_layer_gather(index, number, stage, owned[index, number], runs)
+                continue
+            memory = GatheredMemory(stage.weights, owned[index, number]) if divides_parameters else None
             tensors = {run.name: stage.weights.computed_with(run.name) for of_replica in runs for run in of_replica}
             found[index, number] = StageGather(
                 self.transport,
@@ -528,7 +534,48 @@ class StageBuilder:
                 place.zero_holders,
                 memory,
             )
-        return ParameterGather(found)
+        return ParameterGather(found, layers)
+
+    def _build_layer_gather(
+        self, index: int, number: int, stage: Stage, owned: Sequence[OwnedParameter], runs: Sequence[Sequence[OwnedRun]]
+    ) -> LayerGather:
+        """What brings parameters of a stage for each use. `runs`: by replica, those that it owns."""
+        plan, place = self.assignment.plan, self.assignment.plan.stages[index]
+        role, weights = plan.role_in(self.transport.rank, index), stage.weights
+        group = plan.replica_ranks(index, role.shard)
+        memory = TransientParameters(weights, owned)
+        positions = range(len(weights.layer_names))
+        named = [*(weights.of_layer(position).parameters for position in positions), tuple(weights.parameters)]
+        dtypes = {name: weights.computed_with(name).dtype for name in weights.parameters}
+        messages = [
+            [cut_into_messages([run for run in own if run.name in names], dtypes) for names in map(frozenset, named)]
+            for own in runs
+        ]
+        others = [replica for replica in range(place.replicas) if replica != role.replica]
+        asked = [r for r in others if (role.replica - r) % place.replicas >= place.zero_holders]
+        served = [r for r in others if (r - role.replica) % place.replicas >= place.zero_holders]
+        requests = ParameterRequests(
+            self.transport,
+            group,
+            reduction_channel(plan, index, number),
+            asked=[{group[owner]: messages[owner][request] for owner in asked} for request in range(len(named))],
+            served={group[reader]: messages[role.replica] for reader in served},
+            owned=memory.owned,
+            place=memory.place,
+        )
+        gather = LayerGather(
+            memory,
+            requests,
+            [memory.come_and_go(names) for names in named],
+            {"forward": positions, "recompute": stage.recomputation.positions, "backward": positions[::-1]},
+            by_layer=place.gather_in_effect == "layer",
+            what=f"the parameters of stage {index} from their owners",
+            timeout_s=self.shard_timeout_s,
+        )
+        if gather.by_layer:
+            weights.gathers = gather
+            stage.hooks.when_left(gather.enter_backward)
+        return gather
 
     def build_reductions(self, stages: Mapping[ShardOfStage, Stage]) -> dict[ShardOfStage, AnyGradientReduction]:
         """Stage -> reduction of gradients over the replicas."""

@@ -609,9 +609,12 @@ class WorkerCore:
 
     @property
     def waits_inside_layers(self) -> bool:
-        """Whether steps wait for other shards, or for room for gradients, in the middle of a layer, which a plain routine
-        cannot do."""
-        return any(stage.shard is not None or stage.gradients.scatters for stage in self.stages.values())
+        """Whether steps wait for other shards, for room for gradients, or for a layer's parameters, in the middle of a stage,
+        which a plain routine cannot do."""
+        return any(
+            stage.shard is not None or stage.gradients.scatters or stage.weights.gathers is not None
+            for stage in self.stages.values()
+        )
 
     def _make_loader(
         self, of_set: str | None, data: DataConfig, batching: Microbatches, *, own: list[int], more: Sequence[str] = ()

@@ -16,6 +16,7 @@ from helpers.shard_grid import Cell, different, one_process
 from torch import Tensor
 
 from raypar.plan import ParallelPlan, ownership
+from raypar.plan.parallel_plan import GatherSpan
 from raypar.worker import squares_on_device
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
@@ -130,11 +131,12 @@ def check_zero(
     later: Any = None,
     order_seed: int = 0,
     holders: int = 1,
+    gather: GatherSpan = "step",
 ) -> int:
     """Run a layout in one process: loss, norm, whether a step is skipped, gradients, parameters, state and buffers must be
     those of the reference. Returns how many runs are parts of parameters."""
     want = expected(layout.model, layout.microbatches, layout.blocks, layout.compute)
-    plan = (plan or layout.plan).with_zero(level, holders)
+    plan = (plan or layout.plan).with_zero(level, holders).with_gather(gather)
     with (
         small_pieces(),
         OneProcessRun(layout.job, plan, layout.schedule, graph=layout.graph, seed=order_seed) as run,

@@ -14,6 +14,7 @@ from raypar.job import ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import make_model_outline
 from raypar.plan import ParallelPlan
+from raypar.plan.parallel_plan import GATHER_SPANS, GatherSpan
 from raypar.plan.state_bytes import StateBytes
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_layers, read_microbatches
@@ -122,7 +123,7 @@ class KeepsItself(nn.Linear):
         return super().forward(x)
 
 
-def run_of_layers(first: type[nn.Module], level: int) -> OneProcessRun:
+def run_of_layers(first: type[nn.Module], level: int, gather: GatherSpan = "step") -> OneProcessRun:
     def model() -> nn.Sequential:
         return nn.Sequential(first(ugly_models.SEQ, 8), nn.Linear(8, 1))
 
@@ -130,7 +131,7 @@ def run_of_layers(first: type[nn.Module], level: int) -> OneProcessRun:
     validation = ValidationConfig(function=job.data.function, args=job.data.args, every=1)
     job = job.replace(model=ModelConfig(function=model), validation=validation)
     graph = make_layer_graph(job)
-    return OneProcessRun(job, ParallelPlan.mesh(dp=2, layers=2).with_zero(level), "1f1b", graph=graph)
+    return OneProcessRun(job, ParallelPlan.mesh(dp=2, layers=2).with_zero(level).with_gather(gather), "1f1b", graph=graph)
 
 
 class ReplacesInEvaluation(nn.Linear):
@@ -150,12 +151,12 @@ class ReplacesLater(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("level, gather", [(1, "step"), (2, "step"), *((3, gather) for gather in GATHER_SPANS)])
 @pytest.mark.parametrize("kind", [ReplacesItsWeight, ReplacesItsMemory, ReplacesInEvaluation, ReplacesLater])
-def test_layers_that_replace_parameters_of_which_owners_have_runs_are_refused(kind, level):
+def test_layers_that_replace_parameters_of_which_owners_have_runs_are_refused(kind, level, gather):
     """Owners went on with the memory that a parameter had before."""
     with (
-        run_of_layers(kind, level) as run,
+        run_of_layers(kind, level, gather) as run,
         pytest.raises(UserCodeError, match="layer '0' replaces its parameter 'weight'") as error,
     ):
         for step in range(3):
@@ -173,8 +174,8 @@ class MovesItsMemory(torch.optim.SGD):
                 parameter.data = parameter.data - group["lr"] * parameter.grad
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_an_optimizer_that_gives_parameters_other_memory_is_refused(level):
+@pytest.mark.parametrize("level, gather", [(1, "step"), (2, "step"), *((3, gather) for gather in GATHER_SPANS)])
+def test_an_optimizer_that_gives_parameters_other_memory_is_refused(level, gather):
     """Layers went on with the memory that the parameters had before."""
     job = ugly_models.job("plain").replace(optimizer=OptimizerConfig(function=MovesItsMemory, args={"lr": 0.1}))
     graph = make_layer_graph(job)
@@ -182,7 +183,8 @@ def test_an_optimizer_that_gives_parameters_other_memory_is_refused(level):
     with OneProcessRun(job, plan, "1f1b", graph=graph) as run:
         run.step(0), run.step(1)
     words = "gives a parameter other memory"
-    with OneProcessRun(job, plan.with_zero(level), "1f1b", graph=graph) as run, pytest.raises(UserCodeError, match=words):
+    plan = plan.with_zero(level).with_gather(gather)
+    with OneProcessRun(job, plan, "1f1b", graph=graph) as run, pytest.raises(UserCodeError, match=words):
         run.step(0), run.step(1)
 
 
@@ -209,17 +211,19 @@ def test_a_forward_that_changes_frozen_parameters_is_refused_where_there_are_rep
     assert "plan.replicas: 1" in error.value.cure and "average" in error.value.cure
 
 
-def test_a_layer_that_keeps_a_view_of_what_is_freed_is_refused_at_the_first_microbatch():
+@pytest.mark.parametrize("gather", GATHER_SPANS)
+def test_a_layer_that_keeps_a_view_of_what_is_freed_is_refused_at_the_first_microbatch(gather):
     words = "layer '0' keeps a view of its parameter 'weight' in 'kept' after its forward"
-    with run_of_layers(KeepsAView, 3) as run, pytest.raises(UserCodeError, match=words) as error:
+    with run_of_layers(KeepsAView, 3, gather) as run, pytest.raises(UserCodeError, match=words) as error:
         run.step(0)
     assert "set plan.zero: 2" in error.value.cure
     with run_of_layers(KeepsAView, 2) as run:
         run.step(0)
 
 
-def test_layers_may_keep_their_parameters_and_copies():
-    with run_of_layers(KeepsItself, 3) as run:
+@pytest.mark.parametrize("gather", GATHER_SPANS)
+def test_layers_may_keep_their_parameters_and_copies(gather):
+    with run_of_layers(KeepsItself, 3, gather) as run:
         run.step(0), run.step(1)
 
 
@@ -241,13 +245,16 @@ class Answers(nn.Module):
         return (x @ queries.tanh() @ turned @ frozen).mean(-1)
 
 
+@pytest.mark.parametrize("stages", [2, 1])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_values_that_are_parameters_leave_their_stage_as_copies(schedule):
+@pytest.mark.parametrize("gather", GATHER_SPANS)
+def test_values_that_are_parameters_outlast_these_as_copies(schedule, gather, stages):
+    """They leave their stage as such, or the layer, where parameters come layer by layer."""
     names = ("h", "queries", "turned", "frozen")
     layers = (Layer("queries", Queries, ("x",), names), Layer("answers", Answers, names, ("out",)))
     job = ugly_models.job("plain").replace(model=ModelConfig(function=lambda: Graph(layers, output="out")))
     made, found = make_layer_graph(job), []
-    for plan in (ParallelPlan.mesh(layers=2), ParallelPlan.mesh(dp=3, pp=2, layers=2).with_zero(3)):
+    for plan in (ParallelPlan.mesh(layers=2), ParallelPlan.mesh(dp=3, pp=stages, layers=2).with_zero(3).with_gather(gather)):
         with small_pieces(), OneProcessRun(job, plan, schedule, graph=made) as run:
             losses = [run.step(step)[0].loss for step in range(3)]
             found.append((losses, {name: of[0].clone() for name, of in run.parameters().items()}))

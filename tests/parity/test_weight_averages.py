@@ -199,8 +199,11 @@ def test_validations_may_compute_with_the_averages_and_training_goes_on_with_the
             of_weights.append(run.validate(step + 1))
         weights = {name: copies[0].clone() for name, copies in run.parameters().items()}
     losses = {}
-    for plan in ("one", "2 stages x 2 replicas", "2 stages x 2 replicas that divide state"):
-        with OneProcessRun(with_averages, PLANS[plan], "1f1b") as run:
+    plans = {name: PLANS[name] for name in ("one", "2 stages x 2 replicas", "2 stages x 2 replicas that divide state")}
+    for span in ("microbatch", "layer"):
+        plans[f"replicas that divide parameters, by {span}"] = PLANS["2 stages x 2 replicas"].with_zero(3).with_gather(span)
+    for plan, found in plans.items():
+        with OneProcessRun(with_averages, found, "1f1b") as run:
             losses[plan] = []
             for step in range(6):
                 run.step(step)

@@ -77,7 +77,7 @@ class LayerBackwardHooks:
     def when_left(self, call: Callable[[int], None]) -> None:
         """Have each backward pass call `call` with a position, once it has left all layers behind that."""
         for position, hooks in enumerate(self.of_outputs):
-            hooks[1] = partial(_tell_left, call, position)
+            hooks[len(hooks)] = partial(_tell_left, call, position)
 
     def begin(self, block: int | None) -> None:
         """Prepare for a backward pass. `block`: the block it closes, if gradients are to be handed over inside the pass."""

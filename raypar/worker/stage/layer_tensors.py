@@ -15,14 +15,16 @@ numerics contract).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from raypar.comm.sent_tensor_layout import copy_as_it_lies
 from raypar.errors import UserCodeError
+from raypar.model.autograd_context_type import AutogradContext
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import canonical_names
 from raypar.model.rounded_parameters import ids_of_rounded_parameters
@@ -50,6 +52,23 @@ def make_alias(value: Tensor) -> Tensor:
 def memory_begin(tensor: Tensor) -> int:
     """The address of a tensor's storage, which not every device tells of the storage itself."""
     return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.itemsize
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are there: memory of parameters comes and goes."""
+    return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
+
+
+class _Copy(torch.autograd.Function):
+    """A value's copy, which lies as it does and gives it its gradient."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, value: Tensor) -> Tensor:
+        return copy_as_it_lies(value.detach())
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *gradients: Tensor | None) -> Tensor | None:
+        return gradients[0]
 
 
 def own_tensors(outputs: Sequence[Tensor], values: Collection[int]) -> tuple[Tensor, ...]:
@@ -138,6 +157,28 @@ class LayerTensors:
     """The module's buffers as they were given."""
     uses: range
     """Indices in `StageTensors.uses` of this layer's uses."""
+    parameters: tuple[str, ...]
+    """Canonical names of its parameters, frozen ones too."""
+
+
+LayerPass = Literal["forward", "recompute", "backward"]
+"""In which way a computation goes through a stage's layers."""
+
+
+class GathersLayers(Protocol):
+    """Brings the parameters of a stage layer by layer (`worker/step/layer_gather.py`)."""
+
+    waited_ns: int
+    """How long layers have waited for theirs in this step."""
+
+    def begin(self, kind: LayerPass) -> None:
+        """A computation begins."""
+
+    def enter(self, position: int) -> None:
+        """The computation of a layer begins: returns once its parameters are there."""
+
+    def end(self) -> None:
+        """The computation is over."""
 
 
 class StageTensors:
@@ -166,8 +207,10 @@ class StageTensors:
     """Qualified name -> buffer as it was given, whatever forward has put in its place since."""
     persistent: frozenset[str]
     """Names of the buffers that exports contain."""
-    temporary: frozenset[int]
-    """Addresses of the memory of whole parameters that is freed after their last use in a step."""
+    temporary: Set[int]
+    """Addresses of the memory of whole parameters that is there now and is freed after a use."""
+    gathers: GathersLayers | None
+    """Brings parameters layer by layer; None where they are there while the stage computes."""
     _sharing: dict[str, list[nn.Parameter]]
     """Canonical name -> the tensors of one memory that layers compute with."""
     _layers: list[LayerTensors]
@@ -188,21 +231,23 @@ class StageTensors:
         canonical = canonical_names(graph)
         self.layer_names = tuple(layer.name for layer in layers)
         self.modules, self.parameters, self.rounded, self.sums_in = modules, {}, {}, sums_in
-        self.freed_masters, self.temporary, self._sharing = set(), frozenset(), {}
+        self.freed_masters, self.temporary, self._sharing, self.gathers = set(), frozenset(), {}, None
         self.uses, self.leaves, self._layers = [], [], []
         for layer in layers:
             first, module = len(self.uses), modules[layer.name]
             named = dict(module.named_parameters())
             copied = ids_of_rounded_parameters(module) if rounded_to is not None else ()
+            names = dict[str, None]()
             for path in _in_order_of_use(layer, named, canonical):
                 parameter, name = named[path], layer.qualify(path)
+                names[canonical.get(name, name)] = None
                 self._take(parameter, canonical.get(name, name), rounded_to if id(parameter) in copied else None)
                 if parameter.requires_grad:
                     home = self.parameters[canonical.get(name, name)]
                     dtype = sums_in if sums_in is not None and id(parameter) in copied else home.dtype
                     self.uses.append(ParameterUse(name, home.shape, dtype))
                     self.leaves.append(parameter)
-            self._layers.append(LayerTensors(module, layer_buffers(module), range(first, len(self.uses))))
+            self._layers.append(LayerTensors(module, layer_buffers(module), range(first, len(self.uses)), tuple(names)))
         self._use_of = {id(leaf): use for use, leaf in enumerate(self.leaves)}
         buffers = [(layer.qualify(b.path), b) for layer, held in zip(layers, self._layers, strict=True) for b in held.buffers]
         self.buffers = {name: buffer.tensor for name, buffer in buffers}
@@ -227,8 +272,8 @@ class StageTensors:
         these, and no frozen ones."""
         names = [
             name
-            for name in self.rounded
-            if name not in self.freed_masters and (self.parameters[name].requires_grad or not trained_only)
+            for name, copy in self.rounded.items()
+            if name not in self.freed_masters and (self.parameters[name].requires_grad or not trained_only) and has_memory(copy)
         ]
         if names:
             with torch.no_grad():
@@ -256,8 +301,20 @@ class StageTensors:
         return bool(self.temporary) and memory_begin(tensor) in self.temporary
 
     def of_layer(self, position: int) -> LayerTensors:
-        """What the stage's layer at `position` computes with, ready for its forward."""
+        """What the stage's layer at `position` computes with."""
         return self._layers[position]
+
+    def enter_layer(self, position: int) -> LayerTensors:
+        """The same, ready for its forward, which begins now."""
+        if self.gathers is not None:
+            self.gathers.enter(position)
+        return self._layers[position]
+
+    def outlasting(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What a layer has returned, in memory that lasts where its parameters' goes before all have read it."""
+        if self.gathers is None:
+            return outputs
+        return tuple(_Copy.apply(each) if self.is_temporary(each) else each for each in outputs)  # type: ignore[no-untyped-call]
 
     def use_of(self, leaf: Tensor) -> int:
         """Index of the use whose leaf this is."""

@@ -41,6 +41,7 @@ from raypar.worker.stage.gradient_accumulator import GradientAccumulator, Ready
 from raypar.worker.stage.layer_call import LayerFunction, PassContext, training_pass_context, validation_pass_context
 from raypar.worker.stage.layer_tensors import (
     Hooks,
+    LayerPass,
     ParameterUse,
     StageTensors,
     alias_received,
@@ -289,8 +290,10 @@ class Stage:
 
     @property
     def waited_ns(self) -> int:
-        """How long layers have waited for other shards in this step, and gradients for room on their way to their owners."""
+        """How long layers have waited for other shards and for their parameters in this step, and gradients for room on their
+        way to their owners."""
         waited_ns = 0 if self.gradient_wait_ns is None else self.gradient_wait_ns()
+        waited_ns += 0 if self.weights.gathers is None else self.weights.gathers.waited_ns
         return waited_ns if self.shard is None else waited_ns + self.shard.group.waited_ns
 
     def stash_of(self, microbatch: int) -> Sequence[DeferredWeightGradient]:
@@ -319,6 +322,8 @@ class Stage:
         self.gradients.begin()
         if self.gives is not None:
             self.gives.begin_step()
+        if self.weights.gathers is not None:
+            self.weights.gathers.waited_ns = 0
         self._train(True)
 
     def apply_buffer_updates(self) -> None:
@@ -371,6 +376,7 @@ class Stage:
         known = set(map(id, values.values()))
         forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
         make_stand_ins(norm for updates in self.buffer_updates.values() for norm in updates.recorders)
+        self._begin_layers("forward")
         for position, layer in enumerate(self.layers):
             saved = self._new_saved_tensors(position) if position in recomputation.positions else None
             inputs = layer.read(values)
@@ -385,6 +391,7 @@ class Stage:
             known.update(map(id, outputs))
             values.update(zip(layer.layer.outputs, outputs, strict=True))
             self._give("forward", position, microbatch, inputs, outputs)
+        self._end_layers()
         if self.loss is not None:
             saved = SavedTensors("the loss") if recomputation.with_loss else None
             live.loss, count = self.loss(forward_pass.with_saved_tensors(saved), values)
@@ -406,7 +413,17 @@ class Stage:
         layer = self.layers[position]
         if self.takes is not None and position in self.takes.positions:
             return self.takes.take(kind, forward_pass.microbatch, position, f"layer {layer.layer.name!r}", inputs)
-        return layer.call(forward_pass, self.weights.of_layer(position), inputs)
+        return self.weights.outlasting(layer.call(forward_pass, self.weights.enter_layer(position), inputs))
+
+    def _begin_layers(self, kind: LayerPass) -> None:
+        """A computation that goes through the layers begins."""
+        if self.weights.gathers is not None:
+            self.weights.gathers.begin(kind)
+
+    def _end_layers(self) -> None:
+        """It is over."""
+        if self.weights.gathers is not None:
+            self.weights.gathers.end()
 
     def _alias_inputs(self, position: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """What the layer at `position` is called with in `forward`."""
@@ -462,6 +479,7 @@ class Stage:
         again_called = [self.buffer_updates.get(self.weights.layer_names[i]) for i in self.recomputation.positions]
         make_stand_ins(norm for updates in again_called if updates is not None for norm in updates.recorders)
         dropped, known = iter(live.dropped), set(map(id, values.values()))
+        self._begin_layers("recompute")
         for position in self.recomputation.positions:
             layer, again = self.layers[position], self._new_saved_tensors(position)
             call, inputs = forward_pass.with_saved_tensors(again, is_first=False), layer.read(values)
@@ -470,6 +488,7 @@ class Stage:
             next(dropped).refill(again)
             self._give("recompute", position, microbatch, inputs, outputs)
             values.update(zip(layer.layer.outputs, outputs, strict=True))
+        self._end_layers()
         if self.loss is not None and self.recomputation.with_loss:
             again = SavedTensors("the loss")
             self.loss(forward_pass.with_saved_tensors(again), values)
@@ -484,6 +503,7 @@ class Stage:
         self._train(False)
         data_set, number = self.place_in_set(microbatch)
         forward_pass = validation_pass_context(self.seed, self.step, number, self.weights.layer_names, data_set)
+        self._begin_layers("forward")
         with torch.no_grad():
 
             def call_layers() -> dict[str, Tensor]:
@@ -495,11 +515,12 @@ class Stage:
                 values = self.guard.compare_once(call_layers, who, code, evaluating=True, generators=resting)
             else:  # other shards, which wait for this one's layers, would not run theirs again
                 values = call_layers()
+            self._end_layers()
             if self.loss is not None:
                 self.losses[microbatch] = self.loss(forward_pass, values)
             if self.metrics is not None:
                 self.metrics.measure(forward_pass, values, self._fields(values, batch))
-        return {name: values[name].detach() for name in self.values.outgoing}
+        return {name: self._lasting(values[name].detach()) for name in self.values.outgoing}
 
     def _generators_that_rest(self) -> HostGenerators | None:
         """Python's and NumPy's generators, if no layer here is known to draw from them in evaluation mode."""
@@ -614,6 +635,7 @@ class Stage:
     ) -> None:
         """`closes`: the block that this pass closes, if finished gradients are to be handed over inside the pass."""
         self.hooks.begin(closes)
+        self._begin_layers("backward")
         if self.gives is not None:
             self.gives.begin_backward(microbatch)
         try:
@@ -632,6 +654,7 @@ class Stage:
                 self.gives.leave(BEFORE_ALL)
             if self.shard is not None:
                 self.shard.group.shared_input = None  # activation checkpointing in a layer has run its forward again
+        self._end_layers()
         self.guard.check("the backward pass")
 
     def _add_deferred(self, microbatch: int, block: int) -> None:

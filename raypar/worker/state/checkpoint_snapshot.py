@@ -46,6 +46,7 @@ from raypar.worker.checkpoint.state_key import (
     optimizer_key,
 )
 from raypar.worker.pretrained.frozen_values import read_frozen_values
+from raypar.worker.stage.layer_tensors import has_memory
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
 from raypar.worker.state.file_memory import FileMemoryPool
@@ -301,11 +302,12 @@ def restore_from_checkpoint(
                         f"in checkpoint {checkpoint}",
                         cure="use a checkpoint of this model",
                     )
-                (stage.weights.computed_with(name) if name in stage.weights.freed_masters else tensor).copy_(there)
-            whole = [OwnedParameter(name, each) for name, each in stage.parameters.items()]
-            mine = owned.get(index, whole)
+                whole = stage.weights.computed_with(name) if name in stage.weights.freed_masters else tensor
+                if has_memory(whole):
+                    whole.copy_(there)
+            mine = owned.get(index, [OwnedParameter(name, each) for name, each in stage.parameters.items()])
             for each in mine:
-                if each.name in stage.weights.freed_masters:
+                if each.name in stage.weights.freed_masters or not has_memory(stage.parameters[each.name]):
                     each.parameter.copy_(each.of(values[each.name]))
             if index in optimizers:
                 of_optimizer = {each.key: _state_of(each, found[index][each.name]) for each in mine}

@@ -36,7 +36,7 @@ class GatheredMemory:
             for each in runs if name not in weights.rounded else ():
                 each.parameter.data = each.of(whole)
         self._nbytes = {name: whole.untyped_storage().nbytes() for name, whole in self._whole.items()}
-        self._may_go = all(map(_can_be_resized, {whole.device for whole in self._whole.values()}))
+        self._may_go = all(map(can_be_resized, {whole.device for whole in self._whole.values()}))
         """Whether the memory can be freed on this device."""
         self.is_there = True
         """Whether the whole parameters have memory."""
@@ -76,7 +76,7 @@ class GatheredMemory:
         self._weights.temporary = frozenset(map(memory_begin, there))
 
 
-def _can_be_resized(device: torch.device) -> bool:
+def can_be_resized(device: torch.device) -> bool:
     """Whether storages of a device can be: those of processors and of CUDA can, those of a backend of one's own need not."""
     try:
         torch.empty(1, device=device).untyped_storage().resize_(0)

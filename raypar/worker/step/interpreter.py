@@ -173,6 +173,8 @@ class Interpreter:
         for stage in self.stages.values():
             stage.begin_step(step)
         self.step_commit.begin(step)
+        gather = self.step_commit.gather
+        gather.begin_pass(program)
         for instruction in program:
             rule = TRAINING_RULES.get(type(instruction))
             if rule is None:
@@ -183,6 +185,8 @@ class Interpreter:
             received: Received = {}
             if isinstance(instruction, Compute):
                 received = yield from self._inputs(instruction)
+                if gather.layers and instruction.needs_weights:
+                    yield from gather.use(instruction)
                 if self.before_compute is not None:
                     self.before_compute(step, instruction)
             yield RoutineWork(instruction, self.cost_ms(instruction))
@@ -202,6 +206,8 @@ class Interpreter:
     def run_validation_pass(self, program: Program, step: int) -> Routine[None]:
         """One validation pass, which leaves the losses in the stages."""
         self._begin_pass(step, validating=True)
+        gather = self.step_commit.gather
+        gather.begin_pass(program)
         for instruction in program:
             rule = VALIDATION_RULES.get(type(instruction))
             if rule is None:
@@ -209,10 +215,14 @@ class Interpreter:
             received: Received = {}
             if isinstance(instruction, Compute):
                 received = yield from self._inputs(instruction)
+                if gather.layers and instruction.needs_weights:
+                    yield from gather.use(instruction)
                 yield RoutineWork(instruction, self.cost_ms(instruction))
             with self._blaming_failed_operations():
                 rule(self, instruction, step, received)
+        gather.end_pass()
         yield from self._drain()
+        yield from gather.finish_serving()
         yield from self.step_commit.stream_waits.finish()
 
     @contextlib.contextmanager
@@ -326,7 +336,7 @@ class Interpreter:
         self.step_commit.gather.serve(instruction.stage, instruction.reader)
 
     def _gather(self, instruction: Gather, step: int, received: Received) -> None:
-        self.step_commit.gather.begin_use(instruction.stage)
+        self.step_commit.gather.ask(instruction.stage)
 
     def _release(self, instruction: Release, step: int, received: Received) -> None:
         self.step_commit.gather.release(instruction.stage)

@@ -6,7 +6,8 @@ checkpoints, mirrors and moves of state read owners' runs. So a worker that is l
 would compute with: the next generation takes the state from its owners, and gathers anew.
 
 Where replicas divide parameters (ZeRO stage 3) the cache is freed after its last use in a step, and the next gather brings it
-back, also after a step that was skipped.
+back, also after a step that was skipped. Where they gather for each use (`plan.gather: microbatch`, `layer`) there is no cache
+between uses: `layer_gather.py`.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from torch import Tensor
 
 from raypar.comm.routine import Routine, RoutineWait, StreamWaits
 from raypar.comm.transport import Handle, Transport
-from raypar.errors import PlanError
 from raypar.plan.ownership import OwnedRun
 from raypar.plan.parallel_plan import StagePlan
+from raypar.schedule.instructions import INPUT_GRADIENTS, VALUES, Compute, Program, compute_instructions
 from raypar.torch_compat.multi_tensor import copy_all
+from raypar.worker.stage.layer_tensors import LayerPass
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
 from raypar.worker.step.gathered_memory import GatheredMemory
+from raypar.worker.step.layer_gather import LayerGather
+from raypar.worker.step.parameter_requests import IN_PLACE_BYTES
 
 PACKED_BYTES = 2 << 20
 """About the size of a message in which small runs travel together."""
-IN_PLACE_BYTES = 128 << 10
-"""Runs of this size and more travel from and to where they lie, each as a message of its own."""
 WINDOW_BYTES = 8 << 20
 """About how much of a stage is on its way at once: packed messages take so much memory, and so do those in memory of the
 transport that come to a replica which has not begun to gather."""
@@ -198,9 +200,13 @@ class ParameterGather:
     """One worker's part of all gathers, while a plan lasts."""
 
     stages: Mapping[ShardOfStage, StageGather]
-    """By stage, of those whose replicas divide state."""
+    """By stage, of those whose replicas divide state and gather once a step."""
+    layers: Mapping[ShardOfStage, LayerGather] = field(default_factory=dict)
+    """By stage, of those whose parameters come for each use and go after it."""
     stream_waits: StreamWaits = field(default_factory=StreamWaits)
     """What only the stream waits for."""
+    _uses: deque[Compute] = field(default_factory=deque)
+    """What is still to be computed in this pass with parameters that come layer by layer, in order."""
 
     def mark_stale(self) -> None:
         """See `StageGather.mark_stale`."""
@@ -208,14 +214,16 @@ class ParameterGather:
             stage.mark_stale()
 
     def free(self, index: int) -> None:
-        """See `StageGather.free`. `index`: of the stage."""
+        """See `StageGather.free`; of parameters that come for a use: end the uses of this pass. `index`: of the stage."""
+        for gather in self._of_stage(index):
+            gather.end_pass()
         for (of_stage, _), stage in self.stages.items():
             if of_stage == index:
                 stage.free()
 
     def comes_and_goes(self, index: ShardOfStage) -> bool:
         """Whether a stage's whole parameters have memory only from a gather until their last use."""
-        return index in self.stages and self.stages[index].memory is not None
+        return index in self.layers or (index in self.stages and self.stages[index].memory is not None)
 
     def begin(self) -> None:
         """Begin to gather what owners have changed. Ends without waiting."""
@@ -228,18 +236,86 @@ class ParameterGather:
         for index, stage in self.stages.items():
             yield from stage.finish(self.stream_waits, f"the parameters of stage {index[0]} from their owners")
 
+    # -- parameters that come for a use ------------------------------------------------------------------------------------
+
+    def begin_pass(self, program: Program) -> None:
+        """Begin a step, or a pass over validation data: ask for what it begins with. Ends without waiting."""
+        if not self.layers:
+            return
+        uses = [i for i in compute_instructions(program) if i.needs_weights]
+        stages = {i.stage for i in uses}
+        self._uses = deque(i for i in uses if any(gather.by_layer for gather in self._of_stage(i.stage)))
+        for (index, _), gather in self.layers.items():
+            gather.begin_pass(asks=index in stages)
+        for gather, layer in self._next_layers():
+            gather.ask_for_layer(layer)
+
     def serve(self, index: int, reader: int) -> None:
         """Give another replica of a stage what this worker owns of its parameters, whenever that asks in this pass."""
-        raise _not_yet()
+        for gather in self._of_stage(index):
+            gather.requests.serve(reader)
 
-    def begin_use(self, index: int) -> None:
-        """Begin to gather the whole parameters of a stage, for what this worker computes with them next."""
-        raise _not_yet()
+    def ask(self, index: int) -> None:
+        """Ask for the whole parameters of a stage, for what this worker computes with them next. Ends without waiting."""
+        for gather in self._of_stage(index):
+            gather.ask_for_all()
+
+    def use(self, instruction: Compute) -> Routine[None]:
+        """Wait for the parameters that a computation needs before it begins; inside of it layers wait for theirs."""
+        gathers = self._of_stage(instruction.stage)
+        if not any(gather.by_layer for gather in gathers):
+            for gather in gathers:
+                yield from gather.wait_for_all()
+            return
+        self._uses.popleft()
+        following = self._next_layers()
+        for gather in gathers:
+            own = [(other, layer) for other, layer in following if other is gather]
+            elsewhere = [] if gather is not gathers[0] else [each for each in following if each[0] not in gathers]
+            gather.goes_on_with(own + elsewhere)
 
     def release(self, index: int) -> None:
         """Free the whole parameters of a stage until they are gathered again."""
-        raise _not_yet()
+        for gather in self._of_stage(index):
+            gather.free_all()
+
+    def end_pass(self) -> None:
+        """End the uses of all stages in a pass."""
+        for gather in self.layers.values():
+            gather.end_pass()
+
+    def finish_serving(self) -> Routine[None]:
+        """Wait until the others have ended theirs: this worker may change what it owns."""
+        for (index, _), gather in self.layers.items():
+            for handle in gather.requests.serving:
+                if not handle.done():
+                    yield RoutineWait(handle, f"the other replicas of stage {index} to end their uses of its parameters")
+
+    def gather_everything(self) -> Routine[None]:
+        """Have whole parameters of all stages until the next pass: all workers at once, outside of passes."""
+        yield from self.finish()
+        for gather in self.layers.values():
+            gather.begin_pass(asks=True)
+            for reader in gather.requests.served:
+                gather.requests.serve(reader)
+            gather.ask_for_all()
+            gather.requests.end()
+        for gather in self.layers.values():
+            yield from gather.wait_for_all()
+        yield from self.finish_serving()
+
+    def _of_stage(self, index: int) -> list[LayerGather]:
+        return [gather for (of_stage, _), gather in self.layers.items() if of_stage == index]
+
+    def _next_layers(self) -> list[tuple[LayerGather, int]]:
+        """The first layers of what is computed next, where parameters come layer by layer."""
+        if not self._uses:
+            return []
+        kind = _layer_pass(self._uses[0])
+        found = [(gather, gather.first_layer(kind)) for gather in self._of_stage(self._uses[0].stage)]
+        return [(gather, layer) for gather, layer in found if layer is not None]
 
 
-def _not_yet() -> PlanError:
-    return PlanError("workers gather parameters once a step only, as yet", cure="set plan.gather: step")
+def _layer_pass(instruction: Compute) -> LayerPass:
+    """In which way an instruction goes through the layers."""
+    return "forward" if VALUES in instruction.makes else "backward" if INPUT_GRADIENTS in instruction.makes else "recompute"

@@ -458,7 +458,7 @@ class StepCommit:
     def _step_in_place(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises `UserCodeError` where replicas divide state and the optimizer gives a parameter other memory: what the layers
         and the other replicas have is the memory that it had."""
-        divided = optimizer.param_groups if self.gather.stages else []
+        divided = optimizer.param_groups if self.gather.stages or self.gather.layers else []
         before = [each.data_ptr() for group in divided for each in group["params"]]
         optimizer.step()
         if before != [each.data_ptr() for group in divided for each in group["params"]]:
