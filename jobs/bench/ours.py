@@ -193,15 +193,18 @@ def job_and_plan(
     cuts: Sequence[int] | None = None,
     zero: int = 0,
     zero_holders: int = 1,
+    gather: str = "step",
     **model: Any,
 ) -> tuple[Job, ParallelPlan, str]:
     """The benches' GPT under a uniform plan. `cuts`: first layers of stages 1, 2, ...; `zero`: its ZeRO stage, `zero_holders`:
-    how many replicas hold each part; `model`: as `gpt_job` takes it."""
+    how many replicas hold each part, `gather`: how long parameters are whole; `model`: as `gpt_job` takes it."""
     size = Workload(**(work or {}))
     spec = gpt_job(size, microbatches, reduction, **model)
     plan = plan_of(schedule, [replicas] * stages, size.depth + 2, size.bounds, chunks, shards)
     if zero:  # older checkouts, which are compared with, have no such thing
         plan = plan.with_zero(zero, *[zero_holders] * (zero_holders > 1))
+    if gather != "step":
+        plan = plan.with_gather(gather)
     return spec, plan.with_split_points(cuts) if cuts is not None else plan, schedule
 
 

@@ -42,6 +42,8 @@ def contenders(microbatches: int) -> list[Contender]:
         peer("FSDP2, resharded", "fsdp2", microbatches, reshard=True),
         *(peer(f"DeepSpeed {level}", "deepspeed", microbatches, level=level) for level in deepspeed),
         *(raypar(f"zero {level}", microbatches, replicas=WORLD, zero=level, work=WORK) for level in LEVELS),
+        raypar("zero 3, by microbatch", microbatches, replicas=WORLD, zero=3, gather="microbatch", work=WORK),
+        raypar("zero 3, by layer", microbatches, replicas=WORLD, zero=3, gather="layer", work=WORK),
     ]
 
 

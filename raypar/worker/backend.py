@@ -14,10 +14,11 @@ from raypar.comm.nccl.endpoint import NcclEndpoint
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.transport import CommunicatorKey, WorkerEndpoint
-from raypar.errors import ClusterError, ConfigError
+from raypar.errors import ClusterError, ConfigError, PlanError
 from raypar.job import Job, PrecisionConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
+from raypar.plan.parallel_plan import GATHER_SPANS
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
@@ -115,6 +116,18 @@ class CpuBackend(DeviceBackend):
         return frozenset()
 
 
+def refuse_gathers_on_request(plan: ParallelPlan) -> None:
+    """Raise `PlanError` for a plan whose replicas ask each other for parameters: these messages lie in host memory."""
+    spans = {stage.gather_in_effect: index for index, stage in enumerate(plan.stages)}
+    for span in GATHER_SPANS[1:]:
+        if span in spans:
+            raise PlanError(
+                f"plan.gather: {span} (stage {spans[span]}) does not work on GPUs yet: replicas ask each other for parameters "
+                "by messages in host memory",
+                cure="set plan.gather: step, or device: cpu",
+            )
+
+
 class GpuBackend(DeviceBackend):
     """Every worker computes on a GPU of its own; device memory moves by NCCL, host memory over TCP."""
 
@@ -133,7 +146,9 @@ class GpuBackend(DeviceBackend):
     def check_plan(
         self, spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
     ) -> None:
-        """See `DeviceBackend.check_plan`: a GPU works on a limited number of communicators at a time."""
+        """See `DeviceBackend.check_plan`: a GPU works on a limited number of communicators at a time, and none of them answers
+        requests."""
+        refuse_gathers_on_request(plan)
         check_communicator_limit(spec, graph, plan, parts, elastic=elastic)
 
     def environment(self, spec: Job, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment]) -> Mapping[str, str]:

@@ -19,16 +19,22 @@ def held_memory(
     stages_by_index: Mapping[ShardOfStage, Stage],
     optimizers: Iterable[torch.optim.Optimizer],
     owned: Mapping[ShardOfStage, Sequence[OwnedParameter]],
+    came_and_went: int = 0,
 ) -> dict[str, int]:
     """Kind of memory -> bytes of the storages of its tensors, each storage once; kinds without any are left out.
 
-    Gradients and activations come and go within a step, so that they are not among them.
+    `came_and_went`: bytes of whole parameters that were there inside the last step, when they were most. Gradients and
+    activations come and go within a step, so that they are not among them.
     """
     found: dict[str, int] = {}
     seen = set[int]()
     stages, optimizers = list(stages_by_index.values()), list(optimizers)
     for kind, tensors in (
         ("parameter", _computed_with(stages)),
+        (
+            "parameter",
+            (each.parameter for index, of in owned.items() for each in of if not _is_rounded(stages_by_index[index], each)),
+        ),
         ("master", (each for stage in stages for name, each in stage.parameters.items() if name in stage.weights.rounded)),
         ("master", (each.parameter for of_stage in owned.values() for each in of_stage)),
         ("buffer", (each for stage in stages for each in stage.buffers.values())),
@@ -43,7 +49,14 @@ def held_memory(
     gathered = sum(_kept_by_others(stage, owned[index]) for index, stage in stages_by_index.items())
     if gathered:
         found |= {"parameter": found["parameter"] - gathered, "gathered": gathered}
+    if came_and_went:
+        found["gathered"] = gathered + came_and_went
     return found
+
+
+def _is_rounded(stage: Stage, owned: OwnedParameter) -> bool:
+    """Whether layers compute with a copy in a lower precision."""
+    return owned.name in stage.weights.rounded
 
 
 def _kept_by_others(stage: Stage, owned: Sequence[OwnedParameter]) -> int:

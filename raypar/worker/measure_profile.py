@@ -32,6 +32,7 @@ from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layo
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import StateKind
+from raypar.plan.parallel_plan import GATHERS_FROM
 from raypar.plan.state_bytes import StateBytes
 from raypar.plan.wording import count_noun
 from raypar.planner.model_profile import ActivationEdge, KeptStorages, LayerProfile, LinkProfile, ModelProfile
@@ -126,7 +127,7 @@ def profile_job(
         lengths=describe_largest_shape(spec),
         reduction_buffer_bytes=spec.reduction_buffer_bytes,
         mirror=spec.elastic.mirror_place if spec.elastic is not None else None,
-        most_zero=2,  # workers gather parameters once a step only, as yet, so that stage 3 needs no less
+        most_zero=GATHERS_FROM if spec.device == "cpu" else 2,  # gathered once a step, as on GPUs, stage 3 needs no less
         zero_is_open=spec.leaves_zero_open,
         offloads_optimizer=spec.optimizer_in is not None,
     )

@@ -67,7 +67,7 @@ from raypar.worker.step.owned_parameters import OwnedParameter, named_parameters
 from raypar.worker.step.parameter_gather import ParameterGather, StageGather, gather_rounds
 from raypar.worker.step.parameter_requests import ParameterRequests, cut_into_messages
 from raypar.worker.step.step_commit import AnyGradientReduction, StepCommit
-from raypar.worker.step.transient_parameters import TransientParameters
+from raypar.worker.step.transient_parameters import BytesThere, TransientParameters
 
 # -- one stage ---------------------------------------------------------------------------------------------------------------
 
@@ -510,7 +510,7 @@ class StageBuilder:
     ) -> ParameterGather:
         """What brings parameters from the replicas that own them, of the stages whose replicas divide state."""
         plan, rank = self.assignment.plan, self.transport.rank
-        found, layers = dict[ShardOfStage, StageGather](), dict[ShardOfStage, LayerGather]()
+        found, layers, there = dict[ShardOfStage, StageGather](), dict[ShardOfStage, LayerGather](), BytesThere()
         for (index, number), stage in stages.items():
             if not self.ownership.divides(index, "optimizer"):
                 if plan.stages[index].replicas > 1 and not all(each.requires_grad for each in stage.parameters.values()):
@@ -522,9 +522,10 @@ class StageBuilder:
             runs = [(*all_runs(replica), *all_runs(replica, frozen=True)) for replica in range(place.replicas)]
             runs = [tuple(run for run in of_replica if run.name in stage.parameters) for of_replica in runs]
             if place.gather_in_effect in ("microbatch", "layer"):
-                layers[index, number] = self._build_layer_gather(index, number, stage, owned[index, number], runs)
+                memory = TransientParameters(stage.weights, owned[index, number], there)
+                layers[index, number] = self._build_layer_gather(index, number, stage, memory, runs)
                 continue
-            memory = GatheredMemory(stage.weights, owned[index, number]) if divides_parameters else None
+            whole = GatheredMemory(stage.weights, owned[index, number]) if divides_parameters else None
             tensors = {run.name: stage.weights.computed_with(run.name) for of_replica in runs for run in of_replica}
             found[index, number] = StageGather(
                 self.transport,
@@ -532,18 +533,17 @@ class StageBuilder:
                 reduction_channel(plan, index, number),
                 gather_rounds(tensors, runs),
                 place.zero_holders,
-                memory,
+                whole,
             )
-        return ParameterGather(found, layers)
+        return ParameterGather(found, layers, there)
 
     def _build_layer_gather(
-        self, index: int, number: int, stage: Stage, owned: Sequence[OwnedParameter], runs: Sequence[Sequence[OwnedRun]]
+        self, index: int, number: int, stage: Stage, memory: TransientParameters, runs: Sequence[Sequence[OwnedRun]]
     ) -> LayerGather:
         """What brings parameters of a stage for each use. `runs`: by replica, those that it owns."""
         plan, place = self.assignment.plan, self.assignment.plan.stages[index]
         role, weights = plan.role_in(self.transport.rank, index), stage.weights
         group = plan.replica_ranks(index, role.shard)
-        memory = TransientParameters(weights, owned)
         positions = range(len(weights.layer_names))
         named = [*(weights.of_layer(position).parameters for position in positions), tuple(weights.parameters)]
         dtypes = {name: weights.computed_with(name).dtype for name in weights.parameters}

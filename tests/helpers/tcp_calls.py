@@ -81,7 +81,7 @@ def train(
                     for n, p in s.parameters.items()
                 }
             )
-        run_routine(core.step_commit.gather.finish(), 30.0)
+        run_routine(core.step_commit.gather.gather_everything(), 30.0)
         return {
             "losses": losses,
             "norms": norms,

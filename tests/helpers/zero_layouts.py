@@ -59,6 +59,15 @@ class DividedLayout(Layout):
         return super().plan.with_zero(1)
 
 
+class LayeredLayout(Layout):
+    """A layout whose replicas divide parameters, too, and gather them layer by layer."""
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan of this cell, at level 3."""
+        return super().plan.with_zero(3).with_gather("layer")
+
+
 Read = Callable[[WorkerCore, ShardOfStage, OwnedParameter], Tensor | None]
 
 

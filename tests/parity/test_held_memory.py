@@ -12,6 +12,7 @@ from raypar.comm.cooperative_scheduler import CooperativeScheduler
 from raypar.job.read_job import parse_job
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import CANONICAL_PIECE
+from raypar.plan.parallel_plan import GATHER_SPANS
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_job
@@ -31,12 +32,19 @@ KEPT = ("parameter", "gathered", "master", "optimizer", "average", "buffer")
 PIECE_BYTES = 4 * CANONICAL_PIECE
 
 
-@pytest.mark.parametrize("more", ["", "average: {decay: 0.9}", "precision: {parameters: bf16, master: float32}"], ids=str)
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_each_kind_of_state_is_within_a_piece_of_the_sheet(zero, more):
+MORE = ("", "average: {decay: 0.9}", "precision: {parameters: bf16, master: float32}")
+
+
+KINDS_OF_STATE = [(zero, "step", more) for zero in range(4) for more in MORE]
+KINDS_OF_STATE += [(3, gather, more) for gather in GATHER_SPANS[1:] for more in MORE[:2]]
+
+
+@pytest.mark.parametrize("zero, gather, more", KINDS_OF_STATE, ids=str)
+def test_each_kind_of_state_is_within_a_piece_of_the_sheet(zero, gather, more):
+    """What comes and goes inside a step: when it is most."""
     spec = parse_job(JOB + more)
     graph = make_layer_graph(spec)
-    plan = ParallelPlan.mesh(dp=3, layers=len(graph.layers)).with_zero(zero)
+    plan = ParallelPlan.mesh(dp=3, layers=len(graph.layers)).with_zero(zero).with_gather(gather)
     profile = profile_job(spec, workers=3, graph=graph)
     sheets = memory_sheets(profile, plan, "1f1b", spec.batching)
     with OneProcessRun(spec, plan, "1f1b") as run:

@@ -16,8 +16,16 @@ from helpers.shard_grid import SHALLOW, Cell, graph
 from helpers.virtual_shards import divided
 from helpers.zero_layouts import check_cell, check_zero, expected, small_pieces, storages
 
+from raypar.errors import PlanError
 from raypar.job import ValidationConfig
-from raypar.plan import ParallelPlan
+from raypar.model.layer_skeletons import make_model_outline
+from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.state_bytes import StateBytes
+from raypar.planner.gathered_parameters import gather_traffic, gathered_bytes
+from raypar.planner.model_profile import ModelProfile
+from raypar.schedule import registry
+from raypar.worker.backend import refuse_gathers_on_request
+from raypar.worker.measure_profile import profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.step.layer_gather import LayerGather
 from raypar.worker.step.step_commit import StepCommit
@@ -190,6 +198,33 @@ def test_the_last_layer_of_a_forward_pass_stays_for_the_backward_pass_of_its_mic
     assert asked == there_and_back + there_and_back[1:]
 
 
+TRAFFIC = [
+    Layout("tangled", "1f1b", (2, 3), 6),
+    Layout("tangled", "zb-v", (2, 2), 5),
+    Layout("plain", "interleaved", (2, 2), 5, chunks=4),
+    Layout("plain", "1f1b", (4,), 6),
+]
+
+
+@pytest.mark.parametrize("layout, gather", some(TRAFFIC, (), 1))
+def test_memory_and_bytes_on_their_way_are_what_the_sheet_and_the_plan_say(layout, gather):
+    """Whole parameters that are there together, when they are most; and what is sent and received in a step, to the byte."""
+    plan = layout.plan.with_zero(3).with_gather(gather)
+    orders = registry.build_schedule(layout.schedule, MicrobatchRouting(plan, layout.job.batching))
+    measured = profile_layers(layout.job, layout.graph, read_microbatches(layout.job, layout.graph, [0]))
+    state = StateBytes(make_model_outline(layout.graph), measured.state, measured.copies)
+    profile = ModelProfile(measured.layers, outputs=measured.outputs, kept=measured.kept, state=state)
+    with small_pieces(), OneProcessRun(layout.job, plan, layout.schedule, graph=layout.graph) as run:
+        run.step(0)
+        most, traffic = gathered_bytes(profile, plan, orders), gather_traffic(profile, plan, orders)
+        assert [core.step_commit.gather.there.most for core in run.cores] == list(most)
+        before = [core.transport.ledger.as_dict()["gather"] for core in run.cores]
+        run.step(1)
+        after = [core.transport.ledger.as_dict()["gather"] for core in run.cores]
+    for way, predicted in (("sent", [one.sent for one in traffic]), ("received", [one.received for one in traffic])):
+        assert [now[way] - was[way] for now, was in zip(after, before, strict=True)] == predicted
+
+
 # -- validation --------------------------------------------------------------------------------------------------------------
 
 
@@ -303,3 +338,12 @@ def test_a_plan_without_a_second_replica_gathers_nothing():
     layout = Layout("plain", "1f1b", (1, 1), 4)
     plan = replace(layout.plan, stages=tuple(replace(stage, zero=3, gather="layer") for stage in layout.plan.stages))
     check_zero(layout, 3, plan, gather="layer")
+
+
+@pytest.mark.parametrize("gather", SPANS)
+def test_gpus_refuse_to_gather_on_request(gather):
+    plan = ParallelPlan.mesh(dp=2, layers=2).with_zero(3)
+    refuse_gathers_on_request(plan)
+    with pytest.raises(PlanError, match=f"plan.gather: {gather} .stage 0. does not work on GPUs yet") as error:
+        refuse_gathers_on_request(plan.with_gather(gather))
+    assert "plan.gather: step" in error.value.cure

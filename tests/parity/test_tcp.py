@@ -10,7 +10,7 @@ from helpers.parity import Layout, expected
 from helpers.processes import Workers
 from helpers.shard_grid import SHALLOW, Cell, run
 from helpers.standin import needs_cupy
-from helpers.zero_layouts import DividedLayout
+from helpers.zero_layouts import DividedLayout, LayeredLayout
 from helpers.zero_layouts import expected as expected_in_small_pieces
 
 from raypar.job import OptimizerConfig
@@ -137,6 +137,12 @@ DIVIDED = [
     DividedLayout("tangled", "zb-h1", (1, 3), 7, blocks=5),
     DividedLayout("plain", "interleaved", (2, 2), 7),
 ]
+LAYERED = [
+    LayeredLayout("tangled", "1f1b", (2, 2), 4),
+    LayeredLayout("tangled", "zb-v", (2, 2), 5),
+    LayeredLayout("tangled", "gpipe", (1, 3), 7),
+]
+"""They gather layer by layer."""
 
 
 @pytest.mark.parametrize(
@@ -144,6 +150,8 @@ DIVIDED = [
     [
         (DIVIDED[0], "tcp"),
         *(pytest.param(layout, "tcp", marks=pytest.mark.ci) for layout in DIVIDED[1:]),
+        (LAYERED[0], "tcp"),
+        *(pytest.param(layout, "tcp", marks=pytest.mark.ci) for layout in LAYERED[1:]),
         needs_cupy(DIVIDED[1], "nccl"),
     ],
     ids=str,

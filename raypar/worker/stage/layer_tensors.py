@@ -291,7 +291,14 @@ class StageTensors:
 
     def take_new_memory(self, name: str) -> Tensor:
         """Move what layers compute with of a parameter into memory that nothing else refers to; returns it."""
-        moved = self.computed_with(name).clone()
+        return self._move(name, self.computed_with(name).clone())
+
+    def take_empty_memory(self, name: str) -> Tensor:
+        """Give what layers compute with of a parameter memory that is not filled, and its own; returns it."""
+        return self._move(name, torch.empty_like(self.computed_with(name)))
+
+    def _move(self, name: str, moved: Tensor) -> Tensor:
+        """Have a parameter's memory be that of `moved`."""
         for parameter in self._sharing[name]:
             parameter.data = moved
         return self.computed_with(name)

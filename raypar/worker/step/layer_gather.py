@@ -57,7 +57,7 @@ class LayerGather:
         self._pass, self._order = kind, self._layers(kind)
         self._place = {position: place for place, position in enumerate(self._order)}
         first = self._order[:1]
-        self._free_all_but(first)
+        self._free_all_but(first or self._own_next())
         for position in first:
             self._ask(position)
 
@@ -66,10 +66,10 @@ class LayerGather:
         place = self._place.get(position)
         if place is None:
             return
-        following = [(self, layer) for layer in self._order[place + 1 : place + 2]] or self._next
-        self._free_all_but([position, *(layer for gather, layer in following if gather is self)])
+        following = self._order[place + 1 : place + 2]
+        self._free_all_but([position, *(following or self._own_next())])
         self._ask(position)
-        for gather, layer in following:
+        for gather, layer in [(self, layer) for layer in following] or self._next:
             gather._ask(layer)
         self._wait(position)
 
@@ -82,7 +82,7 @@ class LayerGather:
     def end(self) -> None:
         """End a computation: free all but what the worker computes with next."""
         self._pass = None
-        self._free_all_but([layer for gather, layer in self._next if gather is self])
+        self._free_all_but(self._own_next())
 
     # -- what the interpreter calls --------------------------------------------------------------------------------------
 
@@ -127,6 +127,10 @@ class LayerGather:
         self.requests.end()
 
     # -- parts of it -----------------------------------------------------------------------------------------------------
+
+    def _own_next(self) -> list[int]:
+        """The layer here of what the worker computes with next."""
+        return [layer for gather, layer in self._next if gather is self]
 
     def _layers(self, kind: LayerPass) -> list[int]:
         return [position for position in self.passes[kind] if self.groups[position]]

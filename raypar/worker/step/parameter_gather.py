@@ -30,6 +30,7 @@ from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
 from raypar.worker.step.gathered_memory import GatheredMemory
 from raypar.worker.step.layer_gather import LayerGather
 from raypar.worker.step.parameter_requests import IN_PLACE_BYTES
+from raypar.worker.step.transient_parameters import BytesThere
 
 PACKED_BYTES = 2 << 20
 """About the size of a message in which small runs travel together."""
@@ -203,6 +204,8 @@ class ParameterGather:
     """By stage, of those whose replicas divide state and gather once a step."""
     layers: Mapping[ShardOfStage, LayerGather] = field(default_factory=dict)
     """By stage, of those whose parameters come for each use and go after it."""
+    there: BytesThere = field(default_factory=BytesThere)
+    """Bytes of what is there of these."""
     stream_waits: StreamWaits = field(default_factory=StreamWaits)
     """What only the stream waits for."""
     _uses: deque[Compute] = field(default_factory=deque)
@@ -244,9 +247,10 @@ class ParameterGather:
             return
         uses = [i for i in compute_instructions(program) if i.needs_weights]
         stages = {i.stage for i in uses}
-        self._uses = deque(i for i in uses if any(gather.by_layer for gather in self._of_stage(i.stage)))
+        self._uses = deque(i for i in uses if self._first_layers(i))
         for (index, _), gather in self.layers.items():
             gather.begin_pass(asks=index in stages)
+        self.there.most = self.there.now
         for gather, layer in self._next_layers():
             gather.ask_for_layer(layer)
 
@@ -267,7 +271,8 @@ class ParameterGather:
             for gather in gathers:
                 yield from gather.wait_for_all()
             return
-        self._uses.popleft()
+        if self._uses and self._uses[0] == instruction:
+            self._uses.popleft()
         following = self._next_layers()
         for gather in gathers:
             own = [(other, layer) for other, layer in following if other is gather]
@@ -309,10 +314,13 @@ class ParameterGather:
 
     def _next_layers(self) -> list[tuple[LayerGather, int]]:
         """The first layers of what is computed next, where parameters come layer by layer."""
-        if not self._uses:
-            return []
-        kind = _layer_pass(self._uses[0])
-        found = [(gather, gather.first_layer(kind)) for gather in self._of_stage(self._uses[0].stage)]
+        return self._first_layers(self._uses[0]) if self._uses else []
+
+    def _first_layers(self, instruction: Compute) -> list[tuple[LayerGather, int]]:
+        """The first layers of an instruction, where parameters come layer by layer."""
+        kind = _layer_pass(instruction)
+        gathers = [gather for gather in self._of_stage(instruction.stage) if gather.by_layer]
+        found = [(gather, gather.first_layer(kind)) for gather in gathers]
         return [(gather, layer) for gather, layer in found if layer is not None]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +13,21 @@ from raypar.plan.ownership import OwnedRun
 from raypar.worker.stage.layer_tensors import StageTensors, memory_begin
 from raypar.worker.step.gathered_memory import can_be_resized
 from raypar.worker.step.owned_parameters import OwnedParameter
+
+
+@dataclass
+class BytesThere:
+    """Bytes of whole parameters that come and go on a worker."""
+
+    now: int = 0
+    """Those that are there."""
+    most: int = 0
+    """Those that were there together in the pass under way, or the last one, when they were most."""
+
+    def add(self, nbytes: int) -> None:
+        """Some have come, or (below 0) gone."""
+        self.now += nbytes
+        self.most = max(self.most, self.now)
 
 
 class TransientParameters:
@@ -23,8 +39,9 @@ class TransientParameters:
     precision, is never freed. On a device whose storages cannot be resized the memory stays.
     """
 
-    def __init__(self, weights: StageTensors, owned: Sequence[OwnedParameter]) -> None:
-        """Begins with no memory but that of what is owned. `owned`: of the stage, views of its parameters."""
+    def __init__(self, weights: StageTensors, owned: Sequence[OwnedParameter], there: BytesThere) -> None:
+        """Begins with no memory but that of what is owned. `owned`: of the stage, views of its parameters; `there`: counts the
+        bytes of all stages of the worker."""
         kept = {each.name for each in owned if each.run is None and each.name not in weights.rounded}
         self._weights = weights
         self._runs: dict[str, list[OwnedParameter]] = {}
@@ -36,20 +53,22 @@ class TransientParameters:
         """Parameter -> how many groups of parameters that are there have it."""
         weights.temporary = self._addresses = set[int]()
         """Where those begin that are there."""
+        self._there = there
+        self._nbytes: dict[str, int] = {}
+        """Parameter -> bytes of its memory when it is there."""
+        self._may_go = all(map(can_be_resized, {parameter.device for parameter in weights.parameters.values()}))
+        """Whether the memory can be freed on this device."""
         for name, parameter in weights.parameters.items():
             if not parameter.numel():
                 continue
             if name in kept:
                 self._whole[name] = weights.computed_with(name)
                 continue
-            whole = self._whole[name] = weights.take_new_memory(name).data
             self._runs[name] = [each for each in owned if each.name == name]
             for each in self._runs[name] if name not in weights.rounded else ():
-                each.parameter.data = each.of(whole).clone()
-        self._nbytes = {name: self._whole[name].untyped_storage().nbytes() for name in self._runs}
-        self._may_go = all(map(can_be_resized, {self._whole[name].device for name in self._runs}))
-        """Whether the memory can be freed on this device."""
-        for name in self._runs:
+                each.parameter.data = each.parameter.detach().clone()
+            whole = self._whole[name] = weights.take_empty_memory(name).data
+            self._nbytes[name] = whole.untyped_storage().nbytes()
             self._resize(name, 0)
 
     def come_and_go(self, names: Iterable[str]) -> list[str]:
@@ -72,6 +91,7 @@ class TransientParameters:
             if self._users[name] > 1:
                 continue
             self._resize(name, self._nbytes[name])
+            self._there.add(self._nbytes[name])
             whole = self._whole[name]
             for each in self._runs[name]:
                 each.of(whole).copy_(each.parameter)
@@ -83,6 +103,7 @@ class TransientParameters:
         for name in names:
             self._users[name] -= 1
             if not self._users[name]:
+                self._there.add(-self._nbytes[name])
                 self._addresses.discard(memory_begin(self._whole[name]))
                 self._resize(name, 0)
 
