@@ -183,6 +183,7 @@ def memory_sheet_lines(found: dict[str, Any]) -> list[str]:
             f"optimizer state lies in files (plan.optimizer_in): at most {in_files / 2**20:,.1f} MiB of a worker, of which the "
             "sheet has what is stepped together"
         )
+    lines += gather_lines(found["gathers"])
     lines += holders_lines(found["holders"])
     lines += [found["why_zero"]] if "why_zero" in found else []
     lines += gradient_lines(found)
@@ -202,6 +203,19 @@ def gradient_lines(found: Mapping[str, Any]) -> list[str]:
         return []
     scatter, fold = (sent[route] / 2**20 for route in ("scatter", "fold"))
     return [f"gradients are scattered: replicas send {scatter:,.1f} MiB a step, {fold:,.1f} with plan.gradients=fold"]
+
+
+def gather_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The line on what the gathers of parameters send in a step, of the worker that gets most. `rows`: from
+    `launch.plan_as_dict`; empty: no replicas divide parameters."""
+    if not rows:
+        return []
+    most = max(range(len(rows)), key=lambda rank: rows[rank]["received_bytes"])
+    row = rows[most]
+    mib, once_mib = row["received_bytes"] / 2**20, row["received_once_bytes"] / 2**20
+    beside = "" if row["spans"] == ["step"] else f"; once a step (plan.gather: step) it would get {once_mib:,.1f} MiB"
+    spans, times = " and ".join(row["spans"]), count_noun(row["gathers"], "gather")
+    return [f"parameters are gathered by {spans}: worker {most} gets {mib:,.1f} MiB in a step, in {times}{beside}"]
 
 
 def holders_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:

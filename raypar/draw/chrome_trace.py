@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from raypar.draw.run_history_chart import RunHistory
 from raypar.files.json_type import Json
-from raypar.schedule.instructions import drawing_style
+from raypar.schedule.instructions import Role, drawing_style
 from raypar.schedule.step_timeline import Timeline
+
+_BESIDE: dict[Role, str] = {"communication": "gather of parameters", "reduction": "reduction"}
+"""Role of what runs beside compute -> its name."""
 
 
 def chrome_trace(
@@ -15,20 +18,21 @@ def chrome_trace(
 ) -> dict[str, Json]:
     """A timeline as a JSON object in the Trace Event Format: a process per node, a thread per worker, times in microseconds.
 
-    `nodes[rank]` names the machine of each worker (default: all on one called `name`). A worker's reductions
-    get a thread of their own, because they overlap compute. The activations that a worker holds are a counter.
+    `nodes[rank]` names the machine of each worker (default: all on one called `name`). A worker's gathers and its reductions
+    get threads of their own, because they overlap compute. The activations that a worker holds are a counter.
     `swimlane`: data of the same drawing (`swimlane_data`), which the object shall have too.
     """
     machines = list(nodes) or [name] * len(timeline.spans)
     pids = {machine: pid for pid, machine in enumerate(dict.fromkeys(machines))}
     events: list[dict[str, Json]] = [_metadata("process_name", pid, 0, name=machine) for machine, pid in pids.items()]
     for rank, row in enumerate(timeline.spans):
-        pid, compute, beside = pids[machines[rank]], 2 * rank, 2 * rank + 1
+        pid, compute = pids[machines[rank]], 2 * rank
+        beside: dict[Role, int] = {"reduction": compute + 1, "communication": 2 * len(timeline.spans) + rank}
         events.append(_metadata("thread_name", pid, compute, name=timeline.names[rank]))
         events.append(_metadata("thread_sort_index", pid, compute, sort_index=compute))
-        if any(span.instruction.role == "reduction" for span in row):
-            events.append(_metadata("thread_name", pid, beside, name=f"{timeline.names[rank]}: reduction"))
-            events.append(_metadata("thread_sort_index", pid, beside, sort_index=beside))
+        for role in sorted({span.instruction.role for span in row if span.instruction.runs_beside}):
+            events.append(_metadata("thread_name", pid, beside[role], name=f"{timeline.names[rank]}: {_BESIDE[role]}"))
+            events.append(_metadata("thread_sort_index", pid, beside[role], sort_index=compute + 1))
         held = 0
         for instruction, start_ms, end_ms in row:
             places = {key: getattr(instruction, key) for key in ("stage", "microbatch") if hasattr(instruction, key)}
@@ -38,7 +42,7 @@ def chrome_trace(
                     "name": str(instruction),
                     "cat": drawing_style(type(instruction)).category,
                     "pid": pid,
-                    "tid": beside if instruction.role == "reduction" else compute,
+                    "tid": beside[instruction.role] if instruction.runs_beside else compute,
                     "ts": start_ms * 1000,
                     "dur": (end_ms - start_ms) * 1000,
                     "args": {**places, "rank": rank},

@@ -162,12 +162,10 @@ class _Panel:
             largest = self.font
         small: dict[str, list[tuple[float, float]]] = {}
         last_colour = ""
-        for span in filter(_takes_time, row):
+        for span in sorted(filter(_takes_time, row), key=lambda span: span.instruction.runs_beside):
             colour = self._colour(span.instruction)
             x, w = sheet.x(span.start_ms), (span.end_ms - span.start_ms) * sheet.per_ms
-            # Reductions run beside compute: a strip at the foot of the lane.
-            beside = span.instruction.role == "reduction"
-            top, height = (y + self.lane * 0.7, self.lane * 0.3) if beside else (y, self.lane)
+            top, height = self._extent(span.instruction, y)
             text = str(getattr(span.instruction, "microbatch", ""))
             size = min(largest, self._number_size(w)) if text else 0.0
             if size < _SMALLEST_NUMBER and span.instruction.role == "compute":
@@ -198,6 +196,13 @@ class _Panel:
             )
             out.append(f'<path d="{path}" fill="{colour}"/>')
         return out
+
+    def _extent(self, instruction: Instruction, y: float) -> tuple[float, float]:
+        """(top, height) of an instruction's box in a lane at y. What runs beside compute is a strip over it: gathers of
+        parameters at the head of the lane, reductions at its foot."""
+        if not instruction.runs_beside:
+            return y, self.lane
+        return (y, self.lane * 0.22) if instruction.role == "communication" else (y + self.lane * 0.7, self.lane * 0.3)
 
     def _number_size(self, width: float) -> float:
         """Font size at which the panel's longest microbatch number fits into a box of this width."""

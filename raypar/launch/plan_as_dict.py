@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from raypar.files.json_type import Json
 from raypar.plan import GradientRelay, Microbatches, MicrobatchRouting, ParallelPlan, Role, StageConnections, StageEdge
 from raypar.plan.bundle_parts import network_bytes, node_of_each_replica
+from raypar.plan.parallel_plan import GATHER_SPANS
 from raypar.plan.recomputation import describe_recomputed_layers
 from raypar.plan.wording import count_noun
 
@@ -121,32 +122,62 @@ def plan_as_dict(
         "imbalance": max(role["share"] for worker in workers for role in worker["roles"]) - 1,
     }
     if profile is not None:
-        from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets, sheets_by_holders
-        from raypar.planner.plan_report import processors_of_prediction
-        from raypar.planner.predicted_step import predict_step
-
-        found["between_stages"] = stage_messages_as_dicts(routing, profile.crossing(plan))
-        timeline, memory = predict_step(profile, plan, schedule or name, cut)
-        predicted_for = processors_of_prediction(profile.processors, plan.world, profile.lengths)
-        sheets = memory_sheets(profile, plan, schedule or name, cut)
-        if profile.memory_bytes is not None and max(memory) > profile.memory_bytes:
-            advice = describe_changes_that_fit(profile, plan, schedule or name, cut, profile.memory_bytes)
-            found["does_not_fit"] = {"worker_bytes": profile.memory_bytes, "advice": advice}
-        found |= {
-            "memory_sheet": [sheet.by_kind for sheet in sheets],
-            "mirror_file_bytes": [sheet.mirror_files for sheet in sheets],
-            "optimizer_file_bytes": [sheet.optimizer_files for sheet in sheets],
-            "holders": [holders_as_dict(each) for each in sheets_by_holders(profile, plan, schedule or name, cut)],
-            "predicted_ms": timeline.makespan_ms,
-            "predicted_for": predicted_for,
-            "price_of_virtual_shards": profile.price_of_virtual_shards,
-            "bubble_of_ideal": timeline.bubble_of_ideal,
-            "bubble_of_total": timeline.bubble_of_total,
-            "memory_bytes": list(memory),
-            "latency_ms": profile.link.latency_ms,
-            "bandwidth_bytes_per_ms": profile.link.bandwidth,
-        }
+        found |= prediction_as_dict(profile, routing, name if schedule is None else schedule, orders)
     return found
+
+
+def prediction_as_dict(
+    profile: ModelProfile, routing: MicrobatchRouting, schedule: str | Schedule, orders: Schedule
+) -> dict[str, Any]:
+    """The predicted step of a plan and its memory as data. `schedule`: its name, or its `orders`."""
+    from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets, sheets_by_holders
+    from raypar.planner.plan_report import processors_of_prediction
+    from raypar.planner.predicted_step import predict_step
+
+    plan, cut = routing.plan, routing.microbatches
+    timeline, memory = predict_step(profile, plan, schedule, cut)
+    sheets = memory_sheets(profile, plan, schedule, cut)
+    found: dict[str, Any] = {
+        "between_stages": stage_messages_as_dicts(routing, profile.crossing(plan)),
+        "memory_sheet": [sheet.by_kind for sheet in sheets],
+        "mirror_file_bytes": [sheet.mirror_files for sheet in sheets],
+        "optimizer_file_bytes": [sheet.optimizer_files for sheet in sheets],
+        "gathers": gathers_as_dicts(profile, plan, orders),
+        "holders": [holders_as_dict(each) for each in sheets_by_holders(profile, plan, schedule, cut)],
+        "predicted_ms": timeline.makespan_ms,
+        "predicted_for": processors_of_prediction(profile.processors, plan.world, profile.lengths),
+        "price_of_virtual_shards": profile.price_of_virtual_shards,
+        "bubble_of_ideal": timeline.bubble_of_ideal,
+        "bubble_of_total": timeline.bubble_of_total,
+        "memory_bytes": list(memory),
+        "latency_ms": profile.link.latency_ms,
+        "bandwidth_bytes_per_ms": profile.link.bandwidth,
+    }
+    if profile.memory_bytes is not None and max(memory) > profile.memory_bytes:
+        advice = describe_changes_that_fit(profile, plan, schedule, cut, profile.memory_bytes)
+        found["does_not_fit"] = {"worker_bytes": profile.memory_bytes, "advice": advice}
+    return found
+
+
+def gathers_as_dicts(profile: ModelProfile, plan: ParallelPlan, orders: Schedule) -> list[dict[str, Json]]:
+    """By rank, what its gathers of parameters send in a step, and what they would send once a step; empty where no replicas
+    divide parameters."""
+    from raypar.planner.gathered_parameters import gather_traffic
+
+    spans = {span for stage in plan.stages if (span := stage.gather_in_effect) is not None}
+    if not spans:
+        return []
+    by_span, by_step = (gather_traffic(profile, each, orders) for each in (plan, plan.with_gather("step")))
+    return [
+        {
+            "spans": sorted(spans, key=GATHER_SPANS.index),
+            "gathers": now.gathers,
+            "received_bytes": now.received,
+            "sent_bytes": now.sent,
+            "received_once_bytes": once.received,
+        }
+        for now, once in zip(by_span, by_step, strict=True)
+    ]
 
 
 def holders_as_dict(found: HoldersSheet) -> dict[str, Json]:

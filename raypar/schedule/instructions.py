@@ -58,6 +58,10 @@ class DrawingStyle:
     """Its category in Chrome traces."""
 
 
+_COSTS_WITH_WEIGHTS: frozenset[Cost] = frozenset({"forward", "recompute", "input"})
+"""What costs such a time computes with parameters."""
+
+
 class Instruction:
     """The base of all instructions: the properties that every class of them declares.
 
@@ -82,8 +86,6 @@ class Instruction:
     """Memory that the stage keeps for the microbatch from now on, by the names in `KEPT_SIZE`."""
     frees: ClassVar[tuple[str, ...]] = ()
     """Memory that the stage no longer keeps for the microbatch afterwards."""
-    needs_weights: ClassVar[bool] = False
-    """Whether it computes with the stage's parameters, which must be whole then."""
     drawing: ClassVar[DrawingStyle | None] = None
     """Its appearance in pictures; None if it takes no time that a picture could show."""
 
@@ -93,11 +95,17 @@ class Instruction:
     """Derived: the change of the memory that the stage keeps, in activations of a microbatch."""
     last_use: ClassVar[bool] = False
     """Derived: whether the stage keeps no memory for the microbatch afterwards."""
+    needs_weights: ClassVar[bool] = False
+    """Derived: whether it computes with the stage's parameters, which must be whole then; weight gradients do not."""
+    runs_beside: ClassVar[bool] = False
+    """Derived: whether its time goes by beside that of compute."""
 
     def __init_subclass__(cls) -> None:
         cls.results = (*cls.makes, *cls.allocates)
         cls.held_change = sum(KEPT_SIZE[kept] for kept in cls.allocates) - sum(KEPT_SIZE[kept] for kept in cls.frees)
         cls.last_use = bool(cls.frees) and not cls.allocates
+        cls.needs_weights = not _COSTS_WITH_WEIGHTS.isdisjoint(cls.cost)
+        cls.runs_beside = cls.role in ("communication", "reduction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +131,6 @@ class Forward(Compute):
     makes = (VALUES,)
     allocates = (ACTIVATIONS,)
     frees = ()
-    needs_weights = True
     drawing = DrawingStyle("#2B7BBA", "forward (F)", "forward")
 
 
@@ -140,7 +147,6 @@ class CheckpointedForward(Compute):
     makes = (VALUES,)
     allocates = (KEPT_INPUTS,)
     frees = ()
-    needs_weights = True
     drawing = DrawingStyle("#7CC0EA", "forward, keeps inputs only (C)", "checkpointed forward")
 
 
@@ -154,7 +160,6 @@ class Recompute(Compute):
     makes = ()
     allocates = (ACTIVATIONS,)
     frees = (KEPT_INPUTS,)
-    needs_weights = True
     drawing = DrawingStyle("#E8DC52", "recomputation (R)", "recompute")
 
 
@@ -168,7 +173,6 @@ class Backward(Compute):
     makes = (INPUT_GRADIENTS, WEIGHT_GRADIENTS)
     allocates = ()
     frees = (ACTIVATIONS,)
-    needs_weights = True
     drawing = DrawingStyle("#F0A73A", "backward (B)", "backward")
 
 
@@ -185,7 +189,6 @@ class BackwardInput(Compute):
     makes = (INPUT_GRADIENTS,)
     allocates = (STASH,)
     frees = (ACTIVATIONS,)
-    needs_weights = True
     drawing = DrawingStyle("#E0702F", "input gradient (I)", "backward input")
 
 

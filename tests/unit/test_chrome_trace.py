@@ -63,3 +63,15 @@ def test_the_trace_of_a_run_shows_the_gap_between_two_steps():
     assert slices == [("step 41", 0, 500_000), ("step 42", 1_700_000, 500_000), ("nobody trains", 600_000, 1_100_000)]
     assert [(e["name"], e["ts"]) for e in events if e["ph"] == "i"] == [("worker 2 lost", 600_000.0)]
     assert [e["args"]["workers"] for e in events if e["ph"] == "C"] == [4, 3]
+
+
+def test_gathers_and_reductions_have_threads_of_their_own_since_they_overlap():
+    rows = [[("0A", 0.0, 1.0), ("0F0", 1.0, 3.0), ("2A", 1.0, 6.0), ("0B0", 3.0, 4.0), ("0G", 4.0, 5.0)]] * 2
+    trace = chrome_trace(Timeline.from_spans(rows))
+    named = {e["tid"]: e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name"}
+    assert sorted(named.values()) == [
+        f"worker {rank}{what}" for rank in (0, 1) for what in ("", ": gather of parameters", ": reduction")
+    ]
+    for event in events(trace, "X"):
+        what = {"gather": ": gather of parameters", "reduction": ": reduction"}.get(event["cat"], "")
+        assert named[event["tid"]] == f"worker {event['args']['rank']}{what}"

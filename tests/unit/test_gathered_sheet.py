@@ -5,7 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from raypar.console.plan_text import plan_as_text
 from raypar.errors import PlanError
+from raypar.launch.plan_as_dict import plan_as_dict
+from raypar.model.layer_skeletons import LayerSize
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.parallel_plan import GatherSpan
@@ -269,3 +272,23 @@ def test_advice_names_it_where_levels_do_not_suffice():
     text = describe_changes_that_fit(replace(profile, recomputable=()), plan.with_zero(3), "1f1b", batching, 90 * MIB)
     assert "plan.gather=layer" in text
     assert "plan.gather" not in describe_changes_that_fit(profile, by("layer", plan), "1f1b", batching, 60 * MIB)
+
+
+def test_the_plan_says_what_gathers_send():
+    profile, plan, batching = profile_of([4, 5, 3]), ParallelPlan.mesh(dp=2, layers=3), Microbatches(4, 4, 4)
+    sizes = tuple(LayerSize(f"l{i}", KIB * of, MIB * of) for i, of in enumerate((4, 5, 3)))
+
+    def text(plan: ParallelPlan) -> str:
+        return plan_as_text(plan_as_dict(plan, "1f1b", batching, sizes, profile))
+
+    assert "gathered by" not in text(plan.with_zero(2))
+    assert "parameters are gathered by step: worker 0 gets 6.0 MiB in a step, in 1 gather\n" in text(by("step", plan)) + "\n"
+    found = plan_as_dict(by("layer", plan), "1f1b", batching, sizes, profile)
+    assert [row["gathers"] for row in found["gathers"]] == [9, 9]
+    received = [row["received_bytes"] for row in found["gathers"]]
+    most = received.index(max(received))
+    assert (
+        f"parameters are gathered by layer: worker {most} gets {received[most] / MIB:.1f} MiB in a step, in 9 gathers; once a "
+        "step (plan.gather: step) it would get 6.0 MiB"
+    ) in text(by("layer", plan))
+    assert "gathered parameters" in text(by("layer", plan)), "the sheet"

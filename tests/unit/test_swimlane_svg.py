@@ -167,3 +167,34 @@ def test_a_simulated_step_is_drawn_again_from_its_data_as_it_was(name):
     routes = message_routes(StageConnections.chain(len(timeline.chunk_of)))
     data = json.loads(json.dumps(swimlane_data([("predicted", timeline)], title=name, routes=routes)))
     assert draw_swimlane_data(data, str) == swimlanes_svg([("predicted", timeline)], title=name, routes=routes)
+
+
+def gathering():
+    """Workers of three stages each, two replicas, whose gathers take longer than a forward."""
+    plan = ParallelPlan.mesh(pp=2, dp=2, chunks=3).with_zero(3).with_gather("microbatch")
+    routing, crossing = MicrobatchRouting(plan, Microbatches(8, blocks=8)), StageConnections.chain(6)
+    costs = SimulationCosts((1,) * 6, (1,) * 6, (1,) * 6, gather_ms=(1.5,) * 6, reduce_ms=(2,) * 6, step_ms=1)
+    return simulate_schedule(registry.build_schedule("interleaved", routing), routing, crossing, costs)
+
+
+def test_gathers_are_strips_at_the_head_of_the_lane_over_what_computes_meanwhile():
+    timeline = gathering()
+    root = ET.fromstring(swimlane_svg(timeline, title="gathers"))
+    assert "gather of parameters" in texts(root)
+    lanes = [box for box in root.iter(f"{SVG}rect") if box.get("fill") == "url(#idle)" and box.get("height") == "32"]
+    drawn, order = {}, []
+    for box in root.iter(f"{SVG}rect"):
+        if (title := box.find(f"{SVG}title")) is not None:
+            letter, y = title.text.split(":")[0].strip("0123456789"), float(box.get("y"))
+            lane = next(top for top in (float(one.get("y")) for one in lanes) if top <= y < top + 32)
+            drawn.setdefault(letter, set()).add((round(y - lane, 1), float(box.get("height"))))
+            order += [letter] if lane == float(lanes[0].get("y")) else []
+    assert drawn["F"] == drawn["B"] == {(0, 32)} and drawn["A"] == {(0, 7.04)} and drawn["G"] == {(22.4, 9.6)}
+    assert {*order[order.index("A") :]} == {"A", "G"}, "over the others"
+    assert any(str(span.instruction) == "0A" and span.start_ms > 0 for span in timeline.spans[0]), "again"
+
+
+def test_a_step_with_gathers_is_drawn_again_from_its_data():
+    timeline = gathering()
+    data = json.loads(json.dumps(swimlane_data([("predicted", timeline)], title="t", routes=[])))
+    assert draw_swimlane_data(data, str) == swimlanes_svg([("predicted", timeline)], title="t", routes=[])
