@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from raypar.plan import MicrobatchRouting
 from raypar.plan.addition_tree import TreeNode, addition_tree_children, covering_nodes
 from raypar.plan.gradient_scatter import most_open_sums, stack_steps
-from raypar.schedule.instructions import Backward, BackwardWeight, Instruction
+from raypar.schedule.instructions import WEIGHT_GRADIENTS, Compute, Instruction
 
 
 def open_sums(routing: MicrobatchRouting, stage: int, rank: int, order: Iterable[Instruction]) -> int:
@@ -30,7 +30,7 @@ def open_sums(routing: MicrobatchRouting, stage: int, rank: int, order: Iterable
             _complete(block, complete, sibling_of, has_memory=False)
     begun, most = set[int](), 1
     for instruction in order:
-        if isinstance(instruction, (Backward, BackwardWeight)) and instruction.stage == stage:
+        if isinstance(instruction, Compute) and WEIGHT_GRADIENTS in instruction.makes and instruction.stage == stage:
             block = batching.block_of(instruction.microbatch)
             begun.add(block)
             most = max(most, len(begun) + sum(complete.values()))
