@@ -16,13 +16,13 @@ from typing import Any
 
 from harness import page, ratio, table
 from side_by_side import bench_parser, command_line, ms_cells, train_in_turn
-from zero_peers import LEVELS, WORK, WORLD, claims, contenders, left_out
+from zero_peers import OWN, WORK, WORLD, claims, contenders, left_out
 
 MICROBATCHES = 4
 
 
 def predicted() -> dict[str, Any]:
-    """What the sheet says of the largest worker of each level, and of it with the mirror; bytes of the parameters."""
+    """What the sheet says of the largest worker of each plan, and of it with the mirror; bytes of the parameters."""
     import ours
 
     from raypar.planner.memory_sheet import memory_sheets
@@ -32,12 +32,12 @@ def predicted() -> dict[str, Any]:
     kinds, mirrored = {}, {}
     spec, *_ = ours.job_and_plan(MICROBATCHES, replicas=WORLD, work=WORK)
     profile = profile_job(spec, workers=WORLD, graph=make_layer_graph(spec))
-    for level in LEVELS:
-        _, plan, schedule = ours.job_and_plan(MICROBATCHES, replicas=WORLD, zero=level, work=WORK)
+    for name, options in OWN.items():
+        _, plan, schedule = ours.job_and_plan(MICROBATCHES, replicas=WORLD, work=WORK, **options)
         largest = max(memory_sheets(profile, plan, schedule, spec.batching), key=lambda sheet: sheet.total)
         with_mirror = memory_sheets(replace(profile, mirror="memory"), plan, schedule, spec.batching)
-        kinds[f"raypar zero {level}"] = largest.by_kind
-        mirrored[f"raypar zero {level}"] = max(sheet.total for sheet in with_mirror)
+        kinds[f"raypar {name}"] = largest.by_kind
+        mirrored[f"raypar {name}"] = max(sheet.total for sheet in with_mirror)
     return {
         "parameters": kinds["raypar zero 0"]["parameter"],
         "sheet": {name: sum(of.values()) for name, of in kinds.items()},
@@ -50,6 +50,7 @@ MEMORY_CLAIMS = (
     ("DDP", "raypar zero 0", 1.0),
     ("ZeroRedundancyOptimizer", "raypar zero 1", 1.0),
     ("FSDP2, resharded", "raypar zero 3", 0.6),
+    ("FSDP2, resharded", "raypar zero 3, by layer", 0.6),
 )
 """(base, own, how many times the base's resident memory own shall take at most); those count whose contenders run."""
 
@@ -115,7 +116,8 @@ def main() -> None:
             f"A GPT of {found['parameters'] // 4:,} parameters, float32, AdamW with clipping, two processes with one thread "
             "each on one machine; raypar without a mirror. Memory is resident memory above that before the model was made, now "
             "and at its peak, in multiples of the parameters' bytes. In the table of kinds `measured` is what tensors take "
-            f"between two steps, and, in all, the resident memory. A round runs every contender once. {left_out()}"
+            "between two steps (of gathered parameters that come for each use: inside one, at most), and, in all, the resident "
+            f"memory. A round runs every contender once. {left_out()}"
         )
         given.page.write_text(page("Memory of replicas that divide state", command_line(), f"{note}\n\n{tables(found)}"))
 

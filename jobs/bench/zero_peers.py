@@ -13,7 +13,10 @@ from raypar.job.plan_section import MOST_ZERO
 
 WORK = {"depth": 7, "width": 384, "heads": 6, "context": 64, "batch_size": 8}
 """12.6 million parameters, and few samples: state is most of the memory."""
-WORLD, LEVELS = 2, range(MOST_ZERO + 1)
+WORLD = 2
+OWN: dict[str, dict[str, Any]] = {f"zero {level}": {"zero": level} for level in range(MOST_ZERO + 1)}
+OWN |= {f"zero {MOST_ZERO}, by {span}": {"zero": MOST_ZERO, "gather": span} for span in ("microbatch", "layer")}
+"""raypar's contenders, and how their plans are made."""
 
 CLAIMS = (
     ("raypar zero 0", "raypar zero 1", 0.97),
@@ -41,9 +44,7 @@ def contenders(microbatches: int) -> list[Contender]:
         peer("FSDP2, kept, one reduction", "fsdp2", microbatches, reshard=False, reductions="last"),
         peer("FSDP2, resharded", "fsdp2", microbatches, reshard=True),
         *(peer(f"DeepSpeed {level}", "deepspeed", microbatches, level=level) for level in deepspeed),
-        *(raypar(f"zero {level}", microbatches, replicas=WORLD, zero=level, work=WORK) for level in LEVELS),
-        raypar("zero 3, by microbatch", microbatches, replicas=WORLD, zero=3, gather="microbatch", work=WORK),
-        raypar("zero 3, by layer", microbatches, replicas=WORLD, zero=3, gather="layer", work=WORK),
+        *(raypar(name, microbatches, replicas=WORLD, work=WORK, **options) for name, options in OWN.items()),
     ]
 
 

@@ -71,6 +71,15 @@ def test_without_one_all_go_back_to_the_mirrors_copy(moment, level, undisturbed,
     assert any("mirror" in text for text in told), told
 
 
+@pytest.mark.parametrize("gather", ["layer", "microbatch"])
+@pytest.mark.parametrize("moment", ["vote", "layer"])
+def test_so_they_do_where_parameters_come_for_each_use(moment, gather, undisturbed, tmp_path):
+    words = ("elastic={min_workers: 1, mirror: 4}", f"plan={{replicas: 3, zero: 3, gather: {gather}}}")
+    trainee, told = run_until_an_owner_dies(moment, 14, tmp_path, *words)
+    assert trainee.result.weights_sha256 == undisturbed.weights_sha256 and trainee.losses == undisturbed.losses
+    assert any("mirror" in text for text in told), told
+
+
 @pytest.mark.parametrize("moment", ["vote", "gather"])
 def test_so_they_do_where_gradients_are_never_whole(moment, undisturbed, tmp_path):
     words = ("elastic={min_workers: 1, mirror: 4}", "plan={replicas: 3, zero: 2, gradients: scatter}")

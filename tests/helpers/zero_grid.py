@@ -14,6 +14,7 @@ from helpers.shard_grid import graph as graph_on_shards
 from helpers.zero_layouts import check_cell, check_zero
 
 from raypar.plan import ParallelPlan
+from raypar.plan.parallel_plan import GATHER_SPANS, GatherSpan
 from raypar.schedule import registry
 
 LEVELS = (0, 1, 2, 3)
@@ -43,23 +44,30 @@ class ZeroLayout:
     recompute: tuple[int, ...]
     order_seed: int
     """Of the order in which workers take turns."""
+    gather: GatherSpan = "step"
+    """How long whole parameters are there, at level 3."""
 
     def __str__(self) -> str:
         level = "-".join(map(str, dict.fromkeys(self.levels)))
         more = f", {self.holders} holders" * (self.holders > 1) + ", scatter" * (self.gradients == "scatter")
+        more += f", by {self.gather}" * (self.gather != "step")
         return f"level {level}, {self.cell}{more}" + f", recompute {len(self.recompute)}" * bool(self.recompute)
 
     @property
     def plan(self) -> ParallelPlan:
         """The plan."""
         plan = replace(self.cell.plan, recompute=self.recompute)
-        return plan.with_zero(self.levels, self.holders).with_gradients(self.gradients)
+        return plan.with_zero(self.levels, self.holders).with_gradients(self.gradients).with_gather(self.gather)
 
 
 def zero_layouts() -> list[ZeroLayout]:
     """All layouts of the grid."""
     axes = itertools.product(LEVELS, registry.NAMES, REPLICAS, SHARDS, range(DRAWS))
-    return [_draw(random.Random(f"{place}"), *place[:4]) for place in axes]
+    found = []
+    for place in axes:
+        gather = random.Random(f"gather {place}").choice(GATHER_SPANS) if place[0] == LEVELS[-1] else "step"
+        found.append(replace(_draw(random.Random(f"{place}"), *place[:4]), gather=gather))
+    return found
 
 
 def _draw(dice: random.Random, level: int, schedule: str, replicas: str, shards: int) -> ZeroLayout:
@@ -97,6 +105,7 @@ def check_zero_layout(layout: ZeroLayout) -> None:
     """Losses, norms, skipped steps, gradients, parameters and optimizers' state are those of one process, to the last bit; with
     shards, of one that has all of them."""
     if isinstance(layout.cell, Layout):
-        check_zero(layout.cell, layout.levels, layout.plan, order_seed=layout.order_seed, holders=layout.holders)
+        seed = layout.order_seed
+        check_zero(layout.cell, layout.levels, layout.plan, None, seed, layout.holders, layout.gather)
     else:
         check_cell(layout.cell, layout.plan, layout.order_seed)

@@ -1,11 +1,11 @@
 """The tensors that a stage's layers compute with: values in autograd's graph, parameters, one leaf for each use, and buffers.
 
-A stage gets its layers' tensors from `StageTensors.of_layer`, at every layer boundary. Today these tensors are
+A stage gets its layers' tensors from `StageTensors.enter_layer`, at every layer boundary. Today these tensors are
 whole parameters (or a shard's slices of them), which lie in the modules all the time; where replicas divide them, their memory
-is there from a gather to their last use in a step (`step/gathered_memory.py`). Weights that are gathered layer by layer, or
-fetched from host memory, would be made in `of_layer`, too. Autocast makes none here: it casts them, for each operation as its
-lists say. With `precision.parameters` the tensors in the modules are rounded copies, made anew once a
-step; the parameters, which `StageTensors` has beside the modules, are their masters (rule 13 of the numerics contract).
+is there from a gather to their last use in a step (`step/gathered_memory.py`), or comes for a layer and goes after it
+(`step/layer_gather.py`). Weights that are fetched from host memory would be made there, too. Autocast makes none here: it casts
+them, for each operation as its lists say. With `precision.parameters` the tensors in the modules are rounded copies, made anew
+once a step; the parameters, which `StageTensors` has beside the modules, are their masters (rule 13 of the numerics contract).
 
 A layer reads the very tensor that another layer of the stage returned, so autograd adds the gradients of a value in its own
 order. A value from another stage is read through one alias, whose complete gradient is what the stage hands on (rule 4 of the
