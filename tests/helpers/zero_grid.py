@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from helpers.parity import PRECISIONS, Layout, Precision, count_layers
 from helpers.shard_grid import Cell
@@ -14,6 +13,7 @@ from helpers.shard_grid import graph as graph_on_shards
 from helpers.zero_layouts import check_cell, check_zero
 
 from raypar.plan import ParallelPlan
+from raypar.plan.gradient_scatter import GradientRoute
 from raypar.plan.parallel_plan import GATHER_SPANS, GatherSpan
 from raypar.schedule import registry
 
@@ -28,6 +28,7 @@ MODELS = {1: ("tangled", "uneasy", "plain"), 2: ("llama", "uneasy llama", "gpt")
 MICROBATCHES = (3, 4, 5, 7)
 """Of two and three samples each."""
 PRECISIONS_BY_LOT: tuple[Precision, ...] = (None, None, None, *PRECISIONS)
+GRADIENTS: tuple[GradientRoute, ...] = ("fold", "scatter")
 MOST_WORKERS = 12
 
 
@@ -40,7 +41,7 @@ class ZeroLayout:
     levels: tuple[int, ...]
     """By position."""
     holders: int
-    gradients: Literal["fold", "scatter"]
+    gradients: GradientRoute
     recompute: tuple[int, ...]
     order_seed: int
     """Of the order in which workers take turns."""
@@ -91,8 +92,7 @@ def _draw(dice: random.Random, level: int, schedule: str, replicas: str, shards:
         cell = Cell(model, schedule, counts, columns, microbatches, sequence, dtype, blocks, compute)
     levels = (level,) * stages if dice.random() < 0.85 else (level, 0, level)[:stages]
     recompute = dice.choice(((), tuple(range(layers)), tuple(sorted(dice.sample(range(layers), 2)))))
-    may_scatter = shards == 1 and all(of >= 2 or n == 1 for of, n in zip(levels, counts, strict=True)) and level >= 2
-    gradients: Literal["fold", "scatter"] = "scatter" if may_scatter and dice.random() < 0.5 else "fold"
+    gradients = dice.choice(GRADIENTS)
     holders = 2 if level and dice.random() < 0.35 else 1
     return ZeroLayout(cell, levels, holders, gradients, recompute, dice.randrange(10))
 

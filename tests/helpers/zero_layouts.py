@@ -213,7 +213,7 @@ def run_cell(cell: Cell, plan: ParallelPlan, order_seed: int = 0) -> shard_grid.
             assert len({repr((r.loss, r.norm, r.skipped)) for r in reports}) == 1
             found.losses.append(reports[0].loss)
             found.norms.append(reports[0].norm)
-            gradients = keyed(gradients_of(local))
+            gradients = {} if reports[0].skipped else keyed(gradients_of(local))
             found.gradients.append({key: [v if v is None else v.clone() for v in of] for key, of in gradients.items()})
         local.parameters()
         found.parameters = keyed(put_together(local, lambda core, index, each: each.parameter.detach()))

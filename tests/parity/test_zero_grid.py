@@ -41,5 +41,6 @@ def test_the_grid_has_more_than_400_layouts_and_all_that_is_drawn_at_every_level
         of_level = [each for each in LAYOUTS if max(each.levels) == level]
         assert {bool(each.recompute) for each in of_level} == {True, False}
         assert {each.holders for each in of_level} == ({1, 2} if level else {1})
-        assert {each.gradients for each in of_level} == ({"fold", "scatter"} if level > 1 else {"fold"})
+        assert {each.gradients for each in of_level} == {"fold", "scatter"}
+        assert {each.gather for each in of_level} == ({"step", "microbatch", "layer"} if level == 3 else {"step"})
         assert {isinstance(each.cell, Layout) for each in of_level} == {True, False}
