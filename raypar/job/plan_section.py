@@ -285,7 +285,7 @@ class PlanConfig(Section):
             value = getattr(self, key)
             if isinstance(value, tuple) and len(value) != self.stages:
                 raise PlanError(
-                    f"plan.{key} has {len(value)} entries for {self.stages} stages", cure="give one number, or one per stage"
+                    f"plan.{key} has {len(value)} entries for {self.stages} stages", cure="give one value, or one per stage"
                 )
         self._check_gather()
         chunks = resolve_chunks_per_worker(self.schedule, self.chunks)

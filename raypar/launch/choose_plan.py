@@ -328,11 +328,13 @@ def describe_chosen_plan(chosen: ChosenPlan) -> str:
 
 def idle_replicas_text(plan: ParallelPlan, batching: Microbatches) -> str | None:
     """A warning, with its cure, about replicas that get no microbatches in any step; None if every replica gets some."""
-    most, blocks = max(stage.replicas for stage in plan.stages), min(batching.blocks, batching.count)
+    takes_turns = plan.gradients == "scatter"  # replicas take microbatches, whatever the blocks
+    most = max(stage.replicas for stage in plan.stages)
+    blocks = batching.count if takes_turns else min(batching.blocks, batching.count)
     if most <= blocks:
         return None
     idle = sum(max(0, stage.replicas - blocks) * stage.shards for stage in plan.stages)
-    one_each = batching.blocks >= batching.count
+    one_each = takes_turns or batching.blocks >= batching.count
     in_blocks = f"{batching.count} microbatches in {count_noun(blocks, 'block')} (virtual_replicas)"
     parts = count_noun(blocks, "microbatch", "microbatches") if one_each else in_blocks
     return (

@@ -148,6 +148,7 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
     from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 
     _refuse_folder_of_mirror(options)
+    _check_precision(options)
     with recording_ctrl_c(), spoken_for("the weights of init_from") as now_checking:
         try:
             # A resumed run has its values in the checkpoint; the file may be gone by now.
@@ -187,6 +188,15 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
                 f"the job's code raised {error_text(error)}\n{traceback.format_exc()}",
                 cure="the last lines of the traceback are where it did",
             ) from error
+
+
+def _check_precision(options: LaunchOptions) -> None:
+    """Raise `ClusterError` where workers' processors are this machine's, and do not have the job's precision."""
+    from raypar.actors.ray_connection import uses_existing_ray
+    from raypar.worker.backend import make_backend
+
+    if options.job.device == "cpu" and not uses_existing_ray(options.address):
+        make_backend("cpu").check_precision(options.job.precision)
 
 
 def _check_offloading(job: Job, chosen: ChosenPlan, options: LaunchOptions) -> None:

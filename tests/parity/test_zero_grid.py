@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from helpers.parity import Layout
 from helpers.zero_grid import LEVELS, check_zero_layout, zero_layouts
+from helpers.zero_layouts import check_zero, expected
 
 from raypar.schedule import registry
 
@@ -44,3 +45,13 @@ def test_the_grid_has_more_than_400_layouts_and_all_that_is_drawn_at_every_level
         assert {each.gradients for each in of_level} == {"fold", "scatter"}
         assert {each.gather for each in of_level} == ({"step", "microbatch", "layer"} if level == 3 else {"step"})
         assert {isinstance(each.cell, Layout) for each in of_level} == {True, False}
+
+
+@pytest.mark.part(6)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("compute", ["fp16", "fp16 parameters", "fp16 gradients"])
+def test_steps_whose_float16_gradients_overflow_are_skipped_by_all_owners(compute, level):
+    layout = Layout("uneasy", "1f1b", (2, 3), 5, blocks=3, compute=compute)
+    skipped = expected(layout.model, layout.microbatches, layout.blocks, compute).skipped
+    assert any(skipped) and not all(skipped)
+    check_zero(layout, level, gather="layer" if level == 3 else "step")

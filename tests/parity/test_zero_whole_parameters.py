@@ -8,6 +8,7 @@ from helpers import checkpoint_folders, optimizers, reference
 from helpers.optimizer_layouts import ADAMW_IN_8_BITS, LAYERS, MUON_AND_ADAMW, job_of
 from helpers.zero_layouts import small_pieces
 
+from raypar.errors import ConfigError
 from raypar.job import OptimizerConfig
 from raypar.plan import ParallelPlan
 from raypar.worker.job_preflight import preflight
@@ -19,6 +20,19 @@ WHOLE = {
     "AdamW8bit": ADAMW_IN_8_BITS,
     "every shape": {"function": optimizers.KeepsOddShapes},
 }
+
+
+def test_one_that_couples_parameters_is_refused_with_the_measured_difference_and_what_works():
+    """Prodigy has one estimate of the distance to the solution for all parameters."""
+    spec = job_of(OptimizerConfig(function=optimizers.Prodigy))
+    trial = preflight(spec).optimizer
+    with pytest.raises(ConfigError) as error:
+        trial.check_plan(ParallelPlan.mesh(dp=2, layers=LAYERS).with_zero(3))
+    what, cure = str(error.value).splitlines()
+    assert "cannot be used with plan.zero: 3: its step of one parameter depends on the other parameters" in what
+    assert cure.startswith("  cure: set plan.zero: 0, or use an optimizer that takes each parameter by itself")
+    assert "; measured: in a trial of " in cure
+    trial.check_plan(ParallelPlan.mesh(dp=2, layers=LAYERS))
 
 
 @pytest.mark.parametrize("which", WHOLE)

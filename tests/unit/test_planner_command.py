@@ -85,6 +85,15 @@ def test_a_run_is_warned_of_replicas_without_work():
     )
 
 
+def test_replicas_that_take_microbatches_in_turn_need_no_blocks():
+    """Where gradients are scattered."""
+    plan = ParallelPlan.mesh(dp=3, layers=4).with_zero(2).with_gradients("scatter")
+    assert idle_replicas_text(plan, Microbatches(8, 1)) is None
+    assert "a step has 2 microbatches: 1 of 3 workers get none" in str(idle_replicas_text(plan, Microbatches(2, 1)))
+    found = plan_as_dict(plan, "1f1b", Microbatches(8, 1), SIZES, None)
+    assert "have no block" not in plan_as_text(found)
+
+
 def test_the_prediction_is_the_simulators():
     found = plan_as_dict(ParallelPlan.mesh(pp=4, layers=4), "1f1b", Microbatches(8), SIZES, PROFILE)
     assert found["predicted_ms"] == 33

@@ -147,7 +147,7 @@ class OptimizerTrial:
                 f"{self.label} cannot be used with {len(plan.stages)} stages: {why}, and the optimizer of a stage has only "
                 "that stage's parameters",
                 cure="set plan.stages: 1 (plan.replicas may be any number), or use an optimizer that takes each parameter by "
-                f"itself (SGD, Adam, AdamW, ...)\n  measured: {self.difference}",
+                f"itself (SGD, Adam, AdamW, ...); measured: {self.difference}",
             )
         if self.kind is not OptimizerKind.ELEMENTWISE and (shards := max(plan.virtual_shard_counts)) > 1:
             virtual = "virtual " * any(stage.division for stage in plan.stages)
@@ -157,14 +157,14 @@ class OptimizerTrial:
                 "of the parameter, and each shard has only a slice of it",
                 cure="set plan.shards: 1 and leave virtual_shards out (stages and replicas may be any number), or use an "
                 "optimizer that takes each element by itself (SGD, Adam, AdamW, ...)"
-                + (f"\n  measured: {measured}" if measured else ""),
+                + (f"; measured: {measured}" if measured else ""),
             )
         if plan.most_zero and self.kind is OptimizerKind.COUPLED:
             raise ConfigError(
                 f"{self.label} cannot be used with plan.zero: {plan.most_zero}: its step of one parameter depends on the other "
                 "parameters, and each replica steps only those that it owns",
                 cure="set plan.zero: 0, or use an optimizer that takes each parameter by itself (SGD, Adam, AdamW, Muon, ...)"
-                f"\n  measured: {self.difference}",
+                f"; measured: {self.difference}",
             )
 
     def check_steps_in_windows(self) -> None:
@@ -176,7 +176,7 @@ class OptimizerTrial:
                 f"{self.label} cannot be used with plan.optimizer_in: its step of one parameter depends on the other "
                 "parameters, and those whose state lies in files are stepped a few after the other",
                 cure="leave plan.optimizer_in out, or use an optimizer that takes each parameter by itself (SGD, Adam, AdamW, "
-                f"Muon, ...)\n  measured: {self.difference}",
+                f"Muon, ...); measured: {self.difference}",
             )
 
 
