@@ -200,9 +200,10 @@ class ScatterReduction:
             slot = self.sending[number % len(self.sending)][: layout.nbytes].view(layout.dtype)
             pieces = [slot[start:stop] for start, stop in layout.segments or ()]
             mine = pieces[self.own_index]
-            with torch.no_grad():
-                copy_all([mine[part.offset : part.offset + part.stop - part.start] for part in parts], sums.views(0, parts))
-            sums.release(0, parts)
+            if parts:  # a replica may own nothing of a bucket
+                with torch.no_grad():
+                    copy_all([mine[part.offset : part.offset + part.stop - part.start] for part in parts], sums.views(0, parts))
+                sums.release(0, parts)
             handle = self.transport.all_gather(pieces, mine, group=self.group, channel=self.channel)
             under_way.append((layout, slot, handle))
         while under_way:

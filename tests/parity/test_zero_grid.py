@@ -55,3 +55,8 @@ def test_steps_whose_float16_gradients_overflow_are_skipped_by_all_owners(comput
     skipped = expected(layout.model, layout.microbatches, layout.blocks, compute).skipped
     assert any(skipped) and not all(skipped)
     check_zero(layout, level, gather="layer" if level == 3 else "step")
+
+
+def test_a_replica_that_owns_nothing_of_a_bucket_gathers_totals_at_level_0_all_the_same():
+    layout = Layout("uneasy", "zb-v", (3,), 3, blocks=3)
+    check_zero(layout, 0, layout.plan.with_gradients("scatter"))
