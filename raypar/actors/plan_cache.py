@@ -112,7 +112,8 @@ class PlanCache:
             virtual = self.request.job.virtual_shards
             zero = None if profile.zero_is_open else max(self.request.plan.zero_levels)
             holders, gather = self.request.plan.zero_holders, shortest_span(self.request.plan.gather_spans)
-            choice = search_plans(profile, workers, batching, shards, recompute, virtual, zero, holders, gather)
+            offload = self.request.plan.offload
+            choice = search_plans(profile, workers, batching, shards, recompute, virtual, zero, holders, gather, offload)
         except PlanError as error:
             return error
         plan = choice.plan.with_gradients(self.request.plan.gradients)

@@ -524,6 +524,7 @@ class RunRecorder:
             "workers": [plan.coordinate(rank) for rank in range(plan.world)],
             "layers": layers_as_dicts(self.request.profile),
             **({"recompute": list(plan.recompute)} if plan.recompute else {}),
+            **({"offload": list(plan.offload)} if plan.offload else {}),
             **self._predictions(plan, schedule),
         }
         self._replace(self.run_folder.plan, json.dumps(facts, indent=1) + "\n")

@@ -10,6 +10,7 @@ from typing import Any
 from raypar.plan.ownership import STATE_KIND_NOUNS
 from raypar.plan.wording import align_columns, count_noun
 from raypar.planner.memory_sheet import KEPT_NOUNS
+from raypar.schedule.offloading import describe_stages_not_worth_offloading
 from raypar.schedule.recomputation import describe_stages_not_worth_recomputing
 
 MOST_WHOLE_GROUPS = 8
@@ -56,6 +57,7 @@ def plan_as_text(found: dict[str, Any]) -> str:
     lines += align_columns(rows)
     lines += shard_lines(found)
     lines += recomputation_lines(found)
+    lines += offloading_lines(found)
     if found["imbalance"] > 0.005:
         lines.append(
             f"the busiest worker has {100 * found['imbalance']:.0f} % more microbatches than its replicas have on average: "
@@ -128,6 +130,14 @@ def recomputation_lines(found: dict[str, Any]) -> list[str]:
     return [f"plan.recompute names {found['recomputed']}{f'; {kept}' if kept else ''}"]
 
 
+def offloading_lines(found: dict[str, Any]) -> list[str]:
+    """The line that says what is offloaded; none without offloading. `found`: from `launch.plan_as_dict`."""
+    if not found["offloaded"]:
+        return []
+    kept = describe_stages_not_worth_offloading(found["stages_that_offload_nothing"])
+    return [f"plan.activations_in has activations of {found['offloaded']}{f'; {kept}' if kept else ''}"]
+
+
 MUCH_FASTER = 1.03
 """Branches side by side are spoken of if they are so many times as fast as the plan."""
 
@@ -184,6 +194,11 @@ def memory_sheet_lines(found: dict[str, Any]) -> list[str]:
             "sheet has what is stepped together"
         )
     lines += gather_lines(found["gathers"])
+    if in_files := max(found["activation_file_bytes"]):
+        lines.append(
+            f"activations lie in files (plan.activations_in): at most {in_files / 2**20:,.1f} MiB of a worker, no part of its "
+            "memory"
+        )
     lines += holders_lines(found["holders"])
     lines += [found["why_zero"]] if "why_zero" in found else []
     lines += gradient_lines(found)

@@ -9,7 +9,11 @@ from raypar.files.json_type import Json
 from raypar.schedule.instructions import Role, drawing_style
 from raypar.schedule.step_timeline import Timeline
 
-_BESIDE: dict[Role, str] = {"communication": "gather of parameters", "reduction": "reduction"}
+_BESIDE: dict[Role, str] = {
+    "communication": "gather of parameters",
+    "reduction": "reduction",
+    "compute": "reads of offloaded activations",
+}
 """Role of what runs beside compute -> its name."""
 
 
@@ -18,8 +22,9 @@ def chrome_trace(
 ) -> dict[str, Json]:
     """A timeline as a JSON object in the Trace Event Format: a process per node, a thread per worker, times in microseconds.
 
-    `nodes[rank]` names the machine of each worker (default: all on one called `name`). A worker's gathers and its reductions
-    get threads of their own, because they overlap compute. The activations that a worker holds are a counter.
+    `nodes[rank]` names the machine of each worker (default: all on one called `name`). A worker's gathers, its reductions and
+    its reads of offloaded activations get threads of their own, because they overlap compute. The activations that a worker
+    holds are a counter.
     `swimlane`: data of the same drawing (`swimlane_data`), which the object shall have too.
     """
     machines = list(nodes) or [name] * len(timeline.spans)
@@ -28,6 +33,7 @@ def chrome_trace(
     for rank, row in enumerate(timeline.spans):
         pid, compute = pids[machines[rank]], 2 * rank
         beside: dict[Role, int] = {"reduction": compute + 1, "communication": 2 * len(timeline.spans) + rank}
+        beside["compute"] = 3 * len(timeline.spans) + rank
         events.append(_metadata("thread_name", pid, compute, name=timeline.names[rank]))
         events.append(_metadata("thread_sort_index", pid, compute, sort_index=compute))
         for role in sorted({span.instruction.role for span in row if span.instruction.runs_beside}):

@@ -156,7 +156,8 @@ class _Panel:
     def _boxes(self, sheet: _Sheet, row: Sequence[TimelineSpan], y: float, tooltips: bool) -> list[str]:
         """Boxes with room for a number one by one; the rest of a lane as one path per colour, neighbours melted together."""
         out: list[str] = []
-        widths = sorted((s.end_ms - s.start_ms) * sheet.per_ms for s in row if s.instruction.role == "compute")
+        computed = (s for s in row if s.instruction.role == "compute" and not s.instruction.runs_beside)
+        widths = sorted((s.end_ms - s.start_ms) * sheet.per_ms for s in computed)
         largest = self._number_size(widths[len(widths) // 10]) if widths else 0.0
         if largest < _SMALLEST_NUMBER:  # the short boxes go without a number, the long ones need not
             largest = self.font
@@ -168,7 +169,9 @@ class _Panel:
             top, height = self._extent(span.instruction, y)
             text = str(getattr(span.instruction, "microbatch", ""))
             size = min(largest, self._number_size(w)) if text else 0.0
-            if size < _SMALLEST_NUMBER and span.instruction.role == "compute":
+            if span.instruction.transfer == "read":
+                text = ""
+            elif size < _SMALLEST_NUMBER and span.instruction.role == "compute":
                 boxes = small.setdefault(colour, [])
                 if boxes and last_colour == colour and x - boxes[-1][1] < 0.2 and w < 3:
                     boxes[-1] = (boxes[-1][0], x + w)
@@ -199,7 +202,7 @@ class _Panel:
 
     def _extent(self, instruction: Instruction, y: float) -> tuple[float, float]:
         """(top, height) of an instruction's box in a lane at y. What runs beside compute is a strip over it: gathers of
-        parameters at the head of the lane, reductions at its foot."""
+        parameters at the head of the lane, reductions and reads of offloaded activations at its foot."""
         if not instruction.runs_beside:
             return y, self.lane
         return (y, self.lane * 0.22) if instruction.role == "communication" else (y + self.lane * 0.7, self.lane * 0.3)

@@ -51,6 +51,7 @@ from raypar.job.section import MAX_PARTS, MAX_WORKERS, Parts, PathText, Section
 from raypar.plan.forward_pass_batching import ForwardPasses
 from raypar.plan.loss_scale import LossScaling
 from raypar.plan.microbatches import MAX_STEPS, BatchesOfSteps, Microbatches
+from raypar.plan.offloading import HOST, OffloadPolicy
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy
 from raypar.record.metric_names import is_of_validation, name_in_validation
@@ -329,6 +330,21 @@ class Job(Section):
                 cure="set plan.gradients: fold; plan.zero: 2 and recomputation save memory there",
             )
 
+    def _check_activations_place(self) -> None:
+        """Raise `ConfigError` for a place of activations that the device does not have."""
+        where = self.activations_in
+        if where == HOST and self.device == "cpu":
+            raise ConfigError(
+                "plan.activations_in is host, and device is cpu: activations lie in the host's memory already",
+                cure="give a folder on a local disk, or leave plan.activations_in out",
+            )
+        if where is not None and self.device != "cpu":
+            raise ConfigError(
+                f"plan.activations_in is {shorten(where)}, and device is {self.device}: activations of GPUs are not offloaded "
+                "yet",
+                cure="leave plan.activations_in out; plan.recompute drops activations and computes them again",
+            )
+
     @model_validator(mode="after")
     def _fits(self) -> Job:
         blocks = self.batching.blocks  # raises PlanError when the microbatches do not fit the batch
@@ -352,6 +368,7 @@ class Job(Section):
                 "processor steps, and a GPU steps what is in its own memory",
                 cure="leave plan.optimizer_in out; plan.zero divides the optimizer's state over replicas",
             )
+        self._check_activations_place()
         packs = any(one.pack is not None for one in (self.data, *self.validation_sets.values()))
         if packs and self.loss.is_loss_of_model and self.loss.count is None:
             raise ConfigError(
@@ -519,6 +536,11 @@ class Job(Section):
         found: RecomputePolicy = self.plan.recompute if isinstance(self.plan, PlanConfig) else "none"
         return found
 
+    @property
+    def offload(self) -> OffloadPolicy:
+        """Of which layers the plan offloads activations, as the job says it; `none` for `plan: auto`."""
+        return self.plan.offload_policy if isinstance(self.plan, PlanConfig) else "none"
+
     def _given_plan(self) -> PlanConfig:
         """The section `plan`. Raises `PlanError` for `plan: auto`."""
         if not isinstance(self.plan, PlanConfig):
@@ -633,6 +655,11 @@ class Job(Section):
     def optimizer_in(self) -> str | None:
         """The folder in whose files the optimizer's state lies; None: it lies in memory."""
         return self.plan.optimizer_in if isinstance(self.plan, PlanConfig) else None
+
+    @property
+    def activations_in(self) -> str | None:
+        """The folder to whose files activations are offloaded; None: they lie in memory."""
+        return self.plan.activations_in if isinstance(self.plan, PlanConfig) else None
 
     @property
     def loss_target_name(self) -> str:

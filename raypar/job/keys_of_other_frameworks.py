@@ -74,8 +74,8 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "deepspeed_config deepspeed_plugin zero_redundancy_optimizer",
     _RESHARDING: "reshard_after_forward fsdp_reshard_after_forward forward_prefetch backward_prefetch limit_all_gathers "
     "stage3_max_live_parameters stage3_prefetch_bucket_size stage3_max_reuse_distance",
-    "optimizer state in files of a local disk (offloading) is plan.optimizer_in: FOLDER; parameters and activations stay in "
-    "memory, where plan.stages, plan.shards, plan.recompute leave less of them": (
+    "offloading to files of a local disk is plan.optimizer_in: FOLDER for the optimizer's state, and plan.activations_in for "
+    "activations; parameters stay in memory, where plan.stages and plan.shards leave less of them": (
         "offload cpu_offload offload_optimizer offload_param offload_optimizer_device offload_optimizer_nvme_path nvme_path "
         "offload_folder offload_params optimizer_cpu_offload optimizer_offload_fraction"
     ),

@@ -13,6 +13,7 @@ from raypar.files.printable_text import shorten
 from raypar.job.key import BITS_OF_SHARDS, CLIENT, WORKERS
 from raypar.job.section import MAX_WORKERS, Parts, PathText, Section, Workers
 from raypar.plan.gradient_scatter import GradientRoute
+from raypar.plan.offloading import OffloadPolicy
 from raypar.plan.parallel_plan import (
     GATHER_SPANS,
     GATHERS_FROM,
@@ -66,6 +67,15 @@ def _recompute_policy(value: T) -> T | tuple[str, ...]:
         return value
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(pattern, str) and pattern for pattern in value):
         raise ValueError('none, full, or a list of patterns of layer names, for example ["block*"]')
+    return tuple(value)
+
+
+def _offload_policy(value: T) -> T | tuple[str, ...]:
+    """`value`, if it is None, `full` or a list of patterns. Raises `ValueError`."""
+    if value is None or value == "full":
+        return value
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(pattern, str) and pattern for pattern in value):
+        raise ValueError('full, or a list of patterns of layer names, for example ["block*"]')
     return tuple(value)
 
 
@@ -192,6 +202,14 @@ class PlanConfig(Section):
     """Activation checkpointing: layers whose activations are dropped after the forward and computed again for the backward, for
     less memory and more time, with the same results. `none`, `full`, or a list of patterns of layer names."""
 
+    offload: Annotated[Any, BeforeValidator(_offload_policy), CLIENT] = None
+    """Layers whose activations are offloaded to `activations_in`: `full`, or a list of patterns of layer names; None: with
+    `activations_in` all layers that are not recomputed, without it none."""
+    activations_in: Annotated[PathText | None, WORKERS] = None
+    """A folder on a local disk of each worker, to whose files the activations of layers are written after the forward, and from
+    which they are read before the backward; None: they lie in memory. The files are gone when the worker ends. Results do not
+    depend on it."""
+
     @model_validator(mode="before")
     @classmethod
     def _schedule_of_placements(cls, tree: T) -> T | dict[str, Any]:
@@ -227,6 +245,12 @@ class PlanConfig(Section):
     def given_gradients(self) -> GradientRoute:
         """The way of gradients that the section gives; `fold` until the planner has chosen."""
         return "fold" if self.gradients == "auto" else self.gradients
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        """Which layers are offloaded."""
+        found: OffloadPolicy = "none" if self.activations_in is None else self.offload or "full"
+        return found
 
     @property
     def workers(self) -> int:
@@ -277,6 +301,7 @@ class PlanConfig(Section):
                 f"plan.zero_holders is {self.zero_holders}, and plan.zero is 0: each replica holds all state of its stage",
                 cure="set plan.zero: 1, or leave plan.zero_holders out",
             )
+        self._check_offload()
         if self.placements:
             self._check_placements()
             self._check_gather()
@@ -322,6 +347,19 @@ class PlanConfig(Section):
             cure=f"set plan.zero: {GATHERS_FROM}, or leave plan.gather out"
             + (f"; or give one of each per stage, with step where plan.zero is below {GATHERS_FROM}" if count > 1 else ""),
         )
+
+    def _check_offload(self) -> None:
+        """Raise `PlanError` for layers that are offloaded to no place, and where none are left to offload."""
+        if self.offload is not None and self.activations_in is None:
+            raise PlanError(
+                "plan.offload names layers whose activations are offloaded, and plan.activations_in does not say where to",
+                cure="set plan.activations_in: FOLDER, on a local disk of each worker, or leave plan.offload out",
+            )
+        if self.activations_in is not None and self.recompute == "full":
+            raise PlanError(
+                "plan.recompute: full drops all activations, and plan.activations_in is where some would be offloaded to",
+                cure="name the layers to recompute: all others are offloaded; or leave one of the two keys out",
+            )
 
     def _check_placements(self) -> None:
         """Raise `PlanError` for keys that placements are given in place of, and for grids that no model makes right."""

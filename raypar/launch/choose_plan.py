@@ -13,6 +13,7 @@ from raypar.errors import PlanError
 from raypar.files.json_type import Json
 from raypar.job import Job
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.offloading import apply_offload_policy
 from raypar.plan.recomputation import RecomputePolicy, apply_recompute_policy
 from raypar.plan.wording import count_noun
 from raypar.record.stages_of_plan import stages_as_data
@@ -67,9 +68,22 @@ PlanChooser = Callable[["PreflightResult"], ChosenPlan]
 
 
 def plan_of_job(job: Job, graph: Graph) -> ParallelPlan:
-    """The plan that a job gives, with the layers that are recomputed."""
+    """The plan that a job gives, with the layers that are recomputed, and those that are offloaded."""
     names = [layer.name for layer in graph.layers]
-    return apply_recompute_policy(job.to_plan(names), job.recompute, names)
+    plan = apply_recompute_policy(job.to_plan(names), job.recompute, names)
+    return _with_offloaded_layers(plan, job, names)
+
+
+def _with_offloaded_layers(plan: ParallelPlan, job: Job, names: Sequence[str]) -> ParallelPlan:
+    """The plan with the layers that the job offloads. Raises `PlanError` for a plan with such layers, without a place."""
+    plan = apply_offload_policy(plan, job.offload, names)
+    if plan.offload and job.activations_in is None:
+        raise PlanError(
+            f"the plan offloads the activations of {count_noun(len(plan.offload), 'layer')}, and plan.activations_in is not "
+            "given: they have no place",
+            cure="give a folder on a local disk, in the section plan of a job; patterns of layers are plan.offload",
+        )
+    return plan
 
 
 def choose_plan(
@@ -102,7 +116,8 @@ def choose_plan(
         any_plan = ParallelPlan.mesh(layers=len(checked.graph.layers)).with_virtual_shards(spec.virtual_shards)
         warnings = check_model_can_shard(spec, checked, any_plan)
     if fixed is not None:
-        fixed = apply_recompute_policy(fixed, recompute, [layer.name for layer in checked.graph.layers])
+        names = [layer.name for layer in checked.graph.layers]
+        fixed = _with_offloaded_layers(apply_recompute_policy(fixed, recompute, names), spec, names)
         warnings = check_model_can_shard(spec, checked, fixed)
     profile = _profile(spec, checked, fixed, workers)
     if fixed is None:
@@ -292,6 +307,7 @@ def make_custom_schedule_builder(job: Job) -> MakeSchedule | None:
 def make_schedule_builder(config: PlanConfig) -> MakeSchedule:
     """A function that makes the schedule of a plan section: from a file, which is read at once, or by name and warmup."""
     from raypar.files.untrusted_files import SCHEDULE_BYTES, read_limited_text
+    from raypar.schedule.offloading import insert_offloading
     from raypar.schedule.recomputation import insert_recomputation
     from raypar.schedule.schedule_csv import parse_schedule_csv
 
@@ -300,7 +316,7 @@ def make_schedule_builder(config: PlanConfig) -> MakeSchedule:
         schedule = parse_schedule_csv(
             read_limited_text(Path(config.schedule_file), follow=True, limit=SCHEDULE_BYTES, cure=cure)
         )
-        return lambda routing, crossing: insert_recomputation(schedule, routing.plan)
+        return lambda routing, crossing: insert_offloading(insert_recomputation(schedule, routing.plan), routing.plan)
     return partial(_build_by_name, config)
 
 
@@ -319,7 +335,8 @@ def describe_chosen_plan(chosen: ChosenPlan) -> str:
     bubble = 100 * chosen.predicted.bubble_of_total
     text = (
         f"{count_noun(plan.world, 'worker')} = {plan.describe()}, schedule {chosen.schedule_name}"
-        f"{describe_recomputation(plan, chosen.schedule_instructions)}; "
+        f"{describe_recomputation(plan, chosen.schedule_instructions)}"
+        f"{describe_offloading(plan, chosen.schedule_instructions)}; "
         f"predicted step {chosen.predicted.makespan_ms:.0f} ms, bubble {bubble:.0f} %"
         + (f" ({chosen.profile.lengths})" if chosen.profile.lengths else "")
     )
@@ -356,6 +373,18 @@ def describe_recomputation(plan: ParallelPlan, schedule: Schedule) -> str:
     return f"{text} ({describe_stages_not_worth_recomputing(kept)})" if kept else text
 
 
+def describe_offloading(plan: ParallelPlan, schedule: Schedule) -> str:
+    """What a plan offloads under a schedule, as text to append to its description; empty if it offloads nothing."""
+    from raypar.schedule.offloading import describe_stages_not_worth_offloading, stages_not_worth_offloading
+
+    if not plan.offload:
+        return ""
+    kept = stages_not_worth_offloading(schedule, plan)
+    offloaded = len(plan.offload) - sum(len(plan.offloaded_layers(stage)) for stage in kept)
+    text = f", offloading activations of {offloaded} of {plan.stages[-1].last} layers"
+    return f"{text} ({describe_stages_not_worth_offloading(kept)})" if kept else text
+
+
 def plan_json(chosen: ChosenPlan) -> str:
     """The text of a run folder's plan.json: schedule, stages, workers, layers, and the predicted step and memory."""
     from raypar.planner.plan_report import (
@@ -372,6 +401,8 @@ def plan_json(chosen: ChosenPlan) -> str:
     }
     if chosen.plan.recompute:
         facts["recompute"] = list(chosen.plan.recompute)
+    if chosen.plan.offload:
+        facts["offload"] = list(chosen.plan.offload)
     facts["layers"] = layers_as_dicts(chosen.profile)
     facts |= {"predicted_ms": chosen.predicted.makespan_ms, "predicted_bubble": chosen.predicted.bubble_of_total}
     facts["predicted_for"] = processors_of_prediction(chosen.profile.processors, chosen.plan.world, chosen.profile.lengths)

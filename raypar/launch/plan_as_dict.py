@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from raypar.files.json_type import Json
 from raypar.plan import GradientRelay, Microbatches, MicrobatchRouting, ParallelPlan, Role, StageConnections, StageEdge
 from raypar.plan.bundle_parts import network_bytes, node_of_each_replica
+from raypar.plan.layer_patterns import describe_layers
 from raypar.plan.parallel_plan import GATHER_SPANS
 from raypar.plan.recomputation import describe_recomputed_layers
 from raypar.plan.wording import count_noun
@@ -103,7 +104,6 @@ def plan_as_dict(
     `sizes`: of each layer; `held`: what a worker holds of each layer, by (number of shards, shard).
     """
     from raypar.schedule import registry
-    from raypar.schedule.recomputation import stages_not_worth_recomputing
 
     routing = MicrobatchRouting(plan, cut)
     orders = registry.build_schedule(name, routing, connections=connections) if schedule is None else schedule
@@ -115,9 +115,7 @@ def plan_as_dict(
         "virtual_replicas": cut.blocks,
         "virtual_shards": max(plan.virtual_shard_counts),
         "parameters": sum(layer.parameters for layer in sizes),
-        "recompute": list(plan.recompute),
-        "recomputed": describe_recomputed_layers(plan.recompute, [layer.name for layer in sizes]),
-        "stages_that_keep_activations": list(stages_not_worth_recomputing(orders, plan)),
+        **activations_as_dict(plan, orders, [layer.name for layer in sizes]),
         "workers": workers,
         "imbalance": max(role["share"] for worker in workers for role in worker["roles"]) - 1,
     }
@@ -141,6 +139,7 @@ def prediction_as_dict(
         "between_stages": stage_messages_as_dicts(routing, profile.crossing(plan)),
         "memory_sheet": [sheet.by_kind for sheet in sheets],
         "mirror_file_bytes": [sheet.mirror_files for sheet in sheets],
+        "activation_file_bytes": [sheet.activation_files for sheet in sheets],
         "optimizer_file_bytes": [sheet.optimizer_files for sheet in sheets],
         "gathers": gathers_as_dicts(profile, plan, orders),
         "holders": [holders_as_dict(each) for each in sheets_by_holders(profile, plan, schedule, cut)],
@@ -178,6 +177,21 @@ def gathers_as_dicts(profile: ModelProfile, plan: ParallelPlan, orders: Schedule
         }
         for now, once in zip(by_span, by_step, strict=True)
     ]
+
+
+def activations_as_dict(plan: ParallelPlan, schedule: Schedule, names: Sequence[str]) -> dict[str, Json]:
+    """Which layers a plan recomputes and offloads, and which stages do not under a schedule, as data. `names`: of layers."""
+    from raypar.schedule.offloading import stages_not_worth_offloading
+    from raypar.schedule.recomputation import stages_not_worth_recomputing
+
+    return {
+        "recompute": list(plan.recompute),
+        "recomputed": describe_recomputed_layers(plan.recompute, names),
+        "stages_that_keep_activations": list(stages_not_worth_recomputing(schedule, plan)),
+        "offload": list(plan.offload),
+        "offloaded": describe_layers(plan.offload, names),
+        "stages_that_offload_nothing": list(stages_not_worth_offloading(schedule, plan)),
+    }
 
 
 def holders_as_dict(found: HoldersSheet) -> dict[str, Json]:

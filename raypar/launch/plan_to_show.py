@@ -11,6 +11,7 @@ from raypar.errors import ConfigError
 from raypar.launch.choose_plan import choose_gradients_of_job, make_custom_schedule_builder, plan_of_job
 from raypar.launch.unspoken_end_of_checks import spoken_for
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.offloading import resolve_offloaded_layers
 from raypar.plan.parallel_plan import GatherSpan, shortest_span
 from raypar.plan.recomputation import resolve_recomputed_layers
 from raypar.plan.wording import count_noun
@@ -98,7 +99,9 @@ def choose_plan_to_show(job: Job, graph: Graph, workers: int | None, memory_mib:
             f"{count_noun(workers, 'worker')} for a job whose layers are cut over {shards} shards",
             cure=f"give --workers {shards} or more",
         )
-    recompute = resolve_recomputed_layers(job.recompute, [layer.name for layer in graph.layers])
+    names = [layer.name for layer in graph.layers]
+    recompute = resolve_recomputed_layers(job.recompute, names)
+    offload = resolve_offloaded_layers(job.offload, names, recompute)
     cut_into = job.virtual_shards or shards
     profile = profile_job(job, workers=workers, graph=graph, shards={cut_into}, recompute=recompute or None)
     trial = try_optimizer_of_job(job, graph)
@@ -107,7 +110,8 @@ def choose_plan_to_show(job: Job, graph: Graph, workers: int | None, memory_mib:
     zero, holders, gather = given_zero_of(job)
     if trial is not None:
         profile = profile.with_undivided(trial.undivided)
-    choice = search_plans(profile, workers, job.batching, any_shards, recompute, job.virtual_shards, zero, holders, gather)
+    virtual = job.virtual_shards
+    choice = search_plans(profile, workers, job.batching, any_shards, recompute, virtual, zero, holders, gather, offload)
     batch = preflight(job).batch if max(choice.plan.virtual_shard_counts) > 1 else None
     return ShownPlan(choice.plan, choice.schedule, profile, choice=choice, batch=batch)
 

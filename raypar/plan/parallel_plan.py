@@ -157,6 +157,8 @@ class ParallelPlan:
     gradients: GradientRoute = "fold"
     """How gradients get to those replicas that keep them, in all stages: it decides which replica runs which microbatch.
     Results do not depend on it."""
+    offload: tuple[int, ...] = ()
+    """Indices of the offloaded layers, ascending: their activations are out of memory until the backward."""
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -193,10 +195,19 @@ class ParallelPlan:
                 cure="number the workers 0, 1, 2, ... and give each of them a place in the grid of some stage",
             )
         self._check_gradients()
-        if self.recompute != tuple(sorted(set(self.recompute) & set(range(self.stages[-1].last)))):
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Raise `PlanError` for recomputed and offloaded layers that do not fit."""
+        for what, layers in (("recompute", self.recompute), ("offload", self.offload)):
+            if layers != tuple(sorted(set(layers) & set(range(self.stages[-1].last)))):
+                raise PlanError(
+                    f"{what} names the layers {layers}; the plan has layers 0 to {self.stages[-1].last - 1}",
+                    cure=f"give the index of each layer to {what} once, in order; range(number of layers) for all",
+                )
+        if both := sorted(set(self.recompute) & set(self.offload)):
             raise PlanError(
-                f"recompute names the layers {self.recompute}; the plan has layers 0 to {self.stages[-1].last - 1}",
-                cure="give the index of each layer to recompute once, in order; range(number of layers) for all",
+                f"layers {both} are both recomputed and offloaded", cure="leave each of them out of recompute or of offload"
             )
 
     def _check_gradients(self) -> None:
@@ -317,6 +328,10 @@ class ParallelPlan:
         return replace(
             self, stages=tuple(replace(s, gather=each[grid] if s.zero >= GATHERS_FROM else "step") for s, grid in stages)
         )
+
+    def with_offload(self, layers: Iterable[int]) -> ParallelPlan:
+        """The plan with these offloaded layers, given as indices."""
+        return replace(self, offload=tuple(sorted(layers)))
 
     def with_gradients(self, route: GradientRoute) -> ParallelPlan:
         """The same plan with gradients that are folded or scattered."""
@@ -499,6 +514,10 @@ class ParallelPlan:
     def recomputed_layers(self, stage: int) -> tuple[int, ...]:
         """Indices of the stage's recomputed layers."""
         return tuple(layer for layer in self.recompute if self.stages[stage].first <= layer < self.stages[stage].last)
+
+    def offloaded_layers(self, stage: int) -> tuple[int, ...]:
+        """Indices of the stage's offloaded layers."""
+        return tuple(layer for layer in self.offload if self.stages[stage].first <= layer < self.stages[stage].last)
 
     def replica_ranks(self, stage: int, shard: int = 0) -> tuple[int, ...]:
         """Ranks of one shard of all replicas of a stage: the group that reduces the stage's gradients."""

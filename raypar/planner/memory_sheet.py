@@ -19,12 +19,13 @@ from raypar.planner.predicted_step import (
     gather_bytes,
     kept_bytes_by_kind,
     mirror_bytes,
+    offload_bytes,
     offloaded_bytes,
     state_bytes,
 )
 from raypar.planner.zero_options import ZeroOption, zero_options
 from raypar.schedule import registry
-from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH, Schedule
+from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, RESIDENT, STASH, Schedule
 from raypar.schedule.step_timeline import peak_kept_bytes
 
 BUCKETS = "buckets"
@@ -34,15 +35,19 @@ GATHER = "gather"
 GATHERED = "gathered"
 """The kind of memory of whole parameters that layers compute with, beside those that a worker keeps, where replicas divide
 them."""
+UNWRITTEN = "unwritten"
+"""The kind of memory of offloaded activations that are on their way to files."""
 MIRROR = "mirror"
 """The kind of memory of the mirror's copies."""
 KEPT_NOUNS: dict[str, str] = {
     GATHERED: "gathered parameters",
     BUCKETS: "buckets of gradients",
     GATHER: "parameters on their way",
+    UNWRITTEN: "activations on their way to files",
     MIRROR: "the mirror's copies",
     ACTIVATIONS: "activations",
     KEPT_INPUTS: "inputs of recomputed layers",
+    RESIDENT: "activations beside offloaded ones",
     STASH: "stash for weight gradients",
 }
 """Kind of memory beside the state -> its name in sheets."""
@@ -68,11 +73,16 @@ class MemorySheet:
     """The mirror's copies that lie in files; they are no part of the memory."""
     optimizer_files: int = 0
     """State of the optimizer, masters and averages that lie in files; they are no part of the memory."""
+    unwritten: int = 0
+    """Offloaded activations that are on their way to files, at most."""
+    activation_files: int = 0
+    """Offloaded activations that lie in files, at most; they are no part of the memory."""
 
     @property
     def by_kind(self) -> dict[str, int]:
         """All kinds of memory -> their bytes, as data."""
         beside = {GATHERED: self.gathered, BUCKETS: self.buckets, GATHER: self.gather, MIRROR: self.mirror}
+        beside[UNWRITTEN] = self.unwritten
         return {**{str(kind): nbytes for kind, nbytes in self.state.items()}, **beside, **self.kept}
 
     @property
@@ -86,7 +96,7 @@ class MemorySheet:
             for kind, nbytes in self.state.items()
             if nbytes or kind not in ("widened", "buffer", "average")
         )
-        kinds = (GATHERED, BUCKETS, GATHER, MIRROR)
+        kinds = (GATHERED, BUCKETS, GATHER, MIRROR, UNWRITTEN)
         beside = {kind: nbytes for kind, nbytes in self.by_kind.items() if kind in kinds and nbytes}
         buckets = "".join(f", {format_mib(nbytes)} of {KEPT_NOUNS[kind]}" for kind, nbytes in beside.items())
         parts = [(kind, nbytes) for kind, nbytes in self.kept.items() if nbytes or kind == ACTIVATIONS]
@@ -111,6 +121,7 @@ def memory_sheets(
         gathered_bytes(profile, plan, orders),
         *mirror_bytes(profile, plan),
         offloaded_bytes(profile, plan),
+        *offload_bytes(profile, routing, orders),
         strict=True,
     )
     return tuple(
@@ -197,14 +208,17 @@ class _Change:
     """Whether gradients are scattered then."""
     offloads: bool = False
     """Whether the optimizer's state lies in files then."""
+    offloads_activations: bool = False
+    """Whether activations of all layers that are not recomputed lie in files then."""
 
 
 def _changes(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule) -> list[_Change]:
     """The changes that may help, those that cost least first."""
     every = tuple(range(len(profile.layers)))
     found = [_Change("elastic.mirror_in=FOLDER", mirror="files")] if profile.mirror == "memory" else []
-    if plan.recompute != every and isinstance(schedule, str):
+    if plan.recompute != every and not plan.offload and isinstance(schedule, str):
         found.append(_Change("plan.recompute=full", recompute=every))
+        found.append(_Change("plan.activations_in=FOLDER", offloads_activations=True))
     gathers = list[_Change]()
     for option in zero_options(profile, plan):
         if option.gather != "step" and any(_is_shorter(option.gather, stage) for stage in plan.stages):
@@ -245,6 +259,8 @@ def _changed(profile: ModelProfile, plan: ParallelPlan, changes: Iterable[_Chang
         plan = plan if change.recompute is None else replace(plan, recompute=change.recompute)
         plan = plan if change.zero is None else change.zero.of(plan)
         plan = plan.with_gradients("scatter") if change.scatters else plan
+        if change.offloads_activations:
+            plan = plan.with_offload(set(range(len(profile.layers))).difference(plan.recompute))
     return profile, plan
 
 
@@ -260,6 +276,7 @@ def _changes_that_fit(
         for count in range(2, len(changes) + 1)
         for each in combinations(changes, count)
         if sum(change.zero is not None for change in each) <= 1
+        and sum(change.recompute is not None or change.offloads_activations for change in each) <= 1
     ]
     found = False
     for each in [*((change,) for change in changes), *several]:
@@ -293,6 +310,7 @@ def _other_changes_that_fit(
         cuts = balanced_cuts(profile.work_sums(plan.recompute), stages)
         deeper = ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=layers, cuts=cuts, recompute=plan.recompute)
         deeper = deeper.with_zero(max(plan.zero_levels), plan.zero_holders).with_gather(plan.gather_spans)
+        deeper = deeper.with_offload(plan.offload)
         most = largest_worker_bytes(profile, deeper, "1f1b", microbatches)
         if most is not None and most < limit:
             yield f"plan.stages={stages} under 1f1b{beside} ({format_mib(most)} a worker)"

@@ -12,11 +12,11 @@ from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from raypar.errors import PlanError
-from raypar.plan import ModelOutline, ParallelPlan, StageConnections, StageEdge, StagePlan
+from raypar.plan import ModelOutline, ParallelPlan, StageConnections, StageEdge, StagePlan, offloading
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 from raypar.plan.stage_connections import owner_of
 from raypar.plan.state_bytes import StateBytes
-from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH
+from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, RESIDENT, STASH
 
 MirrorPlace = Literal["memory", "files"]
 """Where the mirror's copies lie: in workers' memory, or in files, which the system may write out."""
@@ -60,23 +60,52 @@ class KeptStorages:
     layers: tuple[LayerStorages, ...]
     """By layer."""
 
-    def bytes_by_kind(self, first: int, last: int, recomputed: Collection[int] = ()) -> dict[str, int]:
+    def bytes_by_kind(
+        self, first: int, last: int, recomputed: Collection[int] = (), offloaded: Collection[int] = ()
+    ) -> dict[str, int]:
         """Kind of kept memory -> bytes that a stage of layers [first, last) keeps for a microbatch.
 
-        `recomputed`: indices of its recomputed layers.
+        `recomputed`, `offloaded`: indices of those of its layers that are.
         """
         here = range(first, last)
-        received = {r.storage for i in here for r in self.layers[i].reads if r.has_gradient and r.producer not in here}
+        received = self._received(here)
         again = [i for i in here if i in recomputed]
         inputs = received | {r.storage for i in again for r in self.layers[i].reads if r.producer not in again}
         kept = received.union(*(self.layers[i].saved for i in here if i not in recomputed))
         saved_again = {storage for i in again for storage in self.layers[i].saved}
         # A recomputed output is a new storage, and another layer may still keep the storage of the first forward: both count.
-        return {
+        found = {
             ACTIVATIONS: self._bytes(kept | (saved_again & inputs)) + self._bytes(saved_again - inputs),
             KEPT_INPUTS: self._bytes(kept | inputs),
             STASH: self._bytes({storage for i in here for storage in self.layers[i].stash}),
         }
+        if offloaded:
+            left = inputs.union(*(self._left_by(i, offloaded) for i in here if i not in recomputed))
+            found[RESIDENT] = self._bytes(left)
+        return found
+
+    def offloaded_bytes(self, first: int, last: int, offloaded: Collection[int]) -> int:
+        """What a stage of layers [first, last) writes out of memory for a microbatch. `offloaded`: indices of such layers."""
+        here = range(first, last)
+        saved = {storage for i in here if i in offloaded for storage in self.layers[i].saved}
+        return self._bytes(storage for storage in saved - self._received(here) if self._is_offloaded(storage))
+
+    @property
+    def largest_storage(self) -> int:
+        """Bytes of the largest storage."""
+        return max(self.sizes, default=0)
+
+    def _received(self, here: range) -> set[int]:
+        """The storages of values from other stages that a stage of layers `here` keeps."""
+        return {r.storage for i in here for r in self.layers[i].reads if r.has_gradient and r.producer not in here}
+
+    def _left_by(self, layer: int, offloaded: Collection[int]) -> set[int]:
+        """What of its saved storages a layer leaves in memory."""
+        saved = self.layers[layer].saved
+        return set(saved) if layer not in offloaded else {storage for storage in saved if not self._is_offloaded(storage)}
+
+    def _is_offloaded(self, storage: int) -> bool:
+        return self.sizes[storage] >= offloading.SMALLEST_OFFLOADED_BYTES
 
     def _bytes(self, storages: Iterable[int]) -> int:
         return sum(self.sizes[storage] for storage in storages)
@@ -178,6 +207,8 @@ class ModelProfile:
     zero_is_open: bool = False
     offloads_optimizer: bool = False
     """Whether what the optimizer keeps, masters and averages lie in files."""
+    offload_bandwidth: float = float("inf")
+    """Bytes of offloaded activations that a worker writes, or reads, in a ms."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -292,14 +323,26 @@ class ModelProfile:
         `recompute`: whether the stage runs a `CheckpointedForward`; else its recomputed layers keep everything too.
         """
         place, recomputed = plan.stages[stage], plan.recomputed_layers(stage) if recompute else ()
+        offloaded = plan.offloaded_layers(stage)
         if self.kept:
             near = min(self.kept, key=lambda kept: abs(kept.samples - samples))
-            found = near.bytes_by_kind(place.first, place.last, recomputed)
+            found = near.bytes_by_kind(place.first, place.last, recomputed, offloaded)
             if samples and near.samples != samples:
                 found = {kind: nbytes * samples // near.samples for kind, nbytes in found.items()}
         else:
-            found = self._kept_bytes_of_layers(place, recomputed)
+            found = self._kept_bytes_of_layers(place, recomputed, offloaded)
         return {kind: self._on_fullest_shard(nbytes, place) for kind, nbytes in found.items()}
+
+    def offloaded_bytes(self, plan: ParallelPlan, stage: int, samples: int = 0) -> int:
+        """Bytes that one shard of a stage writes out of memory for a microbatch of so many samples; 0: as was measured."""
+        place, offloaded = plan.stages[stage], plan.offloaded_layers(stage)
+        if not offloaded:
+            return 0
+        if not self.kept:
+            return self._on_fullest_shard(sum(self.layers[i].activation_bytes for i in offloaded), place)
+        near = min(self.kept, key=lambda kept: abs(kept.samples - samples)) if samples else self.kept[0]
+        found = near.offloaded_bytes(place.first, place.last, offloaded)
+        return self._on_fullest_shard(found * samples // near.samples if samples else found, place)
 
     def _on_fullest_shard(self, nbytes: int, place: StagePlan) -> int:
         """Bytes that one shard keeps where whole layers keep `nbytes`: an even part, or, if a shard has several virtual shards,
@@ -311,7 +354,9 @@ class ModelProfile:
         of_all = sum(w * (layer.in_parts_keep or 0.0) for w, layer in zip(weights, layers, strict=True)) / sum(weights)
         return int(nbytes * of_all * most / place.virtual_shards)
 
-    def _kept_bytes_of_layers(self, place: StagePlan, recomputed: tuple[int, ...]) -> dict[str, int]:
+    def _kept_bytes_of_layers(
+        self, place: StagePlan, recomputed: tuple[int, ...], offloaded: tuple[int, ...] = ()
+    ) -> dict[str, int]:
         """`kept_bytes` from `activation_bytes` alone; of adjacent recomputed layers only the first one's inputs are kept."""
         here = range(place.first, place.last)
         every = sum(self.layers[i].activation_bytes for i in here)
@@ -321,7 +366,11 @@ class ModelProfile:
             for output in self._values_between_layers
             if output.consumer in recomputed and (output.producer not in recomputed or output.producer < place.first)
         }
-        return {ACTIVATIONS: every, KEPT_INPUTS: kept + sum(read.values()), STASH: every}
+        inputs = kept + sum(read.values())
+        found = {ACTIVATIONS: every, KEPT_INPUTS: inputs, STASH: every}
+        if offloaded:
+            found[RESIDENT] = inputs - sum(self.layers[i].activation_bytes for i in offloaded)
+        return found
 
     @cached_property
     def _values_between_layers(self) -> tuple[ActivationEdge, ...]:

@@ -190,6 +190,7 @@ def plan_report_as_dict(choice: PlanChoice) -> dict[str, Json]:
                 "schedule": v.candidate.schedule,
                 "chunks": v.candidate.chunks,
                 "recompute": list(v.candidate.plan.recompute),
+                "offload": list(v.candidate.plan.offload),
                 "zero": v.candidate.plan.most_zero,
                 "gather": shortest_span(v.candidate.plan.gather_spans),
                 "layers": [[s.first, s.last] for s in v.candidate.plan.stages],

@@ -25,6 +25,8 @@ from raypar.schedule.step_timeline import Timeline
 
 BALANCED_CANDIDATES = 3
 """Number of candidates, the fastest ones, whose split points are chosen by simulation (`balance_stages`)."""
+OFFLOAD_CANDIDATES = 12
+"""Of how many plans that do not fit, the smallest ones, it is tried whether they would with activations in files."""
 ABOUT_AS_FAST = 0.03
 """Predictions that differ by no more than this share are of equal worth: measured steps differ by more from run to run."""
 
@@ -86,23 +88,25 @@ def search_plans(
     zero: int | None = 0,
     zero_holders: int = 1,
     gather: GatherSpan = "step",
+    offload: Collection[int] = (),
 ) -> PlanChoice:
     """The best uniform plan on at most `workers` workers. Raises `PlanError` when none fits into memory.
 
     All stages have `shards` shards. The bits depend on that number, so it is not chosen here, unless the job gives
     `virtual_shards` on which they depend in its place: then with `shards` 0 any divisor of these is tried. Every plan has the
-    ZeRO stage `zero` (None: what costs least time of all with which it fits), gathers parameters for a `gather`, and recomputes
-    the layers with the indices `recompute`; one that does not fit recomputes all layers that can be (`profile.recomputable`),
-    if no way to divide state makes it fit in less time. Of the plans that are about as fast as the fastest (`ABOUT_AS_FAST`)
-    the one with the fewest workers wins, then with the fewest stages, then the faster. A candidate whose busiest worker alone
-    computes longer than that is not simulated, unless it has one stage and one or two replicas, which people compare others
-    with.
+    ZeRO stage `zero` (None: what costs least time of all with which it fits), gathers parameters for a `gather`, offloads the
+    activations of the layers with the indices `offload`, and recomputes those with the indices `recompute`; one that does not
+    fit recomputes all layers that can be (`profile.recomputable`), if no way to divide state makes it fit in less time. Of the
+    plans that are about as fast as the fastest (`ABOUT_AS_FAST`) the one with the fewest workers wins, then with the fewest
+    stages, then the faster. A candidate whose busiest worker alone computes longer than that is not simulated, unless it has
+    one stage and one or two replicas, which people compare others with.
     """
     simulated: list[EvaluatedCandidate] = []
     ruled_out: list[EvaluatedCandidate] = []
     best_ms = float("inf")
     given = ZeroOption(zero or 0, gather)
-    candidates = enumerate_candidates(profile, workers, microbatches, shards, recompute, virtual_shards, given, zero_holders)
+    found = enumerate_candidates(profile, workers, microbatches, shards, recompute, virtual_shards, given, zero_holders)
+    candidates = [replace(each, plan=each.plan.with_offload(offload)) for each in found] if offload else list(found)
     for candidate in sorted(candidates, key=lambda c: c.bound_ms):
         if candidate.bound_ms > (1 + ABOUT_AS_FAST) * best_ms and not candidate.is_yardstick:
             reason = f"its busiest worker computes {candidate.bound_ms:.4g} ms at least"
@@ -121,12 +125,7 @@ def search_plans(
         assert verdict.predicted_ms is not None
         best_ms = min(best_ms, verdict.predicted_ms)
     if not simulated:
-        smallest = min((v.memory_bytes for v in ruled_out if v.memory_bytes is not None), default=0)
-        raise PlanError(
-            f"no plan for {count_noun(workers, 'worker')} fits: the smallest needs {format_mib(smallest)} a worker, "
-            f"a worker has {format_mib(profile.memory_bytes or 0)}",
-            cure="use workers with more memory, more of them on other machines, or more microbatches (smaller ones keep less)",
-        )
+        raise _no_plan_fits(profile, workers, ruled_out, microbatches)
     simulated.sort(key=_order)
     simulated[:BALANCED_CANDIDATES] = [_balanced(profile, v, microbatches) for v in simulated[:BALANCED_CANDIDATES]]
     simulated.sort(key=_order)
@@ -138,6 +137,36 @@ def search_plans(
     return PlanChoice((*told, *ruled_out), workers, microbatches, profile.memory_bytes)
 
 
+def _no_plan_fits(
+    profile: ModelProfile, workers: int, ruled_out: Collection[EvaluatedCandidate], microbatches: Microbatches
+) -> PlanError:
+    """The error for a model of which no plan fits."""
+    smallest = min((v.memory_bytes for v in ruled_out if v.memory_bytes is not None), default=0)
+    return PlanError(
+        f"no plan for {count_noun(workers, 'worker')} fits: the smallest needs {format_mib(smallest)} a worker, "
+        f"a worker has {format_mib(profile.memory_bytes or 0)}",
+        cure=_offload_advice(profile, ruled_out, microbatches)
+        + "use workers with more memory, more of them on other machines, or more microbatches (smaller ones keep less)",
+    )
+
+
+def _offload_advice(profile: ModelProfile, ruled_out: Collection[EvaluatedCandidate], microbatches: Microbatches) -> str:
+    """The smallest of the plans that do not fit that does with activations in files, as text; empty if none of a few does."""
+    known = sorted((v for v in ruled_out if v.memory_bytes is not None), key=lambda v: v.memory_bytes or 0)
+    for verdict in known[:OFFLOAD_CANDIDATES]:
+        given, every = verdict.candidate, set(range(len(profile.layers)))
+        if given.plan.offload:
+            continue
+        plan = replace(given.plan, recompute=(), offload=tuple(sorted(every)))
+        nbytes = evaluate_candidate(profile, replace(given, plan=plan), microbatches).memory_bytes or 0
+        if profile.memory_bytes is not None and nbytes <= profile.memory_bytes:
+            return (
+                f"activations in files (plan.activations_in: FOLDER) are predicted to fit, with {format_mib(nbytes)} a worker: "
+                f"{given.plan.describe()} under {given.schedule}; or "
+            )
+    return ""
+
+
 def _evaluated_within_memory(
     profile: ModelProfile, candidate: PlanCandidate, microbatches: Microbatches, *, zero_is_open: bool
 ) -> EvaluatedCandidate:
@@ -147,7 +176,7 @@ def _evaluated_within_memory(
     limit, plan = profile.memory_bytes, candidate.plan
     if limit is None or (given.memory_bytes or 0) <= limit:
         return given
-    more = tuple(sorted({*plan.recompute, *profile.recomputable}))
+    more = tuple(sorted({*plan.recompute, *profile.recomputable}.difference(plan.offload)))
     zeros = {plan: "", **{each.of(plan): str(each) for each in zero_options(profile, plan) if zero_is_open}}
     others = [replace(each, recompute=recompute) for recompute in dict.fromkeys((plan.recompute, more)) for each in zeros]
     tried = [given, *(evaluate_candidate(profile, replace(candidate, plan=each), microbatches) for each in others[1:])]

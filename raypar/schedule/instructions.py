@@ -22,6 +22,8 @@ Bundle = tuple[MessageKind, int, int, int]
 """(kind, earlier stage, later stage, microbatch): the values of one edge, or the gradients of one relay."""
 Role = Literal["compute", "communication", "release", "reduction", "step"]
 """`communication`: one end of a message. `release`: frees memory. `reduction`: per stage and step. `step`: once per step."""
+Transfer = Literal["", "write", "read"]
+"""What a worker does beside its compute: it writes offloaded activations, or reads them."""
 Cost = Literal["forward", "recompute", "input", "weight", "gather", "reduce", "step"]
 """A time in `SimulationCosts`: per stage and microbatch, but `gather` per stage and gather, `reduce` per stage and step, `step`
 per step."""
@@ -33,13 +35,15 @@ WEIGHT_GRADIENTS: Final = "weight gradients"
 # Memory that a stage keeps for a microbatch from one instruction to another.
 ACTIVATIONS: Final = "activations"
 KEPT_INPUTS: Final = "kept inputs"
+RESIDENT: Final = "resident"
 STASH: Final = "stash"
 
-KEPT_SIZE: dict[str, int] = {ACTIVATIONS: 1, KEPT_INPUTS: 0, STASH: 1}
+KEPT_SIZE: dict[str, int] = {ACTIVATIONS: 1, KEPT_INPUTS: 0, RESIDENT: 0, STASH: 1}
 """Kind of kept memory -> its size, in activations of one microbatch, where no bytes are known.
 
 The stash, which a split backward pass keeps for the weight gradients, is as large as all that the forward has saved; to compute
-activations again does not make it smaller. Kept inputs of recomputed layers are small beside activations, and count 0.
+activations again does not make it smaller. Kept inputs of recomputed layers, and what is resident of offloaded ones, are small
+beside activations, and count 0.
 """
 
 
@@ -86,6 +90,8 @@ class Instruction:
     """Memory that the stage keeps for the microbatch from now on, by the names in `KEPT_SIZE`."""
     frees: ClassVar[tuple[str, ...]] = ()
     """Memory that the stage no longer keeps for the microbatch afterwards."""
+    transfer: ClassVar[Transfer] = ""
+    """What goes on beside what follows it. What needs activations waits for those that are read."""
     drawing: ClassVar[DrawingStyle | None] = None
     """Its appearance in pictures; None if it takes no time that a picture could show."""
 
@@ -105,7 +111,7 @@ class Instruction:
         cls.held_change = sum(KEPT_SIZE[kept] for kept in cls.allocates) - sum(KEPT_SIZE[kept] for kept in cls.frees)
         cls.last_use = bool(cls.frees) and not cls.allocates
         cls.needs_weights = not _COSTS_WITH_WEIGHTS.isdisjoint(cls.cost)
-        cls.runs_beside = cls.role in ("communication", "reduction")
+        cls.runs_beside = cls.role in ("communication", "reduction") or cls.transfer == "read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +167,52 @@ class Recompute(Compute):
     allocates = (ACTIVATIONS,)
     frees = (KEPT_INPUTS,)
     drawing = DrawingStyle("#E8DC52", "recomputation (R)", "recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedForward(Compute):
+    """Run the stage on one microbatch. The activations of its offloaded layers are written out of memory, in the background;
+    those of its recomputed layers are dropped.
+
+    Offloading (Rhu et al. 2016, arXiv:1602.08124); `offloading.py` replaces `Forward` and `CheckpointedForward` by it.
+    """
+
+    letter = "U"
+    cost = ("forward",)
+    needs = (VALUES,)
+    makes = (VALUES,)
+    allocates = (RESIDENT,)
+    frees = ()
+    transfer = "write"
+    drawing = DrawingStyle("#56B4C2", "forward, activations offloaded (U)", "offloaded forward")
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch(Compute):
+    """Begin to read the offloaded activations of one microbatch; the backward waits for them."""
+
+    letter = "H"
+    cost = ()
+    needs = (RESIDENT,)
+    makes = ()
+    allocates = (ACTIVATIONS,)
+    frees = (RESIDENT,)
+    transfer = "read"
+    drawing = DrawingStyle("#8A6FB0", "fetch of offloaded activations (H)", "fetch")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchKeptInputs(Compute):
+    """As `Fetch`, of a stage that has recomputed layers, too: what these read is there, and `Recompute` follows."""
+
+    letter = "K"
+    cost = ()
+    needs = (RESIDENT,)
+    makes = ()
+    allocates = (KEPT_INPUTS,)
+    frees = (RESIDENT,)
+    transfer = "read"
+    drawing = DrawingStyle("#B9A5D3", "fetch before recomputation (K)", "fetch kept inputs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,6 +472,9 @@ INSTRUCTIONS: dict[str, type[Instruction]] = {
         Forward,
         CheckpointedForward,
         Recompute,
+        OffloadedForward,
+        Fetch,
+        FetchKeptInputs,
         Backward,
         BackwardInput,
         BackwardWeight,

@@ -13,6 +13,7 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.plan.wording import count_noun
 from raypar.schedule.instructions import Program, Schedule, splits_backward
 from raypar.schedule.lower import lower_schedule, lower_validation_pass
+from raypar.schedule.offloading import check_offloaded_stages
 from raypar.schedule.recomputation import check_recomputed_stages
 from raypar.schedule.validate import Lists, find_schedule_problems, validate_schedule
 
@@ -58,6 +59,7 @@ def assign_programs_to_ranks(
     check_ties_are_cut_alike(plan, crossing.ties)
     routing = MicrobatchRouting(plan, microbatches)
     check_recomputed_stages(schedule, plan)
+    check_offloaded_stages(schedule, plan)
     try:
         programs = lower_schedule(schedule, routing, crossing)
     except ScheduleError:

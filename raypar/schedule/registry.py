@@ -14,6 +14,7 @@ from raypar.schedule.instructions import Schedule
 from raypar.schedule.interleaved import interleaved_1f1b
 from raypar.schedule.list_scheduling import list_schedule
 from raypar.schedule.naive import naive_schedule
+from raypar.schedule.offloading import insert_offloading
 from raypar.schedule.one_f_one_b import one_f_one_b
 from raypar.schedule.recomputation import insert_recomputation
 from raypar.schedule.zero_bubble import zb_h1, zb_v
@@ -101,7 +102,7 @@ def build_schedule(
     warmup: Sequence[int] | None = None,
     connections: StageConnections | None = None,
 ) -> Schedule:
-    """The orders of compute instructions, by rank of the routing's plan, with the plan's recomputation.
+    """The orders of compute instructions, by rank of the routing's plan, with the plan's recomputation and offloading.
 
     `connections`: those between the plan's stages, for schedules that follow them; None: they are a chain.
     Raises `ScheduleError` if the plan does not fit.
@@ -113,7 +114,7 @@ def build_schedule(
         takers = " or ".join(n for n, e in _ENTRIES.items() if e.takes_warmup)
         raise ScheduleError(f"schedule {name} has no warmup to set", cure=f"leave warmup out, or use {takers}")
     more = {"connections": connections} if known.takes_connections else {}
-    return insert_recomputation(known.build(routing, warmup, **more), plan)
+    return insert_offloading(insert_recomputation(known.build(routing, warmup, **more), plan), plan)
 
 
 def _any_plan() -> str:

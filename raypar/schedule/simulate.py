@@ -23,6 +23,7 @@ from raypar.schedule.instructions import (
     ACTIVATIONS,
     INPUT_GRADIENTS,
     KEPT_INPUTS,
+    RESIDENT,
     VALUES,
     WEIGHT_GRADIENTS,
     Communication,
@@ -82,6 +83,8 @@ class SimulationCosts:
     gather_ms: tuple[float, ...] = ()
     """One gather of a stage's parameters beside compute, where these come and go by microbatch; the gathers of a worker follow
     each other. Empty: no time."""
+    offload_ms: tuple[float, ...] = ()
+    """Writing the offloaded activations of one microbatch, or reading them, beside compute; empty: no time."""
     nodes: tuple[int, ...] = ()
     """By rank: the number of its node, which decides which bundles are sent in parts (`plan/bundle_parts.py`); empty: none are.
     Those who receive parts gather them for one `latency_ms` more: the bytes of that stay inside a node."""
@@ -102,12 +105,15 @@ class SimulationCosts:
         }
         return [sum(parts[part][stage] for part in kind.cost) for stage in range(len(self.forward_ms))]
 
-    def kept_inputs_share(self) -> tuple[float, ...]:
-        """By stage, the memory of a `CheckpointedForward` as a share of the activations of a microbatch; empty: not known."""
-        if self.kept_bytes is None:
-            return ()
-        pairs = zip(self.kept_bytes[KEPT_INPUTS], self.kept_bytes[ACTIVATIONS], strict=True)
-        return tuple(sum(kept) / (sum(whole) or 1) for kept, whole in pairs)
+    def kept_shares(self, plan: ParallelPlan) -> dict[str, tuple[float, ...]]:
+        """Kind of memory of which the plan keeps some in the place of activations -> by stage, its share of the activations of
+        a microbatch; empty: not known."""
+        found: dict[str, tuple[float, ...]] = {}
+        for kind, layers in ((KEPT_INPUTS, plan.recompute), (RESIDENT, plan.offload)):
+            if self.kept_bytes is not None and layers and kind in self.kept_bytes:
+                pairs = zip(self.kept_bytes[kind], self.kept_bytes[ACTIVATIONS], strict=True)
+                found[kind] = tuple(sum(kept) / (sum(whole) or 1) for kept, whole in pairs)
+        return found
 
 
 def simulate_schedule(
@@ -132,7 +138,7 @@ def simulate_schedule(
     simulation = _Simulation(schedule, sorted(set(speaker)), routing, crossing, costs)
     rows = simulation.run()
     end = max((row[-1].end_ms for row in rows.values() if row), default=0)
-    busy = {rank: sum(finish - start for _, start, finish in row) for rank, row in rows.items()}
+    busy = {rank: sum(finish - start for i, start, finish in row if not i.runs_beside) for rank, row in rows.items()}
     for span, ranks in _reductions(rows, plan, costs):
         end = max(end, span.end_ms)
         for rank in ranks:
@@ -144,14 +150,14 @@ def simulate_schedule(
         rows[rank] = sorted([*rows[rank], *gathers], key=lambda span: span.start_ms) if gathers else rows[rank]
     spans = {rank: tuple(row) for rank, row in rows.items()}
     sizes = costs.kept_bytes
-    kept_inputs = costs.kept_inputs_share() if plan.recompute else ()
+    shares = costs.kept_shares(plan)
     peak_kept = tuple(peak_kept_bytes(order, sizes) for order in schedule) if sizes is not None else None
     return Timeline(
         spans=tuple(spans[rank] for rank in speaker),
         names=tuple(plan.coordinate(rank) for rank in range(plan.world)),
         makespan_ms=end + costs.step_ms,
         busy_ms=tuple(busy[rank] for rank in speaker),
-        peak_activations=tuple(peak_activations(o, len(plan.stages_of(r)), kept_inputs) for r, o in enumerate(schedule)),
+        peak_activations=tuple(peak_activations(o, len(plan.stages_of(r)), shares) for r, o in enumerate(schedule)),
         peak_bytes=tuple(sum(kept.values()) for kept in peak_kept)
         if peak_kept is not None
         else tuple(peak_activation_memory(o, costs.activation_bytes) for o in schedule)
@@ -262,6 +268,10 @@ class _Simulation:
     """Rank -> the spans of its gathers of parameters, from when each has the link until it has arrived."""
     gathered: dict[tuple[int, int], float]
     """(rank, stage) -> when the last gather of the stage's parameters has arrived, where there was one."""
+    transfers_end: dict[int, float]
+    """Rank -> when it has written and read all offloaded activations so far."""
+    read_at: dict[tuple[int, int, int], float]
+    """(rank, stage, microbatch) -> when its offloaded activations have been read."""
     waiting: dict[int, int]
     """Slot -> the rank that waits for it."""
     runnable: list[int]
@@ -291,7 +301,7 @@ class _Simulation:
                 made[shards] = {kind: self._by_stage(kind, shards) for kind in computing}
             self.compute[rank] = made[shards]
         self.arrival = [None] * self.slots.total
-        self.link_free, self.waiting = {}, {}
+        self.link_free, self.waiting, self.transfers_end, self.read_at = {}, {}, {}, {}
         self.gathers, self.gathered = {rank: [] for rank in ranks}, {}
         self.gather_ms = costs.gather_ms or (0,) * len(self.plan.stages)
         self.rows = {rank: [] for rank in ranks}
@@ -302,6 +312,7 @@ class _Simulation:
         """Run the simulation and return the spans by rank. Raises `ScheduleError` if workers wait for each other for ever."""
         arrival, waiting, runnable, posts = self.arrival, self.waiting, self.runnable, self.posts
         lowered, overhead_ms, gathered = self.lowered, self.costs.overhead_ms, self.gathered
+        offloads = bool(self.costs.offload_ms)
         while runnable:
             rank = runnable.pop()
             order: Sequence[Any] = self.schedule[rank]
@@ -318,6 +329,8 @@ class _Simulation:
                     continue
                 needs, makes, ms = by_stage[instruction.stage]
                 microbatch = instruction.microbatch
+                if offloads:
+                    time = self._read_before(rank, instruction, time)
                 for slot in needs:
                     there = arrival[slot + microbatch]
                     if there is None:
@@ -334,7 +347,8 @@ class _Simulation:
                         break
                     start = begin + overhead_ms
                     time = start + ms
-                    row.append(TimelineSpan(instruction, start, time))
+                    end = self._transfer(rank, instruction, time) if offloads else time
+                    row.append(TimelineSpan(instruction, start, end))
                     for slot, consumers, messages in makes:
                         target = consumers[microbatch]
                         if target == rank or (not lowered and target != _NOBODY):
@@ -347,6 +361,23 @@ class _Simulation:
             self.now[rank] = time
         self._check_finished()
         return self.rows
+
+    def _transfer(self, rank: int, instruction: Compute, now: float) -> float:
+        """Write or read offloaded activations, one after the other, beside what follows the instruction. Returns when it is
+        over: of a read, when all is there."""
+        if not instruction.transfer:
+            return now
+        end = self.transfers_end[rank] = max(now, self.transfers_end.get(rank, 0)) + self.costs.offload_ms[instruction.stage]
+        if instruction.transfer == "write":
+            return now
+        self.read_at[rank, instruction.stage, instruction.microbatch] = end
+        return end
+
+    def _read_before(self, rank: int, instruction: Compute, now: float) -> float:
+        """When the activations that an instruction needs have been read, if they were offloaded; else now."""
+        if ACTIVATIONS not in instruction.frees:
+            return now
+        return max(now, self.read_at.get((rank, instruction.stage, instruction.microbatch), now))
 
     def _check_finished(self) -> None:
         stuck = [rank for rank in self.ranks if self.position[rank] < len(self.schedule[rank])]

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from raypar.errors import ScheduleError
-from raypar.schedule.instructions import INSTRUCTIONS, KEPT_INPUTS, Instruction, compute_instructions
+from raypar.schedule.instructions import INSTRUCTIONS, Instruction, compute_instructions
 
 KeptBytes = Mapping[str, Sequence[Sequence[int]]]
 """Kind of kept memory -> by stage and microbatch, its bytes."""
@@ -114,13 +115,16 @@ class Timeline:
         return found
 
 
-def peak_activations(order: Sequence[Instruction], chunks: int = 0, kept_inputs: Sequence[float] = ()) -> float:
+def peak_activations(
+    order: Sequence[Instruction], chunks: int = 0, shares: Mapping[str, Sequence[float]] = MappingProxyType({})
+) -> float:
     """The most microbatches alive at once in one worker's order; a chunk counts 1/chunks (0: as many as the order names).
 
-    `kept_inputs`: by stage, the memory of a `CheckpointedForward` as a share of the activations of a microbatch; empty: zero.
+    `shares`: kind of memory that is kept in the place of activations -> by stage, its share of the activations of a microbatch;
+    kinds that are left out count as the instructions say.
     """
     stages = {i.stage for i in compute_instructions(order)}
-    return _peak(order, [1] * (max(stages, default=0) + 1), kept_inputs) / (chunks or len(stages) or 1)
+    return _peak(order, [1] * (max(stages, default=0) + 1), shares) / (chunks or len(stages) or 1)
 
 
 def peak_activation_memory(order: Sequence[Instruction], activation_bytes: Sequence[int]) -> int:
@@ -146,14 +150,15 @@ def peak_kept_bytes(order: Sequence[Instruction], sizes: KeptBytes) -> dict[str,
     return peak
 
 
-def _peak(order: Sequence[Instruction], size: Sequence[int], kept_inputs: Sequence[float] = ()) -> float:
+def _peak(
+    order: Sequence[Instruction], size: Sequence[int], shares: Mapping[str, Sequence[float]] = MappingProxyType({})
+) -> float:
     alive: float = 0
     peak: float = 0
     for instruction in compute_instructions(order):
         change: float = instruction.held_change
-        if kept_inputs and KEPT_INPUTS in (*instruction.allocates, *instruction.frees):
-            share = kept_inputs[instruction.stage]
-            change += share if KEPT_INPUTS in instruction.allocates else -share
+        for kind, by_stage in shares.items():
+            change += by_stage[instruction.stage] * ((kind in instruction.allocates) - (kind in instruction.frees))
         if change:
             alive += change * size[instruction.stage]
             if alive > peak:

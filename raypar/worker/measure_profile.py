@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import statistics
+import tempfile
 import threading
 import time
 import traceback
@@ -130,7 +132,22 @@ def profile_job(
         most_zero=GATHERS_FROM if spec.device == "cpu" else 2,  # gathered once a step, as on GPUs, stage 3 needs no less
         zero_is_open=spec.leaves_zero_open,
         offloads_optimizer=spec.optimizer_in is not None,
+        offload_bandwidth=math.inf if spec.activations_in is None else measure_file_bandwidth(spec.activations_in),
     )
+
+
+def measure_file_bandwidth(folder: str, nbytes: int = 8 << 20) -> float:
+    """Bytes that can be written to a folder, or read from it, in a ms, as the system does it: in memory, where there is room.
+    Of a folder that there is not yet, that in which it would be made is measured; infinite where nothing can be written."""
+    place = next((each for each in (Path(folder), *Path(folder).absolute().parents) if each.is_dir()), Path("/"))
+    data, best_s = bytes(nbytes), math.inf
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=place) as file:
+        for _ in range(3):
+            start = time.perf_counter()
+            os.pwrite(file.fileno(), data, 0)
+            os.pread(file.fileno(), nbytes, 0)
+            best_s = min(best_s, time.perf_counter() - start)
+    return 2 * nbytes / (1000 * best_s) if best_s < math.inf else math.inf
 
 
 def one_microbatch_of_each_size(cut: Microbatches) -> list[int]:

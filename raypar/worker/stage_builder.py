@@ -42,6 +42,7 @@ from raypar.worker.process.generators_in_turn import GeneratorsInTurn
 from raypar.worker.process.seed_generators import HostGenerators, make_seeder, make_torch_seeder
 from raypar.worker.process.seeded_calls import SeededCalls
 from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.activation_offloading import StageOffload
 from raypar.worker.stage.backward import DeferredGradients, LayerBackwardHooks
 from raypar.worker.stage.buffer_updates import BufferUpdates
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
@@ -57,6 +58,7 @@ from raypar.worker.stage.stage_coordinate_in_errors import SamplesOfPasses, Stag
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage, reduction_channel
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage.whole_layers import WholeLayers
+from raypar.worker.state.activation_file import ActivationFile
 from raypar.worker.state.file_memory import FileMemoryPool
 from raypar.worker.step.gathered_memory import GatheredMemory
 from raypar.worker.step.layer_gather import LayerGather
@@ -401,6 +403,8 @@ class StageBuilder:
     """Of virtual shards that take turns."""
     optimizer_files: FileMemoryPool | None = None
     """Where state of optimizers lies that is not in memory (`plan.optimizer_in`); None: all is."""
+    activation_file: ActivationFile | None = None
+    """Where activations are offloaded to (`plan.activations_in`); None: none are."""
 
     def build_stages(
         self, values: Mapping[ShardOfStage, Mapping[str, Tensor]] | None, *, unfilled: bool
@@ -436,6 +440,9 @@ class StageBuilder:
                     in_turn=self.generators if plan.stages[index].division else None,
                     takes=whole.get(index),
                 )
+            if self.activation_file is not None and (offloaded := plan.offloaded_layers(index)):
+                positions = tuple(layer - plan.stages[index].first for layer in offloaded)
+                stages[index, number].offload = StageOffload(positions, self.activation_file)
             if index not in whole:
                 others = len(plan.stages[index].run_of(plan.role_in(rank, index).shard)) - 1
                 whole[index] = share_whole_layers(stages[index, number], others)

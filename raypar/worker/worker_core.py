@@ -60,6 +60,7 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_in_virtual_shards import ComputesMicrobatches, ShardOfStage, StageInVirtualShards
 from raypar.worker.stage_builder import StageBuilder
+from raypar.worker.state.activation_file import ACTIVATIONS, ActivationFile
 from raypar.worker.state.checkpoint_snapshot import CheckpointWriter, copy_to_host, restore_from_checkpoint, take_snapshot
 from raypar.worker.state.file_memory import OPTIMIZER_STATE, FileMemoryPool, check_folder_for_copies
 from raypar.worker.step.interpreter import Interpreter, StageLinks
@@ -240,6 +241,8 @@ class WorkerCore:
     """Those of the checkpoint that is being written; None where the loss is not scaled."""
     optimizer_files: FileMemoryPool | None
     """Where state of optimizers lies that is not in memory (`plan.optimizer_in`); None: all is."""
+    activation_file: ActivationFile | None
+    """Where activations are offloaded to in the present plan (`plan.activations_in`); None: none are."""
     _layouts: dict[int, TensorParallelLayout]
     """Number of shards -> how the model is cut over them; kept because it is needed repeatedly."""
     _writer: CheckpointWriter
@@ -276,9 +279,11 @@ class WorkerCore:
         self.graph = guard_graph_builds(graph, self.guard)
         self.stages = {}
         self.transport = None
-        self._layouts, self._passes, self.optimizer_files = {}, {}, None
+        self._layouts, self._passes, self.optimizer_files, self.activation_file = {}, {}, None, None
         if spec.optimizer_in is not None and spec.forward_passes is None:
             check_folder_for_copies(spec.optimizer_in, OPTIMIZER_STATE)  # now, and not in the first step
+        if spec.activations_in is not None and spec.forward_passes is None:
+            check_folder_for_copies(spec.activations_in, ACTIVATIONS)
         self._compared, self._to_compare = set(), set()
         self.data = WorkerData(spec, self.guard, batch_names=graph.batch_names, stream_process=stream_process)
         self.generators = GeneratorsInTurn(device)
@@ -317,6 +322,7 @@ class WorkerCore:
         self.assignment, self.transport, self.rank = assignment, transport, transport.rank
         self.ownership, self.nodes = self.ownership_of(assignment.plan), tuple(nodes)
         self.optimizer_files = self._make_files()  # new ones: those of the plan before are gone with its state
+        self._open_activation_file()
         builder = self._builder(assignment, transport)
         self.not_moved = None
         self.stages, digests = builder.build_stages(values, unfilled=load is not None)
@@ -372,7 +378,15 @@ class WorkerCore:
             shard_timeout_s=self.step_timeout_s,
             generators=self.generators,
             optimizer_files=self.optimizer_files,
+            activation_file=self.activation_file,
         )
+
+    def _open_activation_file(self) -> None:
+        """Have a new file for activations, if some are offloaded, and none of the plan before."""
+        if self.activation_file is not None:
+            self.activation_file.close()
+        folder = self.spec.activations_in if self.assignment.plan.offload else None
+        self.activation_file = None if folder is None else ActivationFile(folder, self.step_timeout_s)
 
     def _make_files(self) -> FileMemoryPool | None:
         """Files for state in `plan.optimizer_in`, each gone when its tensor is; None without it."""
@@ -383,7 +397,8 @@ class WorkerCore:
         """Whether the stages that are here can run `assignment`: the plan is the present one but for the replicas' shares."""
         now, then = self.assignment, assignment
         same = [[replace(stage, share=()) for stage in one.plan.stages] for one in (now, then)]
-        alike = now.plan.recompute == then.plan.recompute and now.plan.gradients == then.plan.gradients
+        alike = now.plan.recompute == then.plan.recompute and now.plan.offload == then.plan.offload
+        alike = alike and now.plan.gradients == then.plan.gradients
         return same[0] == same[1] and alike and now.splits_backward == then.splits_backward
 
     def share_out_anew(self, assignment: ProgramAssignment) -> None:
@@ -863,6 +878,8 @@ class WorkerCore:
     def close(self) -> None:
         """Release transports, loaders and their processes; idempotent."""
         self.data.close()
+        if self.activation_file is not None:
+            self.activation_file.close()
         if self.transport is not None:
             self.transport.close()
             self.transport = None

@@ -51,7 +51,8 @@ def job_of(folder: str | None) -> Job:
     )
 
 
-def _limit_data(room_mib: int) -> None:
+def limit_data(room_mib: int) -> None:
+    """Let this process have so much more data than it has now."""
     has_kib = int(re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
     limit = (has_kib << 10) + (room_mib << 20)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -65,7 +66,7 @@ def main(folder: str, room_mib: str) -> None:
         OneProcessRun(spec, ParallelPlan.mesh(layers=LAYERS), "1f1b") as run,
     ):
         if int(room_mib):
-            _limit_data(int(room_mib))
+            limit_data(int(room_mib))
         (core,) = run.cores
         for step in range(STEPS - 1):
             run.step(step)

@@ -10,6 +10,7 @@ from itertools import cycle, product
 from helpers import ugly_models
 from helpers.parity import STEPS, Layout, differences, different_gradients, expected
 
+from raypar.job import Job
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy, resolve_recomputed_layers
 from raypar.schedule import registry
@@ -33,6 +34,11 @@ class RecomputedLayout:
 
     def __str__(self) -> str:
         return f"{self.layout} recompute {self.policy if isinstance(self.policy, str) else '+'.join(self.policy)}"
+
+    @property
+    def job(self) -> Job:
+        """The layout's job."""
+        return self.layout.job
 
     @property
     def plan(self) -> ParallelPlan:
@@ -80,7 +86,7 @@ def check_recomputed(cell: RecomputedLayout, order_seed: int = 0) -> None:
     """Run the layout in one process; loss, norm, gradients and parameters must equal those of the reference."""
     layout = cell.layout
     want = expected(layout.model, layout.microbatches, layout.blocks, layout.compute)
-    with OneProcessRun(layout.job, cell.plan, layout.schedule, graph=layout.graph, seed=order_seed) as run:
+    with OneProcessRun(cell.job, cell.plan, layout.schedule, graph=layout.graph, seed=order_seed) as run:
         for step in range(STEPS):
             reports = run.step(step, trace=True)
             assert {r.loss for r in reports} == {want.losses[step]}, f"{cell}, step {step}: loss"

@@ -527,6 +527,7 @@ def test_advice_about_names_of_other_frameworks_names_keys_that_there_are_and_no
     keys = {*dotted_keys(Job), *inspect.signature(raypar.Trainer).parameters}
     assert {key.rpartition(".")[2] for key in keys} & set(ADVICE) == {
         "args",  # an argument of transformers' Trainer
+        "offload",  # a section of other frameworks, where it is no key of `plan`
         "master",  # the node of torchrun, where it is no key of `precision`
         "weights",  # a file of them, where it is no key of `data`
         "zero",  # a section of DeepSpeed, where it is no key of `plan`

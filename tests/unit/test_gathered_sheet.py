@@ -231,7 +231,7 @@ def test_auto_goes_from_level_to_level_and_then_gathers_by_layer():
     assert "204.0 MiB with plan.zero=0, 132.0 MiB with plan.zero=1, 132.0 MiB with plan.zero=2)" in why
     which, why = chosen(50, plan)
     assert which == "3 layer" and "which needs least, and does not fit" in why
-    assert why.endswith("; to try next: plan.recompute=full, then plan.optimizer_in=FOLDER")
+    assert why.endswith("; to try next: plan.recompute=full, then plan.activations_in=FOLDER, then plan.optimizer_in=FOLDER")
 
 
 def test_auto_gathers_by_microbatch_where_a_worker_has_stages_enough():

@@ -18,6 +18,7 @@ from raypar.schedule.instructions import (
     INPUT_GRADIENTS,
     INSTRUCTIONS,
     KEPT_INPUTS,
+    RESIDENT,
     STASH,
     VALUES,
     WEIGHT_GRADIENTS,
@@ -28,9 +29,12 @@ from raypar.schedule.instructions import (
     ExchangeBuffers,
     ExchangeTies,
     ExchangeVotes,
+    Fetch,
+    FetchKeptInputs,
     Forward,
     FreeActivations,
     Gather,
+    OffloadedForward,
     OptimizerStep,
     Recompute,
     Recv,
@@ -52,6 +56,9 @@ TABLE = [
     (Forward, "F", "compute", ("forward",), (VALUES,), (VALUES,), (ACTIVATIONS,), ()),
     (CheckpointedForward, "C", "compute", ("forward",), (VALUES,), (VALUES,), (KEPT_INPUTS,), ()),
     (Recompute, "R", "compute", ("recompute",), (KEPT_INPUTS,), (), (ACTIVATIONS,), (KEPT_INPUTS,)),
+    (OffloadedForward, "U", "compute", ("forward",), (VALUES,), (VALUES,), (RESIDENT,), ()),
+    (Fetch, "H", "compute", (), (RESIDENT,), (), (ACTIVATIONS,), (RESIDENT,)),
+    (FetchKeptInputs, "K", "compute", (), (RESIDENT,), (), (KEPT_INPUTS,), (RESIDENT,)),
     (
         Backward,
         "B",
@@ -83,7 +90,20 @@ def test_every_class_declares_its_letter_role_cost_needs_makes_and_memory():
     assert declared == TABLE
 
 
-@pytest.mark.parametrize("kind", [Forward, CheckpointedForward, Recompute, Backward, BackwardInput, BackwardWeight])
+COMPUTING = (
+    Forward,
+    CheckpointedForward,
+    Recompute,
+    OffloadedForward,
+    Fetch,
+    FetchKeptInputs,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+)
+
+
+@pytest.mark.parametrize("kind", COMPUTING)
 def test_compute_instructions_declare_all_of_it_in_their_own_class(kind):
     assert {"letter", "cost", "needs", "makes", "allocates", "frees", "drawing"} <= vars(kind).keys()
 
@@ -93,6 +113,7 @@ def test_what_computes_with_parameters_says_so_and_weight_gradients_do_not():
         Forward,
         CheckpointedForward,
         Recompute,
+        OffloadedForward,
         Backward,
         BackwardInput,
     }
@@ -117,9 +138,14 @@ def test_what_takes_time_says_how_it_is_drawn():
 
 
 def test_a_microbatch_leaves_nothing_behind_with_the_backward_whole_or_split():
-    lean = (CheckpointedForward, Recompute)
+    ways = (
+        (Forward,),
+        (CheckpointedForward, Recompute),
+        (OffloadedForward, Fetch),
+        (OffloadedForward, FetchKeptInputs, Recompute),
+    )
     splits = (Backward,), (BackwardInput, BackwardWeight)
-    for order in ((*forward, *split) for forward in ((Forward,), lean) for split in splits):
+    for order in ((*forward, *split) for forward in ways for split in splits):
         held: list[str] = []
         for kind in order:
             for kept in kind.frees:

@@ -94,6 +94,7 @@ OF_OTHER_KEYS: dict[str, list[Any]] = {
     "plan.chunks": [3],  # the schedule has 1
     "plan.cuts": [[1]],  # there is 1 stage
     "plan.warmup": [[]],
+    "plan.offload": ["full", ["a"]],  # without `activations_in`
     "plan.placements.share": [[1]],  # of 4 blocks
     "plan.schedule_file": ["text", "auto", "m:f", "model"],  # there is no such file
 }

@@ -235,7 +235,7 @@ def test_scattered_gradients_are_named_where_levels_alone_do_not_suffice():
     (
         30, 1,
         "plan.zero=1, which needs least, and does not fit: the largest worker needs 40.0 MiB (64.0 MiB with plan.zero=0), a "
-        "worker has 30.0 MiB; to try next: plan.recompute=full, then plan.optimizer_in=FOLDER",
+        "worker has 30.0 MiB; to try next: plan.recompute=full, then plan.activations_in=FOLDER, then plan.optimizer_in=FOLDER",
     ),
 ])  # fmt: skip
 def test_auto_is_the_lowest_level_that_fits_and_says_why(mib, level, line):

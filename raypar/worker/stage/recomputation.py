@@ -1,4 +1,4 @@
-"""Activation recomputation inside a stage: saved tensors are dropped after the forward and refilled before the backward.
+"""Saved tensors of a stage's layers; their recomputation: they are dropped after the forward, and refilled before the backward.
 
 The autograd graph of the first forward stays, without the tensors that it saved. The second forward makes the same calls in the
 same order, so it saves the same tensors: the n-th fills the place of the n-th that was dropped. The second graph is discarded.
@@ -9,7 +9,7 @@ with gradients on, as in training, so a layer cannot tell them apart.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from raypar.errors import ModelError, UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.plan.wording import count_noun
+from raypar.worker.stage.activation_offloading import OffloadedActivations, OffloadedTensor
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,24 @@ NO_RECOMPUTATION = StageRecomputation()
 class SavedTensors:
     """The tensors that one call of a layer (or of the loss) saves for its backward, in order.
 
-    Inside `recording` autograd saves their numbers instead. So the tensors can be dropped, and taken from a second call.
+    Inside `recording` autograd saves their numbers instead. So the tensors can be dropped, and taken from a second call, or be
+    out of memory until the backward.
     """
 
     label: str
     """Name of the call in messages: `layer 'block3'`."""
-    _tensors: list[Tensor]
+    _tensors: list[Tensor | OffloadedTensor]
     """The saved tensors; empty once they are dropped."""
     _versions: list[int]
     """Version counters of the tensors when they were saved."""
     _layouts: list[tuple[torch.Size, torch.dtype]]
     """(shape, dtype) of each saved tensor; kept when the tensors are dropped."""
 
+    _of: str
+    """Whose they are beside the label, in words, where they are offloaded."""
+
     def __init__(self, label: str) -> None:
-        self.label = label
+        self.label, self._of = label, ""
         self._tensors, self._versions, self._layouts = [], [], []
 
     @contextlib.contextmanager
@@ -76,6 +81,14 @@ class SavedTensors:
     def drop(self) -> None:
         """Release the tensors."""
         self._tensors, self._versions = [], []
+
+    def offload(self, to: OffloadedActivations, stays: Collection[int]) -> None:
+        """Have the tensors written out of memory. `stays`: addresses of memory that is no activation. One that the layer itself
+        has written into since it was saved stays, too: autograd refuses it."""
+        for number, tensor in enumerate(self._tensors):
+            if isinstance(tensor, Tensor) and tensor._version == self._versions[number]:
+                self._tensors[number] = to.take(tensor, stays) or tensor
+        self._of = to.what
 
     def refill(self, again: SavedTensors) -> None:
         """Take over the tensors of a second call, whose graph then holds none: a layer may keep its output.
@@ -109,6 +122,8 @@ class SavedTensors:
                 cure="leave the layer out of plan.recompute, or keep no tensor of its graph beyond its forward",
             )
         tensor = self._tensors[number]
+        if isinstance(tensor, OffloadedTensor):
+            return tensor.tensor(f"activations of {self.label}, {self._of},")
         if tensor._version != self._versions[number]:
             raise RuntimeError(  # as autograd, which does not look at tensors that hooks keep
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

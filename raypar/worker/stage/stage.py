@@ -28,6 +28,7 @@ from raypar.worker.metrics.stage_metrics import StageMetrics
 from raypar.worker.process.seed_generators import HostGenerators
 from raypar.worker.process.seeded_calls import SeededCalls
 from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.activation_offloading import OffloadedActivations, StageOffload
 from raypar.worker.stage.backward import (
     DeferredGradients,
     LayerBackwardHooks,
@@ -46,6 +47,7 @@ from raypar.worker.stage.layer_tensors import (
     StageTensors,
     alias_received,
     make_alias,
+    memory_begin,
     own_tensors,
     read_inputs,
 )
@@ -147,6 +149,8 @@ class _Microbatch:
     """Value -> the tensor that `recompute` will read; empty where nothing was dropped."""
     dropped: list[SavedTensors] = field(default_factory=list)
     """The dropped tensors of each recomputed layer in order, then of the loss if it is recomputed."""
+    offloaded: OffloadedActivations | None = None
+    """What is offloaded; None: nothing."""
     value_layouts: dict[str, LocalPartLayout] = field(default_factory=dict)
     """Value between layers -> how it is cut over shards, for `recompute`."""
 
@@ -155,6 +159,12 @@ class _Microbatch:
         if saved is not None:
             saved.drop()
             self.dropped.append(saved)
+
+    def release_offloaded(self) -> None:
+        """Forget what is offloaded: the backward pass has run, or will not."""
+        if self.offloaded is not None:
+            self.offloaded.release()
+        self.offloaded = None
 
 
 @dataclass(eq=False)
@@ -198,6 +208,8 @@ class Stage:
     buffer_updates: Mapping[str, BufferUpdates]
     """Layer name -> what forward has written into its buffers in the step under way; layers that write none are left out."""
 
+    offload: StageOffload | None = None
+    """Which layers' activations `offloaded_forward` writes out of memory, and where to; None: no layer's."""
     gives: WholeLayers | None = None
     """The whole layers that the stage calls for other virtual shards of the worker, too; None: it calls them for itself."""
     takes: WholeLayers | None = None
@@ -290,10 +302,11 @@ class Stage:
 
     @property
     def waited_ns(self) -> int:
-        """How long layers have waited for other shards and for their parameters in this step, and gradients for room on their
-        way to their owners."""
+        """How long layers have waited in this step for other shards, their parameters and offloaded activations, and gradients
+        for room on their way to their owners."""
         waited_ns = 0 if self.gradient_wait_ns is None else self.gradient_wait_ns()
         waited_ns += 0 if self.weights.gathers is None else self.weights.gathers.waited_ns
+        waited_ns += 0 if self.offload is None else self.offload.waited_ns
         return waited_ns if self.shard is None else waited_ns + self.shard.group.waited_ns
 
     def stash_of(self, microbatch: int) -> Sequence[DeferredWeightGradient]:
@@ -313,7 +326,11 @@ class Stage:
         self.losses.clear()
         if self.metrics is not None:
             self.metrics.begin()
+        for live in self._live.values():
+            live.release_offloaded()
         self._live.clear()
+        if self.offload is not None:
+            self.offload.waited_ns = 0
         for updates in self.buffer_updates.values():
             updates.begin_step()
         if self.shard is not None:
@@ -332,7 +349,9 @@ class Stage:
 
     def free(self, microbatch: int) -> None:
         """Drop the activations of a microbatch, which have had their last use."""
-        self._live.pop(microbatch, None)
+        live = self._live.pop(microbatch, None)
+        if live is not None:
+            live.release_offloaded()
 
     def release(self) -> None:
         """Break the reference circles of modules, their forwards and hooks; the stage cannot be used any more."""
@@ -365,12 +384,32 @@ class Stage:
         """
         return self._run_forward(microbatch, received, batch, self.recomputation)
 
+    def offloaded_forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """As `checkpointed_forward`, but also begins to write the activations of each offloaded layer as soon as it has run.
+
+        `fetch` must run before the backward pass, and before `recompute` where there are recomputed layers.
+        """
+        return self._run_forward(microbatch, received, batch, self.recomputation, self.offload)
+
+    def fetch(self, microbatch: int) -> None:
+        """Begin to read what `offloaded_forward` has written. The backward pass waits for what it needs."""
+        offloaded = self._live[microbatch].offloaded
+        if offloaded is not None:
+            offloaded.fetch()
+
     def _run_forward(
-        self, microbatch: int, received: Mapping[str, Tensor], batch: Batch, recomputation: StageRecomputation
+        self,
+        microbatch: int,
+        received: Mapping[str, Tensor],
+        batch: Batch,
+        recomputation: StageRecomputation,
+        offload: StageOffload | None = None,
     ) -> dict[str, Tensor]:
-        """`recomputation`: the layers whose activations are dropped."""
+        """`recomputation`: the layers whose activations are dropped; `offload`: those whose activations are offloaded."""
         self.gradient_reuse_policy.before_forward()
         live = self._live[microbatch] = _Microbatch()
+        if offload is not None:
+            live.offloaded = OffloadedActivations(offload, f"of microbatch {microbatch} on stage {self.index}")
         self.deferred.stash = live.stash
         values: dict[str, Tensor] = {**self._read_received(live, received), **batch}
         known = set(map(id, values.values()))
@@ -378,12 +417,16 @@ class Stage:
         make_stand_ins(norm for updates in self.buffer_updates.values() for norm in updates.recorders)
         self._begin_layers("forward")
         for position, layer in enumerate(self.layers):
-            saved = self._new_saved_tensors(position) if position in recomputation.positions else None
+            is_offloaded = offload is not None and position in offload.positions
+            saved = self._new_saved_tensors(position) if is_offloaded or position in recomputation.positions else None
             inputs = layer.read(values)
             given = self._alias_inputs(position, inputs)
             with layer.refusing_hooks(values) if layer.shared else contextlib.nullcontext():
                 outputs = self._call_layer("forward", position, forward_pass.with_saved_tensors(saved), given)
-            live.drop(saved)
+            if saved is not None and is_offloaded and live.offloaded is not None:
+                saved.offload(live.offloaded, self._memory_that_stays(position, values))
+            else:
+                live.drop(saved)
             outputs = own_tensors(outputs, known if given is inputs else known.union(map(id, given)))
             for output in outputs:
                 if output.requires_grad:
@@ -391,6 +434,9 @@ class Stage:
             known.update(map(id, outputs))
             values.update(zip(layer.layer.outputs, outputs, strict=True))
             self._give("forward", position, microbatch, inputs, outputs)
+            if offload is not None:  # else all values would be in memory until the last layer has run
+                gone = [name for name in self._read_last[position] if name not in recomputation.inputs]
+                known.difference_update([id(values.pop(name)) for name in gone])
         self._end_layers()
         if self.loss is not None:
             saved = SavedTensors("the loss") if recomputation.with_loss else None
@@ -405,6 +451,13 @@ class Stage:
         if self.shard is not None and recomputation.positions:
             live.value_layouts = dict(self.shard.group.value_layouts)
         return self._leave(live, values)
+
+    def _memory_that_stays(self, position: int, values: Mapping[str, Tensor]) -> set[int]:
+        """Addresses of memory that a layer's backward may need and that is no activation of its own: parameters, buffers, and
+        values of other stages, which the graph keeps."""
+        module = self.weights.of_layer(position).module
+        received = (values[name] for name in self.values.received if values[name].requires_grad)
+        return {memory_begin(tensor) for tensor in (*module.parameters(), *module.buffers(), *received)}
 
     def _call_layer(
         self, kind: PassKind, position: int, forward_pass: PassContext, inputs: Sequence[Tensor]
@@ -608,6 +661,7 @@ class Stage:
         live.apart.clear()
         live.loss = None
         live.dropped.clear()
+        live.release_offloaded()
         self.gradients.record_finished_halves(block, halves)
         return returned
 

@@ -82,10 +82,13 @@ def refuses_saved_tensor_hooks(error: BaseException | None) -> bool:
 
 
 def _cure_for_hooks(error: BaseException) -> str | None:
-    """What to do about code that refuses hooks on saved tensors, by which layers are recomputed; None for other errors."""
+    """What to do about code that refuses hooks on saved tensors, by which layers are recomputed and offloaded; None for other
+    errors."""
     if not refuses_saved_tensor_hooks(error):
         return None
-    return "leave the layer out of plan.recompute, and enter no saved_tensors_hooks of your own around torch.func"
+    return (
+        "leave the layer out of plan.recompute and plan.offload, and enter no saved_tensors_hooks of your own around torch.func"
+    )
 
 
 def _cure_for_autocast(error: BaseException) -> str | None:

@@ -49,6 +49,12 @@ class ComputesMicrobatches(Protocol):
     def checkpointed_forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """See `Stage`."""
 
+    def offloaded_forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """See `Stage`."""
+
+    def fetch(self, microbatch: int) -> None:
+        """See `Stage`."""
+
     def recompute(self, microbatch: int) -> None:
         """See `Stage`."""
 
@@ -100,6 +106,16 @@ class StageInVirtualShards:
         """See `Stage.checkpointed_forward`."""
         given = self._copies(received, batch)
         return self._in_turn(partial(s.checkpointed_forward, microbatch, *g) for s, g in zip(self.shards, given, strict=True))
+
+    def offloaded_forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """See `Stage.offloaded_forward`."""
+        given = self._copies(received, batch)
+        return self._in_turn(partial(s.offloaded_forward, microbatch, *g) for s, g in zip(self.shards, given, strict=True))
+
+    def fetch(self, microbatch: int) -> None:
+        """See `Stage.fetch`."""
+        for shard in self.shards:
+            shard.fetch(microbatch)
 
     def recompute(self, microbatch: int) -> None:
         """See `Stage.recompute`."""

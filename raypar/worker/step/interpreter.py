@@ -35,11 +35,14 @@ from raypar.schedule.instructions import (
     ExchangeBuffers,
     ExchangeTies,
     ExchangeVotes,
+    Fetch,
+    FetchKeptInputs,
     Forward,
     FreeActivations,
     Gather,
     Instruction,
     MessageKind,
+    OffloadedForward,
     OptimizerStep,
     Program,
     Recompute,
@@ -363,6 +366,14 @@ class Interpreter:
         outputs = self.stages[stage].checkpointed_forward(microbatch, received, batch)
         self._hand_on(stage, microbatch, outputs)
 
+    def _offloaded_forward(self, instruction: OffloadedForward, step: int, received: Received) -> None:
+        stage, microbatch = instruction.stage, instruction.microbatch
+        outputs = self.stages[stage].offloaded_forward(microbatch, received, self._batch(stage, step, microbatch))
+        self._hand_on(stage, microbatch, outputs)
+
+    def _fetch(self, instruction: Fetch | FetchKeptInputs, step: int, received: Received) -> None:
+        self.stages[instruction.stage].fetch(instruction.microbatch)
+
     def _recompute(self, instruction: Recompute, step: int, received: Received) -> None:
         self.stages[instruction.stage].recompute(instruction.microbatch)
 
@@ -447,6 +458,9 @@ TRAINING_RULES: dict[type[Instruction], InstructionRule] = {
     Forward: Interpreter._forward,
     CheckpointedForward: Interpreter._checkpointed_forward,
     Recompute: Interpreter._recompute,
+    OffloadedForward: Interpreter._offloaded_forward,
+    Fetch: Interpreter._fetch,
+    FetchKeptInputs: Interpreter._fetch,
     Backward: Interpreter._backward,
     BackwardInput: Interpreter._backward_input,
     BackwardWeight: Interpreter._backward_weight,

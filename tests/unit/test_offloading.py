@@ -1,0 +1,258 @@
+"""Offloading of activations as data: which layers, where in a schedule, what it costs in time and memory."""
+
+from itertools import product
+
+import pytest
+
+from raypar.draw.swimlane_svg import swimlane_svg
+from raypar.draw.text_grid import order_grid
+from raypar.errors import ConfigError, PlanError, ScheduleError
+from raypar.job.read_job import parse_job
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, offloading
+from raypar.plan.offloading import resolve_offloaded_layers
+from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
+from raypar.planner.model_profile import KeptStorages, LayerProfile, LayerStorages, ModelProfile, ReadStorage
+from raypar.planner.plan_search import search_plans
+from raypar.planner.predicted_step import predict_step
+from raypar.schedule import registry
+from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, RESIDENT
+from raypar.schedule.lower import lower_schedule
+from raypar.schedule.offloading import insert_offloading, stages_not_worth_offloading
+from raypar.schedule.program_assignment import assign_programs_to_ranks
+from raypar.schedule.schedule_csv import format_schedule_csv, parse_schedule_csv
+from raypar.schedule.simulate import SimulationCosts, simulate_schedule
+from raypar.schedule.step_timeline import Timeline
+from raypar.schedule.validate import find_schedule_problems
+
+NAMES = ("embed", "block0", "block1", "block2", "head")
+MIB = 1 << 20
+
+
+def full(pp: int, *, schedule: str = "1f1b", dp: int = 1, layers: int | None = None, recompute=()) -> ParallelPlan:
+    """A plan that offloads all layers that it does not recompute, one layer a stage unless `layers` says otherwise."""
+    chunks = registry.resolve_chunks_per_worker(schedule)
+    count = layers or pp * chunks
+    made = ParallelPlan.mesh(
+        dp=dp, pp=pp, layers=count, chunks=chunks, placement=registry.placement_of_schedule(schedule), recompute=recompute
+    )
+    return made.with_offload(set(range(count)) - set(recompute))
+
+
+def grid(schedule: str, plan: ParallelPlan, microbatches: int) -> str:
+    """The orders as text."""
+    return order_grid(registry.build_schedule(schedule, MicrobatchRouting(plan, Microbatches(microbatches))))
+
+
+# -- which layers --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy, recomputed, found",
+    [
+        ("none", (), ()),
+        ("full", (), (0, 1, 2, 3, 4)),
+        ("full", (1, 2), (0, 3, 4)),
+        (("block*",), (0,), (1, 2, 3)),
+        ("head", (), (4,)),
+    ],
+)
+def test_a_policy_names_layers_by_patterns_or_those_that_are_not_recomputed(policy, recomputed, found):
+    assert resolve_offloaded_layers(policy, NAMES, recomputed) == found
+
+
+def test_unknown_layers_and_those_that_are_recomputed_are_refused():
+    with pytest.raises(PlanError, match=r"plan.offload has 'blocks', which matches none of the 5 layers") as error:
+        resolve_offloaded_layers(("blocks",), NAMES)
+    assert "did you mean block" in error.value.cure
+    with pytest.raises(PlanError, match=r"plan.offload and plan.recompute both name block0, block2: what is computed again"):
+        resolve_offloaded_layers(("block*",), NAMES, (1, 3))
+    with pytest.raises(PlanError, match=r"layers \[2\] are both recomputed and offloaded"):
+        ParallelPlan.mesh(pp=2, layers=6, recompute=(1, 2)).with_offload((2, 3))
+    with pytest.raises(PlanError, match="offload names the layers"):
+        ParallelPlan.mesh(pp=2, layers=6).with_offload((6,))
+
+
+def test_a_plan_knows_the_offloaded_layers_of_each_stage():
+    plan = ParallelPlan.mesh(pp=2, layers=6).with_offload((4, 1, 2))
+    assert [plan.offloaded_layers(s) for s in range(2)] == [(1, 2), (4,)] and plan != ParallelPlan.mesh(pp=2, layers=6)
+
+
+JOB = """
+model: {function: helpers.tiny_job:model}
+loss: helpers.tiny_job:loss
+data: {function: helpers.tiny_job:data}
+steps: 2
+batch_size: 8
+microbatches: 4
+"""
+
+
+@pytest.mark.parametrize(
+    "plan, device, words",
+    [
+        ("{offload: full}", "cpu", "plan.activations_in does not say where to"),
+        ("{activations_in: /fast, recompute: full}", "cpu", "plan.recompute: full drops all activations"),
+        ("{activations_in: host}", "cpu", "activations lie in the host's memory already"),
+        ("{activations_in: /fast, offload: block}", "cpu", "expected full, or a list of patterns of layer names"),
+        ("{activations_in: /fast, offload: []}", "cpu", "expected full, or a list of patterns of layer names"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(plan, device, words):
+    with pytest.raises((ConfigError, PlanError), match=words):
+        parse_job(f"{JOB}device: {device}\nplan: {plan}\n")
+
+
+@pytest.mark.parametrize(
+    "plan, policy",
+    [
+        ("{}", "none"),
+        ("auto", "none"),
+        ("{activations_in: /fast}", "full"),
+        ('{activations_in: /fast, offload: ["a*"], recompute: [b]}', ("a*",)),
+    ],
+)
+def test_a_job_says_what_is_offloaded(plan, policy):
+    assert parse_job(f"{JOB}plan: {plan}\n").offload == policy
+
+
+# -- where in a schedule -------------------------------------------------------------------------------------------------------
+
+
+def orders_of(schedule: str, plan: ParallelPlan, microbatches: int):
+    return registry.build_schedule(schedule, MicrobatchRouting(plan, Microbatches(microbatches)))
+
+
+def test_a_fetch_stands_one_instruction_ahead_of_its_backward_and_what_would_be_read_at_once_stays():
+    assert grid("1f1b", full(3), 5) == (
+        "U0 U1 H0 U2 B0 H1 U3 B1 H2 U4 H3 B2 H4 B3 B4\n"
+        "F0 U1 B0 H1 U2 B1 H2 U3 B2 H3 F4 B3 B4\n"
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"
+    )  # fmt: skip
+    assert grid("gpipe", full(1), 4) == "U0 U1 U2 H0 U3 H1 B0 H2 B1 H3 B2 B3"
+    assert stages_not_worth_offloading(orders_of("1f1b", full(3), 5), full(3)) == (2,)
+
+
+def test_where_layers_are_recomputed_too_their_inputs_are_there_before():
+    assert grid("gpipe", full(1, layers=2, recompute=(1,)), 4) == "U0 U1 U2 K0 U3 R0 K1 B0 R1 K2 B1 R2 K3 B2 R3 B3"
+
+
+def test_only_stages_with_offloaded_layers_have_it():
+    plan = ParallelPlan.mesh(pp=2, layers=4).with_offload((1,))
+    assert grid("gpipe", plan, 3) == "U0 U1 H0 U2 H1 B0 H2 B1 B2\nF0 F1 F2 B0 B1 B2"
+    assert (orders := orders_of("1f1b", ParallelPlan.mesh(pp=3), 4)) is insert_offloading(orders, ParallelPlan.mesh(pp=3))
+
+
+@pytest.mark.parametrize("schedule", registry.NAMES)
+@pytest.mark.parametrize("pp, dp, microbatches", [*product((1, 2, 3), (1, 2), (1, 3, 5)), (4, 1, 8)])
+def test_every_schedule_with_offloading_is_correct_before_and_after_lowering(schedule, pp, dp, microbatches):
+    chunks = registry.resolve_chunks_per_worker(schedule)
+    plan = full(pp, schedule=schedule, dp=dp, layers=2 * pp * chunks, recompute=range(0, 2 * pp * chunks, 3))
+    routing, crossing = MicrobatchRouting(plan, Microbatches(microbatches)), StageConnections.chain(len(plan.stages))
+    orders = registry.build_schedule(schedule, routing)
+    assert find_schedule_problems(orders, routing, crossing) == []
+    assert find_schedule_problems(lower_schedule(orders, routing, crossing), routing, crossing) == []
+    assert parse_schedule_csv(format_schedule_csv(orders)) == orders
+
+
+def test_a_users_schedule_may_say_itself_where_it_offloads():
+    own, plan = parse_schedule_csv("0U0,0F1,0H0,0B0,0B1\n"), full(1)
+    assert insert_offloading(own, plan) is own
+    assert assign_programs_to_ranks(own, plan, StageConnections.chain(1), Microbatches(2))
+    with pytest.raises(ScheduleError, match=r"worker 0 .*has 0U0, but plan.offload names no layer of stage 0") as error:
+        assign_programs_to_ranks(own, ParallelPlan.mesh(), StageConnections.chain(1), Microbatches(2))
+    assert "write 0F0 and leave 0H0 out" in error.value.cure
+
+
+# -- what it costs -------------------------------------------------------------------------------------------------------------
+
+
+def simulated(plan: ParallelPlan, costs: SimulationCosts, microbatches: int = 4) -> Timeline:
+    routing = MicrobatchRouting(plan, Microbatches(microbatches))
+    return simulate_schedule(registry.build_schedule("gpipe", routing), routing, StageConnections.chain(1), costs)
+
+
+@pytest.mark.parametrize("offload_ms, makespan_ms", [(0, 12), (1, 12), (2, 12), (3, 12 + 2), (4, 12 + 6)])
+def test_writing_and_reading_go_on_beside_compute_and_a_backward_waits_for_what_it_needs(offload_ms, makespan_ms):
+    """U0 U1 U2 H0 U3 H1 B0 H2 B1 H3 B2 B3: the reads queue up behind the writes."""
+    found = simulated(full(1), SimulationCosts((1,), (1,), (1,), offload_ms=(offload_ms,)))
+    ends = [span.start_ms for span in found.spans[0] if str(span.instruction) in ("0B0", "0B1", "0B2", "0B3")]
+    free, reads = 0, {}
+    clock = 0
+    for i in orders_of("gpipe", full(1), 4)[0]:
+        name = str(i)
+        if name[1] == "B":
+            clock = max(clock, reads[name[2]]) + 2
+        if name[1] == "U":
+            clock += 1
+            free = max(free, clock) + offload_ms
+        if name[1] == "H":
+            reads[name[2]] = free = max(free, clock) + offload_ms
+    assert found.makespan_ms == clock and len(ends) == 4
+    assert found.busy_ms == (12,)
+
+
+def test_at_most_two_microbatches_are_there():
+    assert simulated(ParallelPlan.mesh(), SimulationCosts.uniform(1), 6).peak_activations == (6,)
+    assert simulated(full(1), SimulationCosts.uniform(1), 6).peak_activations == (2,)
+
+
+KEPT = KeptStorages(
+    samples=4,
+    sizes=(100, 4 * MIB, 2 * MIB, 3 * MIB, 5 * MIB),
+    layers=(
+        LayerStorages((0, 1), (), (ReadStorage(0, -1, False),)),
+        LayerStorages((1, 2), (), (ReadStorage(1, 0, True),)),
+        LayerStorages((2, 3, 4), (), (ReadStorage(2, 1, True),)),
+    ),
+)
+LAYER = LayerProfile("layer", 1.0, 2.0, 1.0, 1.0, parameter_bytes=100, output_bytes=10)
+
+
+def test_what_is_small_received_or_kept_by_another_layer_is_not_offloaded():
+    assert KEPT.bytes_by_kind(0, 3, (), (0, 1, 2))[RESIDENT] == 100
+    assert KEPT.offloaded_bytes(0, 3, (0, 1, 2)) == 14 * MIB
+    assert KEPT.bytes_by_kind(0, 3, (), (0,))[RESIDENT] == 100 + (4 + 2 + 3 + 5) * MIB, "layer 1 keeps what layer 0 does"
+    assert KEPT.bytes_by_kind(1, 3, (), (1, 2))[RESIDENT] == 4 * MIB and KEPT.offloaded_bytes(1, 3, (1, 2)) == 10 * MIB
+    assert KEPT.bytes_by_kind(0, 3, (2,), (0, 1))[RESIDENT] == 100 + 2 * MIB, "layer 2 reads what layer 1 has made"
+    assert KEPT.bytes_by_kind(0, 3, (), (0, 1, 2))[ACTIVATIONS] == KEPT.bytes_by_kind(0, 3)[ACTIVATIONS]
+    assert KEPT.bytes_by_kind(0, 3, (1,), (0, 2))[KEPT_INPUTS] == KEPT.bytes_by_kind(0, 3, (1,))[KEPT_INPUTS]
+
+
+def test_the_sheet_has_what_stays_what_is_on_its_way_and_what_lies_in_files(monkeypatch):
+    monkeypatch.setattr(offloading, "MOST_UNWRITTEN_BYTES", 8 * MIB)
+    profile, cut = ModelProfile((LAYER,) * 3, kept=(KEPT,)), Microbatches(6, 6, 24)
+    (plain,) = memory_sheets(profile, ParallelPlan.mesh(layers=3), "gpipe", cut)
+    plan = full(1, layers=3)
+    (sheet,) = memory_sheets(profile, plan, "gpipe", cut)
+    each = 100 + 14 * MIB
+    assert plain.kept[ACTIVATIONS] == 6 * each and plain.activation_files == plain.unwritten == 0
+    assert (sheet.kept[ACTIVATIONS], sheet.kept[RESIDENT]) == (2 * each, 4 * 100)
+    assert sheet.unwritten == 8 * MIB and sheet.activation_files == 6 * 14 * MIB
+    assert "8.0 MiB of activations on their way to files" in str(sheet)
+    assert sheet.total == max(predict_step(profile, plan, "gpipe", cut)[1])
+
+
+def test_advice_names_files_for_activations_after_recomputation(monkeypatch):
+    monkeypatch.setattr(offloading, "MOST_UNWRITTEN_BYTES", MIB)
+    profile, cut = ModelProfile((LAYER,) * 3, kept=(KEPT,)), Microbatches(6, 6, 24)
+    advice = describe_changes_that_fit(profile, ParallelPlan.mesh(layers=3), "gpipe", cut, 50 * MIB)
+    assert advice.startswith("predicted to fit: plan.recompute=full (")
+    assert "; or plan.activations_in=FOLDER (33.0 MiB a worker, the same results)" in advice
+    with pytest.raises(PlanError, match="no plan for 1 worker fits") as error:
+        search_plans(ModelProfile((LAYER,) * 3, kept=(KEPT,), memory_bytes=MIB), 1, cut)
+    assert "plan.activations_in" not in error.value.cure
+
+
+def test_the_planner_keeps_what_it_is_given_and_names_files_where_nothing_else_fits():
+    layer = LayerProfile("layer", 1.0, 2.0, 1.0, 1.0, activation_bytes=30 * MIB, parameter_bytes=10, output_bytes=10)
+    choice = search_plans(ModelProfile((layer,) * 6), 3, Microbatches(6), offload=(0, 1, 2))
+    assert {verdict.candidate.plan.offload for verdict in choice.verdicts} == {(0, 1, 2)}
+    tight = ModelProfile((layer,) * 6, memory_bytes=110 * MIB)
+    with pytest.raises(PlanError, match="no plan for 3 workers fits") as error:
+        search_plans(tight, 3, Microbatches(12))
+    assert error.value.cure.startswith("activations in files (plan.activations_in: FOLDER) are predicted to fit, with ")
+
+
+def test_the_picture_has_a_colour_and_a_legend_for_each():
+    svg = swimlane_svg(simulated(full(1), SimulationCosts((1,), (1,), (1,), offload_ms=(1,))), title="t")
+    assert "forward, activations offloaded (U)" in svg and "fetch of offloaded activations (H)" in svg
