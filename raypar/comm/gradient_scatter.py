@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -78,8 +79,10 @@ class ScatterReduction:
         channel: int = 0,
         pool_bytes: int = POOL_BYTES,
         timeout_s: float | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.transport, self.group, self.channel, self.timeout_s = transport, tuple(group), channel, timeout_s
+        self.device = device
         self.own_index = self.group.index(transport.rank)
         self.parameters = tuple(parameters)
         self.steps, self.rounds = steps, rounds_of(replica_of)
@@ -97,16 +100,13 @@ class ScatterReduction:
         for number, layout in enumerate(self.layouts):
             for index in layout.indices:
                 self.buckets_of[index].append(number)
-        self.kept = [number for number, layout in enumerate(self.layouts) if _segment(layout, self.own_index)[1]]
+        self.kept = [number for number, layout in enumerate(self.layouts) if segment_of(layout, self.own_index)[1]]
         """The buckets of which this replica owns anything."""
-        self.sending = self._slots([one.nbytes for one in self.layouts])
-        """The slots of messages that are sent, in turn."""
-        sizes = [_segment_bytes(self.layouts[number], self.own_index) for number in self.kept]
         others = [r for r in range(len(self.group)) if r != self.own_index]
-        self.receiving = {r: self._slots(sizes) for r in others}
-        """Other replica -> the slots of its messages, in turn."""
+        self.sending, self.receiving = self._make_slots(others)
+        """The slots of messages that are sent, in turn; other replica -> those of its messages."""
         self.owned_totals, self.stream_waits, self.waited_ns = {}, StreamWaits(), 0
-        self._step: _ScatterStep | None = None
+        self._step: ScatterStep | None = None
         """The step under way."""
 
     def _cut_into_buckets(
@@ -118,7 +118,7 @@ class ScatterReduction:
         others = len(self.group) - 1
         most = max(
             (
-                sum(one.nbytes + others * _segment_bytes(one, r) + 2 * len(self.group) * ALIGNED for one in layouts)
+                sum(one.nbytes + others * segment_bytes(one, r) + 2 * len(self.group) * ALIGNED for one in layouts)
                 for r in range(len(self.group))
             ),
             default=0,
@@ -129,6 +129,11 @@ class ScatterReduction:
         room = BucketRoom(pool_bytes // SLOTS, subtrees)
         return 0, bucket_layouts(self.parameters, bucket_bytes, CPU, owners, room=room)
 
+    def _make_slots(self, others: Sequence[int]) -> tuple[list[Tensor], dict[int, list[Tensor]]]:
+        """The slots of messages that are sent, and by other replica of those that it sends."""
+        sizes = [segment_bytes(self.layouts[number], self.own_index) for number in self.kept]
+        return self._slots([one.nbytes for one in self.layouts]), {r: self._slots(sizes) for r in others}
+
     def _slots(self, sizes: Sequence[int]) -> list[Tensor]:
         """The slots of messages of these bytes, which come again with each microbatch: for whole microbatches, or `SLOTS`."""
         if self.ahead:
@@ -138,11 +143,14 @@ class ScatterReduction:
     def start(self) -> None:
         """Begin a step. Results of the step before are no longer valid."""
         self.owned_totals, self.defined_here, self.waited_ns = {}, frozenset(), 0
-        self._step = _ScatterStep(self)
+        self._step = self._new_step()
         self._step.begin()
         self.marks.begin(self.parameters_to_mark)
         if not self.microbatches[self.own_index]:
             self.marks.post()
+
+    def _new_step(self) -> ScatterStep:
+        return _ScatterStep(self)
 
     def submit_gradients(self, indices: Sequence[int], rows: SubtreeSums) -> None:
         """Hand over the gradients of some parameters in one microbatch m, `rows[(m, m + 1)][index]`; None: no gradient.
@@ -167,8 +175,7 @@ class ScatterReduction:
         step = self._step
         assert step is not None
         step.check_all_submitted()
-        while not (progress := step.until_over()).done():
-            yield RoutineWait(progress, f"gradients of other replicas, channel {self.channel}")
+        yield from step.end()
         self.defined_here = frozenset(step.defined)
         self.marked_parameters = yield from self.marks.of_all()
         self._step = None
@@ -180,14 +187,17 @@ class ScatterReduction:
 
     def _gather(self, sums: RunSums) -> Routine[list[Tensor | None]]:
         """Each parameter's whole total: what each owner has of a bucket goes to all, bucket after bucket, in the slots."""
-        totals = [torch.empty(shape, dtype=dtype) for shape, dtype in self.parameters]
+        totals = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.parameters]
         flat = [total.view(-1) for total in totals]
         under_way: deque[tuple[BucketLayout, Tensor, Handle]] = deque()
 
         def put_first() -> Routine[None]:
             layout, slot, handle = under_way.popleft()
             if not handle.done():
-                yield RoutineWait(handle, f"totals of gradients, channel {self.channel}")
+                what = f"totals of gradients, channel {self.channel}"
+                yield RoutineWait(handle, what, on_stream=self.device != CPU)
+                if self.device != CPU:
+                    self.stream_waits.add(handle, what)
             with torch.no_grad():
                 copy_all(
                     [flat[part.parameter][part.start : part.stop] for part in layout.parts],
@@ -211,7 +221,7 @@ class ScatterReduction:
         return list(totals)
 
 
-class _ScatterStep:
+class ScatterStep(ABC):
     """What one step has sent and added so far."""
 
     def __init__(self, reduction: ScatterReduction) -> None:
@@ -223,7 +233,7 @@ class _ScatterStep:
             for index, (_, dtype) in enumerate(reduction.parameters)
             for number, (start, stop) in enumerate(reduction.owned[index])
         }
-        self.sums = RunSums(runs)
+        self.sums = RunSums(runs, reduction.device)
         self.folds = [BucketFold(self.sums, parts, reduction.steps, reduction.rounds) for parts in reduction.parts]
         """By bucket: its sums here."""
         self._own = reduction.microbatches[reduction.own_index]
@@ -232,6 +242,84 @@ class _ScatterStep:
         """Own microbatch -> parameter -> its gradient, until all buckets have their parts of it."""
         self._unready: dict[int, list[int]] = {}
         """Own microbatch -> by bucket: parameters whose gradients are not handed over."""
+        self.messages = 0
+        """How many messages this replica has sent."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Post what needs none of this replica's gradients."""
+
+    @abstractmethod
+    def send(self, microbatch: int, bucket: int) -> None:
+        """Send a message of this replica, the next one in order, all of whose gradients wait."""
+
+    @abstractmethod
+    def end(self) -> Routine[None]:
+        """Wait until everything is sent, received and added up."""
+
+    @abstractmethod
+    def raise_failure(self) -> None:
+        """Raise what any message has failed with."""
+
+    def submit(self, microbatch: int, gradients: Mapping[int, Tensor | None]) -> None:
+        """See `ScatterReduction.submit_gradients`."""
+        reduction = self.reduction
+        waiting = self._waiting.setdefault(microbatch, {})
+        if microbatch not in self._unready:
+            self._unready[microbatch] = [len(layout.shapes) for layout in reduction.layouts]
+        for index, gradient in gradients.items():
+            if gradient is not None:
+                self.defined.add(index)
+            waiting[index] = _Gradient(gradient, len(reduction.buckets_of[index]))
+            for bucket in reduction.buckets_of[index]:
+                self._unready[microbatch][bucket] -= 1
+        buckets = len(reduction.layouts)
+        while self.messages < len(self._own) * buckets:
+            microbatch, bucket = self._own[self.messages // buckets], self.messages % buckets
+            if microbatch not in self._unready or self._unready[microbatch][bucket]:
+                return
+            self.send(microbatch, bucket)
+            self.messages += 1
+
+    def check_all_submitted(self) -> None:
+        """Raises `CommError` if gradients of some microbatch were not handed over."""
+        if self.messages < len(self._own) * len(self.reduction.layouts):
+            raise CommError(
+                f"gradients of microbatch {self._own[self.messages // len(self.reduction.layouts)]} were not all handed over",
+                cure="call `submit_gradients` for every parameter of the stage, also for those without a gradient",
+            )
+
+    def gradients_in(self, layout: BucketLayout, microbatch: int) -> list[Tensor]:
+        """The gradients of a microbatch that a bucket has parts of."""
+        waiting = self._waiting[microbatch]
+        return [value for index in layout.indices if (value := waiting[index].value) is not None]
+
+    def fill(self, layout: BucketLayout, flat: Tensor, microbatch: int) -> None:
+        """Copy a microbatch's gradients into the memory of a bucket, and let go of those that all buckets have."""
+        waiting = self._waiting[microbatch]
+        to: list[Tensor] = []
+        source: list[Tensor] = []
+        for part in layout.parts:
+            place = flat[part.offset : part.offset + part.stop - part.start]
+            gradient = waiting[part.parameter]
+            if gradient.value is None:
+                place.fill_(-0.0)
+            else:
+                to.append(place)
+                source.append(gradient.elements(part))
+        if to:
+            copy_all(to, source)
+        for index in layout.indices:
+            waiting[index].buckets -= 1
+            if not waiting[index].buckets:
+                del waiting[index]
+
+
+class _ScatterStep(ScatterStep):
+    """A step whose messages lie in host memory."""
+
+    def __init__(self, reduction: ScatterReduction) -> None:
+        super().__init__(reduction)
         self._sent: list[Handle] = []
         """This replica's messages, in order: done when all other owners have acknowledged them."""
         self._received: dict[int, list[Handle]] = {r: [] for r in reduction.receiving}
@@ -257,34 +345,11 @@ class _ScatterStep:
 
     # -- what this replica sends ---------------------------------------------------------------------------------------
 
-    def submit(self, microbatch: int, gradients: Mapping[int, Tensor | None]) -> None:
-        """See `ScatterReduction.submit_gradients`."""
-        reduction = self.reduction
-        waiting = self._waiting.setdefault(microbatch, {})
-        if microbatch not in self._unready:
-            self._unready[microbatch] = [len(layout.shapes) for layout in reduction.layouts]
-        for index, gradient in gradients.items():
-            if gradient is not None:
-                self.defined.add(index)
-            waiting[index] = _Gradient(gradient, len(reduction.buckets_of[index]))
-            for bucket in reduction.buckets_of[index]:
-                self._unready[microbatch][bucket] -= 1
-        buckets = len(reduction.layouts)
-        while len(self._sent) < len(self._own) * buckets:
-            microbatch, bucket = self._own[len(self._sent) // buckets], len(self._sent) % buckets
-            if microbatch not in self._unready or self._unready[microbatch][bucket]:
-                return
-            self._wait_for_slot()
-            with torch.no_grad():
-                self._send(microbatch, bucket)
-
-    def check_all_submitted(self) -> None:
-        """Raises `CommError` if gradients of some microbatch were not handed over."""
-        if len(self._sent) < len(self._own) * len(self.reduction.layouts):
-            raise CommError(
-                f"gradients of microbatch {self._own[len(self._sent) // len(self.reduction.layouts)]} were not all handed over",
-                cure="call `submit_gradients` for every parameter of the stage, also for those without a gradient",
-            )
+    def send(self, microbatch: int, bucket: int) -> None:
+        """See `ScatterStep.send`. Waits for a slot."""
+        self._wait_for_slot()
+        with torch.no_grad():
+            self._send(microbatch, bucket)
 
     def _wait_for_slot(self) -> None:
         """Wait until the message that had the next slot before is acknowledged by all, and added up here."""
@@ -313,29 +378,11 @@ class _ScatterStep:
         reduction, number = self.reduction, len(self._sent)
         layout = reduction.layouts[bucket]
         flat = reduction.sending[number % len(reduction.sending)][: layout.nbytes].view(layout.dtype)
-        self._fill(layout, flat, self._waiting[microbatch])
+        self.fill(layout, flat, microbatch)
         segments = [flat[start:stop] for start, stop in layout.segments or ()]
         self._sent.append(self._run(self._message(number, segments)))
         if bucket in reduction.kept:
             self._arrive(microbatch, bucket, segments[reduction.own_index])
-
-    def _fill(self, layout: BucketLayout, flat: Tensor, waiting: dict[int, _Gradient]) -> None:
-        to: list[Tensor] = []
-        source: list[Tensor] = []
-        for part in layout.parts:
-            place = flat[part.offset : part.offset + part.stop - part.start]
-            gradient = waiting[part.parameter]
-            if gradient.value is None:
-                place.fill_(-0.0)
-            else:
-                to.append(place)
-                source.append(gradient.elements(part))
-        if to:
-            copy_all(to, source)
-        for index in layout.indices:
-            waiting[index].buckets -= 1
-            if not waiting[index].buckets:
-                del waiting[index]
 
     def _message(self, number: int, segments: Sequence[Tensor]) -> Phases:
         """The phases of a message to all other owners: it is over when all have acknowledged it."""
@@ -362,7 +409,7 @@ class _ScatterStep:
         layout = reduction.layouts[bucket]
         slots = reduction.receiving[replica]
         slot = slots[number % len(slots)]
-        segment = slot[: _segment_bytes(layout, reduction.own_index)].view(layout.dtype)
+        segment = slot[: segment_bytes(layout, reduction.own_index)].view(layout.dtype)
         tag = 2 * (turn * len(reduction.layouts) + bucket)
 
         def phases() -> Phases:
@@ -407,8 +454,13 @@ class _ScatterStep:
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
+    def end(self) -> Routine[None]:
+        """See `ScatterStep.end`."""
+        while not (progress := self.until_over()).done():
+            yield RoutineWait(progress, f"gradients of other replicas, channel {self.reduction.channel}")
+
     def raise_failure(self) -> None:
-        """Raise what any message has failed with."""
+        """See `ScatterStep.raise_failure`."""
         for handle in self._all():
             handle.done()
 
@@ -509,12 +561,12 @@ def _zeros(nbytes: int) -> Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8)
 
 
-def _segment(layout: BucketLayout, replica: int) -> tuple[int, int]:
+def segment_of(layout: BucketLayout, replica: int) -> tuple[int, int]:
     """(first element, number of elements) of a replica's segment of a bucket."""
     assert layout.segments is not None
     start, stop = layout.segments[replica]
     return start, stop - start
 
 
-def _segment_bytes(layout: BucketLayout, replica: int) -> int:
-    return _segment(layout, replica)[1] * layout.dtype.itemsize
+def segment_bytes(layout: BucketLayout, replica: int) -> int:
+    return segment_of(layout, replica)[1] * layout.dtype.itemsize

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.bucket_layout import BucketLayout, Runs
+from raypar.comm.buffer_pool import CPU
 from raypar.plan.gradient_scatter import StackStep
 from raypar.torch_compat.multi_tensor import add_all, copy_all
 
@@ -34,20 +35,27 @@ class RunSums:
     Several buckets may have parts of one run, and be at other depths of their stacks: a tensor lives while any part uses it.
     """
 
-    def __init__(self, runs: Mapping[Run, tuple[int, torch.dtype]]) -> None:
+    def __init__(self, runs: Mapping[Run, tuple[int, torch.dtype]], device: torch.device = CPU) -> None:
         """`runs`: run -> (its elements, dtype of its sums)."""
-        self._runs = runs
+        self._runs, self._device = runs, device
         self._tensors: dict[tuple[int, Run], Tensor] = {}
         self._users: Counter[tuple[int, Run]] = Counter()
         """(depth, run) -> elements of it that are in use."""
+
+    def allocate_totals(self) -> None:
+        """Allocate what will have the totals now, in the stream of the caller, who reads them later."""
+        self._tensors |= {(0, run): self._empty(run) for run in self._runs}
+
+    def _empty(self, run: Run) -> Tensor:
+        elements, dtype = self._runs[run]
+        return torch.empty(elements, dtype=dtype, device=self._device)
 
     def take(self, depth: int, parts: Sequence[OwnPart]) -> list[Tensor]:
         """Memory at a depth that parts begin to use, without values."""
         for part in parts:
             key = depth, part.run
             if key not in self._tensors:
-                elements, dtype = self._runs[part.run]
-                self._tensors[key] = torch.empty(elements, dtype=dtype)
+                self._tensors[key] = self._empty(part.run)
             self._users[key] += part.stop - part.start
         return self.views(depth, parts)
 

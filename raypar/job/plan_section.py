@@ -189,8 +189,8 @@ class PlanConfig(Section):
     """How gradients of replicas are added up. `fold`: a replica has consecutive microbatches, adds their gradients up, and
     sends the sums. `scatter`: replicas take microbatches in turn, and each gradient goes to its owners as it leaves a layer, so
     that none is ever whole (with `zero: 0` their totals are, at the end of a step): less memory, and microbatches / replicas
-    times the bytes sent; not on GPUs yet. `auto`: `scatter` where it alone fits into workers' memory, or is predicted to be
-    faster, which the run then says. Results do not depend on it."""
+    times the bytes sent. `auto`: `scatter` where it alone fits into workers' memory, or is predicted to be
+    faster, which the run then says; `fold` on GPUs. Results do not depend on it."""
     reduction_buffer_mib: Annotated[PositiveInt, WORKERS] = 8
     """Memory of a stage with replicas, in MiB, for gradients that are on their way between these. Gradients that find no room
     wait where they are; with `gradients: scatter` their replica waits. Results do not depend on it."""

@@ -143,8 +143,10 @@ def _reduction(routing: MicrobatchRouting, stage: int, shard: int, channel: int,
     group = routing.plan.replica_ranks(stage, shard)
     if len(group) == 1:
         return
-    if routing.plan.divides_state(stage):
+    if routing.plan.divides_state(stage) or routing.scatters(stage):
         yield CommunicatorKey(group, "all_to_all", channel)
+        if not routing.plan.divides_state(stage):
+            yield CommunicatorKey(group, "all_gather", channel)
         return
     if fast:
         yield CommunicatorKey(group, "all_reduce", FAST_REDUCTION_CHANNELS + channel)

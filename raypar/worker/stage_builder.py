@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction, held_runs
 from raypar.comm.gradient_scatter import ScatterReduction
+from raypar.comm.gradient_scatter_on_device import DeviceScatterReduction
 from raypar.comm.transport import SHARD_CHANNELS, Transport
 from raypar.comm.virtual_shards import VirtualShards
 from raypar.job import Job
@@ -614,7 +615,8 @@ class StageBuilder:
         plan, rank = self.assignment.plan, self.transport.rank
         replicas, is_divided = range(plan.stages[index].replicas), plan.divides_state(index)
         holders = plan.stages[index].zero_holders if is_divided else 1
-        made = ScatterReduction(
+        kind = ScatterReduction if self.device == CPU else DeviceScatterReduction
+        made = kind(
             self.transport,
             group=plan.replica_ranks(index, plan.role_in(rank, index).shard),
             replica_of=[self.routing.replica_for(index, m) for m in range(self.spec.batching.count)],
@@ -625,6 +627,7 @@ class StageBuilder:
             channel=reduction_channel(plan, index, number),
             pool_bytes=self._pool_bytes(index),
             timeout_s=self.shard_timeout_s,
+            device=self.device,
         )
         stage.gradient_wait_ns = lambda: made.waited_ns
         return made

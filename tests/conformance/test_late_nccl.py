@@ -19,6 +19,7 @@ from helpers.parity import Layout
 from helpers.zero_layouts import small_pieces
 
 from raypar.comm.gradient_reduction import CanonicalReduction
+from raypar.comm.gradient_scatter_on_device import DeviceScatterReduction
 from raypar.comm.routine import RoutineWait
 from raypar.comm.transport import CommunicatorKey
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -306,6 +307,27 @@ def test_what_replicas_write_into_buffers_arrives_before_it_is_folded(seed):
 def test_owners_have_the_bits_of_replicas_that_divide_nothing(seed):
     """At level 1 and 2, with one holder and two, with ties and on shards."""
     assert failure("owners", seed, sanitize=seed % 4 == 3) is None
+
+
+@pytest.mark.parametrize("seed", in_default(range(32), 1, 6, 11))
+def test_gradients_that_are_never_whole_have_the_bits_too(seed):
+    """At all levels, and with replicas whose streams wait for room."""
+    assert failure("scattered", seed, sanitize=seed % 4 == 3) is None
+
+
+@pytest.mark.parametrize("level", [2, pytest.param(0, marks=pytest.mark.ci)])
+def test_messages_and_gradients_that_wait_for_them_take_no_more_than_the_pool(level):
+    """With a transport on which the host takes each step."""
+    layout, found = Layout("tangled", "1f1b", (2, 3), 5), []
+    for plan in (layout.plan, layout.plan.with_zero(level).with_gradients("scatter")):
+        with small_pieces(), OneProcessRun(layout.job, plan, "1f1b", graph=layout.graph, device=pretend.device()) as run:
+            found.append([{(r.loss, r.norm) for r in run.step(step)} for step in range(2)])
+            made = [one for core in run.cores for one in core.step_commit.reductions.values() if len(one.group) > 1]
+    assert found[0] == found[1] and all(isinstance(one, DeviceScatterReduction) for one in made)
+    for one in made:
+        slots = [*one.sending, *(slot for of in one.receiving.values() for slot in of)]
+        waiting = one.ahead * max(bucket.nbytes for bucket in one.layouts)
+        assert sum(slot.nbytes for slot in slots) + waiting <= layout.job.reduction_buffer_bytes
 
 
 @pytest.mark.parametrize("layout", [Layout("tangled", "1f1b", (2, 3), 6), Layout("tangled", "1f1b", (3,), 4)], ids=str)

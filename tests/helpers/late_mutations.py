@@ -12,12 +12,13 @@ from typing import Any
 
 from helpers.late_runs import failure, prepare
 
-from raypar.comm import gradient_reduction, parameter_marks, routine
+from raypar.comm import gradient_reduction, gradient_scatter_on_device, parameter_marks, routine
 from raypar.comm.nccl import communicator_stream, late_message, operation_handle, pending_operations, tagged_messages, transport
 from raypar.worker.process import gpu_setup
 from raypar.worker.step import buffer_exchange, interpreter, tied_gradients
 
 OWN, ENDS, STEPS, SUMS, BUFFERS = "messages and collectives", "kills", "steps", "reductions", "buffers"
+SCATTERED = "scattered"
 HERE = "torch.empty(tuple({0}), dtype={1}, device=self.{2}device.device)"
 
 
@@ -99,7 +100,7 @@ def of(module: Any) -> Callable[..., Mutation]:
 _handle, _pending, _messages = of(operation_handle), of(pending_operations), of(tagged_messages)
 _stream, _transport, _routine, _late = of(communicator_stream), of(transport), of(routine), of(late_message)
 _reduction, _gpu, _interpreter, _ties = of(gradient_reduction), of(gpu_setup), of(interpreter), of(tied_gradients)
-_buffers, _marks = of(buffer_exchange), of(parameter_marks)
+_buffers, _marks, _scatter = of(buffer_exchange), of(parameter_marks), of(gradient_scatter_on_device)
 _SCRATCH = "the memory was allocated in the communicator's own stream, which gives it to nobody before it has done its work"
 
 _VOTE = "a step is applied after all votes, and who has voted has received; the wait raises what the send has failed with"
@@ -400,6 +401,18 @@ MUTATIONS = (
         "GradientReduction.poll",
         ("_is_done(self.buckets[self._next_second].first_phase)", "True"),
         program=SUMS,
+    ),
+    _scatter(
+        "the stream waits until a message is filled from gradients that it then lets go of",
+        "_DeviceScatterStep.send",
+        ("filled.wait_on_stream(self.reduction.timeout_s)", "pass"),
+        program=SCATTERED,
+    ),
+    _scatter(
+        "totals are allocated in the stream that reads them",
+        "_DeviceScatterStep.begin",
+        ("self.sums.allocate_totals()", "pass"),
+        program=SCATTERED,
     ),
     _ties(
         "gradients of tied parameters are waited for",

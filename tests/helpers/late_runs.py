@@ -24,6 +24,7 @@ from helpers.shard_grid import SHALLOW, Cell
 from helpers.zero_layouts import small_pieces
 from torch import Tensor
 
+from raypar.job import Job
 from raypar.model.tensor_parallel import vocabulary_parallel
 from raypar.plan import ParallelPlan, bundle_parts
 from raypar.worker import run_in_one_process
@@ -210,6 +211,22 @@ def owners(seed: int, *, sanitize: bool = False) -> None:
         assert end_of(layout, plan=layout.plan.with_zero(level, holders)) == want
 
 
+def scattered(seed: int, *, sanitize: bool = False) -> None:
+    """Steps of a plan whose gradients are never whole, some of them with a pool that makes replicas wait for each other."""
+    number = seed % len(OWNING)
+    layout, want = OWNING[number], nothing_divided(number)
+    plan = layout.plan.with_zero(seed // len(OWNING) % 4).with_gradients("scatter")
+    pool = property(lambda job: 4_000) if seed % 3 and layout.schedule == "1f1b" else Job.reduction_buffer_bytes
+    with (
+        mock.patch.object(Job, "reduction_buffer_bytes", pool),
+        small_pieces(),
+        own_tables(),
+        World(seed, layout.plan.world, sanitize=sanitize) as world,
+        late(world),
+    ):
+        assert end_of(layout, plan=plan) == want
+
+
 PROGRAMS: dict[str, Callable[..., None]] = {
     "messages and collectives": messages_and_collectives,
     "conformance": conformance,
@@ -219,6 +236,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "buffers": buffers,
     "parts": parts,
     "owners": owners,
+    "scattered": scattered,
 }
 
 
@@ -230,7 +248,7 @@ def prepare(program: str, seed: int) -> None:
         at_once(WRITING[seed % len(WRITING)])
     if program == "parts":
         whole_at_once()
-    if program == "owners":
+    if program in ("owners", "scattered"):
         nothing_divided(seed % len(OWNING))
 
 

@@ -179,6 +179,7 @@ WITH_ANY_POOL = ("1f1b", "gpipe", "zb-h1", "list")
 )
 def test_a_pool_of_a_few_kilobytes_does_too(layout, tiny_pool):
     check(layout)
+    check(layout, level=0)
 
 
 def test_replicas_that_are_ahead_wait_for_room(tiny_pool):

@@ -97,6 +97,9 @@ def test_the_key_says_whether_it_is_open_and_whether_somebody_asks():
     assert job.leaves_gradients_open and job.asks_for_gradients
     assert not parse_job(text + "plan: {replicas: 2, gradients: fold}").leaves_gradients_open
     assert not parse_job(text + "plan: {replicas: 2}\n    reduction: fast").leaves_gradients_open
+    on_gpus = parse_job(text + "plan: {replicas: 2, gradients: scatter}\n    device: gpu")
+    assert on_gpus.plan.given_gradients == "scatter", "where the job says so"
+    assert not parse_job(text + "plan: {replicas: 2}\n    device: gpu").leaves_gradients_open
     assert PlanConfig.of_plan(ParallelPlan.mesh(dp=2, layers=2), "1f1b").gradients == "fold"
     assert callable(choose_gradients_of_job)
 
