@@ -12,6 +12,7 @@ from raypar.worker.stage.layer_tensors import memory_begin
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
 from raypar.worker.step.owned_parameters import OwnedParameter
+from raypar.worker.step.parameter_gather import ParameterGather
 from raypar.worker.step.several_optimizers import averages_of, optimizers_in
 
 
@@ -19,12 +20,12 @@ def held_memory(
     stages_by_index: Mapping[ShardOfStage, Stage],
     optimizers: Iterable[torch.optim.Optimizer],
     owned: Mapping[ShardOfStage, Sequence[OwnedParameter]],
-    came_and_went: int = 0,
+    gather: ParameterGather,
 ) -> dict[str, int]:
     """Kind of memory -> bytes of the storages of its tensors, each storage once; kinds without any are left out.
 
-    `came_and_went`: bytes of whole parameters that were there inside the last step, when they were most. Gradients and
-    activations come and go within a step, so that they are not among them.
+    Whole parameters that come for a use (of `gather`) are counted as in the step under way, or the last one, when they were
+    most. Gradients and activations come and go within a step, so that they are not among them.
     """
     found: dict[str, int] = {}
     seen = set[int]()
@@ -46,11 +47,11 @@ def held_memory(
             if nbytes and begin not in seen:
                 seen.add(begin)
                 found[kind] = found.get(kind, 0) + nbytes
-    gathered = sum(_kept_by_others(stage, owned[index]) for index, stage in stages_by_index.items())
-    if gathered:
-        found |= {"parameter": found["parameter"] - gathered, "gathered": gathered}
-    if came_and_went:
-        found["gathered"] = gathered + came_and_went
+    by_step = {index: stage for index, stage in stages_by_index.items() if index not in gather.layers}
+    gathered = sum(_kept_by_others(stage, owned[index]) for index, stage in by_step.items())
+    if gathered or gather.there.most:
+        parameters = found["parameter"] - gathered - gather.there.now
+        found |= {"parameter": parameters, "gathered": gathered + gather.there.most}
     return found
 
 

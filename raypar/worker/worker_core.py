@@ -715,7 +715,7 @@ class WorkerCore:
         """Kind of memory -> bytes in use now: of the process (`process.memory_in_use`), `empty` before it held anything of the
         model, and of its tensors by the kinds of the memory sheet (`held_memory`)."""
         commit = self.step_commit
-        held = held_memory(self.stages, commit.optimizers.values(), commit.owned, commit.gather.there.most)
+        held = held_memory(self.stages, commit.optimizers.values(), commit.owned, commit.gather)
         return {**memory_in_use(self.device), "empty": self._empty_bytes, **held}
 
     def optimizer_state(self, index: ShardOfStage) -> OptimizerState:

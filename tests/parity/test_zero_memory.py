@@ -10,6 +10,7 @@ from helpers.zero_layouts import PIECE, small_pieces
 from raypar.job import AverageConfig, Job, OptimizerConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
+from raypar.plan.parallel_plan import GATHER_SPANS
 from raypar.planner.memory_sheet import MemorySheet, memory_sheets
 from raypar.schedule import registry
 from raypar.worker.layer_graph_of_job import make_layer_graph
@@ -33,7 +34,8 @@ def plan_of(graph: Graph, schedule: str, replicas: tuple[int, ...], level: int, 
         placement=registry.placement_of_schedule(schedule),
         recompute=range(len(graph.layers)) if more.pop("recompute", False) else (),
     )
-    return plan.with_zero(level, more.pop("holders", None)).with_gradients(more.pop("gradients", "fold"))
+    plan = plan.with_zero(level, more.pop("holders", None)).with_gradients(more.pop("gradients", "fold"))
+    return plan.with_gather(more.pop("gather", "step"))
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
@@ -44,6 +46,14 @@ def test_what_is_kept_for_backward_passes_is_what_the_sheet_counts(level, schedu
     graph = make_layer_graph(job)
     with small_pieces():
         check_kept(job, graph, plan_of(graph, schedule, (2, 3), level, recompute=recompute), schedule, monkeypatch)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_so_it_is_where_parameters_come_for_each_use(schedule, monkeypatch):
+    job = ugly_models.job("tangled", microbatches=5)
+    graph = make_layer_graph(job)
+    with small_pieces():
+        check_kept(job, graph, plan_of(graph, schedule, (2, 3), 3, gather="microbatch"), schedule, monkeypatch)
 
 
 def sheets_of(job: Job, graph: Graph, plan: ParallelPlan, schedule: str) -> tuple[MemorySheet, ...]:
@@ -61,6 +71,7 @@ CASES = [
     *(("gpipe", (2, 1), level, "momentum", {}) for level in LEVELS),
     *(("1f1b", (3, 4), level, "AdamW", {"holders": 2}) for level in LEVELS[1:]),
     *((schedule, (2, 3), level, "AdamW", {"gradients": "scatter"}) for schedule in ("1f1b", "gpipe") for level in (2, 3)),
+    *((schedule, (2, 3), 3, "AdamW", {"gather": gather}) for schedule in SCHEDULES for gather in GATHER_SPANS[1:]),
 ]
 
 
