@@ -116,7 +116,7 @@ class PlanCache:
             choice = search_plans(profile, workers, batching, shards, recompute, virtual, zero, holders, gather, offload)
         except PlanError as error:
             return error
-        plan = choice.plan.with_gradients(self.request.plan.gradients)
+        plan = choice.plan if choice.plan.gradients == "scatter" else choice.plan.with_gradients(self.request.plan.gradients)
         self.schedules.setdefault(plan, choice.schedule)
         return plan
 

@@ -29,7 +29,7 @@ class GradientPool:
 
     def microbatches(self, plan: ParallelPlan, stages: Iterable[int]) -> int:
         """How many microbatches of any of these stages find room whole: so far may a replica be ahead of the others."""
-        return min(self.limit // nbytes for stage in stages for nbytes in self._of_one(plan, stage))
+        return min(self.limit // max(1, nbytes) for stage in stages for nbytes in self._of_one(plan, stage))
 
     def least_mib(self, plan: ParallelPlan, stages: Iterable[int], microbatches: int) -> int:
         """The smallest memory with room for so many microbatches, in MiB."""

@@ -205,6 +205,8 @@ class ModelProfile:
     mirror: MirrorPlace | None = None
     most_zero: int = 1
     zero_is_open: bool = False
+    scatter_is_open: bool = False
+    """Whether the planner may have gradients scattered."""
     offloads_optimizer: bool = False
     """Whether what the optimizer keeps, masters and averages lie in files."""
     offload_bandwidth: float = float("inf")

@@ -171,7 +171,8 @@ def _evaluated_within_memory(
     profile: ModelProfile, candidate: PlanCandidate, microbatches: Microbatches, *, zero_is_open: bool
 ) -> EvaluatedCandidate:
     """The candidate; if it does not fit into a worker's memory, the fastest that fits of those with another division of state,
-    if that is open, and with all layers recomputed that can be; if none fits, the one that needs least."""
+    if that is open, and with all layers recomputed that can be; if none of these, of those that scatter gradients besides, if
+    that is open; if none fits, the one that needs least."""
     given = evaluate_candidate(profile, candidate, microbatches)
     limit, plan = profile.memory_bytes, candidate.plan
     if limit is None or (given.memory_bytes or 0) <= limit:
@@ -181,11 +182,19 @@ def _evaluated_within_memory(
     others = [replace(each, recompute=recompute) for recompute in dict.fromkeys((plan.recompute, more)) for each in zeros]
     tried = [given, *(evaluate_candidate(profile, replace(candidate, plan=each), microbatches) for each in others[1:])]
     fit = [verdict for verdict in tried if (verdict.memory_bytes or 0) <= limit]
+    if not fit and profile.scatter_is_open and max(stage.replicas for stage in plan.stages) > 1:
+        plans = [each.with_gradients("scatter") for each in others]
+        tried += [evaluate_candidate(profile, replace(candidate, plan=each), microbatches) for each in plans]
+        fit = [verdict for verdict in tried if (verdict.memory_bytes or 0) <= limit]
     best = min(fit, key=_order) if fit else min(tried, key=lambda verdict: verdict.memory_bytes or 0)
     if best is given:
         return given
     took = best.candidate.plan
-    changes = [zeros[replace(took, recompute=plan.recompute)], "recomputation" if took.recompute != plan.recompute else ""]
+    changes = [
+        zeros[replace(took, recompute=plan.recompute, gradients=plan.gradients)],
+        "recomputation" if took.recompute != plan.recompute else "",
+        "plan.gradients=scatter" if took.gradients != plan.gradients else "",
+    ]
     return replace(best, changed_for_memory=" and ".join(filter(None, changes)), bytes_without=given.memory_bytes)
 
 

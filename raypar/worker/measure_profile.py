@@ -131,6 +131,7 @@ def profile_job(
         mirror=spec.elastic.mirror_place if spec.elastic is not None else None,
         most_zero=GATHERS_FROM if spec.device == "cpu" else 2,  # gathered once a step, as on GPUs, stage 3 needs no less
         zero_is_open=spec.leaves_zero_open,
+        scatter_is_open=spec.leaves_gradients_open,
         offloads_optimizer=spec.optimizer_in is not None,
         offload_bandwidth=math.inf if spec.activations_in is None else measure_file_bandwidth(spec.activations_in),
     )

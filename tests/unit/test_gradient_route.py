@@ -9,16 +9,21 @@ from helpers.parity import Layout
 from helpers.shard_grid import Cell
 from helpers.zero_layouts import small_pieces
 
-from raypar.job import PlanConfig
+from raypar.errors import PlanError, ScheduleError
+from raypar.job import Job, PlanConfig
 from raypar.job.read_job import parse_job
 from raypar.launch.choose_plan import choose_gradients_of_job
-from raypar.plan import Microbatches, ModelOutline, ParallelPlan
+from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.gradient_pool import GradientPool
 from raypar.plan.gradient_traffic import gradient_traffic
 from raypar.plan.state_bytes import StateBytes
 from raypar.planner import gradient_route
 from raypar.planner.gradient_route import choose_gradient_route
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.plan_search import search_plans
+from raypar.schedule import registry
+from raypar.schedule.validate import find_schedule_problems
+from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.run_in_one_process import OneProcessRun
 
 SIZE = 4 << 20
@@ -76,6 +81,17 @@ def test_fold_is_kept_where_neither_fits():
     assert chosen(plan, Microbatches(8, 8), memory=1 << 20, is_asked=False) == (plan, "")
 
 
+def test_the_search_scatters_where_nothing_else_fits():
+    tight, batching = replace(PROFILE, memory_bytes=10 << 20, zero_is_open=True), Microbatches(8, 8)
+    with pytest.raises(PlanError, match="no plan for 4 workers fits"):
+        search_plans(tight, 4, batching, zero=None)
+    choice = search_plans(replace(tight, scatter_is_open=True), 4, batching, zero=None)
+    assert choice.plan.gradients == "scatter" and choice.best.memory_bytes <= 10 << 20
+    assert choice.best.changed_for_memory.endswith(" and plan.gradients=scatter")
+    roomy = search_plans(replace(tight, memory_bytes=1 << 30, scatter_is_open=True), 4, batching, zero=None)
+    assert roomy.plan.gradients == "fold"
+
+
 def test_without_replicas_there_is_nothing_to_choose():
     plan = ParallelPlan.mesh(layers=1)
     assert chosen(plan, Microbatches(4, 4)) == (plan, "plan.gradients=fold: no stage has replicas")
@@ -102,6 +118,36 @@ def test_the_key_says_whether_it_is_open_and_whether_somebody_asks():
     assert not parse_job(text + "plan: {replicas: 2}\n    device: gpu").leaves_gradients_open
     assert PlanConfig.of_plan(ParallelPlan.mesh(dp=2, layers=2), "1f1b").gradients == "fold"
     assert callable(choose_gradients_of_job)
+
+
+NEEDS_ROOM = [
+    Layout("tangled", "naive", (1, 2), 4),
+    Layout("tangled", "zb-v", (2, 1, 3), 5),
+    Layout("tangled", "interleaved", (2, 3, 1, 2), 8),
+]
+
+
+@pytest.mark.parametrize("layout", NEEDS_ROOM, ids=str)
+def test_a_job_with_too_small_a_pool_is_told_the_size_that_works(layout, monkeypatch):
+    """Where a schedule has a replica wait for others that wait for it, whatever fits into one message."""
+    job, graph, plan = layout.job, layout.graph, layout.plan.with_zero(2).with_gradients("scatter")
+    routing = MicrobatchRouting(plan, job.batching)
+    orders = registry.build_schedule(layout.schedule, routing, connections=graph.crossing(plan))
+    assert find_schedule_problems(orders, routing, graph.crossing(plan))
+    monkeypatch.setattr(Job, "reduction_buffer_bytes", property(lambda self: 1_000))
+    with pytest.raises(ScheduleError, match="1 microbatch find room on their way: in 0 MiB they do not") as error:
+        make_worker_assignments(job, graph, plan, orders)
+    assert error.value.cure.startswith("set plan.reduction_buffer_mib: 1, ")
+    monkeypatch.setattr(Job, "reduction_buffer_bytes", property(lambda self: 1 << 20))
+    assert make_worker_assignments(job, graph, plan, orders)
+
+
+def test_a_stage_without_trained_parameters_has_room_for_any_number_of_microbatches(monkeypatch):
+    layout = Layout("plain", "interleaved", (1, 4, 1), 8, blocks=8)
+    plan = layout.plan.with_gradients("scatter")
+    orders = registry.build_schedule("interleaved", MicrobatchRouting(plan, layout.job.batching))
+    monkeypatch.setattr(Job, "reduction_buffer_bytes", property(lambda self: 1_000))
+    assert make_worker_assignments(layout.job, layout.graph, plan, orders)
 
 
 TRAFFIC = [
