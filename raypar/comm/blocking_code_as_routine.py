@@ -7,21 +7,31 @@ which.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy
 import torch
 
-from raypar.comm.routine import Routine, RoutineWait, RoutineWork, drive_routine, run_routine
+from raypar.comm.routine import Routine, RoutineWait, RoutineWork, block_until_done, drive_routine, run_routine
 from raypar.comm.transport import Handle, wait_named
 from raypar.errors import GroupAborted
 
 T = TypeVar("T")
 KeepGenerators = Callable[[], Callable[[], None]]
 """Keeps the states of the generators that code draws from; returns what sets them back."""
+
+
+class GivesTurnAway(Protocol):
+    """What runs code that takes turns with other code."""
+
+    def suspend(self, waiting: RoutineWait | RoutineWork) -> None:
+        """Called in the code's thread: block until the code can go on. Raises what `waiting` has failed with."""
+
 
 _MOST_TRIES = 100
 """How many times code that is to end is told so: it may catch errors, and wait again."""
@@ -33,7 +43,7 @@ def wait_for_handle(handle: Handle, what: str, timeout_s: float | None = None, *
 
     Raises the error of the operation. A time-out names `what`.
     """
-    fiber: _Fiber | None = getattr(_RUNNING, "fiber", None)
+    fiber: GivesTurnAway | None = getattr(_RUNNING, "fiber", None)
     if fiber is not None:
         fiber.suspend(RoutineWait(handle, what, on_stream))
     else:
@@ -69,8 +79,25 @@ def run_or_yield(routine: Routine[T], timeout_s: float | None = None) -> T:
 
     So code that blocks may itself run a routine with code that blocks: a whole step of a worker with sharded layers.
     """
-    fiber: _Fiber | None = getattr(_RUNNING, "fiber", None)
+    fiber: GivesTurnAway | None = getattr(_RUNNING, "fiber", None)
     return run_routine(routine, timeout_s) if fiber is None else drive_routine(routine, fiber.suspend)
+
+
+def wait_function(timeout_s: float | None = None) -> Callable[[RoutineWait | RoutineWork], None]:
+    """A function that waits for what code yields that runs in this thread now: as `wait_for_handle` waits here."""
+    fiber: GivesTurnAway | None = getattr(_RUNNING, "fiber", None)
+    return partial(block_until_done, timeout_s=timeout_s) if fiber is None else fiber.suspend
+
+
+@contextlib.contextmanager
+def giving_turns_away_by(fiber: GivesTurnAway) -> Iterator[None]:
+    """Context in which `wait_for_handle` in this thread calls `fiber.suspend`."""
+    before = getattr(_RUNNING, "fiber", None)
+    _RUNNING.fiber = fiber
+    try:
+        yield
+    finally:
+        _RUNNING.fiber = before
 
 
 def keep_all_generators() -> Callable[[], None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from raypar.comm.transport import Handle, wait_named
@@ -71,12 +72,13 @@ class StreamWaits:
 
 def run_routine(routine: Routine[T], timeout_s: float | None = None) -> T:
     """Run a routine to its end on real transports; each single wait is bounded by `timeout_s`."""
+    return drive_routine(routine, partial(block_until_done, timeout_s=timeout_s))
 
-    def block(operation: RoutineWait | RoutineWork) -> None:
-        if isinstance(operation, RoutineWait):
-            wait_named(operation.handle, operation.what, timeout_s, on_stream=operation.on_stream)
 
-    return drive_routine(routine, block)
+def block_until_done(operation: RoutineWait | RoutineWork, timeout_s: float | None = None) -> None:
+    """Wait for what a routine has yielded, on a real transport."""
+    if isinstance(operation, RoutineWait):
+        wait_named(operation.handle, operation.what, timeout_s, on_stream=operation.on_stream)
 
 
 def drive_routine(routine: Routine[T], do: Callable[[RoutineWait | RoutineWork], None]) -> T:

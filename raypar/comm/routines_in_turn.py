@@ -23,7 +23,7 @@ def run_in_turn(routines: Sequence[Routine[T]]) -> Routine[list[T]]:
         while waits:
             ready = {place: failed for place, wait in waits.items() for failed in _end_of(wait)}
             if not ready:
-                place = next((place for place, wait in waits.items() if wait and _is_posted(wait)), min(waits))
+                place = next((place for place, wait in waits.items() if wait and is_posted(wait)), min(waits))
                 ready = {place: (yield from _wait_outside(waits[place]))}
             for place, failed in ready.items():
                 try:
@@ -49,7 +49,7 @@ def _end_of(wait: RoutineWait | None) -> tuple[Exception | None, ...]:
         return (error,)
 
 
-def _is_posted(wait: RoutineWait) -> bool:
+def is_posted(wait: RoutineWait) -> bool:
     """Whether what is waited for goes on by itself, and needs none of the other routines."""
     return not isinstance(wait.handle, (VirtualShardHandle, TurnHandle)) or wait.handle.is_posted
 

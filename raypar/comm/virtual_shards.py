@@ -24,6 +24,7 @@ from raypar.comm.collectives import SHORT_DTYPES
 from raypar.comm.transport import Handle, Transport
 from raypar.errors import CommError
 from raypar.plan.addition_tree import TreeNode, addition_tree_children, covering_nodes
+from raypar.torch_compat.lazy_copies import lazy_copy
 
 _Sums = dict[TreeNode, Tensor]
 
@@ -69,12 +70,14 @@ class _Call(NamedTuple):
     """Where its results go."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Operation:
     """One collective of all virtual shards, as this worker takes part in it."""
 
-    what: str
-    """Its name, in messages."""
+    name: str
+    """What it is called in messages, with the next two."""
+    channel: int
+    number: int
     calls: dict[int, _Call] = field(default_factory=dict)
     """Virtual shard of this worker -> its call."""
     remote: Handle | None = None
@@ -83,13 +86,17 @@ class _Operation:
     """Gives all virtual shards here their results, once `remote` is done; None before all have called, and after it has run."""
     is_posted: bool = False
     """Whether all virtual shards of this worker have called it."""
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    """Virtual shard of this worker -> the result of a sum that all share."""
 
 
 class VirtualShardHandle:
     """The pending collective of one virtual shard."""
 
-    def __init__(self, operation: _Operation, expected: int) -> None:
-        self._operation, self._expected = operation, expected
+    __slots__ = ("_expected", "_operation", "_shard")
+
+    def __init__(self, operation: _Operation, expected: int, shard: int) -> None:
+        self._operation, self._expected, self._shard = operation, expected, shard
 
     @property
     def is_posted(self) -> bool:
@@ -101,7 +108,8 @@ class VirtualShardHandle:
         operation = self._operation
         if not operation.is_posted or (operation.remote is not None and not operation.remote.done()):
             return False
-        self._finish()
+        if operation.finish is not None:
+            self._finish()
         return True
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -119,18 +127,23 @@ class VirtualShardHandle:
         self._finish()
 
     def tensor(self) -> Tensor:
-        """Not of a receive."""
-        raise TypeError("a collective has no received tensor")
+        """What `VirtualShardMember.sum` gives, once it is done; not of other collectives."""
+        found = self._operation.sums.get(self._shard)
+        if found is None:
+            raise TypeError("a collective has no received tensor")
+        return found
 
     def tensors(self) -> list[Tensor]:
         """Not of a batch."""
         raise TypeError("a collective is no batch")
 
     def _check_posted(self) -> None:
-        if not self._operation.is_posted:
+        operation = self._operation
+        if not operation.is_posted:
             raise CommError(
-                f"{self._operation.what} is called by {len(self._operation.calls)} of the {self._expected} virtual shards of "
-                f"this worker: {', '.join(map(str, sorted(self._operation.calls)))}",
+                f"{operation.name} number {operation.number + 1} of channel {operation.channel} is called by "
+                f"{len(operation.calls)} of the {self._expected} virtual shards of this worker: "
+                f"{', '.join(map(str, sorted(operation.calls)))}",
                 cure="virtual shards of a worker run in turn, and all make the same calls in the same order",
             )
 
@@ -199,17 +212,20 @@ class VirtualShards:
         """What one virtual shard of this worker calls."""
         return VirtualShardMember(self, shard)
 
-    def call(self, name: str, shard: int, channel: int, call: _Call, post: Callable[[_Operation], None]) -> Handle:
+    def call(self, name: str, shard: int, channel: int, call: _Call, post: Callable[[_Operation], None]) -> VirtualShardHandle:
         """One virtual shard's call of a collective. `post` starts it once the last one here has called it."""
-        number = self._called[name, channel, shard] = self._called.get((name, channel, shard), -1) + 1
+        counted = name, channel, shard
+        number = self._called[counted] = self._called.get(counted, -1) + 1
         key = name, channel, number
-        operation = self._operations.setdefault(key, _Operation(f"{name} number {number + 1} of channel {channel}"))
+        operation = self._operations.get(key)
+        if operation is None:
+            operation = self._operations[key] = _Operation(name, channel, number)
         operation.calls[shard] = call
         if len(operation.calls) == len(self.own):
             del self._operations[key]
             post(operation)
             operation.is_posted = True
-        return VirtualShardHandle(operation, len(self.own))
+        return VirtualShardHandle(operation, len(self.own), shard)
 
     # -- sums ----------------------------------------------------------------------------------------------------------
 
@@ -219,6 +235,23 @@ class VirtualShards:
         outs = [call.outs[0] for call in operation.calls.values()]
         total = self._post_sum(operation, sums, channel)
         operation.finish = lambda: _copy_to(outs, total())
+
+    def post_sum(self, operation: _Operation, channel: int, added: Tensor | None) -> None:
+        """Sum `given[0]`, and add `added` to the sum, into results that all virtual shards here share (`lazy_copy`)."""
+        given = {shard: call.given[0] for shard, call in operation.calls.items()}
+        operation.calls.clear()  # their memory is needed no longer than the sum's
+        first, *others = self.own
+        out, total = given[first], self._post_sum(operation, self._sums(given), channel)
+
+        def share() -> None:
+            with torch.no_grad():
+                _copy_to([out], total())
+                if added is not None:
+                    out.add_(added)
+                operation.sums[first] = out
+                operation.sums.update((shard, lazy_copy(out)) for shard in others)
+
+        operation.finish = share
 
     def post_reduce_scatter(self, operation: _Operation, channel: int) -> None:
         """Sum `given`, of which virtual shard t gets part t into `outs[0]`."""
@@ -350,6 +383,12 @@ class VirtualShardMember:
         return shards.call(
             "all_reduce", self.rank, channel, _Call([flat], [flat]), lambda each: shards.post_all_reduce(each, channel)
         )
+
+    def sum(self, flat: Tensor, *, channel: int = 0, added: Tensor | None = None) -> VirtualShardHandle:
+        """Sum as `all_reduce`, and add `added`, which is the same on all; the handle's `tensor()` is the result. `flat` is the
+        operation's. Results share memory until somebody writes into one."""
+        shards = self._shards
+        return shards.call("sum", self.rank, channel, _Call([flat], []), lambda each: shards.post_sum(each, channel, added))
 
     def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Handle:
         """As `Transport.reduce_scatter`, over the tree of virtual shards."""

@@ -7,14 +7,23 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from raypar.torch_compat.process_state import AUTOCAST, torch_state_reader
+
+_may_be_enabled = torch_state_reader(AUTOCAST, "_is_any_autocast_enabled", True)
+"""Whether autocast is on for any kind of device: one question in the place of several."""
+
 
 def is_autocast_enabled(device: torch.device) -> bool:
     """Whether this runs inside `torch.autocast` for that kind of device; kinds without autocast (meta) never do."""
+    if not _may_be_enabled():
+        return False
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def cast_for_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The operands of a product, cast as `torch.autocast` would cast them, by operations that autograd records."""
+    if not _may_be_enabled():
+        return tensors
     device = next(t.device for t in tensors if t is not None)
     if not is_autocast_enabled(device):
         return tensors

@@ -8,7 +8,6 @@ them. A layer whose weight is transposed makes the calls of `torch.addmm`, which
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +17,10 @@ from torch import Tensor
 
 def as_matrix(x: Tensor) -> Tensor:
     """A value [..., features] as [rows, features], as `F.linear` and its backward make it one: a matrix stays as it is."""
-    if x.dim() == 2:
+    dims = x.dim()
+    if dims == 2:
         return x
-    if x.dim() == 1:
-        return x.unsqueeze(0)
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x.unsqueeze(0) if dims == 1 else x.flatten(0, -2)
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -33,7 +31,11 @@ def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if x.dim() < 3 or (bias is not None and x.is_contiguous()):
         return F.linear(x, weight, bias).data
-    with torch.enable_grad():  # as outside of a function: matmul folds the batch into rows only if the weight needs a gradient
+    if (
+        bias is None and weight.requires_grad
+    ):  # outside of a function matmul folds the batch into rows then, whatever the strides
+        return as_matrix(x).mm(weight.t()).view(*x.shape[:-1], weight.shape[0]).data
+    with torch.enable_grad():  # as outside of a function
         return F.linear(x, weight, bias).data
 
 
@@ -73,9 +75,12 @@ def is_row_major(weight: Tensor) -> bool:
 
 def bias_gradient(gradient: Tensor) -> Tensor:
     """The gradient [..., out] summed over all dims but the last: [out]. May be the gradient itself."""
-    if gradient.dim() == 1:
+    dims = gradient.dim()
+    if dims == 2:
+        return gradient.sum(0, True).view(-1)
+    if dims == 1:
         return gradient
-    return gradient.sum(tuple(range(gradient.dim() - 1)), keepdim=True).view(gradient.shape[-1])
+    return gradient.sum(tuple(range(dims - 1)), keepdim=True).view(gradient.shape[-1])
 
 
 def bias_gradient_operand(gradient: Tensor, rows: Tensor, x: Tensor) -> Tensor:

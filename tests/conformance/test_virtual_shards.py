@@ -7,14 +7,16 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.transport_cases import noise
 
-from raypar.comm.blocking_code_as_routine import as_routine, wait_for_handle
+from raypar.comm.blocking_code_as_routine import as_routine, keep_all_generators, wait_for_handle, wait_function
+from raypar.comm.blocking_code_in_turn import run_blocking_in_turn
 from raypar.comm.cooperative_scheduler import CooperativeScheduler
 from raypar.comm.local_transport import LocalMesh
 from raypar.comm.routine import RoutineWait, RoutineWork, run_routine
 from raypar.comm.routines_in_turn import run_in_turn
 from raypar.comm.virtual_shards import VirtualShards, workers_add_subtrees
-from raypar.errors import CommError
+from raypar.errors import CommError, GroupAborted
 
 SHARINGS = [
     pytest.param(sizes, id=":".join(map(str, sizes)))
@@ -146,6 +148,112 @@ def test_virtual_shards_that_make_unequal_calls_are_told_so_and_none_is_left():
     ):
         run_routine(run_in_turn([as_routine(partial(call, shard)) for shard in range(2)]), 1.0)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2), (1, 3)], ids=str)
+def test_a_shared_sum_has_the_bits_of_an_all_reduce_and_who_writes_into_it_writes_alone(sizes, dtype):
+    count = sum(sizes)
+    values = [noise(t, 33).to(dtype) for t in range(count)]
+    added, mesh, found = noise(99, 33).to(dtype), LocalMesh(len(sizes)), {}
+
+    def one(member):
+        def sum_up(tensor):
+            handle = member.sum(tensor, channel=3, added=added)
+            wait_for_handle(handle, "a shared sum")
+            return handle.tensor()
+
+        flat = values[member.rank].clone()
+        wait_for_handle(member.all_reduce(flat, group=range(count), channel=3), "a sum")
+        shared = sum_up(values[member.rank].clone())
+        equal = torch.equal(shared, flat + added)
+        shared.add_(member.rank)
+        again = sum_up(values[member.rank].clone())  # all have written by now
+        return equal and torch.equal(shared, flat + added + member.rank) and torch.equal(again, flat + added)
+
+    def worker(transport):
+        shards = VirtualShards(transport, range(len(sizes)), runs_of(sizes))
+        works = [partial(one, shards.member(t)) for t in shards.own]
+        turns = partial(run_blocking_in_turn, works, keep_all_generators)
+        found.update(zip(shards.own, (yield from as_routine(lambda: turns(wait_function()))), strict=True))
+
+    CooperativeScheduler().run([worker(t) for t in mesh.transports], mesh)
+    assert found == dict.fromkeys(range(count), True)
+
+
+def in_turn(*works):
+    return run_blocking_in_turn(works, keep_all_generators, wait_function(1.0))
+
+
+def test_blocking_code_that_makes_unequal_calls_is_told_so_and_no_thread_is_left():
+    shards = VirtualShards(LocalMesh(1).transports[0], [0], [range(3)])
+
+    def call(shard):
+        values, member = torch.zeros(3), shards.member(shard)
+        if shard < 2:
+            wait_for_handle(member.all_reduce(values, group=range(3), channel=1), f"the sum of shard {shard}")
+        else:
+            wait_for_handle(member.all_gather([values] * 3, values, group=range(3), channel=1), "the parts of shard 2")
+
+    before = threading.active_count()
+    with pytest.raises(
+        CommError, match=r"all_reduce number 1 of channel 1 is called by 2 of the 3 virtual shards of this worker: 0, 1"
+    ):
+        in_turn(*(partial(call, shard) for shard in range(3)))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("raises", [0, 1, 2])
+def test_what_one_piece_of_blocking_code_raises_ends_the_others_even_if_they_catch_errors(raises):
+    shards, seen = VirtualShards(LocalMesh(1).transports[0], [0], [range(3)]), []
+
+    def piece(shard):
+        member = shards.member(shard)
+        wait_for_handle(member.all_reduce(torch.zeros(1), group=range(3)), "a sum")
+        if shard == raises:
+            raise ValueError("broken")
+        for _ in range(5):
+            try:
+                wait_for_handle(member.all_reduce(torch.zeros(1), group=range(3)), "a sum")
+            except GroupAborted:
+                seen.append(shard)
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="broken"):
+        in_turn(*(partial(piece, shard) for shard in range(3)))
+    assert threading.active_count() == before
+    assert set(seen) <= {0, 1, 2} - {raises} and all(seen.count(shard) == 5 for shard in seen)
+
+
+def test_pieces_that_have_not_begun_do_not_begin_after_an_error():
+    def breaks():
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        in_turn(breaks, partial(pytest.fail, "it has begun"))
+
+
+def test_a_failed_wait_is_raised_where_it_was_called_and_the_others_go_on():
+    def waits():
+        with pytest.raises(CommError, match="the link is broken"):
+            wait_for_handle(Fails(), "a sum")
+        return threading.current_thread()
+
+    first, second = in_turn(waits, waits)
+    assert first is threading.current_thread() is not second
+
+
+def test_each_piece_finds_the_generators_as_it_left_them():
+    shards = VirtualShards(LocalMesh(1).transports[0], [0], [range(2)])
+
+    def piece(shard):
+        torch.manual_seed(shard)
+        first = torch.rand(3)
+        wait_for_handle(shards.member(shard).all_reduce(torch.zeros(1), group=range(2)), "a sum")
+        return torch.cat([first, torch.rand(3)])
+
+    for shard, found in enumerate(in_turn(partial(piece, 0), partial(piece, 1))):
+        assert torch.equal(found, torch.rand(6, generator=torch.Generator().manual_seed(shard)))
 
 
 def test_what_one_raises_ends_the_others():

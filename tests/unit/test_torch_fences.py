@@ -26,6 +26,7 @@ from raypar.torch_compat import (
     autograd,
     avoid_dynamo_import,
     dispatch,
+    lazy_copies,
     modules,
     multi_tensor,
     process_state,
@@ -256,6 +257,12 @@ CASES: dict[str, Case] = {
         "says",
     ),
     "operations on lists gone": (multi_tensor.LISTS, {"torch._foreach_mul_": GONE}, foreach, [4.5, 4.5, 5.5, 0.0, 0.0]),
+    "lazy copies gone": (
+        lazy_copies.LAZY,
+        {"torch._lazy_clone": GONE},
+        lambda: lazy_copies.lazy_copy(torch.ones(2)).add_(1.0).tolist(),
+        [2.0, 2.0],
+    ),
     "inference mode gone": (
         process_state.INFERENCE,
         {"torch._C._InferenceMode": GONE},

@@ -78,6 +78,6 @@ def _tell_averages(x: ShardedValue, whole: tuple[Tensor, Tensor], parts: list[Te
             assert part is not None
             row[first:last] = part[start : start + last - first]
         start += last - first
-    x.group.all_reduce(every, "the running statistics of the channels")
+    every = x.group.all_reduce(every, "the running statistics of the channels")
     for target, row in zip(whole, every, strict=True):
         target.copy_(row)

@@ -16,11 +16,18 @@ from raypar.comm.transport import Handle
 from raypar.errors import ModelError
 from raypar.model.autocast_casts import cast_for_autocast
 from raypar.model.autograd_context_type import AutogradContext
-from raypar.model.linear_call import LinearCall, bias_gradient, is_row_major
+from raypar.model.linear_call import (
+    LinearCall,
+    bias_gradient,
+    input_gradient,
+    is_row_major,
+    transposed_weight_gradient,
+    weight_gradient,
+)
 from raypar.model.split_backward import DeferredWeightGradient, Stash, put_off
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.local_part_layout import FEATURES, LocalPartLayout, sequence_part_layout
-from raypar.model.tensor_parallel.shard_group import ShardGroup
+from raypar.model.tensor_parallel.shard_group import PendingSum, ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, take_part
 from raypar.model.tensor_parallel.split_shards_backward import SplitShard
 from raypar.model.tensor_parallel.weight_gradient_memory_reuse import KeptGradientMemory
@@ -46,9 +53,9 @@ class ShardedLinear(SplitShard):
 
     def input_gradient(self, operands: tuple[Tensor, ...], weight: Tensor, shape: Sequence[int]) -> Tensor:
         """Gradient of x, which has this shape [..., in]. `operands`: as `LinearCall.operands` has them."""
-        found, _, _ = self.call.gradients(operands, weight, (True, False, False))
-        assert found is not None
-        return found.reshape(shape)
+        rows, flat, _ = operands
+        found = input_gradient(rows, weight.t() if self.call.transposed else weight, flat)
+        return found.view(shape) if found.is_contiguous() else found.reshape(shape)
 
     def weight_gradient(self, rows: Tensor, flat: Tensor) -> Tensor:
         """grad^T x [out, in] of grad [rows, out] and x [rows, in], in the memory of the last step's gradient where possible.
@@ -57,12 +64,11 @@ class ShardedLinear(SplitShard):
         """
         memory = self._gradient_memory.take(rows, flat)
         transposed, weight = self.call.transposed, self.weight
+        if memory is None:
+            return (transposed_weight_gradient if transposed else weight_gradient)(rows, flat, weight)
         # The memory is row-major, as the gradient of such a weight is.
-        suits = not is_row_major(weight.t()) and weight.is_contiguous() if transposed else is_row_major(weight)
-        if memory is None or not suits:
-            _, found, _ = self.call.gradients((rows, flat, rows), weight, (False, True, False))
-            assert found is not None
-            return found
+        if not (not is_row_major(weight.t()) and weight.is_contiguous() if transposed else is_row_major(weight)):
+            return (transposed_weight_gradient if transposed else weight_gradient)(rows, flat, weight)
         # `.data` has a version count of its own, which this first writing does not raise.
         return torch.mm(*((flat.t(), rows) if transposed else (rows.t(), flat)), out=memory).data
 
@@ -99,6 +105,8 @@ class ColumnLinear(ShardedLinear):
         one value costs one collective however many layers read it."""
         self.gather_output = gather_output
         """Whether the output is made whole again."""
+        self._layouts: dict[int, LocalPartLayout] = {}
+        """Number of dims of an output -> which part of it is here."""
 
     def forward(self, x: Tensor | ShardedValue) -> Tensor | ShardedValue:
         """y, whole if `gather_output`, else this shard's part."""
@@ -108,11 +116,16 @@ class ColumnLinear(ShardedLinear):
             made = _apply_to_shared_input(self, local, seq)
         else:
             operands = cast_for_autocast(local, self.weight, self.bias)
-            made = _Column.apply(*operands, seq, self.group, self, self.current_stash())  # type: ignore[no-untyped-call]
+            stash = None if self.stash is None else self.current_stash()
+            made = _Column.apply(*operands, seq, self.group, self, stash)  # type: ignore[no-untyped-call]
         if self.gather_output:
             even = even_ranges_by_shard(self.out_features, self.group.size)
             return autograd_collectives.gather_from_shards(made, made.dim() - 1, even, self.group)
-        return ShardedValue(made, LocalPartLayout(made.dim() - 1, self.out_features, self.held, self.axis), self.group)
+        dims = made.dim()
+        part = self._layouts.get(dims)
+        if part is None:
+            part = self._layouts[dims] = LocalPartLayout(dims - 1, self.out_features, self.held, self.axis)
+        return ShardedValue(made, part, self.group)
 
 
 class RowLinear(ShardedLinear):
@@ -143,7 +156,8 @@ class RowLinear(ShardedLinear):
         if self.group.sequence_parallel:
             _check_sequence(self.name, local.dim())
         operands = cast_for_autocast(local, self.weight, self.bias)
-        made: Tensor = _Row.apply(*operands, self.group, self, self.current_stash())  # type: ignore[no-untyped-call]
+        stash = None if self.stash is None else self.current_stash()
+        made: Tensor = _Row.apply(*operands, self.group, self, stash)  # type: ignore[no-untyped-call]
         if not self.group.sequence_parallel:
             return made
         return ShardedValue(made, sequence_part_layout(local.shape[1], self.group.shard, self.group.size), self.group)
@@ -179,8 +193,10 @@ def _weight_gradients(
     They are the second and third argument of the autograd function. `operands`: as `LinearCall.operands` has them.
     """
     rows, flat, summed = operands
-    if put_off(ctx, stash, DeferredWeightGradient(layer, (rows, flat.detach(), summed), layer.deferred_gradients)):
-        return None, None
+    if stash is not None:
+        deferred = DeferredWeightGradient(layer, (rows, flat.detach(), summed), layer.deferred_gradients)
+        if put_off(ctx, stash, deferred):
+            return None, None
     weight = layer.weight_gradient(rows, flat) if ctx.needs_input_grad[1] else None
     return weight, bias_gradient(summed) if ctx.needs_input_grad[2] else None
 
@@ -234,17 +250,21 @@ class _Pending:
 
     def __init__(self, group: ShardGroup, gradient: Tensor, seq: int | None) -> None:
         self._group = group
+        self._sum: PendingSum | None = None
         self._handle: Handle
         self._kept: list[Tensor] = []
         gradient = gradient.contiguous()
         if seq is None:
-            self.out, self._handle = gradient, group.post_all_reduce(gradient)
+            self.out, self._sum = gradient, group.post_sum(gradient)
         else:
             self.out, self._handle, self._kept = group.post_reduce_scatter(gradient, 1)
 
     def take(self) -> Tensor:
         """The sum (or this shard's part of it), once it is there."""
-        self._group.wait(self._handle, self.out, "the sum of the gradients of a layer's input")
+        what = "the sum of the gradients of a layer's input"
+        if self._sum is not None:
+            return self._sum.take(what)
+        self._group.wait(self._handle, self.out, what)
         self._kept = []
         return self.out
 
@@ -419,7 +439,9 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         made = layer.call.output(x, weight, None)
         what = "the sum of a layer's outputs"
-        made = group.reduce_scatter(made, 1, what) if group.sequence_parallel else group.all_reduce(made, what)
+        if not group.sequence_parallel:
+            return group.all_reduce(made, what, added=bias)
+        made = group.reduce_scatter(made, 1, what)
         return made if bias is None else made.add_(bias)
 
     @staticmethod

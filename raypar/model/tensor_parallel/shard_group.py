@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from raypar.comm import blocking_code_as_routine
 from raypar.comm.routine import StreamWaits
 from raypar.comm.transport import Handle, Transport
-from raypar.comm.virtual_shards import VirtualShardMember
+from raypar.comm.virtual_shards import VirtualShardHandle, VirtualShardMember
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 from raypar.plan.spatial_shards import RowPlan
@@ -95,11 +95,17 @@ class ShardGroup:
         """Start to sum a contiguous tensor over the shards, in place, over the tree of shards."""
         return self.transport.all_reduce(tensor, group=self.ranks, channel=self.channel)
 
-    def all_reduce(self, tensor: Tensor, what: str) -> Tensor:
-        """Sum over the shards, in place where `tensor` is contiguous."""
-        tensor = tensor.contiguous()
-        self.wait(self.post_all_reduce(tensor), tensor, what)
-        return tensor
+    def post_sum(self, tensor: Tensor, added: Tensor | None = None) -> PendingSum:
+        """Start to sum a contiguous tensor, which is the sum's from here on, over the shards, and to add `added`, of which all
+        have the same."""
+        transport = self.transport
+        if isinstance(transport, VirtualShardMember):
+            return PendingSum(self, tensor, transport.sum(tensor, channel=self.channel, added=added), None)
+        return PendingSum(self, tensor, self.post_all_reduce(tensor), added)
+
+    def all_reduce(self, tensor: Tensor, what: str, *, added: Tensor | None = None) -> Tensor:
+        """The sum over the shards, with `added`: see `post_sum`. `tensor` is overwritten where it is contiguous."""
+        return self.post_sum(tensor.contiguous(), added).take(what)
 
     def all_gather_in_place(self, whole: Tensor, what: str) -> None:
         """Fill `whole` [shards, ...], contiguous, of which this shard has put its own part in place."""
@@ -137,6 +143,25 @@ class ShardGroup:
         out, handle, _pieces = self.post_reduce_scatter(tensor, dim)
         self.wait(handle, out, what)
         return out
+
+
+class PendingSum:
+    """A sum over shards that is under way."""
+
+    __slots__ = ("_added", "_group", "_handle", "_tensor")
+
+    def __init__(self, group: ShardGroup, tensor: Tensor, handle: Handle, added: Tensor | None) -> None:
+        """`tensor`: what this shard adds, in whose memory the sum comes unless virtual shards share it; `added`: what is still
+        to be added to it."""
+        self._group, self._tensor, self._handle, self._added = group, tensor, handle, added
+
+    def take(self, what: str) -> Tensor:
+        """The sum, once it is there; for who takes it alone. `what`: in messages."""
+        handle, tensor = self._handle, self._tensor
+        self._group.wait(handle, tensor, what)
+        if isinstance(handle, VirtualShardHandle):
+            return handle.tensor()
+        return tensor if self._added is None else tensor.add_(self._added)
 
 
 class ShardedModule(nn.Module):

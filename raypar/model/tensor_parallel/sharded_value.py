@@ -88,6 +88,8 @@ def _noting_layouts(implementation: F) -> F:
     @wraps(implementation)
     def call(func: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
         made = implementation(func, *args, **kwargs)
+        if type(made) is ShardedValue and not made.has_single_index:
+            return made
         several = isinstance(made, (list, tuple))
         for place, value in enumerate(made if several else (made,)):
             if isinstance(value, ShardedValue) and value.has_single_index and not any(value is each for each in args):
@@ -193,7 +195,7 @@ class ShardedValue:
         Such code (reentrant checkpoints, autograd functions of the user's own) looks for tensors that need gradients among its
         arguments and does not see that a part needs one.
         """
-        if self.group.grad_enabled and self.local.requires_grad and not torch.is_grad_enabled():
+        if self.group.grad_enabled and not torch.is_grad_enabled() and self.local.requires_grad:
             raise ModelError(
                 f"a value {list(self.shape)} of which shards have parts is used without gradients inside a layer that has some",
                 cure="call torch.utils.checkpoint with use_reentrant=False, write no torch.autograd.Function of such values, "
@@ -215,9 +217,8 @@ class ShardedValue:
     @property
     def shape(self) -> torch.Size:
         """Shape of the whole value."""
-        shape = list(self.local.shape)
-        shape[self.part_layout.dim] = self.part_layout.size
-        return torch.Size(shape)
+        here, part = self.local.shape, self.part_layout
+        return torch.Size((*here[: part.dim], part.size, *here[part.dim + 1 :]))
 
     @property
     def mT(self) -> ShardedValue:

@@ -9,9 +9,9 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from raypar.comm.blocking_code_as_routine import as_routine, run_or_yield
-from raypar.comm.routine import Routine
-from raypar.comm.routines_in_turn import run_in_turn
+from raypar.comm.blocking_code_as_routine import wait_function
+from raypar.comm.blocking_code_in_turn import run_blocking_in_turn
+from raypar.comm.routine import RoutineWait, RoutineWork
 from raypar.comm.sent_tensor_layout import copy_as_it_lies
 from raypar.plan import ParallelPlan
 from raypar.plan.stage_connections import MAX_STAGES
@@ -147,22 +147,14 @@ class StageInVirtualShards:
     def _in_turn(self, works: Iterable[Callable[[], T]]) -> T:
         """Run one work for each virtual shard; returns the first one's result, which is that of all."""
         keep = partial(self.shards[0].guard.keep_in_turn, self._generators.keep)
-        routines = [as_routine(work, keep) for work in works]
-        return run_or_yield(self._timed(run_in_turn(routines)), self._timeout_s)[0]
+        return run_blocking_in_turn(list(works), keep, partial(self._wait, wait_function(self._timeout_s)))[0]
 
-    def _timed(self, routine: Routine[T]) -> Routine[T]:
-        """The same routine, whose waits count as waits for other workers."""
-        failed: Exception | None = None
-        while True:
-            try:
-                waiting = next(routine) if failed is None else routine.throw(failed)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            failed, start = None, time.perf_counter_ns()
-            try:
-                yield waiting
-            except Exception as error:
-                failed = error
+    def _wait(self, wait: Callable[[RoutineWait | RoutineWork], None], waiting: RoutineWait | RoutineWork) -> None:
+        """`wait`, whose time counts as waiting for other workers."""
+        start = time.perf_counter_ns()
+        try:
+            wait(waiting)
+        finally:
             self.waited_ns += time.perf_counter_ns() - start
 
     def _copies(self, *given: Mapping[str, Tensor]) -> list[tuple[Mapping[str, Tensor], ...]]:
