@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import checkpoint_folders as checkpoint_files
 from helpers import shard_grid, torch_flesh, ugly_models
 from helpers.generations import SHARDS, Generations, mesh
+from helpers.offloaded_layouts import in_folder, offloaded_layouts, small_memory_offloaded
 from helpers.parity import STEPS, Layout, layouts
 from helpers.recomputed_layouts import recomputed_layouts
 from helpers.shard_grid import SHALLOW, Cell, graph
@@ -97,6 +99,18 @@ def test_two_replicas_hold_each_part(layout, gather):
 @pytest.mark.parametrize("cell, gather", some(RECOMPUTED[:14], RECOMPUTED, 2))
 def test_layouts_that_recompute(cell, gather):
     check_zero(cell.layout, 3, cell.plan, gather=gather)
+
+
+OFFLOADED = [cell for cell in offloaded_layouts() if max(cell.layout.replicas) > 1][::9]
+
+
+@pytest.mark.parametrize("cell, gather", some(OFFLOADED[:4], OFFLOADED, 1))
+def test_layouts_that_offload(cell, gather, tmp_path: Path):
+    """Layers' activations come back from a file, and their parameters from their owners."""
+    cell = in_folder(cell, tmp_path)
+    facts = {name: getattr(cell.layout, name) for name in ("graph", "schedule", "model", "microbatches", "blocks", "compute")}
+    with small_memory_offloaded():
+        check_zero(SimpleNamespace(job=cell.job, plan=cell.plan, **facts), 3, gather=gather)
 
 
 @pytest.mark.ci
