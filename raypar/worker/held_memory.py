@@ -50,8 +50,9 @@ def held_memory(
     by_step = {index: stage for index, stage in stages_by_index.items() if index not in gather.layers}
     gathered = sum(_kept_by_others(stage, owned[index]) for index, stage in by_step.items())
     if gathered or gather.there.most:
-        parameters = found["parameter"] - gathered - gather.there.now
-        found |= {"parameter": parameters, "gathered": gathered + gather.there.most}
+        parameters = found.pop("parameter", 0) - gathered - gather.there.now  # none, where masters alone are kept
+        found |= {"parameter": parameters} if parameters else {}
+        found["gathered"] = gathered + gather.there.most
     return found
 
 

@@ -57,6 +57,18 @@ def test_each_kind_of_state_is_within_a_piece_of_the_sheet(zero, gather, more):
         assert 0 < report.memory["empty"] <= report.memory["rss"]
 
 
+@pytest.mark.parametrize("gather", GATHER_SPANS[1:])
+def test_copies_of_masters_that_come_for_each_use_are_gathered_and_no_parameters_that_are_kept(gather):
+    spec = parse_job(JOB + MORE[2])
+    graph = make_layer_graph(spec)
+    plan = ParallelPlan.mesh(dp=2, layers=len(graph.layers)).with_zero(3).with_gather(gather)
+    sheets = memory_sheets(profile_job(spec, workers=2, graph=graph), plan, "1f1b", spec.batching)
+    with OneProcessRun(spec, plan, "1f1b") as run:
+        reports = run.step(0)
+    assert [report.memory["gathered"] for report in reports] == [sheet.gathered for sheet in sheets]
+    assert all("parameter" not in report.memory and report.memory["master"] for report in reports)
+
+
 @pytest.mark.parametrize("replicas, zero, holders", [(3, 0, 1), (3, 1, 1), (4, 2, 2)])
 def test_buckets_take_what_the_sheet_says(replicas, zero, holders):
     """Of a model for which the pool has room: sums of what a replica holds come from all others. Shares are within a piece."""
