@@ -91,17 +91,22 @@ class StateBytes:
             found.append([{name: of for name, of in layer.items() if of and alone.get(name) != of} for layer in here])
         return found
 
-    def owned_by_layer(self, plan: ParallelPlan, stage: int, rank: int) -> list[dict[str, int]]:
-        """By layer of a stage whose replicas divide parameters: parameter -> bytes, where layers compute with it, of what a
-        rank owns of it and gives to others."""
+    def owned_by_layer(self, plan: ParallelPlan, stage: int, rank: int) -> list[list[dict[str, int]]]:
+        """As `gathered_by_layer`: parameter -> bytes, where the layer computes with it, of what a rank owns of it and gives to
+        others."""
         place, role, ownership = plan.stages[stage], plan.role_in(rank, stage), Ownership(plan, self.outline)
-        owned: Counter[str] = Counter()
-        for number in place.run_of(role.shard):
+        once, run = self._computed_once(place), place.run_of(role.shard)
+        found = []
+        for number in run:
+            owned: Counter[str] = Counter()
             for frozen in (False, True):
-                for run in ownership.owned_runs(stage, number, role.replica, frozen=frozen):
-                    owned[run.name] += self._computed_bytes(run)
-        layers = self.outline.elements[place.first : place.last]
-        return [{name: owned[name] for name in layer if name in owned} for layer in layers]
+                for each in ownership.owned_runs(stage, number, role.replica, frozen=frozen):
+                    owned[each.name] += self._computed_bytes(each)
+            layers = [
+                self.outline.elements[i] if i not in once or number == run[0] else {} for i in range(place.first, place.last)
+            ]
+            found.append([{name: owned[name] for name in layer if name in owned} for layer in layers])
+        return found
 
     def _computed_bytes(self, run: OwnedRun) -> int:
         """Bytes of a run where layers compute with it."""
@@ -145,7 +150,7 @@ class StateBytes:
                     s.last,
                     s.virtual_shards,
                     s.run_of(role.shard),
-                    *((role.replica, s.replicas, s.zero_holders) if shared else ()),
+                    *((role.replica, s.replicas, s.zero_holders, s.gather) if shared else ()),
                 )
                 for s, role, shared in places
             ),
@@ -184,10 +189,19 @@ class StateBytes:
     def _kept(self, ownership: Ownership, rank: int, kind: StateKind) -> dict[str, int]:
         """Tensor -> bytes of its pieces of a kind of state that a rank keeps."""
         sizes, nbytes = ownership.sizes(rank), self.by_tensor[kind]
+        if kind == "parameter" and (gone := self._copies_that_go(ownership.plan, rank)):
+            nbytes = {name: of - self.copies[name] if name in gone else of for name, of in nbytes.items()}
         elements: Counter[str] = Counter()
         for piece in ownership.pieces(rank, kind):
             elements[piece.name] += piece.size
         return {name: nbytes.get(name, 0) * count // sizes[name] for name, count in elements.items()}
+
+    def _copies_that_go(self, plan: ParallelPlan, rank: int) -> frozenset[str]:
+        """Parameters of a rank whose copies come and go whole inside a step, so that it keeps no part of them."""
+        spans = {stage: plan.stages[stage].gather_in_effect for stage in plan.stages_of(rank)}
+        places = [plan.stages[stage] for stage, span in spans.items() if span in ("microbatch", "layer")]
+        layers = (layer for place in places for layer in self.outline.elements[place.first : place.last])
+        return frozenset(name for layer in layers for name in layer).intersection(self.copies)
 
     def _copies(self, stages: Sequence[StagePlan], kind: StateKind) -> Counter[str]:
         """Tensor -> how often a worker with these stages has its state in memory.

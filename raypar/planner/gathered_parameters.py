@@ -13,8 +13,21 @@ from raypar.planner.model_profile import ModelProfile
 from raypar.schedule.gathering import gathers_of_order, owners, readers, stages_gathered
 from raypar.schedule.instructions import INPUT_GRADIENTS, KEPT_INPUTS, Compute, Schedule
 
-Group = tuple[int, int]
-"""(stage, layer) whose parameters come and go together."""
+Group = tuple[int, int, int]
+"""(stage, virtual shard of those that the worker has of it, layer) whose parameters come and go together."""
+
+
+class _Pass(NamedTuple):
+    """What an instruction goes through."""
+
+    stage: int
+    layers: tuple[tuple[int, ...], ...]
+    """By virtual shard: the layers of which something comes and goes, in order."""
+
+    @property
+    def first_groups(self) -> list[Group]:
+        """What it begins with."""
+        return [(self.stage, number, layers[0]) for number, layers in enumerate(self.layers) if layers]
 
 
 class GatherTraffic(NamedTuple):
@@ -51,33 +64,35 @@ def gather_traffic(profile: ModelProfile, plan: ParallelPlan, orders: Schedule) 
     """
     state = profile.state_on_shards(plan.virtual_shard_counts)
     gathers, received, sent = ([0] * plan.world for _ in range(3))
-    by_rank = [_gathers_of_rank(state, plan, rank, orders[rank]) for rank in range(plan.world)]
+    asked = [_asked_by(state, plan, rank, orders[rank]) for rank in range(plan.world)]
     for stage, place in enumerate(plan.stages):
         if place.gather_in_effect is None:
             continue
         ranks = [rank for row in place.workers for rank in row]
         owned = {rank: state.owned_by_layer(plan, stage, rank) for rank in ranks}
         for rank in ranks:
-            count_of = {layers: count for (of, layers), count in by_rank[rank].items() if of == stage}
-            gathers[rank] += sum(count_of.values())
+            of_stage = {key[1:]: count for key, count in asked[rank].items() if key[0] == stage}
+            gathers[rank] += sum(of_stage.values())
             for owner in owners(plan, stage, rank):
                 here = owned[owner]
-                nbytes = sum(n * _union(here[i - place.first] for i in layers) for layers, n in count_of.items())
+                nbytes = sum(n * _union(here[v][i - place.first] for i in layers) for (v, layers), n in of_stage.items())
                 received[rank] += nbytes
                 sent[owner] += nbytes
     return tuple(map(GatherTraffic, gathers, received, sent))
 
 
-def _gathers_of_rank(state: StateBytes, plan: ParallelPlan, rank: int, order: Sequence[Compute]) -> Counter[tuple[int, range]]:
-    """(stage, the layers that come together) -> how often a rank asks for them in a step."""
-    found: Counter[tuple[int, range]] = Counter()
-    for stage in stages_gathered(plan, rank, "step"):
-        found[stage, range(plan.stages[stage].first, plan.stages[stage].last)] = 1
+def _asked_by(state: StateBytes, plan: ParallelPlan, rank: int, order: Sequence[Compute]) -> Counter[tuple[int, int, range]]:
+    """(stage, virtual shard, the layers that come together) -> how often a rank asks for them in a step."""
+    found: Counter[tuple[int, int, range]] = Counter()
+    times = Counter(dict.fromkeys(stages_gathered(plan, rank, "step"), 1))
     for stages in gathers_of_order(order, stages_gathered(plan, rank, "microbatch")).before:
-        for stage in stages:
-            found[stage, range(plan.stages[stage].first, plan.stages[stage].last)] += 1
-    for (stage, layer), count in _Layers(state, plan, rank).through(order).items():
-        found[stage, range(layer, layer + 1)] += count
+        times.update(stages)
+    for stage, count in times.items():
+        place = plan.stages[stage]
+        for number in range(len(place.run_of(plan.role_in(rank, stage).shard))):
+            found[stage, number, range(place.first, place.last)] = count
+    for (stage, number, layer), count in _Layers(state, plan, rank).through(order).items():
+        found[stage, number, range(layer, layer + 1)] = count
     return found
 
 
@@ -119,61 +134,68 @@ class _Layers:
         self._stages = stages_gathered(plan, rank, "layer")
         self._by_layer = {stage: state.gathered_by_layer(plan, stage, rank) for stage in self._stages}
         """Stage -> by virtual shard, by layer, bytes of the parameters that come and go."""
-        self._steps: dict[tuple[frozenset[Group], tuple[Group, ...], Group | None], tuple[list[Group], frozenset[Group]]] = {}
-        """(what is there, groups of an instruction, first group of the next) -> (groups it asks for, what is there then)."""
+        self._known: dict[tuple[frozenset[Group], _Pass, _Pass | None], tuple[list[Group], frozenset[Group]]] = {}
+        """(what is there, what an instruction goes through, what the next one does) -> (what is asked for, what is there
+        then)."""
         self.most = 0
-        """Bytes of what was there together, when it was most."""
+        """Bytes of what was there together, when it was most; of virtual shards, which take turns, as if all had most at
+        once."""
 
     def through(self, order: Sequence[Compute]) -> Counter[Group]:
         """Group -> how often it is asked for."""
-        uses = [groups for i in order if i.needs_weights and i.stage in self._stages and (groups := self._groups(i))]
+        uses = [self._pass_of(i) for i in order if i.needs_weights and i.stage in self._stages]
+        uses = [use for use in uses if any(use.layers)]
         asked: Counter[Group] = Counter()
         there: frozenset[Group] = frozenset()
-        for groups, following in zip(uses, [*uses[1:], ()], strict=False):
-            key = there, groups, following[0] if following else None
-            if key not in self._steps:
-                self._steps[key] = self._compute(*key)
-            new, there = self._steps[key]
+        for use, following in zip(uses, [*uses[1:], None], strict=False):
+            if (key := (there, use, following)) not in self._known:
+                self._known[key] = self._compute(*key)
+            new, there = self._known[key]
             asked.update(new)
         return asked
 
-    def _groups(self, i: Compute) -> tuple[Group, ...]:
-        """The layers that an instruction goes through, in order: those of which something comes and goes."""
+    def _pass_of(self, i: Compute) -> _Pass:
         place = self._plan.stages[i.stage]
         layers: Sequence[int] = range(place.first, place.last)
         if KEPT_INPUTS in i.frees:
             layers = self._plan.recomputed_layers(i.stage)
         elif INPUT_GRADIENTS in i.makes:
             layers = layers[::-1]
-        return tuple((i.stage, n) for n in layers if any(of[n - place.first] for of in self._by_layer[i.stage]))
+        return _Pass(
+            i.stage, tuple(tuple(n for n in layers if of_shard[n - place.first]) for of_shard in self._by_layer[i.stage])
+        )
 
-    def _compute(
-        self, there: frozenset[Group], groups: tuple[Group, ...], following: Group | None
-    ) -> tuple[list[Group], frozenset[Group]]:
-        stage, now = groups[0][0], set(there)
+    def _compute(self, there: frozenset[Group], use: _Pass, following: _Pass | None) -> tuple[list[Group], frozenset[Group]]:
+        stage = use.stage
+        after = following.first_groups if following is not None else []
+        elsewhere = [group for group in after if group[0] != stage]
         asked: list[Group] = []
-
-        def keep(*kept: Group | None) -> None:
-            now.difference_update([group for group in now if group[0] == stage and group not in kept])
-
-        keep(groups[0])
-        for group, after in zip(groups, [*groups[1:], following], strict=True):
-            keep(group, after)
-            new = [each for each in dict.fromkeys((group, after)) if each is not None and each not in now]
-            asked += new
-            now.update(new)
-            self.most = max(self.most, self._bytes(now))
-        keep(following)
-        return asked, frozenset(now)
+        left = {group for group in there if group[0] != stage}
+        at_once = self._bytes(left)
+        for number, layers in enumerate(use.layers):
+            own_next = [group for group in after if group[:2] == (stage, number)]
+            groups = [(stage, number, layer) for layer in layers]
+            now = {group for group in there if group[:2] == (stage, number)} & {*(groups[:1] or own_next)}
+            most = self._bytes(now)
+            for place, group in enumerate(groups):
+                beside = groups[place + 1 : place + 2] or own_next
+                new = [each for each in dict.fromkeys((group, *beside)) if each not in now]
+                now = (now & {group, *beside}) | {*new}
+                is_last = place + 1 == len(groups) and number == 0
+                most = max(most, self._bytes(now) + is_last * self._bytes(elsewhere))
+                asked += new
+            at_once += most
+            left |= now & {*own_next}
+        self.most = max(self.most, at_once)
+        asked += [group for group in elsewhere if group not in left]
+        return asked, frozenset({*left, *elsewhere})
 
     def _bytes(self, there: Iterable[Group]) -> int:
         """Bytes of groups that are there together."""
-        found = 0
-        for stage in {stage for stage, _ in there}:
-            first = self._plan.stages[stage].first
-            here = [layer - first for of, layer in there if of == stage]
-            found += sum(_union(of[at] for at in here) for of in self._by_layer[stage])
-        return found
+        layers: dict[tuple[int, int], list[int]] = {}
+        for stage, number, layer in there:
+            layers.setdefault((stage, number), []).append(layer - self._plan.stages[stage].first)
+        return sum(_union(self._by_layer[stage][number][at] for at in of) for (stage, number), of in layers.items())
 
 
 IN_PLACE_BYTES = 128 << 10
@@ -184,19 +206,20 @@ def bytes_that_travel_together(profile: ModelProfile, plan: ParallelPlan, stage:
     """Bytes of the messages in which small parts of what a stage gathers at once by microbatch or layer travel: those that a
     rank gets, and those that it gives to each of the others."""
     state = profile.state_on_shards(plan.virtual_shard_counts)
-    given, from_owners = len(readers(plan, stage, rank)), owners(plan, stage, rank)
-    times = dict.fromkeys(from_owners, 1) | {rank: given}
-    small = {
-        owner: [
-            {name: of for name, of in layer.items() if of < IN_PLACE_BYTES}
-            for layer in state.owned_by_layer(plan, stage, owner)
-        ]
-        for owner in times
-    }
+    times = dict.fromkeys(owners(plan, stage, rank), 1) | {rank: len(readers(plan, stage, rank))}
+    small = {owner: [list(map(_small, of)) for of in state.owned_by_layer(plan, stage, owner)] for owner in times}
+    shards = range(len(small[rank]))
     if plan.stages[stage].gather_in_effect == "microbatch":
-        return sum(count * _union(small[owner]) for owner, count in times.items())
+        return sum(count * _union(small[owner][number]) for owner, count in times.items() for number in shards)
     layers = range(plan.stages[stage].last - plan.stages[stage].first)
-    return max(sum(count * _union([small[owner][at]]) for owner, count in times.items()) for at in layers)
+    return sum(
+        max(sum(count * _union([small[owner][number][at]]) for owner, count in times.items()) for at in layers)
+        for number in shards
+    )
+
+
+def _small(layer: Mapping[str, int]) -> dict[str, int]:
+    return {name: nbytes for name, nbytes in layer.items() if nbytes < IN_PLACE_BYTES}
 
 
 # -- time -------------------------------------------------------------------------------------------------------------------

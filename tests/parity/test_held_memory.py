@@ -36,7 +36,7 @@ MORE = ("", "average: {decay: 0.9}", "precision: {parameters: bf16, master: floa
 
 
 KINDS_OF_STATE = [(zero, "step", more) for zero in range(4) for more in MORE]
-KINDS_OF_STATE += [(3, gather, more) for gather in GATHER_SPANS[1:] for more in MORE[:2]]
+KINDS_OF_STATE += [(3, gather, more) for gather in GATHER_SPANS[1:] for more in MORE]
 
 
 @pytest.mark.parametrize("zero, gather, more", KINDS_OF_STATE, ids=str)

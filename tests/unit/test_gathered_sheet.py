@@ -99,7 +99,7 @@ def test_by_microbatch_two_stages_are_there():
 def test_what_one_replica_owns_whole_stays():
     """Of layers of 1, 8, 2, 4 and 3 MiB the first replica owns 1, 3, 2, 0 and 3, of 8 and 4 a part."""
     profile, plan = profile_of([1, 8, 2, 4, 3], stay=True), ParallelPlan.mesh(dp=2, layers=5)
-    owned = [profile.state.owned_by_layer(by("layer", plan), 0, rank) for rank in (0, 1)]
+    owned = [profile.state.owned_by_layer(by("layer", plan), 0, rank)[0] for rank in (0, 1)]
     assert [[sum(layer.values()) // MIB for layer in of] for of in owned] == [[1, 3, 2, 0, 3], [0, 5, 0, 4, 0]]
     assert gathered(profile, by("layer", plan)) == [8 + 4, 8 + 2], "layers that follow each other of those that come"
     assert gathered(profile, by("microbatch", plan)) == [8 + 4, 1 + 8 + 2 + 3]
@@ -108,11 +108,20 @@ def test_what_one_replica_owns_whole_stays():
 
 
 def test_the_rest_of_the_sheet_is_as_by_step():
-    profile, plan = profile_of(SIZES), ParallelPlan.mesh(dp=3, layers=6)
+    profile, plan = profile_of(SIZES, stay=True), ParallelPlan.mesh(dp=3, layers=6)
     batching, orders = made(profile, plan, "1f1b", 4)
     sheets = [memory_sheets(profile, by(span, plan), orders, batching)[1] for span in ("step", "microbatch", "layer")]
     assert len({tuple({**sheet.by_kind, "gathered": 0}.items()) for sheet in sheets}) == 1
     assert sheets[2].state["parameter"] == 6 * MIB, "what it owns"
+
+
+def test_of_copies_of_masters_that_come_and_go_nothing_is_kept():
+    profile, plan = profile_of(SIZES), ParallelPlan.mesh(dp=3, layers=6)
+    batching, orders = made(profile, plan, "1f1b", 4)
+    kept = [
+        memory_sheets(profile, by(s, plan), orders, batching)[1].state["parameter"] for s in ("step", "microbatch", "layer")
+    ]
+    assert kept == [6 * MIB, 0, 0]
 
 
 # -- bytes sent -------------------------------------------------------------------------------------------------------------
@@ -227,7 +236,7 @@ def test_auto_goes_from_level_to_level_and_then_gathers_by_layer():
     assert chosen(150, plan)[0] == "1 step"
     which, why = chosen(110, plan)
     assert which == "3 layer"
-    assert why.startswith("plan.zero=3 with plan.gather=layer, the first that fits: the largest worker needs 104.0 MiB (")
+    assert why.startswith("plan.zero=3 with plan.gather=layer, the first that fits: the largest worker needs 92.0 MiB (")
     assert "204.0 MiB with plan.zero=0, 132.0 MiB with plan.zero=1, 132.0 MiB with plan.zero=2)" in why
     which, why = chosen(50, plan)
     assert which == "3 layer" and "which needs least, and does not fit" in why
