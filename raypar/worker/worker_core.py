@@ -325,8 +325,10 @@ class WorkerCore:
         self._open_activation_file()
         builder = self._builder(assignment, transport)
         self.not_moved = None
-        self.stages, digests = builder.build_stages(values, unfilled=load is not None)
-        self.step_commit = builder.build_step_commit(self.stages, self.learning_rates)
+        frees = any(stage.gather_in_effect not in (None, "step") for stage in assignment.plan.stages)
+        with large_blocks_returned() if frees else contextlib.nullcontext():  # else heaps keep what whole parameters had
+            self.stages, digests = builder.build_stages(values, unfilled=load is not None)
+            self.step_commit = builder.build_step_commit(self.stages, self.learning_rates)
         self.step_commit.skipped_steps = self.skipped_steps
         self._build_interpreters(builder.routing, transport, cost_ms, before_compute)
         self._to_compare = self._users_code() - self._compared
